@@ -99,7 +99,7 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     if edited := sum(_count_edited(table, edits) for table in media.values()):
         report.details["edited_captions"] = edited
     needed = int(sum(row["new_mib"] for row in report.details["disk"]) * 2**20)
-    if config.cache.limit is None and (shortage := find_shortage(config.root, needed)):
+    if shortage := find_shortage(config.root, needed):
         console.warn(f"{shortage}; {SPACE_ADVICE}")
     report.details["changes"] = summary.diff_active(_latest_active(store, info), plan.active) or "none"
     _print_warnings(config, plan, report.details["buckets"], multiple, console)

@@ -9,13 +9,10 @@ from typing import Annotated
 import typer
 
 from cache.sets.export import TargetError, WebDatasetExport, copy_shard, has_copy, publish_copy, shard_paths
-from cache.sets.planned_set import PlannedSet
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet
-from cache.shards.shard_supply import SupplyError
 from cache.store.store import Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.config.encoding import CACHE_LIMIT
 from schemas.config.pipeline import Config
 from stages.encoding.stage import refuse_partition
 
@@ -45,11 +42,6 @@ def run(
 ) -> Report:
     refuse_partition(options, "export")
     data = open_configured_set(config, console.warn)
-    if isinstance(data, PlannedSet):
-        raise SupplyError(
-            f"set {data.id} has a limited cache, whose shards never exist all at once",
-            f"Remove {CACHE_LIMIT} and run `latentpress run`, which encodes everything; then export.",
-        )
     target = Store(to or f"{config.output}/export/{data.id}")
     report = Report(program="export", what="tars" if webdataset else "shards", dry_run=options.dry_run)
     report.details = {"set": f"sets/{data.id}", "to": target.url}

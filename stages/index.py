@@ -3,36 +3,26 @@
 Reports exactly what is missing and which command encodes it. Samples that were set aside are left out and counted. No
 set is made while samples are not encoded, if media were missing, or if more than `stages.max_reject_fraction` was set
 aside: no run silently trains on half of the data.
-
-The index of a set with a limited cache is made from the plan, before anything is encoded: every wanted member counts as
-encoded, in its unit's shard and at its place among the unit's members. So the tables are those of a full cache in which
-nothing is set aside.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
 from cache.models.compatibility import bucket_side_multiple
-from cache.models.weights import WeightsError, read_component_config
 from cache.runs.training_checks import check_before_stages
 from cache.sets import set_lookup
-from cache.sets.planned_set import PlannedSet
-from cache.sets.plans import Plan, Unit
+from cache.sets.plans import Plan
 from cache.sets.set_lookup import current_plan
-from cache.sets.table_checks import PLANNED, read_set_table
-from cache.shards.shard import SUFFIXES, unit_name
+from cache.sets.table_checks import read_set_table
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
-from cache.supply.encoded_folder import ReadingOrder, check_room
 from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
@@ -44,8 +34,7 @@ from schemas.text_format import shorten
 from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import RejectLimit, StageState, format_truncated
-from stages.planning.join import EncodedMembers, TrainingSetTables, find_encoded, find_ids, join_plan
-from stages.planning.units import text_tensor_limits
+from stages.planning.join import EncodedMembers, TrainingSetTables, find_encoded, join_plan
 
 MAX_LISTED_MISSING = 20
 HASH_BATCH_ROWS = 2**18
@@ -71,17 +60,13 @@ def run(
     report = Report(program="index", dry_run=options.dry_run)
     kinds = {stage.kind: stage for stage in stage_registry.required_stages(config)}
     states = {kind: stage.state(store, config, plan) for kind, stage in kinds.items()}
-    limit, encoded = config.cache.limit, {}
+    encoded = {}
     for kind, state in states.items():
-        if limit is not None:  # nothing has to be there: training waits for its shards
-            folder = f"{kind}/{state.fingerprint}"
-            encoded[kind] = planned_members(state.units, folder, config.cache.format, state.wanted_ids)
-            continue
         paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
         with activity(f"reading what the {len(paths)} shards of {kind} hold"):
             encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
     aside = _list_set_aside(plan, encoded)
-    stopped = [] if limit is not None else _find_stopped(store, config, kinds, states)
+    stopped = _find_stopped(store, config, kinds, states)
     if stopped or any(len(members.missing) for members in encoded.values()):
         report.set_aside, report.details = aside, {"stopped_by_limit": stopped} if stopped else {}
         return report_missing(report, plan, encoded)
@@ -91,9 +76,6 @@ def run(
     with activity("joining plan and shards"):
         joined = join_plan(plan, texts, encoded)
     record = _describe_set(config, plan, joined, kinds, states, encoded)
-    if limit is not None:
-        estimates = {stage.kind: stage.estimate_bytes for stage in kinds.values() if stage.kind != "text"}
-        record[PLANNED] = describe_limits(config, plan, joined, estimates)
     count = joined.tables["texts"].num_rows
     record["counts"] = {"samples": joined.train, "eval": joined.held_out, "texts": count}
     name = hash_json({**record, "tables": {key: hash_table(table) for key, table in joined.tables.items()}})[:16]
@@ -116,9 +98,6 @@ def run(
             store.write_table(f"sets/{name}/{key}.arrow", table)
         store.publish_json(f"sets/{name}/set.json", record)
     set_lookup.update_pointers(store, record)
-    if limit is not None:
-        order, samples = ReadingOrder.of(config.train), config.validation.eval_samples
-        check_room(PlannedSet(store, name, record), order, samples, limit.max_gb)
     return report
 
 
@@ -232,69 +211,6 @@ def report_missing(report: Report, plan: Plan, encoded: Mapping[str, EncodedMemb
 
 def _text_label(plan: Plan, name: str) -> str:
     return shorten(plan.texts[name]["text"]) or "(null prompt)"
-
-
-def planned_members(units: Sequence[Unit], folder: str, format: str, wanted: pa.Array) -> EncodedMembers:
-    """The future places of the wanted members of units. folder: of their shards. format: cache.format."""
-    ids = pa.array([name for unit in units for name in unit.members], pa.string())
-    ends = np.cumsum([0, *(len(unit.members) for unit in units)])
-    at = find_ids(wanted, ids)
-    shard = np.searchsorted(ends, at, side="right") - 1
-    paths = [f"{folder}/{unit.unit_id}{SUFFIXES[format]}" for unit in units]
-    return EncodedMembers(wanted, paths, shard, at - ends[shard], {}, [], wanted.slice(0, 0))
-
-
-def describe_limits(
-    config: Config,
-    plan: Plan,
-    joined: TrainingSetTables,
-    estimates: dict[str, Callable[[Config, Unit], int]],
-) -> dict[str, Any]:
-    """The part of set.json about a limited cache: "tensors" that samples have, and the most "bytes" of each shard.
-
-    estimates: kind -> the bytes of the tensors of a unit of samples."""
-    limits: dict[tuple[str, str], int] = {}
-    texts = plan.text_table
-    sizes = dict(
-        zip(
-            texts.column("text_id").to_pylist(),
-            text_tensor_limits(config, texts, text_widths(config)).tolist(),
-            strict=True,
-        )
-    )
-    for unit in plan.units("text"):
-        limits["text", unit.unit_id] = sum(sizes[member] for member in unit.members) + _overhead(unit)
-    for unit in plan.units("latents"):
-        for kind, estimate in estimates.items():
-            limits[kind, unit.unit_id] = estimate(config, unit) + _overhead(unit)
-    shards = joined.tables["shards"]
-    pairs = zip(shards.column("kind").to_pylist(), shards.column("path").to_pylist(), strict=True)
-    masked = plan.sample_table.filter(pc.is_in(plan.sample_table.column("sample_id"), value_set=plan.active_sample_ids))
-    tensors = {
-        "latent": True,
-        "condition": config.model.condition is not None and config.model.condition.in_row,
-        "mask": masked.column("mask_id").null_count < masked.num_rows,
-        "vision": "vision" in estimates,
-    }
-    return {
-        "tensors": [name for name, given in tensors.items() if given],
-        "bytes": [limits[kind, unit_name(path.rpartition("/")[2])] for kind, path in pairs],
-    }
-
-
-def text_widths(config: Config) -> dict[str, int]:
-    """The widths of a text's tensors, as the transformer reads them; the family's where it is not on this machine."""
-    model, family = config.model, config.model.family_spec
-    widths = dict.fromkeys(family.text_widths, family.published_text_width(model.flavour_spec))
-    with suppress(WeightsError):
-        shape = read_component_config(model.source, model.revision, family.components[0])
-        known = {name: shape.get(key) for name, key in family.text_widths.items()}
-        widths |= {name: width for name, width in known.items() if isinstance(width, int)}
-    return widths
-
-
-def _overhead(unit: Unit) -> int:
-    return ROW_BYTES * len(unit.members) + SHARD_BYTES
 
 
 app = make_app("index", "Join plan, texts and latents into the training set.", run, unused=NOT_DIVIDED)

@@ -31,7 +31,6 @@ from cache.runs.validations import BEST_KEYS, hash_results
 from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
 from cache.store.files import check_writable
-from cache.store.layout import ENCODE_PROGRAMS
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.kept_log import LOGS
@@ -49,7 +48,6 @@ from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import UsageError
 from stages.encoding.stage_registry import NoCaptions, NoMasks
 from stages.engines.stage_processes import StageFailed, StageProcesses, find_folders, remove_unfinished, sort_results
-from stages.follow.encoding_followers import EncodingFollowers
 from stages.follow.watchers import Watchers, check_models
 
 #: Errors of a stage whose input was made for the configuration as it was before -> the stage that makes it.
@@ -84,12 +82,11 @@ def run(
         )
     check_models(config)
     require_libraries(config, "train" in config.stage_order)
-    order = _stage_order(config, options)
+    order = config.stage_order
     folder = config.run_folder
     note = nullcontext() if options.dry_run else noted("run", folder / LOGS)
     processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
-    followers = EncodingFollowers(config, options, processes)
-    stop_handler = StopHandler(max_time, followers.stop_all)
+    stop_handler = StopHandler(max_time, processes.stop)
     watchers = Watchers(config, options, console, stop_handler)
     if not options.dry_run and "train" in order and is_running(folder):
         raise OutputLocked(folder)
@@ -100,7 +97,7 @@ def run(
             remove_unfinished(folder)
             watchers.start()
         try:
-            report = _run_stages(order, config, options, console, processes, stop_handler, followers, watchers)
+            report = _run_stages(order, config, options, console, processes, stop_handler, watchers)
         except StageFailed as failed:
             if not options.dry_run and read_failure(folder) is None:  # training records its own
                 record_failure(folder, failed.stage, failed.reason, failed.advice)
@@ -135,7 +132,6 @@ def _run_stages(
     console: Console,
     processes: StageProcesses,
     stop_handler: StopHandler,
-    followers: EncodingFollowers,
     watchers: Watchers,
 ) -> Report:
     report = Report(program="run", what="stages", dry_run=options.dry_run)
@@ -148,20 +144,17 @@ def _run_stages(
     queue, left = deque(() if stop_handler.reason else order), MOST_PLANS
     while queue:
         stage, started = queue.popleft(), time.monotonic()
-        beside = followers.stages if stage == "train" else ()
-        console.log(f"--- {stage}" + (f", with {', '.join(beside)}" if beside else ""))
+        console.log(f"--- {stage}")
         watchers.start(stage)
-        code, document = followers.train() if beside else processes.run(stage, options)
+        code, document = processes.run(stage, options)
         watchers.finish(stage)
         if stop_handler.reason and (not document or "error" in document):  # interrupted before it had a report
             if message := document.get("error", {}).get("message"):
                 report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {message}"
             break
         seconds = round(time.monotonic() - started, 1)
-        if beside:
-            _add_followers(report, followers, rows)
         failed = "error" in document or code not in (OK, INCOMPLETE, DAMAGE)
-        if failed and left and not beside and MADE_BY.get(document.get("error", {}).get("type")) in order:
+        if failed and left and MADE_BY.get(document.get("error", {}).get("type")) in order:
             left -= 1
             console.log("the configuration, or its prompts file, was edited meanwhile: it is planned again")
             queue.extendleft(reversed(order[: order.index(stage) + 1]))
@@ -264,33 +257,6 @@ def _push(report: Report, options: Options, console: Console, processes: StagePr
         message = document.get("error", {}).get("message", f"it {describe_exit(code)}; its output is above")
         report.failed.append({"item": "push", "reason": "not-uploaded", "message": message})
         report.remaining, report.next_steps = report.remaining + 1, [*report.next_steps, "latentpress push"]
-
-
-def _stage_order(config: Config, options: Options) -> list[StageName]:
-    """The stages in order. With a limited cache, `index` comes before the encoding stages, and these run beside
-    `train`; a dry run asks them before it."""
-    order = config.stage_order
-    if config.cache.limit is None:
-        return order
-    encoding = [stage for stage in order if stage in ENCODE_PROGRAMS.values()]
-    rest = [stage for stage in order if stage not in encoding]
-    if not options.dry_run:
-        return rest
-    return [name for stage in rest for name in ((*encoding, stage) if stage == "train" else (stage,))]
-
-
-def _add_followers(report: Report, followers: EncodingFollowers, rows: list[dict]) -> None:
-    """Add what the encoding stages beside training report. StageFailed where one of them failed."""
-    for stage, results in followers.results.items():
-        for code, document in results:
-            if stage in followers.failed and ("error" in document or code != OK):
-                raise StageFailed(stage, code, document)
-        documents = [document for _, document in results if "error" not in document]
-        done, last = sum(document["done"] for document in documents), documents[-1] if documents else {}
-        set_aside = last.get("set_aside", [])
-        rows.append({"stage": stage, "seconds": "", "done": done, "skipped": 0, "remaining": 0})
-        rows[-1]["set_aside"] = len(set_aside) + last.get("more_set_aside", 0)
-        report.set_aside += set_aside
 
 
 app = make_app("run", "Run every stage in order, each in its own process, skipping what is done.", run)

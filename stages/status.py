@@ -23,9 +23,7 @@ from cache.sets.trainset import SetError
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.files import Entry
-from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
-from cache.supply.encoded_folder import FOLDER, EncodedFolder
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import ProcessRecord, read_record
@@ -135,13 +133,8 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
         of_plan = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except WeightsError as error:
         return _stop_at(report, error)
-    jobs |= _add_states(report, store, of_plan, listed, limited=config.cache.limit is not None)
+    jobs |= _add_states(report, store, of_plan, listed)
     states += of_plan
-    if config.cache.limit is not None:
-        report.details[FOLDER] = [_describe_limit(store, config, of_plan, listed)]
-        left = report.details[FOLDER][0]["steps_left"]
-        report.remaining += left
-        report.next_steps += ["latentpress run"] if left else []
     for column in ("units", "jobs", "items_per_second", "left"):
         for row in rows if any(column in row for row in rows) else ():
             row.setdefault(column, "")
@@ -175,14 +168,11 @@ def _add_states(
     store: Store,
     states: Sequence[tuple[EncodingStage, StageState]],
     listed: Mapping[str, Sequence[Entry]],
-    limited: bool = False,
 ) -> dict[str, list[JobReport]]:
-    """Add a row for each stage; returns the reports of its jobs. limited: whether shards come and go."""
+    """Add a row for each stage; returns the reports of its jobs."""
     jobs = read_reports(store, {stage.name: state.fingerprint for stage, state in states}, time.time())
     for stage, state in states:
         row = _stage_row(stage, state, listed[stage.kind], jobs[stage.name])
-        if limited:  # what is on the disk, of what comes and goes
-            row |= {"what": f"{row['what']} on the disk", "remaining": 0}
         report.details["stages"].append(row)
         if row["remaining"]:
             report.next_steps.append(f"latentpress {stage.name}")
@@ -209,29 +199,6 @@ def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry],
     if remaining and (rate := sum_rates(jobs)):
         row |= format_rate(rate, remaining)
     return row
-
-
-def _describe_limit(
-    store: Store,
-    config: Config,
-    states: Sequence[tuple[EncodingStage, StageState]],
-    listed: Mapping[str, Sequence[Entry]],
-) -> TableRow:
-    """Tell how much of its room a limited cache takes, how far training is, and which programs are at work for it."""
-    assert config.cache.limit is not None
-    limited = EncodedFolder(store)
-    folders = {stage.kind: f"{state.fingerprint}/" for stage, state in states}
-    entries = [entry for kind, folder in folders.items() for entry in listed[kind] if entry.name.startswith(folder)]
-    position = limited.read_position()
-    step = position.step if position is not None and position.run in {run.run_name for run in config.expert_runs} else 0
-    running: list[str] = []
-    if limited.control.is_dir():  # or nothing was ever at work, and nothing is written by looking
-        with limited.locked():
-            members = limited.members()
-        running = [program for program in (*ENCODE_PROGRAMS.values(), "train") if program in members]
-    limit = round(config.cache.limit.max_gb * 1e9 / 2**20, 2)
-    row = {"mib": _mib(entries), "limit_mib": limit, "step": step, "steps_left": max(0, config.train.steps - step)}
-    return row | {"running": ", ".join(running) or "nothing"}
 
 
 def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:

@@ -21,7 +21,6 @@ from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.layout import STAGE_PROGRAMS
 from cache.store.store import STALE, Store
-from cache.supply.encoded_folder import EncodedFolder
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -163,8 +162,6 @@ def _repair_shards(
         units = {unit.unit_id for unit in state.units}
         folder = f"{stage.kind}/{state.fingerprint}/"
         stages |= {rel: stage.name for rel in damaged if rel.startswith(folder) and _unit_of_shard(rel) in units}
-    if config.cache.limit is not None:
-        return _remove_damaged(store, config, damaged, report)
     report.details["damaged_shards"] = [
         {
             "shard": rel,
@@ -192,20 +189,6 @@ def _find_states(store: Store, config: Config, console: Console) -> list[tuple[E
         except LatentpressError as error:
             console.warn(f"{stage.name} can't encode anything again: {error.message}")
     return states
-
-
-def _remove_damaged(store: Store, config: Config, damaged: DamageByPath, report: Report) -> DamageByPath:
-    """Remove damaged shards of a limited cache, where they would take a part of its room: they are encoded again when
-    training needs them."""
-    with EncodedFolder(store).locked():
-        for rel in damaged:
-            store.remove(rel)
-    report.details["damaged_shards"] = [
-        {"shard": rel, "moved_to": "", "then": "removed: encoded again when training needs it"}
-        for rel in sorted(damaged)
-    ]
-    report.next_steps.append("latentpress run")
-    return {}
 
 
 def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:

@@ -27,7 +27,6 @@ JOIN = Kind(again=("index",), trains=False)
 VISION = Kind(again=("encode-vision",), trains=False)
 FEATURES = Kind(of_items=("features",))  # of items, before there is a plan
 MACHINE = Kind()  # where and how fast, not what: places and resources of this machine, sizes of what is still to come
-ROLLING = Kind(again=("index",))  # a set of the same samples in the same order, whose shards are made as they are read
 RUN = Kind(next_run=True)  # of training, validation and decoding, on the same set
 FULL = "train.adapter.type=full"
 ENCODING = ("features", "caption", "masks", "encode-text", "encode-latents", "encode-vision")
@@ -36,8 +35,6 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "output": (MACHINE, "output=elsewhere"),
     "cache.format": (MACHINE, "cache.format=webdataset"),  # of shards that are still to be made; both count as done
     "cache.unit_mib": (MACHINE, "cache.unit_mib=3"),  # of units that are still to be planned
-    "cache.rolling.max_gb": (ROLLING, "cache.rolling={max_gb: 1}"),
-    "cache.rolling.alternate": (ROLLING, "cache.rolling={max_gb: 1, alternate: true}"),
     "model.family": (REFUSED, "model.family=sana"),
     "model.flavour": (JOIN, "model.flavour=i2v-pro-sft-5s"),  # the checkpoint at model.path stays the same
     "model.path": (WEIGHTS, "model.path=COPY"),

@@ -1,6 +1,5 @@
 """Several reference images of a sample, from the files to the batch, against the pipeline."""
 
-import subprocess
 from pathlib import Path
 
 import diffusers
@@ -23,7 +22,6 @@ from stages.media.image import load_image
 from stages.media.sample_reader import normalize_pixels, resize_and_crop
 from tests.forms import long
 from tests.project import Project
-from tests.torture.test_rolling import finish, losses, start
 from trainer.batch import Batch
 from trainer.reading import BatchReader, to_tensor
 
@@ -230,7 +228,6 @@ def test_what_a_family_does_not_take_is_refused_by_name(referenced) -> None:
 
 @pytest.mark.slow
 def test_a_reference_that_is_damaged_sets_aside_the_samples_that_have_it(referenced) -> None:
-    """Also where the set is made of the plan, and what is set aside is found when its turn comes."""
     referenced.settings["validation"]["prompts"] = []
     referenced.run(discover.run)
     referenced.run(bucket.run)
@@ -240,33 +237,3 @@ def test_a_reference_that_is_damaged_sets_aside_the_samples_that_have_it(referen
     assert len(referenced.run(encode_latents.run).set_aside) == 1
     report = referenced.run(index.run)
     assert sorted(referenced.rejects(report)) == ["a.png", "b.png"] and len(opened(referenced)) == 1
-    assert referenced.run(index.run, "cache.rolling.max_gb=1").exit_code == 0
-    data = opened(referenced, "cache.rolling.max_gb=1")
-    rows = np.arange(len(data))
-    absent = data.find_set_aside(rows, data.row_texts.first(rows))
-    assert {data.bucket(row): not absent[row] for row in rows.tolist()} == {
-        name: name.count("+") == 1 for name in BUCKETS
-    }
-
-
-@pytest.mark.long
-def test_a_rolling_run_has_the_losses_of_a_full_cache(project) -> None:
-    """Of units of samples, of their references and of texts, which together take more than the limit."""
-    limit_gb, found = 0.0014, []
-    for rolling in ({}, {"rolling": {"max_gb": limit_gb}}):
-        home = project("flux2-klein-i2i", cache={"unit_mib": 0.25} | rolling)
-        home.settings["datasets"][0] |= {"conditioning_data": ["one", "two"]}
-        home.settings["train"] = {"run": "r", "steps": 8, "threads": 1, "adapter": {"rank": 2}, "shuffle_shards": 2}
-        home.settings["validation"] = {"eval_samples": 0}
-        home.settings["stages"]["order"] = ["discover", "bucket", "encode-text", "encode-latents", "index", "train"]
-        for seed in range(8):
-            home.image(f"{seed}.png", (64, 64), f"picture number {seed}", seed)
-            home.image(f"../one/{seed}.png", (96, 80), caption=None, seed=seed % 3 + 10)
-            if seed % 2:
-                home.image(f"../two/{seed}.png", (64, 96), caption=None, seed=seed % 3 + 20)
-        home.config()
-        finish(start(home, "run", "--json", stdout=subprocess.PIPE))
-        found.append(losses(home))
-        sizes = sum(len(data) for kind in ("text", "latents") for data in home.shards(kind).values())
-        assert (sizes < limit_gb * 1e9) == bool(rolling)
-    assert found[0] == found[1] and len(found[0]) == 8

@@ -1,12 +1,8 @@
-"""train: from a training set to an adapter or a model. torch is imported only when there is work.
-
-Beside the stages that encode its shards training waits for these, and tells the stages where the run is.
-"""
+"""train: from a training set to an adapter or a model. torch is imported only when there is work."""
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from cache.order.schedule import BatchSchedule, small_bucket_advice
@@ -20,17 +16,13 @@ from cache.runs.training_checks import (
     train_precision,
 )
 from cache.runs.training_run import noting_failure
-from cache.sets.planned_set import PlannedSet
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet
 from cache.sets.window import open_window
-from cache.shards.shard_supply import SupplyError
 from cache.store.damage import DamageError, rebuild_advice
-from cache.supply.encoded_folder import EncodedFolder, EncodedShards, Position, ReadingOrder, check_room
 from schemas.activities import activity, show_activities
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
-from schemas.config.encoding import CACHE_LIMIT
 from schemas.config.pipeline import Config
 from schemas.config.training import Train, find_optimizer
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
@@ -54,7 +46,6 @@ from trainer.run.run_state import (
 )
 
 MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a factor of one
-SPENT = "the shards that were there being used up"
 
 
 @for_each_expert(in_order=True)
@@ -108,7 +99,6 @@ def run(
             lock_output(config.run_folder, console) if main else nullcontext(),
             console.keep_log(config.run_folder if main else None),
             noting_failure(config.run_folder, "train", RunFinished) if main else nullcontext(),
-            follow_encoding(config, data, summary["skipped"], world, main, console, stop),
         ):
             check_model(config)
             with garbage_collection_paused(), activity("loading torch and the trainer", at_once=True):
@@ -126,7 +116,6 @@ def run(
         return _report_damage(report, damage)
     finally:
         ending.close()
-    report.set_aside = describe_set_aside(data)
     return _report_training(report, config, summary, stop)
 
 
@@ -242,54 +231,6 @@ def warn_of_learning_rate(settings: Train, console: Console) -> None:
             f"{option} is {rates[option]:g}, a rate for LoRA: training every weight (train.adapter.type: full) is "
             f"stable near {row.full_rank_lr / 5:.0e} with {name} and may diverge"
         )
-
-
-@contextmanager
-def follow_encoding(
-    config: Config, data: TrainSet, step: int, world: int, main: bool, console: Console, stop: StopRequest
-) -> Iterator[None]:
-    """In the body a set whose shards are encoded meanwhile is read as they appear; any other set as it is. step: the
-    first one. SupplyError where the configuration has no limited cache, or too small a limit, or another run uses the
-    root's."""
-    limit = config.cache.limit
-    if not isinstance(data, PlannedSet):
-        if limit is not None:
-            console.warn(f"set {data.id} was made of shards that are all there: {CACHE_LIMIT} is without effect")
-        yield
-        return
-    if limit is None:
-        raise SupplyError(
-            f"set {data.id} is of a limited cache, whose shards are encoded while it is trained on",
-            f"Set {CACHE_LIMIT}, or run `latentpress run`, which encodes everything and makes a set of it.",
-        )
-    if limit.alternate and world > 1:
-        raise SupplyError(
-            f"{CACHE_LIMIT}.alternate is for one process, and these are {world}: each would find at another step that "
-            "the shards are used up",
-            f"Set {CACHE_LIMIT}.alternate: false, and let the encoding stages run beside training.",
-        )
-    order = ReadingOrder.of(config.train, world)
-    check_room(data, order, config.validation.eval_samples, limit.max_gb)
-    folder = EncodedFolder(data.store, data, limit.max_gb)
-    with folder.working("train") if main else nullcontext():
-        # A rank that takes a step's batches has ended the step before, which no rank does alone; others may still read.
-        behind = int(world > 1)
-        position = Position(set=data.id, run=config.run_name, order=order, step=step)
-        supply = EncodedShards(folder, position, main, console.log, behind)
-        supply.on_wait = lambda: stop.check_waiting(SPENT if limit.alternate else "")
-        data.report = lambda program, member: console.warn(
-            f"{member.id} was set aside by {program} ({member.message}): it is left out wherever its turn comes"
-        )
-        data.use_supply(supply)
-        try:
-            yield
-        finally:
-            supply.close()
-
-
-def describe_set_aside(data: TrainSet) -> list[dict[str, Any]]:
-    """Rows of a report: the members that this process has found to be set aside."""
-    return data.list_set_aside() if isinstance(data, PlannedSet) else []
 
 
 app = make_app(

@@ -79,15 +79,6 @@ class Batch:
             extras={name: value if name in ON_HOST else move(value) for name, value in self.extras.items()},
         )
 
-    def zeros(self) -> "Batch":
-        """The batch with zeros for floating-point numbers, so that no NaN of its samples reaches a gradient."""
-        named: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        named = {name: torch.zeros_like(value) for name, value in named.items() if value.is_floating_point()}
-        extras = {
-            name: torch.zeros_like(value) if value.is_floating_point() else value for name, value in self.extras.items()
-        }
-        return replace(self, **named, extras=extras)
-
     def is_finite(self) -> torch.Tensor:
         """(), bool, on the batch's device: whether no number is NaN or infinite."""
         tensors = [

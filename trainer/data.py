@@ -7,15 +7,15 @@ them, on other devices the step does, so that nothing of them is copied and no t
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 
 from cache.order.schedule import BatchSchedule, Ints, MicroBatchRows
-from cache.sets.trainset import SetError, TrainSet
+from cache.sets.trainset import TrainSet
 from schemas.catalog import FAMILIES
 from schemas.config.training import Reading
 from schemas.family import Family
@@ -25,7 +25,7 @@ from trainer.noise import draw_latents, seeded_noise, seeded_uniform
 from trainer.reading import BatchReader
 
 T = TypeVar("T")
-SAID_S = 0.5  # a longer wait for data is shown
+SHOW_WAIT_AFTER_S, CHECK_S = 0.5, 0.2
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,13 @@ class MicroBatch:
 
     batch: with latents as they are stored, perhaps as moments, where there is no noise yet. identities: (B,) text that
     is unique to a position of a step's global batch, and determines random numbers. uniform_B: in 0..1, float32, on the
-    CPU, by which sigma is chosen. noise_BCTHW: standard normal, float32. counts: False if all of its samples were
-    rejected. Since ranks have to compute equally often, it then has the shapes of other samples, zeros for their
-    numbers, and no part in the loss.
+    CPU, by which sigma is chosen. noise_BCTHW: standard normal, float32. finite: whether all of its numbers are.
     """
 
     batch: Batch
     identities: list[str]
     uniform_B: torch.Tensor
     noise_BCTHW: torch.Tensor | None = None
-    counts: bool = True
     finite: bool = True
 
     def draw(self, device: torch.device | str, family: Family) -> "MicroBatch":
@@ -88,6 +85,7 @@ class BatchLoader:
     draw_noise: bool = True
     reading: Reading = field(default_factory=Reading)
     pinned: bool = False
+    check_waiting: Callable[[], object] = lambda: None  # called while data are waited for; what it raises ends the wait
 
     @property
     def family(self) -> Family:
@@ -103,56 +101,30 @@ class BatchLoader:
         return StepBatches(number, drawn[0].epoch, self.schedule.step_buckets(number), micro_batches)
 
     def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
-        chosen, texts, counts = self._choose(step, drawn)
-        seed, batch = self.schedule.seed, self.reader.read(chosen.rows, texts, chosen.bucket)
-        batch = batch if counts else batch.zeros()
-        identities = [f"{seed}/{step}/{position}" for position in chosen.positions.tolist()]
+        seed, batch = self.schedule.seed, self.reader.read(drawn.rows, self._draw_texts(step, drawn), drawn.bucket)
+        identities = [f"{seed}/{step}/{position}" for position in drawn.positions.tolist()]
         uniform_B = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
-            uniform_B = spread_uniform(seed, step, chosen.positions, self.schedule.global_batch)
-        micro_batch = MicroBatch(batch, identities, uniform_B, counts=counts, finite=bool(batch.is_finite()))
+            uniform_B = spread_uniform(seed, step, drawn.positions, self.schedule.global_batch)
+        micro_batch = MicroBatch(batch, identities, uniform_B, finite=bool(batch.is_finite()))
         return micro_batch.draw("cpu", self.family) if self.draw_noise else micro_batch
 
-    def _choose(self, step: int, drawn: MicroBatchRows) -> tuple[MicroBatchRows, Ints, bool]:
-        """The draws of a micro-batch that are read, their texts, and True; where everything was set aside, those of the
-        next one, and False."""
-        chosen, texts = self._leave_out(step, drawn)
-        later = step
-        while not len(chosen.rows):
-            later += 1
-            if later > step + 1 + self.schedule.steps_per_epoch:
-                raise SetError(
-                    f"all samples of set {self.data.id} were set aside when they were encoded",
-                    "See why: `latentpress status --rejects`. Correct them, and run `latentpress run` again.",
-                )
-            for other in self.schedule.step(later, self.rank, self.world):
-                if not len(chosen.rows):
-                    chosen, texts = self._leave_out(later, other)
-        return chosen, texts, later == step
-
-    def _leave_out(self, step: int, drawn: MicroBatchRows) -> tuple[MicroBatchRows, Ints]:
-        """A micro-batch without the samples that were set aside, and the texts of the others."""
+    def _draw_texts(self, step: int, drawn: MicroBatchRows) -> Ints:
         draws = drawn.positions, drawn.rows, drawn.passes
-        texts = self.data.row_texts.draw(self.schedule.seed, self.caption_dropout, step, *draws)
-        aside = self.data.find_set_aside(drawn.rows, texts)
-        if aside is None or not aside.any():
-            return drawn, texts
-        positions, rows, passes = (column[~aside] for column in draws)
-        return replace(drawn, positions=positions, rows=rows, passes=passes), texts[~aside]
+        return self.data.row_texts.draw(self.schedule.seed, self.caption_dropout, step, *draws)
 
     def check_step(self, number: int) -> None:
-        """DamageError where a number of the step is NaN or infinite, which its checksum does not show. The training
-        step asks here which row has one, where `MicroBatch.finite` says that some has."""
+        """DamageError if a number of the step is NaN or infinite, which its checksum does not show. The training step
+        calls this if a `MicroBatch` is not `finite`; the error names the row."""
         for drawn in self.schedule.step(number, self.rank, self.world):
-            chosen, texts, counts = self._choose(number, drawn)
-            if counts:
-                self.reader.explain(chosen.rows, texts)
+            self.reader.explain(drawn.rows, self._draw_texts(number, drawn))
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by threads."""
         supply, ahead, threads = self.data.supply, self.reading.steps_ahead, self.reading.threads
         supply.follow(first)
-        with closing(prefetch(self.step, range(first, last), ahead, threads, supply.show_wait)) as steps:
+        steps = prefetch(self.step, range(first, last), ahead, threads, supply.show_wait, self.check_waiting)
+        with closing(steps):
             try:
                 for batches in steps:
                     supply.finished(batches.step)
@@ -167,21 +139,23 @@ def prefetch(
     depth: int = 2,
     threads: int = 1,
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    check: Callable[[], object] = lambda: None,
 ) -> Generator[T]:
     """`read(n)` of each number in order, at most `depth` or `threads` results ahead, by background threads.
 
-    waiting: entered where a result is waited for longer than SAID_S. An exception in a thread is raised at its place in
-    the order. Leaving the iterator ends the threads. Threads are enough: reading is copies and checksums, both of which
-    release Python's lock.
+    waiting: entered if a result is waited for longer than SHOW_WAIT_AFTER_S; `check` is then called again and again. An
+    exception in a thread is raised at its place in the order. Leaving the iterator ends the threads. Threads are
+    enough: reading is copies and checksums, both of which release Python's lock.
     """
     results = deque[Future[T]]()
 
     def next_result() -> T:
         result = results.popleft()
-        with suppress(TimeoutError):
-            return result.result(SAID_S)
-        with waiting():
-            return result.result()
+        if not wait([result], SHOW_WAIT_AFTER_S).done:
+            with waiting():
+                while not wait([result], CHECK_S).done:
+                    check()
+        return result.result()
 
     pool = ThreadPoolExecutor(threads, "read-ahead")
     try:

@@ -59,7 +59,6 @@ class StepLosses:
         losses, counts, rest = sums[:buckets], sums[buckets : 2 * buckets], sums[2 * buckets :]
         logged = rest[2 * len(QUARTERS) :]
         total = sum(counts)
-        left_out = round(sum(self._samples.values()) - total)
         quarters = zip(QUARTERS, rest[: len(QUARTERS)], rest[len(QUARTERS) : 2 * len(QUARTERS)], strict=True)
         return {
             "loss": sum(losses) / max(1, total),
@@ -68,7 +67,6 @@ class StepLosses:
                 bucket: loss / count for bucket, loss, count in zip(self._samples, losses, counts, strict=True) if count
             },
             "loss_by_sigma": {name: loss / count for name, loss, count in quarters if count},
-            **({"set_aside": left_out} if left_out else {}),
         }
 
 

@@ -65,6 +65,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
     stop = stop or StopRequest()
     stop.finish_steps(run.accelerator, run.model, run.watch.note)
     run.stop = stop
+    run.loader.check_waiting = stop.check_waiting
     config = run.config
     with run.watch.sharing_errors():
         continued = resume_run(run)
@@ -134,8 +135,7 @@ def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None =
         # A sharded model's gradients are reduced in each micro-batch: see docs/machines-reference.md.
         with nullcontext() if synchronized else run.accelerator.no_sync(run.denoiser):
             sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
-        if micro_batch.counts:
-            measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
+        measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
     sums = measured.reduce(run.accelerator)
     norm = gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm))
     known = {"lr": rate, "epoch": data.epoch, "buckets": data.buckets}
@@ -195,8 +195,6 @@ def backward(
         loss_B = loss_B * flow.loss_weight(settings, step.sigma_B)
         loss_B = sum((added for method in methods if (added := method.loss(step)) is not None), loss_B)
         loss = loss_B.sum() / share
-        if not micro_batch.counts:  # times 0, a loss that is not finite would be NaN
-            loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         loss.backward()
     return step.sigma_B, loss_B.detach(), step.logged
 

@@ -19,8 +19,6 @@ import pyarrow as pa
 from cache.models.compatibility import bucket_side_multiple
 from cache.models.weights import WeightsError, fingerprint_weights, local_folder
 from cache.sets import plans
-from cache.sets.planned_set import PlannedSet
-from cache.sets.table_checks import PLANNED
 from cache.sets.trainset import SetError, SetNotFound, TrainSet
 from cache.store.damage import DamageError
 from cache.store.json_checks import PATH_NAME_PATTERN, printable
@@ -102,7 +100,7 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
     if meta.get("id") != set_id:
         step = "Run `latentpress index`, which writes it again; copy a copied set again."
         raise SetError(f"{store.path(rel)} belongs to set {printable(repr(meta.get('id')))}", step)
-    return (PlannedSet if PLANNED in meta else TrainSet)(store, set_id, meta)
+    return TrainSet(store, set_id, meta)
 
 
 def parse_set_path(name: str) -> tuple[str, str]:

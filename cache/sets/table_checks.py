@@ -20,7 +20,6 @@ from cache.store.json_checks import (
     check_count,
     check_list,
     check_name,
-    check_names,
     check_object,
     check_prompt_image,
     check_text,
@@ -34,7 +33,6 @@ from schemas.geometry import Bucket
 MAX_DRAWS = 10**6  # of repeats, or as a weight
 MAX_SIDE = 1 << 20  # pixels, or frames
 SET_ROLES = tables.TRAINED_ROLES
-PLANNED = "rolling"  # in set.json of a set that was made of the plan, and whose shards come and go (cache.rolling)
 PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named after prompts
 
 
@@ -215,10 +213,5 @@ def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
             check_count(image["row"], "the row of a reference")
             if check_count(image["shard"], "the shard of a reference") >= shards:
                 raise ValueError(f"a reference in shard {image['shard']} of {shards}")
-    if PLANNED in meta:
-        planned = check_object(meta[PLANNED], PLANNED)
-        check_names(planned["tensors"], "tensors")
-        if len([check_count(size, "bytes") for size in check_list(planned["bytes"], "bytes")]) != shards:
-            raise ValueError(f"it has sizes of {len(planned['bytes'])} shards, and there are {shards}")
     if any(check_count(number, "the number of a text") >= texts for number in numbers):
         raise ValueError(f"it names a text beyond the {texts} of the set")

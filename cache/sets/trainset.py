@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from cache.order.schedule import BatchSchedule, Ints, Span
 from cache.order.set_columns import BoolColumn, IntColumn, TextColumn, find_runs
@@ -221,15 +220,6 @@ class TrainSet:
         regularization = self._index.column("regularization")[row].as_py()
         return Sample(draw[SAMPLE].id, tensors, draw[TEXT].tensors, regularization)
 
-    def find_set_aside(self, rows: Ints, texts: Ints) -> NDArray[np.bool_] | None:
-        """(B,) whether a part of each draw was set aside after the set was made; None where none can have been.
-        rows, texts: (B,) each, as for `read_draw`."""
-        return None
-
-    def stored_row(self, shard: int, row: int) -> int:
-        """The number that a row has in its shard's file, which may lack rows that the set has."""
-        return row
-
     def has_tensor(self, name: str) -> bool:
         """Whether samples to train on have it. The first of each span is read, as those of a dataset have the same.
         "regularization", a mark, counts as a tensor of the samples that have it."""
@@ -330,13 +320,12 @@ class TrainSet:
         """The row at a location, checksum verified; once more where its shard's supply replaces damaged bytes. SetError
         where it has another id than the set expects."""
         path, open = self.shard_path(location.shard), partial(self.supply.open, location.shard)
-        row = self.stored_row(location.shard, location.row)
         try:
-            stored = self._readers.read(path, row, open=open)
+            stored = self._readers.read(path, location.row, open=open)
         except DamageError:
             if not self.supply.damaged(location.shard):
                 raise
-            stored = self._readers.read(path, row, open=open)
+            stored = self._readers.read(path, location.row, open=open)
         self.check_id(stored, location)
         return stored
 

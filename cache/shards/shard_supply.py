@@ -1,20 +1,15 @@
 """The source of a training set's shards when they are read: the seam between the trainer and the places of shards.
 
-A supply opens a shard of a set by its number. `StoredShards` opens it where it is. Those of `cache.supply` have a
-limited number of them here, fetched or encoded before they are needed: the trainer tells a supply which shards its next
-steps need, and which steps are done. `LimitedShards` is what these have in common: a shard is waited for while it is
-not here, and opened when it is.
+A supply opens a shard of a set by its number. `StoredShards` opens the shard in its store; the window of a remote set
+(`cache/sets/window.py`) opens a copy on this machine, which it fetches before a step needs it.
 """
 
 import resource
-import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from cache.shards.shard import BaseShardReader
 from cache.shards.shard_io import open_reader
-from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.activities import activity
 from schemas.errors import USAGE, LatentpressError
@@ -54,8 +49,7 @@ class ShardSupply:
         raise NotImplementedError
 
     def stop_waiting(self) -> None:
-        """End the waits of `open` for what may never come, by an error, so that the threads in it end. Until `follow`
-        is called again."""
+        """End the waits of `open` by an error, so that the threads in it end. Until `follow` is called again."""
 
     def close(self) -> None:
         """End its threads. Nothing else is to be called afterwards."""
@@ -89,69 +83,3 @@ class SupplyError(LatentpressError):
     """Shards within a limit can't be had in this way."""
 
     exit_code = USAGE
-
-
-class LimitedShards(ShardSupply):
-    """The common part of the supplies of such shards.
-
-    A subclass says which shards are here (`_is_here`), waits for one (`_wait_for`), opens one (`_open`) and throws one
-    away (`_discard`).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._wanted = Counter[int]()  # readers wait for them, or open them
-        self._replaced = Counter[int]()  # thrown away because of damage
-        self._listeners: list[Callable[[int], None]] = []
-        self._closed = False
-
-    def open(self, number: int) -> BaseShardReader:
-        with self._lock:
-            self._wanted[number] += 1
-        try:
-            while True:
-                with self._lock:
-                    if not self._is_here(number):
-                        self._wait_for(number)
-                try:
-                    return self._open(number)
-                except DamageError as error:
-                    if isinstance(error.__cause__, FileNotFoundError):
-                        self._tell_removed(number)
-                        if not self._is_here(number):  # removed meanwhile
-                            continue
-                    if not self.damaged(number):
-                        raise
-        finally:
-            with self._lock:
-                self._wanted -= Counter([number])
-
-    def damaged(self, number: int) -> bool:
-        with self._lock:
-            if number in self._replaced:
-                return False
-            self._replaced[number] += 1
-            self._discard(number)
-        self._tell_removed(number)
-        return True
-
-    def on_removal(self, forget: Callable[[int], None]) -> None:
-        self._listeners.append(forget)
-
-    def _tell_removed(self, number: int) -> None:
-        for forget in self._listeners:
-            forget(number)
-
-    def _is_here(self, number: int) -> bool:
-        raise NotImplementedError
-
-    def _wait_for(self, number: int) -> None:
-        """Until it is here. Called, as `_is_here` is, by the thread that has the lock."""
-        raise NotImplementedError
-
-    def _open(self, number: int) -> BaseShardReader:
-        raise NotImplementedError
-
-    def _discard(self, number: int) -> None:
-        raise NotImplementedError

@@ -374,7 +374,7 @@ def _start_writeback(file: int, offset: int, length: int) -> None:
 
 
 #: For what is encoded.
-SPACE_ADVICE = "free space, set `root` to another place, or limit the cache: cache.rolling (docs/rolling.md)"
+SPACE_ADVICE = "free space, or set `root` to another place, such as an object store"
 
 
 def find_free_space(target: str | Path) -> int | None:

@@ -35,7 +35,6 @@ _PATTERNS = (
     rf"rejects/(?:(?:discover|bucket)/{_DATASET}|{_STAGE_OF_CACHE}(?:/{UNIT_PATTERN})?)\.arrow",
     rf"jobs/{_STAGE_OF_CACHE}/[0-9a-f]{{16}}\.json",
     r"weights/[0-9a-f]{32}\.json",
-    rf"rolling/(?:(?:position|train|{'|'.join(ENCODE_PROGRAMS.values())})\.json|lock)",
 )
 _PROJECT_FILES = re.compile("|".join(_PATTERNS), re.ASCII)
 _SHARD_FILES = re.compile(rf"{_SHARD}\.(?:arrow|tar)", re.ASCII)

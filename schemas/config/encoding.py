@@ -17,29 +17,13 @@ StageName = Literal[
 ]  # fmt: skip
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
-CACHE_LIMIT = "cache.rolling"  # for messages: the option behind `Cache.limit`
 MOST_PREFETCH = 1_000_000
 MOST_READERS = 8  # beyond which a disk is rarely faster
-
-
-class Rolling(Section):
-    """Shards are encoded while they are trained on, and removed again, so that a part of them is on the disk."""
-
-    max_gb: float = Field(gt=0, le=1e6, description="10^9 bytes that the shards may take together")
-    alternate: bool = Field(
-        False, description="`run` alternates encoding and training, for a card that can't hold both models"
-    )
 
 
 class Cache(Section):
     format: Literal["arrow", "webdataset"] = Field("arrow", description="file format of the shards")
     unit_mib: float = Field(128.0, gt=0, le=65536, description="output of one work unit, MiB: one unit is one shard")
-    rolling: Rolling | None = Field(None, description="encode while training, within a limit of bytes; docs/rolling.md")
-
-    @property
-    def limit(self) -> Rolling | None:
-        """Set where only a part of the shards is on the disk, encoded while it is trained on; None where all are."""
-        return self.rolling
 
 
 class Model(Section):
@@ -239,7 +223,7 @@ class Encoding(Resources):
     workers: Processes | None = Field(
         None,
         description="processes on this machine, on Ray those of the whole cluster; default: one for each visible card, "
-        "1 without cards, for cpu and a device with a number, on Ray and with cache.rolling",
+        "1 without cards, for cpu, a device with a number, and on Ray",
     )
     readers: Processes | None = Field(None, description="decoding processes of one worker; default: the cores less one")
     prefetch: int | None = Field(

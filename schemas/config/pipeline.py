@@ -194,16 +194,6 @@ class Config(Section):
         yield from self._expert_problems()
         yield from self._dataset_problems()
         yield from self._validation_problems()
-        if self.cache.rolling is not None:
-            if "://" in self.root and not self.root.startswith("file://"):
-                yield (
-                    ("cache", "rolling"),
-                    f"root {self.root!r} is no folder of this machine, which it needs; remove it",
-                )
-            if self.stages.engine != "local":
-                yield ("cache", "rolling"), f"is for stages.engine: local, and it is {self.stages.engine}"
-            if self.train.on_new_data != "refuse":
-                yield ("train", "on_new_data"), "with cache.rolling a run has one set; set it to refuse"
         longest = self.model.template.longest
         if longest is not None and (self.text.max_length or 0) > longest:
             yield ("text", "max_length"), f"{self.model.family} reads at most {longest} tokens; set it to that or less"

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +27,7 @@ from cache.sets.set_lookup import current_plan
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report
-from schemas.config.encoding import CACHE_LIMIT, MOST_PREFETCH, Encoding, EngineName
+from schemas.config.encoding import MOST_PREFETCH, Encoding, EngineName
 from schemas.config.pipeline import Config, Topic
 from schemas.config.section import MOST_PROCESSES
 from schemas.errors import LatentpressError
@@ -39,7 +39,6 @@ from stages.encoding.item_plans import find_item_plan
 from stages.encoding.stage_options import UsageError, choose_engine, choose_resources
 from stages.encoding.stage_state import RejectLimit, StageState, count_members, find_state, report_set_aside
 from stages.encoding.tally import Tally
-from stages.encoding.unit_queue import followed_units, has_followed_set
 from stages.engines.jobs import Job, Worker, load_engine
 from stages.planning.items import ItemRequest
 
@@ -111,8 +110,6 @@ class EncodingStage:
         plan = self.find_plan(store, config, not options.dry_run, console.warn)
         config = self._check_checkpoint(store, config, options.dry_run)
         state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
-        if config.cache.limit is not None and self.only_units is None and self.item_request is None:
-            return self._follow(config, options, console, state, readers, prefetch, until)
         remaining = state.remaining_units(options.partition)
         report = self._begin_report(config, console, state, remaining)
         if options.dry_run:
@@ -151,47 +148,6 @@ class EncodingStage:
             for result in results:
                 tally.add(result)
         tally.finish()
-
-    def _follow(
-        self,
-        config: Config,
-        options: Options,
-        console: Console,
-        state: StageState,
-        readers: int | None,
-        prefetch: int | None,
-        until: float,
-    ) -> Report:
-        """Encode what training needs, until it has done its steps, with a limited cache."""
-        refuse_partition(options, f"{self.name} with {CACHE_LIMIT}")
-        store = Store(config.root)
-        report = Report(program=self.name, dry_run=options.dry_run)
-        report.details = {"cache": f"{self.kind}/{state.fingerprint}", "units": len(state.units)}
-        if options.dry_run:
-            report.next_steps = [] if has_followed_set(config) else ["latentpress index"]
-            report_set_aside(store, self, state, report)
-            return report
-        with followed_units(self.kind, state.units, config, console) as followed:
-            tried = {**dict.fromkeys(followed.before(), ""), **state.done}
-            limit = RejectLimit(self, store, config.stages.max_reject_fraction, replace(state, done=tried))
-            if followed.is_over:
-                report_set_aside(store, self, state, report)
-                return report
-            followed.drop(state.retry_units)
-            cache = config.cache.changed(format=followed.format)
-            written_as = config.changed(cache=cache)
-            resources, report.details["workers"] = choose_resources(
-                config, options, self.name, console, readers, prefetch
-            )
-            job = replace(self._make_job(written_as, resources, state, state.units, until), again=frozenset())
-            tally = Tally(self, job, state, state.units, report, console, options.partition, limit, followed)
-            self._encode(job, tally, console)
-            stopped_by = tally.stopped_by
-        if stopped_by:
-            report.details["stopped"] = f"by {stopped_by}; what is done is kept"
-            report.remaining, report.next_steps = 1, [f"latentpress {self.name}"]
-        report_set_aside(store, self, self.state(store, config, state.plan), report)
-        return report
 
     def find_plan(
         self, store: Store, config: Config, publish: bool = False, warn: Callable[[str], object] = lambda _: None

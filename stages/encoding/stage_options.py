@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from schemas.activities import activity
 from schemas.cli.console import Console
 from schemas.cli.options import Options
-from schemas.config.encoding import CACHE_LIMIT, Encoding, EngineName, Stages
+from schemas.config.encoding import Encoding, EngineName, Stages
 from schemas.config.error_messages import explain_error
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
@@ -60,8 +60,6 @@ def choose_workers(config: Config, resources: Encoding) -> tuple[int, str]:
         return resources.workers, "as given"
     if config.stages.engine == "ray":
         return 1, "as --workers says how many of the cluster"
-    if config.cache.limit is not None:
-        return 1, f"as {CACHE_LIMIT} shares the cards with training"
     if resources.device == "cpu" or ":" in resources.device:
         return 1, f"as the device is {resources.device}"
     cards = count_cards()

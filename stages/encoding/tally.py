@@ -22,13 +22,11 @@ from stages.encoding.stage_state import (
     format_truncated,
     reject_folder,
 )
-from stages.encoding.unit_queue import FollowedUnits
 from stages.engines.jobs import Job, RoundingError, UnitResult
 
 
 class Tally:
-    """Counts the units of a run. units: to be encoded. report: of the program, which receives the counts. followed: the
-    source of the units when a stage encodes what training needs, units again and again."""
+    """Counts the units of a run. units: to be encoded. report: of the program, which receives the counts."""
 
     def __init__(
         self,
@@ -40,10 +38,9 @@ class Tally:
         console: Console,
         partition: Partition,
         limit: RejectLimit,
-        followed: FollowedUnits | None = None,
     ) -> None:
         self._stage, self._job, self._state, self._console = stage, job, state, console
-        self._units, self._report, self._limit, self._followed = units, report, limit, followed
+        self._units, self._report, self._limit = units, report, limit
         self._store, self._units_by_id = Store(job.config.root), {unit.unit_id: unit for unit in state.units}
         self._finished = self._bytes = self._smaller_batches = 0
         self._remarks, self._rounding = Counter[str](), RoundingError()
@@ -61,8 +58,7 @@ class Tally:
     @property
     def stopped_by(self) -> str:
         """A signal, or --max-time; "" if neither ended the run before its last unit."""
-        is_done = self._followed.is_over if self._followed else self._finished == len(self._units)
-        is_late = not is_done and time.monotonic() >= self._job.until
+        is_late = self._finished < len(self._units) and time.monotonic() >= self._job.until
         return self._stop_handler.reason or ("--max-time" if is_late else "")
 
     @contextmanager
@@ -76,14 +72,13 @@ class Tally:
         ):
             yield
 
-    def open_units(self) -> Iterator[Unit | None]:
-        """The units that have no shard when their turn comes, until the time is up. None: there is none at the
-        moment."""
-        for unit in self._followed or self._units:
+    def open_units(self) -> Iterator[Unit]:
+        """The units that have no shard when their turn comes, until the time is up."""
+        for unit in self._units:
             check_stop()
             if time.monotonic() >= self._job.until:
                 return
-            if self._followed is None and unit and self._job.find_shard(self._store, self._stage.kind, unit):
+            if self._job.find_shard(self._store, self._stage.kind, unit):
                 self._skip(unit)
             else:
                 yield unit
@@ -92,13 +87,10 @@ class Tally:
         """Count encoded members of units that are in work; negative if a unit starts again."""
         self._progress.advance(members)
         self._reporter.advance(members)
-        self._progress.total = max(self._progress.total or 0, self._progress.done)  # training may need a unit again
 
     def add(self, result: UnitResult) -> None:
         """Count a unit that has ended, and list its rejects. LatentpressError if too many members were rejected."""
         unit = self._units_by_id[result.unit_id]
-        if self._followed is not None:
-            self._followed.finish(result)
         if result.elsewhere:
             self._skip(unit)
             return
@@ -118,8 +110,7 @@ class Tally:
         if result.fitting_batch:
             self._console.warn(f"unit {unit.unit_id}: out of memory; {result.fitting_batch}")
             self._smaller_batches += 1
-        if self._followed is None or self._followed.is_first(result):
-            self._limit.add({unit.unit_id: result.set_aside})
+        self._limit.add({unit.unit_id: result.set_aside})
 
     def _skip(self, unit: Unit) -> None:
         """Count a unit that another process has encoded."""

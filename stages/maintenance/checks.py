@@ -22,7 +22,7 @@ from cache.sets.caption_edits import FOLDER as EDITS
 from cache.sets.item_rows import check_caption_row, check_features_row, check_mask_row
 from cache.sets.plans import Unit
 from cache.sets.set_lookup import read_pointer
-from cache.sets.table_checks import PLANNED, TABLE_CHECKS, read_set_table
+from cache.sets.table_checks import TABLE_CHECKS, read_set_table
 from cache.sets.trainset import TrainSet
 from cache.shards import shard, shard_io
 from cache.shards.shard import ShardMeta, ShardRow
@@ -173,8 +173,7 @@ def find_missing_shards(store: Store, present: dict[str, int]) -> dict[str, str]
     for rel in set_pointer_paths(store):
         with suppress(DamageError, FileNotFoundError):
             name = read_pointer(store, rel)
-            # The shards of a set with a limited cache come and go.
-            if store.exists(f"sets/{name}/set.json") and PLANNED not in store.read_json(f"sets/{name}/set.json"):
+            if store.exists(f"sets/{name}/set.json"):
                 for path in shards_of_set(store, name):
                     if path not in present:
                         missing.setdefault(path, name)

@@ -6,7 +6,6 @@ too. Among the texts of TEXT_GROUP units those of similar length share a unit, s
 Units without a shard can be divided again, for jobs that are too short for them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.sets.plans import Plan, Unit
-from cache.sets.text_lengths import image_buckets, image_tokens, most_tokens
+from cache.sets.text_lengths import image_buckets, image_tokens
 from cache.shards.shard import unit_name
 from cache.store.layout import ENCODE_PROGRAMS
 from schemas import identity
@@ -65,13 +64,6 @@ def _token_bytes(config: Config, precision: str, width: int) -> int:
     """Bytes of a stored text's token of this width, its scale included where it has one."""
     scale = 0 if config.text.storage == "exact" else _DTYPE_BYTES["float32"]
     return width * _DTYPE_BYTES[config.text.embeds_dtype(precision)] + scale
-
-
-def text_tensor_limits(config: Config, texts: pa.Table, widths: Mapping[str, int]) -> np.ndarray:
-    """(n,) the most bytes that texts' tensors of these widths can take, and the vectors beside them."""
-    precision = config.text.precision or config.model.precision
-    others = sum(widths.values()) * _DTYPE_BYTES[precision]
-    return most_tokens(config, texts).astype(np.int64) * _token_bytes(config, precision, widths["embeds"]) + others
 
 
 def sample_units(config: Config, samples: pa.Table) -> pa.Table:

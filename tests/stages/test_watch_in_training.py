@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from PIL import Image
 
 import trainer.__main__  # noqa: F401 (programs are forks of this process)
 from cache.runs.scores import SCORES_FILE
-from cache.runs.training_run import RESULT_NOTE
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index, run
 from stages.follow import watchers
@@ -106,21 +104,6 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
 
 def wait_for(first: Path) -> None:
     before_latents(lambda name, step: None if step == 0 else until(first.exists))
-
-
-@pytest.mark.long
-def test_pictures_are_made_beside_training_on_a_rolling_cache(
-    forked_programs: None, project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = project(train=TRAINING, validation=validated("one"), cache={"unit_mib": 0.02, "rolling": {"max_gb": 0.01}})
-    for number in range(2):
-        home.image(f"{number}.png", (64, 64), "a colour", number)
-    monkeypatch.setattr(ForkedProgram, "prepare", partial(wait_for, picture(home, "one", 0)))
-    report = home.run(run.run)
-    assert report.exit_code == 0 and "watchers_that_failed" not in report.details
-    check_pictures(home, "one")
-    result = home.folder / "output/run" / RESULT_NOTE
-    assert picture(home, "one", 0).stat().st_mtime_ns < result.stat().st_mtime_ns
 
 
 def test_run_is_not_started_once_for_each_rank(

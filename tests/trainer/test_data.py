@@ -90,7 +90,7 @@ def test_ranks_share_the_micro_batches_of_a_step(ready) -> None:
 
 
 def test_only_a_long_wait_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_data, "SAID_S", 60.0)
+    monkeypatch.setattr(trainer_data, "SHOW_WAIT_AFTER_S", 60.0)
     shown: list[int] = []
     arrive = threading.Event()
 
@@ -107,5 +107,5 @@ def test_only_a_long_wait_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
     results = prefetch(read, range(5), depth=1, waiting=show)
     assert [next(results) for _ in range(3)] == [0, 1, 2] and shown == []
-    monkeypatch.setattr(trainer_data, "SAID_S", 0.01)
+    monkeypatch.setattr(trainer_data, "SHOW_WAIT_AFTER_S", 0.01)
     assert [*results] == [3, 4] and shown == [1, -1]

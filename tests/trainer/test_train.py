@@ -322,30 +322,6 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_conf
         train(other)
 
 
-@pytest.mark.slow
-def test_a_stand_in_has_no_part_in_a_step(ready, monkeypatch) -> None:
-    """Neither its data nor its loss, although both are NaN."""
-    found = []
-    for stands_in in (False, True):
-        run = prepared(ready("t2i", name=f"stands-in-{stands_in}", steps=1, accumulate=2))
-        choose, read, loss = run.loader._choose, run.loader.reader.read, flow.loss_per_sample
-        chosen = [choose(0, drawn) for drawn in run.loader.schedule.step(0, 0, 1)]
-        choices = iter([(*chosen[0][:2], True), (*chosen[1][:2], False)])
-        monkeypatch.setattr(run.loader, "_choose", lambda *_, choices=choices: next(choices))
-        batches = iter([False, True])
-        monkeypatch.setattr(run.loader.reader, "read", lambda *parts, **_: spoil(read(*parts), next(batches)))  # noqa: B023
-        step = run.loader.step(0)
-        assert [part.finite for part in step.micro_batches] == [True, True]
-        losses = iter([0.0, torch.nan])
-        monkeypatch.setattr(flow, "loss_per_sample", lambda *parts: loss(*parts) + next(losses))  # noqa: B023
-        for part in step.micro_batches[: 1 + stands_in]:
-            loop.backward(run, 0, part, 2)
-        monkeypatch.undo()
-        found.append({name: weight.grad for name, weight in run.trainable.items()})
-    assert any(gradient.any() for gradient in found[0].values())
-    assert all(torch.equal(gradient, found[0][name]) for name, gradient in found[1].items())
-
-
 def spoil(batch, wrong: bool):
     return replace(batch, latents_BCTHW=batch.latents_BCTHW * torch.nan) if wrong else batch
 

@@ -94,14 +94,11 @@ class StopRequest:
                 f"{self.reason}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once"
             )
 
-    def check_waiting(self, reason: str = "") -> None:
-        """Raise StopTraining while data are waited for: where there is a `reason` to, or where this process is alone
-        and was asked to stop. One of several goes on waiting, as all of them have to stop after the same step."""
-        if reason:
-            self._handler.reason = self._handler.reason or reason
-        elif not self._handler.reason or self._accelerator is None or self._accelerator.num_processes > 1:
-            return
-        raise StopTraining
+    def check_waiting(self) -> None:
+        """Raise StopTraining if training was asked to stop while it waits for data. One of several processes waits on,
+        since all of them have to stop after the same step."""
+        if self._handler.reason and self._accelerator is not None and self._accelerator.num_processes == 1:
+            raise StopTraining
 
     def check(self, stopped: type[StopTraining] = StopTraining) -> None:
         """Raise `stopped` on all ranks if any of them was asked to stop. Every rank calls it equally often."""

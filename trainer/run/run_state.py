@@ -14,7 +14,6 @@ import xxhash
 from cache.order.schedule import BatchSchedule
 from cache.runs.training_checks import RunError
 from cache.runs.training_run import RESULT_NOTE, ResultNote
-from cache.sets.planned_set import PlannedSet
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
 from cache.shards.tensor_checks import kind_of
@@ -110,8 +109,6 @@ def check_methods(config: Config, data: TrainSet) -> None:
 def check_text_width(config: Config, data: TrainSet, shape: Mapping[str, Any]) -> None:
     """RunError if a transformer with this config.json reads texts of another width than the set has, by its first text;
     of a set whose shards are encoded meanwhile the encoding stages check it."""
-    if isinstance(data, PlannedSet):
-        return
     names = [name for name in data.part_locations(0) if kind_of(name) == "text"][:1]
     for tensor, key in config.model.family_spec.text_widths.items():
         for row in data.part_rows(0, names).values():

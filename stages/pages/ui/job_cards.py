@@ -9,7 +9,7 @@ from typing import Any
 from cache.runs.scores import read_lines
 from cache.runs.training_run import RunProgress, read_progress
 from cache.runs.validations import list_validations
-from cache.store.layout import ENCODE_PROGRAMS, STAGE_PROGRAMS
+from cache.store.layout import STAGE_PROGRAMS
 from schemas.cli.process_record import ProcessRecord
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
@@ -155,8 +155,6 @@ def _add_counts(
         if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
             card.facts.append(f"jobs: {jobs}")
     card.set_aside = row["set_aside"]
-    if config.cache.limit is not None and card.name in ENCODE_PROGRAMS.values():  # its shards come and go
-        return _settle(card, progress.state == "finished")
     return _settle(card, not remaining and (done or row["set_aside"]) > 0)
 
 

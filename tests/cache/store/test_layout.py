@@ -47,7 +47,6 @@ def test_folders_of_other_names_are_a_persons(kind, folder, file) -> None:
         ),
         *(f"sets/{hash_json(1)[:16]}/{file}" for file in ("set.json", "index.arrow", "texts.arrow", "shards.arrow")),
         f"weights/{'0' * 32}.json",
-        *("rolling/position.json", "rolling/train.json", "rolling/encode-vision.json", "rolling/lock"),
     ],
 )
 def test_ours(name) -> None:

@@ -10,7 +10,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.recipe import text_settings
 from schemas.tables import TEXTS_SCHEMA
-from stages.planning.units import text_tensor_bytes, text_tensor_limits
+from stages.planning.units import text_tensor_bytes
 
 FAMILY = FAMILIES["flux2-klein"]
 
@@ -77,11 +77,10 @@ def test_both_sizes_have_the_widths_of_their_encoders():
 
 
 def test_every_text_takes_the_whole_length():
-    """Also an empty one, in estimates and in the most that is declared of a shard."""
+    """Also an empty one, in estimates."""
     config = made(text={"precision": "bfloat16"})
     texts = pa.Table.from_pylist([{"text": text} for text in ("", "a cat", "word " * 3000)], TEXTS_SCHEMA)
     assert text_tensor_bytes(config, texts).tolist() == [2 * 512 * 7680] * 3
-    assert text_tensor_limits(config, texts, {"embeds": 7680}).tolist() == [2 * 513 * 7680] * 3
     shorter = made(text={"precision": "bfloat16", "max_length": 128})
     assert text_tensor_bytes(shorter, texts).tolist() == [2 * 128 * 7680] * 3
     others = text_tensor_bytes(made("z-image"), texts).tolist()

@@ -20,7 +20,6 @@ from tests.stages.encoded_photos import IMAGE, plan_four
         (4, {"device": "cuda:2"}, [], 1, "the device is cuda:2"),
         (4, {"workers": 2}, [], 2, "as given"),
         (4, {}, ["stages.engine=ray"], 1, "--workers says how many"),
-        (4, {}, ["cache.rolling={max_gb: 1}"], 1, "training"),
     ],
 )
 def test_one_for_each_card_by_default(

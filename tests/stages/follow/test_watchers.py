@@ -207,7 +207,6 @@ def test_a_watch_waits_for_a_trainer_to_begin_but_not_for_ever(tmp_path, monkeyp
 
 
 def test_a_watcher_of_run_goes_on_between_two_trainers_and_ends_when_run_is_gone(tmp_path, monkeypatch) -> None:
-    """As with cache.rolling.alternate, where training begins again and again."""
     monkeypatch.setenv(watchers.BESIDE, str(os.getppid()))
     looks = []
     for last in Watch([tmp_path], 0.01):
