@@ -7,7 +7,6 @@ that has not begun, goes on, stopped or failed, and says what is missing.
 import os
 import shlex
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 from typing import Annotated
@@ -87,18 +86,10 @@ def _own_names(config: Config) -> list[str]:
 
 
 def _label_runs(folders: Sequence[Path]) -> list[str]:
-    """The folders' names or, where two have the same, the parts of their paths between what all have in common."""
+    """The folders' names, or their paths below the folder that has them all if two have the same name."""
     if len({folder.name for folder in folders}) == len(folders):
         return [folder.name for folder in folders]
-    paths = [folder.parts for folder in folders]
-    first = _count_common(paths)
-    last = _count_common([path[:first:-1] for path in paths])
-    return ["/".join(path[first : len(path) - last]) for path in paths]
-
-
-def _count_common(paths: Sequence[Sequence[str]]) -> int:
-    """Count the parts that all have in common at their beginning."""
-    return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    return [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
 
 
 def _find_run(config: Config, name: str) -> tuple[Path, Config]:
