@@ -95,8 +95,7 @@ def probe_video(path: MediaPath) -> VideoInfo:
         width = max(1, round(width * (stream.sample_aspect_ratio or 1)))
         if turned.transposed:
             width, height = height, width
-        if width * height > MAX_PIXELS:
-            raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it")
+        _refuse_large(path, width, height)
         tracks = video_tracks(reader.container)
         if timing is None:
             with open_video(path) as again:
@@ -199,6 +198,7 @@ class _Frames(NamedTuple):
 
 
 def _begin(reader: OpenVideo) -> _Frames:
+    _refuse_large(reader.path, *reader.size)
     declared = _header_tags(reader)  # before decoding, which overwrites them
     frames = decode_packets(packets_from_keyframe(reader), reader)
     first = next(frames, None)
@@ -213,6 +213,11 @@ def _begin(reader: OpenVideo) -> _Frames:
             own = _begin(again._replace(decoder=again.stream.codec_context))
         turned = own.turned
     return _Frames(turned, size, tags, first, chain([first], frames))
+
+
+def _refuse_large(path: MediaPath, width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it")
 
 
 def _no_frames_error(path: MediaPath) -> MediaError:

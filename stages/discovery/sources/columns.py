@@ -1,6 +1,5 @@
 """Columns of any table: simplify their types, take captions and extra columns from them, look rows up by a text."""
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -70,34 +69,15 @@ def group_texts(rows: NDArray[np.int64], values: pa.Array, count: int) -> pa.Arr
     return pa.ListArray.from_arrays(pa.array(offsets), trimmed.take(pa.array(keep)))
 
 
-def refuse_invalid_text(table: pa.Table, location: str, above: int = 0) -> None:
-    """LatentpressError that names the first row with text that is not UTF-8, of the first column that has some: Arrow
-    does not check it when it reads a file. above: rows of the table at `location` before these."""
-
-    def is_invalid(values: pa.Array) -> bool:
-        try:
-            values.validate(full=True)
-        except pa.ArrowInvalid:
-            return True
-        return False
-
-    def number_of_first(values: pa.Array) -> int:
-        """From 1; len(values) + 1 where all are valid."""
-
-        def begins_invalid(count: int) -> bool:  # copied: of a slice the lists outside it are validated, too
-            return is_invalid(values.take(pa.array(range(count))))
-
-        return bisect_left(range(len(values) + 1), True, lo=1, key=begins_invalid)
-
+def refuse_invalid_text(table: pa.Table, location: str) -> None:
+    """LatentpressError that names the first column with text that is not UTF-8: Arrow does not check it when it reads a
+    file."""
     for name in table.column_names:
-        start = above
-        for chunk in table.column(name).chunks:
-            if is_invalid(chunk) and (number := number_of_first(chunk)) <= len(chunk):
-                raise LatentpressError(
-                    f"{display_location(location)}, row {start + number}: column {name!r} is not UTF-8",
-                    "write its text as UTF-8, or leave the row out",
-                )
-            start += len(chunk)
+        try:
+            table.column(name).validate(full=True)
+        except pa.ArrowInvalid as error:
+            problem = f"{display_location(location)}: column {name!r} is not UTF-8"
+            raise LatentpressError(problem, "write its text as UTF-8") from error
 
 
 def extra_columns(table: pa.Table, used: Sequence[str], ignored: Counter[str] | None = None) -> dict[str, pa.Array]:

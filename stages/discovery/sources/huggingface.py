@@ -71,7 +71,7 @@ class HuggingFaceSource(CommonSource):
         require_columns(list(rows.features), list(self._columns_by_role.values()), "the column of companions")
         for start in range(0, len(rows), CHUNK_ROWS):
             chunk: pa.Table = rows[start : start + CHUNK_ROWS]
-            refuse_invalid_text(chunk, self._place.root, start)
+            refuse_invalid_text(chunk, self._place.root)
             yield self._complete(self._columns(chunk, paths.slice(start, len(chunk))))
 
     def open(self, path: str) -> MediaPath:
@@ -113,7 +113,7 @@ class HuggingFaceSource(CommonSource):
         cells, chunks = rows.select_columns([self._media]), []
         for start in range(0, len(rows), CHUNK_ROWS):
             part: pa.Table = cells[start : start + CHUNK_ROWS]
-            refuse_invalid_text(part, self._place.root, start)
+            refuse_invalid_text(part, self._place.root)
             column = part.column(self._media)
             _, files = _bytes_and_files(column)
             chunks.append(pa.nulls(len(column), _text) if files is None else _item_names(files, self._place))

@@ -215,34 +215,12 @@ def _measure_depth(text: bytes, depth: int) -> tuple[int, int]:
 def _read_parquet(location: str, columns: Sequence[str] | None) -> pa.Table:
     import pyarrow.parquet as pq
 
-    def read(metadata: pq.FileMetaData | None = None) -> pa.Table:
-        with open_location(location) as file, pq.ParquetFile(file, metadata=metadata) as parquet:
-            fields = parquet.schema_arrow
-            chosen = columns if columns is not None else [f.name for f in fields if not _has_bytes(f.type)]
-            return parquet.read([name for name in fields.names if name in chosen])
-
-    try:
-        table = read()
-    except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error):  # of a column of categories, without saying where
-            raise
-        with open_location(location) as file:
-            plain = _read_plain_metadata(file)
-        refuse_invalid_text(read(plain), location)
-        raise
+    with open_location(location) as file, pq.ParquetFile(file) as parquet:
+        fields = parquet.schema_arrow
+        chosen = columns if columns is not None else [f.name for f in fields if not _has_bytes(f.type)]
+        table = parquet.read([name for name in fields.names if name in chosen])
     refuse_invalid_text(table, location)
     return table
-
-
-def _read_plain_metadata(file: BinaryIO) -> Any:
-    """The metadata of a Parquet file without the note of its Arrow types, by which categories are read as text."""
-    import pyarrow.parquet as pq
-
-    file.seek(-8, os.SEEK_END)
-    end = file.read()
-    file.seek(-8 - int.from_bytes(end[:4], "little"), os.SEEK_END)
-    footer = file.read().replace(b"ARROW:schema", b"arrow:schema")
-    return pq.read_metadata(BytesIO(end[4:] + footer))
 
 
 def _parse_jsonl(file: BinaryIO) -> pa.Table:

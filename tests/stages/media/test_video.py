@@ -182,3 +182,10 @@ def test_memory_does_not_grow_with_the_clip_and_files_are_closed(videos):
     next(unfinished)
     unfinished.close()
     assert before == 0 or len(os.listdir("/dev/fd")) == before
+
+
+def test_frames_of_enormous_size_are_refused_before_one_is_decoded(videos, monkeypatch):
+    monkeypatch.setattr("stages.media.video.MAX_PIXELS", 100)
+    monkeypatch.setattr("stages.media.video.decode_packets", lambda *_: pytest.fail("decoded"))
+    for action in (probe_video, lambda path: list(read_frames(path, [0.0]))):
+        assert reason(action, videos["plain.mp4"]) == "too-large"
