@@ -264,12 +264,14 @@ class _DatasetDiscovery:
         schema, before = media_table.dataset_schema(self.dataset), self.before
         old = len(before or ())  # known rows of the last table; others are of an unfinished discovery
         known_before = self.known if old == len(self.kept_known) else KnownRows(before or schema.empty_table())
-        kept, same = self.known.table.filter(pa.array(self.kept_known)), int(self.kept_known[:old].sum())
-        others = media_table.concat_media([kept.slice(same), *self.rows], schema)
+        same, unfinished = int(self.kept_known[:old].sum()), self.known.table.slice(old)
+        partial_rows = unfinished.filter(pa.array(self.kept_known[old:]))
+        others = media_table.concat_media([partial_rows, *self.rows], schema)
         counts = media_table.count_changes(known_before, same, others)
         made_with = media_table.with_table_metadata(MEDIA_SCHEMA.empty_table(), self.settings).schema.metadata
         written = len(others) or same != old or before is None or before.schema.metadata != made_with
         if written:  # where nothing known is kept, its extra columns are not, either
+            kept = self.known.table.filter(pa.array(self.kept_known))
             table = media_table.concat_media([kept, *self.rows] if len(kept) else self.rows, schema)
             written = media_table.write_media_table(self.store, self.dataset.id, before, table, self.settings)
         for name in partial_names:

@@ -9,7 +9,7 @@ known rows.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,20 +95,50 @@ def _options_of(dataset: Dataset) -> dict[str, Any]:
     return options
 
 
-class KnownRows:
-    """A media table whose rows are found by path. Of several rows of a path the last one counts."""
+class RandomAccessTable:
+    """A table whose rows are taken in any order; `Table.take` would copy whole columns of a table in pieces."""
 
     def __init__(self, table: pa.Table) -> None:
-        self.table, self._paths = table, TextLookup(table["path"])
+        self.table = table
+        self._batches = table.to_batches()
+        self._starts = np.cumsum([0, *map(len, self._batches)])
 
     def take(self, rows: np.ndarray, names: list[str]) -> pa.Table:
         """Columns at rows, (n,) int64, of the table; nulls for -1."""
-        return self.table.select(names).take(pa.array(rows, mask=rows < 0)).combine_chunks()
+        order = np.argsort(rows, kind="stable")
+        cuts = np.searchsorted(rows[order], self._starts)
+        back = np.empty(len(rows), np.int64)
+        back[order] = np.arange(len(rows)) - cuts[0]
+        parts = [
+            (batch, pa.array(rows[order[first:last]] - start))
+            for batch, start, first, last in zip(self._batches, self._starts[:-1], cuts[:-1], cuts[1:], strict=True)
+            if first < last
+        ]
+        schema = pa.schema([self.table.schema.field(name) for name in names])
+        ordered = (
+            pa.chunked_array([batch[field.name].take(indices) for batch, indices in parts], field.type)
+            for field in schema
+        )
+        positions = pa.array(back, mask=rows < 0)
+        return pa.table([column.combine_chunks().take(positions) for column in ordered], schema=schema)
+
+
+class KnownRows(RandomAccessTable):
+    """A media table whose rows are found by path. Of several rows of a path the last one counts."""
+
+    def __init__(self, table: pa.Table) -> None:
+        super().__init__(table)
+        self._paths = TextLookup(table["path"])
 
     def find(self, paths: pa.ChunkedArray, names: list[str]) -> tuple[np.ndarray, pa.Table]:
         """(n,) int64: the row of each path, -1 if there is none; and columns at those rows."""
-        rows = self._paths.find_last(paths)
-        return rows, self.take(rows, names) if len(self.table) else null_columns(len(paths), names)
+        if not len(self.table):
+            return np.full(len(paths), -1, np.int64), null_columns(len(paths), names)
+        rows = self._paths.guess_last(paths)
+        rows_found = self.take(rows, list(dict.fromkeys([*names, "path"])))
+        matches = equal_mask(rows_found["path"], paths)
+        rows = np.where(matches, rows, -1)
+        return rows, rows_found if matches.all() else self.take(rows, names)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -288,13 +318,19 @@ def write_media_table(
 ) -> bool:
     """Write the rows, sorted, as the media table; False if it would equal the last one, `before`. The bytes are a
     function of the rows alone. In slices, so that memory holds no second copy."""
-    table, order = with_table_metadata(table, settings), pc.sort_indices(table["path"])
+    rows, order = RandomAccessTable(table), pc.sort_indices(table["path"]).to_numpy().astype(np.int64)
+    table = with_table_metadata(table, settings)
+
+    def sorted_slices() -> Iterator[pa.Table]:
+        for start in range(0, len(order), SLICE_ROWS):
+            yield rows.take(order[start : start + SLICE_ROWS], table.schema.names).cast(table.schema)
+
     same = before is not None and len(before) == len(table) and table.schema.equals(before.schema, check_metadata=True)
-    if same and table.take(order).equals(before):
+    if same and pa.concat_tables(sorted_slices()).equals(before):
         return False
     with store.create_table(media_table_path(dataset), table.schema) as writer:
-        for start in range(0, len(table), SLICE_ROWS):
-            writer.write_table(table.take(order.slice(start, SLICE_ROWS)).combine_chunks())
+        for piece in sorted_slices():
+            writer.write_table(piece)
     return True
 
 

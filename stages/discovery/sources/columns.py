@@ -121,13 +121,9 @@ class TextLookup:
         """(n,) the first row of each text, -1 if there is none."""
         return self.count(texts)[0]
 
-    def find_last(self, texts: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
-        """(n,) the last row of each text, -1 if there is none."""
-        if not len(self._order):
-            return np.full(len(texts), -1)
-        last = np.searchsorted(self._hashes, hash_texts(texts), "right") - 1
-        rows = self._order[last.clip(min=0)]
-        return np.where(to_mask(pc.equal(take_rows(self.keys, rows), texts)), rows, -1)
+    def guess_last(self, texts: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
+        """(n,) the last row whose text has the hash of each text; any row if there is none."""
+        return self._order[(np.searchsorted(self._hashes, hash_texts(texts), "right") - 1).clip(min=0)]
 
     def count(self, texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(n,) the first row of each text, and how many rows have it; -1 and 0 if there is none."""
