@@ -158,12 +158,6 @@ def texts(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in (root / "text").rglob("*.arrow")}
 
 
-@pytest.mark.slow
-def test_a_module_is_safe_with_the_option(planned: Place) -> None:
-    """So does `run` start every program, of which the test above has the stages and their readers."""
-    planned.run(sys.executable, "-P", "-m", "trainer", "--help", "--config", planned.config)
-
-
 @pytest.mark.long
 def test_a_program_started_as_a_module_drops_the_working_directory(place: Place) -> None:
     """All that can be done without -P: the packages' own names are found before any of their code runs."""

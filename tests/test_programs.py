@@ -254,7 +254,7 @@ def test_an_error_is_one_json_document_on_standard_output(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["stages.cli", "stages.bucket", "trainer", "trainer.export_adapter"])
+@pytest.mark.parametrize("module", ["stages.cli", long("stages.bucket"), "trainer", long("trainer.export_adapter")])
 def test_interrupted_while_it_imports_a_program_ends_without_a_traceback(tmp_path: Path, module: str) -> None:
     """By the signal, as other programs do; a library that comes first on the path interrupts it."""
     (tmp_path / "pydantic.py").write_text(

@@ -109,31 +109,6 @@ def test_a_segment_has_its_clips_whatever_else_there_is(durations, chosen, rando
         assert [rest for of, *rest in again if of == place] == [rest for of, *rest in found if of == segment]
 
 
-@given(durations, settings)
-def test_chunks_are_disjoint_and_leave_less_than_a_clip(duration, chosen):
-    chosen = {**chosen, "clip": "chunks"}
-    found = clips_in(select([duration], **chosen), chosen["rate"])
-    end = 0
-    for _, start, frames in found:
-        assert start == end
-        end = start + frames
-    left = frames_available(duration, chosen["rate"]) - end
-    assert left >= 0
-    if found:
-        least = found[0][2] if chosen["fixed"] else chosen["min_frames"]
-        tail = found[-1][2] < found[0][2]
-        assert left < math.lcm(*chosen["strides"]) if tail else valid(left, chosen["strides"]) < least
-
-
-@given(st.floats(6, 40), st.integers(1, 60))
-def test_slides_are_evenly_spaced_up_to_the_end(duration, step):
-    found = clips_in(select([duration], clip="slide", clip_stride=step), 24.0)
-    starts = [start for _, start, _ in found]
-    assert starts == [step * k for k in range(len(starts))]
-    last = frames_available(duration, 24.0) - 61
-    assert last - step < starts[-1] <= last
-
-
 def test_known_clips():
     ten = [10.0]  # 240 frames: 179 starts of 61 frames behind the first
     assert clips_in(select(ten, clip="head"), 24) == [(0, 0, 61)]
@@ -150,11 +125,6 @@ def test_known_clips():
     assert select(ten, clip="head", num_frames=64).frames.tolist() == [61]
     assert select(ten, clip="head", strides=(4, 6)).frames.tolist() == [61]
     assert select(ten, clip="head", strides=(4, 7)).frames.tolist() == [57]
-
-
-def test_starts_are_on_the_grid_of_the_rate():
-    found = select([10.0], clip="slide", clip_stride=7, rate=30000 / 1001)
-    assert found.start.tolist() == [7 * k / (30000 / 1001) for k in range(len(found.start))]
 
 
 def test_random_starts_are_spread_over_all_and_kept_when_more_are_asked_for():

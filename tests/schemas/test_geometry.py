@@ -59,13 +59,6 @@ def test_a_bucket_without_area_is_refused():
         Bucket(0, 5)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("640x384", "landscape"), ("384x640@5", "portrait"), ("512x512", "square")]
-)
-def test_orientation(text, expected):
-    assert Bucket.parse(text).orientation == expected
-
-
 def test_latent_shape_is_frames_height_width():
     assert Bucket(768, 512, 61).latent_shape(8, 4) == (16, 64, 96)
     assert Bucket(1024, 1024).latent_shape(32) == (1, 32, 32)
@@ -217,14 +210,6 @@ def test_nothing_to_choose_from_or_by_is_refused():
         for size in ((np.array([1.0, wrong]), 1), (100, wrong)):
             with pytest.raises(ValueError, match="more than 0"):
                 choose_buckets(*size, [(1, 1)])
-
-
-def test_no_items_are_no_trouble():
-    none = np.zeros(0, np.int64)
-    assert choose_buckets(none, none, [(1, 1)]).shape == (0,)
-    crop = cover_crop(none, none, 64, 64, "random", none.astype(float), none.astype(float))
-    assert crop.x.shape == crop.resize_height.shape == (0,)
-    assert aspect_distortion(none, none, crop).shape == cropped_share(none, none, crop, 64, 64).shape == (0,)
 
 
 def test_columns_of_narrow_integers_do_not_overflow():

@@ -1,8 +1,6 @@
 """"""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -192,63 +190,6 @@ def test_a_missing_library_names_the_extra(here, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------- processes
-
-PROBE = """\
-from schemas.cli.console import Report, make_app
-
-def run(config, options, console):
-    return Report("probe", done=1)
-
-app = make_app("probe", "Do it.", run, examples=["--workers 4"])
-if __name__ == "__main__":
-    app()
-"""
-
-
-def python(*arguments, cwd):
-    environment = {"PYTHONPATH": f"{ROOT}:{cwd}", "PATH": "/usr/bin:/bin", "COLUMNS": "100"}
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_help_shows_name_options_and_examples_and_imports_no_torch(here):
-    (here / "programs").mkdir()
-    (here / "programs" / "probe.py").write_text(PROBE)
-    module = python("-m", "programs.probe", "--help", cwd=here)
-    assert module.stdout.startswith("Usage: python -m programs.probe [OPTIONS]")
-    command = (
-        "import sys\n"
-        "from programs import probe\n"
-        "try: probe.app(args=['--help'], prog_name='latentpress probe')\n"
-        "except SystemExit as end: assert end.code in (0, None)\n"
-        "heavy = {'torch', 'diffusers', 'transformers', 'av', 'decord', 'pyarrow'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    result = python("-c", command, cwd=here)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("Usage: latentpress probe [OPTIONS]")
-    for word in (
-        "--config",
-        "--set",
-        "--dry-run",
-        "--json",
-        "--shard",
-        "--device",
-        "--workers",
-        "Exit codes",
-    ):
-        assert word in result.stdout
-    assert "latentpress probe --workers 4" in result.stdout
-
-
-@pytest.mark.slow
-def test_a_program_as_a_process(here):
-    (here / "probe.py").write_text(PROBE)
-    result = python("-m", "probe", "--json", cwd=here)
-    assert (result.returncode, json.loads(result.stdout)["done"]) == (OK, 1)
-    result = python("-m", "probe", "--config", "nowhere.yaml", cwd=here)
-    assert (result.returncode, result.stdout) == (USAGE, "")
-    assert "nowhere.yaml: no such file" in result.stderr
 
 
 def test_paths_in_a_list_are_shown_from_the_working_directory(tmp_path, monkeypatch) -> None:
