@@ -47,7 +47,7 @@ Made from the code by `make generated`: what `latentpress PROGRAM --help` prints
 | 2 | wrong usage or configuration |
 | 3 | work remains or failed; it is listed, with the next command |
 | 4 | damage was found |
-| 130 | interrupted with Ctrl-C, in training with a second one |
+| 130 | interrupted with Ctrl-C; a program that reports what it has kept (exit code 3) with a second one |
 
 `--json` prints one machine-readable report on standard output; log and progress go to standard error. Its keys are
 snake_case and end with the unit of a number (`latents_mib`).
