@@ -5,7 +5,7 @@ hidden, or led to by `..` or by a link to another place, is refused, and looks a
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from stages.configuring.media import KINDS
 from stages.pages.ui.app import get, render
 
 MOST_LISTED = 500  # folders, and configurations
-MOST_COUNTED = 20_000  # entries of the folders in one, so that an answer takes no longer
+MOST_COUNTED = 20_000  # entries of a folder, so that an answer takes no longer
 CONFIGURATIONS = (".json", ".toml", ".yaml", ".yml", ".env", ".sh", ".bash", ".txt")
 
 
@@ -85,7 +85,7 @@ class Places:
 
     def list_roots(self) -> Listing:
         """The roots as if they were in one folder."""
-        folders = [_count(str(root), root, MOST_COUNTED)[0] for root in self.roots if root.is_dir()]
+        folders = [_count(str(root), root) for root in self.roots if root.is_dir()]
         return Listing("", None, folders, 0, 0, 0, ())
 
     def list_folder(self, text: str) -> Listing:
@@ -106,7 +106,7 @@ class Places:
         return Listing(
             str(folder),
             above,
-            list(_count_all(folder, folders[:MOST_LISTED])),
+            [_count(name, folder / name) for name in folders[:MOST_LISTED]],
             max(0, len(folders) - MOST_LISTED),
             kinds.count("image"),
             kinds.count("video"),
@@ -128,28 +128,19 @@ def _is_shown(name: str) -> bool:
     return name[0] != "." and name.isprintable()  # which a name that is no UTF-8 is not
 
 
-def _count_all(folder: Path, names: Sequence[str]) -> Iterator[Entry]:
-    left = MOST_COUNTED
-    for name in names:
-        entry, looked_at = _count(name, folder / name, left)
-        left -= looked_at
-        yield entry
-
-
-def _count(name: str, folder: Path, most: int) -> tuple[Entry, int]:
-    """The entry, and how many names in it were looked at."""
-    counts, number = {"image": 0, "video": 0}, 0
+def _count(name: str, folder: Path) -> Entry:
+    counts = {"image": 0, "video": 0}
     try:
         with os.scandir(folder) as entries:
-            for number, entry in enumerate(entries, 1):
-                if number > most:
-                    return Entry(name, str(folder), None, None), number
+            for number, entry in enumerate(entries):
+                if number == MOST_COUNTED:
+                    return Entry(name, str(folder), None, None)
                 kind = KINDS.get(os.path.splitext(entry.name)[1].lower())
                 if kind is not None and entry.name[0] != ".":
                     counts[kind] += 1
     except OSError:
-        return Entry(name, str(folder), None, None), number
-    return Entry(name, str(folder), counts["image"], counts["video"]), number
+        return Entry(name, str(folder), None, None)
+    return Entry(name, str(folder), counts["image"], counts["video"])
 
 
 FOLDERS_PATH = "/folders"
