@@ -130,7 +130,7 @@ def load_slowly(job: Job, sleeps: bool = True) -> Echo:
 
 
 @pytest.mark.parametrize(
-    ("sleeps", "timeout", "said"), [(True, 20.0, "not ready after 20 s"), (False, 120.0, "before it was ready")]
+    ("sleeps", "timeout", "said"), [(True, 45.0, "not ready after 45 s"), (False, 120.0, "before it was ready")]
 )
 def test_a_worker_that_never_gets_ready_is_replaced_and_no_unit_blamed(
     cluster, tmp_path, sleeps, timeout, said
@@ -138,7 +138,7 @@ def test_a_worker_that_never_gets_ready_is_replaced_and_no_unit_blamed(
     load = partial(load_slowly, sleeps=sleeps)
     run = Run(cluster, tmp_path, "u0", "u1", load=load, workers=1, ready_timeout_s=timeout)
     run.check_all_done(run.results())
-    (line,) = run.said
+    (line,) = [line for line in run.said if "not placed yet" not in line]  # as a busy machine may take long to place it
     assert said in line and [len(run.tries(name)) for name in ("u0", "u1")] == [1, 1]
 
 
