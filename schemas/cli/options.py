@@ -19,17 +19,25 @@ from schemas.devices import ACCELERATORS, DESCRIPTION, NAME_OF_DEVICE
 SCHEDULERS = "Slurm (SLURM_ARRAY_TASK_ID, SLURM_PROCID), Kubernetes (JOB_COMPLETION_INDEX) and AWS Batch"
 
 
-@dataclass(frozen=True)
-class ArrayTask:
-    """Task `number` (from 0) of `total`; None where the scheduler does not say how many there are. source: the
-    variables that were read, with their values."""
-
-    number: int
-    total: int | None
-    source: str
+T = TypeVar("T")
 
 
-def find_task(environment: Mapping[str, str], total: int | None = None) -> ArrayTask:
+class Partition(NamedTuple):
+    """This process's share of the work: number `number` (from 0) of `total`. source: what `auto` read."""
+
+    number: int = 0
+    total: int = 1
+    source: str = ""
+
+    def select(self, items: Sequence[T]) -> list[T]:
+        """Every total-th item, from `number` on."""
+        return list(items[self.number :: self.total])
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.total}"
+
+
+def find_task(environment: Mapping[str, str], total: int | None = None) -> Partition:
     """This process' task of a job array. total: the number of tasks where the user gave it; the array's own index is
     then the number as it is, so that some tasks of an array can be started again by their numbers.
 
@@ -51,19 +59,17 @@ def find_task(environment: Mapping[str, str], total: int | None = None) -> Array
         raise typer.BadParameter(
             f"auto finds no job array in the environment; it reads the variables of {SCHEDULERS}. Give i/n instead"
         )
-    described = ArrayTask(task.number, total if total is not None else task.total, task.source)
-    if described.total is None or not 0 <= described.number < described.total:
-        raise typer.BadParameter(
-            f"task {described.number} of {described.total} can't be ({described.source}); number them from 0"
-        )
-    return described
+    task = task._replace(total=total if total is not None else task.total)
+    if task.number >= task.total:
+        raise typer.BadParameter(f"task {task.number} of {task.total} can't be ({task.source}); number them from 0")
+    return task
 
 
-def _slurm_task(environment: Mapping[str, str], total: int | None) -> ArrayTask:
+def _slurm_task(environment: Mapping[str, str], total: int | None) -> Partition:
     """Tasks of an array, of a step that srun started with several tasks, or of both: each task of the array is then as
     many parts as its step has tasks. A batch script has SLURM_PROCID without being one of several: only a step counts,
     which has SLURM_STEP_NUM_TASKS."""
-    tasks = [ArrayTask(0, 1, "")]
+    tasks = [Partition()]
     if "SLURM_ARRAY_TASK_ID" in environment:
         if total is None:
             first, last, step, count = (
@@ -77,21 +83,21 @@ def _slurm_task(environment: Mapping[str, str], total: int | None) -> ArrayTask:
                 )
             number = (_number(environment, "SLURM_ARRAY_TASK_ID") - first) // step
             source = f"SLURM_ARRAY_TASK_ID={environment['SLURM_ARRAY_TASK_ID']} of {first}-{last}"
-            tasks.append(ArrayTask(number, count, source + (f":{step}" if step > 1 else "")))
+            tasks.append(Partition(number, count, source + (f":{step}" if step > 1 else "")))
         else:
             tasks.append(_read(environment, "SLURM_ARRAY_TASK_ID", None))
     if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1 or "SLURM_ARRAY_TASK_ID" not in environment:
         tasks.append(_read(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
     number, parts = 0, 1
     for task in tasks:
-        number, parts = number * (task.total or 1) + task.number, parts * (task.total or 1)
-    return ArrayTask(number, parts, ", ".join(task.source for task in tasks if task.source))
+        number, parts = number * task.total + task.number, parts * task.total
+    return Partition(number, parts, ", ".join(task.source for task in tasks if task.source))
 
 
-def _read(environment: Mapping[str, str], number: str, total: str | None) -> ArrayTask:
+def _read(environment: Mapping[str, str], number: str, total: str | None) -> Partition:
     names = [name for name in (number, total) if name is not None]
     source = ", ".join(f"{name}={environment.get(name)}" for name in names)
-    return ArrayTask(_number(environment, number), _number(environment, total) if total else None, source)
+    return Partition(_number(environment, number), _number(environment, total) if total else 1, source)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -101,24 +107,8 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     return int(text)
 
 
-T = TypeVar("T")
 #: "latentpress PROGRAM" at the beginning of a text, after a backtick, or after a colon if only options follow.
 _COMMAND_PATTERN = re.compile(r"((^|(?<=`))latentpress [a-z][a-z-]*|(?<=: )latentpress [a-z][a-z-]*(?=$| --|   #))")
-
-
-class Partition(NamedTuple):
-    """This process's share of the work: number `number` (from 0) of `total`. source: what `auto` read."""
-
-    number: int = 0
-    total: int = 1
-    source: str = ""
-
-    def select(self, items: Sequence[T]) -> list[T]:
-        """Every total-th item, from `number` on."""
-        return list(items[self.number :: self.total])
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.total}"
 
 
 NOT_PARTITIONED = Partition()
@@ -130,8 +120,7 @@ def parse_partition(text: str | Partition) -> Partition:
     if isinstance(text, Partition):
         return text
     if automatic := re.fullmatch(r"auto(?:/([0-9]{1,9}))?", text):
-        task = find_task(os.environ, int(automatic[1]) if automatic[1] else None)
-        return Partition(task.number, task.total or 1, task.source)
+        return find_task(os.environ, int(automatic[1]) if automatic[1] else None)
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise typer.BadParameter(f"{text!r} is not i/n with 0 <= i < n; three parts are 0/3, 1/3 and 2/3")
