@@ -21,7 +21,7 @@ from cache.store.files import check_folder, explained, spool_folder
 from cache.store.locks import FileLock
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Console, Options, Report, make_app
 from schemas.cli.kept_log import LOGS
-from schemas.cli.process_record import ProcessRecord, noted, read_record
+from schemas.cli.process_record import ProcessRecord, noted
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.interruption import StopHandler, hangup_ignored
@@ -217,7 +217,7 @@ class _Worker:
         announced = False
         while not self._processes.is_stopped:
             folder = Path(entry.folder)
-            record = read_record(ProcessRecord, folder / LOGS / "run.json")
+            record = ProcessRecord.try_read(folder / LOGS / "run.json")
             of_page = (self._of_page.last_start(name) for name in list_conflicts("queue"))
             others = [process for process in (record, *of_page) if process is not None and process.is_running]
             if card.acquire() and not (others or is_running(folder)):

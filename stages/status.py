@@ -26,7 +26,7 @@ from cache.store.files import Entry
 from cache.store.store import Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.kept_log import LOGS
-from schemas.cli.process_record import ProcessRecord, read_record
+from schemas.cli.process_record import ProcessRecord
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.interruption import pause
@@ -104,7 +104,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     report.details |= {"stages": rows, "training": [read_progress(run).row() for run in config.expert_runs]}
     if edited := len(read_edits(store)):
         report.details["edited_captions"] = edited
-    note = read_record(ProcessRecord, config.run_folder / LOGS / "run.json")
+    note = ProcessRecord.try_read(config.run_folder / LOGS / "run.json")
     if note is not None and note.is_running:
         report.details["run_goes_on"] = True
     report.next_steps += ["latentpress discover"] if report.remaining else []

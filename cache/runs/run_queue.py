@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cache.store.files import explained, make_folders
 from cache.store.locks import FileLock
-from schemas.cli.process_record import MAX_CHARS, Moment, ProcessRecord, read_record, storable_text
+from schemas.cli.process_record import MAX_CHARS, Moment, ProcessRecord, storable_text
 from schemas.errors import LatentpressError
 from schemas.json_records import Record, RecordError
 
@@ -103,7 +103,7 @@ class RunQueue:
 
     def worker(self) -> ProcessRecord | None:
         """The record of the program that works it off, or did last."""
-        return read_record(ProcessRecord, self.folder / "queue.json")
+        return ProcessRecord.try_read(self.folder / "queue.json")
 
     def runs(self, folder: Path) -> bool:
         """Whether it is at a run of this folder now. A queue that can't be read is at none."""

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from cache.store.files import explained, make_folders, replacing
 from cache.store.locks import is_locked
-from schemas.cli.process_record import ProcessRecord, RecordWriter, read_record, storable_text, write_record
+from schemas.cli.process_record import ProcessRecord, RecordWriter, storable_text
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, LatentpressError
 from schemas.json_records import Record, parse_json
@@ -270,7 +270,7 @@ def wandb_options(folder: Path, job: str) -> dict[str, Any]:
 def begin_record(folder: Path, stage: str) -> RecordWriter:
     """The writer of failure.json. On a full disk or without the right to write nothing is written, as the failure
     itself says so."""
-    return RecordWriter(ProcessRecord(program=stage), lambda record: write_record(folder / FAILURE_NOTE, record))
+    return RecordWriter(ProcessRecord(program=stage), lambda record: record.write(folder / FAILURE_NOTE))
 
 
 def record_failure(folder: Path, stage: str, reason: str, advice: str = "") -> None:
@@ -312,7 +312,7 @@ def noting_failure(folder: Path, stage: str, no_failure: type[Exception]) -> Ite
 def read_failure(folder: Path) -> ProcessRecord | None:
     """The record of the last attempt: "failed", or "lost" where it has not said how it ended, as while it is at work.
     None where there is no record."""
-    record = read_record(ProcessRecord, folder / FAILURE_NOTE)
+    record = ProcessRecord.try_read(folder / FAILURE_NOTE)
     if record is not None and record.exit_code is None:
         record = record.model_copy(update={"reason": KILLED, "advice": f"latentpress {record.program}"})
     return record

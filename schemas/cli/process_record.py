@@ -1,6 +1,6 @@
 """The record in which a process says what it does: who, where, since when, doing what, how far, and how it ended.
 
-A kind of process with more to say adds fields. `RecordWriter` writes again what has changed, `read_record` reads:
+A kind of process with more to say adds fields. `RecordWriter` writes again what has changed, `try_read` reads:
 
     <output>/<run>/logs/run.json, $LATENTPRESS_NOTES/<program>.json   programs, by `noted`
     <output>/.ui/starts/<job>.json             what the page started (stages/pages/ui/child_programs.py)
@@ -14,7 +14,6 @@ stops nothing; a file that is none, or of another version, is passed over.
 
 import os
 import platform
-import secrets
 import socket
 import subprocess
 import threading
@@ -22,17 +21,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from schemas import json_records
 from schemas.activities import Progress
 from schemas.errors import INTERRUPTED, OK, LatentpressError
+from schemas.json_records import Record
 from schemas.text_format import shorten
 
 NOTES_VARIABLE = "LATENTPRESS_NOTES"
-MAX_BYTES = 100_000  # of a record that is read
 MAX_CHARS = 10_000  # of a text in it
 INTERVAL_S = 1.0
 LAST_MOMENT = 253_402_214_400.0  # in the year 9999, where calendars end
@@ -51,12 +49,13 @@ class Task(BaseModel):
     total: float | None = None
 
 
-class ProcessRecord(BaseModel):
+class ProcessRecord(Record):
     """process_start: of `find_process_start`, so that another process with the same id is not taken for this one.
     began, updated: seconds since 1970. exit_code: None until it has ended. reason: why it failed or stopped; without an
     exit code, why it counts as lost. advice: the next step."""
 
-    model_config = ConfigDict(frozen=True, str_max_length=MAX_CHARS, allow_inf_nan=False)
+    model_config = ConfigDict(str_max_length=MAX_CHARS)
+    max_bytes: ClassVar[int] = 100_000
 
     program: str
     process: int = Field(default_factory=os.getpid, gt=0)
@@ -88,37 +87,11 @@ class ProcessRecord(BaseModel):
 
 
 _noted: list["NoteWriter"] = []  # the records that are written at the moment
-Kind = TypeVar("Kind", bound=ProcessRecord)
-
-
-def write_record(path: Path, record: ProcessRecord) -> None:
-    """Replace the file, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        temporary.write_bytes(json_records.format_record(record.model_dump(mode="json")))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def parse_record(kind: type[Kind], data: bytes) -> Kind | None:
-    """Parse a file's bytes; None where they are no such record."""
-    with suppress(ValueError):
-        return kind.model_validate(json_records.parse_record(data))
-    return None
-
-
-def read_record(kind: type[Kind], path: Path) -> Kind | None:
-    """Read a file; None where it has no such record."""
-    with suppress(OSError, ValueError):
-        return kind.model_validate(json_records.read_record(path, MAX_BYTES))
-    return None
 
 
 def read_notes(folder: Path) -> list[ProcessRecord]:
     """The records of the programs in a folder."""
-    return [note for path in sorted(folder.glob("*.json")) if (note := read_record(ProcessRecord, path))]
+    return [note for path in sorted(folder.glob("*.json")) if (note := ProcessRecord.try_read(path))]
 
 
 class RecordWriter:
@@ -142,7 +115,7 @@ class NoteWriter(RecordWriter):
 
     def __init__(self, folder: Path, program: str) -> None:
         path = folder / f"{program}.json"
-        super().__init__(ProcessRecord(program=program), lambda record: write_record(path, record))
+        super().__init__(ProcessRecord(program=program), lambda record: record.write(path))
         self._tasks: list[Progress] = []
         self._ticker: threading.Thread | None = None
 

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from cache.store.layout import is_project_file
 from cache.store.store import Store
-from schemas.cli.process_record import Moment, ProcessRecord, RecordWriter, State, parse_record, storable_text
+from schemas.cli.process_record import Moment, ProcessRecord, RecordWriter, State, storable_text
 from schemas.errors import INCOMPLETE, INTERRUPTED, OK, LatentpressError
 from schemas.text_format import format_duration
 from stages.engines.jobs import UnitResult
@@ -124,8 +124,9 @@ def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> d
         if entry.name.rpartition("/")[0] in folders and entry.modified >= now - KEPT_S
     ]
     for entry, data in store.read_files(recent):
-        report = parse_record(JobReport, data)
-        if report is None:
+        try:
+            report = JobReport.parse(data)
+        except ValueError:  # of another version, or no report
             continue
         if report.state == "running" and entry.modified < now - LOST_AFTER_S:
             report = report.model_copy(update={"reason": f"no sign of life for {now - entry.modified:.0f} s"})

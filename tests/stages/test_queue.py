@@ -15,7 +15,7 @@ import pytest
 from cache.runs.run_queue import QueueError, QueueState, RunQueue
 from cache.store.files import StoreError
 from schemas.cli.console import Console, Options, Report
-from schemas.cli.process_record import find_process_start, write_record
+from schemas.cli.process_record import find_process_start
 from schemas.errors import INCOMPLETE, LatentpressError
 from stages import queue
 from stages.pages.ui.child_programs import Start
@@ -137,7 +137,7 @@ def test_removed_and_stopped_while_it_runs(home: Project) -> None:
 def test_it_waits_for_what_the_page_has_started(home: Project) -> None:
     runs, path = add(home, "first"), home.folder / "output/.ui/starts/train.json"
     start = Start(program="train", process_start=find_process_start(os.getpid()), log="train.log")
-    write_record(path, start)
+    start.write(path)
     end = work(home)
     until(lambda: states(runs) == {"first": "running"}, "its turn")
     time.sleep(0.1)

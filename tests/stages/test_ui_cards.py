@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from schemas.cli.process_record import ProcessRecord, Task, find_process_start, write_record
+from schemas.cli.process_record import ProcessRecord, Task, find_process_start
 from schemas.cli.report import Report
 from schemas.config.encoding import StageName
 from schemas.errors import LatentpressError
@@ -25,7 +25,7 @@ def row(stage: str, done: int, remaining: int = 0, set_aside: int = 0, **more: A
 
 def note(programs: ChildPrograms, job: str, program: str, **values: Any) -> None:
     given = {"process_start": find_process_start(os.getpid()), "began": time.time() - 90} | values
-    write_record(programs._folder / "notes" / job / f"{program}.json", ProcessRecord(program=program, **given))
+    ProcessRecord(program=program, **given).write(programs._folder / "notes" / job / f"{program}.json")
 
 
 @pytest.fixture

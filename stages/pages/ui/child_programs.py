@@ -32,8 +32,6 @@ from schemas.cli.process_record import (
     ProcessRecord,
     find_process_start,
     read_notes,
-    read_record,
-    write_record,
 )
 from schemas.cli.starting import start_program
 from schemas.errors import LatentpressError
@@ -195,7 +193,7 @@ class ChildPrograms:
 
     def last_start(self, name: str) -> Start | None:
         """Read the record of the last start; None where it was never started from a page."""
-        start = read_record(Start, self._path(name))
+        start = Start.try_read(self._path(name))
         return None if start is None else self._reaped(start)
 
     def may_begin(self, name: str) -> bool:
@@ -217,7 +215,7 @@ class ChildPrograms:
             return start
         ended = start.model_copy(update={"exit_code": code, "updated": when})
         with suppress(LatentpressError), self._locked():
-            if read_record(Start, self._path(start.program)) == start:  # it was not started again meanwhile
+            if Start.try_read(self._path(start.program)) == start:  # it was not started again meanwhile
                 self._write(ended)
         return ended
 
@@ -240,7 +238,7 @@ class ChildPrograms:
         return self._folder / "starts" / f"{name}.json"
 
     def _write(self, start: Start) -> None:
-        write_record(self._path(start.program), start)
+        start.write(self._path(start.program))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
