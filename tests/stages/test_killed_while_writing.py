@@ -58,7 +58,9 @@ def home(project: Callable[..., Project], tiny: Callable[[str], Path], monkeypat
         {"transformer.a.lora_A.weight": np.ones((4, 4), np.float32)},
         run.folder / "adapter/pytorch_lora_weights.safetensors",
     )
-    (run.folder / "result.json").write_bytes(format_record({"step": 4, "result": str(run.folder / "adapter")}))
+    (run.folder / "result.json").write_bytes(
+        format_record({"step": 4, "result": str(run.folder / "adapter"), "weights": "trained"})
+    )
     return made
 
 
