@@ -12,25 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import AfterValidator, Field
 
 from cache.sets.table_checks import check_active, check_samples, check_texts, check_units
-from cache.store import arrow_ipc
+from cache.store import arrow_ipc, json_checks
 from cache.store.arrow_ipc import hash_table
 from cache.store.damage import DamageError, as_damage
-from cache.store.json_checks import (
-    check_checksum,
-    check_list,
-    check_name,
-    check_object,
-    check_prompt_image,
-    check_text,
-    printable,
-)
 from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import USAGE, LatentpressError
@@ -88,7 +80,9 @@ class UnknownPlanVersion(LatentpressError):
     exit_code = USAGE
 
     def __init__(self, path: str, version: Any) -> None:
-        message = f"{path} has format version {printable(repr(version))}; this release reads {TABLES_VERSION}"
+        message = (
+            f"{path} has format version {json_checks.printable(repr(version))}; this release reads {TABLES_VERSION}"
+        )
         super().__init__(message, "Set root to another folder, or use the release that made this one.")
 
 
@@ -244,8 +238,7 @@ def _read_number(store: Store, number: int) -> dict[str, Any]:
     removed."""
     taken = store.read_json(_number_file(number))
     with as_damage(store.path(_number_file(number)), "its values can't be right"):
-        if not is_project_file(f"plans/{check_text(taken.get('plan'), 'plan')}/plan.json"):
-            raise ValueError("plan is no name of a plan")
+        _TakenNumber.model_validate(taken)
     return taken
 
 
@@ -260,6 +253,47 @@ def read_plan_table(store: Store, name: str, what: str) -> pa.Table:
         return store.read_table(rel, _CHECKS[what])
 
 
+def _check_plan_name(value: str) -> str:
+    if not is_project_file(f"plans/{value}/plan.json"):
+        raise ValueError("it is not the name of a plan")
+    return value
+
+
+PlanName = Annotated[str, AfterValidator(_check_plan_name)]
+
+
+class _PlannedPrompt(json_checks.ImagedPrompt):
+    text: json_checks.Checksum
+    negative: json_checks.Checksum
+    condition: json_checks.Checksum | None
+    references: list[json_checks.Checksum] = Field(default_factory=list)
+    name: str
+    prompt: str
+    negative_prompt: str
+    bucket: str
+
+
+class _Earlier(json_checks.Foreign):
+    items: list[PlanName]
+    samples: list[PlanName]
+
+
+class _PlanRecord(json_checks.Foreign):
+    """plan.json, as far as it is read."""
+
+    key: json_checks.Name
+    replaced_units: list[str] = Field(default_factory=list)
+    earlier: _Earlier
+    validation: list[_PlannedPrompt]
+    null_text: json_checks.Checksum | None
+
+
+class _TakenNumber(json_checks.Foreign):
+    """The file of a number: whose it is."""
+
+    plan: PlanName
+
+
 def load_plan(store: Store, name: str) -> Plan:
     """Generation `name`. DamageError if plan.json is not as it was written or lacks a value, UnknownPlanVersion if this
     release does not read its version."""
@@ -268,25 +302,7 @@ def load_plan(store: Store, name: str) -> Plan:
     if (version := info.get("format_version")) != TABLES_VERSION:
         raise UnknownPlanVersion(store.path(rel), version)
     with as_damage(store.path(rel), "its values can't be right"):
-        check_name(info["key"], "key")
-        for unit in check_list(info.get("replaced_units", []), "replaced_units"):
-            check_text(unit, "the id of a unit")
-        for kind in KINDS:
-            for earlier in check_list(info["earlier"][kind], "earlier generations"):
-                if not is_project_file(f"plans/{check_text(earlier, 'an earlier generation')}/plan.json"):
-                    raise ValueError("an earlier generation is not a plan's name")
-        ids = [info["null_text"]]
-        for entry in check_list(info["validation"], "validation"):
-            prompt = check_object(entry, "a validation prompt")
-            check_checksum(prompt["text"], "the id of a text")
-            check_checksum(prompt["negative"], "the id of a text")
-            ids += [prompt["condition"], *check_list(prompt.get("references", []), "references")]
-            for key in ("name", "prompt", "negative_prompt", "bucket"):
-                check_text(prompt[key], key)
-            check_prompt_image(prompt)
-        for id in ids:
-            if id is not None:
-                check_checksum(id, "an id")
+        _PlanRecord.model_validate(info)
     return Plan(store, name, info)
 
 

@@ -6,24 +6,17 @@ set may come from elsewhere, so the values in its tables are checked, too: they 
 The files of a training set, sets/<id>, are read and checked here: its tables and set.json.
 """
 
-import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import Field, StringConstraints
 
 from cache.store import json_checks
 from cache.store.damage import as_damage
-from cache.store.json_checks import (
-    check_count,
-    check_list,
-    check_name,
-    check_object,
-    check_prompt_image,
-    check_text,
-)
+from cache.store.json_checks import Count, Foreign, ImagedPrompt, Name
 from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from schemas import tables
@@ -33,7 +26,6 @@ from schemas.geometry import Bucket
 MAX_DRAWS = 10**6  # of repeats, or as a weight
 MAX_SIDE = 1 << 20  # pixels, or frames
 SET_ROLES = tables.TRAINED_ROLES
-PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named after prompts
 
 
 def check_samples(table: pa.Table) -> None:
@@ -190,28 +182,41 @@ def read_set_table(store: Store, id: str, name: str) -> pa.Table:
         return store.read_table(rel, TABLE_CHECKS[name])
 
 
+class _Image(Foreign):
+    row: Count
+    shard: Count
+
+
+class _Reference(_Image):
+    id: Name
+
+
+class _SetPrompt(ImagedPrompt):
+    name: Annotated[Name, StringConstraints(pattern=NAME_PATTERN)]  # files are named after prompts
+    bucket: Name
+    text: Count
+    negative: Count
+    prompt: str
+    negative_prompt: str
+    condition: _Image | None
+    references: list[_Reference] = Field(default_factory=list)
+
+
+class _SetRecord(Foreign):
+    """set.json, as far as it refers to the set's tables."""
+
+    null_text: Count | None
+    validation: list[_SetPrompt]
+
+
 def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
     """One of PARSE_ERRORS where set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
-    numbers = [] if meta["null_text"] is None else [meta["null_text"]]
-    for entry in check_list(meta["validation"], "validation"):
-        prompt = check_object(entry, "a validation prompt")
-        if not PROMPT_NAME_PATTERN.fullmatch(check_name(prompt["name"], "the name of a validation prompt")):
-            raise ValueError(f"{prompt['name']!r} can't be the name of a validation prompt")
-        check_name(prompt["bucket"], "the bucket of a validation prompt")
-        numbers += [prompt["text"], prompt["negative"]]
-        for key in ("prompt", "negative_prompt"):
-            check_text(prompt[key], key)
-        check_prompt_image(prompt)
-        if prompt["condition"] is not None:
-            image = check_object(prompt["condition"], "a condition")
-            check_count(image["row"], "the row of a condition")
-            if check_count(image["shard"], "the shard of a condition") >= shards:
-                raise ValueError(f"a condition in shard {image['shard']} of {shards}")
-        for value in check_list(prompt.get("references", []), "references"):
-            image = check_object(value, "a reference")
-            check_name(image["id"], "the id of a reference")
-            check_count(image["row"], "the row of a reference")
-            if check_count(image["shard"], "the shard of a reference") >= shards:
-                raise ValueError(f"a reference in shard {image['shard']} of {shards}")
-    if any(check_count(number, "the number of a text") >= texts for number in numbers):
+    record = _SetRecord.model_validate(dict(meta))
+    numbers = [] if record.null_text is None else [record.null_text]
+    for prompt in record.validation:
+        numbers += [prompt.text, prompt.negative]
+        for image in (*([prompt.condition] if prompt.condition else []), *prompt.references):
+            if image.shard >= shards:
+                raise ValueError(f"the prompt {prompt.name} has an image in shard {image.shard} of {shards}")
+    if any(number >= texts for number in numbers):
         raise ValueError(f"it names a text beyond the {texts} of the set")

@@ -12,22 +12,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any, BinaryIO, ClassVar, Self, TypeVar
+from typing import Any, BinaryIO, ClassVar, Self
 
 import pyarrow as pa
+from pydantic import Field
 
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError, as_damage, until_sound
 from cache.store.files import explained
-from cache.store.json_checks import (
-    check_count,
-    check_list,
-    check_name,
-    check_names,
-    check_object,
-    check_text,
-    printable,
-)
+from cache.store.json_checks import Count, EmptyName, Foreign, Name, Names, check_object, printable
 from cache.store.layout import STAGE_PROGRAMS
 from cache.store.store import Store
 from schemas.identity import hash_bytes
@@ -35,7 +28,6 @@ from schemas.tables import FORMAT_VERSION
 
 ARROW_SUFFIX, TAR_SUFFIX, SIDECAR_SUFFIX = ".arrow", ".tar", ".tar.json"
 SUFFIXES = {"arrow": ARROW_SUFFIX, "webdataset": TAR_SUFFIX}
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -272,6 +264,30 @@ def build_description(meta: ShardMeta, ids: Collection[str], set_aside: Collecti
     return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": aside, "truncated": truncated}
 
 
+class _Rejected(Foreign, extra="forbid"):
+    id: Name
+    reason: Name
+    message: str
+
+
+class _Truncated(Foreign, extra="forbid"):
+    id: Name
+    tokens: Count
+    kept: Count
+
+
+class _Description(Foreign):
+    kind: Name
+    fingerprint: Name
+    unit: Name
+    bucket: EmptyName
+    ids: Names
+    count: Count
+    set_aside: list[_Rejected]
+    truncated: list[_Truncated] = Field(default_factory=list)
+    provenance: dict[str, Any]
+
+
 def parse_description(value: Any, path: str) -> ShardMeta:
     """The inverse of `build_description`; DamageError where it is incomplete, wrong or of another format version."""
     version = value.get("format_version") if isinstance(value, dict) else None
@@ -279,22 +295,14 @@ def parse_description(value: Any, path: str) -> ShardMeta:
         stored = printable(repr(version))
         raise DamageError(path, f"its format version is {stored}; this program reads {FORMAT_VERSION}")
     try:
+        stated = _Description.model_validate(value)
         meta = ShardMeta(
-            kind=check_name(value["kind"], "kind"),
-            fingerprint=check_name(value["fingerprint"], "fingerprint"),
-            unit=check_name(value["unit"], "unit"),
-            bucket=check_name(value["bucket"], "bucket", empty=True),
-            ids=check_names(value["ids"], "ids"),
-            set_aside=_parse_records(
-                value["set_aside"], RejectedMember, id=check_name, reason=check_name, message=check_text
-            ),
-            truncated=_parse_records(
-                value.get("truncated", []), TruncatedText, id=check_name, tokens=check_count, kept=check_count
-            ),
-            provenance=check_object(value["provenance"], "provenance"),
+            **{name: getattr(stated, name) for name in ("kind", "fingerprint", "unit", "bucket", "ids", "provenance")},
+            set_aside=[RejectedMember(**member.model_dump()) for member in stated.set_aside],
+            truncated=[TruncatedText(**row.model_dump()) for row in stated.truncated],
         )
-        if check_count(value["count"], "count") != len(meta.ids):
-            raise ValueError(f"its count is {value['count']} and it names {len(meta.ids)} rows")
+        if stated.count != len(meta.ids):
+            raise ValueError(f"its count is {stated.count} and it names {len(meta.ids)} rows")
         if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
             raise ValueError("a member is both a row and set aside")
         if not {row.id for row in meta.truncated}.issubset(meta.ids):
@@ -302,13 +310,3 @@ def parse_description(value: Any, path: str) -> ShardMeta:
         return meta
     except (KeyError, ValueError) as error:
         raise DamageError(path, f"its description is incomplete or wrong ({printable(error)})") from error
-
-
-def _parse_records(values: Any, record_class: Callable[..., T], **checks: Callable[[Any, str], Any]) -> list[T]:
-    """Instances of a dataclass from a list of JSON objects. checks: key -> check of its value."""
-    records = []
-    for value in check_list(values, "a list of members"):
-        if set(check_object(value, "a member")) != set(checks):
-            raise ValueError(f"a member has {printable(sorted(value))}")
-        records.append(record_class(**{key: check(value[key], f"its {key}") for key, check in checks.items()}))
-    return records

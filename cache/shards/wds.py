@@ -57,7 +57,7 @@ def from_safetensors(data: memoryview) -> dict[str, Array]:
     header, body = json_checks.check_object(json_records.parse_json(data[8 : 8 + size]), "the header"), data[8 + size :]
     tensors, spans = {}, []
     for name, entry in header.items():
-        start, end = json_checks.check_span(json_checks.check_object(entry, "a tensor")["data_offsets"], "data_offsets")
+        start, end = (json_checks.check_count(at, "an offset") for at in entry["data_offsets"])
         spans.append((start, end))
         dtype, shape = DTYPES[json_checks.check_text(entry["dtype"], "dtype")], json_checks.check_shape(entry["shape"])
         tensors[json_checks.check_name(name, "a tensor's name")] = Array(dtype, shape, body[start:end])
@@ -232,20 +232,28 @@ class ShardReader(shard.BaseShardReader):
             raise ValueError(f"{member.name!r}, {member.size} bytes, type {member.type!r}, where {name!r} should be")
 
 
+class _Row(json_checks.Foreign):
+    id: str
+    tensors: json_checks.Span
+    info: json_checks.Span
+    checksum: json_checks.Checksum
+
+
+class _Sidecar(json_checks.Foreign):
+    rows: list[_Row]
+    size: json_checks.Count
+    xxh3_128: json_checks.Checksum
+
+
 def _check_content(sidecar: dict[str, Any]) -> None:
-    """ValueError or KeyError where a checksum, or the offset or size of a member's content, is impossible."""
-    end = 0
-    for value in json_checks.check_list(sidecar["rows"], "rows"):
-        row = json_checks.check_object(value, "a row")
-        for part in ("tensors", "info"):
-            offset, size = json_checks.check_span(row[part], part)
+    """ValueError if a checksum, or the offset or size of a member's content, is impossible."""
+    stated, end = _Sidecar.model_validate(sidecar), 0
+    for row in stated.rows:
+        for offset, size in (row.tensors, row.info):
             if offset != end + TAR_BLOCK:
                 raise ValueError(f"a member at {offset} where one should be at {end + TAR_BLOCK}")
             end = offset + size + -size % TAR_BLOCK
-        json_checks.check_checksum(row["checksum"], "a row's checksum")
-        json_checks.check_text(row["id"], "id")
     end += 2 * TAR_BLOCK
     end += -end % TAR_RECORD
-    if json_checks.check_count(sidecar["size"], "size") != end:
-        raise ValueError(f"its rows take {end} bytes and its size is {sidecar['size']}")
-    json_checks.check_checksum(sidecar["xxh3_128"], "xxh3_128")
+    if stated.size != end:
+        raise ValueError(f"its rows take {end} bytes and its size is {stated.size}")

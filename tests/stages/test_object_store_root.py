@@ -20,7 +20,15 @@ from trainer.__main__ import run as train
 pytestmark = pytest.mark.slow
 
 ROOT = f"s3://{BUCKET}/work"
-TRAIN = {"device": "cpu", "steps": 2, "batch_size": 2, "threads": 1, "run": "r", "checkpoint_every": 2}
+TRAIN = {
+    "device": "cpu",
+    "steps": 2,
+    "batch_size": 2,
+    "threads": 1,
+    "run": "r",
+    "checkpoint_every": 2,
+    "shuffle_shards": 100,
+}
 #: Requests of a program whatever it finds, and for each shard.
 FIXED, PER_SHARD = 60, 5
 

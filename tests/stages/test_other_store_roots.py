@@ -20,7 +20,15 @@ FIXED, PER_SHARD = 60, 5
 
 @pytest.fixture
 def home(project: Callable[..., Project], google: S3Server) -> Project:
-    settings = {"device": "cpu", "steps": 2, "batch_size": 2, "threads": 1, "run": "r", "checkpoint_every": 2}
+    settings = {
+        "device": "cpu",
+        "steps": 2,
+        "batch_size": 2,
+        "threads": 1,
+        "run": "r",
+        "checkpoint_every": 2,
+        "shuffle_shards": 100,
+    }
     made = project(root=ROOT, train=settings)
     made.settings["cache"]["unit_mib"] = 0.05
     made.settings["validation"] = {"eval_samples": 0}

@@ -20,7 +20,7 @@ from cache.runs.derived import read_mark
 from cache.runs.training_run import spread
 from cache.runs.validations import SUFFIXES, describe_sample, latent_path, list_validations
 from cache.store.files import make_folders, replacing
-from cache.store.json_checks import check_prompt_image
+from cache.store.json_checks import ImagedPrompt
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.config.validation import ValidationSample
@@ -162,7 +162,7 @@ def _read_row(
         if prompt is not None and prompt.image:
             sources += [_shrink_source(Path(image), limit) for image in listed(prompt.image)]
         elif "image" in known:
-            check_prompt_image(known)
+            ImagedPrompt.model_validate(known)
             values["source from"] = describe_image(known["image"])
             images = known["image"] if isinstance(known["image"], list) else [known["image"]]
             sources += [_read_data_image(files.config, image, limit) for image in images]
