@@ -15,6 +15,7 @@ from schemas.cli.starting import (
     TRAINER_PROGRAMS,
     begin_silently,
     explain_missing_libraries,
+    hide_line,
     print_for_reader,
     program_module,
     show_starting,
@@ -106,6 +107,7 @@ def main() -> None:
         if name in WITHOUT_PANDAS:
             leave_out_pandas()
         app = importlib.import_module(program_module(name)).app
+    hide_line()
     app(args=rest, prog_name=f"latentpress {name}")
 
 

@@ -249,8 +249,6 @@ def make_app(
     passes its further keywords on, whose options the program has, too.
     """
 
-    hide_line()  # this module's program has been imported
-
     def command(
         config: ConfigOption = Path("pipeline.yaml"),
         overrides: SetOption = None,
@@ -261,6 +259,7 @@ def make_app(
         workers: WorkersOption = None,
         **own_options: Any,
     ) -> None:
+        hide_line()  # by which another program showed that this one starts
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
         extra = EXTRAS.get(name, "")
         with StopHandler().stop_on_signals():
