@@ -111,6 +111,7 @@ def publish(local: Path, config: Path) -> Path:
     Objects.content = {f"work/{name}": store.read_bytes(name) for name in store.list_names("")}
     shards = [f"work/text/{fingerprint}/{unit.unit_id}.arrow" for unit in units[:-1]]
     Objects.names = sorted([*Objects.content, *shards])
+    settings.setdefault("train", {})["shuffle_shards"] = 100
     changed = config.with_name("remote.json")
     changed.write_text(json.dumps(settings | {"root": "s3://bucket/work"}))
     return changed

@@ -1,8 +1,10 @@
 """A server of S3 (moto's) and of Google Cloud Storage on loopback, which counts requests and answers some of them as a
 store in trouble would."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -11,7 +13,6 @@ import pytest
 
 from tests.background import served
 from tests.processes import forget_forkserver
-from tests.store_requests import RecordedRequests, Request
 
 BUCKET = "store"
 _TIMES = "<RequestTime>20150830T123600Z</RequestTime><ServerTime>2015-08-30T14:36:05Z</ServerTime>"
@@ -34,6 +35,39 @@ BODY_FAULTS: dict[str, Callable[[bytes], bytes]] = {
     "long": lambda body: body + body,
     "damaged": lambda body: bytes(255 - byte if at % 64 == 0 else byte for at, byte in enumerate(body)),
 }
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked: the operation, by a name of its server, and the object's key or prefix."""
+
+    operation: str
+    key: str
+
+
+class RecordedRequests:
+    """`answer(request)` names what goes wrong with a request, by a word of its server; "" lets it pass."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[Request] = []
+        self.answer: Callable[[Request], str] = lambda request: ""
+
+    def reset(self) -> None:
+        self.requests, self.answer = [], lambda request: ""
+
+    def counts(self) -> Counter[str]:
+        return Counter(request.operation for request in self.requests)
+
+    def fail(self, kind: str, times: int, *operations: str, key: str = "") -> None:
+        """The next `times` requests of these operations (default: all), about keys that hold `key`, go wrong."""
+        left = [kind] * times
+
+        def answer(request: Request) -> str:
+            wanted = (not operations or request.operation in operations) and key in request.key
+            return left.pop() if wanted and left else ""
+
+        self.answer = answer
 
 
 class S3Server(RecordedRequests):

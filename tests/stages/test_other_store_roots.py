@@ -8,8 +8,7 @@ import pytest
 from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, export, gc, index, status, verify
 from tests.project import Project
-from tests.s3_server import BUCKET, S3Server
-from tests.store_requests import Request
+from tests.s3_server import BUCKET, Request, S3Server
 from trainer.__main__ import run as train
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

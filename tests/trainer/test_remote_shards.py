@@ -14,8 +14,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import USAGE
 from tests.forms import long
 from tests.processes import kill_when
-from tests.s3_server import BUCKET, S3Server
-from tests.store_requests import Request
+from tests.s3_server import BUCKET, Request, S3Server
 from tests.trainer.runs import lines
 from trainer.run.metrics import read_metrics
 

@@ -25,8 +25,7 @@ from cache.store.store_errors import explained_object
 from schemas.activities import show_activities
 from schemas.cli.console import Console
 from tests.forms import long
-from tests.s3_server import BUCKET, S3Server
-from tests.store_requests import Request
+from tests.s3_server import BUCKET, Request, S3Server
 
 pytestmark = pytest.mark.slow
 
