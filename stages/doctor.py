@@ -25,6 +25,7 @@ from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.devices import STREAM_DEVICES
 from schemas.errors import LatentpressError
+from schemas.interruption import check_stop
 from schemas.libraries import LIBRARIES, Library, find_library, is_installed, needed_libraries, needed_stores
 from schemas.text_format import format_bytes, shown_path
 from stages.discovery.sources.urls import strip_secrets
@@ -184,6 +185,7 @@ def _run_probes(
         futures = {key: pool.submit(work, key) for key in tasks}
         try:
             while len(took) < len(tasks):
+                check_stop()
                 wait(futures.values(), LOOK_S)
                 now = time.monotonic()
                 late = [f"{strip_secrets(key)} ({now - at:.0f} s)" for key, at in [*began.items()] if now - at > SLOW_S]

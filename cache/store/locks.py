@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Self
 
+from schemas.interruption import pause
 from schemas.regular_files import NOT_REGULAR, NotRegular, open_regular
 
 #: Errors of flock on a file system without locks.
@@ -26,7 +27,7 @@ def lock(descriptor: int, shared: bool = False, wait_s: float = 0.0) -> bool:
         except BlockingIOError:
             if time.monotonic() >= end:
                 return False
-        time.sleep(POLL_S)
+        pause(POLL_S)
 
 
 class FileLock:
