@@ -224,7 +224,7 @@ def name_order(root: Path, case: Case, limit: int, steps: int) -> int:
     """The largest train.shuffle_shards for which the limit is enough."""
     data = open_set(Store(root), "s", FAMILY, TASK)
     sizes = [(root / path).stat().st_size for path in data.tables["shards"].column("path").to_pylist()]
-    for value in range(len(sizes), 1, -1):
+    for value in range(len(sizes), 0, -1):
         settings = Train(batch_size=case.samples, steps=steps, shuffle_shards=value)
         if largest_pair(data, settings, sizes) <= limit:
             data.close()

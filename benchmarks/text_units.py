@@ -18,8 +18,8 @@ import pyarrow as pa
 from benchmarks.common import make_parser, print_header, print_row
 from benchmarks.planning import WORDS, make_media_table
 from cache.order.schedule import BatchSchedule, Ints, Span
+from cache.order.section_order import order_by_sections
 from cache.order.set_columns import IntColumn
-from cache.order.shard_order import order_by_shards
 from schemas.config.pipeline import Config
 from schemas.tables import MEDIA_SCHEMA
 from stages.encoding.text.reader import PASS_OVERHEAD_TOKENS, split_by_length
@@ -95,7 +95,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, default=50_000)
     parser.add_argument("--unit-mib", type=float, default=128)
-    parser.add_argument("--shuffle-shards", type=int, default=64)
+    parser.add_argument("--shuffle-shards", type=int, default=32)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 0])
     options = parser.parse_args()
     config, plan = make_plan(options.samples, options.unit_mib)
@@ -110,11 +110,11 @@ def main() -> None:
         units.TEXT_GROUP = group or ALL
         table = units.text_units(config, plan.texts, plan.active)
         spans, own, texts = training_shards(plan, latents, place(table))
-        order = order_by_shards(IntColumn(pa.chunked_array([pa.array(own, pa.int32())])), options.shuffle_shards)
+        order = order_by_sections(IntColumn(pa.chunked_array([pa.array(own, pa.int32())])), options.shuffle_shards)
         schedule = BatchSchedule(spans, 0, BATCH_SIZE, GLOBAL_BATCH, order)
         steps = int(schedule.steps_per_epoch)
         rows = schedule.plan(0, steps)[3].reshape(steps, -1)
-        section = max(2, options.shuffle_shards // 2 * len(own) // (own.max() + 1) // GLOBAL_BATCH)
+        section = max(2, options.shuffle_shards * len(own) // (own.max() + 1) // GLOBAL_BATCH)
         padding, cost = measure_padding(table, tokens)
         windows = [
             f"{mean:.0f}, {most}" for mean, most in (count_windows(of[rows], section // 2) for of in (own, texts))

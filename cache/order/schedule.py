@@ -28,7 +28,7 @@ of neighbors in the list where a bucket's micro-batches do not divide by those o
 a step comes first, what is left for the next epoch last; every other epoch lists its buckets from the most expensive to
 the cheapest, so that these two are neighbors, too.
 
-This is `WholeOrder`. With `train.shuffle_shards`, `cache.order.shard_order` orders the same steps, for few shards.
+This is `WholeOrder`. With `train.shuffle_shards`, `cache.order.section_order` keeps to few shards at a time.
 """
 
 import itertools
@@ -163,7 +163,7 @@ class BatchSchedule:
 
     batch_size: samples of one micro-batch. global_batch: samples of one optimizer step, all ranks together. ValueError
     where it is not a multiple of the batch size. Spans of one bucket may be anywhere in the list; empty ones are left
-    out. order: `WholeOrder`, or what `cache.order.shard_order.order_by_shards` returns. Memory: nothing per sample.
+    out. order: `WholeOrder`, or what `cache.order.section_order.order_by_sections` returns. Memory: nothing per sample.
 
     first_step: the step with which the order begins; 0, unless a run goes on with other data than it began with.
     """

@@ -22,7 +22,7 @@ def needs_sections(place: str) -> RunError:
     return RunError(
         f"{place} is on an object store, and train.shuffle_shards is not set: each step would need shards from "
         "everywhere",
-        "Set train.shuffle_shards, for example to 100: twice as many shards should fit in train.local_cache.max_gb. A "
+        "Set train.shuffle_shards, for example to 100: twice as many shards have to fit in train.local_cache.max_gb. A "
         "value as large as the number of shards mixes the whole set.",
     )
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.order.schedule import BatchSchedule, Ints, Span
+from cache.order.section_order import order_by_sections
 from cache.order.set_columns import BoolColumn, IntColumn, TextColumn, find_runs
-from cache.order.shard_order import order_by_shards
 from cache.sets import plans
 from cache.sets.draws import NO_TEXT, RowTexts
 from cache.sets.samples import Location, Sample, ValidationPrompt
@@ -100,7 +100,7 @@ class TrainSet:
         """The order in which a run of `world` processes trains on the set."""
         order = None
         if settings.shuffle_shards is not None:
-            order = order_by_shards(IntColumn(self._index["shard"]), settings.shuffle_shards)
+            order = order_by_sections(IntColumn(self._index["shard"]), settings.shuffle_shards)
         global_batch = settings.batch_size * settings.accumulate * world
         return BatchSchedule(self.spans, settings.seed, settings.batch_size, global_batch, order)
 

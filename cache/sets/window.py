@@ -195,7 +195,7 @@ class Window(ShardSupply):
         if future is not None:
             began = time.monotonic()
             self._wait(future)
-            self._counted["wait_ms"] += round(1e3 * (time.monotonic() - began))
+            self._count(wait_ms=round(1e3 * (time.monotonic() - began)))
             try:
                 return open_reader(self._copies, self._paths[number])
             except DamageError as error:
@@ -223,7 +223,8 @@ class Window(ShardSupply):
         self._listeners.append(forget)
 
     def metrics(self) -> dict[str, float]:
-        counted, self._counted = self._counted, Counter()
+        with self._lock:
+            counted, self._counted = self._counted, Counter()
         return {
             "shards_fetched": counted["fetched"],
             "shards_fetched_mb": round(counted["bytes"] / 1e6, 3),
@@ -302,6 +303,10 @@ class Window(ShardSupply):
                 raise SupplyError(what, "Check the connection, and start the program again.")
         future.result()
 
+    def _count(self, **numbers: int) -> None:
+        with self._lock:
+            self._counted.update(numbers)
+
     def _bytes(self, numbers: Iterable[int]) -> int:
         return sum(self.sizes[number] for number in numbers)
 
@@ -340,7 +345,7 @@ class Window(ShardSupply):
             raise self._missing(number) from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        self._counted += Counter(fetched=1, bytes=self.sizes[number])
+        self._count(fetched=1, bytes=self.sizes[number])
         self._moved = time.monotonic()
         self._forget(number)  # a reader of the store itself
 

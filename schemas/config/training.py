@@ -231,7 +231,10 @@ class Train(Section):
     accumulate: Count = Field(1, description="forward passes of one optimizer step")
     seed: Seed = Field(0, description="of order, noise and new weights")
     shuffle_shards: int | None = Field(
-        None, ge=2, le=10**9, description="shards that the order of samples needs at a time; default: all of the set"
+        None,
+        ge=1,
+        le=10**9,
+        description="shards whose samples are mixed, a section of the order; default: all of the set",
     )
     precision: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.precision")
     weight_precision: Literal["float32", "bfloat16"] = Field(

@@ -1,5 +1,7 @@
 """Training on a set in an S3 store, through copies of its shards: as on a disk, killed, damaged, by two ranks."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,9 +15,8 @@ from schemas.cli.console import OK
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
 from tests.forms import long
-from tests.processes import kill_when
 from tests.s3_server import BUCKET, Request, S3Server
-from tests.trainer.runs import lines
+from tests.trainer.runs import lines, write
 from trainer.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -94,7 +95,11 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
         return "cut" if late else ""
 
     killing, s3.answer = True, notice
-    kill_when(arrived, lambda: program(config))
+    # Not a fork: the library of the store can't be used in a fork of a process that has used it.
+    process = subprocess.Popen([sys.executable, "-m", "trainer", "--config", str(write(config, remote.folder))])
+    assert arrived.acquire(timeout=120)
+    process.kill()
+    process.wait()
     killing = False
     done = len(lines(config))
     code, report, _ = program(config)

@@ -1,4 +1,4 @@
-"""Texts in units by the samples that use them: steps of the order by shards read few shards of texts."""
+"""Texts in units by the samples that use them: steps of the order by sections read few shards of texts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from schemas.config.loading import load_config
 from schemas.config.training import Train
 from stages import bucket, index
 
-ITEMS, SHUFFLE, WINDOW = 3600, 24, 16  # steps that use up about half of the shards at a time
+ITEMS, SHUFFLE, WINDOW = 3600, 12, 16  # steps that use up about a section
 
 
 def most_at_a_time(needs: Sequence[set[int]]) -> int:
@@ -43,6 +43,6 @@ def test_steps_in_a_row_read_few_shards_of_latents_and_of_texts(tmp_path: Path, 
         for kind in total:
             own = [{number for number in each if kinds[number] == kind} for each in needs[: -len(schedule.buckets)]]
             by_kind[kind, shuffle] = most_at_a_time(own)
-    assert by_kind["latents", SHUFFLE] <= SHUFFLE + len(schedule.buckets)
-    assert by_kind["text", SHUFFLE] <= 2 * (SHUFFLE + len(schedule.buckets)) * total["text"] / total["latents"]
+    assert by_kind["latents", SHUFFLE] <= 2 * SHUFFLE + len(schedule.buckets)
+    assert by_kind["text", SHUFFLE] <= 2 * (2 * SHUFFLE + len(schedule.buckets)) * total["text"] / total["latents"]
     assert by_kind["text", SHUFFLE] < by_kind["text", None] / 2

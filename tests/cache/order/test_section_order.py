@@ -1,5 +1,6 @@
-"""The order by shards: the draws and steps of the order over the whole set, and few shards at a time."""
+"""The order by sections of shards: the draws of the order over the whole set, and few shards at a time."""
 
+import itertools
 from collections import Counter
 from fractions import Fraction
 from math import ceil, floor
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.order.schedule import BatchSchedule, Span
+from cache.order.section_order import order_by_sections
 from cache.order.set_columns import IntColumn
-from cache.order.shard_order import order_by_shards
 from tests.cache.order.test_schedule import BUCKETS, epoch_of, spans
 
 A, B, C = BUCKETS
@@ -37,7 +38,7 @@ def sharded(draw) -> tuple[list[Span], np.ndarray]:
 
 
 def by_shards(members, shards, seed, batch_size, global_batch, shuffle_shards) -> BatchSchedule:
-    order = order_by_shards(column(shards, 2), shuffle_shards)
+    order = order_by_sections(column(shards, 2), shuffle_shards)
     return BatchSchedule(members, seed, batch_size, global_batch, order)
 
 
@@ -103,23 +104,6 @@ def test_any_step_of_any_number_of_ranks(given, seed, batch_size, shuffle, first
         assert fresh.step_buckets(step) == Counter(each.bucket for each in found)
 
 
-@pytest.mark.slow
-@settings(max_examples=12, deadline=None)
-@given(sharded(), st.integers(0, 99), st.integers(1, 4), st.sampled_from([2, 3, 4]), st.integers(0, 3), shuffles)
-def test_steps_are_those_of_the_list(given, seed, batch_size, count, epoch, shuffle) -> None:
-    """As over the whole set: as many steps of the same buckets, and the same at an epoch's ends."""
-    plan = by_shards(*given, seed, batch_size, batch_size * count, shuffle)
-    whole = BatchSchedule(given[0], seed, batch_size, batch_size * count)
-    per_epoch = plan.micro_batches_per_epoch
-    first, last = -(-epoch * per_epoch // count), (epoch + 1) * per_epoch // count
-    steps = [[tuple(each.bucket for each in of.step(n)) for n in range(first, last)] for of in (plan, whole)]
-    assert Counter(steps[0]) == Counter(steps[1])
-    for step in (epoch * per_epoch // count, last):
-        found = [[(each.epoch, each.bucket) for each in of.step(step)] for of in (plan, whole)]
-        if found[0][0][0] != found[0][-1][0]:  # shared with another epoch
-            assert found[0] == found[1]
-
-
 def large_set(counts: list[int], rows: int, generations: int = 1) -> tuple[list[Span], np.ndarray]:
     """A bucket for each of `counts`, of two datasets, in shards of this many rows. generations: plans by which the
     samples were added, each with shards of its own."""
@@ -156,23 +140,19 @@ def shards_by_step(plan: BatchSchedule, shards: np.ndarray, steps: int) -> list[
 )
 @pytest.mark.parametrize("shuffle", [4, 24])
 def test_steps_need_few_shards(counts, rows, generations, batch, shuffle) -> None:
-    """Any steps in a row that use up less than half of N shards need N, one more of each bucket, and what a step has
-    more than a shard; and each shard is needed for a short stretch of its bucket's steps."""
+    """The steps of a section need its shards, one more of each bucket, and those of a step that it shares; and each
+    shard is needed in one section, or two that follow each other."""
     members, shards = large_set(counts, rows, generations)
     plan = by_shards(members, shards, 7, 4, batch, shuffle)
-    steps = 2 * int(plan.steps_per_epoch)
-    needs = shards_by_step(plan, shards, steps)
-    window, more = max(1, shuffle // 2 * rows // batch), len(counts) + 2 * -(-batch // rows)
-    ends = int(plan.steps_per_epoch)
-    for first in range(0, ends - len(counts) - window):  # the last steps of an epoch are of what buckets have left
-        assert len(set.union(*needs[first : first + window])) <= shuffle + more
-    whole = shards_by_step(BatchSchedule(members, 7, 4, batch), shards, steps)
+    bounds = [0, *itertools.takewhile(lambda step: step <= 2 * int(plan.steps_per_epoch), plan.section_ends(0))]
+    needs = shards_by_step(plan, shards, bounds[-1])
+    sections = [set.union(set(), *needs[first:last]) for first, last in itertools.pairwise(bounds)]
+    more = len(counts) + 2 * (2 + -(-batch // rows))
+    assert max(map(len, sections)) <= shuffle + more
+    assert sum(map(len, sections)) <= 2 * len(set(shards.tolist())) + more * len(sections)
+    whole = shards_by_step(BatchSchedule(members, 7, 4, batch), shards, bounds[-1])
     if shuffle == 4 and batch < rows:
-        assert max(len(set.union(*whole[n : n + window])) for n in range(ends - window)) > 2 * (shuffle + more)
-    if len(counts) == 1:
-        for shard in range(len(set(shards.tolist()))):
-            needing = [step for step in range(ends) if shard in needs[step]]
-            assert needing[-1] - needing[0] <= 2 * window + 2
+        assert len(set.union(*whole[bounds[1] : bounds[2]])) > 2 * len(sections[1])
 
 
 def test_samples_of_a_section_are_mixed() -> None:

@@ -1,0 +1,247 @@
+"""The order of training by sections of shards (`train.shuffle_shards: n`): a step needs few shards.
+
+Draws, fill, passes and the cutting of a list of micro-batches into steps are the same as in `cache.order.schedule`, but
+an epoch consists of sections:
+
+1. In each epoch the shards of all buckets are in another random order, in which up to NEIGHBORS shards of a bucket that
+   follow each other in the set stay together, as they share shards of texts. Each n of them are a section.
+2. A section lists its micro-batches bucket after bucket, in the order of their cost, as the order over the whole set
+   lists the micro-batches of an epoch. The steps that are whole within the section are permuted, and so are the draws
+   of each bucket in them.
+3. Draws of a bucket's last shard in a section that do not fill a micro-batch belong to the bucket's next section. A
+   step that a section shares with the next one has draws of the section's last shards.
+
+So the steps of a section need its n shards, one more shard of each bucket, and a few shards of a step. An epoch is
+planned as arrays with an entry for each shard. Rows of a shard that are among rows of other shards, as in a set of
+several plans, are looked up in the index when they are needed.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from cache.order.schedule import EpochDraws, Ints, MakeOrder
+from cache.order.set_columns import IntColumn
+from schemas.identity import derive_seed
+from schemas.randomness import mix_bits, permute_groups
+
+NEIGHBORS = 8  # shards of one bucket that stay together, other ones in each epoch; at most a quarter of a section
+_KEPT_EPOCHS = 2  # planned: a step may end one and begin the next
+_KEPT_LOOKUPS = 1 << 12  # shards whose rows were looked up
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The rows of one span that are in one shard, as arrays with an entry for each block, in the order of buckets,
+    shards and spans.
+
+    bucket, shard: numbers. first, last: first row, and the row after the last. count: rows; fewer than last - first if
+    rows of other shards are between them. below: rows of the span in its blocks before. rows, draws: of the whole span,
+    and in an epoch.
+    """
+
+    bucket: Ints
+    shard: Ints
+    first: Ints
+    last: Ints
+    count: Ints
+    below: Ints
+    rows: Ints
+    draws: Ints
+
+    def taken(self, epochs: int) -> Ints:
+        """How many draws of the first epochs take one of its rows."""
+        laps, rest = np.divmod(epochs * self.draws, self.rows)
+        return laps * self.count + np.clip(rest - self.below, 0, self.count)
+
+
+def find_blocks(draws: EpochDraws, shards: IntColumn) -> Blocks:
+    """The blocks of the spans in `draws`. shards: of each row of the set the number of its shard."""
+    parts = list[tuple[Ints, ...]]()
+    for bucket, table in enumerate(draws.tables):
+        for start, rows, each in zip(table.starts.tolist(), table.counts.tolist(), table.each.tolist(), strict=True):
+            column = shards.between(start, start + rows)
+            run_first = np.append(0, np.flatnonzero(column[1:] != column[:-1]) + 1)
+            run_last = np.append(run_first[1:], rows)
+            numbers, run = np.unique(column[run_first].astype(np.int64), return_inverse=True)
+            first, last, count = np.full(len(numbers), rows), np.zeros_like(numbers), np.zeros_like(numbers)
+            np.minimum.at(first, run, run_first)
+            np.maximum.at(last, run, run_last)
+            np.add.at(count, run, run_last - run_first)
+            order = np.argsort(first)
+            below = np.empty_like(count)
+            below[order] = np.cumsum(count[order]) - count[order]
+            constants = [np.full(len(numbers), value) for value in (bucket, rows, each)]
+            parts.append((constants[0], numbers, start + first, start + last, count, below, *constants[1:]))
+    columns = list(map(np.concatenate, zip(*parts, strict=True)))
+    order = np.lexsort((columns[1], columns[0]))
+    return Blocks(*(np.ascontiguousarray(column[order], np.int64) for column in columns))
+
+
+def order_by_sections(shards: IntColumn, shuffle_shards: int) -> MakeOrder:
+    """The argument `order` of a `BatchSchedule`. shards: of each row of the set the number of its shard.
+    shuffle_shards: the shards of a section."""
+    return lambda draws: SectionOrder(draws, shards, shuffle_shards)
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """Ranges of numbers, each permuted by itself: where they start, their sizes, and the keys of their permutations."""
+
+    starts: Ints
+    sizes: Ints
+    keys: NDArray[np.uint64]
+
+    def move(self, numbers: Ints) -> Ints:
+        which = np.searchsorted(self.starts, numbers, side="right") - 1
+        start = self.starts[which]
+        return start + permute_groups(numbers - start, which, self.sizes, self.keys)
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """An epoch in sections. A cell is what one bucket has in one section.
+
+    blocks, block_ends, taken: blocks in the order of draws, bucket after bucket; where their draws end; how often each
+    block was taken in the epochs before. draws: the shuffle of draws. first, steps: micro-batches that
+    complete a step of the epoch before, and the shuffle of the steps after these. cell_*: in the order of the epoch's
+    list: where a cell's micro-batches end, their bucket, and the number that its first one has in the bucket.
+    section_ends: micro-batches.
+    """
+
+    blocks: Ints
+    block_ends: Ints
+    taken: Ints
+    draws: Shuffle
+    first: int
+    steps: Shuffle
+    cell_ends: Ints
+    cell_buckets: Ints
+    cell_firsts: Ints
+    section_ends: Ints
+
+
+class SectionOrder:
+    """section: shards whose samples are mixed. Threads may share it."""
+
+    def __init__(self, draws: EpochDraws, shards: IntColumn, section: int):
+        self._draws, self._shards, self._section = draws, shards, section
+        self._blocks = find_blocks(draws, shards)
+        self._scattered = self._blocks.last - self._blocks.first > self._blocks.count
+        self._bucket_starts = np.cumsum([0, *(table.draws for table in draws.tables)])[:-1]
+        self._plan = lru_cache(_KEPT_EPOCHS)(self._make_plan)
+        self._rows_of = lru_cache(_KEPT_LOOKUPS)(self._look_up_rows)
+
+    @cached_property
+    def digest(self) -> str:
+        digest = xxhash.xxh3_128()
+        for column in (self._blocks.first, self._blocks.last, self._blocks.count):
+            digest.update(column.astype("<i8").data)
+        return digest.hexdigest()
+
+    def section_ends(self, epoch: int) -> Ints:
+        return self._plan(epoch).section_ends
+
+    def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
+        plan, size = self._plan(epoch), self._draws.size
+        step, offset = np.divmod(numbers - plan.first, size)
+        places, whole = numbers.copy(), (step >= 0) & (step < plan.steps.sizes.sum())
+        places[whole] = plan.first + plan.steps.move(step[whole]) * size + offset[whole]
+        cell = np.searchsorted(plan.cell_ends, places, side="right")
+        starts = np.append(0, plan.cell_ends[:-1])
+        return plan.cell_buckets[cell], plan.cell_firsts[cell] + places - starts[cell]
+
+    def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
+        plan, size, draws = self._plan(epoch), self._draws.batch_size, self._draws.tables[bucket].draws
+        position = (numbers[:, None] * size + np.arange(size)).ravel()
+        # Fill: the draws before those of the bucket's last micro-batch, whose shards were needed last.
+        fill = np.maximum(0, position - draws + 1)
+        repetition = -(-fill // draws)
+        position = np.where(fill, max(0, draws - size) + (fill - 1) % draws, position)
+        position = plan.draws.move(position + self._bucket_starts[bucket])
+        which = np.searchsorted(plan.block_ends, position, side="right")
+        block = plan.blocks[which]
+        # The k-th draw of a block over all epochs takes its row k modulo their number.
+        taken = plan.taken[which] + position - np.append(0, plan.block_ends)[which]
+        passes, offset = np.divmod(taken, self._blocks.count[block])
+        rows = self._blocks.first[block] + offset
+        for number in np.unique(block[self._scattered[block]]).tolist():
+            members = block == number
+            rows[members] = self._rows_of(number)[offset[members]]
+        passes += repetition * -(-self._blocks.draws[block] // self._blocks.rows[block])
+        return rows.reshape(-1, size), passes.reshape(-1, size)
+
+    def _look_up_rows(self, block: int) -> Ints:
+        """(count,) the rows of a block among those of other shards."""
+        first, last = int(self._blocks.first[block]), int(self._blocks.last[block])
+        return first + np.flatnonzero(self._shards.between(first, last) == self._blocks.shard[block])
+
+    def _keys(self, epoch: int, purpose: str, values: Ints) -> NDArray[np.uint64]:
+        key = derive_seed(f"{self._draws.seed}/{epoch}", f"{purpose} by shards")
+        return mix_bits(values.astype(np.uint64) ^ np.uint64(key))
+
+    def _make_plan(self, epoch: int) -> EpochPlan:
+        blocks, size = self._blocks, self._draws.batch_size
+        taken = blocks.taken(epoch)
+        drawn = blocks.taken(epoch + 1) - taken
+        rank, section = self._divide_shards(epoch, drawn)
+        # Draws: bucket after bucket, in each its sections one after the other.
+        order = np.lexsort((rank, blocks.bucket))
+        order = order[drawn[order] > 0]
+        bucket, section, ends = blocks.bucket[order], section[order], np.cumsum(drawn[order])
+        last = np.append((np.diff(bucket) != 0) | (np.diff(section) != 0), True)  # of a cell
+        bucket, section = bucket[last], section[last]
+        # The micro-batches that end in each cell; the bucket's last one is filled.
+        done, final = ends[last] - self._bucket_starts[bucket], np.append(np.diff(bucket) != 0, True)
+        done = np.where(final, -(-done // size), done // size)
+        firsts = np.where(np.append(True, final[:-1]), 0, np.append(0, done[:-1]))
+        # The list: section after section, in each buckets by their cost, upwards and downwards in turn.
+        place = np.empty(len(self._draws.tables), np.int64)
+        place[self._draws.listed(epoch).order] = np.arange(len(place))
+        listed = np.lexsort((np.where(section % 2, -place[bucket], place[bucket]), section))
+        bucket, section, firsts, counts = bucket[listed], section[listed], firsts[listed], (done - firsts)[listed]
+        cell_ends = np.cumsum(counts)
+        section_ends = cell_ends[np.append(np.diff(section) != 0, True)]
+        first, steps = self._divide_steps(epoch, section_ends)
+        # What a section has in a step with the next one is of its last shards, and permuted by itself.
+        cuts = first + np.append(steps.starts, steps.sizes.sum()) * self._draws.size
+        cuts = cuts[cuts < cell_ends[-1]]
+        cell = np.searchsorted(cell_ends, cuts, side="right")
+        cut_buckets, cut_numbers = bucket[cell], firsts[cell] + cuts - (cell_ends - counts)[cell]
+        buckets, numbers = np.append(bucket, cut_buckets), np.append(firsts, cut_numbers)
+        starts = np.unique(np.append(self._bucket_starts, self._bucket_starts[buckets] + numbers * size))
+        draws = Shuffle(starts, np.diff(np.append(starts, ends[-1])), self._keys(epoch, "samples", starts))
+        return EpochPlan(order, ends, taken[order], draws, first, steps, cell_ends, bucket, firsts, section_ends)
+
+    def _divide_shards(self, epoch: int, drawn: Ints) -> tuple[Ints, Ints]:
+        """(blocks,) the place of a block's shard in the epoch's order of shards, and its section."""
+        blocks = self._blocks
+        new = np.append(True, (np.diff(blocks.bucket) != 0) | (np.diff(blocks.shard) != 0))
+        shard = np.cumsum(new) - 1  # numbered bucket after bucket
+        bucket, number = blocks.bucket[new], np.arange(new.sum())
+        count = min(NEIGHBORS, max(1, self._section // 4))
+        shift = derive_seed(f"{self._draws.seed}/{epoch}", "neighbors by shards") % count
+        group = (number - np.searchsorted(bucket, bucket) + shift) // count
+        group = np.cumsum(np.append(True, (np.diff(bucket) != 0) | (np.diff(group) != 0)))
+        keys = self._keys(epoch, "shards", number), self._keys(epoch, "groups of shards", group)
+        rank = np.empty_like(number)
+        rank[np.lexsort(keys)] = number
+        is_drawn = np.zeros(len(number), bool)
+        np.logical_or.at(is_drawn, rank[shard], drawn > 0)
+        section = (np.cumsum(is_drawn) - 1) // self._section  # by rank
+        return rank[shard], section[rank[shard]]
+
+    def _divide_steps(self, epoch: int, section_ends: Ints) -> tuple[int, Shuffle]:
+        """Micro-batches that complete a step of the epoch before, and the shuffle of the epoch's own steps: of those
+        that are whole within a section."""
+        size, total = self._draws.size, int(section_ends[-1])
+        first = min(-epoch * total % size, total)
+        bounds = np.append(0, np.maximum(0, section_ends - first))  # counted from the first own step
+        begins, ends = -(-bounds[:-1] // size), bounds[1:] // size
+        starts = np.unique(np.concatenate([[0], begins, ends]))
+        starts = starts[starts < (total - first) // size]
+        sizes = np.diff(np.append(starts, (total - first) // size))
+        return first, Shuffle(starts, sizes, self._keys(epoch, "steps", starts))
