@@ -76,8 +76,16 @@ class Objects(BaseHTTPRequestHandler):
         data = self.content.get(self._key())
         if data is None:
             self._answer(404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
-        else:
-            self._answer(200, data, ETag=f'"{hash(data):x}"')
+            return
+        tag = f'"{hash(data):x}"'
+        if (asked := self.headers.get("Range")) is None:
+            self._answer(200, data, ETag=tag)
+            return
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        start = int(first) if first else max(0, len(data) - int(last))
+        part = data[start : int(last) + 1 if first and last else len(data)]
+        place = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
+        self._answer(206, part, **{"ETag": tag, "Content-Range": place})
 
     def _list(self, query: dict[str, str]) -> None:
         self.requests["LIST"] += 1

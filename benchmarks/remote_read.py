@@ -81,9 +81,11 @@ class SlowStore(BaseHTTPRequestHandler):
     lock: ClassVar[threading.Lock] = threading.Lock()
     free_at: ClassVar[float] = 0.0  # when the line is free again
 
-    def _begin(self, status: int, size: int, etag: str = "") -> None:
+    def _begin(self, status: int, size: int, etag: str = "", place: str = "") -> None:
         time.sleep(self.latency_s)
         self.send_response(status)
+        if place:
+            self.send_header("Content-Range", place)
         self.send_header("Content-Length", str(size))
         if etag:
             self.send_header("ETag", f'"{etag}"')
@@ -110,10 +112,17 @@ class SlowStore(BaseHTTPRequestHandler):
             self.wfile.write(body)
             return None
         size = path.stat().st_size
-        self._begin(200, size, _etag(path))
+        begin, end = 0, size
+        if (asked := self.headers.get("Range")) is None:
+            self._begin(200, size, _etag(path))
+        else:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            begin = int(first) if first else max(0, size - int(last))
+            end = min(size, int(last) + 1) if first and last else size
+            self._begin(206, end - begin, _etag(path), f"bytes {begin}-{end - 1}/{size}")
         with path.open("rb") as file:
-            for start in range(0, size, PIECE):
-                self._send(file.fileno(), start, min(PIECE, size - start))
+            for start in range(begin, end, PIECE):
+                self._send(file.fileno(), start, min(PIECE, end - start))
 
     def _send(self, file: int, start: int, count: int) -> None:
         """A part of a file, when the line is free."""

@@ -78,7 +78,9 @@ def training_shards(plan: DraftPlan, latents: dict[str, int], texts: dict[str, i
 
 def count_windows(shards: Ints, window: int) -> tuple[float, int]:
     """shards: (steps, n). Distinct ones in `window` steps in a row: mean, most."""
-    found = [len(np.unique(shards[first : first + window])) for first in range(0, len(shards) - window, window // 2)]
+    found = [
+        len(np.unique(shards[first : first + window])) for first in range(0, len(shards) - window, max(1, window // 2))
+    ]
     return float(np.mean(found)), max(found)
 
 

@@ -60,7 +60,7 @@ def measured(
     """measured(name) -> the rows of the tables that the benchmark prints."""
 
     def run(name: str) -> list[list[str]]:
-        if name != "big_set":  # which measures the memory of processes of its own
+        if name not in ("big_set", "code_size"):  # which start processes of their own
             request.getfixturevalue("forked_programs")
         monkeypatch.setattr(sys, "argv", [name, *SMALL[name]])
         importlib.import_module(f"benchmarks.{name}").main()
