@@ -23,7 +23,6 @@ from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.encoding import cores
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
-from schemas.devices import STREAM_DEVICES
 from schemas.errors import LatentpressError
 from schemas.interruption import check_stop
 from schemas.libraries import LIBRARIES, Library, find_library, is_installed, needed_libraries, needed_stores
@@ -323,9 +322,6 @@ def _list_device_failures(configuration: Config, finding: Mapping[str, Any]) -> 
         for dtype in dtypes:
             if dtype not in device["dtypes"]:
                 yield _failure(option, f"{device['device']} does not compute in {dtype}", DTYPE_ADVICE[dtype])
-        if option == "train.device" and train.offload.streams and device["type"] not in STREAM_DEVICES:
-            problem = f"train.offload.streams: {device['device']} has no streams to copy on"
-            yield _failure(option, problem, "set train.offload.streams to false")
 
 
 app = make_app(

@@ -150,7 +150,9 @@ class EMA(Section):
 class Offload(Section):
     blocks: bool = Field(False, description="the blocks' frozen weights stay on the host, but the computing block's")
     blocks_per_group: Count = Field(1, description="blocks that come to the device together")
-    streams: bool = Field(False, description="copy blocks from pinned memory on a stream of their own (CUDA, XPU)")
+    streams: bool = Field(
+        False, description="copy blocks from pinned memory on a stream of their own; no effect without CUDA or XPU"
+    )
     activations: bool = Field(False, description="what the backward pass needs waits on the host")
     to: Literal["host", "disk"] = Field("host", description="where they stay; disk is refused")
 

@@ -81,8 +81,8 @@ class UnitResult:
 
 class Worker(Protocol):
     """Made once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after members.
-    take: the next unit; None where there is none yet or, for an argument of True, which waits, no more. At the time
-    `job.until` a worker finishes its unit and ends."""
+    take(wait): the next unit; None if none is available (wait=False) or left (wait=True). At the time `job.until` a
+    worker finishes its unit and ends."""
 
     def run_units(
         self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]
@@ -99,12 +99,11 @@ class Engine(Protocol):
         self,
         load: Load,
         job: Job,
-        units: Iterator[Unit | None],
+        units: Iterator[Unit],
         advance: Callable[[int], None],
         warn: Callable[[str], object] = ...,
     ) -> Generator[UnitResult, None, None]:
         """Run the units, and yield their results in the order in which they end. A unit's result may be a failure.
-        None among the units: there is none at the moment (the local engine alone asks again).
         What a worker announces (`schemas.activities`) is announced by this process. Where a worker dies its unit is
         tried again by another, a few times; `warn` is called for each death. Closed before its end, it ends the
         workers, which drop their units.

@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
@@ -24,20 +23,19 @@ from typing import Any, cast
 from cache.sets.plans import Unit
 from schemas.activities import activity, announce, announce_by
 from schemas.errors import LatentpressError
-from schemas.interruption import WAIT_S, StopHandler, Stopped, check_stop, pause, signals_blocked
+from schemas.interruption import WAIT_S, StopHandler, Stopped, check_stop, signals_blocked
 from stages.engines.jobs import Job, Load, UnitResult
 
 MAX_UNIT_TRIES = 2  # of a unit that was its process' only one when that died
 MAX_LOAD_TRIES = 3  # of a process that dies while it loads
 MAX_UNITS_PER_PROCESS = 3  # one is written, one encoded, one read
-PAUSE_S = 0.1  # until units are asked for again, of which there is none yet
 TERMINATE_TIMEOUT_S = 30.0  # until a process that should end is killed
 
 
 def run_units(
     load: Load,
     job: Job,
-    units: Iterator[Unit | None],
+    units: Iterator[Unit],
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
@@ -47,19 +45,7 @@ def run_units(
     else:
         worker = load(job)
         advance(0)
-        yield from worker.run_units(partial(_take, units), advance)
-
-
-def _take(units: Iterator[Unit | None], wait: bool) -> Unit | None:
-    """See stages.engines.jobs.Worker."""
-    while True:
-        try:
-            unit = next(units)
-        except StopIteration:
-            return None
-        if unit is not None or not wait:
-            return unit
-        pause(PAUSE_S)
+        yield from worker.run_units(lambda wait: next(units, None), advance)
 
 
 @dataclass(eq=False)
@@ -85,7 +71,7 @@ class _WorkerPool:
         self._deaths: Counter[str] = Counter()  # by unit
         self._load_failures: Counter[int] = Counter()  # by number: processes that died in a row while they loaded
 
-    def run(self, units: Iterator[Unit | None]) -> Iterator[UnitResult]:
+    def run(self, units: Iterator[Unit]) -> Iterator[UnitResult]:
         loading = ExitStack()
         loading.enter_context(activity(f"{self._job.resources.worker_count} worker processes load their models"))
         try:
@@ -108,7 +94,7 @@ class _WorkerPool:
                 process.process.kill()  # no effect on one that has ended
                 process.process.join()
 
-    def _hand_out(self, units: Iterator[Unit | None]) -> Iterator[UnitResult]:
+    def _hand_out(self, units: Iterator[Unit]) -> Iterator[UnitResult]:
         """Hand out units while a process has room; yields the last results of processes that turn out to be dead."""
         while True:
             if time.monotonic() >= self._job.until:
@@ -127,12 +113,10 @@ class _WorkerPool:
             process.units.append(unit)
             self._next = None
 
-    def _draw(self, units: Iterator[Unit | None]) -> Unit | None:
-        try:
-            return next(units)
-        except StopIteration:
-            self._has_more = False
-            return None
+    def _draw(self, units: Iterator[Unit]) -> Unit | None:
+        unit = next(units, None)
+        self._has_more = unit is not None
+        return unit
 
     def _pick_process(self, unit: Unit) -> _Process | None:
         """The process with the fewest units. A suspect goes to an idle one, which then gets no other unit."""

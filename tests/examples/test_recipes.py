@@ -193,8 +193,6 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     changed |= {f"datasets.{dataset.id}.buckets": "computed"} if dataset.buckets == "family" else {}
     if video:
         changed |= {f"datasets.{dataset.id}.video.{key}": 5 for key in ("num_frames", "min_frames")}
-    if recipe(name).train.offload.streams:
-        changed["train.offload.streams"] = "false"
     overrides = tuple(f"{key}={value}" for key, value in changed.items())
     report = run.run(load_config(path, overrides), Options(path, overrides), Console(stderr=io.StringIO()))
     said = capfd.readouterr().err

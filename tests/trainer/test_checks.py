@@ -31,7 +31,6 @@ REFUSED = [
 WITH_TORCH = [
     (("train.adapter.targets=[nothing]",), "'nothing' matches no"),
     (("train.optimizer.arguments={wrong: 1}",), "adamw does not work on cpu with these settings"),
-    (("train.offload.blocks=true", "train.offload.streams=true"), "cpu has no streams to copy on"),
     (("train.compile=blocks", "train.compile_backend=nothing"), "has no backend 'nothing'"),
     (("train.adapter.init=nowhere",), "nowhere is not there"),
 ]

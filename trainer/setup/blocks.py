@@ -169,13 +169,8 @@ def enter_first(scheduler: GroupScheduler, number: int, compute: Callable[..., A
     return run
 
 
-def check_offload(offload: Offload, device: torch.device, ranks: int) -> None:
-    """RunError where this device or several processes can't train so. Called before a model is loaded."""
-    if offload.streams and device.type not in STREAM_DEVICES:
-        raise RunError(
-            f"train.offload.streams: {device} has no streams to copy on; {' and '.join(STREAM_DEVICES)} devices have",
-            "Set train.offload.streams to false, or train on a GPU.",
-        )
+def check_offload(offload: Offload, ranks: int) -> None:
+    """RunError if several processes can't train so. Called before a model is loaded."""
     if offload.blocks and ranks > 1:
         raise RunError(
             f"train.offload.blocks: {ranks} processes share one model by DistributedDataParallel, which takes no model "
@@ -196,8 +191,8 @@ def reduce_memory(model: Any, family: ModelFamily, settings: Train, device: torc
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, blocks[:: settings.gradient_checkpointing_interval])
     if settings.offload.blocks:
-        offload = settings.offload
-        offload_blocks(model, blocks, device, offload.blocks_per_group, offload.streams)
+        has_streams = settings.offload.streams and device.type in STREAM_DEVICES
+        offload_blocks(model, blocks, device, settings.offload.blocks_per_group, has_streams)
 
 
 def checkpoint_block(block: torch.nn.Module, *args: Any) -> Any:

@@ -28,7 +28,7 @@ def check_start(
 ) -> None:
     """Every check that needs torch, and neither weights nor a set, except for attention backends. sharded: see
     `check_optimizer`."""
-    check_offload(config.train.offload, device, ranks)
+    check_offload(config.train.offload, ranks)
     check_compile(config.train)
     check_optimizer(config, device, sharded)
     check_setup(config, family, device)

@@ -122,24 +122,3 @@ def test_where_loading_keeps_failing_the_stage_ends_with_the_facts(tmp_path: Pat
         list(run_units(load, job(tmp_path, 2), iter(units(*names)), lambda n: None))
     assert "kill from outside" in caught.value.next_step and "--workers" in caught.value.next_step
     assert 3 <= len((tmp_path / "loads").read_text()) <= 6
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_units_that_come_later_are_waited_for(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None among the units: there is none at the moment, which is not their end; a unit that was begun goes on."""
-    monkeypatch.setattr(local, "PAUSE_S", 0.01)
-    done: list[str] = []
-    later = iter(units("u1", "u2"))
-
-    def coming() -> Iterator[Unit | None]:
-        yield None
-        yield from units("u0")
-        while not done:  # the first is finished although nothing follows it
-            yield None
-        yield from later
-        yield None
-
-    for outcome in run_units(Echo, job(tmp_path, workers), coming(), lambda n: None):
-        done.append(outcome.unit_id)
-    assert sorted(done) == ["u0", "u1", "u2"]
