@@ -108,9 +108,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # nor are the modules' objects examined later, nor copied by forks
     gc.set_threshold(20_000, 20, 20)  # what libraries import later is examined less often: 5 % of the time of the tests
     gc.enable()
-    if sys.platform == "linux" and any(
-        "forked_programs" in getattr(item, "fixturenames", ()) for item in session.items
-    ):
+    if sys.platform == "linux" and session.items:
         ForkedProgram.server = ForkServer()  # before the first test, so before the first thread
 
 

@@ -253,8 +253,9 @@ def test_a_library_that_only_a_larger_set_up_uses_is_there(
 
 
 @pytest.fixture
-def index() -> None:
-    """Where packages can be installed from."""
+def index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package index, reached with the system's certificates, as pip does."""
+    monkeypatch.setenv("UV_SYSTEM_CERTS", "1")
     asked = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "idna"], capture_output=True)
     if asked.returncode:
         pytest.skip("no package index is reached")

@@ -36,8 +36,9 @@ def find_json(model: Model, part: str, file: str = "config.json", ask_hub: bool 
     if folder is not None:
         path = folder / part / file
         return weights.read_object(path) if path.is_file() else None
+    read = weights.read_hub_object if ask_hub else weights.read_cached_object
     with suppress(weights.WeightsError):
-        return weights.read_hub_object(model.source, model.revision, f"{part}/{file}".lstrip("/"), ask_hub)
+        return read(model.source, model.revision, f"{part}/{file}".lstrip("/"))
     return None
 
 

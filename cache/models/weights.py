@@ -210,11 +210,20 @@ def read_component_config(source: str, revision: str | None, part: str) -> dict[
     return read_object(folder / part / "config.json")
 
 
-def read_hub_object(repo: str, revision: str | None, file: str, ask_hub: bool = True) -> dict[str, Any]:
-    """A JSON file of a repository; only that is fetched, or read where it was fetched before. Raises WeightsError."""
+def read_hub_object(repo: str, revision: str | None, file: str) -> dict[str, Any]:
+    """A JSON file of a repository; only this file is fetched. Raises WeightsError."""
     from huggingface_hub import hf_hub_download
 
-    return read_object(Path(call_hub(hf_hub_download, repo, revision, filename=file, local_files_only=not ask_hub)))
+    return read_object(Path(call_hub(hf_hub_download, repo, revision, filename=file)))
+
+
+def read_cached_object(repo: str, revision: str | None, file: str) -> dict[str, Any] | None:
+    """A JSON file of a repository that was fetched before, without any request; None if it was not. Raises
+    WeightsError."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(repo, file, revision=revision)
+    return read_object(Path(path)) if isinstance(path, str) else None
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.accelerator import own_process
-from tests.fork_server import ForkServer
-from tests.processes import ForkedProgram
 from tests.trainer.conftest import checkpoints, made, make_config, make_set, one_thread, ready  # noqa: F401 (fixtures)
 
 HERE = Path(__file__).parent
@@ -14,13 +12,6 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(session: pytest.Session) -> None:
     own_process.WITH_DEVICE.session = session  # before the server begins
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """One server for these tests and those that have the fixture `forked_programs`."""
-    if not hasattr(ForkedProgram, "server"):
-        ForkedProgram.server = ForkServer()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -39,6 +39,7 @@ PLANNED = {
     (family.name, flavour.task, flavour.sparse): (family.name, flavour.name)
     for family in FAMILIES.values()
     for flavour in family.flavours.values()
+    if flavour.distilled_from is None
 }
 
 
