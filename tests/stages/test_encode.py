@@ -78,7 +78,7 @@ def test_a_part_does_its_units_and_stops(project) -> None:
 def test_jobs_on_the_same_units_encode_each_once(project, monkeypatch, s3, root, parts, unit_mib) -> None:
     """But for the one that the first is at while the second does all the others: each looks at the shards again right
     before it encodes a unit, however many it has read ahead."""
-    home = project(IMAGE, root=root, cache={"unit_mib": unit_mib})
+    home = project(IMAGE, root=root, cache={"unit_mib": unit_mib}, train={"shuffle_shards": 2})
     for number in range(10):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     home.run(discover.run)

@@ -285,7 +285,7 @@ def test_what_is_edited_between_stages_is_planned(forked_programs, home: Project
         result = real(processes, stage, options)
         if stage == after:
             (home.folder / "more.yaml").write_text("two: yet another colour\n")
-            home.settings["datasets"][0]["caption_column"] = ["text"]
+            home.settings["datasets"][0]["captions_per_file"] = "one"
             home.config()
         return result
 

@@ -8,8 +8,10 @@ import pytest
 
 from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents
+from stages.encoding import stage
 from stages.encoding.vae.worker import LatentsWorker
 from stages.engines import local
+from tests.conftest import own_order
 from tests.processes import Child, ForkedWorkers
 from tests.torture.kills import wait_for
 
@@ -87,6 +89,7 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
         assert (report.exit_code, report.remaining, report.done + report.skipped) == (0, 0, 30)
         (tmp_path / f"done-{number}").write_text(str(report.done))
 
+    monkeypatch.setattr(stage, "order_units", own_order)
     monkeypatch.setattr(LatentsWorker, "encode", slow)
     children = [Child(lambda number=number: work(number)) for number in range(4)]
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 4)
