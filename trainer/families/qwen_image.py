@@ -171,6 +171,8 @@ class QwenImage(ModelFamily):
         """The dtype of frozen weights; adapters may be float32."""
         return model.img_in.weight.dtype
 
+    sampling_dtype = compute_dtype
+
     def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
         """Classifier-free guidance, but each token has the norm of the conditional one."""
         tokens, guided = pack(conditional), pack(super().guide(conditional, unconditional, scale))

@@ -52,7 +52,7 @@ def make_pipeline(folder, dtype=torch.float32):
         (4.0, None, torch.float32),
         (1.0, None, torch.float32),
         long(4.0, 3.0, torch.float32),
-        long(4.0, None, torch.bfloat16),
+        (4.0, None, torch.bfloat16),
     ],
 )
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, shift, dtype):
