@@ -36,6 +36,7 @@ def run_rank(settings: dict[str, Any]) -> None:
         "WORLD_SIZE": ray_train.get_world_size(),
         "LOCAL_RANK": ray_train.get_local_rank(),
         "LOCAL_WORLD_SIZE": ray_train.get_local_world_size(),
+        "GROUP_RANK": ray_train.get_node_rank(),
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -156,7 +157,8 @@ def prepare_training(
             finished, done, schedule.first_step, token = files.from_main(at_main)
             if finished:
                 raise run_state.RunFinished
-            node = os.environ.get("GROUP_RANK", "0")  # of torchrun: two may be on one machine
+            # Machines may share the folder of caches, and a machine may have two groups of torchrun or Ray.
+            node = f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', '0')}"
             ranks = Ranks(accelerator.num_processes, accelerator.local_process_index, f"{token}-{node}")
             open_window(config.train, data, schedule, range(done, config.train.steps), ranks)
         return prepare_run(config, data, schedule, console, accelerator, watch, files, load)
