@@ -81,7 +81,7 @@ class S3Server(RecordedRequests):
 
     @property
     def backend(self) -> Any:
-        """moto's objects, for what is no request that counts."""
+        """moto's objects, for what is not a request that counts."""
         from moto.s3.models import s3_backends
 
         return s3_backends["123456789012"]["aws"]

@@ -86,7 +86,7 @@ def _clipping(value: Any, draft: Draft) -> Any:
 
 
 def _shift(value: Any, draft: Draft) -> Any:
-    """Sana's draws are uniform with its scheduler's shift; 0 is no shift, or the automatic one."""
+    """Sana's draws are uniform with its scheduler's shift; 0 means without a shift, or the automatic one."""
     if _family_name(draft.given) == "sana":
         return Several({"train.timesteps.sampling": "uniform", "train.shift": 3.0})
     if to.number(value):

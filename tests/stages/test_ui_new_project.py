@@ -96,7 +96,7 @@ def test_what_can_not_be_proposed_says_why(server: UiServer, place: Path) -> Non
     assert server.post("/proposals/none/write").status == 404 and server.get("/proposals/none").status == 404
     for name in ("", "..", "a/b", ".hidden", "x" * 200):
         refused = server.post("/import/propose", at=str(folder), name=name, **{"file:config.json": "on"})
-        assert refused.status == 409 and "is no name of a folder" in refused.json["error"], name
+        assert refused.status == 409 and "is not a valid name of a folder" in refused.json["error"], name
     (place / "link").symlink_to(place.parent)
     assert server.post("/import/propose", at=str(folder), name="link", **{"file:config.json": "on"}).status == 409
     assert server.request("POST", f"{address}/write", Origin="http://evil.example").status == 403

@@ -234,7 +234,7 @@ class StoreChecksum:
 
 
 def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
-    """The best checksum in fsspec's `info`, None if it has none. A weak ETag ("W/...") is no checksum.
+    """The best checksum in fsspec's `info`, None if it has none. A weak ETag ("W/...") is not a checksum.
 
     An S3 ETag changes with the content: it is computed from it, or random where the object is encrypted with KMS. It is
     the content's MD5 if the object was uploaded in one piece and is not encrypted with a key of KMS or the client's

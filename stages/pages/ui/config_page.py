@@ -101,7 +101,7 @@ class Group:
 
 
 def build_form(text: str) -> Group:
-    """The form of a text, with a group for each item of its lists of sections. YamlError where it is no YAML."""
+    """The form of a text, with a group for each item of its lists of sections. YamlError if it is not YAML."""
     value = parse_yaml(text).value
     form = _build_group("", "", _schema(), value)
     fields = list(form.all_fields())
@@ -229,7 +229,7 @@ def search(group: Group, words: str, only_set: bool) -> None:
 
 def with_item(text: str, path: str, given: str) -> str:
     """The text with another item in a list of NEW_ITEMS, with a name of its own. CannotEdit where that has to be done
-    by hand, YamlError where the text is no YAML."""
+    by hand, YamlError if the text is not YAML."""
     new, keys = NEW_ITEMS[path], split_path(path)
     there = value_at(parse_yaml(text).value, keys)
     taken = {item.get(new.named) for item in there if isinstance(item, dict)} if isinstance(there, list) else set()
@@ -248,7 +248,7 @@ def without_item(text: str, typed: str, base: str, path: str) -> str:
     above, _, number = path.rpartition(".")
     keys = split_path(path)
     if above not in NEW_ITEMS or not number.isdecimal():
-        raise CannotEdit("this is no item that the form removes")
+        raise CannotEdit("the form can't remove this item")
     if value_at(parse_yaml(typed).value, keys[:-1]) != value_at(parse_yaml(base).value, keys[:-1]):
         raise CannotEdit("the list was changed meanwhile; press Check, then remove it")
     editor = YamlEditor(text)

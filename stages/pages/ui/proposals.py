@@ -210,7 +210,7 @@ MOST_CHARACTERS = 2000  # of an answer
 def new_file(folder: Path, name: str) -> Path:
     """The configuration of a project of this name. Refused where it can't have it."""
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > 60:
-        raise Refused(f"{name!a} is no name of a folder", "use letters, digits, '.', '_' and '-', at most 60")
+        raise Refused(f"{name!a} is not a valid name of a folder", "use letters, digits, '.', '_' and '-', at most 60")
     file = folder / name / FILE
     if file.parent.is_symlink() or file.is_symlink() or (file.parent.exists() and not file.parent.is_dir()):
         raise Refused(f"{file.parent} is a link, or no folder", "choose another name")
