@@ -35,8 +35,8 @@ from benchmarks.common import MIB, make_parser, print_header, print_row
 from cache.order.schedule import BatchSchedule
 from cache.sets.set_lookup import open_set, publish_set
 from cache.store.store import Store
+from schemas.cli.starting import leave_out_pandas
 from schemas.config.training import Train
-from schemas.import_time import leave_out_pandas
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 from trainer.run.run_state import data_signature
 

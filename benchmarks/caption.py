@@ -34,7 +34,7 @@ from benchmarks.discover import make_jpeg, unique_jpeg, write_item
 from benchmarks.text import MID_QWEN
 from cache.store.store import Store
 from examples import tiny_models
-from schemas.config.captioning import PRESETS
+from schemas.config.encoding import PRESETS
 from schemas.config.loading import load_config
 from schemas.geometry import Bucket
 from stages import caption, discover

@@ -173,7 +173,7 @@ def compare_steps(folder: Path, options: argparse.Namespace) -> list[tuple[float
 def run_trainer(folder: Path, first_step: Callable[[], object] | None = None) -> None:
     """`python -m trainer`, 3 steps; first_step: called before the first, to end the process."""
     if first_step is not None:
-        from schemas.import_time import garbage_collection_paused
+        from schemas.cli.starting import garbage_collection_paused
 
         with garbage_collection_paused():
             from trainer.data import BatchLoader

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 
 from examples.demo_data import DESCRIBED, PROMPT, SUBJECT, Box
-from schemas.config.captioning import PIXEL_MULTIPLE, PRESETS
+from schemas.config.encoding import PIXEL_MULTIPLE, PRESETS
 
 PARTS = 8  # of a photograph, in training
 BATCH, STEPS, RATE = 16, 150, 3e-3

@@ -366,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--media", type=Path, required=True, help="of examples/demo_media.py, to train it on")
     parser.add_argument("--out", type=Path, required=True, help="has a folder for each")
     arguments = parser.parse_args(argv)
-    from schemas.import_time import silence_libraries
+    from schemas.cli.starting import silence_libraries
 
     silence_libraries()
     torch.set_num_threads(1)

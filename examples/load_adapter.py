@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from schemas.cli.starting import silence_libraries
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from schemas.import_time import silence_libraries
 from trainer.run.run_state import result_folder
 
 

@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     from transformers.utils import logging
 
-    from schemas.import_time import silence_libraries
+    from schemas.cli.starting import silence_libraries
 
     silence_libraries()
 

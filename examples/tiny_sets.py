@@ -16,9 +16,9 @@ from cache.shards.shard_io import open_writer
 from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.config.pipeline import Config
+from schemas.family import REFERENCE_PARTS
 from schemas.geometry import Bucket
 from schemas.recipe import build_recipe
-from schemas.references import REFERENCE_PARTS
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION, index_schema
 
 Tensors = dict[str, np.ndarray]

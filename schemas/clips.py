@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.geometry import Floats, Ints, largest_valid_frames, to_python_scalar
-from schemas.randomness import mix_bits, to_unit_interval
+from schemas.identity import mix_bits, to_unit_interval
 
 ClipSelection = Literal["head", "middle", "random", "uniform", "chunks", "slide"]
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 
-from schemas.references import REFERENCE_PARTS, SOURCE_ROLES
+from schemas.family import REFERENCE_PARTS, SOURCE_ROLES
 
 FORMAT_VERSION = 1  # of shards
 TABLES_VERSION = 1  # a version of its own, so that a new table leaves shards readable
@@ -82,7 +82,7 @@ GROUP = "duplicate_group"
 CAPTION_EDITS_SCHEMA = pa.schema([("media_id", _str), ("captions", pa.list_(_str)), ("edited", _float)])
 
 #: plans/<generation>/samples.arrow: samples first planned in this generation. role: train | eval | validation, or of a
-#: reference image, which has a row of its own, that of its companion (`schemas.references.SOURCE_ROLES`), in whose
+#: reference image, which has a row of its own, that of its companion (`schemas.family.SOURCE_ROLES`), in whose
 #: place its path is. An item plan has rows of role item: whole pictures, and a few frames of each clip.
 SAMPLES_SCHEMA = pa.schema(
     [

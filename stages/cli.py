@@ -10,7 +10,7 @@ import sys
 from difflib import get_close_matches
 from textwrap import fill
 
-from schemas.cli.import_path import remove_working_directory
+from schemas import remove_working_directory
 from schemas.cli.starting import (
     TRAINER_PROGRAMS,
     begin_silently,
@@ -101,7 +101,7 @@ def main() -> None:
     show_starting(name)
     if name in TRAINER_PROGRAMS:
         os.execv(sys.executable, [sys.executable, "-P", "-m", program_module(name), *rest])
-    from schemas.import_time import garbage_collection_paused, leave_out_pandas
+    from schemas.cli.starting import garbage_collection_paused, leave_out_pandas
 
     with garbage_collection_paused():
         if name in WITHOUT_PANDAS:

@@ -26,10 +26,10 @@ from cache.store.files import check_folder, check_writable, explained, replacing
 from schemas.activities import activity
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
-from schemas.import_time import garbage_collection_paused
 from schemas.interruption import StopHandler
 from stages.encoding.stage_options import UsageError
 from stages.engines.stage_processes import StageProcesses, remove_unfinished

@@ -24,8 +24,8 @@ from schemas.cli.report import printable
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.family import SOURCE_ROLES
 from schemas.identity import count_distinct
-from schemas.references import SOURCE_ROLES
 from schemas.tables import MEDIA_SCHEMA, REJECTS_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.discovery import media_table

@@ -3,14 +3,13 @@ something is not there, and how it is put right.
 
 It begins with one sentence: ready, or what is missing. It needs the base install alone and no configuration; with one
 it also says what that needs and does not find. Each probe is a process with a time limit, so that nothing it tries can
-end or hold up the program; one that takes long is named.
+end or hold up the program.
 """
 
 import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import version
@@ -31,8 +30,7 @@ from stages.discovery.sources.urls import strip_secrets
 from stages.maintenance.probes import TIME_LIMIT_S, kill_probes, run_probe
 
 MOST_PROBES = 4  # at a time: each may import torch
-SLOW_S = 10.0  # a probe that takes longer is named
-LOOK_S = 1.0  # between two looks for one
+LOOK_S = 1.0  # between two looks at those that run
 LEAST_SPACE = 20 << 30  # bytes of a disk; a cache of a few thousand clips takes more
 DEFAULT_CONFIG = Path("pipeline.yaml")
 STORE_ADVICE = "check the address, the network, and the credentials in the environment (docs/object-stores.md)"
@@ -64,12 +62,10 @@ def run(
     configuration = _read_configuration(options, report)
     tasks = dict(_list_probes(configuration))
     if options.dry_run:
-        report.remaining, report.details["probes"] = len(tasks), [strip_secrets(key) for key in tasks]
+        report.remaining, report.details["probes"] = len(tasks), [*tasks]
         return report
-    findings, slow = _run_probes(tasks, time_limit, console)
+    findings = _run_probes(tasks, time_limit, console)
     report.done = len(findings)
-    if slow:
-        report.details["slow_probes"] = ", ".join(f"{strip_secrets(key)} ({s:.0f} s)" for key, s in slow.items())
     sections = {
         "machine": _describe_machine(),
         "devices": _describe_devices(findings.get("devices", {"problem": "torch is not installed"})),
@@ -94,7 +90,7 @@ def _answer(config: Path, configuration: Config | None, failed: Sequence[Row], f
     problem = findings.get("devices", {"problem": "it is not installed"}).get("problem")
     if configuration is None and problem is not None:
         return f"not ready to encode and train: torch: {problem}"
-    silent = [strip_secrets(key) for key, finding in findings.items() if finding.get("slow")]
+    silent = [key for key, finding in findings.items() if finding.get("slow")]
     rest = f", but without an answer from {', '.join(silent)}" if silent else ""
     devices = [row["device"] for row in findings.get("devices", {}).get("devices", ())]
     where = f", on {', '.join(devices[1:])}" if devices[1:] else ", on the CPU alone, which is for tests"
@@ -120,33 +116,38 @@ def _failure(item: str, problem: str, remedy: str) -> Row:
     return {"item": item, "path": item, "reason": problem, "message": remedy}
 
 
-def _list_devices(configuration: Config) -> dict[str, str]:
-    """Option -> the device that it names."""
-    stages = configuration.stages
-    named = {
-        "train.device": configuration.train.device,
-        "stages.encode-text.device": stages.encode_text.device,
-        "stages.encode-latents.device": stages.encode_latents.device,
-        "stages.decode.device": stages.decode.device,
-        "stages.score.device": stages.score.device,
+def _list_devices(configuration: Config) -> dict[str, tuple[str, str]]:
+    """Option -> the device that it names, and the dtype in which that computes."""
+    stages, model = configuration.stages, configuration.model.precision
+    sections = {
+        "encode-text": configuration.text,
+        "encode-latents": configuration.latents,
+        "encode-vision": configuration.vision if configuration.vision.model else None,
+        "features": configuration.features,
+        "caption": configuration.caption,
+        "masks": configuration.masks,
     }
-    for name in ("features", "caption", "masks"):
-        if getattr(configuration, name):
-            named[f"stages.{name}.device"] = getattr(stages, name).device
-    return named | ({"stages.encode-vision.device": stages.encode_vision.device} if configuration.vision.model else {})
+    named: dict[str, tuple[str, str]] = {"train.device": (configuration.train.device, model)}
+    for stage, section in sections.items():
+        if section is not None:
+            named[f"stages.{stage}.device"] = stages.resources(stage).device, section.precision or model
+    return named | {
+        f"stages.{stage}.device": (stages.resources(stage).device, "float32") for stage in ("decode", "score")
+    }
 
 
 def _list_probes(configuration: Config | None) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Key of the findings, and the probe with its arguments; the slowest first."""
     if is_installed("torch"):
-        yield "devices", ("devices", *(dict.fromkeys(_list_devices(configuration).values()) if configuration else ()))
+        named = [name for name, _ in _list_devices(configuration).values()] if configuration else []
+        yield "devices", ("devices", *dict.fromkeys(named))
     for library in _list_libraries(configuration):
         if library.imported and library.module != "torch" and is_installed(library.module):
             yield library.module, ("library", library.module, library.distribution)
     if is_installed("av"):
         yield "decoders", ("decoders",)
     for _, url in needed_stores(configuration) if configuration else ():
-        yield url, ("store", url)
+        yield strip_secrets(url), ("store", url)
     for name, location in _list_disks(configuration).items():
         yield f"disk of {name}", ("disk", location)
 
@@ -164,37 +165,25 @@ def _list_libraries(configuration: Config | None) -> list[Library]:
     return list(dict.fromkeys([*LIBRARIES, *needed]))
 
 
-def _run_probes(
-    tasks: Mapping[str, Sequence[str]], time_limit: float, console: Console
-) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """Run the probes; return their findings, and the seconds of slow ones, which are named while they run."""
-    began, took = dict[str, float](), dict[str, float]()
-
-    def work(key: str) -> dict[str, Any]:
-        began[key] = time.monotonic()
-        try:
-            return run_probe(*tasks[key], time_limit=time_limit)
-        finally:
-            took[key] = time.monotonic() - began.pop(key)
-
+def _run_probes(tasks: Mapping[str, Sequence[str]], time_limit: float, console: Console) -> dict[str, dict[str, Any]]:
+    """Run the probes; return their findings."""
     with (
         console.progress(len(tasks), "probing", unit="probes") as progress,
         ThreadPoolExecutor(min(MOST_PROBES, cores())) as pool,
     ):
-        futures = {key: pool.submit(work, key) for key in tasks}
+        futures = {key: pool.submit(run_probe, *words, time_limit=time_limit) for key, words in tasks.items()}
         try:
-            while len(took) < len(tasks):
+            while waiting := [key for key, future in futures.items() if not future.done()]:
                 check_stop()
+                done = len(tasks) - len(waiting)
+                progress.say(done, f"{done}/{len(tasks)} probes, waiting for {', '.join(waiting[:MOST_NAMED])}")
                 wait(futures.values(), LOOK_S)
-                now = time.monotonic()
-                late = [f"{strip_secrets(key)} ({now - at:.0f} s)" for key, at in [*began.items()] if now - at > SLOW_S]
-                text = f"{len(took)}/{len(tasks)} probes, waiting for {', '.join(late)}" if late else ""
-                progress.say(len(took), text)
+            progress.say(len(tasks), "")
         except BaseException:  # an interrupt
             pool.shutdown(wait=False, cancel_futures=True)
             kill_probes()
             raise
-    return {key: future.result() for key, future in futures.items()}, {key: s for key, s in took.items() if s > SLOW_S}
+    return {key: future.result() for key, future in futures.items()}
 
 
 def _row(what: str, finding: str, follows: str = "", remedy: str = "") -> Row:
@@ -273,12 +262,10 @@ def _describe_disks(configuration: Config | None, findings: Findings) -> Iterato
 
 def _describe_stores(findings: Findings) -> Iterator[Row]:
     for url, finding in findings.items():
-        if "://" not in url:
-            continue
-        if "problem" in finding:
-            yield _row(strip_secrets(url), finding["problem"], "nothing is read or written there", STORE_ADVICE)
-        else:
-            yield _row(strip_secrets(url), f"reached, {finding['entries']} names")
+        if "://" in url and "problem" in finding:
+            yield _row(url, finding["problem"], "nothing is read or written there", STORE_ADVICE)
+        elif "://" in url:
+            yield _row(url, f"reached, {finding['entries']} names")
 
 
 def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
@@ -291,8 +278,8 @@ def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
             remedy = SLOW_ADVICE if finding.get("slow") else library.command
             yield _failure(option, f"{library.distribution} can't be used: {finding['problem']}", remedy)
     for option, url in needed_stores(configuration):
-        if "problem" in findings.get(url, {}):
-            yield _failure(option, f"{strip_secrets(url)}: {findings[url]['problem']}", STORE_ADVICE)
+        if "problem" in (finding := findings.get(strip_secrets(url), {})):
+            yield _failure(option, f"{strip_secrets(url)}: {finding['problem']}", STORE_ADVICE)
     for row in _describe_disks(configuration, findings):
         if row["what_follows"] == UNWRITABLE:
             yield _failure(row["what"], f"{row['found']}, and {row['what_follows']}", row["remedy"])
@@ -301,27 +288,16 @@ def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
 
 
 def _list_device_failures(configuration: Config, finding: Mapping[str, Any]) -> Iterator[Row]:
-    model, train = configuration.model.precision, configuration.train
-    precisions = {
-        "train.device": model,
-        "stages.encode-text.device": configuration.text.precision or model,
-        "stages.encode-latents.device": configuration.latents.precision or model,
-        "stages.encode-vision.device": configuration.vision.precision or model,
-    }
-    for name in ("features", "caption", "masks"):
-        section = getattr(configuration, name)
-        precisions[f"stages.{name}.device"] = (section and section.precision) or model
-    for option, name in _list_devices(configuration).items():
+    for option, (name, dtype) in _list_devices(configuration).items():
         if name in finding["missing"]:
             yield _failure(option, finding["missing"][name], f"use cpu, or {INSTALL_TORCH}")
             continue
-        device = next(row for row in finding["devices"] if row["type"] == finding["chosen"][name])
-        dtypes: list[str] = [precisions.get(option, "float32")]
-        if option == "train.device" and train.base_precision == "fp8-torchao" and device["type"] == "cuda":
-            dtypes.append("float8")
-        for dtype in dtypes:
-            if dtype not in device["dtypes"]:
-                yield _failure(option, f"{device['device']} does not compute in {dtype}", DTYPE_ADVICE[dtype])
+        device, dtypes = next(row for row in finding["devices"] if row["type"] == finding["chosen"][name]), [dtype]
+        if option == "train.device" and configuration.train.base_precision == "fp8-torchao":
+            dtypes += ["float8"] if device["type"] == "cuda" else []
+        for needed in dtypes:
+            if needed not in device["dtypes"]:
+                yield _failure(option, f"{device['device']} does not compute in {needed}", DTYPE_ADVICE[needed])
 
 
 app = make_app(

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache.sets import plans, set_lookup
+from cache.sets import plans
 from cache.sets.plans import Plan
-from cache.sets.set_lookup import CONFIG_POINTER_PATTERN, current_plan, parse_set_path, read_pointer
+from cache.sets.set_lookup import CONFIG_POINTER_PATTERN, current_plan, list_pointers, parse_set_path, read_pointer
 from cache.shards import shard
 from cache.store.damage import DamageError
 from cache.store.files import Entry, StoreError, walk
@@ -32,8 +32,9 @@ from cache.store.json_checks import printable
 from cache.store.layout import STAGE_PROGRAMS, is_project_file
 from cache.store.store import STALE, Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Progress, Report, make_app
-from schemas.config.loading import load_config
+from schemas.config.loading import load_config, read_text
 from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.yaml_reader import parse_yaml
 from schemas.errors import LatentpressError
 from stages.encoding import stage_registry
 from stages.encoding.feature_columns import item_table_name
@@ -49,15 +50,26 @@ MIB = 1 << 20
 REMOVAL_ORDER = ("sets", "plans", *stage_registry.SHARD_KINDS, "rejects", "jobs", "items", "media", "damaged", "")
 REMOVED_FIRST, REMOVED_LAST = ("set.json", "plan.json"), ("provenance.json",)  # of one folder
 CHECKPOINT_FOLDER = "checkpoints"  # in the folder of a training run
+KINDS = {program: kind for kind, program in STAGE_PROGRAMS.items()}  # of the caches, by the program that makes them
+DESCRIPTIONS = {
+    "": "files that killed processes left half written",
+    "sets": "a training set that no configuration given makes, and not the newest of its family and task",
+    "plans": "a plan that nothing is made of",
+    "rejects": "lists of what was set aside, of caches or datasets that are not used",
+    "media": "the media table of a dataset that no configuration given names",
+    "items": "tables of items that no configuration given has",
+    "jobs": "reports of jobs that ended",
+    "damaged": "damaged shards and plans that verify --repair or bucket set aside",
+}
 
 
 @dataclass
 class UnusedItem:
-    """A folder or file that is removed as a whole."""
+    """Files of one folder that are removed together. path: the folder, "" for temporary files of any."""
 
     path: str
     description: str
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Entry]
 
     @property
     def total_bytes(self) -> int:
@@ -119,7 +131,7 @@ def run(
         for item in sorted(items, key=lambda item: REMOVAL_ORDER.index(item.path.partition("/")[0])):
             if item.entries:
                 console.log(f"removing {item.path}")
-                _remove_item(store, item, unused.active_folders, progress)
+                _remove_item(store, item, unused.needed, progress)
     report.details["removed_mib"] = round(sum(item.total_bytes for item in items) / MIB, 2)
     return report
 
@@ -129,121 +141,60 @@ class UnusedFiles:
     gives; all others are a user's. LatentpressError where one of the configurations has no plan.
 
     items: what nothing uses, biggest first. kept_bytes: of the rest of the layout. other_files: outside the layout.
-    active_folders: those that stages write to, which stay even if empty.
     """
 
     def __init__(self, store: Store, configs: Sequence[Config], since: float) -> None:
         listed = store.list_files()
         self.other_files = [entry for entry in listed if not is_project_file(entry.name)]
         entries = [entry for entry in listed if is_project_file(entry.name)]
-        self._roots = roots = find_roots(store, configs, entries, since)
-        #: Folder of two levels (a cache, a plan, a set) -> when anything was last written in it.
-        self._newest: dict[str, float] = {}
+        self.needed = find_needed(store, configs, entries, since)
+        newest: dict[str, float] = {}  # folder of two levels (a cache, a plan, a set) -> when it was last written to
         for entry in entries:
-            folder = _cache_folder(entry.name)
-            self._newest[folder] = max(self._newest.get(folder, 0), entry.modified)
-        self.kept_bytes = 0
-        unused: dict[str, list[Entry]] = {}
-        kept: set[str] = set()  # folders that keep some of their files
+            newest[_folder(entry.name)] = max(newest.get(_folder(entry.name), 0), entry.modified)
+        now, unused, kept = time.time(), dict[str, list[Entry]](), list[Entry]()
         for entry in entries:
-            folder = _cache_folder(entry.name)
-            if self._is_unused(entry):
-                unused.setdefault(folder, []).append(entry)
-            else:
-                kept.add(folder)
-                self.kept_bytes += entry.size
-        self.items = [UnusedItem(name, self._describe(store, name, name in kept), unused[name]) for name in unused]
-        stale = [entry for entry in store.list_files(temporaries=True) if entry.modified < time.time() - STALE]
-        self.items += [UnusedItem("", "files that killed processes left half written", stale)] if stale else []
+            folder = _folder(entry.name)
+            top = folder.partition("/")[0]
+            # What a plan, a set, a media table or a cache of another configuration consists of is of one age.
+            together = top in ("sets", "plans", "media", *stage_registry.SHARD_KINDS) and "/" in folder
+            age = newest[folder] if together and folder not in self.needed.caches else entry.modified
+            limit = min(since, now - IN_PROGRESS_S) if top in ("sets", "plans", "media", "jobs") else since
+            is_unused = age < limit and not self.needed.includes(entry.name)
+            (unused.setdefault(folder, []) if is_unused else kept).append(entry)
+        self.kept_bytes = sum(entry.size for entry in kept)
+        kept_folders = {_folder(entry.name) for entry in kept}
+        self.items = [
+            UnusedItem(name, self._describe(store, name, name in kept_folders), unused[name]) for name in unused
+        ]
+        stale = [entry for entry in store.list_files(temporaries=True) if entry.modified < now - STALE]
+        self.items += [UnusedItem("", DESCRIPTIONS[""], stale)] if stale else []
         self.items.sort(key=lambda item: (-item.total_bytes, item.path))
-        # A stage may just have made these folders, for a file that is not there yet.
-        lists = {f"{STAGE_PROGRAMS[cache.partition('/')[0]]}/{cache.partition('/')[2]}" for cache in roots.caches}
-        self.active_folders = roots.caches | {f"rejects/{name}" for name in (*lists, "discover", "bucket")}
-
-    def _is_unused(self, entry: Entry) -> bool:
-        roots = self._roots
-        top, _, rest = entry.name.partition("/")
-        name, _, file = rest.partition("/")
-        if name == "edits" and top == "captions":
-            return False
-        if top in stage_registry.SHARD_KINDS:
-            return self._is_unused_shard(f"{top}/{name}", file, entry)
-        if top == "rejects":
-            return entry.modified < roots.since and not self._is_used_list(name, file)
-        if top == "items":
-            return entry.modified < roots.since and name.removesuffix(shard.ARROW_SUFFIX) not in roots.item_tables
-        if top == "damaged":
-            return entry.modified < roots.since
-        if top == "jobs":
-            return entry.modified < min(roots.since, time.time() - IN_PROGRESS_S)
-        if CONFIG_POINTER_PATTERN.fullmatch(entry.name):
-            return entry.modified < roots.since and entry.name not in roots.pointers
-        if not file or top not in ("sets", "plans", "media"):  # pointers to sets, weights/, an export's shards
-            return False
-        used = {"sets": roots.sets, "plans": roots.generations, "media": roots.datasets}[top]
-        old = self._newest[_cache_folder(entry.name)] < min(roots.since, time.time() - IN_PROGRESS_S)
-        return old and name not in used
-
-    def _is_unused_shard(self, cache: str, file: str, entry: Entry) -> bool:
-        """A shard, a tar's sidecar or provenance.json. In a used cache only units that no plan has any longer."""
-        roots, unit = self._roots, shard.unit_name(file.removesuffix(".json"))
-        if not file or entry.name.removesuffix(".json") in roots.shards or unit in roots.units_of_others:
-            return False
-        if cache in roots.whole_caches:
-            return False
-        if cache in roots.caches:
-            return file not in REMOVED_LAST and unit not in roots.units and entry.modified < roots.since
-        referred = file in REMOVED_LAST and any(path.startswith(f"{cache}/") for path in roots.shards)
-        return self._newest[cache] < roots.since and not referred
-
-    def _is_used_list(self, stage: str, file: str) -> bool:
-        """A list of what was set aside: an encoding stage has one for each unit, others for each dataset or task."""
-        roots, name = self._roots, file.removesuffix(shard.ARROW_SUFFIX)
-        kinds = {program: kind for kind, program in STAGE_PROGRAMS.items()}
-        if stage in kinds:
-            fingerprint, _, unit = name.partition("/")
-            cache = f"{kinds[stage]}/{fingerprint}"
-            # Without a unit it is all lists of a cache, merged.
-            if unit in roots.units_of_others or cache in roots.whole_caches:
-                return True
-            return cache in roots.caches and (not unit or unit in roots.units)
-        return name in (roots.datasets if stage == "discover" else roots.reject_lists)
 
     def _describe(self, store: Store, folder: str, partly: bool) -> str:
         """Describe what an item is and why it is not used. partly: the folder keeps other files."""
         top = folder.partition("/")[0]
-        if top in stage_registry.SHARD_KINDS:
-            if folder in self._roots.caches:
-                why = "units that no plan has any longer"
-            else:
-                why = "what no training set holds" if partly else "no configuration given uses it"
-            try:
-                record = store.read_json(f"{folder}/provenance.json")
-            except (FileNotFoundError, StoreError, DamageError):
-                return f"a cache of unknown origin: {why}"
-            words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]
-            weights = record.get("weights")
-            if isinstance(weights, dict):
-                words.append(weights.get("repo") or f"weights {str(weights.get('content', 'unknown'))[:8]}")
-            made_by = f"{record.get('stage', 'a cache')} ({', '.join(str(word) for word in words if word)})"
-            return f"{printable(made_by)}: {why}"  # it may have been imported, so its content is not trusted
-        return {
-            "sets": "a training set that no configuration given makes, and not the newest of its family and task",
-            "plans": "a plan that nothing is made of",
-            "rejects": "lists of what was set aside, of caches or datasets that are not used",
-            "media": "the media table of a dataset that no configuration given names",
-            "items": "tables of items that no configuration given has",
-            "jobs": "reports of jobs that ended",
-            "damaged": "damaged shards and plans that verify --repair or bucket set aside",
-        }[top]
+        if top not in stage_registry.SHARD_KINDS:
+            return DESCRIPTIONS[top]
+        why = "what no training set holds" if partly else "no configuration given uses it"
+        if folder in self.needed.caches:
+            why = "units that no plan has any longer"
+        try:
+            record = store.read_json(f"{folder}/provenance.json")
+        except (FileNotFoundError, StoreError, DamageError):
+            return f"a cache of unknown origin: {why}"
+        words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]
+        if isinstance(weights := record.get("weights"), dict):
+            words.append(weights.get("repo") or f"weights {str(weights.get('content', 'unknown'))[:8]}")
+        made_by = f"{record.get('stage', 'a cache')} ({', '.join(str(word) for word in words if word)})"
+        return f"{printable(made_by)}: {why}"  # it may have been copied from elsewhere, so its content is not trusted
 
 
-def _cache_folder(name: str) -> str:
+def _folder(name: str) -> str:
     """The folder of two levels that a file belongs to, as latents/<fingerprint>."""
     return "/".join(name.split("/")[:-1][:2])
 
 
-def _remove_item(store: Store, item: UnusedItem, active_folders: set[str], progress: Progress) -> None:
+def _remove_item(store: Store, item: UnusedItem, needed: "Needed", progress: Progress) -> None:
     if not item.path:
         store.remove_stale_temps(STALE)
         progress.advance(len(item.entries))
@@ -259,70 +210,89 @@ def _remove_item(store: Store, item: UnusedItem, active_folders: set[str], progr
     for entry in sorted(item.entries, key=rank):
         store.remove(entry.name)
         progress.advance()
-    folders = {item.path}
-    if item.path.partition("/")[0] == "rejects":  # the folder of each cache, as another one may be in use
-        folders = {entry.name.rpartition("/")[0] for entry in item.entries}
-    for folder in folders - active_folders:
-        store.remove_empty_folders(folder)
+    top = item.path.partition("/")[0]
+    folders = {entry.name.rpartition("/")[0] for entry in item.entries} if top == "rejects" else {item.path}
+    for folder in folders:
+        if not needed.writes_to(folder):
+            store.remove_empty_folders(folder)
 
 
 @dataclass
-class GcRoots:
-    """The things that gc keeps. since: files written at that time (seconds since 1970) or later are in use, whoever
-    wrote them.
+class Needed:
+    """The things that gc keeps.
 
-    caches: `<kind>/<fingerprint>` of the configurations. whole_caches: those of which every unit stays. units: active
-    in their plans. units_of_others: active in plans of other configurations, whose caches are not known. sets,
-    generations, datasets, reject_lists, item_tables: names. pointers: files that point at the sets of configurations.
-    shards: paths that the sets refer to.
+    caches: `<kind>/<fingerprint>` of the configurations; whole_caches: of which every unit stays. units: active in
+    their plans. units_of_others: active in plans of other configurations, whose caches are not known. shards: paths
+    that the kept sets refer to. names: the folders and files of sets, plans, media tables, lists of what was set aside,
+    tables of items and pointers.
     """
 
-    since: float
     caches: set[str] = field(default_factory=set)
     whole_caches: set[str] = field(default_factory=set)
-    item_tables: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
     units_of_others: set[str] = field(default_factory=set)
-    sets: set[str] = field(default_factory=set)
-    pointers: set[str] = field(default_factory=set)
     shards: set[str] = field(default_factory=set)
-    generations: set[str] = field(default_factory=set)
-    datasets: set[str] = field(default_factory=lambda: {VALIDATION})
-    reject_lists: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=lambda: {f"media/{VALIDATION}"})
+
+    def includes(self, name: str) -> bool:
+        """Whether a file of this project is kept whatever its age."""
+        top, _, rest = name.partition("/")
+        folder, _, file = rest.partition("/")
+        if top in stage_registry.SHARD_KINDS:
+            if folder == "edits":
+                return True
+            if file in REMOVED_LAST:
+                cache = f"{top}/{folder}"
+                return cache in self.caches or any(path.startswith(f"{cache}/") for path in self.shards)
+            path = name.removesuffix(".json")
+            return path in self.shards or self._has_unit(f"{top}/{folder}", shard.unit_name(file.removesuffix(".json")))
+        if top == "rejects" and folder in KINDS:  # a list for each unit or, without a unit, all lists of a cache
+            fingerprint, _, unit = file.removesuffix(shard.ARROW_SUFFIX).partition("/")
+            return self._has_unit(f"{KINDS[folder]}/{fingerprint}", unit)
+        if top in ("damaged", "jobs"):
+            return False
+        if CONFIG_POINTER_PATTERN.fullmatch(name) or top in ("rejects", "items"):
+            return name in self.names
+        # Other files directly in sets/ or plans/, and those of weights/, are not looked at.
+        return not file or top not in ("sets", "plans", "media") or f"{top}/{folder}" in self.names
+
+    def _has_unit(self, cache: str, unit: str) -> bool:
+        if unit in self.units_of_others or cache in self.whole_caches:
+            return True
+        return cache in self.caches and (not unit or unit in self.units)
+
+    def writes_to(self, folder: str) -> bool:
+        """Whether a stage of the configurations may just have made this folder, for a file that does not exist yet."""
+        top, _, rest = folder.partition("/")
+        stage, _, fingerprint = rest.partition("/")
+        cache = f"{KINDS[stage]}/{fingerprint}" if top == "rejects" and stage in KINDS else folder
+        return cache in self.caches or folder in ("rejects/discover", "rejects/bucket")
 
 
-def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry], since: float) -> GcRoots:
+def find_needed(store: Store, configs: Sequence[Config], entries: Iterable[Entry], since: float) -> Needed:
     """LatentpressError where one of the configurations has no plan or media table. DamageError where a pointer to a
-    set leads nowhere below the root."""
-    roots = GcRoots(since)
+    set leads nowhere below the root. since: what was written at that time (seconds since 1970) or later is in use,
+    whoever wrote it."""
+    needed, used_plans = Needed(), list[Plan]()
     written = {entry.name: entry.modified for entry in entries}
-    used_plans = list[Plan]()
     for config, plan in [(config, current_plan(store, config)) for config in configs]:
         items = stage_registry.item_stages(config)
         stages = [*items, *stage_registry.required_stages(config)]
-        roots.caches |= {f"{stage.kind}/{stage.fingerprint(config)}" for stage in stages}
-        for needed in (plan, *(stage.find_plan(store, config) for stage in items)):
-            roots.units |= _unit_ids(needed)
-            if needed.info.get("items") == stage_registry.FEATURES.name:
-                assert config.features is not None
-                fingerprint = stage_registry.FEATURES.fingerprint(config)
-                name = item_table_name(config.features, fingerprint, needed.active_sample_ids)
-                roots.item_tables.add(name)
-            used_plans.append(needed)
-        roots.whole_caches |= {f"captions/{name}" for dataset in config.datasets for name in dataset.caption_sets}
-        roots.datasets |= {dataset.id for dataset in config.datasets}
-        roots.reject_lists.add(f"{config.model.family}-{config.model.task}")
-        roots.pointers |= set(set_lookup.list_pointers(store, config))
-    # The newest sets, those that configurations and their runs train on, recent sets, and the shards of all these.
-    names = {name.split("/")[1] for name in written if name.startswith("sets/") and name.endswith("/set.json")}
-    of_configs = {name for name in written if CONFIG_POINTER_PATTERN.fullmatch(name)}
-    roots.pointers |= {name for name in of_configs if written[name] >= since}
-    pointing = [rel for rel in set_pointer_paths(store) if rel not in of_configs - roots.pointers]
-    used = {*(read_pointer(store, rel) for rel in pointing), *(_set_id(config.train.set) for config in configs)}
-    used |= {name for config in configs for name in _sets_of_runs(Path(config.output), since)}
-    used |= {name for name in names if written[f"sets/{name}/set.json"] >= since}
-    roots.sets = used & names
-    roots.shards = {path for name in roots.sets for path in shards_of_set(store, name)}
+        needed.caches |= {f"{stage.kind}/{stage.fingerprint(config)}" for stage in stages}
+        used_plans += [plan, *(stage.find_plan(store, config) for stage in items)]
+        if config.features is not None:
+            features = stage_registry.FEATURES
+            ids = features.find_plan(store, config).active_sample_ids
+            name = item_table_name(config.features, features.fingerprint(config), ids)
+            needed.names.add(f"items/{name}{shard.ARROW_SUFFIX}")
+        needed.whole_caches |= {f"captions/{name}" for dataset in config.datasets for name in dataset.caption_sets}
+        for dataset in config.datasets:
+            needed.names |= {f"media/{dataset.id}", f"rejects/discover/{dataset.id}{shard.ARROW_SUFFIX}"}
+        needed.names.add(f"rejects/bucket/{config.model.family}-{config.model.task}{shard.ARROW_SUFFIX}")
+        needed.names |= set(list_pointers(store, config))
+    needed.units = {unit for plan in used_plans for unit in _unit_ids(plan)}
+    sets = _find_sets(store, configs, written, needed.names, since)
+    needed.shards = {path for name in sets for path in shards_of_set(store, name)}
 
     all_plans = [plans.load_plan(store, name) for name in plans.list_plans(store)]
     keys = {plan.info["key"] for plan in used_plans}
@@ -330,21 +300,37 @@ def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry]
     for plan in all_plans:
         if plan.info["key"] not in keys and written.get(f"plans/{plan.name}/plan.json", since) >= since:
             newest[plan.info["key"]] = plan
-    roots.units_of_others = {unit for plan in newest.values() for unit in _unit_ids(plan)}
-    made_of = [store.read_json(f"sets/{name}/set.json").get("generation") for name in roots.sets]
-    needing = [*used_plans, *newest.values(), *(plan for plan in all_plans if plan.name in made_of)]
-    roots.generations = {plan.name for plan in needing}
+    needed.units_of_others = {unit for plan in newest.values() for unit in _unit_ids(plan)}
+    made_of = [store.read_json(f"sets/{name}/set.json").get("generation") for name in sets]
+    used_plans += [*newest.values(), *(plan for plan in all_plans if plan.name in made_of)]
+    generations = {plan.name for plan in used_plans}
     for plan in all_plans:  # earlier generations that hold what is active in these
-        later = [other for other in needing if plan.name < other.name]
-        if plan.name in roots.generations or not later:
+        later = [other for other in used_plans if plan.name < other.name]
+        if plan.name in generations or not later:
             continue
         own = (("samples", "sample_id"), ("texts", "text_id"))
         held = [plan.own_table(table).column(key) for table, key in own]
         held.append(pc.list_flatten(plan.own_table("units").column("members")))
         wanted = pa.concat_arrays([ids for other in later for ids in (other.active_sample_ids, other.active_text_ids)])
         if any(pc.any(pc.is_in(ids, value_set=wanted)).as_py() for ids in held):
-            roots.generations.add(plan.name)
-    return roots
+            generations.add(plan.name)
+    needed.names |= {f"sets/{name}" for name in sets} | {f"plans/{name}" for name in generations}
+    return needed
+
+
+def _find_sets(
+    store: Store, configs: Sequence[Config], written: dict[str, float], pointers: set[str], since: float
+) -> set[str]:
+    """The newest sets, the sets that configurations and their runs train on, and recent ones. pointers: of the
+    configurations; recent ones are added."""
+    existing = {name.split("/")[1] for name in written if name.startswith("sets/") and name.endswith("/set.json")}
+    of_configs = {name for name in written if CONFIG_POINTER_PATTERN.fullmatch(name)}
+    pointers |= {name for name in of_configs if written[name] >= since}
+    pointing = [rel for rel in set_pointer_paths(store) if rel not in of_configs - pointers]
+    used = {*(read_pointer(store, rel) for rel in pointing), *(_set_id(config.train.set) for config in configs)}
+    used |= {name for config in configs for name in _sets_of_runs(Path(config.output), since)}
+    used |= {name for name in existing if written[f"sets/{name}/set.json"] >= since}
+    return used & existing
 
 
 def _unit_ids(plan: Plan) -> set[str]:
@@ -353,9 +339,6 @@ def _unit_ids(plan: Plan) -> set[str]:
 
 def _sets_of_runs(output: Path, since: float) -> set[str]:
     """The sets of training runs in which something was written recently: they may be running, or be resumed."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
     sets = set()
     for settings in output.glob("*/config.yaml"):
         written = [0.0]
@@ -365,8 +348,8 @@ def _sets_of_runs(output: Path, since: float) -> set[str]:
         if max(written) < since:
             continue
         try:
-            record = YAML(typ="safe").load(settings.read_text(encoding="utf-8"))
-        except (YAMLError, OSError, ValueError) as error:
+            record = parse_yaml(read_text(settings)).value
+        except ValueError as error:
             if not (settings.parent / CHECKPOINT_FOLDER).is_dir():
                 continue  # not a run's: a run writes it atomically
             raise LatentpressError(

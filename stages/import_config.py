@@ -18,9 +18,16 @@ from cache.store.files import explained, replacing, write_new
 from schemas.catalog import FAMILIES
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.starting import print_for_reader
-from schemas.config.error_messages import dotted_path, explain_error, section_fields, type_at
 from schemas.config.generated import flow
-from schemas.config.loading import parse_config, parse_override, set_value
+from schemas.config.loading import (
+    dotted_path,
+    explain_error,
+    parse_config,
+    parse_override,
+    section_fields,
+    set_value,
+    type_at,
+)
 from schemas.config.pipeline import Config
 from schemas.config.yaml_reader import KeyPath
 from schemas.foreign.rows import Draft, Line, Trainer

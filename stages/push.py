@@ -21,11 +21,10 @@ from cache.store.store import Store
 from schemas import json_records
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
-from schemas.config.adapter import FILE_NAMES
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import PATTERNS, REPO
-from schemas.config.sharing import Hub
+from schemas.config.training import FILE_NAMES, Hub
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_bytes
 from schemas.json_records import RecordError, parse_json

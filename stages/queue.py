@@ -19,8 +19,7 @@ from cache.runs.run_queue import QueueEntry, RunQueue
 from cache.runs.training_run import is_running, read_failure
 from cache.store.files import check_folder, explained, spool_folder
 from cache.store.locks import FileLock
-from schemas.cli.console import INCOMPLETE, OK, USAGE, Console, Options, Report, make_app
-from schemas.cli.kept_log import LOGS
+from schemas.cli.console import INCOMPLETE, LOGS, OK, USAGE, Console, Options, Report, make_app
 from schemas.cli.process_record import ProcessRecord, noted
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

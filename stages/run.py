@@ -31,9 +31,8 @@ from cache.runs.validations import BEST_KEYS, hash_results
 from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
 from cache.store.files import check_writable
-from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.console import LOGS, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
-from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import noted
 from schemas.cli.starting import install_command
 from schemas.config.encoding import StageName

@@ -25,9 +25,9 @@ from cache.store.files import check_folder
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.identity import hash_json
-from schemas.import_time import garbage_collection_paused
 from stages.encoding.stage import refuse_partition
 from stages.follow.clip_score import ClipScore
 from stages.follow.trackers import Trackers, open_trackers

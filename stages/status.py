@@ -24,15 +24,14 @@ from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.files import Entry
 from cache.store.store import Store
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.cli.kept_log import LOGS
+from schemas.cli.console import LOGS, NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.process_record import ProcessRecord
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.interruption import pause
 from schemas.tables import TRAINED_ROLES
 from stages.discovery.media_locations import spread_evenly
-from stages.discovery.media_table import OtherSettings, find_media_table
+from stages.discovery.media_table import find_media_table
 from stages.encoding import stage_registry
 from stages.encoding.job_reports import (
     JobReport,
@@ -114,25 +113,20 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
         if not report.remaining:
             states += stage_registry.item_states(store, config)
             jobs |= _add_states(report, store, states, listed)
-    except WeightsError as error:
-        return _stop_at(report, error)
-    except OtherSettings as error:
-        report.next_steps, report.remaining = [error.next_step], 1
-        return report
-    try:
         plan = current_plan(store, config)
+        roles = plan.active.column("role")
+        samples = pc.sum(pc.is_in(roles, value_set=pa.array(TRAINED_ROLES))).as_py() or 0
+        rejected = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
+        rows.append(_row("bucket", "samples", samples, 0, len(rejected), listed["plans"]))
+        of_plan = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
+    except DamageError:
+        raise
     except LatentpressError as error:
+        if isinstance(error, WeightsError):
+            report.details["checkpoint"] = error.message
         report.next_steps = [step for step in report.next_steps if step != "latentpress discover"] + [error.next_step]
         report.remaining = report.remaining or 1
         return report
-    roles = plan.active.column("role")
-    samples = pc.sum(pc.is_in(roles, value_set=pa.array(TRAINED_ROLES))).as_py() or 0
-    rejected = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
-    rows.append(_row("bucket", "samples", samples, 0, len(rejected), listed["plans"]))
-    try:
-        of_plan = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
-    except WeightsError as error:
-        return _stop_at(report, error)
     jobs |= _add_states(report, store, of_plan, listed)
     states += of_plan
     for column in ("units", "jobs", "items_per_second", "left"):
@@ -153,13 +147,6 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     folders = list(output.iterdir()) if output.is_dir() else []
     runs = sorted(path.name for path in folders if any((path / name).exists() for name in RUN_FILES))
     report.details["runs"] = runs or "none yet"
-    return report
-
-
-def _stop_at(report: Report, error: WeightsError) -> Report:
-    report.details["checkpoint"] = error.message
-    report.next_steps = [error.next_step]
-    report.remaining = report.remaining or 1
     return report
 
 

@@ -62,7 +62,7 @@ def run(
         console.log(f"removed {len(removed)} temporary files that killed processes left")
     report.details["tables"], damaged_tables = checks.find_damaged_tables(store)
     for rel in [rel for rel in damaged_tables if repair and rel.startswith(f"{EDITS}/")]:
-        moved = checks.move_edits_to_damaged(store, rel)
+        moved = checks.move_to_damaged(store, rel)
         console.warn(f"{rel} is kept as {moved}: the edits of captions in the table before it count")
         report.details.setdefault("moved_tables", []).append(moved)
         del damaged_tables[rel]

@@ -1,4 +1,5 @@
-"""README and docs/: their configurations are valid, their commands parse, their links lead somewhere."""
+"""README and docs/: their configurations are valid, their commands parse, their links lead somewhere, the files and
+options that they name exist; docs/datasets.md has every option and choice of a dataset."""
 
 import importlib
 import re
@@ -12,12 +13,24 @@ import pytest
 import typer
 from ruamel.yaml import YAML
 
-from schemas.config.error_messages import section_fields
-from schemas.config.loading import load_config
+from schemas.catalog import FAMILIES
+from schemas.config.datasets import Dataset, TagShuffle, Video
+from schemas.config.loading import load_config, section_fields
 from schemas.config.pipeline import Config
+from schemas.config.section import Section
 from stages.cli import PROGRAMS, program_module
-from tests.documents import DOCUMENTS, Block, blocks, shell_commands
+from tests.documents import DOCUMENTS, ROOT, Block, blocks, shell_commands
 
+FOLDERS = ("schemas", "cache", "stages", "trainer", "tests", "examples", "benchmarks", "docs")
+SETTINGS = ("Makefile", "pyproject.toml", "pipeline.yaml", "constraints.txt", "compose.yaml", "Dockerfile")
+#: Names of libraries, of the system, or in an example.
+FOREIGN = {"0", "lora_unet_blocks_0_self_attn_q", "fixed_size_binary", "IMG_0012", "IMG", "latent_BCTHW"}
+FOREIGN |= {"CUDA_VISIBLE_DEVICES", "COMPOSE_FILE", "GLOO_SOCKET_IFNAME", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"}
+FOREIGN |= {"TMPDIR", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+#: Options of torchrun and accelerate launch, as far as the pattern below takes them.
+LAUNCHERS = {"machine", "main", "multi", "nnodes", "num", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
+LAUNCHERS |= {"master-addr", "master-port", "node-rank", "shm-size"}
+LAUNCHERS |= {"entrypoint", "userns"}  # of docker and podman, as is the one before
 #: What completes a part of a configuration.
 MODEL = {"family": "kandinsky5-video"}
 DATASET = {"id": "clips", "dataset_type": "video", "instance_data_dir": "clips"}
@@ -83,3 +96,67 @@ def test_links_lead_somewhere(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+def quoted(document: Path) -> list[str]:
+    """What stands in backticks, in a line or in a block."""
+    text = document.read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_exist(document: Path) -> None:
+    named = {name for text in quoted(document) for name in re.findall(r"[\w./-]+\.py\b|[\w./-]+/(?=\s|$)", text)}
+    ours = {name for name in named if name.split("/")[0] in FOLDERS and "example" not in name}
+    assert [name for name in sorted(ours) if not (ROOT / name).exists()] == []
+
+
+@cache
+def sources() -> str:
+    """Everything that can define a name or an option: code, templates, settings."""
+    kinds = (".py", ".toml", ".yaml", ".html", ".json")
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    paths += [ROOT / name for name in SETTINGS]
+    return "\n".join([*(path.read_text(errors="replace") for path in paths), *(path.stem for path in paths)])
+
+
+@cache
+def words() -> frozenset[str]:
+    return frozenset(re.findall(r"[A-Za-z_]\w*", sources()))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_names_exist(document: Path) -> None:
+    """Identifiers that no prose has: with an underscore, a capital inside, or arguments."""
+    found = set()
+    for text in quoted(document):
+        name = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", text)
+        if name and (re.search(r"_|[a-z][A-Z]|[A-Z]{3}", name[1]) or name[2]):
+            found |= {part for part in name[1].split(".") if "example" not in part and "Example" not in part}
+    assert sorted(found - words() - FOREIGN) == []
+
+
+@pytest.mark.parametrize("document", [it for it in DOCUMENTS if it.name != "programs.md"], ids=lambda path: path.name)
+def test_options_exist(document: Path) -> None:
+    given = {option for text in quoted(document) for option in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", text)}
+    assert [it for it in given - LAUNCHERS if it.replace("-", "_") not in words() and f"--{it}" not in sources()] == []
+
+
+DATASETS = (ROOT / "docs" / "datasets.md").read_text()
+
+
+@pytest.mark.parametrize("section", [Dataset, Video, TagShuffle])
+def test_every_option_and_choice_of_a_dataset_is_in_a_table(section: type[Section]) -> None:
+    assert [name for name in section_fields(section) if name != "video" and f"| `{name}` |" not in DATASETS] == []
+    for name, field in section.model_json_schema()["properties"].items():
+        choices = field.get("enum") or [value for part in field.get("anyOf", ()) for value in part.get("enum", ())]
+        assert [value for value in choices if not re.search(rf"(?<![\w-]){value}(?![\w-])", DATASETS)] == [], name
+
+
+def test_the_published_sizes_are_those_of_the_catalog() -> None:
+    rules = (ROOT / "docs" / "datasets-reference.md").read_text()
+    paragraph = rules[rules.index("**buckets: family**") :].split("\n\n", 1)[0]
+    named = {tuple(map(int, size)) for size in re.findall(r"(\d+)x(\d+)", paragraph)}
+    published = {size for family in FAMILIES.values() for flavour in family.flavours.values() for size in flavour.sizes}
+    assert named == published

@@ -13,8 +13,7 @@ from typing import Any, get_args
 import pytest
 
 from cache.sets.trainset import SetNotFound
-from schemas.config.error_messages import is_section, section_fields
-from schemas.config.loading import ConfigError
+from schemas.config.loading import ConfigError, is_section, section_fields
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from schemas.errors import LatentpressError

@@ -1,7 +1,4 @@
-"""What the programs of each kind of machine import: all of it comes with the kind's extra, and nothing of another's.
-
-One process for each; those that load models are forks of one that has what they all import, for that takes seconds.
-"""
+"""What the programs of each kind of machine import: all of it comes with the kind's extra, and nothing of another's."""
 
 import json
 import subprocess
@@ -56,9 +53,10 @@ def run_code(code: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def loaded(code: str) -> set[str]:
+def loaded(code: str, *arguments: object) -> set[str]:
     """The modules that a new process has after `code`."""
-    return set(json.loads(run_code(f"{code}\nimport json, sys\nprint(json.dumps([*sys.modules]))")[-1]))
+    printed = run_code(f"{code}\nimport json, sys\nprint(json.dumps([*sys.modules]))", *map(str, arguments))
+    return set(json.loads(printed[-1]))
 
 
 def within(modules: set[str], *packages: str) -> set[str]:
@@ -108,19 +106,6 @@ def test_what_reads_media_has_what_it_imports() -> None:
     )
 
 
-FORKS = """
-import json, os, sys
-import accelerate, torch._dynamo, transformers.modeling_utils
-for shared, code, *arguments in json.loads(sys.argv[1]):
-    exec(shared)  # of this fork and all later ones
-    if os.fork() == 0:
-        sys.argv[1:] = arguments
-        exec(code)
-        print(json.dumps([*sys.modules]), flush=True)
-        os._exit(0)
-    if os.wait()[1]:
-        sys.exit("failed: " + code)
-"""
 TEXT_AND_VISION = """
 import stages.encode_text, stages.encoding.text.worker, stages.encoding.text.kandinsky5, stages.encoding.text.gemma
 import stages.encode_vision, stages.encoding.vision.worker
@@ -136,7 +121,7 @@ from pathlib import Path
 import trainer
 for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
     importlib.import_module(module.name)
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from trainer.setup.attach import make_trainable
 from trainer.setup.export import save_lora
 from trainer.families.kandinsky5 import Kandinsky5
@@ -162,11 +147,10 @@ for path in map(Path, sys.argv[1:]):
 
 
 @pytest.fixture(scope="module")
-def aligned(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, is_long: bool) -> list[Project]:
-    """Clips, in the long form pictures too, from their files to a training set with vision features, to be trained with
-    CREPA."""
+def aligned(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Project]:
+    """Clips, and pictures, from their files to a training set with vision features, to be trained with CREPA."""
     homes = []
-    for kind in ("kandinsky5-video-t2v", "sana")[: 1 + is_long]:
+    for kind in ("kandinsky5-video-t2v", "sana"):
         dataset: dict[str, Any] = {"id": "made", "instance_data_dir": "media", "resolution": 64, "allow_upscale": True}
         if kind != "sana":
             dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}
@@ -187,36 +171,18 @@ def aligned(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
     return homes
 
 
-@pytest.fixture(scope="module")
-def loaded_by(
-    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, aligned: list[Project]
-) -> dict[str, set[str]]:
-    """code -> the modules of a process after it."""
-    folders = str(tiny("kandinsky5-image-t2i")), str(tiny("sana")), str(tmp_path_factory.mktemp("adapters"))
-    projects = [str(home.folder / "pipeline.yaml") for home in aligned]
-    forks = [
-        ["", TEXT_AND_VISION],
-        ["import diffusers.models.modeling_utils", LATENTS],
-        ["import peft, trainer.train", TRAINER, *folders],
-        ["", ALIGNED, *projects],
-    ]
-    printed = run_code(FORKS, json.dumps(forks))
-    found = [set(json.loads(line)) for line in printed if line.startswith("[")]
-    return dict(zip((TEXT_AND_VISION, LATENTS, TRAINER, ALIGNED), found, strict=True))
-
-
 @pytest.mark.long
-def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transformer(loaded_by) -> None:
-    modules = loaded_by[TEXT_AND_VISION]
+def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transformer() -> None:
+    modules = loaded(TEXT_AND_VISION)
     assert "transformers.models.qwen2_5_vl" in modules
     assert within(modules, "diffusers") == set()
     assert missing("encode", modules) == set()
 
 
 @pytest.mark.long
-def test_the_latents_program_loads_no_text_encoder_and_no_pipeline(loaded_by) -> None:
+def test_the_latents_program_loads_no_text_encoder_and_no_pipeline() -> None:
     """Importing an autoencoder imports transformers, but none of its models, and no diffusers pipeline."""
-    modules = loaded_by[LATENTS]
+    modules = loaded(LATENTS)
     assert "diffusers.models.autoencoders.autoencoder_dc" in modules
     encoders = (f"transformers.models.{name}" for name in ENCODERS)
     assert within(modules, "diffusers.pipelines", *encoders) == set()
@@ -227,12 +193,14 @@ def test_the_latents_program_loads_no_text_encoder_and_no_pipeline(loaded_by) ->
 ALLOWED = {"auto", "encoder_decoder", "bloom"}
 
 
-def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(loaded_by) -> None:
+def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
     """On import of all of its modules, and when a model is loaded, adapted and saved.
 
     PIL is not looked for: diffusers' own utilities import it for every model class.
     """
-    modules = loaded_by[TRAINER]
+    modules = loaded(TRAINER, tiny("kandinsky5-image-t2i"), tiny("sana"), tmp_path)
     assert {"trainer.train", "trainer.families.sana", "peft"} <= modules
     models = within(modules, "transformers.models") - {"transformers.models"}
     assert {name.split(".")[2] for name in models} - ALLOWED == set()
@@ -242,8 +210,9 @@ def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(loaded_by
     assert missing("train", modules) == set()
 
 
-def test_a_run_with_crepa_loads_no_vision_model_and_no_autoencoder(loaded_by, aligned: list[Project]) -> None:
-    modules = loaded_by[ALIGNED]
+@pytest.mark.long
+def test_a_run_with_crepa_loads_no_vision_model_and_no_autoencoder(aligned: list[Project]) -> None:
+    modules = loaded(ALIGNED, *(home.folder / "pipeline.yaml" for home in aligned))
     assert {"trainer.methods.crepa", "diffusers.models.transformers.transformer_kandinsky"} <= modules
     models = within(modules, "transformers.models") - {"transformers.models"}
     assert {name.split(".")[2] for name in models} - ALLOWED == set()
@@ -258,8 +227,8 @@ def test_a_run_with_crepa_loads_no_vision_model_and_no_autoencoder(loaded_by, al
 
 def test_the_trainer_has_no_pandas_unless_it_asks_for_it() -> None:
     """pyarrow would import it at its first conversion."""
-    converts = "import numpy as np, pyarrow as pa\nnp.asarray(pa.chunked_array([[1, 2]]))"
-    left_out = f"from schemas.import_time import leave_out_pandas\nleave_out_pandas()\n{converts}"
-    assert within(loaded(converts), "pandas") and not within(loaded(left_out), "pandas")
-    (length,) = run_code(f"{left_out}\nimport pandas\nprint(len(pandas.DataFrame({{'a': [1, 2]}})))")
-    assert length == "2"
+    code = "from schemas.cli.starting import leave_out_pandas\nleave_out_pandas()"
+    code += "\nimport numpy as np, pyarrow as pa, sys\nnp.asarray(pa.chunked_array([[1, 2]]))"
+    code += "\nprint('pandas' in sys.modules)"
+    code += "\nimport pandas\nprint(len(pandas.DataFrame({'a': [1, 2]})))"
+    assert run_code(code) == ["False", "2"]

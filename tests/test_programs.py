@@ -8,18 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
-from schemas.cli.command_lines import check_words
+from schemas.cli.command_lines import TABLE, check_words
 from schemas.cli.console import Console, Report
 from stages import cli
 from stages.cli import PROGRAMS, TRAINER_PROGRAMS, program_module
-from tests.forms import in_turn, long
+from tests.forms import long
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "av", "decord", "datasets")
@@ -31,30 +31,15 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
     )
 
 
-# A child for each program, from a process that has what is under them all: libraries and the configuration.
-HELP = """
-import atexit, json, os, runpy, sys
-import fsspec, ftfy, huggingface_hub, pyarrow.compute, pydantic, typer
-import schemas.cli.console, schemas.config.loading, stages.encoding.stage
-heavy, programs = json.loads(sys.argv[1])
-for program, module in programs.items():
-    if os.fork() == 0:
-        os.dup2(os.open(program, os.O_WRONLY | os.O_CREAT), 1)
-        atexit.register(lambda: print([name for name in heavy if name in sys.modules]))
-        sys.argv = [program, "--help"]
-        runpy.run_module(module, run_name="__main__")
-    print(program, os.wait()[1], flush=True)
-"""
-
-
 @pytest.mark.slow
-def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
-    done = python("-c", HELP, json.dumps([HEAVY, {name: program_module(name) for name in PROGRAMS}]), cwd=tmp_path)
-    assert done.stdout.splitlines() == [f"{name} 0" for name in PROGRAMS], done.stderr
-    for program in PROGRAMS:
-        text = (tmp_path / program).read_text()
-        assert all(word in text for word in ("--config", "--json", "--dry-run", "Exit codes")), program
-        assert text.splitlines()[-1] == "[]", f"{program} --help imports something heavy"
+def test_programs_import_nothing_heavy_and_have_the_shared_options() -> None:
+    modules = [f"{name}.__main__" if name == "trainer" else name for name in map(program_module, PROGRAMS)]
+    code = f"import sys, {', '.join(modules)}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = python("-c", code)
+    assert done.stdout == "[]\n", done.stderr
+    for program, (about, words) in json.loads(TABLE.read_text()).items():
+        options = {name for names, *_ in words for name in names}
+        assert options >= {"--config", "--json", "--dry-run"} and "Exit codes" in about, program
 
 
 ANSWERS = """
@@ -82,12 +67,12 @@ for program in programs:
 def test_help_and_an_unknown_option_are_answered_before_a_program_is_imported(tmp_path: Path) -> None:
     answers = [(0, ["--help"]), (2, ["--no-such-option"])]
     with (tmp_path / "modules").open("w") as said:
-        command = [sys.executable, "-c", ANSWERS, json.dumps([[*PROGRAMS], answers]), str(said.fileno())]
+        command = [sys.executable, "-c", ANSWERS, json.dumps([["run", "train"], answers]), str(said.fileno())]
         environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
         done = subprocess.run(command, pass_fds=[said.fileno()], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "modules").read_text().splitlines()
-    expected = [f"{program} {words} 7 []" for program in PROGRAMS for _, words in answers]
+    expected = [f"{program} {words} 6 []" for program in ("run", "train") for _, words in answers]
     assert lines == expected, "modules of ours, and libraries that take long"
 
 
@@ -202,28 +187,23 @@ def test_an_unknown_program_is_answered_with_the_list() -> None:
 
 
 STARTED = {
-    "latentpress status": (["-c", "from stages.cli import main; main()", "status"], "status"),
-    "python -m stages.encode_text": (["-m", "stages.encode_text"], "encode-text"),
-    "python -m trainer": (["-m", "trainer"], "train"),
+    "latentpress status": (["-c", "from stages.cli import main; main()", "status"], "status", "-e ."),
+    "python -m stages.encode_text": (["-m", "stages.encode_text"], "encode-text", "-e '.[encode]'"),
+    "python -m trainer": (["-m", "trainer"], "train", "-e '.[train]'"),
 }
 
 
-@pytest.mark.parametrize(("started", "lacks"), in_turn(STARTED, ["numpy", "nothing that latentpress itself needs"]))
-def test_libraries_that_are_not_installed_are_named(tmp_path: Path, started: str, lacks: str) -> None:
-    """All but `lacks` are there, as far as metadata say; none can be imported."""
-    for found in metadata.distributions():
-        if found.name != lacks:
-            (tmp_path / f"{found.name}-1.dist-info").mkdir(exist_ok=True)
-            (tmp_path / f"{found.name}-1.dist-info/METADATA").write_text(found.read_text("METADATA") or "")
-    arguments, program = STARTED[started]
-    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PATH": ""}
+@pytest.mark.parametrize("started", STARTED)
+def test_a_library_that_is_not_installed_is_named(tmp_path: Path, started: str) -> None:
+    arguments, program, installed = STARTED[started]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
     command = [sys.executable, "-S", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 3 and "Traceback" not in done.stderr
-    said = re.match("error: (latentpress needs libraries that are not installed: .*)\n", done.stderr)
-    assert said and ("numpy" in said[1]) == (lacks == "numpy")
+    said = re.match(rf"error: ({program} needs the library '.*', which is not installed)\n", done.stderr)
     report = json.loads(done.stdout)
-    assert report["error"]["message"] == said[1] and (report["program"], report["exit_code"]) == (program, 3)
+    assert said and report["error"]["message"] == said[1] and (report["program"], report["exit_code"]) == (program, 3)
+    assert report["error"]["next_step"] == f"Install what this program needs: pip install {installed}"
 
 
 def test_a_configuration_without_its_option_is_answered_with_the_command() -> None:

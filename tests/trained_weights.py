@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from schemas.catalog import FAMILIES
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from trainer.families.base import module_of
 from trainer.setup import adapters, export
 from trainer.setup.attach import make_trainable

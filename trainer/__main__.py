@@ -23,9 +23,9 @@ from cache.store.damage import DamageError, rebuild_advice
 from schemas.activities import activity, show_activities
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.starting import garbage_collection_paused, leave_out_pandas
 from schemas.config.pipeline import Config
 from schemas.config.training import Train, find_optimizer
-from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.interruption import MaxTimeOption
 from trainer.dry_run import CardOption, report_card, report_dry_run
 from trainer.run.interruption import StopRequest, StopTraining, describe_progress

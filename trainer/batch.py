@@ -8,7 +8,7 @@ import torch
 
 from cache.shards import tensor_checks
 from schemas.devices import to_device
-from schemas.references import REFERENCE_PARTS
+from schemas.family import REFERENCE_PARTS
 
 #: Tensors that tell the host which samples it treats otherwise.
 ON_HOST = frozenset({"regularization"})

@@ -6,9 +6,9 @@ from cache.runs.training_checks import check_before_stages, require_trackers
 from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.devices import find_device
-from schemas.import_time import garbage_collection_paused
 from trainer.run.resume import check_signature
 from trainer.run.run_state import check_run, config_signature, find_checkpoint
 

@@ -9,9 +9,9 @@ from cache.order.schedule import BatchSchedule
 from cache.runs.training_checks import RunError, read_shape
 from schemas.activities import activity
 from schemas.cli.console import Console, Options, Report
+from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.devices import DeviceNotFound, find_device
-from schemas.import_time import garbage_collection_paused
 from trainer.run.resume import CheckpointState
 
 CardOption = Annotated[

@@ -16,8 +16,8 @@ from cache.store.files import StoreError, find_shortage, remove_abandoned_folder
 from cache.store.json_checks import printable
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
-from schemas.config.adapter import FILE_NAMES, FileFormat
 from schemas.config.pipeline import Config
+from schemas.config.training import FILE_NAMES, FileFormat
 from schemas.errors import LatentpressError
 from trainer.adapters.header import (
     AdapterError,

@@ -21,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from schemas.config.methods import Loss, Timesteps
-from schemas.identity import derive_seed
-from schemas.randomness import permute
+from schemas.identity import derive_seed, permute
 
 SMALLEST_SIGMA = 1e-3  # of diffusers' 1000 timesteps, where sigma_sqrt is largest
 BELL_END = math.exp(-0.5)  # exp(-2 (sigma - 1/2)^2) at sigma 0 and 1

@@ -17,8 +17,8 @@ from cache.runs.validations import best_checkpoint
 from cache.sets.trainset import TrainSet
 from schemas.activities import activity
 from schemas.cli.console import Console
-from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
+from schemas.config.training import AdapterFormat
 from schemas.devices import to_device
 from schemas.identity import derive_seed
 from schemas.text_format import shown_path

@@ -23,10 +23,9 @@ from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.config.validation import SizedPrompt, Validation, ValidationSample
 from schemas.devices import has_float64, to_device
-from schemas.family import Task
+from schemas.family import REFERENCE_PARTS, Task
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
-from schemas.references import REFERENCE_PARTS
 from trainer import flow
 from trainer.adapters.files import write_tensors
 from trainer.attention import validation_backend

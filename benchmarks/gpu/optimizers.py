@@ -11,8 +11,7 @@ from benchmarks.gpu import sana, video_lite
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import GIB, Model, describe, forget_models
 from schemas.catalog import FAMILIES
-from schemas.config.adapter import Adapter
-from schemas.config.training import OPTIMIZERS, Optimizer
+from schemas.config.training import OPTIMIZERS, Adapter, Optimizer
 from schemas.errors import LatentpressError
 from trainer.families.base import module_of
 from trainer.setup.attach import make_trainable

@@ -42,8 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.geometry import Bucket
-from schemas.identity import derive_seed
-from schemas.randomness import permute
+from schemas.identity import derive_seed, permute
 
 Ints = NDArray[np.int64]
 

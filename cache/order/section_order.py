@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from cache.order.schedule import EpochDraws, Ints, MakeOrder
 from cache.order.set_columns import IntColumn
-from schemas.identity import derive_seed
-from schemas.randomness import mix_bits, permute_groups
+from schemas.identity import derive_seed, mix_bits, permute_groups
 
 NEIGHBORS = 8  # shards of one bucket that stay together, other ones in each epoch; at most a quarter of a section
 _KEPT_EPOCHS = 2  # planned: a step may end one and begin the next

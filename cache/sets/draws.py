@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from cache.order.schedule import Ints
 from cache.order.set_columns import IntColumn, ListColumn
-from schemas.identity import derive_seed
-from schemas.randomness import mix_bits, to_unit_interval
+from schemas.identity import derive_seed, mix_bits, to_unit_interval
 
 NO_TEXT = -1  # in place of a text's number: a null prompt that the set does not have
 

@@ -31,8 +31,8 @@ from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from schemas.config.training import Train
 from schemas.errors import INCOMPLETE, USAGE, LatentpressError
+from schemas.family import REFERENCE_PARTS
 from schemas.geometry import Bucket
-from schemas.references import REFERENCE_PARTS
 from schemas.tables import further_kinds, reference_parts
 
 COMPARED_ROWS = 1 << 17  # of the ids, at a time

@@ -7,8 +7,8 @@ from cache.shards.shard import ShardRow
 from cache.shards.tensors import INFINITY_BITS, Array
 from cache.store.layout import ENCODE_PROGRAMS
 from schemas.catalog import FAMILIES
+from schemas.family import REFERENCE_PARTS
 from schemas.geometry import Bucket
-from schemas.references import REFERENCE_PARTS
 
 #: dtypes of `embeds` that have a scale for each token, in SCALE: a number is stored number x scale of its token.
 SCALED_DTYPES = ("float8_e4m3fn", "int8")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from schemas.references import SOURCE_ROLES
+from schemas.family import SOURCE_ROLES
 
 MAX_NAME_CHARS = 200  # characters of an id or another name
 MAX_DESCRIPTION_BYTES = 1 << 28  # of what is read at once; the description of a million rows has 200 MiB

@@ -13,12 +13,17 @@ Log and progress go to standard error, the report to standard output (with --jso
 the report alone.
 """
 
+import errno
 import inspect
 import json
+import os
+import resource
 import sys
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -29,8 +34,6 @@ from typing import Annotated, Any, TextIO, cast, get_args
 import typer
 
 from schemas.activities import STILL_S, Progress, show_activities
-from schemas.cli.kept_log import KeptLog, LastingStream
-from schemas.cli.limits import limits_explained
 from schemas.cli.options import (
     NOT_PARTITIONED,
     ConfigOption,
@@ -46,10 +49,9 @@ from schemas.cli.options import (
 from schemas.cli.process_record import NoteWriter, end_records, noted
 from schemas.cli.progress import PROGRESS_INTERVAL_S, Display
 from schemas.cli.report import Report, fold_message, report_width
-from schemas.cli.starting import EXTRAS, OUR_PACKAGES, hide_line, install_command, print_for_reader, show_starting
+from schemas.cli.starting import hide_line, print_for_reader, show_starting, silence_libraries
 from schemas.errors import DAMAGE, EXIT_CODES, INCOMPLETE, OK, RERUN_HINT, USAGE, Interrupted, LatentpressError
-from schemas.import_time import silence_libraries
-from schemas.interruption import Speaker, StopHandler, end_with_parent, speak_by
+from schemas.interruption import Speaker, StopHandler, end_with_parent, hangup_ignored, speak_by
 from schemas.text_format import escape_lines, to_json_values
 
 # Everything that a program needs, in one import.
@@ -67,8 +69,73 @@ __all__ = [
     "make_app",
 ]
 
-#: Common options of which a program that computes nothing has no use: `unused` of make_app.
+#: Shared options that a program without computation ignores: `unused` of make_app.
 NOT_DIVIDED = ("shard", "device", "workers")
+OPEN_FILES = 4096  # that a process should be allowed to open: a stage reads many shards at once
+LOGS = "logs"  # folder of a run
+LOG_VARIABLE = "LATENTPRESS_LOG"  # the file that a program adds to, which another one started
+EARLIER_MESSAGES = 1000  # of a program that are kept until it is known where
+
+
+class KeptLog:
+    """The log of `run` or `train` in <output>/<run>/logs/, since a terminal or a connection may be closed: each line
+    with the time and the program's name. The programs that `run` starts add to its log. What can't be written is lost,
+    and stops nothing.
+
+    path: None as long as it is not known; what was added before is written then.
+    """
+
+    def __init__(self, program: str) -> None:
+        self._program, self._earlier = program, deque[str](maxlen=EARLIER_MESSAGES)
+        self.path: Path | None = Path(os.environ[LOG_VARIABLE]) if LOG_VARIABLE in os.environ else None
+
+    def add(self, text: str) -> None:
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._program}: "
+        lines = "".join(f"{head}{line}\n" for line in text.split("\n"))
+        if self.path is None:
+            self._earlier.append(lines)
+            return
+        with suppress(OSError):
+            self._write(self.path, lines)
+
+    def open(self, folder: Path) -> None:
+        """Write to a file in this folder from now on. OSError if it can't be written."""
+        path = folder.absolute() / f"{self._program}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._write(path, "".join(self._earlier))
+        self.path = path
+
+    def _write(self, path: Path, text: str) -> None:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+
+
+class LastingStream:
+    """A stream whose other end may be closed, as with a closed connection: what is written after that is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Drop what libraries write to the same file, too."""
+        with suppress(OSError), open(os.devnull, "wb") as sink:
+            os.dup2(sink.fileno(), self._stream.fileno())
 
 
 class Console:
@@ -108,11 +175,30 @@ class Console:
             if kept is not None:
                 self._displays.append(Display(kept.add, clock, STILL_S))
 
-    def keep_log(self, run_folder: Path | None) -> AbstractContextManager[None]:
-        """See `KeptLog.begin`. None: nothing changes."""
-        if run_folder is None or self._kept is None:
-            return nullcontext()
-        return self._kept.begin(run_folder, self.warn)
+    @contextmanager
+    def keep_log(self, run_folder: Path | None) -> Iterator[None]:
+        """Keep what is printed in the run's folder, too, from now on, unless the program that started this one keeps
+        it. In the body the end of the terminal or connection ends nothing. run_folder: None changes nothing."""
+        kept = self._kept
+        if run_folder is None or kept is None:
+            yield
+            return
+        if is_first := kept.path is None:
+            try:
+                kept.open(run_folder / LOGS)
+                os.environ[LOG_VARIABLE] = str(kept.path)
+            except OSError as error:
+                self.warn(f"no log is kept: {error}")
+        try:
+            with hangup_ignored():
+                yield
+        except Exception as error:
+            if not isinstance(error, LatentpressError):  # that is printed in words
+                kept.add(traceback.format_exc().rstrip())
+            raise
+        finally:
+            if is_first:
+                os.environ.pop(LOG_VARIABLE, None)
 
     def log(self, message: str) -> None:
         self._print(message)
@@ -261,9 +347,8 @@ def make_app(
     ) -> None:
         hide_line()  # by which another program showed that this one starts
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
-        extra = EXTRAS.get(name, "")
         with StopHandler().stop_on_signals():
-            raise typer.Exit(run_program(name, run, options, own_options, extra=extra, needs_config=needs_config))
+            raise typer.Exit(run_program(name, run, options, own_options, needs_config=needs_config))
 
     common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for number, parameter in enumerate(common):
@@ -289,14 +374,30 @@ def run_program(
     options: Options,
     own_options: Mapping[str, Any] | None = None,
     *,
-    extra: str = "",
     needs_config: bool = True,
 ) -> int:
     """Load the configuration, run, print the report or the error; returns the exit code."""
     silence_libraries()
+    _raise_open_files()
     with noted(name) as note:
+        console = Console(json=options.json, complete=options.add_given_options, note=note, kept=KeptLog(name))
+        show_activities(console)
+        speak_by(Speaker(console.log, partial(_end_at_once, name, console)))
+        if options.partition.source:
+            console.log(f"--shard {options.partition}, by {options.partition.source}")
         try:
-            code = _run_program(name, run, options, own_options or {}, extra, note, needs_config)
+            code = console.print_report(_make_report(name, run, options, own_options or {}, console, needs_config))
+        except LatentpressError as error:
+            error.next_step = options.add_given_options(error.next_step)
+            code = console.print_error(name, error)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            step = f"raise the limit where you start it (ulimit -n), above {limit}"
+            code = console.print_error(name, LatentpressError(f"{name} may open {limit} files: too few", step))
+        except KeyboardInterrupt:
+            code = console.print_error(name, Interrupted(f"{name} was interrupted", RERUN_HINT))
         finally:
             show_activities(None)
             speak_by(None)
@@ -305,46 +406,29 @@ def run_program(
     return code
 
 
-def _run_program(
-    name: str,
-    run: RunFunction,
-    options: Options,
-    own_options: Mapping[str, Any],
-    extra: str,
-    note: NoteWriter | None,
-    needs_config: bool,
-) -> int:
+def _make_report(
+    name: str, run: RunFunction, options: Options, own_options: Mapping[str, Any], console: Console, needs_config: bool
+) -> Report:
     from schemas.config.loading import load_config
 
-    console = Console(json=options.json, complete=options.add_given_options, note=note, kept=KeptLog(name))
-    show_activities(console)
-    speak_by(Speaker(console.log, partial(_end_at_once, name, console)))
-    if options.partition.source:
-        console.log(f"--shard {options.partition}, by {options.partition.source}")
+    end_with_parent()
+    show_starting(name)
     try:
-        end_with_parent()
-        show_starting(name)
-        try:
-            config = load_config(options.config, options.overrides) if needs_config else None
-        finally:
-            hide_line()
-        with limits_explained(name, options.dry_run):
-            report = run(config, options, console, **own_options)
-        complete = options.add_given_options
-        steps = [complete(step) for step in report.next_steps]
-        details = {key: complete(value) if isinstance(value, str) else value for key, value in report.details.items()}
-        return console.print_report(replace(report, dry_run=options.dry_run, next_steps=steps, details=details))
-    except LatentpressError as error:
-        error.next_step = options.add_given_options(error.next_step)
-        return console.print_error(name, error)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if not extra or missing in OUR_PACKAGES:
-            raise
-        step = f"Install what this program needs: {install_command(extra)}"
-        return console.print_error(name, LatentpressError(f"{name} needs the library {missing!r}: not found", step))
-    except KeyboardInterrupt:
-        return console.print_error(name, Interrupted(f"{name} was interrupted", RERUN_HINT))
+        config = load_config(options.config, options.overrides) if needs_config else None
+    finally:
+        hide_line()
+    report, complete = run(config, options, console, **own_options), options.add_given_options
+    steps = [complete(step) for step in report.next_steps]
+    details = {key: complete(value) if isinstance(value, str) else value for key, value in report.details.items()}
+    return replace(report, dry_run=options.dry_run, next_steps=steps, details=details)
+
+
+def _raise_open_files() -> None:
+    """Raise this process' limit of open files to OPEN_FILES, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _end_at_once(name: str, console: Console, error: LatentpressError) -> None:

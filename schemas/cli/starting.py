@@ -1,12 +1,16 @@
 """The start and the end of a program, by a person or by another program.
 
 On a terminal, what is shown while its modules are imported, which from a cold disk takes seconds, and while its process
-ends; what it prints for a pipe; and the libraries that are not installed, named in place of a traceback.
+ends; what it prints for a pipe; a library that is not installed, named in place of a traceback; and how large libraries
+are imported in less time and memory, without messages that no user can act on.
 """
 
+import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -89,21 +93,22 @@ def explain_missing_libraries() -> None:
 def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Instead of `sys.excepthook`: end the process. What is imported here may not be imported at the top, where the
     working directory may still have a module of that name (`remove_working_directory`)."""
-    missing, extra = find_missing(error) if isinstance(error, ModuleNotFoundError) else ([], "")
-    if not missing:
+    from importlib.util import find_spec
+
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing in ("", *OUR_PACKAGES) or find_spec(missing):
         return sys.__excepthook__(kind, error, trace)
     import json
 
-    from schemas.cli.starting import hide_line
     from schemas.errors import LatentpressError
 
-    step = f"Install {'what this program needs' if extra else 'latentpress with its dependencies'}: "
-    step, who = step + install_command(extra), _program() if extra else "latentpress"
-    shown = LatentpressError(f"{who} needs libraries that are not installed: {', '.join(missing)}", step)
+    program = _program()
+    step = f"Install what this program needs: {install_command(EXTRAS.get(program, ''))}"
+    shown = LatentpressError(f"{program} needs the library {missing!r}, which is not installed", step)
     hide_line()
     print(f"error: {shown}", file=sys.stderr)
     if "--json" in sys.argv:
-        document = {"program": _program(), "error": shown.to_dict(), "exit_code": shown.exit_code}
+        document = {"program": program, "error": shown.to_dict(), "exit_code": shown.exit_code}
         print(json.dumps(document, indent=2))
     sys.exit(shown.exit_code)
 
@@ -118,39 +123,72 @@ def install_command(extra: str = "") -> str:
     return f"pip install -e '.[{extra}]'" if clone else f"pip install 'latentpress[{extra}]'"
 
 
-def find_missing(error: ModuleNotFoundError) -> tuple[list[str], str]:
-    """The distributions that are not installed, by the metadata of latentpress, and the extra that brings them: those
-    of latentpress itself (""), or else of the program's extra. Else the package that was not found, which one of those
-    needs; nothing for a module of our own, or of a package that is there."""
-    import re
-    from importlib.metadata import PackageNotFoundError, requires, version
-    from importlib.util import find_spec
-
-    def is_missing(name: str) -> bool:
-        try:
-            return not version(name)
-        except PackageNotFoundError:
-            return True
-
-    try:
-        needed = requires("latentpress") or []
-    except PackageNotFoundError:  # sources on PYTHONPATH
-        needed = []
-    extra = EXTRAS.get(_program(), "")
-    for kind, lines in (
-        ("", [line for line in needed if "extra ==" not in line]),
-        (extra, [line for line in needed if f'extra == "{extra}"' in line]),
-    ):
-        names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines]
-        if missing := [name for name in names if is_missing(name)]:
-            return missing, kind
-    module = (error.name or "").partition(".")[0]
-    return [] if module in ("", *OUR_PACKAGES) or find_spec(module) else [module], ""
-
-
 def _program() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # None for the command `latentpress`
     if spec is None or spec.name == "latentpress.__main__":
         return sys.argv[1]
     name = spec.name.removesuffix(".__main__").rpartition(".")[2].rstrip("_").replace("_", "-")
     return "train" if name == "trainer" else name
+
+
+MANY_OBJECTS = 100_000  # torch alone creates more, a program that has imported it before fewer
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """For imports of torch, transformers and diffusers. They create millions of objects that stay, and the collector
+    would examine them again and again: a sixth of the import's time. Here it does so once at most, at the end."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc.get_count()[0] > MANY_OBJECTS:
+            gc.collect()
+        gc.enable()
+
+
+class _NoPandas:
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("left out by schemas.cli.starting", name=name)
+
+
+def leave_out_pandas() -> None:
+    """Let pyarrow find no pandas in this process. Where pandas is installed, pyarrow imports it at its first conversion
+    and then has no use for it: 50 MiB and a quarter of a second. It looks for pandas once. For programs that have no
+    use for pandas either; they can still import it."""
+    sys.meta_path.insert(0, _NoPandas)  # type: ignore[arg-type]
+    try:
+        import pyarrow as pa
+
+        pa.scalar(0)
+    finally:
+        sys.meta_path.remove(_NoPandas)  # type: ignore[arg-type]
+
+
+#: Logger -> beginning of a message, empty for all. On CPUs with AVX512-BF16 bitsandbytes then computes with its own
+#: library; torchao's are of compiled kernels and tensor classes that nothing here uses.
+NOISE = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "<enum ",
+    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
+}
+#: torch says that float32 norms of bfloat16 weights have no fused kernel; bitsandbytes that nothing is paged on a CPU,
+#: as docs/optimizers.md does.
+IGNORED_WARNINGS = ("Mismatch dtype between input and weight", "Paged optimizers are not supported on CPU")
+
+
+@lru_cache(None)
+def silence_libraries() -> None:
+    """Hide log records and warnings of libraries that ask for nothing. Only the first call has an effect."""
+    import logging
+    import warnings
+
+    for name, start in NOISE.items():
+        logging.getLogger(name).addFilter(
+            lambda record, start=start: not record.getMessage().startswith(start)  # type: ignore[misc]
+        )
+    for start in IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", start, UserWarning)

@@ -19,8 +19,7 @@ from schemas.config.section import (
     idle_options,
     listed,
 )
-from schemas.family import Family
-from schemas.references import MOST_REFERENCES, SOURCE_ROLES
+from schemas.family import MOST_REFERENCES, SOURCE_ROLES, Family
 
 SourceName = Literal["folder", "remote", "webdataset", "huggingface", "manifest"]
 CaptionStrategy = Literal[

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from schemas.catalog import FAMILIES
-from schemas.config.error_messages import is_section
+from schemas.config.loading import is_section
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from schemas.config.yaml_reader import YamlError, parse_yaml

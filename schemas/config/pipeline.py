@@ -8,13 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from schemas.catalog import FAMILIES
-from schemas.config.captioning import Caption, Masks
 from schemas.config.datasets import Dataset
-from schemas.config.encoding import Cache, Features, Latents, Model, StageName, Stages, Text, Vision
+from schemas.config.encoding import Cache, Caption, Features, Latents, Masks, Model, StageName, Stages, Text, Vision
 from schemas.config.methods import Regularization
 from schemas.config.section import OneOrSeveral, Problem, Section, idle_options, listed
-from schemas.config.sharing import URL_ADVICE, Hub, Notify
-from schemas.config.training import Train
+from schemas.config.training import URL_ADVICE, Hub, Notify, Train
 from schemas.config.validation import (
     EVAL_SIGMAS,
     MOST_SAMPLES,

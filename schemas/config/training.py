@@ -1,4 +1,5 @@
-"""Sections about training: the optimizer, memory, several processes, and the loop."""
+"""Sections about training: the adapter, the optimizer, memory, several processes, and the loop; what of a run is sent
+to webhooks (notify), and where its result is uploaded (hub). The last two hold no secret."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,12 +7,20 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from schemas.config.adapter import Adapter
 from schemas.config.methods import Loss, Methods, Timesteps
 from schemas.config.section import (
+    LICENSE,
     MOST_STEPS,
+    REPO,
     AttentionBackend,
     Count,
     Device,
@@ -25,6 +34,84 @@ from schemas.config.section import (
     foreign_options,
     idle_options,
 )
+
+AdapterFormat = Literal["diffusers", "comfyui"]
+FileFormat = Literal["diffusers", "comfyui", "lycoris"]  # the last is written beside the others, of a LoKr
+#: Format -> name of the file. A pipeline given a folder prefers the first name to all others.
+FILE_NAMES: dict[FileFormat, str] = {
+    "diffusers": "pytorch_lora_weights.safetensors",
+    "comfyui": "comfyui_lora.safetensors",
+    "lycoris": "lycoris_weights.safetensors",
+}
+Alpha = Annotated[float, Field(gt=0, le=1e6)]
+#: Options of an adapter's type -> the types.
+TYPE_OPTIONS = {
+    **dict.fromkeys(("rank", "alpha", "rank_pattern", "alpha_pattern", "formats"), ("lora", "lokr")),
+    **dict.fromkeys(("dropout", "rslora", "dora", "init_weights"), ("lora",)),
+    **dict.fromkeys(("decompose_factor", "decompose_both"), ("lokr",)),
+}
+
+
+class Adapter(Section):
+    type: Literal["lora", "lokr", "full"] = Field("lora", description="what is trained; full: the model itself")
+    rank: Count = Field(16, description="of the matrices; with init default that of the file")
+    alpha: Alpha | None = Field(None, description="default: rank; with init: that of the file")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of a LoRA's input")
+    targets: tuple[str, ...] | None = Field(
+        None, strict=False, description="regular expressions of full module paths; default: the family's"
+    )
+    rank_pattern: dict[str, Count] = Field({}, description="regular expression -> rank of the modules that it matches")
+    alpha_pattern: dict[str, Alpha] = Field({}, description="the same for alpha; default: each module's rank")
+    rslora: bool = Field(False, description="rank-stabilized: scaled by alpha / sqrt(rank), not alpha / rank")
+    dora: bool = Field(False, description="train the magnitude of each output's weights apart from their direction")
+    init_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
+        "default", description="initial weights of a LoRA, as peft makes them"
+    )
+    decompose_factor: int = Field(-1, ge=-1, le=65_536, description="of LoKr; -1: near the square root of each side")
+    decompose_both: bool = Field(False, description="LoKr: factorize the left matrix too")
+    formats: tuple[AdapterFormat, ...] = Field(
+        ("diffusers",), strict=False, min_length=1, description="files of the result"
+    )
+    init: str | None = Field(
+        None,
+        min_length=1,
+        description="adapter file, or folder of one or of its run, to start from; default: a new one",
+    )
+
+    @field_validator("targets", "rank_pattern", "alpha_pattern")
+    @classmethod
+    def _compile(cls, patterns: Any) -> Any:
+        for pattern in patterns or ():
+            check_pattern(pattern)
+        return patterns
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without a rank that is that of the initial adapter, as the default would be a given rank when read again."""
+        values: dict[str, Any] = handler(self)
+        if self.init is not None and "rank" not in self.model_fields_set:
+            values.pop("rank", None)
+        return values
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.init is not None and self.type == "full":
+            yield ("init",), "training starts from an adapter only with type: lora or lokr; merge it into the model"
+        more = [name for name in ("rank_pattern", "alpha_pattern") if getattr(self, name)]
+        more += ["init_weights"] if self.init_weights != "default" else []
+        if self.init is not None and more:
+            yield ("init",), f"ranks, alphas and weights at the start are those of the file; remove {', '.join(more)}"
+        yield from foreign_options(self, "type", TYPE_OPTIONS)
+        if self.init_weights in ("pissa", "olora") and self.dora:
+            yield (
+                ("init_weights",),
+                f"{self.init_weights} changes the base weights, so its file holds the difference of two LoRAs, which "
+                "DoRA has no place for; use gaussian or orthogonal, or dora: false",
+            )
+        if self.init_weights == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
+            yield ("init_weights",), "orthogonal needs even ranks, in rank and in rank_pattern"
+        if "comfyui" in self.formats and self.dora:
+            yield ("formats",), "comfyui's file has no place for DoRA's magnitudes here; use diffusers alone"
+
 
 BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
 
@@ -358,3 +445,69 @@ class Train(Section):
                 f"with {cause} there is no prediction without the adapter to compare with, as base weights change; set "
                 "it to 0",
             )
+
+
+EventName = Literal["started", "validation", "checkpoint", "finished", "failed"]
+EVENTS: tuple[EventName, ...] = ("started", "validation", "checkpoint", "finished", "failed")
+MOST_PICTURES = 10  # of one message: Discord takes no more files
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
+#: These errors never repeat the value, as it may be the secret.
+URL_ADVICE = (
+    "a webhook's URL is a secret, and this file is copied into every run's folder: put the URL into an environment "
+    "variable (export LATENTPRESS_WEBHOOK=...), and name the variable here: "
+    "notify: {webhooks: [{url_env: LATENTPRESS_WEBHOOK}]}"
+)
+
+
+class Webhook(Section):
+    url_env: str = Field(description="name of the environment variable that holds the URL, in the form of apprise")
+    events: tuple[EventName, ...] = Field(EVENTS, strict=False, description="events that are sent")
+
+    @field_validator("url_env", mode="before")
+    @classmethod
+    def _refuse_url(cls, given: Any) -> Any:
+        if isinstance(given, str) and not _ENVIRONMENT_NAME.fullmatch(given):
+            if ":" in given or "/" in given:
+                raise ValueError(URL_ADVICE)
+            raise ValueError("is no name of an environment variable: valid are letters, digits and '_'")
+        return given
+
+
+class Notify(Section):
+    """Messages about a training run, which `latentpress notify` sends."""
+
+    webhooks: tuple[Webhook, ...] = Field((), strict=False, description="where messages are sent")
+    pictures: int = Field(4, ge=0, le=MOST_PICTURES, description="pictures of a validation in one message, 0 to 10")
+    picture_size: int = Field(512, ge=64, le=2048, description="longest side of a picture, in pixels")
+
+    @field_validator("webhooks", mode="before")
+    @classmethod
+    def _refuse_urls(cls, given: Any) -> Any:
+        if isinstance(given, str) or (isinstance(given, list) and any(isinstance(item, str) for item in given)):
+            raise ValueError(URL_ADVICE)
+        return given
+
+    def _problems(self) -> Iterator[Problem]:
+        names = [hook.url_env for hook in self.webhooks]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                yield ("webhooks", number, "url_env"), f"{name} is the variable of an earlier webhook; use another"
+
+
+class Hub(Section):
+    """The repository of a run's result, for `latentpress push`. The token is HF_TOKEN's or that of `hf auth login`."""
+
+    repo: str | None = Field(
+        None,
+        pattern=REPO,
+        max_length=96,
+        description="user/name; `run` uploads at its end, `latentpress push` at any time",
+    )
+    private: bool = Field(True, description="of a repository that is created; one that is public already is refused")
+    license: str | None = Field(
+        None,
+        pattern=LICENSE,
+        max_length=100,
+        description="of the card, by the hub's identifiers: apache-2.0, cc-by-4.0",
+    )
+    tags: tuple[str, ...] = Field((), strict=False, description="tags of the card, in addition to its own")

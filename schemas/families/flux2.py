@@ -7,10 +7,19 @@ thinking off, with which the encoder compares it. The shift of training is diffu
 
 import math
 
-from schemas.cleaning import VERBATIM
 from schemas.families.z_image import QWEN3_4B
-from schemas.family import ComfyUINames, Condition, Family, Flavour, Normalization, OriginalNames, Task, Template
-from schemas.references import ReferenceSize
+from schemas.family import (
+    VERBATIM,
+    ComfyUINames,
+    Condition,
+    Family,
+    Flavour,
+    Normalization,
+    OriginalNames,
+    ReferenceSize,
+    Task,
+    Template,
+)
 
 _TEMPLATE = Template(
     name="flux2-klein",

@@ -6,8 +6,7 @@ Sources: the model cards of kandinskylab/Kandinsky-5.0-*-Diffusers and the pipel
 
 from dataclasses import replace
 
-from schemas.cleaning import FOLDED
-from schemas.family import Condition, Family, Flavour, ScaleWindow, SparseAttention, Task, Template
+from schemas.family import FOLDED, Condition, Family, Flavour, ScaleWindow, SparseAttention, Task, Template
 
 _T2I = Template(
     name="kandinsky5-t2i",

@@ -7,10 +7,8 @@ the training default of the shift is about what that gives at 1328x1328 pixels, 
 
 from dataclasses import replace
 
-from schemas.cleaning import VERBATIM
 from schemas.families.kandinsky5 import QWEN_7B
-from schemas.family import Condition, Family, Flavour, Normalization, ShiftByTokens, Template
-from schemas.references import ReferenceSize
+from schemas.family import VERBATIM, Condition, Family, Flavour, Normalization, ReferenceSize, ShiftByTokens, Template
 
 _TEMPLATE = Template(
     name="qwen-image",

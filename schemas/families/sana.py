@@ -4,8 +4,7 @@ Sources: the model cards of Efficient-Large-Model/Sana*_diffusers and the pipeli
 (pipelines/sana), with which tests compare the template and its length.
 """
 
-from schemas.cleaning import LOWERCASE
-from schemas.family import Family, Flavour, Template
+from schemas.family import LOWERCASE, Family, Flavour, Template
 
 _TEMPLATE = Template(
     name="sana-complex-human-instruction",

@@ -8,8 +8,7 @@ boundary and guidance scales it has, too. The I2V checkpoints of 2.1 are others:
 
 from dataclasses import replace
 
-from schemas.cleaning import FOLDED
-from schemas.family import ComfyUINames, Condition, Expert, Family, Flavour, Normalization, Template
+from schemas.family import FOLDED, ComfyUINames, Condition, Expert, Family, Flavour, Normalization, Template
 
 _TEMPLATE = Template(name="wan", text="{}", crop=None, max_length=512, cleaner=FOLDED, longest=512)
 

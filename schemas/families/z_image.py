@@ -5,9 +5,8 @@ which tests compare. Its template is the chat template of the checkpoint's token
 it. The shift of training is musubi-tuner's default.
 """
 
-from schemas.cleaning import VERBATIM
 from schemas.families.kandinsky5 import FLUX_VAE
-from schemas.family import Family, Flavour, Normalization, OriginalNames, ShiftByTokens, Template
+from schemas.family import VERBATIM, Family, Flavour, Normalization, OriginalNames, ShiftByTokens, Template
 
 _TEMPLATE = Template(
     name="z-image",

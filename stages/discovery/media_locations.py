@@ -29,7 +29,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.section import listed
 from schemas.errors import LatentpressError
-from schemas.references import SOURCE_ROLES
+from schemas.family import SOURCE_ROLES
 from schemas.tables import MADE, MEDIA_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.discovery.sources.base import (

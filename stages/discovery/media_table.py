@@ -22,9 +22,9 @@ from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
+from schemas.family import MOST_REFERENCES, SOURCE_ROLES
 from schemas.json_records import parse_json
 from schemas.recipe import discovery_settings
-from schemas.references import MOST_REFERENCES, SOURCE_ROLES
 from schemas.tables import (
     EXTRA_PREFIX,
     FACE,

@@ -17,9 +17,9 @@ import numpy as np
 
 from cache.sets.plans import Unit
 from schemas.clips import clip_times
+from schemas.family import ReferenceSize
 from schemas.geometry import Bucket, Crop
 from schemas.interruption import wait_for
-from schemas.references import ReferenceSize
 from schemas.tables import MADE
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError, MediaPath, require_unchanged, unreadable_error

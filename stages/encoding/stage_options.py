@@ -7,7 +7,7 @@ from schemas.activities import activity
 from schemas.cli.console import Console
 from schemas.cli.options import Options
 from schemas.config.encoding import Encoding, EngineName, Stages
-from schemas.config.error_messages import explain_error
+from schemas.config.loading import explain_error
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 

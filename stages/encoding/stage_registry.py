@@ -12,10 +12,10 @@ from cache.store.layout import ENCODE_PROGRAMS, ITEM_PROGRAMS
 from cache.store.store import Store
 from schemas.activities import activity
 from schemas.catalog import VISION_MODELS
+from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from schemas.import_time import garbage_collection_paused
 from schemas.recipe import latents_settings, text_settings, vision_settings
 from stages.encoding.captions.settings import caption_fingerprint_inputs, caption_request
 from stages.encoding.features.settings import (

@@ -24,8 +24,8 @@ from ray.job_config import JobConfig
 import schemas
 from cache.sets.plans import Unit
 from cache.store.store import Store
+from schemas import remove_working_directory
 from schemas.activities import announce_by
-from schemas.cli.import_path import remove_working_directory
 from schemas.config.encoding import MOST_READERS, Encoding
 from schemas.config.pipeline import PACKAGES
 from schemas.errors import USAGE, LatentpressError

@@ -16,8 +16,7 @@ from typing import Any
 from cache.runs.training_run import CHECKPOINTS, is_running
 from cache.runs.validations import BEST_KEYS
 from cache.store.files import TEMP_SUFFIX, is_temporary
-from schemas.cli.console import Options
-from schemas.cli.kept_log import LOGS
+from schemas.cli.console import LOGS, Options
 from schemas.cli.starting import hide_line, show_ending, show_starting, start_program
 from schemas.errors import INCOMPLETE, INTERRUPTED, RERUN_HINT, LatentpressError
 from schemas.interruption import child_environment, end_with_this, signals_blocked

@@ -15,7 +15,7 @@ from cache.runs.validations import best_evaluation, describe_latents, find_pictu
 from cache.store.files import replacing
 from cache.store.store import Store
 from schemas.config.pipeline import Config
-from schemas.config.sharing import Hub
+from schemas.config.training import Hub
 from schemas.errors import LatentpressError
 from schemas.family import Task
 from schemas.geometry import Bucket

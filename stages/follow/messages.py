@@ -14,7 +14,7 @@ from cache.runs.scores import read_curves
 from cache.runs.training_run import read_progress
 from cache.runs.validations import describe_latents, loss_name
 from schemas.config.pipeline import Config
-from schemas.config.sharing import Webhook
+from schemas.config.training import Webhook
 from schemas.text_format import format_duration
 from stages.discovery.sources.urls import scrub_secrets
 from stages.follow.run_events import Event, read_eval_loss

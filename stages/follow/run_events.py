@@ -19,7 +19,7 @@ from cache.runs.training_run import (
 )
 from cache.runs.validations import find_picture
 from schemas.config.pipeline import Config
-from schemas.config.sharing import EventName
+from schemas.config.training import EventName
 
 PICTURES_WAIT_S = 900.0  # for which a validation waits at most for its pictures to be decoded
 SCORES_WAIT_S = 900.0  # and then for its scores, unless the next validation comes first

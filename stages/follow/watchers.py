@@ -21,8 +21,7 @@ from types import TracebackType
 from cache.models.compatibility import check_preview_autoencoder
 from cache.runs.training_run import METRICS_FILE, is_running, may_be_running, read_last_metrics, read_progress
 from schemas.activities import Progress, activity
-from schemas.cli.console import Console, Options
-from schemas.cli.kept_log import LOG_VARIABLE, LOGS
+from schemas.cli.console import LOG_VARIABLE, LOGS, Console, Options
 from schemas.cli.starting import install_command, start_program
 from schemas.config.encoding import StageName
 from schemas.config.loading import ConfigError, load_config

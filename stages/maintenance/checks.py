@@ -198,7 +198,8 @@ def set_pointer_paths(store: Store) -> list[str]:
 
 
 def move_to_damaged(store: Store, rel: str) -> str:
-    """Move a shard to damaged/<kind>/<fingerprint>/, the file that marks it as done first; returns the new path."""
+    """Move a shard or a table to the same folder below damaged/, of a tar the file that marks it as done first; returns
+    the new path."""
     stem, suffix = shard.unit_name(rel), Path(rel).suffix
     taken, number = set(store.list_names("damaged")), 1
     while (target := f"{stem}.{number}") + suffix in taken or target + shard.SIDECAR_SUFFIX in taken:
@@ -208,15 +209,6 @@ def move_to_damaged(store: Store, rel: str) -> str:
     if suffix == shard.TAR_SUFFIX and store.exists(sidecar):
         store.move(sidecar, f"damaged/{target}{shard.SIDECAR_SUFFIX}")
     return f"damaged/{target}{suffix}"
-
-
-def move_edits_to_damaged(store: Store, rel: str) -> str:
-    """Move a damaged table of edited captions below damaged/, so that the one before it counts; returns its path."""
-    stem, number = rel.removesuffix(".arrow"), 1
-    while store.exists(f"damaged/{stem}.{number}.arrow"):
-        number += 1
-    store.move(rel, f"damaged/{stem}.{number}.arrow")
-    return f"damaged/{stem}.{number}.arrow"
 
 
 DamageByPath = dict[str, list[DamageError]]

@@ -9,8 +9,8 @@ import numpy as np
 
 from schemas.clips import clip_times
 from schemas.errors import LatentpressError
+from schemas.family import SOURCE_ROLES
 from schemas.geometry import Bucket
-from schemas.references import SOURCE_ROLES
 from schemas.tables import MADE
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError, MediaPath, require_unchanged, unreadable_error

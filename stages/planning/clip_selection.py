@@ -10,8 +10,7 @@ import pyarrow.compute as pc
 from schemas.clips import frames_available, match_frame_rates, select_clips, takes_every_kth_frame
 from schemas.config.datasets import Dataset, Video
 from schemas.family import Family, Task
-from schemas.identity import derive_seeds
-from schemas.randomness import mix_bits
+from schemas.identity import derive_seeds, mix_bits
 from stages.planning.candidates import CandidateItems, message_column
 
 SHORTEST_S = 1e-3  # of a video: one that is said to last no time has a frame

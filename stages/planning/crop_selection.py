@@ -11,8 +11,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.encoding import Model
 from schemas.errors import LatentpressError
 from schemas.geometry import Crop
-from schemas.identity import derive_seeds
-from schemas.randomness import mix_bits, to_unit_interval
+from schemas.identity import derive_seeds, mix_bits, to_unit_interval
 from schemas.tables import FACE, GEOMETRY_TYPE
 from stages.planning.candidates import CandidateItems, message_column
 

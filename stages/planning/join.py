@@ -17,7 +17,7 @@ from cache.sets.plans import Plan
 from cache.shards.shard import RejectedMember, TruncatedText
 from cache.shards.shard_io import ReaderPool
 from schemas.errors import LatentpressError
-from schemas.references import REFERENCE_PARTS
+from schemas.family import REFERENCE_PARTS
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TRAINED_ROLES, index_schema
 
 INDEXED_ROLES = TRAINED_ROLES  # in the order of the index

@@ -13,10 +13,9 @@ import pyarrow.compute as pc
 
 from schemas import identity
 from schemas.config.datasets import Dataset
-from schemas.family import Condition
+from schemas.family import SOURCE_ROLES, Condition
 from schemas.geometry import Bucket, Crop
-from schemas.randomness import to_unit_interval
-from schemas.references import SOURCE_ROLES
+from schemas.identity import to_unit_interval
 from schemas.tables import ACTIVE_SCHEMA, GEOMETRY_TYPE, GROUP, SAMPLES_SCHEMA, active_schema
 from stages.planning.candidates import CandidateItems, message_column
 from stages.planning.clip_selection import SelectedClips

@@ -14,7 +14,7 @@ from schemas import identity
 from schemas.config.datasets import Dataset, TagShuffle
 from schemas.errors import LatentpressError
 from schemas.family import Template
-from schemas.randomness import mix_bits
+from schemas.identity import mix_bits
 from schemas.tables import texts_schema
 
 RENDER_CHUNK = 8192  # prompts rendered at a time, which bounds memory: a template has hundreds of bytes

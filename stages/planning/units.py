@@ -19,9 +19,9 @@ from cache.shards.shard import unit_name
 from cache.store.layout import ENCODE_PROGRAMS
 from schemas import identity
 from schemas.config.pipeline import VALIDATION, Config
+from schemas.family import SOURCE_ROLES
 from schemas.geometry import Bucket
-from schemas.randomness import mix_bits
-from schemas.references import SOURCE_ROLES
+from schemas.identity import mix_bits
 from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA, texts_schema
 from stages.planning.candidates import drop_duplicate_ids
 from stages.planning.samples import list_ids

@@ -18,10 +18,9 @@ from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.section import listed
 from schemas.config.validation import Prompt, sized_prompts
 from schemas.errors import LatentpressError
-from schemas.family import Condition
+from schemas.family import SOURCE_ROLES, Condition
 from schemas.geometry import Bucket, cover_crop
 from schemas.identity import derive_seeds
-from schemas.references import SOURCE_ROLES
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TRAINED_ROLES
 from stages.planning.candidates import drop_duplicate_ids
 from stages.planning.plan_builder import DraftPlan, plan_text, prompt_image_columns

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from schemas.catalog import FAMILIES
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import STAGE_ORDER, Model
-from schemas.config.error_messages import explain_error
+from schemas.config.loading import explain_error
 from schemas.config.pipeline import PACKAGES, Config
 from schemas.config.section import InconsistentValues
 from schemas.config.training import Train

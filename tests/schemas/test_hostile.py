@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.config.error_messages import is_section, section_fields
 from schemas.config.generated import json_schema
-from schemas.config.loading import ConfigError, load_config
+from schemas.config.loading import ConfigError, is_section, load_config, section_fields
 from schemas.config.pipeline import Config
 from schemas.config.yaml_reader import MAX_CHARACTERS
 

@@ -19,9 +19,9 @@ from schemas.identity import (
     id_prefixes,
     sample_ids,
     text_ids,
+    to_unit_interval,
     unit_id,
 )
-from schemas.randomness import to_unit_interval
 
 parts = st.lists(st.binary(max_size=12), max_size=5)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -43,11 +43,6 @@ def shuffled(value, turn):
 @given(parts, parts)
 def test_parts_are_framed_so_that_only_equal_lists_collide(a, b):
     assert (hash_bytes(*a) == hash_bytes(*b)) == (a == b)
-
-
-def test_framing_tells_where_a_part_ends():
-    assert hash_bytes(b"ab", b"c") != hash_bytes(b"a", b"bc") != hash_bytes(b"abc")
-    assert hash_bytes() != hash_bytes(b"")
 
 
 def test_names_never_change_between_releases():
@@ -119,15 +114,10 @@ def test_seeds_are_spread_evenly():
     assert counts.sum() == 20000 and abs(counts - 1000).max() < 150
 
 
-def test_a_unit_is_named_by_its_members_in_order():
-    assert unit_id("64x64@1", ["a", "b"]) == unit_id("64x64@1", iter(["a", "b"]))
-    assert unit_id("64x64@1", ["a", "b"]) != unit_id("64x64@1", ["b", "a"])
+def test_a_unit_is_named_by_its_members_in_order_and_a_fingerprint_fits_a_folder():
+    assert unit_id("64x64@1", ["a", "b"]) == unit_id("64x64@1", iter(["a", "b"])) != unit_id("64x64@1", ["b", "a"])
     assert unit_id("64x64@1", ["a"]).startswith("64x64@1-")
-
-
-def test_a_fingerprint_is_short_enough_for_a_folder():
     assert len(compute_fingerprint({"stage": "text", "dtype": "float32"})) == 24
-    assert compute_fingerprint({"a": 1, "b": 2}) == compute_fingerprint({"b": 2, "a": 1})
 
 
 @given(texts, texts)

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from schemas.catalog import FAMILIES
-from schemas.cleaning import folded, lowercase
+from schemas.family import folded, lowercase
 
 PIPELINES = (pipeline_kandinsky, pipeline_kandinsky_i2i, pipeline_kandinsky_i2v, pipeline_kandinsky_t2i)
 TEXTS = st.lists(

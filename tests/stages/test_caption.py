@@ -12,7 +12,7 @@ from cache.sets import plans
 from cache.sets.caption_edits import write_edit
 from cache.store.damage import DamageError
 from cache.store.store import Store
-from schemas.config.captioning import PRESETS
+from schemas.config.encoding import PRESETS
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages import bucket, caption, discover, gc, status, verify

@@ -16,7 +16,7 @@ from cache.sets.item_rows import iter_item_rows
 from cache.sets.plans import Plan
 from cache.store.store import Store
 from schemas.clips import clip_times
-from schemas.config.captioning import PRESETS
+from schemas.config.encoding import PRESETS
 from schemas.geometry import Bucket
 from stages import bucket, caption, discover
 from stages.encoding.captions.inputs import QWEN_CHAT

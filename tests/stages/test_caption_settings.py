@@ -11,7 +11,7 @@ import transformers
 from PIL import Image
 
 from cache.store.store import Store
-from schemas.config.captioning import PRESETS
+from schemas.config.encoding import PRESETS
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages import bucket, caption, discover, gc, status, verify

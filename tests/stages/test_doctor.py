@@ -2,7 +2,6 @@
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from schemas import libraries
-from schemas.cli.console import Progress
 from schemas.errors import INCOMPLETE, OK
 from schemas.libraries import Library
 from stages import doctor
 from stages.maintenance import probes
-from tests.processes import PATIENCE_S
 from tests.project import Project
 from tests.stages.encoded_photos import IMAGE
 
@@ -199,27 +196,3 @@ def test_it_begins_with_one_sentence(quick, project: Callable[..., Project], tmp
     assert "ready, on the CPU alone" in first_line()
     quick["devices"] = {"problem": "OSError: no libcudart"}
     assert first_line() == "doctor: not ready to encode and train: torch: OSError: no libcudart"
-
-
-def test_a_probe_that_takes_long_is_named_while_it_does_and_at_the_end(quick, tmp_path, monkeypatch) -> None:
-    """Also that of a disk, and an interrupt does not wait for it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "SLOW_S", 0.05)
-    monkeypatch.setattr(doctor, "LOOK_S", 0.01)
-    find, named = doctor.run_probe, threading.Event()
-
-    def hang(probe: str, *given: str, time_limit: float) -> dict[str, Any]:
-        if probe != "disk":
-            return find(probe, *given, time_limit=time_limit)
-        assert named.wait(PATIENCE_S)
-        return {"problem": "no answer in 9 s", "slow": True}
-
-    def say(progress: Progress, done: float, text: str) -> None:
-        if "waiting for disk of this folder (" in text:
-            named.set()
-
-    monkeypatch.setattr(doctor, "run_probe", hang)
-    monkeypatch.setattr(Progress, "say", say)
-    _, report = program()
-    assert "disk of this folder" in report["details"]["slow_probes"]
-    assert rows(report, "disks")["this folder"]["found"] == ".: no answer in 9 s"

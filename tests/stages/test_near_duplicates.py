@@ -13,8 +13,7 @@ from cache.sets.item_rows import read_item_table
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.errors import LatentpressError
-from schemas.identity import derive_seeds
-from schemas.randomness import to_unit_interval
+from schemas.identity import derive_seeds, to_unit_interval
 from schemas.recipe import plan_key
 from stages import bucket, discover, features, gc, preview, verify
 from stages.discovery.media_table import read_configured_media

@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_z_image import ZImageTransformer2
 from safetensors.torch import load_file
 
 from schemas.catalog import FAMILIES
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from tests.project import SETTINGS
 from trainer.batch import Batch
 from trainer.families.flux2 import Flux2

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import TrainSet
+from schemas.family import REFERENCE_PARTS
 from schemas.geometry import Bucket
-from schemas.references import REFERENCE_PARTS
 from tests.forms import in_turn, long
 from tests.trainer.pipelines import absent_parts
 from tests.trainer.runs import opened, plain_batch, plan_batches, train

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from schemas.config.adapter import Adapter
 from schemas.config.methods import CREPA, Loss, MaskedLoss, ScheduledSampling, Timesteps, Tread
 from schemas.config.section import Section
-from schemas.config.training import Train
+from schemas.config.training import Adapter, Train
 
 FSDP = {"strategy": "fsdp2"}
 REFUSED: list[tuple[type[Section], dict[str, Any], str]] = [

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from cache.models.weights import MODEL_INDEX, PICKLE_SUFFIXES, WEIGHTS_SUFFIX, read_object
 from cache.store.files import replacing
-from schemas.config.adapter import FILE_NAMES, FileFormat
+from schemas.config.training import FILE_NAMES, FileFormat
 from schemas.family import ComfyUINames
 from trainer.adapters.header import (
     ALPHA,

@@ -28,8 +28,8 @@ from typing import Any, ClassVar
 from cache.models.weights import PICKLE_SUFFIXES
 from cache.store.json_checks import printable
 from schemas.catalog import FAMILIES
-from schemas.config.adapter import FILE_NAMES, Adapter, FileFormat
 from schemas.config.encoding import Model
+from schemas.config.training import FILE_NAMES, Adapter, FileFormat
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import ComfyUINames
 from schemas.regular_files import NOT_REGULAR

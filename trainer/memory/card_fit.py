@@ -27,9 +27,9 @@ from schemas.config.pipeline import Config
 from schemas.config.section import Section, listed
 from schemas.config.training import Train
 from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
+from schemas.family import SOURCE_ROLES
 from schemas.geometry import Bucket, largest_valid_frames, resolution_buckets
 from schemas.recipe import plan_key
-from schemas.references import SOURCE_ROLES
 from trainer.memory import encoders as encoder_memory
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 

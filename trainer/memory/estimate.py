@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from cache.models.weights import config_errors
 from schemas.config.pipeline import Config
 from schemas.config.training import Offload, Parallel, Train
+from schemas.family import REFERENCE_PARTS
 from schemas.geometry import Bucket
-from schemas.references import REFERENCE_PARTS
 from trainer import flow
 from trainer.adapters.header import read_assistant, read_initial
 from trainer.batch import Batch

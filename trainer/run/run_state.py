@@ -18,9 +18,9 @@ from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
 from cache.shards.tensor_checks import kind_of
 from cache.store.files import replacing
-from schemas.config.adapter import FILE_NAMES
 from schemas.config.methods import Method, Regularization
 from schemas.config.pipeline import Config
+from schemas.config.training import FILE_NAMES
 from schemas.geometry import Bucket
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer.adapters.header import check_family, find_adapter, read_assistant, read_initial

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from trainer.adapters.files import check_finite, load_layers
 from trainer.adapters.header import AdapterError, AdapterFile, check_fits, initial_scale, read_initial, resolve_names
 from trainer.adapters.layers import DOWN, UP

@@ -15,8 +15,8 @@ import torch
 
 from cache.runs.training_run import RESULT_NOTE, ResultNote
 from schemas.activities import activity
-from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
+from schemas.config.training import Adapter
 from schemas.text_format import shown_path
 from trainer.adapters.header import read_adapter
 from trainer.attention import NATIVE, use_backend

@@ -10,8 +10,8 @@ from peft import PeftType
 from safetensors import safe_open
 
 from schemas.catalog import FAMILIES
-from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
+from schemas.config.training import AdapterFormat
 from trainer.adapters.files import write_formats
 from trainer.adapters.header import DIFFUSERS_NAMES
 from trainer.families.base import ModelFamily

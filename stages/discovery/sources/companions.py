@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from schemas.config.datasets import Dataset
 from schemas.config.section import listed
-from schemas.references import SOURCE_ROLES
+from schemas.family import SOURCE_ROLES
 from stages.discovery.sources.base import (
     CHUNK_ROWS,
     Source,

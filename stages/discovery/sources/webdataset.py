@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
+from schemas.family import SOURCE_ROLES
 from schemas.identity import hash_json
-from schemas.references import SOURCE_ROLES
 from schemas.tables import EXTRA_PREFIX
 from stages.discovery.sources import base, tars
 from stages.discovery.sources.captions import CAPTION_READER_VERSION, MAX_CAPTION_BYTES, parse_captions

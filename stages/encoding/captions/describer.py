@@ -11,8 +11,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from cache.models.weights import WeightsError, config_errors, fetch_components
-from schemas.config.captioning import Caption
-from schemas.config.encoding import Model
+from schemas.config.encoding import Caption, Model
 from stages.encoding import model_loading
 from stages.encoding.captions.drawing import drawing_processors
 from stages.encoding.captions.inputs import ModelInputs, PreparedItem, ProcessorInputs, QwenInputs

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from schemas.config.captioning import Caption
+from schemas.config.encoding import Caption
 from schemas.devices import to_device
-from schemas.randomness import mix_bits
+from schemas.identity import mix_bits
 
 GAMMA = 0x9E3779B97F4A7C15 - 2**64  # of splitmix64, as a signed number
 _FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -22,7 +22,7 @@ _SHIFTS = 30, 27, 31
 
 
 def mix_bits_on_device(values: torch.Tensor) -> torch.Tensor:
-    """`schemas.randomness.mix_bits` of int64 numbers, as bit patterns."""
+    """`schemas.identity.mix_bits` of int64 numbers, as bit patterns."""
 
     def shifted(values: torch.Tensor, count: int) -> torch.Tensor:
         return (values >> count) & ((1 << (64 - count)) - 1)

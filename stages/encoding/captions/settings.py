@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from cache.models.single_model import MODEL_FILES, SingleModel
 from cache.models.weights import fingerprint_weights, read_component_config
 from cache.store.store import Store
-from schemas.config.captioning import PIXEL_MULTIPLE, Caption
 from schemas.config.datasets import Dataset
-from schemas.config.encoding import Model
+from schemas.config.encoding import PIXEL_MULTIPLE, Caption, Model
 from schemas.config.pipeline import Config
 from schemas.recipe import caption_settings
 from stages.encoding.stage_options import UsageError

@@ -15,7 +15,7 @@ from transformers.image_processing_backends import PilBackend
 
 from cache.models.single_model import CONFIG_FILE
 from cache.models.weights import WeightsError, config_errors, load_pretrained, read_object
-from schemas.config.captioning import Masks
+from schemas.config.encoding import Masks
 from schemas.devices import to_device
 from stages.encoding import model_loading
 from stages.encoding.masks.settings import ADVICE, single_model

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from cache.models.single_model import MODEL_FILES, SingleModel
 from cache.sets.plans import Unit
 from cache.store.store import Store
-from schemas.config.captioning import Masks
 from schemas.config.datasets import MAX_CLIP_FRAMES, Dataset
+from schemas.config.encoding import Masks
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.recipe import masks_settings

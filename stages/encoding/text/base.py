@@ -13,8 +13,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from cache.models.weights import WeightsError, config_errors, fetch_components, load_pretrained
-from schemas.config.captioning import Caption
-from schemas.config.encoding import Model, Text
+from schemas.config.encoding import Caption, Model, Text
 from schemas.devices import HostCopy
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Template

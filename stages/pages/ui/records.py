@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from cache.runs.training_run import is_running
-from schemas.cli.kept_log import LOGS
+from schemas.cli.console import LOGS
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
 from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason

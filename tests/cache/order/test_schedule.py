@@ -24,7 +24,7 @@ from cache.order.schedule import (
 )
 from cache.sets.draws import choose_captions, draw_caption_dropout
 from schemas.geometry import choose_buckets, resolution_buckets
-from schemas.randomness import permute
+from schemas.identity import permute
 
 BUCKETS = ("64x64@1", "64x96@1", "640x640@5")
 A, B, _ = BUCKETS

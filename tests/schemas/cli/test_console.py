@@ -1,6 +1,8 @@
-""""""
+"""What every program has: its options, exit codes, errors and commands."""
 
+import errno
 import json
+import resource
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +11,6 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.cli import starting
 from schemas.cli.console import Options, Partition, Report, run_program
 from schemas.cli.options import parse_partition
 from schemas.config.loading import load_config
@@ -177,16 +178,17 @@ def test_an_interrupt_says_how_to_go_on(here, capsys):
     assert "What was finished is kept" in err and "where it stopped" not in err
 
 
-def test_a_missing_library_names_the_extra(here, monkeypatch):
-    def run(config, options, console):
-        raise ModuleNotFoundError("No module named 'av'", name="av.video")
+def test_the_limit_of_open_files_is_raised_and_named_where_it_is_too_low(here, monkeypatch):
+    given = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 100_000))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: given.append((kind, limits)))
 
-    assert isinstance(call(run).exception, ModuleNotFoundError)
-    monkeypatch.setitem(starting.EXTRAS, "probe", "media")
+    def run(config, options, console):
+        raise OSError(errno.EMFILE, "Too many open files")
+
     result = call(run)
-    assert result.exit_code == INCOMPLETE
-    assert "needs the library 'av'" in result.stderr
-    assert "pip install -e '.[media]'" in result.stderr
+    assert given == [(resource.RLIMIT_NOFILE, (4096, 100_000))]
+    assert result.exit_code == INCOMPLETE and "may open 256 files" in result.stderr and "ulimit -n" in result.stderr
 
 
 # ------------------------------------------------------------------------------------- processes

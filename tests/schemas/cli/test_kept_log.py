@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.cli.console import Console
-from schemas.cli.kept_log import LOG_VARIABLE, KeptLog
+from schemas.cli.console import LOG_VARIABLE, Console, KeptLog
 from schemas.cli.report import Report
 
 

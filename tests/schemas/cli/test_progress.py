@@ -14,18 +14,10 @@ from schemas.cli.console import Console
 from schemas.cli.progress import MARGIN
 from tests.background import until
 from tests.forms import long
+from tests.schemas.cli.programs import YAML, Clock
 from tests.terminal import run_in_terminal, screen_lines
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-class Clock:
-    """Seconds that pass only when told to."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -149,7 +141,6 @@ def run(config, options, console):
 app = make_app("probe", "Do it.", run)
 app()
 """
-YAML = "root: w\nmodel: {family: sana}\ndatasets: [{id: a, instance_data_dir: x}]\n"
 
 
 @pytest.mark.parametrize("columns", [60, long(80), long(100), 140])

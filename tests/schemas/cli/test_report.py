@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from schemas.cli.report import WIDTH, Report, fold, fold_message, format_table
+from schemas.cli.report import WIDTH, Report, fold_message, format_table
 
 NAMES = st.text(min_size=1, max_size=60) | st.sampled_from(
     ["日本語の写真 🐈 " * 4, "\x1b[2J\r\n", "=1+1", "a" * 60, "\u202e"]
@@ -37,15 +37,6 @@ def test_a_path_in_a_table_is_not_divided() -> None:
 def test_wide_characters_take_two_columns() -> None:
     lines = format_table([{"name": "写真", "n": 1}, {"name": "abcd", "n": 2}], WIDTH)
     assert lines == ["name  n", "写真  1", "abcd  2"]
-
-
-@given(st.text(alphabet="ab 写🐈", max_size=80), st.integers(2, 30))
-def test_folding_keeps_every_character_and_the_width(text, width) -> None:
-    lines = fold(text, width)
-    assert max(map(cell_len, lines)) <= width
-    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-    path = f"/{text.replace(' ', '_')}"
-    assert fold(path, width) == [path]
 
 
 def test_a_message_is_folded_between_words_and_what_is_copied_is_whole() -> None:

@@ -4,9 +4,8 @@ import re
 import shutil
 from pathlib import Path
 
-from schemas.config.error_messages import is_section, section_fields
 from schemas.config.generated import commented_example, description, json_schema, options, with_tables, write_all
-from schemas.config.loading import load_config
+from schemas.config.loading import is_section, load_config, section_fields
 from schemas.config.pipeline import Config
 
 ROOT = Path(__file__).resolve().parents[3]

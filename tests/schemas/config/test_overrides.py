@@ -40,15 +40,3 @@ def test_items_are_found_by_id_and_by_number(names, data):
         assert [item.get("repeats") for item in config["datasets"]] == [
             3 if k == i else None for k in range(len(names))
         ]
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_any_override_is_read_or_refused(text):
-    try:
-        key, value = parse_override(text)
-    except ValueError:
-        return
-    try:
-        set_value({"datasets": [{"id": "a"}], "root": "x"}, key, value)
-    except ValueError as error:
-        assert str(error)

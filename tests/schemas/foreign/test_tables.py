@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from schemas.config.error_messages import type_at
+from schemas.config.loading import type_at
 from schemas.foreign.rows import Draft, Table
 from schemas.foreign.trainers import TRAINERS
 

@@ -9,7 +9,7 @@ import pytest
 from peft.utils.other import get_pattern_key
 from safetensors.numpy import save_file
 
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from trainer.adapters.header import AdapterError, check_fits, read_adapter, read_initial, resolve_names
 
 MODULES = ("blocks.0.to_q", "blocks.1.to_q", "blocks.1.mid.to_q")

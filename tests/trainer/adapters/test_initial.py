@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
 from schemas.cli.console import OK, USAGE
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from tests.forms import in_turn, long
 from tests.trainer.pipelines import KINDS, exact_output, output, pipeline, random, trained
 from tests.trainer.runs import LOADS

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from schemas.catalog import FAMILIES
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from tests.trainer.pipelines import KINDS, output, trained
 from trainer.adapters.header import (
     COMFYUI_PREFIX,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from tests.forms import long
 from tests.trainer.pipelines import KINDS, exact_output, output, pipeline, random
 from trainer.adapters.header import AdapterError, read_adapter, resolve_names

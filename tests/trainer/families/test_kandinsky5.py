@@ -10,7 +10,7 @@ import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 
 from schemas.catalog import FAMILIES
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from tests.trainer.families.batches import check_batch_mates, sample_losses
 from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text

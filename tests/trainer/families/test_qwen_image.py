@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 
-from schemas.references import REFERENCE_PARTS
+from schemas.family import REFERENCE_PARTS
 from tests.forms import long
 from tests.trainer.families.batches import alone, check_batch_mates
 from tests.trainer.pipelines import apply_as_comfyui, output, pipeline, random, trained

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from tests.forms import first, in_turn, long
 from tests.project import SETTINGS
 from tests.trainer.pipelines import (

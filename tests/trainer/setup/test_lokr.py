@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoKrConfig
 
-from schemas.config.adapter import Adapter
+from schemas.config.training import Adapter
 from tests import project
 from tests.forms import in_turn
 from tests.trainer.pipelines import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cache.runs.training_checks import RunError
-from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
+from schemas.config.training import Adapter
 from tests.forms import first, in_turn, long
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import LOADS, lines, train, trained_weights

@@ -1,7 +1,6 @@
 """Rows of a family made for the tests: clips that go on from two given frames."""
 
-from schemas.cleaning import Cleaner
-from schemas.family import Condition, Expert, Family, Flavour, Normalization, Template
+from schemas.family import Cleaner, Condition, Expert, Family, Flavour, Normalization, Template
 
 
 def loud(text: str) -> str:

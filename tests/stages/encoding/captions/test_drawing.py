@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from schemas.randomness import mix_bits
+from schemas.identity import mix_bits
 from stages.encoding.captions.drawing import GAMMA, gumbel_noise, mix_bits_on_device
 
 CPU = torch.device("cpu")

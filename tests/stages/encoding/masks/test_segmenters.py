@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from cache.models.weights import WeightsError
-from schemas.config.captioning import Masks
+from schemas.config.encoding import Masks
 from stages.encoding.masks.segmenters import Box, Segmenter, load_segmenter
 from tests.forms import long
 from tests.stages.segmenting import LABELS, build_segmenter

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
-from schemas.cleaning import folded
 from schemas.config.encoding import Text
+from schemas.family import folded
 from stages.encoding.text import gemma, qwen3, qwen_image, umt5
 from stages.encoding.text.base import OptionError, TextRequest, TextResult
 from tests.forms import long
