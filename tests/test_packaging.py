@@ -95,12 +95,6 @@ def test_what_compose_starts_is_reached_from_this_machine_alone() -> None:
     assert services["ui"]["command"][-4:] == ["--host", "0.0.0.0", "--port", "8420"]
 
 
-def test_every_variable_of_compose_is_explained_in_it() -> None:
-    text = (ROOT / "compose.yaml").read_text()
-    remarks = " ".join(re.findall(r"^# (.*)", text, re.MULTILINE))
-    assert set(re.findall(r"\$\{(\w+)", text)) <= set(re.findall(r"[A-Z_]{3,}", remarks))
-
-
 def test_on_windows_the_command_says_what_to_use(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(SystemExit) as ended:

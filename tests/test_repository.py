@@ -66,16 +66,6 @@ def test_what_a_workflow_calls_exists(path: Path) -> None:
             assert not uses.startswith("./") or (ROOT / uses / "action.yml").exists()
 
 
-def test_checks_depend_on_no_variable_of_the_machine() -> None:
-    """But PATH and HOME."""
-    clean = 'env -i PATH="$PATH" HOME="$HOME"'
-    script = (ROOT / ".ci" / "run").read_text()
-    assert clean in script and re.findall(r"^.*\bmake\b", script, re.MULTILINE) == ["clean make"] * 4
-    steps = [step.get("run", "") for path in WORKFLOWS for job in jobs(path).values() for step in job["steps"]]
-    found = [re.findall(r"^(.*)\bmake (?:lint|docs|test)", step) for step in steps]
-    assert [words for words in found if words] == [[f"{clean} "]] * 4
-
-
 def test_the_parts_of_the_long_tests_are_all_of_them() -> None:
     (job,) = jobs(GITHUB / "workflows" / "long.yml").values()
     parts = job["strategy"]["matrix"]["part"]
