@@ -73,7 +73,6 @@ LIBRARIES = (
     Library("datasets", "datasets", "datasets of the Hugging Face Hub", "huggingface"),
     Library("braceexpand", "braceexpand", "tars named as {00000..00041}.tar", "webdataset"),
     Library("ray", "ray", "stages.engine: ray", "ray"),
-    Library("bokeh", "bokeh", "report", "report"),
     Library("starlette", "starlette", "ui", "ui"),
     Library("tensorboard", "tensorboard", "train.trackers: tensorboard", "train"),
     Library("wandb", "wandb", "train.trackers: wandb", "wandb"),

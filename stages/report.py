@@ -133,7 +133,7 @@ def _write_page(
         file.writelines([*pieces, f"\n<!-- {mark} -->\n".encode()])
         size = file.tell()
     absent = [*content.missing, *content.grid.missing]
-    absent += [f"{plot.title}: {text}" for plot in content.plots for text in plot.missing]
+    absent += [f"{chart.title}: {text}" for chart in content.charts for text in chart.missing]
     return size, absent + [text for glance in content.data for text in glance.missing]
 
 

@@ -238,8 +238,8 @@ def _find_report(
 
 
 def _make_report(options: Options, console: Console, processes: StageProcesses) -> str:
-    if find_spec("bokeh") is None:
-        console.log(f"no report is made without bokeh: {install_command('report')}")
+    if find_spec("jinja2") is None:
+        console.log(f"no report is made without jinja2: {install_command('report')}")
         return ""
     console.log("--- report")
     _, document = processes.run("report", options)

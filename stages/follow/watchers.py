@@ -71,7 +71,7 @@ def decodes_while_training(config: Config) -> bool:
 WATCHERS = (
     Watcher("decode", applies=decodes_while_training, library="av", extra="encode"),
     Watcher("score", applies=lambda config: "score" in config.stage_order, library="transformers", extra="encode"),
-    Watcher("report", library="bokeh", extra="report"),
+    Watcher("report", library="jinja2", extra="report"),
     Watcher("notify", since=None, until=None, applies=lambda config: bool(config.notify.webhooks)),
 )
 

@@ -29,14 +29,24 @@ class Link:
 
 
 @dataclass(frozen=True)
+class PictureFile:
+    """A picture or clip that a page links to. uri: its address. width, height: not known."""
+
+    uri: str
+    is_clip: bool
+    width: int = 0
+    height: int = 0
+
+
+@dataclass(frozen=True)
 class Figure:
     """Pictures, one below the other, with a caption; or `problem`, why there are none.
 
     alts: alternative text of each. crop: (left, top, width, height) in pixels of the only picture, outside of which it
-    is darkened. link: the file that the caption leads to. apart: with a line between it and the next figure.
+    is darkened. link: where the caption leads to, and pictures. apart: with a line between it and the next figure.
     """
 
-    pictures: tuple[Picture, ...]
+    pictures: tuple[Picture | PictureFile, ...]
     alts: tuple[str, ...]
     caption: str
     crop: tuple[float, float, float, float] | None = None

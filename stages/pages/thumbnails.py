@@ -1,22 +1,47 @@
-"""Thumbnails of items, also of those that were set aside, where the file can be read in spite of all: decoded in a
-sandboxed process, as the files may be damaged or hostile."""
+"""Thumbnails of items (also rejected ones) whose file can be read: decoded in a sandboxed process, as the file may be
+damaged or hostile.
+
+The report has them in its page. For `latentpress ui`, `python -m stages.pages.thumbnails` makes files, so that the page
+never decodes a file and never reads what a decoder's process says:
+
+    <output>/.ui/thumbnails/<id>.webp   of an item
+    <output>/.ui/thumbnails/<id>.none   none could be made of it
+
+The id is the media's. What was set aside has none: its id is a hash of its dataset, path, reason and message.
+"""
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Protocol
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import typer
+import xxhash
+
+from cache.store.files import explained, make_folders, replacing
+from cache.store.store import Store
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from stages.discovery.media_table import read_media_table
 from stages.discovery.sources.base import Source, open_source
-from stages.engines.sandbox import SandboxPool, WorkerFailure
+from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.media.files import MediaError, MediaPath
-from stages.pages.pictures import MAX_KEPT, Picture, file_version, shrink_file
+from stages.pages.pictures import Picture, shrink_file
 
-THUMBNAIL_BOX, THUMBNAIL_BYTES = (96, 96), 4000
-THUMBNAIL_TIMEOUT_S, THUMBNAIL_MEMORY_MIB = 20.0, 4096
-_kept: dict[tuple[str, Hashable], Picture | None] = {}  # by path and version of a file
+FOLDER = ".ui"  # in the output: what belongs to `latentpress ui`
+MOST_KEPT = 1000  # files, of about 4 kB each
+MOST_MADE = 500  # by one start, the first ones of the list
+PICTURE, NONE = ".webp", ".none"
+BOX, MAX_BYTES = (96, 96), 4000
+TIMEOUT_S, MEMORY_MIB = 20.0, 4096
+_ID = re.compile("[0-9a-f]{32}")
 
 
 class Located(Protocol):
@@ -28,25 +53,75 @@ class Located(Protocol):
     def path(self) -> str: ...
 
 
+@dataclass(frozen=True)
+class Item:
+    dataset: str
+    path: str
+
+
+def thumbnail_id(item: SetAside) -> str:
+    """Another one when the file is rejected for another reason, so that the picture of a file that was replaced is made
+    again."""
+    parts = (item.dataset, item.path, item.reason, item.message)
+    return xxhash.xxh3_128_hexdigest("\0".join(parts).encode("utf-8", "surrogatepass"))
+
+
+def can_have_thumbnail(item: Located) -> bool:
+    """Whether the item's path leads to a place in its dataset by its letters: what a table says is not trusted."""
+    path = PurePosixPath(item.path)
+    return bool(item.path) and not path.is_absolute() and ".." not in path.parts
+
+
+class ThumbnailFiles:
+    """The files in an output."""
+
+    def __init__(self, output: Path) -> None:
+        self.folder = output / FOLDER / "thumbnails"
+
+    def find(self, name: str) -> Path | None:
+        """The picture of this id; None where there is none, or is something else in its place."""
+        path = self.folder / f"{name}{PICTURE}"
+        return path if _ID.fullmatch(name) and path.is_file() and not path.is_symlink() else None
+
+    def list_known(self) -> dict[str, bool]:
+        """id -> whether there is a picture; False where none could be made."""
+        if not self.folder.is_dir():
+            return {}
+        return {path.stem: path.suffix == PICTURE for path in self.folder.iterdir() if path.suffix in (PICTURE, NONE)}
+
+    def write(self, pictures: Mapping[str, Picture | None]) -> None:
+        """Write pictures by their ids, and keep the newest MOST_KEPT."""
+        with explained(str(self.folder)):
+            make_folders(self.folder)
+            for name, picture in pictures.items():
+                made, none = self.folder / f"{name}{PICTURE}", self.folder / f"{name}{NONE}"
+                if picture is None:
+                    none.touch()
+                    made.unlink(missing_ok=True)
+                else:
+                    none.unlink(missing_ok=True)
+                    with replacing(made) as temporary:
+                        temporary.write_bytes(picture.data)
+            files = sorted(self.folder.glob("*.*"), key=lambda path: path.stat().st_mtime_ns)
+            for path in files[: max(0, len(files) - MOST_KEPT)]:
+                path.unlink(missing_ok=True)
+
+
 def read_thumbnails(config: Config, items: Sequence[Located]) -> Iterator[tuple[int, Picture]]:
-    """(number, picture) of the items that have one; what is read is kept in memory."""
+    """(number, picture) of the items that have one."""
+    from stages.engines.sandbox import SandboxPool
+
     sources = {dataset.id: open_source(dataset) for dataset in config.datasets if not dataset.disabled}
     files = [(number, path) for number, item in enumerate(items) if (path := _open(sources, item)) is not None]
-    keys = {number: (os.fspath(path), file_version(path)) for number, path in files}
-    waiting = [(number, path) for number, path in files if keys[number][1] is None or keys[number] not in _kept]
-    if waiting:
-        pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
-            _make_thumbnailer, workers=1, timeout_s=THUMBNAIL_TIMEOUT_S, memory_mib=THUMBNAIL_MEMORY_MIB
-        )
-        with pool:
-            results = pool.map(path for _, path in waiting)
-            for (number, _), (_, result) in zip(waiting, results, strict=True):
-                _kept[keys[number]] = None if isinstance(result, WorkerFailure | MediaError) else result
-    for number, _ in files:
-        if (picture := _kept[keys[number]]) is not None:
-            yield number, picture
-    if len(_kept) > MAX_KEPT:
-        _kept.clear()
+    if not files:
+        return
+    pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
+        _make_thumbnailer, workers=1, timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB
+    )
+    with pool:
+        for (number, _), (_, result) in zip(files, pool.map(path for _, path in files), strict=True):
+            if isinstance(result, Picture):
+                yield number, result
 
 
 def _open(sources: dict[str, Source], item: Located) -> MediaPath | None:
@@ -57,5 +132,38 @@ def _open(sources: dict[str, Source], item: Located) -> MediaPath | None:
     return None
 
 
-def _make_thumbnailer() -> Callable[[MediaPath], Picture | None]:
-    return partial(shrink_file, box=THUMBNAIL_BOX, max_bytes=THUMBNAIL_BYTES)
+def _make_thumbnailer() -> partial[Picture | None]:
+    return partial(shrink_file, box=BOX, max_bytes=MAX_BYTES)
+
+
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    dataset: Annotated[str, typer.Option(metavar="NAME", help="Whose items have these media ids.")] = "",
+    media_id: Annotated[list[str] | None, typer.Option(metavar="ID", help="Of an item. Repeatable.")] = None,
+) -> Report:
+    """Make those of the media ids, or of all that was set aside again, as its files may be others now."""
+    report = Report(program="thumbnails", dry_run=options.dry_run)
+    store = Store(config.root)
+    items: dict[str, Located]
+    if media_id:
+        table = read_media_table(store, dataset).select(["media_id", "path"])
+        wanted = pc.is_in(table["media_id"], value_set=pa.array(media_id[:MOST_MADE], pa.string()))
+        items = {row["media_id"]: Item(dataset, row["path"]) for row in table.filter(wanted).to_pylist()}
+    else:
+        items = {thumbnail_id(item): item for item in list_set_aside(store, config)[:MOST_MADE]}
+    items = {name: item for name, item in items.items() if can_have_thumbnail(item)}
+    if not options.dry_run:
+        made, names = dict[str, Picture | None].fromkeys(items), list(items)
+        made |= {names[number]: picture for number, picture in read_thumbnails(config, list(items.values()))}
+        ThumbnailFiles(Path(config.output)).write(made)
+        report.done = sum(picture is not None for picture in made.values())
+    return report
+
+
+app = make_app("thumbnails", "Make thumbnails for `latentpress ui`.", run)
+
+if __name__ == "__main__":
+    app()

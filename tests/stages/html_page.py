@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 from html.parser import HTMLParser
 from typing import Any
 
@@ -56,6 +57,24 @@ class Page(HTMLParser):
         """Those of <img> whose alternative text has `alt`, as uint8 (H, W, 3)."""
         sources = [image["src"] for image in self.of("img") if alt in image["alt"]]
         return [decoded(source) for source in sources]
+
+
+def curves(text: str) -> dict[str, dict[str, list[float]]]:
+    """chart -> curve -> its values that are finite, as its SVG shows them."""
+    found: dict[str, dict[str, list[float]]] = {}
+    key = name = ""
+    start = end = 0.0
+    for tag, attributes in Page(text).tags:
+        if tag == "figure":
+            key = str(attributes.get("id")).removeprefix("plot-")
+        elif "data-y" in attributes:
+            start, end = map(float, str(attributes["data-y"]).split())
+        elif "data-curve" in attributes:
+            name = str(attributes["data-curve"])
+        elif attributes.get("class") in ("curve", "each"):
+            places = [float(place) for place in re.findall(r" (\S+?)(?=[ML]|$)", str(attributes["d"]))]
+            found.setdefault(key, {})[name] = [round(start + place / 1000 * (end - start), 3) for place in places]
+    return found
 
 
 def decoded(uri: str) -> np.ndarray:

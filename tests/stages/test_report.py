@@ -11,8 +11,6 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from bokeh.document import Document
-from bokeh.models import ColumnDataSource
 from PIL import Image
 
 from cache.runs.scores import Measured, SampleScores, append_step
@@ -23,29 +21,16 @@ from stages import bucket, discover, report
 from stages.encoding.job_reports import JobReport
 from stages.encoding.stage_registry import TEXT
 from stages.media.image import png_info
-from stages.pages.report.charts import build_charts, draw_chart
+from stages.pages.charts import build_charts
 from tests.project import Project
-from tests.stages.html_page import HOSTILE, SEEN, Page, alike
+from tests.stages.html_page import HOSTILE, SEEN, Page, alike, curves
 from tests.stages.report_run import FakeRun, eval_line, step_line
-
-PLOT = re.compile(r'<script type="application/json" data-plot="plot-([\w-]+)">(.*?)</script>', re.DOTALL)
 
 
 def page_of(home: Project, *overrides: str, **options: Any) -> tuple[str, list[str]]:
     """The page and what is missing on it."""
     made = home.run(report.run, *overrides, **options)
     return Path(made.details["page"]).read_text(), made.details.get("missing", [])
-
-
-def curves(text: str) -> dict[str, dict[str, list]]:
-    """plot -> curve -> its values, as BokehJS reads them."""
-    found: dict[str, dict[str, list]] = {}
-    for key, item in PLOT.findall(text):
-        document = Document.from_json(json.loads(item)["doc"])
-        for source in document.select({"type": ColumnDataSource}):
-            if "name" in source.data and len(source.data["name"]):
-                found.setdefault(key, {})[source.data["name"][0]] = list(source.data["value"])
-    return found
 
 
 @pytest.fixture
@@ -87,8 +72,8 @@ def test_a_finished_run(home: Project) -> None:
     assert (made.folder / "report.html").stat().st_size < 10_000_000
     found, page = curves(text), Page(text)
 
-    assert np.allclose(found["loss"]["each step"], [1 / step for step in range(1, 41)], rtol=1e-5)
-    assert np.isclose(found["loss"]["mean of 50 steps"][-1], np.mean([1 / step for step in range(1, 41)]), rtol=1e-5)
+    assert np.allclose(found["loss"]["each step"], [1 / step for step in range(1, 41)], atol=1e-3)
+    assert np.isclose(found["loss"]["mean of 50 steps"][-1], np.mean([1 / step for step in range(1, 41)]), atol=1e-3)
     assert found["eval"]["Eval loss"] == [2.0, 1.5] and found["eval-bucket"] == {"64x48@1": [2.0, 1.5]}
     assert found["eval-sigma"] == {"0.2": [2.0, 1.5], "0.8": [2.0, 1.5]}
     assert found["wait"]["Waiting for data"] == [25.0] * 40 and found["memory"]["host memory"] == [2.0] * 40
@@ -142,8 +127,7 @@ def test_losses_that_are_not_finite_and_damaged_files(home: Project) -> None:
         path.write_bytes(f"cut off {made.mark(7, name)}".encode())
     text, _ = page_of(home)
     found = curves(text)
-    assert [np.isnan(value) or value is None for value in map(_number, found["loss"]["each step"])].count(True) == 2
-    assert np.allclose(found["loss"]["mean of 50 steps"], 1.0)
+    assert found["loss"] == {"each step": [1.0] * 5, "mean of 50 steps": [1.0] * 7}
     assert "not finite at 2 steps: 3, 5." in text and "eval" not in found
     assert Page(text).text.count("can't be read") == 3
 
@@ -162,12 +146,7 @@ def test_scores_with_their_spread_and_the_best_steps(home: Project) -> None:
     text, _ = page_of(home)
     assert curves(text)["score-0"] == {"Score: CLIP score": [40.0, 27.0, 37.0]}
     assert curves(text)["score-0-prompts"] == {"cat": [45.0, 32.0, 42.0], "dog": [35.0, 22.0, 32.0]}
-    documents = {key: Document.from_json(json.loads(item)["doc"]) for key, item in PLOT.findall(text)}
-    bands = {key: [source.data for source in document.select({"type": ColumnDataSource}) if "y1" in source.data]
-             for key, document in documents.items()}  # fmt: skip
-    (band,) = bands["score-0"]
-    assert list(band["x"]) == [0, 20, 40] and not bands["score-0-prompts"] and not bands["eval"]
-    assert np.allclose(np.subtract(band["y2"], band["y1"]), 2 * 2**0.5, rtol=1e-4)
+    assert text.count('class="band"') == 1, "of the score alone, whose seeds differ"
     page = Page(text).text
     assert "one standard deviation over 2 seeds" in page and "Model: org/clip." in page
     rows = re.findall(
@@ -186,11 +165,7 @@ def test_a_step_after_which_the_data_are_others_is_marked(home: Project) -> None
     charts = {chart.key: chart for chart in build_charts([("run", lines)])}
     assert charts["loss"].marks == (3,) and "trained on other data after step 3: set abc." in charts["loss"].notes
     assert charts["lr"].marks == () and charts["eval"].marks == ()
-    assert '"location":3' in draw_chart(charts["loss"], 1).item
-
-
-def _number(value: float | None) -> float:
-    return np.nan if value is None else value
+    assert charts["loss"].mark_places == [500]
 
 
 @pytest.mark.long
@@ -232,8 +207,8 @@ def test_two_experts_side_by_side(project: Callable[..., Project]) -> None:
     assert text.count("wan2.2-a14b t2v-a14b, high, lora") == text.count("wan2.2-a14b t2v-a14b, low, lora") == 1
     assert "by <code>latentpress report" in text and "report run" not in text
     assert "guidance 4, guidance_low 3" in text
-    for row in ("<th>state</th><td>finished</td>", "<th>step</th><td>3 of 3</td>"):
-        assert row + row.partition("</th>")[2] in text
+    for row in ("<dt>state</dt> <dd>finished</dd>", "<dt>step</dt> <dd>3 of 3</dd>"):
+        assert text.count(row) == 2
     table = text[text.index("What differs between the runs") :]
     assert re.findall(r"<td>([\w.]+)</td>", table[: table.index("</table>")]) == ["train.experts", "high", "low"]
 
@@ -289,7 +264,7 @@ def test_nothing_hostile_gets_out_of_its_place(home: Project) -> None:
     home.run(discover.run)
     home.run(bucket.run)
     made = FakeRun(home)
-    odd = "</script><b>$$x$$"
+    odd = "</script><b>"
     made.metrics(step_line(1), {"step": 1, "eval_loss": 1.0, "eval_by_bucket": {odd: 1.0, HOSTILE: 2.0}})
     made.latent(1, "one", prompt=HOSTILE, negative_prompt=HOSTILE, bucket=HOSTILE, steps=HOSTILE)
     made.picture(1, "one", (0, 0, 0))
@@ -297,17 +272,10 @@ def test_nothing_hostile_gets_out_of_its_place(home: Project) -> None:
     (made.folder / "scores.jsonl").write_text(json.dumps({"step": 1, "scores": {HOSTILE: 1.0}}))
     shown, _ = page_of(home)
     page = Page(shown)
-    assert len(re.findall(r"<script\b", shown.replace(base(shown), ""))) == shown.count("data-plot=") + 1
+    assert len(re.findall(r"<script\b", shown)) == 1
     assert not [value for _, attributes in page.tags for key, value in attributes.items() if key.startswith("on")]
     assert SEEN in page.text, "neither a tag nor a template's expression"
-    names = [name for plot in curves(shown).values() for name in plot]
-    assert odd.replace("$", "\N{FULLWIDTH DOLLAR SIGN}") in names and not any("$$" in name for name in names)
-
-
-def base(text: str) -> str:
-    """BokehJS, which speaks of scripts itself."""
-    start = text.rindex("<script>", 0, text.rindex("<script>"))
-    return text[start : text.index("</script>", start)]
+    assert odd in [name for chart in curves(shown).values() for name in chart]
 
 
 def test_secrets_of_addresses_stay_out(home: Project) -> None:

@@ -11,7 +11,7 @@ from schemas.cli.console import Console, Options, Report
 from schemas.interruption import StopHandler
 from stages import bucket, discover, report, run
 from stages.follow import watchers
-from stages.pages import pictures, thumbnails
+from stages.pages import pictures
 from tests.project import Project
 from tests.stages.html_page import Page
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -26,7 +26,8 @@ def home(project: Callable[..., Project]) -> Project:
 
 @pytest.mark.long
 def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if another one came; what was decoded again is made again."""
+    """Also if another one came; what was decoded again is made again. Only thumbnails of what was set aside, made in a
+    sandbox, are made for each page."""
     home.settings["datasets"][0]["minimum_image_size"] = 32
     home.settings["stages"] |= {"max_reject_fraction": 1.0}
     home.image("tiny.png", (16, 16))
@@ -37,16 +38,15 @@ def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) 
     run = FakeRun(home)
     made: list[str] = []
 
-    def counted(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
         def run_it(*words: Any, **options: Any) -> Any:
-            made.append(Path(words[0]).name if name != "sandbox" else name)
+            made.append(Path(words[0]).name)
             return make(*words, **options)
 
         return run_it
 
-    monkeypatch.setattr(pictures, "shrink_file", counted("file", pictures.shrink_file))
-    monkeypatch.setattr(pictures, "shrink_clip", counted("clip", pictures.shrink_clip))
-    monkeypatch.setattr(thumbnails, "SandboxPool", counted("sandbox", thumbnails.SandboxPool))
+    monkeypatch.setattr(pictures, "shrink_file", counted(pictures.shrink_file))
+    monkeypatch.setattr(pictures, "shrink_clip", counted(pictures.shrink_clip))
 
     def make() -> list[str]:
         made.clear()
@@ -57,7 +57,7 @@ def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) 
     run.metrics(step_line(1))
     run.latent(0, "one")
     picture = run.picture(0, "one", (200, 0, 0))
-    assert make() == ["one.png", "sandbox"]
+    assert make() == ["one.png"]
     assert make() == []
     run.latent(1, "one")
     run.clip(1, "one")

@@ -7,10 +7,11 @@ import pytest
 
 from cache.runs.training_run import read_progress
 from stages import discover
-from stages.pages.ui.loss_curve import MetricsHistory, draw_losses
+from stages.pages.ui.app import MetricsHistory
 from tests.background import until
 from tests.project import Project
 from tests.stages.follow.notified_run import trained, training
+from tests.stages.html_page import curves
 from tests.stages.report_run import FakeRun, eval_line, step_line
 from tests.stages.ui_server import UiServer
 
@@ -54,7 +55,7 @@ def test_numbers_curve_and_pictures(home: Project, server: UiServer) -> None:
     assert (row["left"], row["step"]) == ("0:01:05", "41 of 40")
     for value in (row["state"], row["step"], row["left"], row["loss"], row["eval_loss"], "31.4 GiB", "2.0 GiB"):
         assert f">{value}<" in text, value
-    assert "The loss by step" in text and text.count("<polyline") == 2
+    assert curves(text).keys() == {"loss", "eval"} and len(curves(text)["loss"]) == 2
     assert text.index("Steps of two") < text.index("Steps of one"), "as the configuration has them"
     assert text.count("not decoded yet") == 2 and "<b>a colour" not in text
     assert re.findall(r">(step \d+)</a>", text) == 2 * ["step 40", "step 20", "step 0"]
@@ -66,13 +67,15 @@ def test_numbers_curve_and_pictures(home: Project, server: UiServer) -> None:
 def test_a_curve_of_a_run_that_grows(home: Project) -> None:
     run, history = FakeRun(home), MetricsHistory()
     path = run.folder / "metrics.jsonl"
-    assert history.draw(path) == (None, {}) and draw_losses([]) is None
+    assert history.draw(path) == ([], {})
     run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 6)))
     run.metrics(step_line(6, loss=9.0, host_memory_gib=3.0))
+    assert history.draw(path) == ([], {}), "not so soon"
     history._again = 0.0
-    curve, memory = history.draw(path)
-    assert curve is not None and (curve.first, curve.last, len(curve.evaluations)) == (1, 6, 1)
-    assert memory == {"host_memory_gib": 3.0}
+    charts, last = history.draw(path)
+    assert [(chart.key, chart.curves[0].steps.tolist()) for chart in charts] == [
+        ("loss", [1, 2, 3, 4, 5, 6]), ("eval", [0])]  # fmt: skip
+    assert last["host_memory_gib"] == 3.0
 
 
 def test_pictures_large_and_two_steps_beside_each_other(home: Project, server: UiServer) -> None:

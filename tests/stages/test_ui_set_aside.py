@@ -8,10 +8,10 @@ import pytest
 
 from stages import bucket, discover
 from stages.maintenance.set_aside import SetAside
-from stages.pages.ui import make_thumbnails
+from stages.pages import thumbnails
+from stages.pages.thumbnails import can_have_thumbnail
 from stages.pages.ui.child_programs import ChildPrograms
 from stages.pages.ui.records import MOST_SHOWN
-from stages.pages.ui.thumbnail_files import can_have_thumbnail
 from tests.project import Project
 from tests.stages.ui_server import UiServer
 
@@ -67,7 +67,7 @@ def test_thumbnails_are_made_by_a_program_and_nothing_else_is_served(home: Proje
     home.run(bucket.run)
     before = server.get("/set-aside").text
     assert 'data-make="start-thumbnails"' in before and "<img" not in before
-    assert home.run(make_thumbnails.run).done == 2, "tiny.png and without.png can be read"
+    assert home.run(thumbnails.run).done == 2, "tiny.png and without.png can be read"
     text = server.get("/set-aside").text
     assert "data-make" not in text, "of the others there is none"
     addresses = re.findall(r'<img src="(/thumbnails/[0-9a-f]{32}\.webp)"', text)

@@ -23,8 +23,8 @@ from schemas.text_format import shorten
 from stages.discovery.media_locations import spread_evenly
 from stages.encoding import stage_registry
 from stages.maintenance.set_aside import SetAside, list_set_aside
+from stages.pages.charts import Bars
 from stages.pages.pictures import Picture
-from stages.pages.report.charts import Plot, draw_bars
 from stages.pages.thumbnails import read_thumbnails
 from stages.planning.summary import only_trained
 
@@ -89,7 +89,7 @@ class DataGlance:
     runs: list[str]
     source: str
     facts: list[str] = field(default_factory=list)
-    plots: list[Plot] = field(default_factory=list)
+    bars: list[Bars] = field(default_factory=list)
     alike: list[tuple[float, str, str]] = field(default_factory=list)
     cut: list[TableRow] = field(default_factory=list)
     reasons: list[TableRow] = field(default_factory=list)
@@ -112,9 +112,9 @@ def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlanc
             glances[key].runs.append(run)
             continue
         glance = glances[key] = DataGlance([run], f"plan {plan.name} of {config.root}")
-        for number, part in enumerate((_count_buckets, _measure_captions, _find_cuts, _show_set_aside)):
+        for part in (_count_buckets, _measure_captions, _find_cuts, _show_set_aside):
             try:
-                part(glance, store, config, plan, f"{len(glances)}-{number}")
+                part(glance, store, config, plan)
             except LatentpressError as error:  # a damaged table, or a checkpoint that is not on this machine
                 glance.missing.append(f"{error.message}.")
     return list(glances.values())
@@ -130,7 +130,7 @@ def _find_plan(store: Store, config: Config, planned: Config) -> Plan:
     return current_plan(store, planned)
 
 
-def _count_buckets(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
+def _count_buckets(glance: DataGlance, store: Store, config: Config, plan: Plan) -> None:
     active = only_trained(plan.active)
     counts = Counter(zip(active.column("bucket").to_pylist(), active.column("role").to_pylist(), strict=True))
     totals = Counter[str]()
@@ -140,7 +140,7 @@ def _count_buckets(glance: DataGlance, store: Store, config: Config, plan: Plan,
     roles = {"trained on": "train", "held out": "eval"}
     parts = {label: [counts[name, role] for name in names] for label, role in roles.items()}
     parts = {label: values for label, values in parts.items() if any(values) or label == "trained on"}
-    glance.plots.append(draw_bars(f"buckets-{key}", "Samples by bucket", "samples", names, parts))
+    glance.bars.append(Bars("Samples by bucket", names, parts))
     left = len(totals) - len(names)
     glance.facts.append(
         f"{sum(totals.values())} samples in {len(totals)} buckets"
@@ -151,7 +151,7 @@ def _count_buckets(glance: DataGlance, store: Store, config: Config, plan: Plan,
     glance.facts.append("By dataset: " + ", ".join(f"{name} {count}" for name, count in by_dataset.most_common()) + ".")
 
 
-def _measure_captions(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
+def _measure_captions(glance: DataGlance, store: Store, config: Config, plan: Plan) -> None:
     ids = pc.list_flatten(only_trained(plan.active).column("texts"))
     uses = pc.value_counts(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
     distinct = uses.field("values")
@@ -162,7 +162,7 @@ def _measure_captions(glance: DataGlance, store: Store, config: Config, plan: Pl
     texts = table.filter(pc.is_in(table.column("text_id"), value_set=distinct)).column("text")
     words = np.asarray(pc.list_value_length(pc.utf8_split_whitespace(texts)))
     labels, counts = length_bins(words)
-    glance.plots.append(draw_bars(f"captions-{key}", "Captions by words", "captions", labels, {"captions": counts}))
+    glance.bars.append(Bars("Captions by words", labels, {"captions": counts}))
     shared = int(pc.sum(pc.greater(uses.field("counts"), 1)).as_py() or 0)
     glance.facts.append(
         f"{len(distinct)} different captions of {int(words.min())} to {int(words.max())} words, median "
@@ -175,7 +175,7 @@ def _measure_captions(glance: DataGlance, store: Store, config: Config, plan: Pl
         glance.facts.append(f"{len(compared)} of {len(texts)} captions, spread evenly, were compared with each other.")
 
 
-def _find_cuts(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
+def _find_cuts(glance: DataGlance, store: Store, config: Config, plan: Plan) -> None:
     """Captions that had more tokens than the encoder takes, by the shards' own account."""
     state = stage_registry.TEXT.state(store, config, plan)
     paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
@@ -198,7 +198,7 @@ def _find_cuts(glance: DataGlance, store: Store, config: Config, plan: Plan, key
     ]
 
 
-def _show_set_aside(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
+def _show_set_aside(glance: DataGlance, store: Store, config: Config, plan: Plan) -> None:
     items = list_set_aside(store, config, plan)
     counts = Counter((item.stage, item.reason) for item in items)
     glance.reasons = [

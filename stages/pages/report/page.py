@@ -6,7 +6,7 @@ page's own, whose hashes it has.
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +17,9 @@ from cache.runs.scores import read_curves
 from cache.runs.training_run import METRICS_FILE, read_metrics, read_progress
 from cache.runs.validations import NOTHING_HELD_OUT, measured_on
 from schemas.config.pipeline import Config
+from stages.pages.charts import COLORS, Chart, build_charts, score_charts
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.report import tables
-from stages.pages.report.charts import COLORS, Plot, build_charts, draw_chart, score_charts, script_library
 from stages.pages.report.dataset import DataGlance, glance_at_data
 from stages.pages.report.samples import SampleGrid, gather_samples
 from stages.pages.report.tables import ReportRun
@@ -32,7 +32,7 @@ class ReportContent:
     """The gathered content of the page. missing: what is not there, and why."""
 
     runs: list[ReportRun]
-    plots: list[Plot]
+    charts: list[Chart]
     grid: SampleGrid
     data: list[DataGlance]
     missing: list[str]
@@ -58,7 +58,7 @@ def make_page(
     named = [(run.name, run.folder, run.config) for run in runs]
     content = ReportContent(
         runs=list(runs),
-        plots=[draw_chart(chart, len(runs)) for chart in charts],
+        charts=charts,
         grid=gather_samples(named, SAMPLE_BYTES, beside),
         data=glance_at_data([(run.name, run.config, run.planned) for run in runs]),
         missing=[f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _missing_of_run(run)],
@@ -80,20 +80,18 @@ def _missing_of_run(run: ReportRun) -> Iterator[str]:
 def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
     """The page in pieces. command: that makes it again."""
     runs, title = content.runs, "Report: " + ", ".join(run.name for run in content.runs)
-    script = Markup((TEMPLATES / "report.js").read_text(encoding="utf-8"))
-    library = script_library()
+    script = Markup((TEMPLATES / "charts.js").read_text(encoding="utf-8"))
     configs = [(run.name, run.config) for run in runs]
     return render_template(
         "report.html",
         title=title,
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         command=command,
-        policy=content_policy([library, script]),
-        library=library,
+        policy=content_policy(script),
         script=script,
         runs=tables.run_rows(runs),
         absent=content.missing,
-        plots=content.plots,
+        charts=content.charts,
         best=tables.best_rows([(run.name, run.folder) for run in runs]),
         colors={run.name: COLORS[number % len(COLORS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
         grid=content.grid,
@@ -105,17 +103,10 @@ def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
     )
 
 
-def content_policy(scripts: Sequence[Markup]) -> str:
-    """Forbids every request but for files beside the page, and every script but these."""
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
-    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
-    rules: Mapping[str, str] = {
-        "default-src": "'none'",
-        "script-src": allowed,
-        "style-src": "'unsafe-inline'",
-        "img-src": "data: blob: file: 'self'",
-        "media-src": "data: file: 'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    return "; ".join(f"{name} {value}" for name, value in rules.items())
+def content_policy(script: str) -> str:
+    """Forbids every request but for files beside the page, and every script but this."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
+        "form-action 'none'; img-src data: blob: file: 'self'; media-src data: file: 'self'"
+    )

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from cache.runs.training_run import run_at_work
+from cache.runs.training_run import read_metrics, run_at_work
 from cache.store.store import Store
 from schemas.cli.console import Options, Report
 from schemas.config.loading import ConfigError, load_config
@@ -29,10 +29,10 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import split_lines
 from stages.maintenance.set_aside import SetAside, list_set_aside
+from stages.pages.charts import Chart, build_charts
 from stages.pages.html import TEMPLATES, render_template
-from stages.pages.ui.child_programs import FOLDER, ChildPrograms
-from stages.pages.ui.loss_curve import MetricsHistory
-from stages.pages.ui.thumbnail_files import ThumbnailFiles
+from stages.pages.thumbnails import ThumbnailFiles
+from stages.pages.ui.child_programs import ChildPrograms
 
 MAX_FORM_BYTES = 4 << 20
 DOCUMENTS = "/documents/"  # files under the output: their addresses hold a key of their own
@@ -41,6 +41,27 @@ Handler = Callable[[Request], Response]
 LOCAL_S, REMOTE_S = 2.0, 30.0  # between two listings of the root, of a folder and of an object store
 FIRST_WAIT_S = 3.0  # for which the first page waits for the first status
 MIN_PAUSE_FACTOR = 4  # listing takes a quarter of the time at most
+DRAWING_PAUSE_FACTOR = 50  # reading metrics and drawing take 2 % of the time at most
+
+
+class MetricsHistory:
+    """The losses of a metrics.jsonl as charts, read and drawn again only so often that it takes 2 % of the time."""
+
+    def __init__(self) -> None:
+        self._path, self._again = Path(), 0.0
+        self._drawn: tuple[list[Chart], Mapping[str, Any]] = ([], {})
+
+    def draw(self, path: Path) -> tuple[list[Chart], Mapping[str, Any]]:
+        """(charts that have curves, the line of the last step); of a long run as they were a while ago."""
+        began = time.monotonic()
+        if self._path != path or began > self._again:
+            lines = read_metrics(path)
+            charts = [chart for chart in build_charts([("", lines)], ("loss", "eval")) if chart.curves]
+            last: Mapping[str, Any] = next((line for line in reversed(lines) if "loss" in line), {})
+            self._path, self._drawn = path, (charts, last)
+            ended = time.monotonic()
+            self._again = ended + (ended - began) * DRAWING_PAUSE_FACTOR
+        return self._drawn
 
 
 class Site:
@@ -56,7 +77,7 @@ class Site:
         self.programs = ChildPrograms(self.output, argv.argv())
         self.document_key = secrets.token_urlsafe(16)  # in the addresses of documents
         self.config_error: LatentpressError | None = None
-        self.metrics, self.thumbnails = MetricsHistory(), ThumbnailFiles(self.output / FOLDER)
+        self.metrics, self.thumbnails = MetricsHistory(), ThumbnailFiles(self.output)
         self._build_status, self._lock = build_status, threading.Lock()
         self._status: Report | LatentpressError | None = None
         self._built, self._took = 0.0, 0.0

@@ -59,8 +59,8 @@ JOBS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in (*STAGES, "run", "report", "preview")},
     "preview-plan": ("preview", "--plan"),
     "queue": ("queue", "run"),
-    "thumbnails": ("pages.ui.make_thumbnails",),
-    "caption-thumbnails": ("pages.ui.make_thumbnails",),
+    "thumbnails": ("pages.thumbnails",),
+    "caption-thumbnails": ("pages.thumbnails",),
 }
 
 

@@ -18,13 +18,14 @@ from schemas.cli.report import Report
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import format_bytes
+from stages.pages.charts import Chart
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, Refused
 from stages.pages.ui.job_cards import Card, build_cards, build_run_card
-from stages.pages.ui.loss_curve import MEMORY, LossCurve
 from stages.pages.ui.pictures_page import Row, list_files, make_row
 
 MOST_ROWS, MOST_STEPS = 4, 5  # of pictures
+MEMORY = ("device_memory_gib", "host_memory_gib")
 LABELS = {
     "step": "step",
     "left": "time left",
@@ -56,14 +57,14 @@ class FirstSteps:
 @dataclass(frozen=True)
 class RunSummary:
     """state: of the training, as `RunProgress` has it. facts, resources: texts by name, of the run, and of memory and
-    disks. curve: None before two steps are done. left_out: samples of which no row is here. without: why there
+    disks. charts: of its losses. left_out: samples of which no row is here. without: why there
     are none."""
 
     run: str
     state: str
     facts: Mapping[str, str]
     resources: Mapping[str, str]
-    curve: LossCurve | None
+    charts: Sequence[Chart]
     rows: Sequence[Row]
     left_out: int
     without: str
@@ -75,9 +76,9 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
     facts = {label: row[key] for key, label in LABELS.items() if row[key]}
     if progress.state == "not started":
         facts = {"ready": ", ".join(counts) or "nothing yet", "steps": str(progress.steps)}
-    curve, memory = site.metrics.draw(config.run_folder / METRICS_FILE)
-    resources = {f"most {key.removesuffix('_gib').replace('_', ' ')}": f"{memory[key]:.1f} GiB"
-             for key in MEMORY if isinstance(memory.get(key), int | float)}  # fmt: skip
+    charts, last = site.metrics.draw(config.run_folder / METRICS_FILE)
+    resources = {f"most {key.removesuffix('_gib').replace('_', ' ')}": f"{last[key]:.1f} GiB"
+             for key in MEMORY if isinstance(last.get(key), int | float)}  # fmt: skip
     free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
     resources |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
     files = list_files(config)
@@ -87,7 +88,7 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
     later = "Pictures are here after the first validation."
     without = later if config.validation.prompts else "There are no pictures: validation.prompts has no prompt."
     return RunSummary(
-        *(progress.run, progress.state, facts, resources, curve, rows, len(files) - len(rows), "" if rows else without)
+        *(progress.run, progress.state, facts, resources, charts, rows, len(files) - len(rows), "" if rows else without)
     )
 
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from cache.runs.training_run import spread
 from cache.runs.validations import describe_sample, latent_path, list_validations
 from schemas.config.pipeline import Config
+from stages.pages.html import Figure, Gallery, PictureFile
 from stages.pages.ui.app import Page, Site, get, render, site_of
 
 PICTURES = "/pictures"
@@ -22,24 +23,12 @@ SETTINGS = ("seed", "size", "steps", "guidance", "guidance_low")
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A sample at a step. url: of its picture or clip, "" where it is not decoded. link: to the page that has it
-    large."""
-
-    name: str
-    step: int
-    url: str
-    link: str
-    is_clip: bool
-
-
-@dataclass(frozen=True)
 class Row:
     """The steps of a sample, the newest first. prompt: that of the newest."""
 
     name: str
     prompt: str
-    cells: Sequence[Cell]
+    gallery: Gallery
 
 
 def list_files(config: Config) -> dict[str, dict[int, Path | None]]:
@@ -55,15 +44,25 @@ def list_files(config: Config) -> dict[str, dict[int, Path | None]]:
 def make_row(site: Site, config: Config, name: str, files: dict[int, Path | None], steps: Sequence[int]) -> Row:
     """The row of one of `list_files`. steps: those that are shown."""
     about = describe_sample(config, latent_path(config.run_folder, max(files), name))
-    cells = [make_cell(site, name, step, files[step]) for step in sorted(steps, reverse=True)]
-    return Row(name, str(about.get("prompt") or ""), cells)
+    figures = [make_figure(site, name, step, files[step]) for step in sorted(steps, reverse=True)]
+    return Row(name, str(about.get("prompt") or ""), Gallery(figures, "steps"))
 
 
-def make_cell(site: Site, name: str, step: int, path: Path | None, beside: int | None = None) -> Cell:
-    """beside: the step that its page shows beside it."""
+def make_figure(site: Site, name: str, step: int, path: Path | None) -> Figure:
+    """A sample at a step, which leads to the page that has it large."""
+    picture, link = find_picture(site, path), link_to(site, name, step)
+    pictures = () if picture is None else (picture,)
+    return Figure(pictures, (f"{name} at step {step}",), f"step {step}", problem="not decoded yet", link=link)
+
+
+def find_picture(site: Site, path: Path | None) -> PictureFile | None:
+    return None if path is None else PictureFile(site.address_of(path), path.suffix == ".mp4")
+
+
+def link_to(site: Site, name: str, step: int, beside: int | None = None) -> str:
+    """The page of a sample at a step. beside: the step that it shows next to it."""
     asked = {"name": name, "step": step} | ({} if beside is None else {"beside": beside})
-    url = "" if path is None else site.address_of(path)
-    return Cell(name, step, url, f"{site.base}{ONE}?{urlencode(asked)}", path is not None and path.suffix == ".mp4")
+    return f"{site.base}{ONE}?{urlencode(asked)}"
 
 
 def describe(config: Config, name: str, step: int) -> dict[str, Any]:
@@ -112,16 +111,16 @@ def show_one(request: Request) -> Response:
     names = [other for other, paths in files.items() if step in paths]
     number, position = names.index(name), steps.index(step)
     around = {
-        "earlier": make_cell(site, name, steps[position - 1], None, beside) if position else None,
-        "later": make_cell(site, name, steps[position + 1], None, beside) if position + 1 < len(steps) else None,
-        "above": make_cell(site, names[number - 1], step, None, beside) if number else None,
-        "below": make_cell(site, names[number + 1], step, None, beside) if number + 1 < len(names) else None,
+        "earlier": link_to(site, name, steps[position - 1], beside) if position else "",
+        "later": link_to(site, name, steps[position + 1], beside) if position + 1 < len(steps) else "",
+        "above": link_to(site, names[number - 1], step, beside) if number else "",
+        "below": link_to(site, names[number + 1], step, beside) if number + 1 < len(names) else "",
     }
     return render(
         request,
         "picture.html",
         title=name,
-        cells=[(make_cell(site, name, shown, files[name][shown]), describe(config, name, shown)) for shown in chosen],
+        cells=[(one, find_picture(site, files[name][one]), describe(config, name, one)) for one in chosen],
         name=name,
         step=step,
         beside=beside,

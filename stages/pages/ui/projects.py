@@ -20,9 +20,10 @@ from schemas.cli.report import Report
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
 from stages.configuring.questions import make_name
+from stages.pages.html import Figure
 from stages.pages.ui.app import Page, Site, build_app, get, render, version_of
 from stages.pages.ui.child_programs import JOBS
-from stages.pages.ui.pictures_page import Cell, list_files, make_cell
+from stages.pages.ui.pictures_page import list_files, make_figure
 
 BASE = "/p"  # before the names of projects
 ENDINGS = (".yaml", ".yml")
@@ -157,7 +158,7 @@ class ProjectRow:
     done: int
     total: int
     left: str
-    picture: Cell | None
+    picture: Figure | None
     set_aside: int | None
     problem: LatentpressError | None
 
@@ -185,7 +186,7 @@ def summarize_project(project: Project) -> ProjectRow:
         done=progress.step,
         total=progress.steps,
         left="" if progress.seconds_left is None else f"{format_duration(progress.seconds_left)} left",
-        picture=None if path is None else make_cell(site, name, step, path),
+        picture=None if path is None else make_figure(site, name, step, path),
         set_aside=sum(row["set_aside"] for row in rows) if isinstance(status, Report) else None,
         problem=site.config_error or (status if isinstance(status, LatentpressError) else None),
     )

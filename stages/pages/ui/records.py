@@ -15,10 +15,10 @@ from schemas.cli.console import LOGS
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
 from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason
+from stages.pages.thumbnails import MOST_MADE, can_have_thumbnail, thumbnail_id
 from stages.pages.ui.app import Page, Site, first_item, get, render, site_of
 from stages.pages.ui.child_programs import JOBS
 from stages.pages.ui.job_cards import build_job_card
-from stages.pages.ui.thumbnail_files import MOST_MADE, can_have_thumbnail, thumbnail_id
 
 BESIDE = "beside-"  # before the name of a watcher
 SET_ASIDE_PATH = "/set-aside"

@@ -62,7 +62,12 @@ def guarded_app(
     more_names: Sequence[str] = (),
 ) -> Guard:
     cookie = f"latentpress-ui-{port}"
-    extra = [serve_file("/style.css", "style.css"), serve_file("/script.js", "ui.js"), documents.route(projects.sites)]
+    extra = [
+        serve_file("/style.css", "style.css"),
+        serve_file("/script.js", "ui.js"),
+        serve_file("/charts.js", "charts.js"),
+        documents.route(projects.sites),
+    ]
     extra += [login_route(token, cookie)] if token else []
     extra += [folders_route(places), *proposal_routes(projects, proposals)]
     pages = (

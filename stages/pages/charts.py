@@ -1,0 +1,398 @@
+"""Charts of a run's metrics and scores as inline SVG: curves by step, smoothed, with a band for the spread over seeds,
+and thinned to what a plot can show.
+
+They are drawn by templates/parts.html and need no script; templates/charts.js shows the values under the pointer, hides
+curves and enlarges a part of the steps.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cache.runs.scores import ScoreCurve, score_label
+from cache.runs.training_run import SMOOTHED_STEPS
+from schemas.text_format import shorten
+
+MAX_POINTS = 4000  # of a chart, over all of its curves
+MAX_CURVES = 8  # of a chart and a run: colors that can be told apart
+MAX_NAMED_STEPS = 10  # in a note
+MAX_ROWS = 12  # of a table of values
+MARKED_POINTS = 60  # curves of at most so many have a dot for each point
+SIDE = 1000  # of the SVG's coordinates, which are stretched to the size of the plot
+MARGIN = 0.06  # of the range of values, above and below
+MAX_TICKS = 5  # intervals between them
+#: Okabe and Ito's colors for the color-blind without black and yellow, and two more; seen on white and on black.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
+DASHES = ("", "6", "2 4", "2 4 6 4")
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values by step, ascending; NaN where there is none. run: number of its run. faint: another curve is its mean.
+    spread: half the height of a band around the curve, NaN where it has none."""
+
+    name: str
+    run: int
+    steps: np.ndarray
+    values: np.ndarray
+    faint: bool = False
+    spread: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """start: value at the left or upper end. end: value at the other end. least: smallest interval between ticks."""
+
+    start: float
+    end: float
+    least: float = 0.0
+
+    def place(self, values: np.ndarray) -> np.ndarray:
+        """From 0 at the start to SIDE at the end."""
+        return (values - self.start) / (self.end - self.start) * SIDE
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """(place, label) of round values."""
+        low, high = sorted((self.start, self.end))
+        rough = (high - low) / MAX_TICKS
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = max(self.least, next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough))
+        values = step * np.arange(math.ceil(low / step), math.floor(high / step) + 1)
+        return [(round(float(at), 1), f"{value:.6g}") for at, value in zip(self.place(values), values, strict=True)]
+
+
+@dataclass(frozen=True)
+class DrawnCurve:
+    """A curve in the legend and in the SVG. path, band, dots: data of a <path>, "" for none."""
+
+    name: str
+    color: str
+    dash: str
+    faint: bool
+    path: str
+    band: str
+    dots: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One plot. runs: number of runs; with several a color is a run's, and the curves of one differ by dashes. notes:
+    sentences below it. missing: why runs have no curves. marks: steps with a vertical line."""
+
+    key: str
+    title: str
+    unit: str
+    runs: int
+    curves: tuple[Curve, ...] = ()
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    marks: tuple[int, ...] = ()
+
+    @cached_property
+    def x(self) -> Axis:
+        steps = np.concatenate([curve.steps for curve in self.curves])
+        return Axis(float(steps.min()), max(float(steps.max()), float(steps.min()) + 1), least=1.0)
+
+    @cached_property
+    def y(self) -> Axis:
+        """It has all values; of a faint curve the usual ones, as a few others would press the rest into a line."""
+        parts = list[np.ndarray]()
+        for curve in self.curves:
+            spread = 0.0 if curve.spread is None else np.nan_to_num(curve.spread)
+            usual = [np.nanpercentile(curve.values, (2, 98))] if curve.faint else []
+            parts += usual or [curve.values - spread, curve.values + spread]
+        values = np.concatenate(parts)
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        margin = (high - low) * MARGIN or abs(high) * MARGIN or 1.0
+        return Axis(high + margin, low - margin)
+
+    @property
+    def mark_places(self) -> list[float]:
+        return [round(float(place), 2) for place in self.x.place(np.array(self.marks))]
+
+    @cached_property
+    def drawn(self) -> list[DrawnCurve]:
+        """Curves that differ only in being smoothed have the same color."""
+        drawn, counts = [], Counter[int]()
+        is_smoothed = any(curve.faint for curve in self.curves)
+        for number, curve in enumerate(self.curves):
+            x, y, band = self.x.place(curve.steps), self.y.place(curve.values), ""
+            if curve.spread is not None:
+                known = np.isfinite(curve.values) & np.isfinite(curve.spread)
+                sides = [self.y.place((curve.values + sign * curve.spread)[known]) for sign in (1, -1)]
+                outline = np.concatenate([sides[0], sides[1][::-1]])
+                band = _draw(np.concatenate([x[known], x[known][::-1]]), outline) + "Z"
+            drawn.append(
+                DrawnCurve(
+                    name=curve.name,
+                    color=COLORS[(curve.run if self.runs > 1 or is_smoothed else number) % len(COLORS)],
+                    dash=DASHES[counts[curve.run] % len(DASHES)] if self.runs > 1 and not is_smoothed else "",
+                    faint=curve.faint,
+                    path=_draw(x, y),
+                    band=band,
+                    dots=_draw(x, y, "h0") if not curve.faint and len(x) <= MARKED_POINTS else "",
+                )
+            )
+            counts[curve.run] += 1
+        return drawn
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Some of the values, spread evenly, at steps that the first curve that is not faint has."""
+        shown = [curve for curve in self.curves if not curve.faint]
+        steps = shown[0].steps if shown else np.array([])
+        indices = np.unique(np.linspace(0, len(steps) - 1, min(MAX_ROWS, len(steps))).astype(int))
+        return [{"step": int(step)} | {curve.name: _at(curve, step) for curve in shown} for step in steps[indices]]
+
+    @property
+    def summary(self) -> str:
+        """The first, last, lowest and highest value of each curve that is not faint."""
+        texts = []
+        for curve in (curve for curve in self.curves if not curve.faint):
+            finite = curve.values[np.isfinite(curve.values)]
+            span = f"{finite[0]:.4g} at first, {finite[-1]:.4g} at last, from {finite.min():.4g} to {finite.max():.4g}"
+            texts.append(f"{curve.name}: {span}")
+        return "; ".join(texts)
+
+
+def _draw(x: np.ndarray, y: np.ndarray, after: str = "") -> str:
+    """Data of a <path> through points, interrupted where one is not finite. after: what each point is drawn by, if it
+    is not joined with the next one."""
+    pieces, pen = list[str](), "M"
+    for across, down in zip(x.tolist(), y.tolist(), strict=True):
+        if math.isfinite(down):
+            pieces.append(f"{pen}{round(across, 2):g} {round(down, 2):g}{after}")
+        pen = "L" if math.isfinite(down) and not after else "M"
+    return "".join(pieces)
+
+
+def _at(curve: Curve, step: float) -> str:
+    """The value at a step, or of the last one before it."""
+    index = int(np.searchsorted(curve.steps, step, side="right")) - 1
+    if index < 0 or not np.isfinite(curve.values[index]):
+        return ""
+    spread = math.nan if curve.spread is None else curve.spread[index]
+    return f"{curve.values[index]:.5g}" + (f" ± {spread:.2g}" if np.isfinite(spread) else "")
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Horizontal bars, one for each label, of stacked parts (name -> a number for each label)."""
+
+    title: str
+    labels: Sequence[str]
+    parts: Mapping[str, Sequence[int]]
+
+    @property
+    def colors(self) -> dict[str, str]:
+        return dict(zip(self.parts, COLORS, strict=False))
+
+    @property
+    def longest(self) -> int:
+        return max(map(sum, zip(*self.parts.values(), strict=True)), default=1)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A chart before it has curves. names: metrics, each a curve. nested: the metric is an object, each of whose keys
+    is a curve. smooth: the mean of the last steps lies over the raw values."""
+
+    key: str
+    title: str
+    unit: str
+    names: tuple[str, ...]
+    nested: bool = False
+    smooth: bool = False
+    factor: float = 1.0
+    note: str = ""
+
+    @property
+    def absent(self) -> str:
+        if self.key.startswith("eval"):
+            return "no validation measured it (validation.eval_samples is 0, or none was due yet)"
+        return "no step is recorded"
+
+
+_KINDS = (
+    _Kind("loss", "Training loss", "loss", ("loss",), smooth=True),
+    _Kind("eval", "Eval loss", "loss", ("eval_loss",)),
+    _Kind("eval-sigma", "Eval loss by sigma", "loss", ("eval_by_sigma",), nested=True,
+          note="Sigma 0 is data, 1 is noise."),
+    _Kind("eval-bucket", "Eval loss by bucket", "loss", ("eval_by_bucket",), nested=True),
+    _Kind("lr", "Learning rate", "learning rate", ("lr",)),
+    _Kind("grad-norm", "Gradient norm before clipping", "norm", ("grad_norm",), smooth=True),
+    _Kind("speed", "Throughput", "samples per second", ("samples_per_s",)),
+    _Kind("wait", "Waiting for data", "% of the time", ("data_wait_share",), factor=100.0),
+    _Kind("memory", "Memory", "GiB", ("device_memory_gib", "host_memory_gib"),
+          note="The most since the process began, of the device as torch allocated it."),
+)  # fmt: skip
+
+
+def build_charts(runs: Sequence[tuple[str, Sequence[Line]]], keys: Sequence[str] = ()) -> list[Chart]:
+    """The charts of runs (name, lines of metrics). keys: of the charts to build, by default all."""
+    return [_build(kind, runs) for kind in _KINDS if not keys or kind.key in keys]
+
+
+def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
+    curves, notes, missing, marks = list[Curve](), list[str](), list[str](), list[int]()
+    for number, (run, lines) in enumerate(runs):
+        prefix = f"{shorten(run, 40)}: " if len(runs) > 1 else ""
+        measured = [_make_curve(name, number, points) for name, points in _list_series(kind, lines)]
+        measured = [curve for curve in measured if np.isfinite(curve.values).any()]
+        if not measured:
+            missing.append(f"{prefix}{kind.absent}.")
+        elif len(measured) > MAX_CURVES:
+            notes.append(f"{prefix}the {MAX_CURVES} of {len(measured)} that were measured most often are shown.")
+            measured = sorted(measured, key=lambda curve: -int(np.isfinite(curve.values).sum()))[:MAX_CURVES]
+        bad = sorted(line["step"] for line in lines for name in kind.names if name in line and line[name] is None)
+        if bad and not kind.nested:
+            notes.append(f"{prefix}not finite at {len(bad)} steps: {_name_steps(bad)}.")
+        for line in lines if measured and kind.unit == "loss" else ():
+            if "set" in line:
+                marks.append(line["step"])
+                notes.append(
+                    f"{prefix}trained on other data after step {line['step']}: set {shorten(line['set'], 40)}."
+                )
+        if kind.smooth:
+            curves += [replace(curve, name=f"{prefix}each step", faint=True) for curve in measured]
+            name = f"{prefix}mean of {SMOOTHED_STEPS} steps"
+            curves += [replace(c, name=name, values=_trailing_mean(c.values, SMOOTHED_STEPS)) for c in measured]
+        else:
+            names = [f"{prefix}{curve.name}" if curve.name else prefix[:-2] or kind.title for curve in measured]
+            curves += [replace(curve, name=name) for curve, name in zip(measured, names, strict=True)]
+    notes = [kind.note, *notes] if kind.note and curves else notes
+    chart = Chart(kind.key, kind.title, kind.unit, len(runs), tuple(curves), tuple(notes), tuple(missing), tuple(marks))
+    return _thin_chart(chart)
+
+
+def _list_series(kind: _Kind, lines: Sequence[Line]) -> Iterator[tuple[str, list[tuple[int, float]]]]:
+    """(name, its steps and values), ascending; NaN for what is not a number."""
+    lines = sorted(lines, key=lambda line: line["step"])
+    if not kind.nested:
+        for name in kind.names:
+            label = name.removesuffix("_gib").replace("_", " ") if len(kind.names) > 1 else ""
+            yield label, [(line["step"], _number(line[name]) * kind.factor) for line in lines if name in line]
+        return
+    parts = [(line["step"], line[kind.names[0]]) for line in lines if isinstance(line.get(kind.names[0]), dict)]
+    for name in dict.fromkeys(name for _, values in parts for name in values):
+        yield shorten(name, 40), [(step, _number(values.get(name))) for step, values in parts]
+
+
+def _make_curve(
+    name: str, run: int, points: Sequence[tuple[int, float]], spread: Sequence[float | None] | None = None
+) -> Curve:
+    """points: steps and values."""
+    steps, values = np.array(points, np.float64).reshape(-1, 2).T
+    band = np.array(spread, np.float64) if spread and any(value is not None for value in spread) else None
+    return Curve(name, run, steps, values, spread=band)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def _name_steps(steps: Sequence[int]) -> str:
+    """The first MAX_NAMED_STEPS."""
+    return ", ".join(map(str, steps[:MAX_NAMED_STEPS])) + (", ..." if len(steps) > MAX_NAMED_STEPS else "")
+
+
+def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """(n,) the mean of the last `window` finite values up to each one; NaN where there is none."""
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    last = np.arange(1, len(values) + 1)
+    first = np.maximum(0, last - window)
+    number = counts[last] - counts[first]
+    return np.where(number > 0, (sums[last] - sums[first]) / np.maximum(number, 1), np.nan)
+
+
+def _thin_chart(chart: Chart) -> Chart:
+    """A chart of at most MAX_POINTS; it says so where points are left out."""
+    share = MAX_POINTS // max(1, len(chart.curves))
+    most = max((len(curve.steps) for curve in chart.curves), default=0)
+    if most <= share:
+        return chart
+    curves = []
+    for curve in chart.curves:
+        kept = _thin(curve.values, share)
+        spread = None if curve.spread is None else curve.spread[kept]
+        curves.append(replace(curve, steps=curve.steps[kept], values=curve.values[kept], spread=spread))
+    note = f"Of {most} points the lowest and the highest of each stretch are drawn."
+    return replace(chart, curves=tuple(curves), notes=(*chart.notes, note))
+
+
+def _thin(values: np.ndarray, most: int) -> np.ndarray:
+    """Indices of at most `most` (4 or more) values, ascending: all, or the first, the last, and the lowest and the
+    highest of equal stretches, so that no peak is lost."""
+    if len(values) <= most:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), (most - 2) // 2 + 1).astype(int)
+    kept = {0, len(values) - 1}
+    for first, last in pairwise(edges.tolist()):
+        part = values[first:last]
+        if np.isfinite(part).any():
+            kept |= {first + int(np.nanargmin(part)), first + int(np.nanargmax(part))}
+    return np.array(sorted(kept))
+
+
+def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart]:
+    """A chart for each score and, where there are several prompts, one by prompt. runs: name, its scores. Scores of
+    different models are in different charts."""
+    names = sorted({curve.name for _, curves in runs for curve in curves})
+    if not names:
+        return [Chart("scores", "Scores", "", len(runs), missing=("none are recorded.",))]
+    charts: list[Chart] = []
+    for name in names[:MAX_CURVES]:
+        models = list(dict.fromkeys(curve.measured for _, curves in runs for curve in curves if curve.name == name))
+        for model in models:
+            title = f"Score: {shorten(score_label(name), 40)}"
+            if len(models) > 1:
+                title += f", by {shorten(Path(model.model).name, 40) if model else 'another program'}"
+            chosen = [
+                (run, next((curve for curve in curves if (curve.name, curve.measured) == (name, model)), None))
+                for run, curves in runs
+            ]
+            charts += _charts_of_score(f"score-{len(charts)}", title, chosen)
+    return charts
+
+
+def _charts_of_score(key: str, title: str, runs: Sequence[tuple[str, ScoreCurve | None]]) -> Iterator[Chart]:
+    curves, by_prompt, notes, missing = list[Curve](), list[Curve](), list[str](), list[str]()
+    for number, (run, score) in enumerate(runs):
+        if score is None:
+            missing.append(f"{shorten(run, 40)}: it was not scored with this.")
+            continue
+        prefix = f"{shorten(run, 40)}: " if len(runs) > 1 else ""
+        points = [(point.step, point.value) for point in score.points]
+        curves.append(_make_curve(prefix[:-2] or title, number, points, [point.spread for point in score.points]))
+        prompts = list(dict.fromkeys(prompt for point in score.points for prompt in point.groups))
+        for prompt in prompts[:MAX_CURVES] if len(prompts) > 1 else ():
+            points = [(point.step, point.groups[prompt][0]) for point in score.points if prompt in point.groups]
+            by_prompt.append(_make_curve(f"{prefix}{shorten(prompt, 40)}", number, points))
+        notes += [prefix + note for note in _describe_score(score)]
+        if len(prompts) > MAX_CURVES:
+            notes.append(f"{prefix}{MAX_CURVES} of {len(prompts)} prompts are shown by themselves.")
+    yield _thin_chart(Chart(key, title, "score", len(runs), tuple(curves), tuple(notes), tuple(missing)))
+    if by_prompt:
+        yield _thin_chart(Chart(f"{key}-prompts", f"{title}, by prompt", "score", len(runs), tuple(by_prompt)))
+
+
+def _describe_score(score: ScoreCurve) -> Iterator[str]:
+    if score.measured is not None:
+        yield f"Model: {score.measured.model}."
+    if any(point.spread is not None for point in score.points):
+        yield f"The band is one standard deviation over {score.seeds} seeds to each side."
+    compared = score.comparable
+    if other := [point.step for point in score.points if point not in compared]:
+        steps = _name_steps(other)
+        yield f"Of other prompts or seeds than step {compared[-1].step}, and not to be compared: step {steps}."
