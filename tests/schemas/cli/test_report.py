@@ -59,13 +59,6 @@ def test_a_folded_message_has_every_word(text, width) -> None:
         assert cell_len(line) <= width or " " not in line.strip() or "`" in line
 
 
-def test_a_table_that_is_too_wide_is_shown_row_by_row() -> None:
-    row = {"bucket": "512x512@1", **{f"number_{i}": 10**15 for i in range(7)}}
-    lines = Report("probe", details={"buckets": [row], "runs": ["a run with a name"] * 9}).summary().splitlines()
-    assert lines[1:4] == ["  buckets:", "    512x512@1:", "      number 0: 1000000000000000"]
-    assert max(map(cell_len, lines)) <= WIDTH and lines[-1].startswith("    ") and lines[-2].startswith("  runs: a run")
-
-
 def test_paths_are_shown_from_the_working_directory_and_whole(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     deep = tmp_path / ("a" * 90) / "b b" / "adapter"
