@@ -11,7 +11,6 @@ USAGE = 2  # wrong usage or configuration
 INCOMPLETE = 3  # work remains, or failed
 DAMAGE = 4  # damaged data was found
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
-TERMINATED = 143  # SIGTERM, likewise
 EXIT_CODES = (
     "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage; "
     "130 interrupted."

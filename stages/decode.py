@@ -25,7 +25,7 @@ from cache.runs.validations import find_picture, is_current
 from cache.store.files import check_folder, check_writable, explained, replacing
 from schemas.activities import activity
 from schemas.cli.console import Console, Options, Report, make_app
-from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.report import for_each_expert
 from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

@@ -17,7 +17,7 @@ from cache.store.files import replacing
 from cache.store.locks import FileLock
 from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.report import for_each_expert
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

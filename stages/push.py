@@ -20,7 +20,7 @@ from cache.store.json_checks import check_object, printable
 from cache.store.store import Store
 from schemas import json_records
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.report import for_each_expert
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import PATTERNS, REPO

@@ -32,8 +32,8 @@ from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
 from cache.store.files import check_writable
 from schemas.cli.console import LOGS, Console, Options, Report, make_app
-from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.process_record import noted
+from schemas.cli.report import for_each_expert
 from schemas.cli.starting import install_command
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config

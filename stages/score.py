@@ -24,7 +24,7 @@ from cache.runs.validations import best_steps, find_picture, list_validations
 from cache.store.files import check_folder
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app
-from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.report import for_each_expert
 from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.identity import hash_json

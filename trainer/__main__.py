@@ -22,7 +22,7 @@ from cache.sets.window import open_window
 from cache.store.damage import DamageError, rebuild_advice
 from schemas.activities import activity, show_activities
 from schemas.cli.console import Console, Options, Report, make_app
-from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.report import for_each_expert
 from schemas.cli.starting import garbage_collection_paused, leave_out_pandas
 from schemas.config.pipeline import Config
 from schemas.config.training import Train, find_optimizer

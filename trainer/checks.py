@@ -5,7 +5,7 @@ from cache.models.weights import WeightsError
 from cache.runs.training_checks import check_before_stages, require_trackers
 from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.report import for_each_expert
 from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.devices import find_device

@@ -15,7 +15,7 @@ from cache.models.weights import MODEL_INDEX, fetch_components, local_folder
 from cache.store.files import StoreError, find_shortage, remove_abandoned_folders, replacing_folder
 from cache.store.json_checks import printable
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
-from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.report import for_each_expert
 from schemas.config.pipeline import Config
 from schemas.config.training import FILE_NAMES, FileFormat
 from schemas.errors import LatentpressError

@@ -18,6 +18,7 @@ from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
 from cache.shards.tensor_checks import kind_of
 from cache.store.files import replacing
+from schemas.config.loading import dump_yaml
 from schemas.config.methods import Method, Regularization
 from schemas.config.pipeline import Config
 from schemas.config.training import FILE_NAMES
@@ -220,15 +221,12 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
 def write_config(config: Config, data: TrainSet) -> None:
     """Write <run>/config.yaml: every resolved setting, with the set's id in place of "current". Settings that differ
     from those of a named set are listed at the top as not in force."""
-    from ruamel.yaml import YAML
-
-    values = config.model_dump(mode="json", by_alias=True)
     if "/" not in config.train.set:
-        values["train"]["set"] = data.id
+        config = config.changed(train=config.train.changed(set=data.id))
     lines = [f"# Not in force, as set {data.id} was named: {row}\n" for row in data.recipe_differences]
     with replacing(config.run_folder / "config.yaml") as temporary, temporary.open("w") as file:
         file.writelines(lines)
-        YAML(typ="safe").dump(values, file)
+        file.write(dump_yaml(config))
 
 
 def record_result(config: Config, step: int, weights: str) -> None:
