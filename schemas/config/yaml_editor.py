@@ -5,7 +5,6 @@ neighbor. The result is read again and compared: a text from which something els
 """
 
 import io
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -229,17 +228,6 @@ def value_at(value: Any, path: KeyPath) -> Any:
     for step in path:
         value = value[step] if _has(value, step) else None
     return value
-
-
-def quote(text: str) -> str:
-    """A text as YAML, in double quotes only if it needs them, in a list or section on one line too."""
-    try:
-        as_it_is = parse_yaml(f"[{text}, 0]").value == [text, 0] and parse_yaml(f"a: {text}").value == {"a": text}
-    except YamlError:
-        as_it_is = False
-    if as_it_is and text.isprintable():
-        return text
-    return json.dumps(text, ensure_ascii=not text.isprintable()).replace("\x7f", "\\u007f")
 
 
 def read_values(text: str, paths: Iterable[KeyPath]) -> dict[KeyPath, str | None]:

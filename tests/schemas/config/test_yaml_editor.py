@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from schemas.config.yaml_editor import CannotEdit, YamlEditor, quote, read_values, value_at
+from schemas.config.yaml_editor import CannotEdit, YamlEditor, read_values, value_at
 from schemas.config.yaml_reader import KeyPath, parse_yaml
 
 TEXT = """\
@@ -151,8 +151,3 @@ def test_any_change_is_exact_or_refused(value: dict, flow: bool, path: list, new
         assert value_at(after, tuple(path)) == new
     for key in value.keys() - {path[0]}:
         assert after[key] == value[key]
-
-
-@given(TEXTS)
-def test_a_text_is_quoted_so_that_it_is_read_again(text: str) -> None:
-    assert parse_yaml(f"a: {quote(text)}").value == {"a": text}
