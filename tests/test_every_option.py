@@ -109,10 +109,10 @@ STAGES = {"encode-text": encode_text, "encode-latents": encode_latents, "encode-
 
 
 def changes() -> list[Any]:
-    """Options whose change matters; of the short form the first of each section that a change treats in its own way."""
-    cases = {name: (kind, *name.split(".")[:1]) for name, (kind, _) in TABLE.items() if kind is not RUN}
-    short = {case: name for name, case in reversed(cases.items())}.values()
-    return [name if name in short else long(name) for name in cases]
+    """Options whose change matters; of the short form the first of each kind of change."""
+    kinds = {name: kind for name, (kind, _) in TABLE.items() if kind is not RUN}
+    short = {kind: name for name, kind in reversed(kinds.items())}.values()
+    return [name if name in short else long(name) for name in kinds]
 
 
 @pytest.mark.slow

@@ -176,16 +176,6 @@ def test_an_empty_or_relative_entry_of_pythonpath_is_left_out(place: Place, entr
     place.latentpress("discover", "--workers", "2", PYTHONPATH=entries)
 
 
-def test_an_absolute_entry_of_pythonpath_stays(place: Place) -> None:
-    code = "import stages.cli; stages.cli.main()"
-    (place.project / "stages.py").write_text("")
-    found = place.run(
-        *(sys.executable, "-c", f"import sys; sys.argv = ['latentpress', '--version']; {code}; print(sys.path)"),
-        PYTHONPATH=f"{os.pathsep}{place.media}",
-    )
-    assert str(place.media) in found and f"'{place.work}'" not in found
-
-
 def test_what_a_program_starts_has_a_clean_path(place: Place) -> None:
     """As docs/configuration.md says, whatever Python itself has imported by then."""
     start = "import subprocess; subprocess.run([sys.executable, '-c', 'import sys; print(sys.path)'])"

@@ -158,13 +158,13 @@ def leave_out_pandas() -> None:
     """Let pyarrow find no pandas in this process. Where pandas is installed, pyarrow imports it at its first conversion
     and then has no use for it: 50 MiB and a quarter of a second. It looks for pandas once. For programs that have no
     use for pandas either; they can still import it."""
-    sys.meta_path.insert(0, _NoPandas)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _NoPandas)
     try:
         import pyarrow as pa
 
         pa.scalar(0)
     finally:
-        sys.meta_path.remove(_NoPandas)  # type: ignore[arg-type]
+        sys.meta_path.remove(_NoPandas)
 
 
 #: Logger -> beginning of a message, empty for all. On CPUs with AVX512-BF16 bitsandbytes then computes with its own
