@@ -38,7 +38,7 @@ from cache.store.store import Store
 from stages import discover
 from stages.discovery import item_reader
 from stages.discovery.media_table import media_table_path
-from stages.discovery.sources.base import CHUNK_ROWS, LISTING_SCHEMA
+from stages.discovery.sources.columns import CHUNK_ROWS, LISTING_SCHEMA
 
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 TABLE = media_table_path("data")

@@ -68,7 +68,7 @@ def make_project(folder: Path, items: int, kind: str, foreign: float, **settings
         dataset["video"] = {"num_frames": 121, "clip": "head"}
     config = {"root": f"work{items}", "model": {"family": name.rpartition("-")[0], "path": str(model)}}
     path = write_config(folder / f"pipeline{items}.json", {**config, "datasets": [dataset], **settings})
-    discovered_with = media_table.DiscoverySettings.of(load_config(path).datasets[0])
+    discovered_with = media_table.settings_of(load_config(path).datasets[0])
     table = media_table.with_table_metadata(make_media_table(items, kind, foreign), discovered_with)
     Store(folder / f"work{items}").write_table(media_table.media_table_path("items"), table)
     return path

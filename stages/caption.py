@@ -20,10 +20,10 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.text_format import shorten
-from stages.discovery.sources.base import extensions_of_kinds
 from stages.encoding.captions.settings import require_caption
 from stages.encoding.stage_options import UsageError
 from stages.encoding.stage_registry import CAPTION as STAGE
+from stages.media.files import extensions_of_kinds
 
 _WRITE_HELP = "Also write <name>.txt beside media in local folders, where there is none."
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import typer
@@ -19,24 +18,23 @@ import typer
 from cache.runs.training_checks import check_before_stages
 from cache.sets import rejects
 from cache.store.store import Store
-from schemas.cli.console import Console, Options, Progress, Report, make_app
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.report import printable
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.family import SOURCE_ROLES
 from schemas.identity import count_distinct
-from schemas.tables import MEDIA_SCHEMA, REJECTS_SCHEMA
+from schemas.tables import REJECTS_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.discovery import media_table
 from stages.discovery.media_locations import RemovalCheck, describe_ignored
-from stages.discovery.media_table import DiscoverySettings, KnownRows, ListingDiff, read_media_table
-from stages.discovery.sources.base import CHUNK_ROWS, Source, open_source
+from stages.discovery.sources.base import Source, open_source
+from stages.discovery.sources.columns import CHUNK_ROWS
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_state import MIN_REJECT_BASE
 
 SAVE_EVERY_S = 30.0  # a killed run loses what it read in this time
-SAVE_EVERY_ROWS = 65536  # in a partial table, about
 MAX_PENDING_ROWS = 4096  # rows that are Python objects at a time
 MAX_LISTED_REJECTS = 10_000  # items set aside that the report itself lists
 _ACCEPT_REMOVED_HELP = "Go on if most of a dataset is gone; missing items leave the media table."
@@ -87,34 +85,32 @@ class _DatasetDiscovery:
     accept_removed: bool
     rehash: bool
     discovered: list[Dataset]  # before, by the same program
+    rows: list[pa.Table] = field(default_factory=list)  # of the new table
     unsaved: list[pa.Table] = field(default_factory=list)  # rows that were read and are in no partial table yet
     rejects: list[pa.Table] = field(default_factory=list)
 
     def run(self, report: Report) -> dict[str, Any]:
         """Returns the dataset's part of the report."""
-        self.settings = DiscoverySettings.of(self.dataset)
+        self.settings = media_table.settings_of(self.dataset)
         self.before, self.known = media_table.load_known_rows(
             self.store, self.dataset, self.settings, self.console.warn, self.rehash, self.discovered
         )
         self.removal_check = RemovalCheck(self.dataset, self.before)
-        self.kept_known = np.zeros(len(self.known.table), bool)  # known rows of the new table
-        self.rows = list[pa.Table]()  # its other rows
         source = open_source(self.dataset)
-        if self.options.dry_run:
-            return self._report_dry_run(source, report)
-        todo = list[pa.Table]()
-        for part in self._diff_listing(source):
-            self.kept_known[part.unchanged_rows] = True
-            self.rows += [part.kept] if len(part.kept) else []
-            todo += [part.todo] if len(part.todo) else []
-            self.rejects += [part.rejects] if len(part.rejects) else []
+        todo = self._compare_listing(source)
         files_read = sum(map(len, todo))
         self._require_media(source)  # before reading, and again with what only reading shows
-        media, failed = self._read_all(todo)
-        self._require_media(source)
-        aside = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *self.rejects])
-        rejects.write_rejects(self.store, "discover", self.dataset.id, aside)
-        self._check_limit(aside)
+        if self.options.dry_run:
+            return self._report_dry_run(todo, report) | self._other_files(source)
+        try:
+            media, failed = self._read_all(todo)
+            self._require_media(source)
+            aside = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *self.rejects])
+            rejects.write_rejects(self.store, "discover", self.dataset.id, aside)
+            self._check_limit(aside)
+        except BaseException:  # interrupted, too much is wrong, or a bug: what was read is worth keeping
+            self._save()
+            raise
         table, changes = self._publish()
         report.done += media - failed
         report.skipped += len(table) - (media - failed)
@@ -132,46 +128,44 @@ class _DatasetDiscovery:
             **changes,
             "duplicate_files": len(table) - count_distinct(table["media_id"]),
             "set_aside": f"{len(aside)}: {by_reason}" if len(aside) else 0,
-            "other_files": describe_ignored(source.ignored) if source.ignored else 0,
+            **self._other_files(source),
             "files_read": files_read,
         }
 
-    # -- listing -----------------------------------------------------------------------------------------------------
-
-    def _diff_listing(self, source: Source) -> Iterator[ListingDiff]:
+    def _compare_listing(self, source: Source) -> list[pa.Table]:
+        """Rows of the listing of which something must be read. Items for which nothing must be read are in `rows` and
+        `rejects` then."""
+        todo = list[pa.Table]()
         with self.console.progress(None, f"list {self.dataset.id}", "files") as progress:
             try:
                 for chunk in source.scan(self.known.table):
                     self.removal_check.count(chunk)
-                    yield media_table.diff_listing(chunk, self.known, self.dataset)
+                    part = media_table.diff_listing(chunk, self.known, self.dataset)
+                    self.rows.append(part.rows)
+                    self.rejects.append(part.rejects)
+                    todo += [part.todo] if len(part.todo) else []
                     progress.advance(len(chunk))
             except LatentpressError as error:
                 if type(error) is not LatentpressError or error.message.startswith("datasets."):
                     raise
                 raise LatentpressError(f"datasets.{self.dataset.id}: {error.message}", error.next_step) from error
+        return todo
+
+    def _other_files(self, source: Source) -> dict[str, Any]:
+        return {"other_files": describe_ignored(source.ignored) if source.ignored else 0}
 
     def _require_media(self, source: Source) -> None:
         fraction = self.config.stages.max_reject_fraction
         missing = sum(_sum_values(pc.equal(rows["reason"], "missing")) for rows in self.rejects)
-        try:
-            self.removal_check.require_media(missing, fraction, self.accept_removed, source.ignored)
-        except LatentpressError:
-            self._save()
-            raise
+        self.removal_check.require_media(missing, fraction, self.accept_removed, source.ignored)
 
-    def _report_dry_run(self, source: Source, report: Report) -> dict[str, Any]:
-        """How much would be read. Items that were set aside before are tried again, and don't count as remaining."""
+    def _report_dry_run(self, todo: list[pa.Table], report: Report) -> dict[str, Any]:
+        """How much would be read. Items that were rejected before are tried again, and don't count as remaining."""
         aside = rejects.read_list(self.store, "discover", self.dataset.id)["path"]
-        total = unread = problems = again = size = 0
-        for part in self._diff_listing(source):
-            unread, problems = unread + len(part.todo), problems + len(part.rejects)
-            total += len(part.unchanged_rows) + len(part.kept) + len(part.todo) + len(part.rejects)
-            again += sum(_sum_values(pc.is_in(rows["path"], value_set=aside)) for rows in (part.todo, part.rejects))
-            if len(part.todo):
-                size += _sum_values(part.todo.filter(part.todo["read media"])["size"])
-            self.rejects += [part.rejects]
-        self._require_media(source)
-        remaining = problems + unread - again
+        again = sum(_sum_values(pc.is_in(rows["path"], value_set=aside)) for rows in (*self.rejects, *todo))
+        unread, problems = sum(map(len, todo)), sum(map(len, self.rejects))
+        size = sum(_sum_values(rows.filter(rows["read media"])["size"]) for rows in todo)
+        total, remaining = sum(map(len, self.rows)) + unread + problems, problems + unread - again
         report.remaining += remaining
         report.skipped += total - remaining
         return {
@@ -180,13 +174,12 @@ class _DatasetDiscovery:
             "files_to_read": unread,
             "to_read_mib": round(size / 2**20, 1),
             "set_aside_tried_again": again,
-            "other_files": describe_ignored(source.ignored) if source.ignored else 0,
         }
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def _read_all(self, todo: list[pa.Table]) -> tuple[int, int]:
-        """Read in sandbox processes; returns how many media were read, and how many of these were set aside."""
+        """Read in sandbox processes; returns how many media were read, and how many of these were rejected."""
         from stages.discovery.item_reader import ItemReader
         from stages.engines.sandbox import SandboxPool
 
@@ -197,31 +190,32 @@ class _DatasetDiscovery:
         workers = min(self.options.resources(self.config, "discover").workers, count)
         sandbox = SandboxPool[Any, Any].configured(partial(ItemReader, self.dataset), workers, self.config.stages)
         with sandbox, self.console.progress(count, f"discover {self.dataset.id}", "files") as progress:
-            try:
-                for part, results in _read_items(sandbox, todo, progress):
-                    media += _sum_values(part["read media"])
-                    failed += self._collect_results(part, results)
-                    if time.monotonic() - saved > SAVE_EVERY_S or sum(map(len, self.unsaved)) > SAVE_EVERY_ROWS:
+            while todo:
+                part, results, done = todo.pop(0), [], 0  # popped, so that its memory is freed once it was read
+                for _, result in sandbox.map(_read_tasks(part)):
+                    results.append(result)
+                    progress.advance(1)
+                    late = time.monotonic() - saved > SAVE_EVERY_S
+                    if late or len(results) == MAX_PENDING_ROWS or done + len(results) == len(part):
+                        listed, done = part.slice(done, len(results)), done + len(results)
+                        media += _sum_values(listed["read media"])
+                        failed += self._collect_results(listed, results)
+                        results = []
+                    if late:
                         self._save()
                         saved = time.monotonic()
-            except BaseException:  # interrupted, or a bug: what was read is worth keeping
-                self._save()
-                raise
         return media, failed
 
     def _collect_results(self, part: pa.Table, results: list[Any]) -> int:
-        """Add rows of a listing with what was read of each; returns how many media were set aside."""
+        """Add rows of a listing with what was read of each; returns how many media were rejected."""
         from stages.engines.sandbox import WorkerFailure
 
         good = pa.array([isinstance(result, dict) for result in results])
         listed, bad = part.filter(good), part.filter(pc.invert(good))
         if len(listed):
             rows = media_table.assemble_rows(listed, [r for r in results if isinstance(r, dict)], self.known)
-            if media_table.equals_known(rows, listed, self.known):
-                self.kept_known[media_table.known_row_numbers(listed)] = True
-            else:
-                self.rows.append(rows)
-                self.unsaved.append(rows)
+            self.rows.append(rows)
+            self.unsaved.append(rows)
         aside = []
         errors = [result for result in results if not isinstance(result, dict)]
         for path, problem in zip(bad["path"].to_pylist(), errors, strict=True):
@@ -239,11 +233,10 @@ class _DatasetDiscovery:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _check_limit(self, aside: pa.Table) -> None:
-        total = int(self.kept_known.sum()) + sum(map(len, self.rows)) + len(aside)
+        total = sum(map(len, self.rows)) + len(aside)
         limit = self.config.stages.max_reject_fraction
         if not len(aside) or len(aside) <= limit * max(total, MIN_REJECT_BASE):
             return
-        self._save()
         rows = aside.slice(0, 10).to_pylist()
         lines = [
             escape_unprintable(f"  {row['path']}: {row['reason']}: {row['message'].removeprefix(row['path'] + ': ')}")
@@ -259,39 +252,15 @@ class _DatasetDiscovery:
 
     def _publish(self) -> tuple[pa.Table, dict[str, int]]:
         """Write the table unless it equals the last one; returns it, and the counts of changes."""
+        schema = media_table.dataset_schema(self.dataset)
+        table = media_table.concat_media(self.rows, schema)
+        self.rows.clear()
         self.unsaved.clear()
-        partial_names = media_table.partial_table_paths(self.store, self.dataset.id)
-        schema, before = media_table.dataset_schema(self.dataset), self.before
-        old = len(before or ())  # known rows of the last table; others are of an unfinished discovery
-        known_before = self.known if old == len(self.kept_known) else KnownRows(before or schema.empty_table())
-        same, unfinished = int(self.kept_known[:old].sum()), self.known.table.slice(old)
-        partial_rows = unfinished.filter(pa.array(self.kept_known[old:]))
-        others = media_table.concat_media([partial_rows, *self.rows], schema)
-        counts = media_table.count_changes(known_before, same, others)
-        made_with = media_table.with_table_metadata(MEDIA_SCHEMA.empty_table(), self.settings).schema.metadata
-        written = len(others) or same != old or before is None or before.schema.metadata != made_with
-        if written:  # where nothing known is kept, its extra columns are not, either
-            kept = self.known.table.filter(pa.array(self.kept_known))
-            table = media_table.concat_media([kept, *self.rows] if len(kept) else self.rows, schema)
-            written = media_table.write_media_table(self.store, self.dataset.id, before, table, self.settings)
-        for name in partial_names:
+        counts = media_table.count_changes(schema.empty_table() if self.before is None else self.before, table)
+        table = media_table.write_media_table(self.store, self.dataset.id, table, self.settings)
+        for name in media_table.partial_table_paths(self.store, self.dataset.id):
             self.store.remove(name)
-        return read_media_table(self.store, self.dataset.id) if written or before is None else before, counts
-
-
-def _read_items(sandbox: Any, todo: list[pa.Table], progress: Progress) -> Iterator[tuple[pa.Table, list[Any]]]:
-    """The rows of a listing with what was read of each, at most a second's worth or MAX_PENDING_ROWS at a time."""
-    while todo:
-        part = todo.pop(0)  # so that its memory is freed once it was read
-        done, results, since = 0, [], time.monotonic()
-        for _, result in sandbox.map(_read_tasks(part)):
-            results.append(result)
-            progress.advance(1)
-            if len(results) == MAX_PENDING_ROWS or time.monotonic() - since > 1.0:
-                yield part.slice(done, len(results)), results
-                done, results, since = done + len(results), [], time.monotonic()
-        if results:
-            yield part.slice(done, len(results)), results
+        return table, counts
 
 
 def _read_tasks(part: pa.Table) -> Iterator[Any]:

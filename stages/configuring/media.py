@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.discovery.sources.base import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from stages.discovery.sources.walk import walk
+from stages.media.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 
 #: Names of folders that people give their media, and pictures before an edit; the first one that exists counts.
 MEDIA_NAMES = (
@@ -57,7 +57,7 @@ class Listing:
 def list_folder(folder: Path) -> Listing:
     """LatentpressError if a folder in it can't be read."""
     listing = Listing(folder)
-    for files in walk(os.fspath(folder), KINDS, False, Counter(), texts=True):
+    for files in walk(os.fspath(folder), KINDS, Counter(), texts=True):
         for name, kind in zip(files.names, files.kinds, strict=True):
             stem = name.rpartition(".")[0]
             listing.items[kind][files.prefix + stem] = files.prefix + name

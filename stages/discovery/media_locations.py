@@ -32,15 +32,10 @@ from schemas.errors import LatentpressError
 from schemas.family import SOURCE_ROLES
 from schemas.tables import MADE, MEDIA_SCHEMA
 from schemas.text_format import escape_unprintable
-from stages.discovery.sources.base import (
-    VIDEO_EXTENSIONS,
-    Source,
-    companion_name,
-    extensions_of_dataset,
-    open_source,
-)
+from stages.discovery.sources.base import Source, companion_name, open_source
 from stages.discovery.sources.urls import display_location
-from stages.media.files import Blob, MediaError, MediaPath, media_size, require_unchanged
+from stages.discovery.sources.walk import extensions_of_dataset
+from stages.media.files import VIDEO_EXTENSIONS, Blob, MediaError, MediaPath, media_size, require_unchanged
 
 MAX_PROBED_FILES = 16  # of each dataset
 MADE_MASKS = "made masks"  # in place of a dataset's id, which has no space

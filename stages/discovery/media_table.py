@@ -10,7 +10,7 @@ known rows.
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from schemas.tables import (
     media_schema_of,
 )
 from schemas.text_format import escape_unprintable
-from stages.discovery.sources.captions import hash_reading
+from stages.discovery.sources.captions import CAPTION_READER_VERSION
 from stages.discovery.sources.columns import TextLookup, to_mask
 from stages.media.files import MediaError, hash_file
 
@@ -54,6 +54,7 @@ _KNOWN_ROW = "row in the known table"
 _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 #: If one of these changes, another file may have the same path, size and time.
 _LOCATION_OPTIONS = ("instance_data_dir", "source", "split", "media_column")
+_CAPTION_OPTIONS = ("caption_strategy", "caption_column", "captions_per_file", "caption_reader")
 _VERSIONS = ("version", "captions_version", *(f"{role}_version" for role in (*SOURCE_ROLES, "mask")))
 #: Of two datasets: if one differs, companions of the same name may be other files.
 _COMPANION_OPTIONS = {
@@ -68,31 +69,17 @@ class OtherSettings(LatentpressError):
     """A media table was made with others than the configured ones."""
 
 
-@dataclass(frozen=True)
-class DiscoverySettings:
+def settings_of(dataset: Dataset) -> dict[str, Any]:
     """The settings that determine a table, besides the media. If one changes, the columns that depend on it are read
-    again."""
-
-    captions: str
-    identity: str
-    animations: str
-    options: dict[str, Any]  # all of them
-
-    @classmethod
-    def of(cls, dataset: Dataset) -> "DiscoverySettings":
-        return cls(hash_reading(dataset), dataset.identity, dataset.animations, _options_of(dataset))
-
-
-def _options_of(dataset: Dataset) -> dict[str, Any]:
-    """`discovery_settings`, and for crop_style: face the content of what finds faces. Raises LatentpressError."""
-    options = discovery_settings(dataset)
+    again. For crop_style: face, the content of what finds faces is one. Raises LatentpressError."""
+    settings = discovery_settings(dataset) | {"caption_reader": CAPTION_READER_VERSION}
     if dataset.crop_style == "face":
         try:
-            options["faces"] = hash_file(dataset.face_detector) if dataset.face_detector else "cascade"
+            settings["faces"] = hash_file(dataset.face_detector) if dataset.face_detector else "cascade"
         except MediaError as error:
             problem = f"datasets.{dataset.id}.face_detector: {error.path} {error.problem}"
             raise LatentpressError(problem, "restore it, or leave the option out for OpenCV's cascade") from error
-    return options
+    return settings
 
 
 class RandomAccessTable:
@@ -124,7 +111,7 @@ class RandomAccessTable:
 
 
 class KnownRows(RandomAccessTable):
-    """A media table whose rows are found by path. Of several rows of a path the last one counts."""
+    """A media table whose rows are found by path. Of several rows of a path the first one counts."""
 
     def __init__(self, table: pa.Table) -> None:
         super().__init__(table)
@@ -132,13 +119,8 @@ class KnownRows(RandomAccessTable):
 
     def find(self, paths: pa.ChunkedArray, names: list[str]) -> tuple[np.ndarray, pa.Table]:
         """(n,) int64: the row of each path, -1 if there is none; and columns at those rows."""
-        if not len(self.table):
-            return np.full(len(paths), -1, np.int64), null_columns(len(paths), names)
-        rows = self._paths.guess_last(paths)
-        rows_found = self.take(rows, list(dict.fromkeys([*names, "path"])))
-        matches = equal_mask(rows_found["path"], paths)
-        rows = np.where(matches, rows, -1)
-        return rows, rows_found if matches.all() else self.take(rows, names)
+        rows = self._paths.find(paths)
+        return rows, self.take(rows, names)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -163,10 +145,10 @@ def read_media_table(store: Store, dataset: str) -> pa.Table:
 def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
     """The media table of a dataset as it is configured; OtherSettings if it was discovered with others."""
     table = read_media_table(store, dataset.id)
-    made = _settings_of(table).get("options", {})
+    made = _settings_in(table)
     differ = [
         f"{name} was {made.get(name)!r} and is {value!r}"
-        for name, value in (dict.fromkeys(made) | _options_of(dataset)).items()
+        for name, value in (dict.fromkeys(made) | settings_of(dataset)).items()
         if made.get(name, ...) != value
     ]
     if differ:
@@ -182,7 +164,7 @@ def check_media_table(table: pa.Table) -> None:
     """ValueError if the values of a media table can't be right. A table of another version is not checked."""
     if _is_current_version(table):
         table_checks.check_media(table)
-        if not isinstance(_settings_of(table), dict):
+        if not isinstance(_settings_in(table), dict):
             raise ValueError("the settings it was made with are no object")
 
 
@@ -190,7 +172,7 @@ def _is_current_version(table: pa.Table) -> bool:
     return (table.schema.metadata or {}).get(_VERSION_KEY) == str(TABLES_VERSION).encode()
 
 
-def _settings_of(table: pa.Table) -> Any:
+def _settings_in(table: pa.Table) -> Any:
     return parse_json((table.schema.metadata or {}).get(_SETTINGS_KEY, b"{}"))
 
 
@@ -206,15 +188,15 @@ def find_media_table(store: Store, dataset: str) -> pa.Table | None:
 def load_known_rows(
     store: Store,
     dataset: Dataset,
-    settings: DiscoverySettings,
+    settings: dict[str, Any],
     warn: Callable[[str], None],
     rehash: bool = False,
     discovered: Iterable[Dataset] = (),
 ) -> tuple[pa.Table | None, KnownRows]:
-    """The last media table, if there is one, and the known rows: first those of the table, then those of an unfinished
-    discovery, without versions of what other settings would change, then those of datasets of the same files. warn:
-    called for each damaged file, whose rows are then not known. rehash: without any version, so that everything is read
-    again. discovered: datasets whose tables are up to date."""
+    """The last media table, if there is one, and the known rows: those of datasets of the same files, of an unfinished
+    discovery, and of the table, without versions of what other settings would change. warn: called for each damaged
+    file, whose rows are then not known. rehash: without any version, so that everything is read again. discovered:
+    datasets whose tables are up to date."""
     tables: dict[str, pa.Table] = {}
     for rel in (media_table_path(dataset.id), *partial_table_paths(store, dataset.id)):
         try:
@@ -227,23 +209,23 @@ def load_known_rows(
         if _is_current_version(table):
             tables[rel] = table
     schema = dataset_schema(dataset)
-    known = concat_media(
-        [_drop_stale_versions(table, settings) for table in tables.values()], schema
-    )  # newer come last
-    known_rows = KnownRows(_drop_versions(known, _VERSIONS) if rehash else known)
+    newest_first = [_drop_stale_versions(table, settings) for table in reversed(tables.values())]
+    known = KnownRows(concat_media(newest_first, schema))
+    if rehash:
+        known = KnownRows(_drop_versions(known.table, _VERSIONS))
     for other in discovered:
         rows = _rows_of_same_files(store, dataset, other, settings)
-        _, known_versions = known_rows.find(rows["path"], ["version"])
-        rows = rows.filter(pa.array(~equal_mask(rows["version"], known_versions["version"])))
-        known_rows = KnownRows(concat_media([known_rows.table, rows], schema)) if len(rows) else known_rows
-    return tables.get(media_table_path(dataset.id)), known_rows
+        _, versions = known.find(rows["path"], ["version"])
+        rows = rows.filter(pa.array(~equal_mask(rows["version"], versions["version"])))
+        known = KnownRows(concat_media([rows, known.table], schema)) if len(rows) else known
+    return tables.get(media_table_path(dataset.id)), known
 
 
-def _rows_of_same_files(store: Store, dataset: Dataset, other: Dataset, settings: DiscoverySettings) -> pa.Table:
+def _rows_of_same_files(store: Store, dataset: Dataset, other: Dataset, settings: dict[str, Any]) -> pa.Table:
     """Rows of the media table of `other` that hold for `dataset`, with versions of what needs not be read again; none
     where it has other files."""
     table = find_media_table(store, other.id) if other.root == dataset.root else None
-    if table is None or any(settings.options[name] != _options_of(other)[name] for name in _LOCATION_OPTIONS):
+    if table is None or any(settings[name] != settings_of(other)[name] for name in _LOCATION_OPTIONS):
         return MEDIA_SCHEMA.empty_table()
     table = _drop_stale_versions(table, settings)
     for role, keys in _COMPANION_OPTIONS.items():
@@ -257,32 +239,31 @@ def partial_table_paths(store: Store, dataset: str) -> list[str]:
     return [f"{folder}/{name}" for name in store.list_names(folder)]
 
 
-def save_partial_table(store: Store, dataset: str, tables: list[pa.Table], settings: DiscoverySettings) -> None:
+def save_partial_table(store: Store, dataset: str, tables: list[pa.Table], settings: dict[str, Any]) -> None:
     """Keep rows that were read, until the table is complete."""
     rel = f"media/{dataset}/partial/{len(partial_table_paths(store, dataset)):06d}.arrow"
     store.write_table(rel, with_table_metadata(concat_media(tables), settings))
 
 
-def with_table_metadata(table: pa.Table, settings: DiscoverySettings) -> pa.Table:
-    made_with = json.dumps(asdict(settings), sort_keys=True).encode()
+def with_table_metadata(table: pa.Table, settings: dict[str, Any]) -> pa.Table:
+    made_with = json.dumps(settings, sort_keys=True).encode()
     return table.replace_schema_metadata({_VERSION_KEY: str(TABLES_VERSION).encode(), _SETTINGS_KEY: made_with})
 
 
-def _drop_stale_versions(table: pa.Table, settings: DiscoverySettings) -> pa.Table:
+def _drop_stale_versions(table: pa.Table, settings: dict[str, Any]) -> pa.Table:
     """`table` without the versions of what it would hold otherwise with these settings."""
-    before = _settings_of(table)
+    before = json.loads(json.dumps(settings)) | {"faces": settings.get("faces")}
+    changed = {name for name, value in before.items() if _settings_in(table).get(name) != value}
     table = table.replace_schema_metadata(None)
-    options = before.get("options", {})
-    if any(options.get(name) != settings.options[name] for name in _LOCATION_OPTIONS):
+    if changed & {*_LOCATION_OPTIONS}:
         return _drop_versions(table, _VERSIONS)
-    if before.get("captions") != settings.captions:
+    if changed & {*_CAPTION_OPTIONS}:
         table = _drop_versions(table, ["captions_version"])
-    faces = options.get("faces")
-    if FACE in table.schema.names and faces != settings.options.get("faces", faces):
+    if "faces" in changed and FACE in table.schema.names:
         table = table.drop_columns([FACE])  # of another detector
-    if before.get("identity") != settings.identity:
+    if "identity" in changed:
         return _drop_versions(table, ["version"])
-    if before.get("animations") != settings.animations:
+    if "animations" in changed:
         return _drop_versions(table, ["version"], pc.match_substring_regex(table["path"], _NEVER_ANIMATED))
     return table
 
@@ -313,37 +294,40 @@ def concat_permissive(tables: list[pa.Table]) -> pa.Table:
     return pa.concat_tables(tables, promote_options="permissive")
 
 
-def write_media_table(
-    store: Store, dataset: str, before: pa.Table | None, table: pa.Table, settings: DiscoverySettings
-) -> bool:
-    """Write the rows, sorted, as the media table; False if it would equal the last one, `before`. The bytes are a
+def write_media_table(store: Store, dataset: str, table: pa.Table, settings: dict[str, Any]) -> pa.Table:
+    """Write the rows, sorted, as the media table, unless it would equal the present one; returns it. The bytes are a
     function of the rows alone. In slices, so that memory holds no second copy."""
     rows, order = RandomAccessTable(table), pc.sort_indices(table["path"]).to_numpy().astype(np.int64)
-    table = with_table_metadata(table, settings)
+    schema = with_table_metadata(table, settings).schema
 
     def sorted_slices() -> Iterator[pa.Table]:
         for start in range(0, len(order), SLICE_ROWS):
-            yield rows.take(order[start : start + SLICE_ROWS], table.schema.names).cast(table.schema)
+            yield rows.take(order[start : start + SLICE_ROWS], schema.names).cast(schema)
 
-    same = before is not None and len(before) == len(table) and table.schema.equals(before.schema, check_metadata=True)
-    if same and pa.concat_tables(sorted_slices()).equals(before):
-        return False
-    with store.create_table(media_table_path(dataset), table.schema) as writer:
+    try:
+        before = find_media_table(store, dataset)
+    except DamageError:
+        before = None
+    if before is not None and len(before) == len(table) and schema.equals(before.schema, check_metadata=True):
+        starts = range(0, len(order), SLICE_ROWS)
+        pairs = zip(starts, sorted_slices(), strict=True)
+        if all(part.equals(before.slice(start, len(part))) for start, part in pairs):
+            return before
+    with store.create_table(media_table_path(dataset), schema) as writer:
         for piece in sorted_slices():
             writer.write_table(piece)
-    return True
+    return read_media_table(store, dataset)
 
 
-def count_changes(before: KnownRows, same: int, others: pa.Table) -> dict[str, int]:
-    """How many items are new, are removed, have other content, have other captions. same: how many rows of the table
-    are rows of `before`; others: its other rows."""
-    rows, old = before.find(others["path"], ["media_id", "captions"])
+def count_changes(before: pa.Table, table: pa.Table) -> dict[str, int]:
+    """How many items of the table are new, are removed, have other content, have other captions than before."""
+    rows, old = KnownRows(before).find(table["path"], ["media_id", "captions"])
     known = pa.array(rows >= 0)
-    now, old = others.filter(known), old.filter(known)
-    captions = [pc.binary_join(table["captions"], "\0") for table in (now, old)]
+    now, old = table.filter(known), old.filter(known)
+    captions = [pc.binary_join(rows["captions"], "\0") for rows in (now, old)]
     return {
-        "new": len(others) - len(now),
-        "removed": len(before.table) - same - len(now),
+        "new": len(table) - len(now),
+        "removed": len(before) - len(now),
         "changed": int((~equal_mask(now["media_id"], old["media_id"])).sum()),
         "captions_changed": int((~equal_mask(*captions)).sum()),
     }
@@ -354,12 +338,10 @@ def count_changes(before: KnownRows, same: int, others: pa.Table) -> dict[str, i
 
 @dataclass(frozen=True)
 class ListingDiff:
-    """A chunk of a listing in four parts. unchanged_rows: row numbers in the known table. kept: new rows of the media
-    table for which nothing must be read. todo: rows of the listing, with what must be read of each, for
-    `assemble_rows`. rejects: rows of schemas.tables.REJECTS_SCHEMA."""
+    """A chunk of a listing in three parts. rows: of the media table, for which nothing must be read. todo: rows of the
+    listing, with what must be read of each, for `assemble_rows`. rejects: rows of schemas.tables.REJECTS_SCHEMA."""
 
-    unchanged_rows: np.ndarray
-    kept: pa.Table
+    rows: pa.Table
     todo: pa.Table
     rejects: pa.Table
 
@@ -373,42 +355,18 @@ def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> Listi
     listing = listing.combine_chunks()
     usable = pc.is_null(listing["problem"])
     rejects = rejects_of_listing(listing.filter(pc.invert(usable)), dataset.id)
-    listing = listing if not len(rejects) else listing.filter(usable)
-    schema, roles = dataset_schema(dataset), dataset.roles
+    listing = listing.filter(usable).drop_columns(["problem", "advice"])
+    roles = dataset.roles
     compared = [*_listed_columns(roles), "size", "kind", "scenes", *(f"{role}_id" for role in roles)]
-    compared += [FACE] if FACE in schema.names else []
+    compared += [FACE] if dataset.crop_style == "face" else []
     rows, before = known.find(listing["path"], compared)
     needs = _required_reads(listing, before, dataset)
-    todo = np.logical_or.reduce([*needs.values()])
-    # Whose known rows have everything that the listing has:
-    same = ~todo & _valid_mask(listing["captions_at"]) & ~_valid_mask(listing["captions"])
-    same &= known.table.schema.names == schema.names and not _extra_columns(listing)
-    for role in roles:
-        same &= _valid_mask(listing[role]) == _valid_mask(before[role])
-    if same.all():
-        return ListingDiff(rows, schema.empty_table(), listing.slice(0, 0), rejects)
-    listing = listing.drop_columns(["problem", "advice"]).append_column(_KNOWN_ROW, pa.array(rows))
+    listing = listing.append_column(_KNOWN_ROW, pa.array(rows))
     for group, need in needs.items():
         listing = listing.append_column(f"read {group}", pa.array(need))
-    rest = listing.filter(pa.array(~todo & ~same))
-    kept = assemble_rows(rest, [], known)
-    if equals_known(kept, rest, known):
-        kept, same = kept.slice(0, 0), ~todo
-    return ListingDiff(rows[same], kept, listing.filter(pa.array(todo)), rejects)
-
-
-def known_row_numbers(listing: pa.Table) -> np.ndarray:
-    """(n,) int64: the known row of each row of `ListingDiff.todo`, or -1."""
-    return listing[_KNOWN_ROW].to_numpy()
-
-
-def equals_known(table: pa.Table, listing: pa.Table, known: KnownRows) -> bool:
-    """Whether rows of the media table equal the known rows of the same paths. listing: from which `assemble_rows` made
-    them."""
-    rows = known_row_numbers(listing)
-    if (rows < 0).any() or not table.schema.equals(known.table.schema):
-        return False
-    return table.equals(known.take(rows, table.schema.names))
+    todo = np.logical_or.reduce([*needs.values()])
+    rest = assemble_rows(listing.filter(pa.array(~todo)), [], known)
+    return ListingDiff(rest, listing.filter(pa.array(todo)), rejects)
 
 
 def null_columns(count: int, names: list[str]) -> pa.Table:
@@ -462,7 +420,7 @@ def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: Known
     roles = [role for role in (*SOURCE_ROLES, "mask") if role in schema.names]
     columns_of = {group: [name for name in names if name in schema.names] for group, names in COLUMN_GROUPS.items()}
     groups = {name: columns_of[name] for name in ("media", "captions", *roles)}
-    before = known.take(known_row_numbers(listing), schema.names)
+    before = known.take(listing[_KNOWN_ROW].to_numpy(), schema.names)
     names = ["size", *(name for members in groups.values() for name in members)]
     read = null_columns(len(listing), names)
     if results:

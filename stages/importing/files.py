@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from schemas.config.yaml_reader import MAX_CHARACTERS, YamlError, parse_yaml
 from schemas.errors import USAGE, LatentpressError
 from schemas.regular_files import open_regular
-from stages.discovery.sources.base import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from stages.importing.shell import ASSIGNMENT, ScriptError, as_arguments, read_options, read_script
+from stages.media.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 
 PROGRAM = "(program)"  # key of a command's program among its options
 MOST_FILES = 1_000_000  # that are counted

@@ -1,16 +1,21 @@
-"""Opening media files and Blobs, and computing their media ids. MediaError: one can't be used."""
+"""Media files and Blobs: their extensions, opening them, and their media ids. MediaError: one can't be used."""
 
 import errno
 import io
 import os
 import stat
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import BinaryIO, cast
 
 import xxhash
 
+from schemas.config.datasets import MediaKind
 from schemas.regular_files import NOT_REGULAR, open_regular
 
+#: In the order in which a WebDataset key of several media is given the one that is its item.
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".heic", ".heif", ".tif", ".tiff", ".bmp", ".gif")
+VIDEO_EXTENSIONS = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v")
 # The file, its disk or its server is not there.
 _MISSING_ERRNOS = (
     errno.ENOENT,
@@ -22,6 +27,14 @@ _MISSING_ERRNOS = (
     errno.EHOSTDOWN,
 )
 RESTORE_ADVICE = "restore it, mount its disk, or correct media_root"
+
+
+BACKSLASH_ADVICE = "write / in place of each backslash: paths of Windows are not read"
+
+
+def extensions_of_kinds(kinds: Sequence[MediaKind]) -> dict[str, MediaKind]:
+    """Extension with its dot, lower case -> kind, in the order of the kinds and of their extensions."""
+    return {ending: kind for kind in kinds for ending in (IMAGE_EXTENSIONS if kind == "image" else VIDEO_EXTENSIONS)}
 
 
 class MediaError(Exception):

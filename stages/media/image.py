@@ -46,7 +46,7 @@ _DECODE_ERRORS = (RuntimeError, SyntaxError, ValueError, EOFError, TypeError, *_
 # Brands of the HEIF container (ISO/IEC 23008-12) that Pillow can't read without a plug-in.
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF_BRANDS = (b"avif", b"avis")
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Name of a profile that stands for PQ (W3C, "Using the ITU BT.2100 PQ EOTF with the PNG Format").
 _PQ_PROFILE = b"ITUR_2100_PQ_FULL\0"
 # Pillow's rawmodes of 16-bit color end in the order of bytes: little, big, native. The other order of each.
@@ -134,20 +134,6 @@ def open_image(path: MediaPath) -> Iterator[Image.Image]:
         raise MediaError(reason, path, problem, "replace it with an intact copy") from error
 
 
-def iter_chunks(file: BinaryIO, at: int, layout: str, checksum: int, align: int) -> Iterator[tuple[bytes, bytes]]:
-    """(name, first 26 bytes) of chunks with headers of this layout, each padded to `align` bytes and followed by
-    `checksum` bytes."""
-    while True:
-        file.seek(at)
-        head = file.read(8 + 26)
-        if len(head) < 8:
-            return
-        first, second = struct.unpack_from(layout, head)
-        name, size = (first, second) if isinstance(first, bytes) else (second, first)
-        yield name, head[8 : 8 + size]
-        at += 8 + size + size % align + checksum
-
-
 def _required_plugin(file: BinaryIO, path: MediaPath) -> tuple[str, ...]:
     """Register the plug-in for a HEIC file and return its format; nothing for other files."""
     head = file.read(16)
@@ -192,8 +178,11 @@ def _read_code_points(file: BinaryIO) -> _CodePoints | None:
     """The colors that a PNG declares before its pixels (chunk cICP), or an AVIF; None for other formats."""
     file.seek(0)
     head = file.read(12)
-    if head.startswith(_PNG_SIGNATURE):
-        for name, content in iter_chunks(file, len(_PNG_SIGNATURE), ">I4s", 4, 1):
+    if head.startswith(PNG_SIGNATURE):
+        at = len(PNG_SIGNATURE)
+        while len(chunk := _read_at(file, at, 8 + 26)) >= 8:
+            (size, name), content = struct.unpack_from(">I4s", chunk), chunk[8:]
+            content, at = content[:size], at + 12 + size
             if name == b"cICP" and len(content) == 4:
                 return _CodePoints(content[0], content[1])
             if name == b"iCCP" and content.startswith(_PQ_PROFILE):
@@ -203,6 +192,11 @@ def _read_code_points(file: BinaryIO) -> _CodePoints | None:
     elif head[4:8] == b"ftyp":
         return _CodePoints(*_read_avif_colors(file))
     return None
+
+
+def _read_at(file: BinaryIO, at: int, size: int) -> bytes:
+    file.seek(at)
+    return file.read(size)
 
 
 def _read_avif_colors(file: BinaryIO) -> tuple[int, int]:

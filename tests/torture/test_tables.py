@@ -30,7 +30,6 @@ from schemas.tables import (
     UNITS_SCHEMA,
 )
 from stages.discovery import media_table
-from stages.discovery.media_table import DiscoverySettings
 from stages.maintenance import checks
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -82,9 +81,8 @@ def make(root: Path) -> Store:
     media = table(
         MEDIA_SCHEMA, path=lambda n: f"{n}.png", media_id=id_of, kind="image", width=80, height=32, captions=["a"]
     )
-    settings = DiscoverySettings("c", "content", "image", {})
-    media_table.write_media_table(store, "photos", None, media, settings)
-    media_table.save_partial_table(store, "photos", [media], settings)
+    media_table.write_media_table(store, "photos", media, {})
+    media_table.save_partial_table(store, "photos", [media], {})
     rejects.write_rejects(
         store, "discover", "photos", [rejects.make_reject("discover", "photos/x", "x.png", "odd", "it is odd")]
     )

@@ -1,84 +1,126 @@
-"""The contract of a source: it lists media, knows their captions and companions, and opens one item by its path.
+"""A source lists media with their captions and companions, and opens one item by its path.
 
-Each source is a class in this folder. Listing must be cheap: names, sizes and versions come from directories, tables
-and archive headers, and no item is opened. Listings are Arrow tables of bounded size, so a million items cost no more
-memory than their table.
+Each source is a class in this folder that says what its items are and how one is opened. What sources have in common is
+here: captions in files next to the media or by path, companions in columns of their own or by name. Listing must be
+cheap: names, sizes and versions come from directories, tables and archive headers, and no item is opened. Listings are
+Arrow tables of bounded size, so a million items cost no more memory than their table.
+
+Source images and masks have the same relative path in a place of their own: "a/b.png" belongs to "a/b" with any image
+extension (a mask also with a video extension). Of several references the k-th is in the k-th place, or all are in one,
+as "a/b_1.png", "a/b_2.png". A place is listed once, however many items ask, and nothing in it is opened.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from importlib import import_module
-from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.config.datasets import Dataset, MediaKind
-from stages.media.files import MediaPath
-
-#: In the order in which a WebDataset key of several media is given the one that is its item.
-IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".heic", ".heif", ".tif", ".tiff", ".bmp", ".gif")
-VIDEO_EXTENSIONS = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v")
-#: At most this many items are Python objects at a time.
-CHUNK_ROWS = 16384
-
-_str, _long = pa.string(), pa.int64()
-
-#: One row an item. path, size, version, kind: as in schemas.tables.MEDIA_SCHEMA; size and version are null where
-#: they are unknown until the item is opened. captions: the alternatives, where they are part of the listing (a table's
-#: column, the file's name, a member of the archive); else null. captions_at, captions_version: path and version of the
-#: caption file that must be read; null if there is none. source, mask: paths of the companions within their own place,
-#: with their versions; null if none is configured or none was found. Further source images follow as source_2, ... with
-#: their versions. problem, advice: why this item is set aside
-#: without being opened ("no-caption: has no caption", the reason before ": "), else null. Extra columns follow as
-#: "extra.<name>" (schemas.tables.EXTRA_PREFIX).
-LISTING_SCHEMA = pa.schema(
-    [("path", _str), ("kind", _str), ("size", _long), ("version", _str)]
-    + [("captions", pa.list_(_str)), ("captions_at", _str), ("captions_version", _str)]
-    + [(name, _str) for name in ("source", "source_version", "mask", "mask_version", "mask_kind", "problem", "advice")]
+from schemas.config.datasets import TABLE_STRATEGIES, Dataset
+from schemas.config.section import listed
+from schemas.family import SOURCE_ROLES
+from stages.discovery.sources.captions import (
+    CaptionLookup,
+    accept_missing_captions,
+    read_caption_file,
+    refuse_zero_bytes,
+    strip_extensions,
 )
+from stages.discovery.sources.columns import (
+    CHUNK_ROWS,
+    Columns,
+    TextLookup,
+    add_problems,
+    listing_table,
+    take_rows,
+)
+from stages.discovery.sources.object_store import file_below
+from stages.discovery.sources.urls import display_location
+from stages.discovery.sources.walk import walk
+from stages.media.files import MediaPath, extensions_of_kinds
 
-
-class Source(Protocol):
-    """Made from a dataset's settings; picklable, so that every worker process can open items."""
-
-    ignored: Counter[str]  # what `scan` left alone, by extension or reason
-
-    def __init__(self, dataset: Dataset) -> None: ...
-
-    def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
-        """The listing in chunks of at most CHUNK_ROWS rows, in no order; each path once.
-
-        known: the media table of the last discovery (with "extra." columns); a source may copy from it the rows of an
-        archive that has not changed. Raises LatentpressError if the place can't be listed.
-        """
-        ...
-
-    def open(self, path: str) -> MediaPath:
-        """The item at `path`: a local file, or a Blob that is read like one (stages/media/files.py)."""
-        ...
-
-    def open_companion(self, role: str, path: str) -> MediaPath:
-        """The companion at `path`; role: one of `Dataset.roles`."""
-        ...
-
-    def backing_file(self, role: str, path: str) -> MediaPath:
-        """The file that holds the item at `path` (role: "") or its companion: itself, or its archive. Cheap, even
-        where opening the item is not."""
-        ...
-
-    def read_captions(self, path: str) -> list[str]:
-        """The alternatives in the caption file at `captions_at`. Raises MediaError."""
-        ...
-
-
+_text = pa.string()
 _SOURCE_CLASSES = {
     "folder": "folder.FolderSource",
-    "remote": "folder.RemoteSource",
+    "remote": "folder.FolderSource",
     "webdataset": "webdataset.WebDatasetSource",
     "huggingface": "huggingface.HuggingFaceSource",
     "manifest": "manifest.ManifestSource",
 }
+
+
+class Source(ABC):
+    """Made from a dataset's settings; picklable, so that every worker process can open items.
+
+    root: the folder or URL that the paths of the listing start at; None: the dataset's. ignored: what `scan` left
+    alone, by extension or reason.
+    """
+
+    def __init__(self, dataset: Dataset, root: str | None = None) -> None:
+        self._dataset, self.ignored = dataset, Counter[str]()
+        strategy = dataset.resolved_caption_strategy
+        #: Whether captions are in text files, or the source's own (a member of a tar, a column of its table).
+        self._in_files = strategy == "textfile"
+        self._own_captions = strategy in ("webdataset", "huggingface") or (
+            strategy in TABLE_STRATEGIES and not dataset.caption_file
+        )
+        by_path = not self._in_files and not self._own_captions
+        self._captions = CaptionLookup(dataset, root or dataset.root) if by_path else None
+        self._companions = companion_finders(dataset)
+        columns = dict(zip(SOURCE_ROLES, listed(dataset.conditioning_column), strict=False))
+        self._columns_by_role = columns | ({"mask": dataset.mask_column} if dataset.mask_column else {})
+
+    @abstractmethod
+    def items(self, known: pa.Table | None) -> Iterator[Columns]:
+        """The items, some at a time, in no order; each path once: columns of a listing, "path" among them. Companions
+        and captions that are found by path are added later.
+
+        known: the media table of the last discovery (with "extra." columns); a source may copy from it the rows of an
+        archive that has not changed. Raises LatentpressError if the place can't be listed.
+        """
+
+    @abstractmethod
+    def open(self, path: str) -> MediaPath:
+        """The item at `path`: a local file, or a Blob that is read like one (stages/media/files.py)."""
+
+    def open_companion(self, role: str, path: str) -> MediaPath:
+        """The companion at `path`; role: one of `Dataset.roles`."""
+        return self._companions[role].open(path)
+
+    def backing_file(self, role: str, path: str) -> MediaPath:
+        """The file that holds the item at `path` (role: "") or its companion: itself, or its archive. Cheap, even
+        where opening the item is not."""
+        return self.open_companion(role, path) if role else self.open(path)
+
+    def read_captions(self, path: str) -> list[str]:
+        """The alternatives in the caption file at `captions_at`. Raises MediaError."""
+        return read_caption_file(self.open(path), self._dataset.captions_per_file)
+
+    def scan(self, known: pa.Table | None = None) -> Iterator[pa.Table]:
+        """The listing in chunks of at most CHUNK_ROWS rows (`columns.LISTING_SCHEMA`), in no order; each path once."""
+        self.ignored.clear()
+        for columns in self.items(known):
+            for start in range(0, len(columns["path"]), CHUNK_ROWS):
+                yield self._complete({name: column.slice(start, CHUNK_ROWS) for name, column in columns.items()})
+
+    def _complete(self, columns: Columns) -> pa.Table:
+        """A chunk of the listing from its columns, with captions and companions by path added."""
+        if self._captions is not None:
+            self._captions.add(columns)
+        if "captions" in columns:
+            refuse_zero_bytes(columns)
+        if self._dataset.describes_missing:
+            accept_missing_captions(columns)
+        for finder in self._companions.values():
+            finder.add(columns)
+        for role in self._dataset.roles:
+            for name in (role, f"{role}_version"):
+                columns.setdefault(name, pa.nulls(len(columns["path"]), _text))
+        refuse_gaps(columns, self._dataset.source_roles)
+        return listing_table(columns)
 
 
 def open_source(dataset: Dataset) -> Source:
@@ -87,17 +129,13 @@ def open_source(dataset: Dataset) -> Source:
     return getattr(import_module(f"stages.discovery.sources.{module}"), name)(dataset)
 
 
-# -- shared by the sources -------------------------------------------------------------------------------------------
+# -- companions ------------------------------------------------------------------------------------------------------
 
-
-def extensions_of_kinds(kinds: Sequence[MediaKind]) -> dict[str, MediaKind]:
-    """Extension with its dot, lower case -> kind, in the order of the kinds and of their extensions."""
-    return {ending: kind for kind in kinds for ending in (IMAGE_EXTENSIONS if kind == "image" else VIDEO_EXTENSIONS)}
-
-
-def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
-    """The same for the media of a dataset: a video dataset may hold images too, which come second."""
-    return extensions_of_kinds(("video", "image") if dataset.dataset_type == "video" else ("image",))
+#: Paths and URLs in a table outside its base, which have no name relative to it.
+_ABSOLUTE = r"^/|^[A-Za-z][A-Za-z0-9+.-]*://"
+_NO_RELATIVE_NAME_ADVICE = (
+    "set media_root to the folder or URL that holds the media, or name the companions in a column"
+)
 
 
 def companion_name(role: str) -> str:
@@ -106,16 +144,108 @@ def companion_name(role: str) -> str:
     return "mask" if role == "mask" else f"source image {number}".strip()
 
 
-def add_problems(columns: dict[str, pa.Array], problems: pa.Array, advices: pa.Array | str) -> None:
-    """Set "problem" and "advice" in the rows of a listing that have a new problem (null: none) and had none before."""
-    null = pa.nulls(len(problems), _str)
-    before, advice = columns.get("problem", null), columns.get("advice", null)
-    columns["advice"] = pc.if_else(pc.and_(pc.is_null(before), pc.is_valid(problems)), advices, advice)
-    columns["problem"] = pc.coalesce(before, problems)
+class CompanionFinder:
+    """The companions of one role in a folder or below a URL.
+
+    role: that of a source image, or "mask", which may be a video. key: the option that named the place, for messages.
+    number, most: of several source images in one place, what its name has after the item's, and the largest number.
+    listed_by: a finder in the same place, which lists it for both. needed: an item without is set aside.
+    """
+
+    def __init__(
+        self,
+        location: str,
+        role: str,
+        key: str = "",
+        follow_links: bool = False,
+        number: int = 0,
+        most: int = 0,
+        listed_by: "CompanionFinder | None" = None,
+        needed: bool = True,
+    ) -> None:
+        self.location, self.role, self._key, self._follow_links = location, role, key, follow_links
+        self._kinds = extensions_of_kinds(("image", "video") if role == "mask" else ("image",))
+        self._number, self._most, self._listed_by, self._needed = number, most, listed_by or self, needed
+
+    def add(self, columns: Columns) -> None:
+        """Add the companion of each item to the columns of a listing, given its "path". A row keeps the problem that it
+        has. Raises LatentpressError if the place can't be listed."""
+        table, lookup = self._listed_by._listed
+        items = strip_extensions(columns["path"])
+        stems = pc.binary_join_element_wise(items, f"_{self._number}", "") if self._number else items
+        rows, counts = lookup.count(stems)
+        row = pa.array(rows, mask=counts != 1)
+        columns[self.role] = take_rows(table.column("path"), row)
+        columns[f"{self.role}_version"] = take_rows(table.column("version"), row)
+        if self.role == "mask":
+            columns["mask_kind"] = take_rows(table.column("kind"), row)
+        name, folder = companion_name(self.role), display_location(self.location).rstrip("/")
+        step = pc.binary_join_element_wise(f"put one at {folder}/", stems, ".png", "")
+        step = pc.if_else(pc.match_substring_regex(stems, _ABSOLUTE), _NO_RELATIVE_NAME_ADVICE, step)
+        several = pa.array(counts > 1)
+        problems = pc.if_else(pa.array((counts == 0) & self._needed), f"no-{self.role}: has no {name}", None)
+        problems = pc.if_else(several, f"several-{self.role}s: has {name}s of several extensions", problems)
+        add_problems(columns, problems, pc.if_else(several, f"keep one {name}", step))
+        if self._number and self._number == self._most:
+            _, further = lookup.count(pc.binary_join_element_wise(items, f"_{self._most + 1}", ""))
+            problem = f"many-sources: has more than conditioning_count ({self._most}) source images"
+            step = "raise conditioning_count, or remove what is too many"
+            add_problems(columns, pc.if_else(pa.array(further > 0), problem, None), step)
+
+    def open(self, path: str) -> MediaPath:
+        """The companion at a path that `add` found."""
+        return file_below(self.location, path)
+
+    @cached_property
+    def _listed(self) -> tuple[pa.Table, TextLookup]:
+        """stem, path, version and kind of all companions, and the rows by stem. A name that is not UTF-8 is left out:
+        no item has it."""
+        schema = pa.schema([(name, _text) for name in ("path", "version", "kind")])
+        batches = []
+        for folder in walk(self.location, self._kinds, Counter(), key=self._key, follow_links=self._follow_links):
+            paths = [folder.prefix + name for name in folder.names]
+            rows = zip(paths, folder.full_versions(), folder.kinds, strict=True)
+            named = [row for row in rows if row[0].isascii() or row[0].encode(errors="replace").decode() == row[0]]
+            batches += [pa.record_batch([*zip(*named, strict=True)], schema)] if named else []
+        table = pa.Table.from_batches(batches, schema).combine_chunks()
+        return table, TextLookup(strip_extensions(table["path"]))
 
 
-def listing_table(columns: Mapping[str, pa.Array]) -> pa.Table:
-    """A table of LISTING_SCHEMA from some of its columns ("path" among them) and "extra." ones; the others are null."""
-    count = len(columns["path"])
-    arrays = {field.name: columns.get(field.name, pa.nulls(count)).cast(field.type) for field in LISTING_SCHEMA}
-    return pa.table(arrays | {name: column for name, column in columns.items() if name not in arrays})
+def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
+    """The roles of a dataset whose companions are found by name -> their finders."""
+    links, key, finders = dataset.follow_links, f"datasets.{dataset.id}", dict[str, CompanionFinder]()
+    places = listed(dataset.conditioning_data)
+    for number, role in enumerate(dataset.source_roles if places else ()):
+        option = f"{key}.conditioning_data"
+        if dataset.conditioning_count:
+            most = dataset.conditioning_count
+            finders[role] = CompanionFinder(
+                places[0], role, option, links, number + 1, most, finders.get("source"), is_needed(dataset, role)
+            )
+        else:
+            finders[role] = CompanionFinder(places[number], role, option, links, needed=is_needed(dataset, role))
+    if dataset.mask_data:
+        needed = is_needed(dataset, "mask")
+        finders["mask"] = CompanionFinder(dataset.mask_data, "mask", f"{key}.mask_data", links, needed=needed)
+    return finders
+
+
+def is_needed(dataset: Dataset, role: str) -> bool:
+    """Whether an item without this companion is set aside: any but the further references, and a mask that a model
+    makes."""
+    return role == "source" or (role == "mask" and not dataset.makes_masks)
+
+
+def refuse_gaps(columns: Columns, roles: Sequence[str]) -> None:
+    """Give a problem to each row of a listing without its first source image, or without one before another that it
+    has. roles: of source images, in order."""
+    for number, role in enumerate(roles):
+        lacking = pc.is_null(columns[role])
+        name = companion_name(role)
+        if number == 0:
+            add_problems(columns, pc.if_else(lacking, f"no-{role}: has no {name}", None), "add one, or remove it")
+        if number + 1 < len(roles):
+            after = roles[number + 1]
+            problem = f"no-{role}: has no {name}, and a {companion_name(after)}"
+            gap = pc.and_(lacking, pc.is_valid(columns[after]))
+            add_problems(columns, pc.if_else(gap, problem, None), "add it, or move those after it forward")

@@ -6,7 +6,7 @@ And the paths of such a table, as those of a listing.
 
 import os
 import posixpath
-import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -16,13 +16,13 @@ import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
-from schemas.config.datasets import TABLE_STRATEGIES, Dataset
-from schemas.identity import hash_json
+from schemas.config.datasets import Dataset
 from schemas.text_format import split_lines
 from stages.discovery.sources import table_reader
-from stages.discovery.sources.base import add_problems
 from stages.discovery.sources.columns import (
+    Columns,
     TextLookup,
+    add_problems,
     caption_lists,
     extra_columns,
     group_texts,
@@ -42,12 +42,6 @@ _WRITE_ADVICE = "write a caption, one alternative a line"
 ZERO_BYTES_ADVICE = "save it as UTF-8: it is probably UTF-16 without a byte order mark"
 _text = pa.string()
 PerFile = Literal["one", "lines"]
-
-
-def hash_reading(dataset: Dataset) -> str:
-    """Hash of what determines captions besides files and tables: if it changes, all captions are read again."""
-    options = [dataset.resolved_caption_strategy, list(dataset.caption_column), dataset.captions_per_file]
-    return hash_json([CAPTION_READER_VERSION, *options])
 
 
 def read_caption_file(path: MediaPath, per_file: PerFile = "lines") -> list[str]:
@@ -91,7 +85,7 @@ def parse_captions(data: bytes, path: MediaPath, per_file: PerFile = "lines") ->
     return [whole] if per_file == "one" else list(dict.fromkeys(lines))
 
 
-def refuse_zero_bytes(columns: dict[str, pa.Array]) -> None:
+def refuse_zero_bytes(columns: Columns) -> None:
     """Give a problem to each row of a listing with a zero byte in a caption."""
     captions = columns["captions"].cast(pa.list_(_text))
     zero_bytes = to_mask(pc.match_substring(captions.flatten(), "\0"))
@@ -102,8 +96,8 @@ def refuse_zero_bytes(columns: dict[str, pa.Array]) -> None:
         add_problems(columns, problem, ZERO_BYTES_ADVICE)
 
 
-def add_caption_files(columns: dict[str, pa.Array], files: pa.Array, versions: pa.Array) -> None:
-    """Add the caption file beside each item, null for none, and its version to the columns of a listing."""
+def add_caption_files(columns: Columns, files: pa.Array, versions: pa.Array) -> None:
+    """Add the caption file next to each item, null for none, and its version to the columns of a listing."""
     columns |= {"captions_at": files, "captions_version": versions}
     if files.null_count:
         names = strip_extensions(pc.replace_substring_regex(columns["path"], r"(?s)^.*/", ""))
@@ -115,7 +109,7 @@ def add_caption_files(columns: dict[str, pa.Array], files: pa.Array, versions: p
 MISSING_REASONS = ("no-caption", "empty-caption")
 
 
-def accept_missing_captions(columns: dict[str, pa.Array]) -> None:
+def accept_missing_captions(columns: Columns) -> None:
     """Keep the items of a listing that lack nothing but a caption, which a model will make."""
     if "problem" in columns:
         lacking = pc.match_substring_regex(columns["problem"], f"^(?:{'|'.join(MISSING_REASONS)}):")
@@ -133,7 +127,7 @@ class CaptionLookup:
     def __init__(self, dataset: Dataset, root: str) -> None:
         self._dataset, self._root = dataset, root
 
-    def add(self, columns: dict[str, pa.Array]) -> None:
+    def add(self, columns: Columns) -> None:
         """Add captions, and the extra columns of their table, to the columns of a listing, given its "path". Raises
         LatentpressError for a table that can't be used."""
         paths, strategy = columns["path"], self._dataset.resolved_caption_strategy
@@ -149,52 +143,36 @@ class CaptionLookup:
     def _table(self) -> tuple[pa.Table, str, TextLookup]:
         """The table, its column of file names, and the rows by these."""
         dataset, location = self._dataset, self._dataset.caption_file
-        assert location is not None, "make_caption_lookup returns None then"
+        assert location is not None, "captions of the source itself are not looked up"
         named = [dataset.media_column] if dataset.media_column else []
         texts = [*named, *dataset.caption_column, *table_reader.USUAL_MEDIA_COLUMNS]
         table = table_reader.read_table(location, text=texts, kind=dataset.resolved_caption_strategy)
         media = table_reader.find_media_column(table, dataset.media_column, location)
-        table_reader.refuse_binary_columns(location, dataset.caption_column)
         require_columns(table.column_names, dataset.caption_column, "caption_column", location)
         keys = [normalize_paths(chunk, self._root) for chunk in table.column(media).chunks]
         return table, media, TextLookup(pa.chunked_array(keys, _text))
 
-    def _add_from_table(self, columns: dict[str, pa.Array]) -> None:
+    def _add_from_table(self, columns: Columns) -> None:
         """All rows of a file are alternatives; the extra columns are those of its first row."""
         table, media, lookup = self._table
         names, location = list(self._dataset.caption_column), display_location(self._dataset.caption_file or "")
         first = pa.array(lookup.find(columns["path"]))
         absent = pc.less(first, 0)
-        step = self._advise_row(columns["path"].filter(absent), location)
+        root = display_location(self._root)
+        step = f"add a row for it to {location}, with / in its path and relative to {root}"
         add_problems(columns, pc.if_else(absent, "no-caption: has no caption", None), step)
-        owner, rows = lookup.pairs(columns["path"])
-        add_row_captions(columns, pa.table({name: take_rows(table[name], rows) for name in names}), owner, location)
+        add_table_captions(columns, table, lookup, names, location)
         first = pc.if_else(absent, None, first)
         others = [name for name in table.column_names if name not in (media, *names)]
         columns |= extra_columns(pa.table({name: take_rows(table[name], first) for name in others}), ())
 
-    def _advise_row(self, absent: pa.Array, location: str) -> str:
-        """What to do about items without a row: a row of another path that ends alike shows what is wrong with all."""
-        step = f"add a row for it to {location}"
-        if not len(absent):
-            return step
-        path, keys = absent[0].as_py(), self._table[2].keys
-        names = pc.binary_join_element_wise("/", pc.replace_substring(keys, "\\", "/"), "")
-        below = [f"/{path[match.end() :]}" for match in re.finditer("/", path)]
-        matches = pc.or_(pc.ends_with(names, f"/{path}"), pc.is_in(names, value_set=pa.array(below, _text)))
-        for name in keys.filter(pc.fill_null(matches, False)).to_pylist()[:1]:
-            what = "write / in place of backslashes" if "\\" in name else f"write paths relative to {self._root}"
-            return f"{what} into {location}: it has {name}, which is probably {path}"
-        return step
 
-
-def make_caption_lookup(dataset: Dataset, root: str) -> CaptionLookup | None:
-    """None where captions are in text files or are the source's own (a member of a tar, a column of its table).
-
-    root: the folder or URL that the paths of the listing start at."""
-    strategy = dataset.resolved_caption_strategy
-    in_table = strategy in TABLE_STRATEGIES and not dataset.caption_file
-    return None if in_table or strategy in ("textfile", "webdataset", "huggingface") else CaptionLookup(dataset, root)
+def add_table_captions(
+    columns: Columns, table: pa.Table, lookup: TextLookup, names: Sequence[str], location: str
+) -> None:
+    """Add the captions of all rows of a table that name an item. lookup: of its rows by path."""
+    owner, rows = lookup.pairs(columns["path"])
+    add_row_captions(columns, pa.table({name: take_rows(table[name], rows) for name in names}), owner, location)
 
 
 def captions_from_names(paths: pa.Array) -> pa.Array:
@@ -251,7 +229,7 @@ def public_path(url: str) -> str:
     return public if public == url else f"{public}#{xxhash.xxh3_64_hexdigest(strip_signature(url).encode())[:12]}"
 
 
-def add_row_captions(columns: dict[str, pa.Array], rows: pa.Table, owner: NDArray[np.int64], location: str) -> None:
+def add_row_captions(columns: Columns, rows: pa.Table, owner: NDArray[np.int64], location: str) -> None:
     """Add captions to the columns of a listing: `rows` are of the table at `location`, all their columns are captions;
     owner: the item of each row."""
     texts = caption_lists(rows, rows.column_names, location)
@@ -261,7 +239,7 @@ def add_row_captions(columns: dict[str, pa.Array], rows: pa.Table, owner: NDArra
     _add_captions(columns, captions, "empty-caption: has no text in its row", step)
 
 
-def _add_captions(columns: dict[str, pa.Array], captions: pa.Array, problem: str, advice: str) -> None:
+def _add_captions(columns: Columns, captions: pa.Array, problem: str, advice: str) -> None:
     """An empty list of captions becomes null, with this problem and advice."""
     empty = pc.equal(pc.list_value_length(captions), 0)
     columns["captions"] = pc.if_else(empty, None, captions)

@@ -1,7 +1,8 @@
-"""Columns of any table: simplify their types, take captions and extra columns from them, look rows up by a text."""
+"""Columns of a listing and of any table: simplify their types, take captions and extra columns from them, look rows up
+by a text."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -9,12 +10,48 @@ import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
+from schemas.config.datasets import MediaKind
 from schemas.errors import LatentpressError
 from schemas.tables import EXTRA_PREFIX
-from stages.discovery.sources.base import CHUNK_ROWS
 from stages.discovery.sources.urls import display_location
+from stages.media.files import extensions_of_kinds
 
+#: At most this many items are Python objects at a time.
+CHUNK_ROWS = 16384
 _NUMBER = r"^-?\d+(\.\d*)?([eE][+-]?\d+)?$"
+_str, _long = pa.string(), pa.int64()
+
+#: One row an item. path, size, version, kind: as in schemas.tables.MEDIA_SCHEMA; size and version are null where
+#: they are unknown until the item is opened. captions: the alternatives, where they are part of the listing (a table's
+#: column, the file's name, a member of the archive); else null. captions_at, captions_version: path and version of the
+#: caption file that must be read; null if there is none. source, mask: paths of the companions within their own place,
+#: with their versions; null if none is configured or none was found. Further source images follow as source_2, ... with
+#: their versions. problem, advice: why this item is rejected without being opened ("no-caption: has no caption", the
+#: reason before ": "), else null. Extra columns follow as "extra.<name>" (schemas.tables.EXTRA_PREFIX).
+LISTING_SCHEMA = pa.schema(
+    [("path", _str), ("kind", _str), ("size", _long), ("version", _str)]
+    + [("captions", pa.list_(_str)), ("captions_at", _str), ("captions_version", _str)]
+    + [(name, _str) for name in ("source", "source_version", "mask", "mask_version", "mask_kind", "problem", "advice")]
+)
+#: At the end of a path that is a URL with a query or user: `captions.public_path`.
+URL_HASH = r"#[0-9a-f]{12}$"
+#: Columns of a listing by name.
+Columns = dict[str, pa.Array]
+
+
+def add_problems(columns: Columns, problems: pa.Array, advices: pa.Array | str) -> None:
+    """Set "problem" and "advice" in the rows of a listing that have a new problem (null: none) and had none before."""
+    null = pa.nulls(len(problems), _str)
+    before, advice = columns.get("problem", null), columns.get("advice", null)
+    columns["advice"] = pc.if_else(pc.and_(pc.is_null(before), pc.is_valid(problems)), advices, advice)
+    columns["problem"] = pc.coalesce(before, problems)
+
+
+def listing_table(columns: Mapping[str, pa.Array]) -> pa.Table:
+    """A table of LISTING_SCHEMA from some of its columns ("path" among them) and "extra." ones; the others are null."""
+    count = len(columns["path"])
+    arrays = {field.name: columns.get(field.name, pa.nulls(count)).cast(field.type) for field in LISTING_SCHEMA}
+    return pa.table(arrays | {name: column for name, column in columns.items() if name not in arrays})
 
 
 def require_columns(available: Collection[str], names: Sequence[str], option: str, location: str = "the table") -> None:
@@ -110,46 +147,46 @@ class TextLookup:
     """Finds the rows of a column of texts by their text (null: not found); 16 bytes a row, no Python objects."""
 
     def __init__(self, keys: pa.Array | pa.ChunkedArray) -> None:
-        self.keys = keys if isinstance(keys, pa.ChunkedArray) else pa.chunked_array([keys])
-        hashes = hash_texts(self.keys)
+        self.keys = take_rows(keys.cast(pa.large_string()), None)
+        hashes = _hash_texts(self.keys)
         order = np.argsort(hashes, kind="stable")
-        if self.keys.null_count:
-            order = order[to_mask(self.keys.is_valid())[order]]
+        order = order[to_mask(self.keys.is_valid())[order]] if self.keys.null_count else order
         self._order, self._hashes = order, hashes[order]
 
-    def find(self, texts: pa.Array) -> NDArray[np.int64]:
+    def find(self, texts: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
         """(n,) the first row of each text, -1 if there is none."""
         return self.count(texts)[0]
 
-    def guess_last(self, texts: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
-        """(n,) the last row whose text has the hash of each text; any row if there is none."""
-        return self._order[(np.searchsorted(self._hashes, hash_texts(texts), "right") - 1).clip(min=0)]
-
     def count(self, texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(n,) the first row of each text, and how many rows have it; -1 and 0 if there is none."""
-        if not len(self._hashes):
-            return np.full(len(texts), -1), np.zeros(len(texts), np.int64)
-        wanted = hash_texts(texts)
-        left = np.searchsorted(self._hashes, wanted, "left")
-        counts = np.searchsorted(self._hashes, wanted, "right") - left
-        rows = self._order[np.minimum(left, len(self._order) - 1)]
-        counts = np.where(to_mask(pc.equal(take_rows(self.keys, rows), texts)), counts, 0)
+        left, counts = self._ranges(texts)
+        rows = self._order[left] if len(self._order) else left
         return np.where(counts > 0, rows, -1), counts
 
     def pairs(self, texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Every (number of a text, row that has it), by text and then by row."""
-        _, counts = self.count(texts)
+        left, counts = self._ranges(texts)
         owner = np.repeat(np.arange(len(texts)), counts)
         within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        left = np.searchsorted(self._hashes, hash_texts(texts), "left")
         return owner, self._order[left[owner] + within]
 
+    def _ranges(self, texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(n,) where the rows of each text begin in the order by hash, and how many there are."""
+        wanted = _hash_texts(texts)
+        left = np.searchsorted(self._hashes, wanted, "left")
+        counts = np.searchsorted(self._hashes, wanted, "right") - left
+        if len(self._order):
+            left = np.minimum(left, len(self._order) - 1)
+            found = self.keys.take(pa.array(self._order[left]))
+            counts = np.where(to_mask(pc.equal(found, texts.cast(found.type))), counts, 0)
+        return left, counts
 
-def hash_texts(texts: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
+
+def _hash_texts(texts: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
     """(n,) xxh3-64 of texts, null as "". Of a million different ones, two are equal with odds of 1 to 4e7."""
     hashes = np.empty(len(texts), np.uint64)
     for start in range(0, len(texts), CHUNK_ROWS):
-        part = pc.fill_null(texts.slice(start, CHUNK_ROWS).cast(pa.binary()), b"").to_pylist()
+        part = pc.fill_null(texts.slice(start, CHUNK_ROWS).cast(pa.large_binary()), b"").to_pylist()
         hashes[start : start + len(part)] = np.fromiter(map(xxhash.xxh3_64_intdigest, part), np.uint64, len(part))
     return hashes
 
@@ -163,6 +200,18 @@ def take_rows(column: pa.Array | pa.ChunkedArray, rows: NDArray[np.int64] | pa.A
 def to_mask(values: pa.Array | pa.ChunkedArray) -> NDArray[np.bool_]:
     """(n,) bool; null is False."""
     return take_rows(pc.fill_null(values, False), None).to_numpy(zero_copy_only=False)
+
+
+def extensions_of_paths(paths: pa.Array) -> pa.Array:
+    """Lower-case extensions with their dots, without the hash of a URL; "" for none."""
+    clean = pc.replace_substring_regex(paths, URL_HASH, "")
+    return pc.utf8_lower(pc.replace_substring_regex(clean, r"(?s)^.*?(\.[^./]*)?$", r"\1"))
+
+
+def kinds_by_extension(paths: pa.Array, default: MediaKind) -> pa.Array:
+    known = extensions_of_kinds(("image", "video"))
+    rows = pc.index_in(extensions_of_paths(paths), value_set=pa.array(list(known)))
+    return pc.coalesce(pa.array(list(known.values()), _str).take(rows), pa.scalar(default, _str))
 
 
 # -- types of columns ------------------------------------------------------------------------------------------------

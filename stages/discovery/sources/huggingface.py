@@ -8,7 +8,9 @@ The library keeps its copies in its own cache (HF_HOME) and takes HF_TOKEN from 
 
 import io
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, BinaryIO, cast
@@ -20,25 +22,27 @@ import pyarrow.compute as pc
 from schemas.config.datasets import Dataset
 from schemas.config.section import listed
 from schemas.errors import LatentpressError
-from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
+from stages.discovery.sources.base import Source
 from stages.discovery.sources.captions import add_row_captions, normalize_paths
 from stages.discovery.sources.columns import (
+    CHUNK_ROWS,
+    Columns,
     TextLookup,
+    add_problems,
     extra_columns,
+    kinds_by_extension,
     refuse_invalid_text,
     require_columns,
     simplify_column,
     take_rows,
 )
-from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.object_store import RemoteFile
 from stages.discovery.sources.table_reader import (
     USUAL_MEDIA_COLUMNS,
-    check_csv_files,
-    check_jsonl,
+    check_for_datasets,
+    jsonl_rows,
     list_files,
     read_table,
-    refuse_depth,
 )
 from stages.discovery.sources.urls import scrub_secrets
 from stages.media.files import RESTORE_ADVICE, Blob, MediaError, MediaPath
@@ -56,23 +60,19 @@ class DatasetLocation:
     split: str
 
 
-class HuggingFaceSource(CommonSource):
+class HuggingFaceSource(Source):
     def __init__(self, dataset: Dataset) -> None:
         super().__init__(dataset)
         self._place = DatasetLocation(dataset.root, dataset.split)
-        self._own_captions = dataset.resolved_caption_strategy == "huggingface"
 
-    def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
-        self.ignored.clear()
-        check_csv_files(self._place.root)  # here only, not in every process that opens an item
-        for file in list_files(self._place.root, (".json", ".jsonl")):
-            refuse_depth(file)
-        rows, paths = load_rows(self._place), self._lookup.keys.combine_chunks()
+    def items(self, known: pa.Table | None) -> Iterator[Columns]:
+        check_for_datasets(self._place.root)  # here only, not in every process that opens an item
+        rows, paths = load_rows(self._place), self._lookup.keys
         require_columns(list(rows.features), list(self._columns_by_role.values()), "the column of companions")
         for start in range(0, len(rows), CHUNK_ROWS):
             chunk: pa.Table = rows[start : start + CHUNK_ROWS]
             refuse_invalid_text(chunk, self._place.root)
-            yield self._complete(self._columns(chunk, paths.slice(start, len(chunk))))
+            yield self._columns(chunk, paths.slice(start, len(chunk)).cast(_text))
 
     def open(self, path: str) -> MediaPath:
         return self._cell(path, self._media)
@@ -135,7 +135,7 @@ class HuggingFaceSource(CommonSource):
             raise MediaError("missing", path, f"has nothing in column {column!r}", RESTORE_ADVICE)
         return _cell_file(self._place, file[0].as_py())
 
-    def _columns(self, chunk: pa.Table, paths: pa.Array) -> dict[str, pa.Array]:
+    def _columns(self, chunk: pa.Table, paths: pa.Array) -> Columns:
         """The columns of a listing for some rows, without companions by name and captions from elsewhere."""
         dataset, media = self._dataset, chunk.column(self._media)
         sizes, versions = self._sizes_and_versions(media)
@@ -159,14 +159,14 @@ class HuggingFaceSource(CommonSource):
 
     def _kinds(self, column: pa.ChunkedArray) -> pa.Array:
         """image or video: by the column's type, else the file's extension, else the dataset's type."""
-        feature = type(load_rows(self._place).features[self._media]).__name__.lower()
+        feature, default = (
+            type(load_rows(self._place).features[self._media]).__name__.lower(),
+            self._dataset.dataset_type,
+        )
         if feature in ("image", "video"):
             return pa.repeat(feature, len(column))
-        endings = extensions_of_kinds(("image", "video"))
         _, files = _bytes_and_files(column)
-        names = files.to_pylist() if files is not None else [None] * len(column)
-        default = self._dataset.dataset_type
-        return pa.array([endings.get(os.path.splitext(name or "")[1].lower(), default) for name in names], _text)
+        return pa.repeat(default, len(column)) if files is None else kinds_by_extension(files, default)
 
     def _sizes_and_versions(self, column: pa.ChunkedArray) -> tuple[pa.Array, pa.Array]:
         """Size and version of each cell: those of its file, or the length of its bytes and the dataset's fingerprint.
@@ -174,21 +174,15 @@ class HuggingFaceSource(CommonSource):
         data, files = _bytes_and_files(column)
         # A private member: `datasets` has no public name for a dataset's fingerprint.
         fingerprint = str(load_rows(self._place)._fingerprint)
-        sizes = pa.nulls(len(column), _long) if data is None else take_rows(pc.binary_length(data).cast(_long), None)
-        if files is None or (data is not None and data.null_count == 0):
-            return sizes, pa.repeat(fingerprint, len(column))
-        stats: list[tuple[int | None, str | None]] = []
-        for name, length in zip(files.to_pylist(), sizes.to_pylist(), strict=True):
-            if length is not None or not name:
-                stats.append((length, fingerprint))
-                continue
-            file = _cell_file(self._place, name)
-            try:
-                status = None if isinstance(file, Blob) else os.stat(file)
-            except OSError:  # opening it fails again, which sets it aside by name
-                status = None
-            stats.append((status.st_size, str(status.st_mtime_ns)) if status else (None, None))
-        return pa.array([size for size, _ in stats], _long), pa.array([version for _, version in stats], _text)
+        sizes = [None] * len(column) if data is None else pc.binary_length(data).to_pylist()
+        versions: list[str | None] = [fingerprint] * len(column)
+        for row, name in enumerate(files.to_pylist() if files is not None else ()):
+            if sizes[row] is None and name:
+                versions[row], file = None, _cell_file(self._place, name)
+                with suppress(OSError):  # opening it fails again, which sets it aside by name
+                    status = None if isinstance(file, Blob) else os.stat(file)
+                    sizes[row], versions[row] = (status.st_size, str(status.st_mtime_ns)) if status else (None, None)
+        return pa.array(sizes, _long), pa.array(versions, _text)
 
 
 class TableCell(Blob):
@@ -257,20 +251,17 @@ def _loading_error(datasets: Any, location: DatasetLocation, error: Exception) -
     """Raises a more exact one for a table that can't be read."""
     is_local = os.path.exists(location.root)
     if is_local and location.root.lower().endswith(".jsonl"):
-        check_jsonl(location.root)
+        deque(jsonl_rows(location.root), 0)
     if is_local and isinstance(error, datasets.exceptions.DatasetGenerationError):
         for file in list_files(location.root, (".parquet",)):
             read_table(file)
-    name = type(error).__name__
-    message = scrub_secrets(f"{name}: {error}").strip().partition("\n")[0]
-    if is_local:
-        step = "check its files and split; a folder is one of parquet, arrow, images or videos with a metadata.csv"
-    elif isinstance(error, ConnectionError) or "offline" in message.lower() or "Connection" in name:
-        step = "download it where there is a network, without HF_HUB_OFFLINE, and set instance_data_dir to the folder"
-    elif "split" in message.lower() or "config" in message.lower():
-        step = "correct split, or the configuration in user/name:configuration"
-    else:
-        step = "check the name and the network; a private or gated dataset needs HF_TOKEN in the environment"
+    message = scrub_secrets(f"{type(error).__name__}: {error}").strip().partition("\n")[0]
+    step = "check its files and split; a folder is one of parquet, arrow, images or videos with a metadata.csv"
+    if not is_local:
+        step = (
+            "check the name, the split, the configuration (user/name:configuration) and the network; a private or "
+            "gated dataset needs HF_TOKEN in the environment; without a network, name a downloaded folder"
+        )
     return LatentpressError(f"{location.root}: can't be loaded ({message})", step)
 
 

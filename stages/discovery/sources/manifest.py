@@ -17,31 +17,33 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.config.datasets import TABLE_STRATEGIES, Dataset, MediaKind
+from schemas.config.datasets import TABLE_STRATEGIES, Dataset
 from schemas.regular_files import NOT_REGULAR
 from stages.discovery.sources import captions, table_reader
-from stages.discovery.sources.base import CHUNK_ROWS, add_problems, companion_name, extensions_of_kinds
-from stages.discovery.sources.columns import TextLookup, extra_columns, require_columns, take_rows
-from stages.discovery.sources.companions import CommonSource, is_needed
-from stages.discovery.sources.object_store import (
-    RemoteFile,
-    object_errors,
-    object_version,
+from stages.discovery.sources.base import Source, companion_name, is_needed
+from stages.discovery.sources.columns import (
+    CHUNK_ROWS,
+    URL_HASH,
+    Columns,
+    TextLookup,
+    add_problems,
+    extensions_of_paths,
+    extra_columns,
+    kinds_by_extension,
+    require_columns,
+    take_rows,
 )
+from stages.discovery.sources.object_store import RemoteFile, object_errors, object_version
 from stages.discovery.sources.urls import UnknownLocation, display_location, open_filesystem
-from stages.discovery.sources.walk import BACKSLASH_ADVICE, caption_version, require_folder
-from stages.media.files import MediaError, MediaPath
+from stages.discovery.sources.walk import MAX_CONNECTIONS, caption_version, require_folder
+from stages.media.files import BACKSLASH_ADVICE, MediaError, MediaPath
 
-#: Concurrent requests for sizes and versions.
-MAX_CONNECTIONS = 16
-
-_SECRET_HASH = re.compile(r"#[0-9a-f]{12}$")
 _text = pa.string()
 #: Of a file or object, without opening it: its size, version and version as a caption file, or why there are none.
 _STAT_SCHEMA = pa.schema([("size", pa.int64()), *((name, _text) for name in ("version", "text", "problem", "advice"))])
 
 
-class ManifestSource(CommonSource):
+class ManifestSource(Source):
     def __init__(self, dataset: Dataset) -> None:
         location = dataset.instance_data_dir
         folder = location.partition("?")[0].rpartition("/")[0] if "://" in location else os.path.dirname(location)
@@ -49,17 +51,19 @@ class ManifestSource(CommonSource):
         super().__init__(dataset, self._base)
         self._secrets: dict[str, tuple[pa.ChunkedArray, TextLookup]] = {}
 
-    def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
-        self.ignored.clear()
+    def items(self, known: pa.Table | None) -> Iterator[Columns]:
         if "://" not in self._base:
             require_folder(self._base, f"datasets.{self._dataset.id}.media_root")
+        names, location = self._dataset.caption_column, self._dataset.instance_data_dir
         table, media = self._read(None)
+        if self._own_captions:
+            require_columns(table.column_names, names, "caption_column", location)
         paths = pa.chunked_array(
             [captions.normalize_paths(chunk, self._base) for chunk in table.column(media).chunks], _text
         )
         lookup = TextLookup(paths)
         with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
-            for start in range(0, max(1, table.num_rows), CHUNK_ROWS):
+            for start in range(0, table.num_rows, CHUNK_ROWS):
                 rows, path = table.slice(start, CHUNK_ROWS), take_rows(paths.slice(start, CHUNK_ROWS), None)
                 if path.null_count:
                     self.ignored["row without a path"] += path.null_count
@@ -72,15 +76,15 @@ class ManifestSource(CommonSource):
                 add_problems(columns, stats["problem"], stats["advice"])
                 used = [media, *self._columns_by_role.values(), *self._dataset.caption_column]
                 columns |= extra_columns(rows, used, self.ignored)
-                if self._dataset.resolved_caption_strategy == "textfile":
+                if self._in_files:
                     self._add_caption_files(columns, pool)
-                elif self._captions is None:
-                    self._add_own_captions(columns, rows, table, lookup)
+                elif self._own_captions:
+                    captions.add_table_captions(columns, table, lookup, names, display_location(location))
                 if self._dataset.describes_missing:
                     captions.accept_missing_captions(columns)
                 for role, column in self._columns_by_role.items():
                     self._add_companion(columns, role, rows.column(column), column, pool)
-                yield self._complete(columns)
+                yield columns
 
     def open(self, path: str) -> MediaPath:
         return self._resolve(path, "")
@@ -99,43 +103,29 @@ class ManifestSource(CommonSource):
         in_table = dataset.caption_file is None and dataset.caption_strategy in TABLE_STRATEGIES
         table = table_reader.read_table(location, columns, texts, dataset.caption_strategy if in_table else None)
         media = table_reader.find_media_column(table, dataset.media_column, location, also=("url",))
-        table_reader.refuse_binary_columns(location, list(roles.values()), media=True)
-        if columns is None and dataset.resolved_caption_strategy in TABLE_STRATEGIES and self._captions is None:
-            table_reader.refuse_binary_columns(location, dataset.caption_column)
         for role, column in roles.items():
             option = "mask_column" if role == "mask" else "conditioning_column"
-            require_columns(table.column_names, [column], option, location)
+            table_reader.require_names(table, column, option, location)
         return table, media
 
     def _kinds(self, paths: pa.Array) -> pa.Array:
         """By extension, else the dataset's type. Null for no path and, counted, for a video in a dataset of images."""
         kind = self._dataset.dataset_type
-        kinds = pc.if_else(pc.is_null(paths), None, _kinds_by_extension(paths, kind))
+        kinds = pc.if_else(pc.is_null(paths), None, kinds_by_extension(paths, kind))
         video = pc.equal(kinds, "video")
         if kind == "video" or not pc.any(video).as_py():
             return kinds
-        for count in pc.value_counts(_extensions(paths.filter(video))).to_pylist():
+        for count in pc.value_counts(extensions_of_paths(paths.filter(video))).to_pylist():
             self.ignored[count["values"]] += count["counts"]
         return pc.if_else(video, None, kinds)
 
     # -- a chunk of the listing ----------------------------------------------------------------------------------
 
-    def _add_own_captions(
-        self, columns: dict[str, pa.Array], rows: pa.Table, table: pa.Table, lookup: TextLookup
-    ) -> None:
-        """Add the captions of every row that names the path; most often only of the one in `rows`."""
-        names, location = self._dataset.caption_column, display_location(self._dataset.instance_data_dir)
-        require_columns(table.column_names, names, "caption_column", location)
-        owner, numbers = lookup.pairs(columns["path"])
-        several = len(numbers) > len(rows)
-        texts = {name: take_rows(table[name], numbers) if several else rows[name] for name in names}
-        captions.add_row_captions(columns, pa.table(texts), owner, location)
-
-    def _add_caption_files(self, columns: dict[str, pa.Array], pool: ThreadPoolExecutor) -> None:
+    def _add_caption_files(self, columns: Columns, pool: ThreadPoolExecutor) -> None:
         """<name>.txt next to each item; none for a URL with a query, which is valid for that URL only."""
         paths = columns["path"]
         files = pc.binary_join_element_wise(captions.strip_extensions(paths), ".txt", "")
-        signed = pc.match_substring_regex(paths, _SECRET_HASH.pattern)
+        signed = pc.match_substring_regex(paths, URL_HASH)
         files = pc.if_else(signed, None, files)
         versions = _versions(self._stats(files, files, pool), "text")
         columns["captions_at"] = pc.if_else(pc.is_valid(versions), files, None)
@@ -145,7 +135,7 @@ class ManifestSource(CommonSource):
         add_problems(columns, pc.if_else(pc.is_null(versions), "no-caption: has no caption", None), step)
 
     def _add_companion(
-        self, columns: dict[str, pa.Array], role: str, cells: pa.ChunkedArray, column: str, pool: ThreadPoolExecutor
+        self, columns: Columns, role: str, cells: pa.ChunkedArray, column: str, pool: ThreadPoolExecutor
     ) -> None:
         texts = take_rows(cells, None).cast(_text)
         paths = captions.normalize_paths(texts, self._base)
@@ -155,7 +145,7 @@ class ManifestSource(CommonSource):
         columns[role] = pc.if_else(pc.is_valid(versions), paths, None)
         columns[f"{role}_version"] = versions
         if role == "mask":
-            columns["mask_kind"] = pc.if_else(pc.is_valid(versions), _kinds_by_extension(paths, "image"), None)
+            columns["mask_kind"] = pc.if_else(pc.is_valid(versions), kinds_by_extension(paths, "image"), None)
         problems = pc.replace_substring_regex(stats["problem"], "^[^:]*: ", f"no-{role}: its {name} ")
         location = display_location(self._dataset.instance_data_dir)
         add_problems(
@@ -178,7 +168,7 @@ class ManifestSource(CommonSource):
         location = captions.resolve_path(self._base, path)
         if "://" not in location:
             return location
-        if _SECRET_HASH.search(path):
+        if re.search(URL_HASH, path):
             urls, lookup = self._urls(role)
             row = int(lookup.find(pa.array([path]))[0])
             location = location if row < 0 else urls[row].as_py() or location
@@ -198,33 +188,10 @@ class ManifestSource(CommonSource):
         return self._secrets[role]
 
 
-def _extensions(paths: pa.Array) -> pa.Array:
-    """Lower-case extensions with their dots; "" for none."""
-    clean = pc.replace_substring_regex(paths, _SECRET_HASH.pattern, "")
-    return pc.utf8_lower(pc.replace_substring_regex(clean, r"(?s)^.*?(\.[^./]*)?$", r"\1"))
-
-
-def _kinds_by_extension(paths: pa.Array, default: MediaKind) -> pa.Array:
-    known = extensions_of_kinds(("image", "video"))
-    rows = pc.index_in(_extensions(paths), value_set=pa.array(list(known)))
-    return pc.coalesce(pa.array(list(known.values()), _text).take(rows), pa.scalar(default, _text))
-
-
 def _versions(stats: pa.RecordBatch, column: str = "version") -> pa.Array:
     """The versions of caption files and companions; null if there is a problem."""
     rows = zip(*(stats[name].to_pylist() for name in ("size", column, "problem")), strict=True)
     return pa.array([None if problem else f"{size}:{version}" for size, version, problem in rows], _text)
-
-
-def _explain_absence(location: str, base: str) -> dict[str, Any]:
-    """Why the file of a table is not there, if its path shows it: then it is the table that is wrong, not the disk."""
-    if "\\" in location:
-        return {"problem": "backslash-path: has a path with backslashes", "advice": BACKSLASH_ADVICE}
-    inside = os.path.relpath(location, base).partition("/")[2] if location else ""
-    if inside and "\0" not in inside and os.path.exists(os.path.join(base, inside)):
-        problem = f"path-of-another-folder: has a path that starts above {base}, where {inside} is"
-        return {"problem": problem, "advice": f"write paths relative to {base} into the table, or correct media_root"}
-    return {"problem": "missing: is not there", "advice": "restore it, or take it out of the table"}
 
 
 def _stat(location: str, name: str | None, base: str) -> dict[str, Any]:
@@ -243,7 +210,10 @@ def _stat(location: str, name: str | None, base: str) -> dict[str, Any]:
     try:
         status = os.stat(location)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
-        return _explain_absence(location, base)
+        if "\\" in location:  # it is the table that is wrong, not the disk
+            return {"problem": "backslash-path: has a path with backslashes", "advice": BACKSLASH_ADVICE}
+        step = f"restore it, or correct the table: its paths are relative to {base}"
+        return {"problem": "missing: is not there", "advice": step}
     except OSError as error:
         step = "check its permissions and the disk, then run again"
         return {"problem": f"unreadable: can't be read ({error.strerror})", "advice": step}

@@ -1,4 +1,4 @@
-"""Objects at URLs, by fsspec's interface: those below a prefix, and single ones.
+"""Objects at URLs, by fsspec's interface.
 
 Credentials come from the environment or the URL and appear in no message: user information and queries are removed from
 every URL that is shown, and from the messages of libraries.
@@ -10,11 +10,10 @@ import io
 import os
 import posixpath
 import re
+import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from cache.store.store_errors import error_code, explain
@@ -26,7 +25,6 @@ from stages.media.files import RESTORE_ADVICE, Blob, MediaError, MediaPath, Seek
 #: What one request reads ahead: one request reads an image of this size, a second one the index at a video's end.
 READ_AHEAD_BYTES = 1 << 20
 _SPOOL_BYTES = 1 << 26
-_BLOCK_BYTES = 1 << 22
 
 _ACCESS_ADVICE = (
     "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), or the right to read"
@@ -40,47 +38,6 @@ def object_version(info: Mapping[str, Any]) -> str | None:
     times = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created")
     change = next((str(info[key]) for key in ("ETag", "etag", "e_tag", "generation", *times) if info.get(key)), None)
     return change and f"{info.get('size')}:{change}"
-
-
-# -- below a prefix --------------------------------------------------------------------------------------------------
-
-
-class ListedObject(NamedTuple):
-    """An object: its path below the prefix, its size in bytes, its version; None if the listing does not give it."""
-
-    path: str
-    size: int | None
-    version: str | None
-
-
-def walk_objects(url: str, ignored: Counter[str]) -> Iterator[list[ListedObject]]:
-    """The objects of each folder below `url`, as the store names folders: memory holds the names of the largest. Hidden
-    names are left out; `ignored` counts names that can't be used. Raises LatentpressError, also if there is nothing at
-    all."""
-    fs, root = open_filesystem(url)
-    root = root.rstrip("/")
-    todo = [root]
-    while todo:
-        folder = todo.pop()
-        fs.invalidate_cache()  # so that changes are seen, and listings are not kept
-        with listing_errors(url):
-            level: list[ListedObject] = []
-            for info in fs.ls(folder, detail=True):
-                name = info["name"].rstrip("/")
-                last = name[len(folder) + 1 :]
-                if name == folder and info["type"] == "directory":
-                    ignored["folder without a name"] += 1
-                elif not name.startswith(folder + "/") or "/" in last or last.startswith((".", "?")):
-                    continue  # "?": links by which a server's page of links sorts itself
-                elif not name.isascii() and name.encode(errors="replace").decode() != name:
-                    ignored["name that is not UTF-8"] += 1
-                elif info["type"] == "directory":
-                    todo.append(name)
-                else:
-                    level.append(ListedObject(name[len(root) + 1 :], info.get("size"), object_version(info)))
-            if folder == root and not level and not todo and not fs.exists(root):
-                raise FileNotFoundError
-        yield level
 
 
 # -- one object ------------------------------------------------------------------------------------------------------
@@ -128,8 +85,7 @@ class RemoteFile(Blob):
     def media_id(self) -> str | None:
         if self.identity != "store":
             return None
-        checksum = self._checksum()
-        if checksum is None:
+        if (checksum := self._checksum()) is None:
             problem = "has no checksum in its store"
             raise MediaError("no-checksum", self.name, problem, "set `identity: content` for this dataset")
         scope = strip_secrets(self.url) if checksum.scoped_to_url else ""
@@ -142,7 +98,7 @@ class RemoteFile(Blob):
         if checksum is None or checksum.md5 is None:
             return
         computed = self._md5()
-        if computed != checksum.md5 and (checksum.is_certain or computed != self._md5()):
+        if computed != checksum.md5 and (checksum.kind == "md5" or computed != self._md5()):
             problem = f"does not have the content of which its store gives the checksum ({checksum.md5})"
             raise MediaError("changed", self.name, problem, "upload it again, or read it over a better connection")
 
@@ -152,7 +108,7 @@ class RemoteFile(Blob):
     def _md5(self) -> str:
         state = hashlib.md5(usedforsecurity=False)
         with self.open() as file:
-            while block := file.read(_BLOCK_BYTES):
+            while block := file.read(1 << 22):
                 state.update(block)
         return state.hexdigest()
 
@@ -207,8 +163,7 @@ class _RemoteReader(SeekableReader):
         fs, path = open_filesystem(self._url)
         spool = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115 (closed with this reader)
         with fs.open(path, "rb", block_size=0) as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                spool.write(block)
+            shutil.copyfileobj(stream, spool)
         spool.seek(0)
         return cast(BinaryIO, spool)
 
@@ -221,15 +176,13 @@ class _RemoteReader(SeekableReader):
 # -- checksums ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoreChecksum:
-    """A statement of a store about an object's content. md5: 32 hex digits if that is, or may be, the content's MD5;
-    is_certain: whether it is. scoped_to_url: identifies the content only together with the URL."""
+class StoreChecksum(NamedTuple):
+    """A statement of a store about an object's content. md5: 32 hex digits if that is, or (kind "etag") may be, the
+    content's MD5. scoped_to_url: identifies the content only together with the URL."""
 
     kind: str
     value: str
     md5: str | None = None
-    is_certain: bool = False
     scoped_to_url: bool = False
 
 
@@ -243,7 +196,7 @@ def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
     settings = info.get("content_settings") or {}
     for key in ("md5", "md5Hash", "content_md5", "Content-MD5"):
         if digest := _md5_hex(info.get(key) or (settings.get(key) if isinstance(settings, dict) else None)):
-            return StoreChecksum("md5", digest, digest, is_certain=True)
+            return StoreChecksum("md5", digest, digest)
     if sha := info.get("sha256"):
         return StoreChecksum("sha256", str(sha))
     tag = str(info.get("ETag") or info.get("etag") or info.get("e_tag") or "")

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -18,15 +18,19 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes
 from schemas.text_format import shorten
-from stages.discovery.sources.object_store import (
-    RemoteFile,
-    listing_errors,
-    object_version,
-    walk_objects,
-)
+from stages.discovery.sources.object_store import RemoteFile, listing_errors, object_version
 from stages.discovery.sources.urls import join_url, open_filesystem, strip_secrets
-from stages.discovery.sources.walk import BACKSLASH_ADVICE
-from stages.media.files import RESTORE_ADVICE, Blob, FileWindow, MediaError, MediaPath, media_size, open_media
+from stages.discovery.sources.walk import walk
+from stages.media.files import (
+    BACKSLASH_ADVICE,
+    RESTORE_ADVICE,
+    Blob,
+    FileWindow,
+    MediaError,
+    MediaPath,
+    media_size,
+    open_media,
+)
 
 #: Blocks and types of members, from POSIX.1-2001 (ustar and pax) and GNU tar.
 _BLOCK = 512
@@ -226,14 +230,6 @@ _COMPRESSED_EXTENSIONS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 MAX_TARS = 1_000_000  # that a brace expression may stand for
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}", re.ASCII)
 
-#: A tar's name below its base, and its version.
-TarEntry = tuple[str, str]
-
-
-def find_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[TarEntry]:
-    """The tars that match `patterns` below `base`; all if there are none. Raises LatentpressError."""
-    return (_remote_tars if "://" in base else _local_tars)(base, patterns, ignored)
-
 
 def parse_patterns(dataset: Dataset) -> tuple[str, list[str]]:
     """The folder or URL to which tar names are relative, and names or globs below it; none: all tars.
@@ -287,69 +283,52 @@ def _expand_braces(pattern: str, key: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _is_glob(text: str, url: bool = False) -> bool:
-    return any(mark in text for mark in ("*[" if url else "*?["))
-
-
 def file_version(path: MediaPath) -> str:
     status = os.stat(path)
     return f"{status.st_size}:{status.st_mtime_ns}"
 
 
-def _local_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[TarEntry]:
-    if not os.path.isdir(base):
+def find_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[tuple[str, str]]:
+    """The tars that match `patterns` below `base`, a folder or URL; all if there are no patterns: names below it, and
+    versions. Raises LatentpressError."""
+    if "://" not in base and not os.path.isdir(base):
         step = BACKSLASH_ADVICE if "\\" in base else _LOCATION_ADVICE
         raise LatentpressError(f"there is no folder {base}", step)
-    names: list[str] = []
+    versions: dict[str, str | None] = {}
+    for folder in walk(base, {".tar": "tar"}, ignored, follow_links=True) if not patterns else ():
+        names = [folder.prefix + name for name in folder.names]
+        versions |= dict(zip(names, folder.full_versions(), strict=True))
     for pattern in patterns:
-        names += sorted(glob.glob(pattern, root_dir=base, recursive=True)) if _is_glob(pattern) else [pattern]
-    for folder, folders, entries in os.walk(base, onerror=_refuse_unreadable) if not patterns else ():
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        prefix = os.path.relpath(folder, base).replace(os.sep, "/")
-        names += [name if prefix == "." else f"{prefix}/{name}" for name in sorted(entries)]
-    for name in _tars_only(dict.fromkeys(names), ignored):
-        try:
-            yield name, file_version(os.path.join(base, name))
-        except OSError as error:
-            if isinstance(error, FileNotFoundError) and name not in patterns:  # removed since it was listed
-                continue
-            message = f"{os.path.join(base, name)}: {error.strerror}"
-            raise LatentpressError(message, f"restore it; {_LOCATION_ADVICE}") from error
+        versions |= dict.fromkeys([pattern]) if not _is_glob(base, pattern) else _find_matches(base, pattern)
+    for name in sorted(versions):
+        if not name.lower().endswith(".tar"):
+            ignored[os.path.splitext(name)[1].lower()] += 1
+            continue
+        yield name, versions[name] or _tar_version(join_url(base, name) if "://" in base else os.path.join(base, name))
 
 
-def _refuse_unreadable(error: OSError) -> None:
-    """LatentpressError for a folder whose tars would leave the training set unnoticed."""
-    if not isinstance(error, FileNotFoundError):  # removed since its parent was listed
-        raise LatentpressError(f"{error.filename}: {error.strerror}", "give read permission to the folder") from error
+def _is_glob(base: str, pattern: str) -> bool:
+    return any(mark in pattern for mark in ("*[" if "://" in base else "*?["))
 
 
-def _tars_only(names: Iterable[str], ignored: Counter[str]) -> Iterator[str]:
-    for name in names:
-        lower = name.lower()
-        if lower.endswith(".tar") and not name.rpartition("/")[2].startswith("."):
-            yield name
-        else:
-            compressed = (ending for ending in _COMPRESSED_EXTENSIONS if lower.endswith(ending))
-            ignored[next(compressed, os.path.splitext(lower)[1])] += 1
-
-
-def _remote_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[TarEntry]:
-    fs, root = open_filesystem(base)
-    root = root.rstrip("/")
-    versions: dict[str, str | None] = dict.fromkeys(pattern for pattern in patterns if not _is_glob(pattern, url=True))
-    if not patterns:
-        versions |= {item.path: item.version for level in walk_objects(base, ignored) for item in level}
+def _find_matches(base: str, pattern: str) -> dict[str, str | None]:
+    """Names below `base` that match a glob, and their versions; None if unknown."""
+    if "://" not in base:
+        return dict.fromkeys(glob.glob(pattern, root_dir=base, recursive=True))
     with listing_errors(base):
+        fs, root = open_filesystem(base)
         fs.invalidate_cache()
-        for pattern in (pattern for pattern in patterns if pattern not in versions):
-            for path, info in fs.glob(f"{root}/{pattern}", detail=True).items():
-                if info["type"] == "file":
-                    versions[path[len(root) + 1 :]] = object_version(info)
-    for name in _tars_only(sorted(versions), ignored):
-        version = versions[name]
-        if version is None:
-            url = join_url(base, name)
-            with listing_errors(url):
-                fs, path = open_filesystem(url)
-                version = object_version(fs.info(path)) or f"{time.time_ns()}"  # unknown: always another one
-        yield name, version
+        found = fs.glob(f"{root.rstrip('/')}/{pattern}", detail=True)
+    start = len(root.rstrip("/")) + 1
+    return {path[start:]: object_version(info) for path, info in found.items() if info["type"] == "file"}
+
+
+def _tar_version(location: str) -> str:
+    """The version of a tar that was named, or whose server lists names only. LatentpressError if it is missing."""
+    if "://" in location:
+        with listing_errors(location):
+            return object_version(RemoteFile(location).info()) or f"{time.time_ns()}"  # unknown: always another one
+    try:
+        return file_version(location)
+    except OSError as error:
+        raise LatentpressError(f"{location}: {error.strerror}", f"restore it; {_LOCATION_ADVICE}") from error

@@ -1,4 +1,4 @@
-"""Walking a local folder: the media files and caption files at any depth.
+"""Listing a local folder, or the objects below a URL: media files at any depth, and the caption files next to them.
 
 The second scan of an unchanged tree is this walk and little else, so it is written for speed: one `scandir` a folder,
 one `stat` a file. Memory is bounded by the largest single folder. Hidden names are left out. Symbolic links are
@@ -8,18 +8,22 @@ are not followed are counted.
 
 import os
 import stat
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
+from schemas.config.datasets import Dataset, MediaKind
 from schemas.errors import LatentpressError
 from schemas.regular_files import NOT_REGULAR
+from stages.discovery.sources.object_store import RemoteFile, listing_errors, object_version
+from stages.discovery.sources.urls import join_url, open_filesystem
+from stages.media.files import BACKSLASH_ADVICE, MediaError, extensions_of_kinds
 
 CAPTION_KIND = "text"
 OUTSIDE, BACK = "link that leads outside", "link that leads back"
+MAX_CONNECTIONS = 16  # concurrent requests for sizes and versions
 
 #: A folder and the chain of folders through which it was reached.
 _ParentChain = tuple[str, "_ParentChain | None"]
@@ -27,29 +31,48 @@ _ParentChain = tuple[str, "_ParentChain | None"]
 _PendingFolder = tuple[str, str, bool, _ParentChain | None]
 
 
+def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
+    """Extension -> kind of the media of a dataset: a video dataset may hold images too, which come second."""
+    return extensions_of_kinds(("video", "image") if dataset.dataset_type == "video" else ("image",))
+
+
 @dataclass
 class FolderFiles:
-    """The media files in one folder, row for row: names, kinds, sizes in bytes, modification times in nanoseconds.
+    """The files in one folder, row for row: names, kinds, sizes in bytes, versions; None if unknown.
 
     prefix: the folder's path below the top, "" or with a "/" at its end. texts: stem -> name and version of the caption
-    files. problems_by_row: problem and advice of files that can't be used; their size and time are -1.
+    files. problems: row -> problem and advice of a file that can't be used. Versions are modification times in
+    nanoseconds, of objects size and ETag.
     """
 
     prefix: str
     names: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
-    sizes: array = field(default_factory=lambda: array("q"))
-    times: array = field(default_factory=lambda: array("q"))
-    texts: dict[str, tuple[str, str]] = field(default_factory=dict)
-    problems_by_row: dict[int, tuple[str, str]] = field(default_factory=dict)
+    sizes: list[int | None] = field(default_factory=list)
+    versions: list[str | None] = field(default_factory=list)
+    texts: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    problems: dict[int, tuple[str, str]] = field(default_factory=dict)
 
-    def appenders(self) -> tuple[Callable[[Any], None], ...]:
-        return self.names.append, self.kinds.append, self.sizes.append, self.times.append
+    def add(self, name: str, kind: str, size: int | None, version: str | None) -> None:
+        self.names.append(name)
+        self.kinds.append(kind)
+        self.sizes.append(size)
+        self.versions.append(version)
 
     def add_problem(self, name: str, kind: str, problem: str, advice: str) -> None:
-        self.problems_by_row[len(self.names)] = problem, advice
-        for add, value in zip(self.appenders(), (name, kind, -1, -1), strict=True):
-            add(value)
+        self.problems[len(self.names)] = problem, advice
+        self.add(name, kind, None, None)
+
+    def add_text(self, name: str, version: str | None) -> None:
+        """Of "a.txt" and "a.TXT" the former is the caption file of "a"."""
+        stem, _, ending = name.rpartition(".")
+        if ending == "txt" or stem not in self.texts:
+            self.texts[stem] = name, version
+
+    def full_versions(self) -> list[str | None]:
+        """Versions that begin with the size, also of local files."""
+        pairs = zip(self.sizes, self.versions, strict=True)
+        return [f"{size}:{version}" if version and ":" not in version else version for size, version in pairs]
 
 
 def caption_version(status: os.stat_result) -> str:
@@ -67,22 +90,22 @@ _TABLE_ADVICE = {
     ".xlsx": "save it as .csv",
     ".zip": "unpack it, and name the folder",
 }
-BACKSLASH_ADVICE = "write / in place of each backslash: paths of Windows are not read"
 
 
 def require_folder(folder: str, key: str) -> None:
     """Raise LatentpressError, naming the option, unless `folder` is one."""
     if os.path.isdir(folder):
         return
+    key = f"{key}: " if key else ""
     if os.path.exists(folder):
         step = _TABLE_ADVICE.get(os.path.splitext(folder)[1].lower(), "name the folder that it is in")
-        raise LatentpressError(f"{key}: {folder} is a file, not a folder", step)
+        raise LatentpressError(f"{key}{folder} is a file, not a folder", step)
     if "\\" in folder:
-        raise LatentpressError(f"{key}: there is no folder {folder}", BACKSLASH_ADVICE)
+        raise LatentpressError(f"{key}there is no folder {folder}", BACKSLASH_ADVICE)
     step = "mount its disk, or correct the path (media_root: where media are on this machine)"
-    if key.endswith(".instance_data_dir"):
+    if key.endswith(".instance_data_dir: "):
         step += "; for a dataset of the Hugging Face Hub set source: huggingface"
-    raise LatentpressError(f"{key}: there is no folder {folder}", step)
+    raise LatentpressError(f"{key}there is no folder {folder}", step)
 
 
 class _KindByExtension(dict[str, str | None]):
@@ -93,23 +116,40 @@ class _KindByExtension(dict[str, str | None]):
 
 
 def walk(
-    top: str, kinds: Mapping[str, str], follow_links: bool, ignored: Counter[str], texts: bool = False
+    top: str,
+    kinds: Mapping[str, str],
+    ignored: Counter[str],
+    *,
+    key: str = "",
+    follow_links: bool = False,
+    texts: bool = False,
 ) -> Iterator[FolderFiles]:
-    """Every folder below `top` with its files of `kinds` (extension with dot -> kind), in no order.
+    """Every folder below `top`, a local folder or a URL, with its files of `kinds` (extension with dot -> kind), in no
+    order.
 
-    texts: look for caption files too (".txt"). `ignored` counts what is left alone, by extension or reason. Raises
-    LatentpressError for a folder that can't be read: its files would leave the training set unnoticed. What others
-    remove meanwhile is left out.
+    key: the option that names `top`, for messages. texts: look for caption files too (".txt"). `ignored` counts what is
+    left alone, by extension or reason. Raises LatentpressError for a folder that can't be read: its files would leave
+    the training set unnoticed. What others remove meanwhile is left out.
     """
     endings = _KindByExtension({ending[1:]: kind for ending, kind in kinds.items()})
     if texts:
         endings["txt"] = CAPTION_KIND
+    if "://" in top:
+        return _walk_objects(top, endings, ignored)
+    require_folder(top, key)
+    return _walk_folder(top, endings, follow_links, ignored)
+
+
+def _walk_folder(
+    top: str, endings: _KindByExtension, follow_links: bool, ignored: Counter[str]
+) -> Iterator[FolderFiles]:
     real_top = os.path.join(os.path.realpath(top), "")
     todo: list[_PendingFolder] = [(top, "", False, None)]
     while todo:  # one loop, since another call a file costs 3 %
         path, prefix, linked, above = todo.pop()
         files, chain = FolderFiles(prefix), (path, above)
-        add_name, add_kind, add_size, add_time = files.appenders()
+        add_name, add_kind = files.names.append, files.kinds.append
+        add_size, add_version = files.sizes.append, files.versions.append
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
@@ -140,15 +180,13 @@ def walk(
                         if kind != CAPTION_KIND and not removed:  # a broken link is no caption
                             files.add_problem(name, kind, *_stat_problem(error))
                         continue
-                    size, time = status.st_size, status.st_mtime_ns
                     if kind == CAPTION_KIND:
-                        if ending == "txt" or stem not in files.texts:  # of "a.txt" and "a.TXT" the former
-                            files.texts[stem] = name, f"{size}:{caption_version(status)}"
-                    elif size or stat.S_ISREG(status.st_mode):
+                        files.add_text(name, f"{status.st_size}:{caption_version(status)}")
+                    elif status.st_size or stat.S_ISREG(status.st_mode):
                         add_name(name)
                         add_kind(kind)
-                        add_size(size)
-                        add_time(time)
+                        add_size(status.st_size)
+                        add_version(str(status.st_mtime_ns))
                     else:
                         files.add_problem(name, kind, f"unreadable: {NOT_REGULAR}", "point the dataset at files")
         except OSError as error:
@@ -174,3 +212,58 @@ def _stat_problem(error: OSError) -> tuple[str, str]:
     if isinstance(error, FileNotFoundError):
         return "missing: is not there", "restore what the link leads to, or delete the link"
     return f"unreadable: can't be read ({error.strerror})", "check its permissions and the disk, then run again"
+
+
+def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) -> Iterator[FolderFiles]:
+    """The objects of each folder below `url`, as the store names folders."""
+    fs, root = open_filesystem(url)
+    root = root.rstrip("/")
+    todo = [root]
+    while todo:
+        folder = todo.pop()
+        fs.invalidate_cache()  # so that changes are seen, and listings are not kept
+        prefix = f"{folder[len(root) + 1 :]}/" if folder != root else ""
+        files, is_empty = FolderFiles(prefix), True
+        found: list[tuple[str, str, int | None, str | None]] = []
+        with listing_errors(url):
+            for info in fs.ls(folder, detail=True):
+                name = info["name"].rstrip("/")
+                last = name[len(folder) + 1 :]
+                is_folder = info["type"] == "directory"
+                if name == folder and is_folder:
+                    ignored["folder without a name"] += 1
+                    continue
+                if not name.startswith(folder + "/") or "/" in last or last.startswith((".", "?")):
+                    continue  # "?": links by which a server's page of links sorts itself
+                is_empty = False
+                stem, _, ending = last.rpartition(".")
+                kind = endings[ending] if stem else None
+                if not name.isascii() and name.encode(errors="replace").decode() != name:
+                    ignored["name that is not UTF-8"] += 1
+                elif is_folder:
+                    todo.append(name)
+                elif kind is None:
+                    ignored[f".{ending.lower()}" if stem and ending else ""] += 1
+                else:
+                    found.append((last, kind, info.get("size"), object_version(info)))
+            if folder == root and is_empty and not fs.exists(root):
+                raise FileNotFoundError
+        if any(size is None for _, _, size, _ in found):  # a web server's page has names only
+            places = [join_url(url, prefix + name) for name, *_ in found]
+            with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
+                stats = pool.map(_object_stats, places)
+            found = [(name, kind, *stat) for (name, kind, _, _), stat in zip(found, stats, strict=True)]
+        for name, kind, size, version in found:
+            if kind == CAPTION_KIND:
+                files.add_text(name, version)
+            else:
+                files.add(name, kind, size, version)
+        yield files
+
+
+def _object_stats(url: str) -> tuple[int | None, str | None]:
+    try:
+        info = RemoteFile(url).info()
+    except MediaError:  # opening it fails again, which sets it aside by name
+        return None, None
+    return info.get("size"), object_version(info)

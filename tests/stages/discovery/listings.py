@@ -8,6 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stages.discovery.sources.columns import LISTING_SCHEMA
+
 Row = dict[str, Any]
 
 
@@ -34,7 +36,8 @@ def write_table(folder: Path, rows: list[Row], kind: str = "csv") -> Path:
 
 
 def listed(source: Any) -> dict[str, Row]:
-    rows = pa.concat_tables(source.scan(None)).to_pylist()
+    tables = [LISTING_SCHEMA.empty_table(), *source.scan()]
+    rows = pa.concat_tables(tables, promote_options="permissive").to_pylist()
     assert len({row["path"] for row in rows}) == len(rows)
     return {row["path"]: row for row in rows}
 

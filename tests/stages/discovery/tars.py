@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from schemas.config.datasets import Dataset
-from stages.discovery.sources.base import LISTING_SCHEMA
+from stages.discovery.sources.columns import LISTING_SCHEMA
 from stages.discovery.sources.webdataset import WebDatasetSource
 from stages.media import files
 
@@ -39,7 +39,7 @@ def dataset(place: Path | str, **options: Any) -> Dataset:
 
 
 def scan(source: WebDatasetSource, known: pa.Table | None = None) -> list[dict]:
-    chunks = list(source.scan(known))
+    chunks = [LISTING_SCHEMA.empty_table(), *source.scan(known)]
     assert all(chunk.schema.names[: len(LISTING_SCHEMA.names)] == LISTING_SCHEMA.names for chunk in chunks)
     table = pa.concat_tables(chunks, promote_options="permissive")
     return sorted(table.to_pylist(), key=lambda row: row["path"])

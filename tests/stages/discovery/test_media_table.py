@@ -12,7 +12,7 @@ from schemas.errors import LatentpressError
 from stages import discover
 from stages.discovery import media_table
 from stages.discovery.media_table import OtherSettings, media_table_path, read_media_table
-from stages.discovery.sources.base import LISTING_SCHEMA
+from stages.discovery.sources.columns import LISTING_SCHEMA
 from tests.stages.discovery.invented_readers import FailingReader, InventedReader, no_order
 
 
@@ -50,7 +50,7 @@ def invented(project, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(discover, "open_source", Invented)
     monkeypatch.setattr(item_reader, "ItemReader", InventedReader)
-    monkeypatch.setattr(discover, "SAVE_EVERY_ROWS", 30)
+    monkeypatch.setattr(discover, "SAVE_EVERY_S", 0.0)
     monkeypatch.setattr(discover, "MAX_PENDING_ROWS", 11)
     return project()
 

@@ -5,8 +5,8 @@ import pytest
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.discovery.sources.base import listing_table
-from stages.discovery.sources.companions import CompanionFinder, companion_finders
+from stages.discovery.sources.base import CompanionFinder, companion_finders
+from stages.discovery.sources.columns import listing_table
 from tests.stages.discovery.tars import read
 
 
@@ -94,7 +94,6 @@ def test_a_place_in_a_store_is_listed_level_by_level(monkeypatch: pytest.MonkeyP
     for name in ("a.png", "deep/b.png", ".hidden/c.png", "d.txt"):
         fs.pipe_file(f"/levels/{name}", b"x")
     monkeypatch.setattr(type(fs), "find", lambda *_, **__: pytest.fail("the whole place was listed at once"))
-    monkeypatch.setattr("stages.discovery.sources.companions.CHUNK_ROWS", 1)
     companions = CompanionFinder("memory://levels", "source")
     found = found_by(companions, "a.jpg", "deep/b.jpg", ".hidden/c.jpg", "d.jpg")
     assert found["source"] == ["a.png", "deep/b.png", None, None]

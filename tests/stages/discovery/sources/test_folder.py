@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.discovery.sources import base
-from stages.discovery.sources.base import LISTING_SCHEMA, open_source
+from stages.discovery.sources.base import open_source
 from stages.discovery.sources.folder import FolderSource
 from stages.discovery.sources.walk import BACK, OUTSIDE
+from stages.media.files import IMAGE_EXTENSIONS
 from tests.stages.discovery import listings
 from tests.stages.discovery.listings import Row, put, reason
 
@@ -194,17 +194,14 @@ def test_what_is_not_a_folder_is_named(tmp_path: Path, name: str, step: str) -> 
     assert step in caught.value.next_step
 
 
-def test_an_empty_folder_has_an_empty_listing(tmp_path: Path) -> None:
-    (table,) = source(tmp_path).scan(None)
-    assert table.num_rows == 0 and table.schema.equals(LISTING_SCHEMA)
-
-
 def test_chunks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.discovery.sources.folder.CHUNK_ROWS", 4)
+    for module in ("base", "folder"):
+        monkeypatch.setattr(f"stages.discovery.sources.{module}.CHUNK_ROWS", 4)
+    assert list(source(tmp_path).scan()) == []
     put(tmp_path, *(f"{i % 3}/{i}.png" for i in range(22)), *(f"{i % 3}/{i}.txt" for i in range(0, 22, 2)))
     (tmp_path / "1/broken.png").symlink_to("nothing")
-    chunks = list(source(tmp_path).scan(None))
-    assert max(chunk.num_rows for chunk in chunks) == 4 < base.CHUNK_ROWS
+    chunks = list(source(tmp_path).scan())
+    assert max(chunk.num_rows for chunk in chunks) == 4
     rows = {row["path"]: row for chunk in chunks for row in chunk.to_pylist()}
     assert len(rows) == 23 and reason(rows["1/broken.png"]) == "missing"
     for i in range(22):
@@ -226,6 +223,6 @@ def test_any_names_are_listed_as_a_plain_walk_finds_them(tmp_path_factory, stems
     expected = {
         str(path.relative_to(folder))
         for path in folder.rglob("*")
-        if path.is_file() and os.path.splitext(path.name)[1].lower() in base.IMAGE_EXTENSIONS
+        if path.is_file() and os.path.splitext(path.name)[1].lower() in IMAGE_EXTENSIONS
     }
     assert set(listed(folder)) == expected

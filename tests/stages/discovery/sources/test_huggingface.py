@@ -14,7 +14,8 @@ from PIL import Image
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources import huggingface
-from stages.discovery.sources.base import LISTING_SCHEMA, open_source
+from stages.discovery.sources.base import open_source
+from stages.discovery.sources.columns import LISTING_SCHEMA
 from stages.discovery.sources.huggingface import HuggingFaceSource
 from stages.media import files
 from stages.media.files import MediaError
@@ -234,7 +235,7 @@ def test_imagefolder(tmp_path: Path, metadata: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("metadata", "text", "says"),
     [
-        ("metadata.csv", CSV + 'x.png,"open,1\ny.png,"x",2\n', r"metadata\.csv, line 5: a quote is opened"),
+        ("metadata.csv", CSV + 'x.png,"open,1\ny.png,"x",2\n', r"metadata\.csv, line 5: the quotes are wrong"),
         ("metadata.csv", CSV.replace(",", ";"), r"metadata\.csv, line 1: the cells are separated by ';'"),
         ("set.csv", "text,n\na,1\nb\n", r"set\.csv, line 3: has 1 cell, and the header has 2"),
         (
@@ -243,7 +244,7 @@ def test_imagefolder(tmp_path: Path, metadata: str, text: str) -> None:
             r"line 2: is nested more than 100",
         ),
         ("metadata.jsonl", '{"a":\n' * 101, r"metadata\.jsonl, line 101: is nested more than 100 levels"),
-        ("set.jsonl", '{"a": 1}\n{"a" 2}\n', r"set\.jsonl, line 2: is no JSON"),
+        ("set.jsonl", '{"a": 1}\n{"a" 2}\n', r"set\.jsonl, line 2: is not JSON"),
     ],
 )
 def test_a_broken_table_is_named_with_its_line(tmp_path: Path, metadata: str, text: str, says: str) -> None:

@@ -191,20 +191,26 @@ MD5 = hashlib.md5(b"x").hexdigest()
 
 
 @pytest.mark.parametrize(
-    ("info", "s3", "kind", "md5", "sure", "local"),
+    ("info", "s3", "kind", "md5", "local"),
     [
-        ({"e_tag": f'"{MD5}"'}, True, "etag", MD5, False, False),
-        ({"ETag": f'"{MD5}-3"'}, True, "etag", None, False, False),
-        ({"ETag": f'"{MD5}"'}, False, "etag", None, False, True),
-        ({"md5Hash": "nd3i5Zz0wqM3yBdNvA0oFA==", "etag": "CJ"}, False, "md5", "9ddde2e59cf4c2a337c8174dbc0d2814", 1, 0),
-        ({"content_settings": {"content_md5": bytes.fromhex(MD5)}, "etag": "0x8D"}, False, "md5", MD5, True, False),
-        ({"generation": "17"}, False, "generation", None, False, True),
+        ({"e_tag": f'"{MD5}"'}, True, "etag", MD5, False),
+        ({"ETag": f'"{MD5}-3"'}, True, "etag", None, False),
+        ({"ETag": f'"{MD5}"'}, False, "etag", None, True),
+        (
+            {"md5Hash": "nd3i5Zz0wqM3yBdNvA0oFA==", "etag": "CJ"},
+            False,
+            "md5",
+            "9ddde2e59cf4c2a337c8174dbc0d2814",
+            False,
+        ),
+        ({"content_settings": {"content_md5": bytes.fromhex(MD5)}, "etag": "0x8D"}, False, "md5", MD5, False),
+        ({"generation": "17"}, False, "generation", None, True),
     ],
 )
-def test_checksum(info: dict, s3: bool, kind: str, md5: str | None, sure: bool, local: bool) -> None:
+def test_checksum(info: dict, s3: bool, kind: str, md5: str | None, local: bool) -> None:
     found = best_checksum(info, s3)
     assert found is not None
-    assert (found.kind, found.md5, found.is_certain, found.scoped_to_url) == (kind, md5, sure, local)
+    assert (found.kind, found.md5, found.scoped_to_url) == (kind, md5, local)
 
 
 @pytest.mark.parametrize("info", [{}, {"size": 3}, {"ETag": 'W/"abc"'}, {"ETag": ""}])

@@ -126,11 +126,12 @@ def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
 
 
 def test_large_prefixes_come_in_chunks(memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.discovery.sources.folder.CHUNK_ROWS", 7)
+    for module in ("base", "folder"):
+        monkeypatch.setattr(f"stages.discovery.sources.{module}.CHUNK_ROWS", 7)
     for number in range(20):
         memory.pipe_file(f"/m/{number % 2}/{number}.png", b"x")
     chunks = list(open_source(dataset("memory://m")).scan(None))
-    assert [len(chunk) for chunk in chunks] == [7, 7, 6]
+    assert max(map(len, chunks)) == 7 and sum(map(len, chunks)) == 20
     assert len({path for chunk in chunks for path in chunk.column("path").to_pylist()}) == 20
 
 

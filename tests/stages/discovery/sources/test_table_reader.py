@@ -13,7 +13,7 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.columns import TextLookup, caption_lists, extra_columns
-from stages.discovery.sources.table_reader import find_media_column, read_table, refuse_binary_columns
+from stages.discovery.sources.table_reader import find_media_column, read_table
 from tests.stages.discovery.listings import write_table
 
 ROWS = [
@@ -61,38 +61,30 @@ def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None
     [
         ("t.csv", b"a,b\n1,2\n3\n", r"t\.csv, line 3: has 1 cell, and the header has 2: 3"),
         ("t.csv", b'a,b\n"1",2\n\n3,a dog, a cat\n', r"t\.csv, line 4: has 3 cells, and the header has 2"),
-        ("t.csv", b'a,b\n1,"open\n2,"x"\n3,y\n', r"line 2: a quote is opened and not closed before .* in line 3"),
+        ("t.csv", b'a,b\n1,"open\n2,"x"\n3,y\n', r"line 2: the quotes are wrong between here and line 3"),
         ("t.csv", b'a,b\n1.png,"open\n2.png,"\n3.png,y\n', r"line 2: a quoted cell continues over line 3, which"),
-        ("t.csv", b'a,b\n1,2\n3,"a \\"big\\" cat"\n', r'line 3: CSV has no \\": the quote ends the cell'),
-        ("t.csv", b'a,b\n1,"x" y\n', r"line 2: there is text behind a closing quote"),
+        ("t.csv", b'a,b\n1,2\n3,"a \\"big\\" cat"\n', r"line 3: the quotes are wrong"),
+        ("t.csv", b'a,b\n1,2\n3,"open\n4,5\n6,7\n', r"t\.csv, line 3: the quotes are wrong between here and line 5"),
+        ("t.csv", b'a,b\n1,"x" y\n', r"line 2: the quotes are wrong"),
+        ("t.csv", b"a,b\r1,2\r3\r", r"t\.csv, line 1: .*new-line"),
         ("t.csv", "a,b\n1,2\n".encode("utf-16"), r"t\.csv, line 1: is UTF-16, not UTF-8"),
         ("t.csv", "a,b\n1,2\n".encode("utf-16-le"), r"t\.csv, line 1: is UTF-16 or no text"),
         ("t.csv", b"a;b\n1;2\n3\n", r"t\.csv, line 3: has 1 cell, and the header has 2"),
         ("t.csv", b"a;b\tc\n1;2\t3\n", r"line 1: the separator is ambiguous: .* no comma, but ';' and tab"),
-        ("t.csv", b"a,b\r1,2\r3\r", r"t\.csv, line 1: it holds a carriage return"),
-        ("t.jsonl", '{"a": 1}\n'.encode("utf-16"), r"t\.jsonl, line 1: is UTF-16, not UTF-8"),
         ("t.csv", b"a,b\n1,2\n3,caf\xe9\n", r"t\.csv, line 3: is not UTF-8 \(byte 5\)"),
-        ("t.csv", b'a,b\n1,2\n3,"open\n4,5\n6,7\n', r"t\.csv, line 3: a quote is opened and not closed"),
         ("t.csv", b"a,a\n1,2\n", "two columns are called 'a'"),
-        ("t.csv", b"", r"t\.csv: can't be read as csv \(Empty CSV file\)"),
+        ("t.csv", b"", r"t\.csv: is empty"),
+        ("t.jsonl", '{"a": 1}\n'.encode("utf-16"), r"t\.jsonl, line 1: is UTF-16, not UTF-8"),
         (
             "t.jsonl",
-            b'{"a": "[[{"}\n{"a": ' + b"[" * 3000 + b"]" * 3000 + b"}\n",
-            r"t\.jsonl, line 2: is nested more than 100 levels deep",
+            b'{"a": "[[{"}\n{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+            r"t\.jsonl, line 2: is nested too deep",
         ),
-        (
-            "t.jsonl",
-            b'{"a": 1}\n{"a":\n' + b"[\n" * 3000 + b"]\n" * 3000 + b"}\n",
-            r"line 102: is nested more",
-        ),
-        ("t.jsonl", (b'{"a": ' + b'{"a":' * 98 + b'"]", "b": {},\n') * 40, r"line 2: is nested more than 100"),
-        ("t.jsonl", b'{"a": 1}\n{"a" 2}\n', r"t\.jsonl, line 2: is no JSON"),
+        ("t.jsonl", b'{"a": 1}\n{"a":\n1}\n', r"t\.jsonl, line 2: is not JSON"),
         ("t.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', r"line 3: 'a' is text here and a number on line 1"),
         ("t.jsonl", b'{"a": "x"}\n[1]\n', r"line 2: is a list, not an object"),
         ("t.jsonl", b'{"a": "x"}\n{"a": "caf\xe9"}\n', r"line 2: is not UTF-8"),
-        ("t.jsonl", b'{"a": 1}\n{"a": 2, "a": 3}\n', r"line 2: can't be read .*twice"),
-        ("t.jsonl", b'{"a": [1]}\n{"a": [2, "x"]}\n{"a": [3]}\n', r"line 2: can't be read .*changed from number"),
-        ("t.jsonl", b'{"a": "x"}\n\n{"a": "\\ud800"}\n', r"line 3: can't be read .*surrogate"),
+        ("t.jsonl", b'{"a": "x"}\n\n{"a": "\\ud800"}\n', r"line 3: is not JSON .*surrogate"),
         ("t.parquet", b"PAR1 no", r"t\.parquet: can't be read as parquet"),
         ("t.xlsx", b"", r"valid endings: \.csv, \.jsonl, \.parquet"),
     ],
@@ -119,7 +111,7 @@ def test_text_of_parquet_that_is_not_utf8_is_named_with_its_column(tmp_path: Pat
     settings = {"source": source, "caption_column": ["caption", "alternatives"], "media_column": "file"}
     place = Dataset(id="d", instance_data_dir=str(tmp_path / "t.parquet"), **settings)
     with pytest.raises(LatentpressError, match=rf"t\.parquet: column '{column}' is not UTF-8"):
-        list(open_source(place).scan(None))
+        list(open_source(place).scan())
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
@@ -200,11 +192,11 @@ def test_a_column_of_bytes_is_named_as_that(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": ["1"], "image": image, "caption": [b"words"]}), path)
     table = read_table(path)
     for wanted in (None, "image"):
-        with pytest.raises(LatentpressError, match=r"column 'image' holds the files themselves \(struct<bytes") as said:
+        with pytest.raises(LatentpressError, match=r"column 'image' holds binary, not names of files") as said:
             find_media_column(table, wanted, path)
         assert "source: huggingface" in said.value.next_step
-    with pytest.raises(LatentpressError, match=r"'caption' holds bytes \(binary\), not text"):
-        refuse_binary_columns(path, ["caption"])
+    with pytest.raises(LatentpressError, match=r"'caption' holds binary, not captions"):
+        caption_lists(table, ["caption"])
     pq.write_table(pa.table({"file_name": ["a.png"], "image": image}), path)
     assert find_media_column(read_table(path), None, path) == "file_name"
 
