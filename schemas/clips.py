@@ -8,7 +8,7 @@ do not depend on other segments.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +44,6 @@ def frames_available(duration: Any, rate: Any) -> Any:
     A time within a millisecond of the end (or a quarter of 1/rate, if that is less) is outside, as containers round
     durations. 0 where the duration is not positive, NaN (unknown) or infinite.
     """
-    if not np.all(np.isfinite(rate) & (np.asarray(rate) > 0)):
-        raise ValueError(f"rate {rate}: give frames per second, more than 0")
     seconds = np.asarray(duration, np.float64)
     known = np.isfinite(seconds) & (seconds > 0)
     # The limit comes before the product, which would overflow.
@@ -56,8 +54,6 @@ def frames_available(duration: Any, rate: Any) -> Any:
 
 def clip_times(start: float, rate: float, frames: int) -> list[float]:
     """The times in seconds of `frames` frames at `rate` per second, the first at `start`."""
-    if rate <= 0 or frames < 1:
-        raise ValueError(f"{frames} frames at {rate} per second: both must be more than 0")
     return [start + index / rate for index in range(frames)]
 
 
@@ -109,11 +105,8 @@ def select_clips(
 
     Every frame is within its segment as `frames_available` counts. ValueError for more than MAX_CLIPS.
     """
-    if min(num_frames, min_frames, clips, clip_stride or 1, *strides) < 1:
-        raise ValueError("num_frames, min_frames, clips, clip_stride and strides must be 1 or more")
     rates = np.broadcast_to(np.asarray(rate, np.float64), np.shape(duration))
     available = frames_available(np.asarray(duration, np.float64), rates)
-    assert available.shape == seeds.shape == (len(seeds),), "one seed for each segment"
     stride = math.lcm(*strides)
     longest = largest_valid_frames(num_frames, stride)
     if fixed:
@@ -133,13 +126,10 @@ def select_clips(
     elif clip == "chunks":
         row, start, frames = _chunk_starts(available, frames, 0 if fixed else stride, min_frames)
         return Clips(segment[row], start / rates[segment[row]], frames)
-    elif clip == "slide":
-        if clip_stride is None:
-            raise ValueError("clip: slide needs clip_stride, the frames between the starts of clips")
+    else:
+        assert clip_stride is not None, "as of clip: slide"
         row, number = _number_within_groups(free // clip_stride + 1)
         start = number * clip_stride
-    else:
-        raise ValueError(f"clip {clip!r}: choose one of {', '.join(get_args(ClipSelection))}")
     return Clips(segment[row], start / rates[segment[row]], frames[row])
 
 

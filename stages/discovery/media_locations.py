@@ -10,7 +10,6 @@ the next plan the training set. That is right for deleted files, and wrong for a
 """
 
 import io
-import os
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -247,15 +246,15 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
     for (dataset, role), needs in groups.items():
         key, location = places.location_option(dataset, role)
         if dataset == VALIDATION:
-            step = "restore them, or correct validation.prompts and run `latentpress bucket`; nothing was set aside"
+            step = "restore them, or correct validation.prompts and run `latentpress bucket`; nothing was rejected"
         elif dataset == MADE_MASKS:
-            step = "run `latentpress masks`, then `latentpress bucket`; nothing was set aside"
+            step = "run `latentpress masks`, then `latentpress bucket`; nothing was rejected"
         else:
-            name = key.rpartition(".")[2]
-            option = f"--set datasets.{dataset}.{'media_root' if name == 'instance_data_dir' else name}=PLACE"
+            option = key.rpartition(".")[2].replace("instance_data_dir", "media_root")
             step = (
-                f"mount the disk, restore the files, or say where they are on this machine: {option}; nothing was set "
-                "aside. Files deleted for good leave the plan by `latentpress discover` and then `latentpress bucket`"
+                "mount the disk, restore the files, or say where they are on this machine: --set "
+                f"datasets.{dataset}.{option}=PLACE; nothing was rejected. Files deleted for good leave the plan by "
+                "`latentpress discover` and then `latentpress bucket`"
             )
         missing: list[MediaError] = []
         present: list[MediaPath] = []
@@ -270,17 +269,12 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
         with ThreadPoolExecutor(MAX_PROBED_FILES) as pool:
             missing += [error for error in pool.map(_absence_error, present) if error]
         if 2 * len(missing) > len(needs):
-            state = ""
-            if location and "://" not in location and not os.path.exists(location):
-                state = " is not there"
-            elif location and os.path.isdir(location) and not os.listdir(location):
-                state = " is an empty folder"
-            raise MissingMediaError(
-                f"{key}: {display_location(location)}{state}{': ' if location else ''}{len(missing)} of {len(needs)} "
-                f"files that were looked for are missing; the first: {escape_unprintable(str(missing[0].path))}: "
-                f"{missing[0].problem}",
-                step,
+            first = f"{escape_unprintable(str(missing[0].path))}: {missing[0].problem}"
+            place = f"{display_location(location)}: " if location else ""
+            problem = (
+                f"{place}{len(missing)} of {len(needs)} files that were looked for are missing; the first: {first}"
             )
+            raise MissingMediaError(f"{key}: {problem}", step)
 
 
 def _absence_error(file: MediaPath) -> MediaError | None:
