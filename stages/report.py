@@ -128,13 +128,10 @@ def _write_page(
     given = [] if names == _own_names(config) else names
     command = shlex.join(["latentpress", "report", *given])
     with activity("gathering curves, samples and data"):
-        content, pieces = make_page(loaded, options.add_given_options(command), folder)
+        pieces, missing = make_page(loaded, options.add_given_options(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
         file.writelines([*pieces, f"\n<!-- {mark} -->\n".encode()])
-        size = file.tell()
-    absent = [*content.missing, *content.grid.missing]
-    absent += [f"{chart.title}: {text}" for chart in content.charts for text in chart.missing]
-    return size, absent + [text for glance in content.data for text in glance.missing]
+        return file.tell(), missing
 
 
 def _remake_while_training(

@@ -12,7 +12,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from stages.media.image import png_info
 from stages.pages import pictures
-from stages.pages.report import samples, tables
+from stages.pages.report import page, samples
 from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
 
@@ -98,7 +98,7 @@ def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
     given |= {"train": {"set": "abc", "steps": 7, "adapter": {"rank": 3}}, "stages": {"discover": {"workers": 9}}}
     given["train"] |= {"experts": "low"} if FAMILIES[family].components[1:] else {}
     resolved = Config.model_validate(Config.model_validate(given).model_dump(mode="json", by_alias=True))
-    rows = {row["option"]: (row["value"], row["default"]) for row in tables.differing_from_defaults(resolved)}
+    rows = {row["option"]: (row["value"], row["default"]) for row in page.differing_from_defaults(resolved)}
     required = {"root": "work", "model.family": family, "datasets.a.id": "a", "datasets.a.instance_data_dir": "a"}
     expected = {key: (value, "required") for key, value in required.items()}
     changed = {"train.steps": ("7", "1000"), "train.adapter.rank": ("3", "16"), "stages.discover.workers": ("9", "4")}

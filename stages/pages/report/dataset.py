@@ -39,18 +39,10 @@ MAX_PAIRS = 6
 _WORD = re.compile(r"\w+")
 
 
-@dataclass(frozen=True)
-class CaptionPair:
-    """Two different captions, by number. similarity: Jaccard's, the share of their distinct words that both have."""
-
-    first: int
-    second: int
-    similarity: float
-
-
-def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[CaptionPair]:
-    """The `count` pairs of highest Jaccard similarity of their sets of words (Jaccard 1901, as used for near-duplicates
-    by Broder 1997), exact, highest first. Case and order of words do not count. Captions without words are left out.
+def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[tuple[float, str, str]]:
+    """(similarity, caption, caption) of the `count` pairs of highest Jaccard similarity of their sets of words (Jaccard
+    1901, as used for near-duplicates by Broder 1997), exact, highest first. Case and order of words do not count.
+    Captions without words are left out.
 
     Words of one caption alone are in no intersection, so they have no column; their number counts in the union.
     """
@@ -66,7 +58,7 @@ def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[CaptionP
     both = shared[first, second]
     similarity = both / (sizes[first] + sizes[second] - both)
     best = np.lexsort((second, first, -similarity))[:count]
-    return [CaptionPair(int(first[i]), int(second[i]), float(similarity[i])) for i in best]
+    return [(float(similarity[i]), captions[first[i]], captions[second[i]]) for i in best]
 
 
 def length_bins(lengths: np.ndarray, most: int = 16) -> tuple[list[str], list[int]]:
@@ -169,8 +161,7 @@ def _measure_captions(glance: DataGlance, store: Store, config: Config, plan: Pl
         f"{np.median(words):g}" + (f"; {shared} are of more than one sample." if shared else ", each of one sample.")
     )
     compared = spread_evenly(texts, MAX_COMPARED)
-    pairs = most_alike(compared)
-    glance.alike = [(pair.similarity, compared[pair.first], compared[pair.second]) for pair in pairs]
+    glance.alike = most_alike(compared)
     if len(compared) < len(texts):
         glance.facts.append(f"{len(compared)} of {len(texts)} captions, spread evenly, were compared with each other.")
 

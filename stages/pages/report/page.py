@@ -1,41 +1,62 @@
 """The page of `latentpress report`: runs, their curves, samples, data, costs and settings, as one HTML file.
 
 Nothing on it is loaded from elsewhere: a Content-Security-Policy forbids every request, and runs no script but the
-page's own, whose hashes it has.
+page's own, whose hash it has.
 """
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
-from cache.runs.scores import read_curves
-from cache.runs.training_run import METRICS_FILE, read_metrics, read_progress
-from cache.runs.validations import NOTHING_HELD_OUT, measured_on
+from cache.runs.scores import SCORES_FILE, ScoreCurve, read_curves
+from cache.runs.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress, read_stages
+from cache.runs.validations import NOTHING_HELD_OUT, best_evaluation, best_steps, loss_name, measured_on
+from cache.store.files import walk
+from cache.store.store import Store
 from schemas.config.pipeline import Config
-from stages.pages.charts import COLORS, Chart, build_charts, score_charts
+from schemas.errors import LatentpressError
+from schemas.text_format import escape_unprintable, format_bytes, format_duration, shorten
+from stages.discovery.sources.urls import scrub_secrets
+from stages.encoding import stage_registry
+from stages.encoding.job_reports import read_reports
+from stages.pages.charts import COLORS, build_charts, score_charts
 from stages.pages.html import TEMPLATES, render_template
-from stages.pages.report import tables
-from stages.pages.report.dataset import DataGlance, glance_at_data
-from stages.pages.report.samples import SampleGrid, gather_samples
-from stages.pages.report.tables import ReportRun
+from stages.pages.report.dataset import glance_at_data
+from stages.pages.report.samples import gather_samples
 
 SAMPLE_BYTES = 6_000_000  # of pictures and clips, before base64 makes a third more of them
+MAX_SHOWN = 300  # characters of a value
+MAX_TEXT = 200_000  # characters of a configuration
+NOT_SET = ("train.set",)  # config.yaml has the id of the set that was found
+ABSENT = "\N{EM DASH}"
+TableRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ReportContent:
-    """The gathered content of the page. missing: what is not there, and why."""
+class ReportRun:
+    """A run of the report. config: its own. planned: the given configuration where it has the same datasets, as a plan
+    is found by paths relative to the configuration's folder; else the run's own. not_own: whether config.yaml is
+    missing, so that settings are those of the given configuration."""
 
-    runs: list[ReportRun]
-    charts: list[Chart]
-    grid: SampleGrid
-    data: list[DataGlance]
-    missing: list[str]
+    name: str
+    folder: Path
+    config: Config
+    planned: Config
+    not_own: bool
+    metrics: list[dict[str, Any]]
+    scores: list[ScoreCurve]
+    progress: RunProgress
 
 
 def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRun:
@@ -51,25 +72,42 @@ def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRu
 
 def make_page(
     runs: Sequence[ReportRun], command: str = "", beside: tuple[Path, Path] | None = None
-) -> tuple[ReportContent, list[bytes]]:
-    """Make the page in pieces. command: that makes it again. beside: see `gather_samples`."""
+) -> tuple[list[bytes], list[str]]:
+    """(the page in pieces, what is missing on it). command: makes it again. beside: see `gather_samples`."""
+    several = len(runs) > 1
     charts = build_charts([(run.name, run.metrics) for run in runs])
     charts += score_charts([(run.name, run.scores) for run in runs])
-    named = [(run.name, run.folder, run.config) for run in runs]
-    content = ReportContent(
-        runs=list(runs),
+    grid = gather_samples([(run.name, run.folder, run.config) for run in runs], SAMPLE_BYTES, beside)
+    data = glance_at_data([(run.name, run.config, run.planned) for run in runs])
+    absent = [f"{run.name}: {text}" if several else text for run in runs for text in _missing_of_run(run)]
+    script = Markup((TEMPLATES / "charts.js").read_text(encoding="utf-8"))
+    pieces = render_template(
+        "report.html",
+        title="Report: " + ", ".join(run.name for run in runs),
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        command=command,
+        policy=content_policy(script),
+        script=script,
+        runs=[run_facts(run) for run in runs],
+        absent=absent,
         charts=charts,
-        grid=gather_samples(named, SAMPLE_BYTES, beside),
-        data=glance_at_data([(run.name, run.config, run.planned) for run in runs]),
-        missing=[f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _missing_of_run(run)],
+        best=[row for run in runs for row in best_rows(run, several)],
+        colors={run.name: COLORS[number % len(COLORS)] for number, run in enumerate(runs)} if several else {},
+        grid=grid,
+        data=data,
+        costs=cost_table(runs),
+        between=differing_between([(run.name, run.config) for run in runs]) if several else [],
+        changed=[(run.name, differing_from_defaults(run.config)) for run in runs],
+        texts=[(run.name, configuration_text(run.folder / "config.yaml")) for run in runs],
     )
-    return content, list(render_report(content, command))
+    missing = [*absent, *grid.missing, *(f"{chart.title}: {text}" for chart in charts for text in chart.missing)]
+    return list(pieces), missing + [text for glance in data for text in glance.missing]
 
 
 def _missing_of_run(run: ReportRun) -> Iterator[str]:
     if run.not_own:
         yield "It has no config.yaml, so it has not begun training: settings are those of the given configuration."
-    if run.best and measured_on(run.metrics) == "training samples":
+    if best_evaluation(run.metrics) and measured_on(run.metrics) == "training samples":
         yield f"The eval loss is a loss on training samples: {NOTHING_HELD_OUT}."
     if run.progress.state == "running":
         yield "Training goes on: this page shows what there was when it was made."
@@ -77,30 +115,155 @@ def _missing_of_run(run: ReportRun) -> Iterator[str]:
         yield f"Training stopped at step {run.progress.step} of {run.progress.steps}; latentpress run continues it."
 
 
-def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
-    """The page in pieces. command: that makes it again."""
-    runs, title = content.runs, "Report: " + ", ".join(run.name for run in content.runs)
-    script = Markup((TEMPLATES / "charts.js").read_text(encoding="utf-8"))
-    configs = [(run.name, run.config) for run in runs]
-    return render_template(
-        "report.html",
-        title=title,
-        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        command=command,
-        policy=content_policy(script),
-        script=script,
-        runs=tables.run_rows(runs),
-        absent=content.missing,
-        charts=content.charts,
-        best=tables.best_rows([(run.name, run.folder) for run in runs]),
-        colors={run.name: COLORS[number % len(COLORS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
-        grid=content.grid,
-        data=content.data,
-        costs=tables.cost_table(runs),
-        between=tables.differing_between(configs) if len(runs) > 1 else [],
-        changed=[(run.name, tables.differing_from_defaults(run.config)) for run in runs],
-        texts=[(run.name, tables.configuration_text(run.folder / "config.yaml")) for run in runs],
-    )
+def run_facts(run: ReportRun) -> TableRow:
+    row, best, name = run.progress.row(), best_evaluation(run.metrics), loss_name(run.metrics)
+    model, trains = run.config.model, run.config.train
+    losses = [line["eval_loss"] for line in run.metrics if "eval_loss" in line]
+    trained = (f"{model.family} {model.flavour_spec.name}", trains.experts, trains.adapter.type)
+    return {
+        "run": run.name,
+        "state": row["state"],
+        "step": row["step"],
+        "loss": row["loss"],
+        name: f"{math.nan if losses[-1] is None else losses[-1]:.4g}" if losses else "",
+        f"lowest {name}": f"{best.eval_loss:.4g} at step {best.step}" if best else "",
+        "model": ", ".join(filter(None, trained)),
+        "folder": str(run.folder),
+    }
+
+
+def best_rows(run: ReportRun, named: bool) -> Iterator[TableRow]:
+    """The best step by each measure. named: with the run."""
+    for row in best_steps(run.folder):
+        spread = f"{row['spread']:.2g}" if row["spread"] != "" else ""
+        values = {"value": f"{row['value']:.5g}", "spread": spread, "checkpoint": row["checkpoint"] or "none"}
+        yield ({"run": run.name} if named else {}) | {"measure": row["measure"], "step": row["step"]} | values
+
+
+def cost_table(runs: Sequence[ReportRun]) -> list[TableRow]:
+    """A row for each stage, two columns for each run."""
+    rows: dict[str, TableRow] = {}
+    columns = [f"{run.name} " if len(runs) > 1 else "" for run in runs]
+    empty = {f"{column}{what}": "" for column in columns for what in ("time", "size")}
+    for run, column in zip(runs, columns, strict=True):
+        for stage, (time_taken, size) in cost_of_stages(run).items():
+            row = rows.setdefault(stage, {"stage": stage} | empty)
+            row |= {f"{column}time": time_taken, f"{column}size": size}
+    return list(rows.values())
+
+
+def cost_of_stages(run: ReportRun) -> dict[str, tuple[str, str]]:
+    """Stage -> the time that `latentpress run` took for it, all its runs together, and the bytes that it has made.
+    Without `run`, training's time is that of the recorded steps, and an encoding stage's that of its jobs of the last
+    day, added up."""
+    config, folder, seconds, store = run.config, run.folder, dict[str, float](), Store(run.config.root)
+    for row in read_stages(folder):
+        seconds[row["stage"]] = seconds.get(row["stage"], 0.0) + row["seconds"]
+    steps = [line["step_s"] for line in run.metrics if isinstance(line.get("step_s"), int | float)]
+    if steps:
+        seconds.setdefault("train", math.fsum(filter(math.isfinite, steps)))
+
+    def measure(*names: str) -> int:
+        return sum(entry.size for name in names for entry in store.list_files(name))
+
+    is_named = "/" not in config.train.set and config.train.set != "current"
+    items, required = stage_registry.item_stages(config), stage_registry.required_stages(config)
+    sizes: dict[str, int | None] = {"discover": measure(*(f"media/{dataset.id}" for dataset in config.datasets))}
+    sizes |= dict.fromkeys(stage.name for stage in items) | {"bucket": measure("plans")}
+    fingerprints = dict[str, str]()
+    for stage in (*items, *required):
+        sizes[stage.name] = None
+        with suppress(LatentpressError):  # its checkpoint is not on this machine
+            fingerprints[stage.name] = stage.fingerprint(config)
+            sizes[stage.name] = measure(f"{stage.kind}/{fingerprints[stage.name]}")
+    for name, jobs in read_reports(store, fingerprints, time.time()).items():
+        if jobs:
+            seconds.setdefault(name, math.fsum(job.seconds for job in jobs))
+    samples = _measure_folder(folder / "samples")
+    sizes["index"] = measure(f"sets/{config.train.set}" if is_named else "sets")
+    sizes |= {"train": _measure_folder(folder) - samples, "decode": samples}
+    if (folder / SCORES_FILE).exists():
+        sizes["score"] = (folder / SCORES_FILE).stat().st_size
+    return {
+        stage: (
+            format_duration(seconds[stage]) if stage in seconds else "not recorded",
+            "not known" if size is None else format_bytes(size),
+        )
+        for stage, size in sizes.items()
+    }
+
+
+def _measure_folder(folder: Path) -> int:
+    return sum(entry.stat().st_size for _, entry in walk(folder)) if folder.is_dir() else 0
+
+
+def list_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value, default) of every option, with those of lists as "datasets.photos.resolution". The default of
+    a required option is PydanticUndefined."""
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{prefix}{field.alias or name}"
+        default = field.get_default(call_default_factory=True, validated_data={})
+        if isinstance(value, BaseModel):
+            yield from list_settings(value, f"{key}.")
+        elif isinstance(value, tuple) and value and all(isinstance(item, BaseModel) for item in value):
+            for number, item in enumerate(value):
+                item_key = next((getattr(item, word) for word in ("id", "name") if getattr(item, word, None)), number)
+                yield from list_settings(item, f"{key}.{item_key}.")
+        else:
+            yield key, value, default
+
+
+def show(value: Any) -> str:
+    """A value as the page shows it, on one line and without the secrets of URLs."""
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return escape_unprintable(shorten(scrub_secrets(text), MAX_SHOWN)) or '""'
+
+
+def differing_from_defaults(config: Config) -> list[dict[str, str]]:
+    """A row for each option whose value is not its default: what its section, or the model's family, has without it."""
+    family = config.model.family_spec
+    sources = family.flavours[family.default_flavour].task == "i2i"  # which it can't do without
+    required = {"instance_data_dir": "any"} | ({"conditioning_data": "any"} if sources else {})
+    datasets = [required | {"id": dataset.id} for dataset in config.datasets]
+    given = {"root": config.root, "model": {"family": family.name}, "datasets": datasets}
+    given |= {"train": {"experts": config.train.experts}} if config.experts else {}  # required, and in "Runs"
+    settings = list_settings(Config.model_validate(given))
+    made = {key: value for key, value, _ in settings if not key.endswith(".conditioning_data")}
+    rows = []
+    for key, value, default in list_settings(config):
+        if default is not PydanticUndefined:  # else required, and not the same in every configuration
+            default = made.get(key, default)
+        if value != default and key not in NOT_SET:
+            rows.append({"option": escape_unprintable(key), "value": show(value), "default": show(default)})
+    return rows
+
+
+def differing_between(configs: Sequence[tuple[str, Config]]) -> list[dict[str, str]]:
+    """A row for each option that runs (name, configuration) have with different values; a column for each run."""
+    tables: list[Mapping[str, str]] = [
+        {key: show(value) for key, value, _ in list_settings(config)} for _, config in configs
+    ]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    rows = []
+    for key in keys:
+        values = [table.get(key, ABSENT) for table in tables]
+        if len(set(values)) > 1:
+            by_run = {name: value for (name, _), value in zip(configs, values, strict=True)}
+            rows.append({"option": escape_unprintable(key)} | by_run)
+    return rows
+
+
+def configuration_text(path: Path) -> str:
+    """The resolved configuration as the trainer wrote it, without the secrets of URLs; empty where there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return shorten("\n".join(map(scrub_secrets, lines)), MAX_TEXT)
 
 
 def content_policy(script: str) -> str:

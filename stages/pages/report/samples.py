@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -112,31 +111,31 @@ def gather_samples(
 def _share(listings: Sequence[_Files], max_bytes: int, grid: SampleGrid) -> tuple[list[str], int, int]:
     """(names of the rows, columns, bytes of a cell) with which all cells have at most `max_bytes`. `grid` gets notes of
     what is left out."""
-    rows: dict[str, list[tuple[int, int]]] = {}  # name -> of each run that has it: its steps, the cells beside them
+    runs: dict[
+        str, list[tuple[int, int]]
+    ] = {}  # name -> of each run that has it: its steps, the cells in front of them
     for listing in listings:
-        beside = 2 if (listing.folder / training_samples.FOLDER).is_dir() else 0
         condition = listing.config.model.condition
-        beside += 0 if condition is None else condition.most  # source images
+        extra = 2 if (listing.folder / training_samples.FOLDER).is_dir() else 0
+        extra += 0 if condition is None else condition.most  # source images
         for name, steps in Counter(name for name, _ in listing.files).items():
-            rows.setdefault(name, []).append((steps, beside))
+            runs.setdefault(name, []).append((steps, extra))
+    names, most = list(runs), max((len(listing.steps) for listing in listings), default=0)
+    columns, cells = min(most, MAX_STEPS), min(MAX_CELLS, max_bytes // MIN_CELL_BYTES)
 
-    def count_cells(columns: int) -> list[int]:
-        """Count the cells of each row and of those before it."""
-        return [*accumulate(sum(min(columns, steps) + beside for steps, beside in rows[name]) for name in rows)]
+    def count() -> int:
+        return sum(min(columns, steps) + extra for name in names for steps, extra in runs[name])
 
-    cells = min(MAX_CELLS, max_bytes // MIN_CELL_BYTES)
-    most = max((len(listing.steps) for listing in listings), default=0)
-    columns = min(most, MAX_STEPS)
-    while columns > MIN_STEPS and count_cells(columns)[-1] > cells:
+    while columns > MIN_STEPS and count() > cells:
         columns -= 1
-    counts = [count for count in count_cells(columns) if count <= cells]
-    if len(counts) < len(rows):
-        grid.notes.append(f"{len(counts)} of {len(rows)} rows are shown; the samples folder has all.")
+    while count() > cells:
+        names.pop()
+    if len(names) < len(runs):
+        grid.notes.append(f"{len(names)} of {len(runs)} rows are shown; the samples folder has all.")
     if most > columns:
         grid.notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
-    limit = min(MAX_CELL_BYTES, max_bytes // counts[-1] if counts else 0)
-    # A power of two, so that most pictures stay the same when a step is added.
-    return list(rows)[: len(counts)], columns, 1 << limit.bit_length() >> 1
+    limit = min(MAX_CELL_BYTES, max_bytes // max(1, count()))
+    return names, columns, 1 << limit.bit_length() >> 1  # so that most pictures stay the same when a step is added
 
 
 def _find_files(run: str, folder: Path, config: Config) -> _Files:
