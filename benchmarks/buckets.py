@@ -36,7 +36,7 @@ def measure(resolution: int, step: int) -> tuple[int, int, int, float, float]:
     sizes = resolution_buckets(resolution, "pixel_area", STRIDE, step=step)
     index = choose_buckets(width, height, sizes)
     across, down = np.array(sizes)[index].T
-    lost = cropped_share(width, height, cover_crop(width, height, across, down), across, down)
+    lost = cropped_share(cover_crop(width, height, across, down), across, down)
     counts = {sizes[number]: int(count) for number, count in enumerate(np.bincount(index)) if count}
     spans = [Span(f"{size[0]}x{size[1]}@1", 0, count) for size, count in counts.items()]
     repeated = sum(bucket.fill for bucket in BatchSchedule(spans, 0, BATCH_SIZE, BATCH_SIZE).buckets)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +133,6 @@ def workable_step(resolution: float, resolution_type: ResolutionType, stride: in
 
 def _measure_square(resolution: float, resolution_type: ResolutionType) -> tuple[int, float]:
     """Area and edge, in pixels, of the square bucket before its edge is rounded."""
-    _check_type(resolution_type)
     if not resolution > 0 or not math.isfinite(resolution):
         raise ValueError(f"resolution {resolution}: must be more than 0")
     area = round(resolution * 1_000_000 if resolution_type == "area" else resolution**2)
@@ -195,8 +194,6 @@ def cover_crop(
     height in pixels of the picture of what is in the middle, as far as the picture reaches: it stays whole where the
     crop is large enough; 0 wide for none, which is `center`.
     """
-    if style not in get_args(CropStyle):
-        raise ValueError(f"crop_style {style!r}: choose one of {', '.join(get_args(CropStyle))}")
     sides = _check_sides(width, height, bucket_width, bucket_height)
     wide, tall = sides[0] * sides[3], sides[1] * sides[2]
     wider = wide >= tall
@@ -228,15 +225,8 @@ def cover_crop(
     return Crop(*map(to_python_scalar, np.broadcast_arrays(*size, *offsets)))
 
 
-def stretch_to_bucket(bucket_width: Lengths, bucket_height: Lengths) -> Crop:
-    """Stretch the picture to the bucket without a crop."""
-    across, down = map(to_python_scalar, _check_sides(bucket_width, bucket_height))
-    return Crop(across, down, across * 0, down * 0)
-
-
 def measure_size(width: Lengths, height: Lengths, resolution_type: ResolutionType) -> Floats:
     """Size in the unit of `resolution_type` (see `resolution_buckets`)."""
-    _check_type(resolution_type)
     across, down = np.asarray(width, np.float64), np.asarray(height, np.float64)
     if resolution_type == "pixel":
         return np.minimum(across, down)
@@ -245,7 +235,6 @@ def measure_size(width: Lengths, height: Lengths, resolution_type: ResolutionTyp
 
 def shorter_side_at_size(width: Lengths, height: Lengths, size: Numbers, resolution_type: ResolutionType) -> Floats:
     """Shorter side, in pixels, not rounded, of the picture scaled to the `measure_size` of `size`."""
-    _check_type(resolution_type)
     across, down = _check_sides(width, height)
     if resolution_type == "pixel":
         return np.broadcast_arrays(np.asarray(size, np.float64), across, down)[0]
@@ -253,11 +242,11 @@ def shorter_side_at_size(width: Lengths, height: Lengths, size: Numbers, resolut
     return np.sqrt(area * np.minimum(across, down) / np.maximum(across, down))
 
 
-def cropped_share(width: Lengths, height: Lengths, crop: Crop, bucket_width: Lengths, bucket_height: Lengths) -> Floats:
+def cropped_share(crop: Crop, bucket_width: Lengths, bucket_height: Lengths) -> Floats:
     """Share, in [0, 1), of the picture's area that the crop loses."""
     sides = _check_sides(crop.resize_width, crop.resize_height, bucket_width, bucket_height)
     area = sides[0] * sides[1]
-    return np.broadcast_arrays((area - sides[2] * sides[3]) / area, width, height)[0]
+    return (area - sides[2] * sides[3]) / area
 
 
 def aspect_distortion(width: Lengths, height: Lengths, crop: Crop) -> Floats:
@@ -267,11 +256,6 @@ def aspect_distortion(width: Lengths, height: Lengths, crop: Crop) -> Floats:
     return np.abs(wide - tall) / np.minimum(wide, tall)
 
 
-def is_upscaled(width: Lengths, height: Lengths, crop: Crop) -> NDArray[np.bool_]:
-    """Tell whether the resize makes either side longer than it is."""
-    return np.greater(crop.resize_width, width) | np.greater(crop.resize_height, height)
-
-
 def _check_sides(*values: Lengths) -> tuple[Ints, ...]:
     """Lengths in pixels as int64. ValueError for one below 1, TypeError for fractions."""
     sides = tuple(np.asarray(value).astype(np.int64, casting="same_kind", copy=False) for value in values)
@@ -279,11 +263,6 @@ def _check_sides(*values: Lengths) -> tuple[Ints, ...]:
         if (side < 1).any():
             raise ValueError(f"a side of {side.min()} pixels: every side must be 1 or more")
     return sides
-
-
-def _check_type(resolution_type: str) -> None:
-    if resolution_type not in RESOLUTION_TYPES:
-        raise ValueError(f"resolution_type {resolution_type!r}: choose one of {', '.join(RESOLUTION_TYPES)}")
 
 
 def _nearest_multiple(value: float, stride: int) -> int:

@@ -102,7 +102,7 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     if shortage := find_shortage(config.root, needed):
         console.warn(f"{shortage}; {SPACE_ADVICE}")
     report.details["changes"] = summary.diff_active(_latest_active(store, info), plan.active) or "none"
-    _print_warnings(config, plan, report.details["buckets"], multiple, console)
+    _print_warnings(config, plan, report.details, console)
     report.set_aside = plan.rejects.slice(0, MAX_LISTED_ITEMS).to_pylist()
     report.more_set_aside = plan.rejects.num_rows - len(report.set_aside)
     if options.dry_run:
@@ -165,7 +165,7 @@ def _require_training_samples(plan: DraftPlan) -> None:
         why = "everything is held out for evaluation"
         step = "leave eval: true out of one dataset, or lower its eval_fraction"
     coarse = [(name, notes.step.advised) for name, notes in plan.notes.items() if notes.step and notes.step.advised]
-    finer = ", ".join(f"datasets.{name}.bucket_step: {advised.step}" for name, advised in coarse)
+    finer = ", ".join(f"datasets.{name}.bucket_step: {step}" for name, step in coarse)
     raise LatentpressError(
         f"there would be nothing to train on: {why}",
         f"set {finer}, as the present step excludes items" if finer else step,
@@ -220,13 +220,13 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
     return {
         "buckets": summary.bucket_table(config, plan.active, trained, crops),
         "excluded": summary.count_excluded(plan.rejects) or "nothing",
-        "datasets": summary.dataset_table(config, plan),
+        "datasets": summary.dataset_table(config.model, config.datasets, plan),
         "texts": plan.texts.num_rows,
         "disk": [summary.disk_row("latents", *latent_bytes), summary.disk_row("text", *text_bytes)],
     }
 
 
-def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], multiple: int, console: Console) -> None:
+def _print_warnings(config: Config, plan: DraftPlan, details: TableRow, console: Console) -> None:
     epoch = summary.epoch_schedule(plan.active, config.train.batch_size)
     if small := sorted(epoch.small_buckets, key=lambda bucket: bucket.distinct):
         named = ", ".join(f"{row.name} ({row.distinct})" for row in small[:MAX_LISTED_BUCKETS])
@@ -236,32 +236,35 @@ def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], mu
             f"({config.train.batch_size}), so their micro-batches show some more than once: {named}{more}. "
             + small_bucket_advice(small)
         )
+    rows = {row["dataset"]: row for row in details["datasets"]}
     for dataset in config.datasets:
-        notes = plan.notes.get(dataset.id)
-        if notes and notes.repeating:
+        if dataset.id not in rows:
+            continue
+        notes, used, held_out = plan.notes[dataset.id], rows[dataset.id]["used"], rows[dataset.id]["held_out"]
+        if notes.repeating:
             console.warn(
                 f"{dataset.id}: clips that repeat frames, as their videos have fewer than "
                 f"{dataset.video.frame_rate} per second: {notes.repeating}; a lower frame_rate or "
                 "max_repeated_frames avoids it"
             )
-        if notes and (costly := summary.step_warning(dataset, notes.step)):
+        if costly := summary.step_warning(dataset, notes.step):
             console.warn(costly)
-        if notes and (count := len(notes.aspect_differs)):
+        if count := len(notes.aspect_differs):
             named = ", ".join(notes.aspect_differs[:MAX_LISTED_ITEMS].to_pylist())
             more = f" and {count - MAX_LISTED_ITEMS} more" if count > MAX_LISTED_ITEMS else ""
             console.warn(
-                f"{dataset.id}: {count} of {notes.planned} sources have another aspect than their target. They are "
+                f"{dataset.id}: {count} of {used} sources have another aspect than their target. They are "
                 "used with a crop of their own, which may show another part than the target; crop the source as the "
                 f"target was cropped, or remove the pair: {named}{more}"
             )
-        if notes and dataset.eval_fraction and not notes.held_out:
+        if dataset.eval_fraction and not held_out:
             console.warn(
-                f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {notes.planned} items, "
+                f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {used} items, "
                 "because each is chosen by its own content; raise it, or set eval: true on a separate dataset"
             )
     for text in config.unused_features("masks", "vision", "sizes"):
         console.warn(text)
-    if scale := summary.scale_warning(config, buckets, multiple):
+    if scale := summary.scale_warning(config.model, details["buckets"]):
         console.warn(scale)
 
 

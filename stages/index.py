@@ -38,7 +38,6 @@ from stages.planning.join import EncodedMembers, TrainingSetTables, find_encoded
 
 MAX_LISTED_MISSING = 20
 HASH_BATCH_ROWS = 2**18
-ROW_BYTES, SHARD_BYTES = 4096, 1 << 13  # more than ids, headers, checksums and descriptions take
 
 TableRow = dict[str, Any]
 

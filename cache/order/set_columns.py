@@ -1,151 +1,66 @@
-"""Values of a set's memory-mapped tables without Arrow's objects, and without a copy of a column.
-
-Arrow makes an object for each value that is asked for: ten of them for each sample took as long as copying 1 MiB. An
-index into a memoryview takes a tenth of a microsecond; numpy's fancy indexing pays from twenty rows on. And of whole
+"""Columns of a set's memory-mapped tables as numpy's views, without an Arrow object for each value; and of whole
 columns the runs of equal values.
+
+A set's tables have one chunk, unless a column of ids has more than 2 GiB: then columns of numbers are copied.
 """
 
-from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
-from typing import Generic, TypeVar
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-View = TypeVar("View")
 Ints = NDArray[np.int64]
 
 
-class _Column(ABC, Generic[View]):
-    """A column's chunks as `View`s, and the chunk in which a row is."""
-
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self._starts = [0, *accumulate(map(len, chunks))]
-        self._views = [self._open(chunk) for chunk in chunks]
-
-    @abstractmethod
-    def _open(self, chunk: pa.Array) -> View:
-        """The parts of a chunk that `get` looks into."""
-
-    def _find(self, row: int) -> tuple[View, int]:
-        """The row's chunk and its number there; IndexError where there is no such row."""
-        if not 0 <= row < self._starts[-1]:
-            raise IndexError(f"row {row} of {self._starts[-1]}")
-        if len(self._views) == 1:
-            return self._views[0], row
-        number = bisect_right(self._starts, row) - 1
-        return self._views[number], row - self._starts[number]
-
-    def _split(self, rows: Ints) -> Iterator[tuple[View, Ints, Ints]]:
-        """Yield for each chunk that has some of `rows`: its view, which of them, and their numbers there."""
-        chunk = np.searchsorted(self._starts, rows, side="right") - 1
-        for number in np.unique(chunk).tolist():
-            members = np.flatnonzero(chunk == number)
-            yield self._views[number], members, rows[members] - self._starts[number]
-
-
-class IntColumn(_Column[tuple[memoryview, memoryview | None, int]]):
+class IntColumn:
     """Numbers, int32, with or without nulls."""
 
-    def _open(self, chunk: pa.Array) -> tuple[memoryview, memoryview | None, int]:
-        valid, _ = chunk.buffers()
-        return _numbers(chunk), (_view(valid) if chunk.null_count else None), chunk.offset
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self._chunk = _one_chunk(column)
+        _, values = self._chunk.buffers()
+        without_nulls = pa.Array.from_buffers(pa.int32(), len(self._chunk), [None, values], offset=self._chunk.offset)
+        self._values: NDArray[np.int32] = np.asarray(without_nulls)
 
     def get(self, row: int) -> int:
         """The number of a row, of a column without nulls."""
-        (values, _, _), row = self._find(row)
-        return values[row]
+        return int(self._values[row])
 
     def between(self, first: int, last: int) -> NDArray[np.int32]:
-        """(last - first,) the numbers of rows from `first` to below `last`, of a column without nulls: a view where
-        they are in one chunk."""
-        parts = [np.frombuffer(self._views[0][0] if self._views else b"", np.int32)[:0]]
-        for start, (values, _, _) in zip(self._starts, self._views, strict=False):
-            if start < last and first < start + len(values):
-                parts.append(np.frombuffer(values, np.int32)[max(0, first - start) : last - start])
-        return parts[1] if len(parts) == 2 else np.concatenate(parts)
+        """(last - first,) the numbers of rows from `first` to below `last`, of a column without nulls: a view."""
+        return self._values[first:last]
 
     def take(self, rows: Ints, null: int = -1) -> Ints:
         """(n,) the number of each row, and `null` for null."""
-        numbers_taken = np.empty(len(rows), np.int64)
-        for (values, valid, offset), members, at in self._split(rows):
-            stored = np.frombuffer(values, np.int32)[at]
-            if valid is not None:
-                bits = np.frombuffer(valid, np.uint8)[(at + offset) >> 3] >> ((at + offset) & 7) & 1
-                stored = np.where(bits, stored, null)
-            numbers_taken[members] = stored
-        return numbers_taken
+        numbers = self._values[rows].astype(np.int64)
+        if self._chunk.null_count:
+            numbers[np.asarray(self._chunk.take(pa.array(rows)).is_null())] = null
+        return numbers
 
 
-class BoolColumn(_Column[tuple[memoryview, int]]):
-    """Truth values without nulls."""
-
-    def _open(self, chunk: pa.Array) -> tuple[memoryview, int]:
-        return _view(chunk.buffers()[1]), chunk.offset
-
-    def get(self, row: int) -> bool:
-        (bits, offset), row = self._find(row)
-        return _bit(bits, row + offset)
-
-
-class ListColumn(_Column[tuple[memoryview, memoryview]]):
+class ListColumn:
     """Lists of int32 without nulls."""
 
-    def _open(self, chunk: pa.Array) -> tuple[memoryview, memoryview]:
-        return _view(chunk.buffers()[1]).cast("i")[chunk.offset :], _numbers(chunk.values)
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        lists = _one_chunk(column)
+        self._ends, self._values = np.asarray(lists.offsets), np.asarray(lists.values)
 
     def get(self, row: int) -> list[int]:
-        (ends, values), row = self._find(row)
-        return values[ends[row] : ends[row + 1]].tolist()
+        return self._values[self._ends[row] : self._ends[row + 1]].tolist()
 
     def lengths(self, rows: Ints) -> Ints:
         """(n,) the length of each row's list."""
-        lengths = np.empty(len(rows), np.int64)
-        for (ends, _), members, at in self._split(rows):
-            all_ends = np.frombuffer(ends, np.int32)
-            lengths[members] = all_ends[at + 1] - all_ends[at]
-        return lengths
+        return (self._ends[rows + 1] - self._ends[rows]).astype(np.int64)
 
     def take(self, rows: Ints, places: Ints) -> Ints:
         """(n,) the number at a place of each row's list, which must have it."""
-        numbers_taken = np.empty(len(rows), np.int64)
-        for (ends, values), members, at in self._split(rows):
-            numbers_taken[members] = np.frombuffer(values, np.int32)[
-                np.frombuffer(ends, np.int32)[at] + places[members]
-            ]
-        return numbers_taken
+        return self._values[self._ends[rows] + places].astype(np.int64)
 
 
-class TextColumn(_Column[tuple[memoryview, memoryview]]):
-    """Texts without nulls."""
-
-    def _open(self, chunk: pa.Array) -> tuple[memoryview, memoryview]:
-        _, ends, data = chunk.buffers()
-        return _view(ends).cast("i")[chunk.offset :], _view(data)
-
-    def get(self, row: int) -> bytes:
-        """The text of a row, in UTF-8."""
-        (ends, data), row = self._find(row)
-        return data[ends[row] : ends[row + 1]].tobytes()
-
-
-def _view(buffer: pa.Buffer | None) -> memoryview:
-    return memoryview(b"" if buffer is None else buffer).cast("B")
-
-
-def _numbers(chunk: pa.Array) -> memoryview:
-    size = 4 * (chunk.offset + len(chunk))
-    return _view(chunk.buffers()[1])[:size].cast("i")[chunk.offset :]
-
-
-def _bit(bits: memoryview, number: int) -> bool:
-    return bool(bits[number >> 3] >> (number & 7) & 1)
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:

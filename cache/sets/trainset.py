@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from cache.order.schedule import BatchSchedule, Ints, Span
 from cache.order.section_order import order_by_sections
-from cache.order.set_columns import BoolColumn, IntColumn, TextColumn, find_runs
+from cache.order.set_columns import IntColumn, find_runs
 from cache.sets import plans
 from cache.sets.draws import NO_TEXT, RowTexts
 from cache.sets.samples import Location, Sample, ValidationPrompt
@@ -162,12 +162,12 @@ class TrainSet:
         return (SAMPLE, *self.kinds, *self.references[: len(Bucket.parse(bucket).references)])
 
     @cached_property
-    def _columns(self) -> dict[str, tuple[IntColumn, IntColumn, TextColumn]]:
+    def _columns(self) -> dict[str, tuple[IntColumn, IntColumn, pa.ChunkedArray]]:
         """Part of a draw -> columns of the shards, rows and ids of its rows."""
-        ids = TextColumn(self._index["sample_id"])
-        tables = {SAMPLE: (self._index, "", ids), TEXT: (self._texts, "", TextColumn(self._texts["text_id"]))}
+        ids = self._index["sample_id"]
+        tables = {SAMPLE: (self._index, "", ids), TEXT: (self._texts, "", self._texts["text_id"])}
         tables |= {kind: (self._index, f"{kind}_", ids) for kind in self.kinds}
-        tables |= {part: (self._index, f"{part}_", TextColumn(self._index[f"{part}_id"])) for part in self.references}
+        tables |= {part: (self._index, f"{part}_", self._index[f"{part}_id"]) for part in self.references}
         return {
             part: (IntColumn(table[f"{prefix}shard"]), IntColumn(table[f"{prefix}row"]), names)
             for part, (table, prefix, names) in tables.items()
@@ -177,12 +177,12 @@ class TrainSet:
         """Part -> location of each row that a draw reads: all parts of a sample of this bucket, and "text". SetError if
         the text is NO_TEXT."""
         if text == NO_TEXT:
-            raise missing_null_prompt(self.id, self._columns[SAMPLE][2].get(row).decode())
+            raise missing_null_prompt(self.id, self._columns[SAMPLE][2][row].as_py())
         locations = {}
         for part in (*self.sample_parts(bucket), TEXT):
             shards, rows, ids = self._columns[part]
             number = text if part == TEXT else row
-            locations[part] = Location(shards.get(number), rows.get(number), ids.get(number).decode())
+            locations[part] = Location(shards.get(number), rows.get(number), ids[number].as_py())
         return locations
 
     def read_draw(self, row: int, text: int, bucket: str) -> dict[str, ShardRow]:
@@ -203,8 +203,7 @@ class TrainSet:
 
     def regularization_marks(self, rows: Ints) -> list[bool]:
         """Whether each row is regularization data."""
-        marks = BoolColumn(self._index["regularization"])
-        return [marks.get(row) for row in rows.tolist()]
+        return self._index["regularization"].take(pa.array(rows)).to_pylist()
 
     def sample(self, row: int, text: str = "text0") -> Sample:
         """Row `row` with one of its texts: "text0", "text1", ... or "null", the null prompt. Everything is checked."""

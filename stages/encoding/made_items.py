@@ -11,7 +11,7 @@ from schemas.errors import LatentpressError
 from stages.encoding.captions.settings import request_of
 from stages.encoding.masks.settings import masks_request
 from stages.encoding.stage_registry import CAPTION, MASKS, require_done
-from stages.planning.made import CaptionSet, MadeCaptions, MadeMasks
+from stages.planning.items import CaptionSet, MadeCaptions, MadeMasks
 
 
 def read_made_captions(store: Store, config: Config, edits: pa.Table) -> dict[str, MadeCaptions]:

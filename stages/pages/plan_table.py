@@ -73,7 +73,7 @@ class PlanTable:
         sides = np.array([(bucket.width, bucket.height) for bucket in buckets], np.int64).reshape(-1, 2)
         # Unknown sizes count as 1; their results are not used.
         width, height = np.where(known, self.width, 1), np.where(known, self.height, 1)
-        lost = cropped_share(width, height, crop, *sides[np.asarray(coded.indices)].T)
+        lost = cropped_share(crop, *sides[np.asarray(coded.indices)].T)
         self.cropped_share = np.where(known, lost, np.nan)
         self.stretched = np.where(known, aspect_distortion(width, height, crop), np.nan)
 

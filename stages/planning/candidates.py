@@ -8,6 +8,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas import identity
+from schemas.config.datasets import Dataset
+from schemas.config.filters import Filter
+from schemas.errors import LatentpressError
 from schemas.tables import REJECTS_SCHEMA
 
 
@@ -27,10 +30,15 @@ def message_column(*parts: Any) -> pa.Array:
 
 
 class CandidateItems:
-    """Rows of schemas.tables.MEDIA_SCHEMA. rejects: tables of REJECTS_SCHEMA, one for each rule that dropped some."""
+    """Rows of schemas.tables.MEDIA_SCHEMA: items, or the pictures and clips of items.
+
+    values: arrays with an entry for each row, which are dropped with it. rejects: tables of REJECTS_SCHEMA, one for
+    each rule that dropped some.
+    """
 
     def __init__(self, dataset: str, table: pa.Table) -> None:
         self.dataset, self.table = dataset, table
+        self.values: dict[str, np.ndarray] = {}
         self.rejects: list[pa.Table] = []
 
     def __len__(self) -> int:
@@ -52,6 +60,15 @@ class CandidateItems:
     def videos(self) -> np.ndarray:
         return pc.equal(self.table.column("kind"), "video").to_numpy()
 
+    def take(self, rows: np.ndarray) -> "CandidateItems":
+        """These rows with their values. What is dropped of them is recorded here."""
+        taken = CandidateItems(self.dataset, self.table)
+        taken.values, taken.rejects = self.values, self.rejects
+        if not np.array_equal(rows, np.arange(len(self))):
+            taken.table = self.table.take(pa.array(rows))
+            taken.values = {name: values[rows] for name, values in self.values.items()}
+        return taken
+
     def drop(
         self, dropped: np.ndarray, reason: str, message: str | Callable[["CandidateItems"], pa.Array]
     ) -> np.ndarray:
@@ -60,7 +77,7 @@ class CandidateItems:
         message: follows "PATH: "; one for all of them, or a column made from the dropped items.
         """
         if dropped.any():
-            gone = CandidateItems(self.dataset, self.table.filter(pa.array(dropped)))
+            gone = self.take(np.flatnonzero(dropped))
             path = gone.column("path")
             columns = {
                 "stage": pa.repeat("bucket", len(gone)),
@@ -72,19 +89,32 @@ class CandidateItems:
             }
             self.rejects.append(pa.table(columns, schema=REJECTS_SCHEMA))
             self.table = self.table.filter(pa.array(~dropped))
+            self.values = {name: values[~dropped] for name, values in self.values.items()}
         return ~dropped
+
+
+def passes_filter(dataset: Dataset, option: str, table: pa.Table) -> np.ndarray:
+    """(n,) whether each row of a media table passes the filter of this option; all if there is none."""
+    filter = getattr(dataset, option)
+    if filter is None:
+        return np.ones(len(table), bool)
+    try:
+        return np.asarray(Filter(filter).mask(table))
+    except ValueError as error:
+        raise LatentpressError(f"datasets.{dataset.id}.{option}: {error}", "correct the filter") from error
 
 
 def drop_duplicate_ids(table: pa.Table, key: str) -> pa.Table:
     """The table with the first row of each id."""
     if identity.count_distinct(table.column(key)) == table.num_rows:
         return table
-    return first_rows(table, table.column(key))
+    return first_rows(table, key)
 
 
-def first_rows(table: pa.Table, key: pa.ChunkedArray) -> pa.Table:
-    """The table with the first row of each of its (n,) keys."""
+def first_rows(table: pa.Table, *key: str) -> pa.Table:
+    """The table with the first row of each distinct value of the key's columns."""
+    values = pc.binary_join_element_wise(*(table.column(name) for name in key), "|").combine_chunks()
     # Codes are numbered in the order of first occurrence.
-    codes = np.asarray(key.combine_chunks().dictionary_encode().indices)
+    codes = np.asarray(values.dictionary_encode().indices)
     highest_before = np.maximum.accumulate(np.append(-1, codes[:-1]))
     return table.filter(pa.array(codes > highest_before))

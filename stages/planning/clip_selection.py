@@ -1,7 +1,7 @@
 """The frames of each item: one of an image, those of one or several clips of a video or of each of its scenes."""
 
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,22 +16,17 @@ from stages.planning.candidates import CandidateItems, message_column
 SHORTEST_S = 1e-3  # of a video: one that is said to last no time has a frame
 
 
-@dataclass(frozen=True)
-class SelectedClips:
-    """(m,) clips and images, in the items' order.
-
-    item: row of the item. start: seconds; rate: frames per second; both are NaN for an image.
-    """
+class VideoClips(NamedTuple):
+    """(m,) clips, by the number of their item. start: seconds; rate: frames per second. rounded: clips that lost frames
+    to (frames - 1) % stride == 0. repeating: clips that show a frame twice, as their source is slower than the target
+    rate."""
 
     item: np.ndarray
     start: np.ndarray
     rate: np.ndarray
     frames: np.ndarray
-    rounded: int  # clips that lost frames to (frames - 1) % stride == 0
-    repeating: int  # clips that show a frame twice, their source being slower than the target rate
-
-    def keep(self, rows: np.ndarray) -> "SelectedClips":
-        return replace(self, **{name: getattr(self, name)[rows] for name in ("item", "start", "rate", "frames")})
+    rounded: np.ndarray
+    repeating: np.ndarray
 
 
 def frame_strides(family: Family, video: Video) -> tuple[int, ...]:
@@ -84,28 +79,27 @@ def drop_unusable_videos(family: Family, dataset: Dataset, task: Task, items: Ca
     items.drop(too_short, "too-short", message)
 
 
-def select_clips_and_images(family: Family, dataset: Dataset, items: CandidateItems) -> SelectedClips:
-    """The clips and images of items that each yield at least one."""
+def select_members(family: Family, dataset: Dataset, items: CandidateItems) -> CandidateItems:
+    """The pictures and clips of items, in the items' order. values: "item", the number of its item, and the columns of
+    VideoClips, of a picture one frame without a time."""
     clips = _select_video_clips(family, dataset, items)
     images = np.flatnonzero(~items.videos)
-    item = np.concatenate([clips.item, images])
-    order = np.argsort(item, kind="stable")
-    no_time = np.full(len(images), np.nan)
-    return replace(
-        clips,
-        item=item[order],
-        start=np.concatenate([clips.start, no_time])[order],
-        rate=np.concatenate([clips.rate, no_time])[order],
-        frames=np.concatenate([clips.frames, np.ones(len(images), np.int64)])[order],
-    )
+    no_time, no = np.full(len(images), np.nan), np.zeros(len(images), bool)
+    pictures = VideoClips(images, no_time, no_time, np.ones(len(images), np.int64), no, no)
+    order = np.argsort(np.concatenate([clips.item, images]), kind="stable")
+    values = {name: np.concatenate([getattr(clips, name), getattr(pictures, name)])[order] for name in clips._fields}
+    members = items.take(values["item"])
+    members.values = members.values | values
+    return members
 
 
-def select_whole_items(items: CandidateItems, frames: int) -> SelectedClips:
+def select_whole_items(items: CandidateItems, frames: int) -> CandidateItems:
     """Every item as one member: of a video `frames` frames, or all that it has, each in the middle of an equal part."""
     count = np.where(items.videos, np.clip(items.numbers("frames"), 1, frames), 1).astype(np.int64)
     duration = np.maximum(items.numbers("duration"), SHORTEST_S)
-    start = np.where(items.videos, duration / (2 * count), np.nan)
-    return SelectedClips(np.arange(len(items)), start, np.where(items.videos, count / duration, np.nan), count, 0, 0)
+    start, rate = (np.where(items.videos, of, np.nan) for of in (duration / (2 * count), count / duration))
+    items.values = {"start": start, "rate": rate, "frames": count}
+    return items
 
 
 def _source_rates(items: CandidateItems) -> np.ndarray:
@@ -128,7 +122,7 @@ def _repeated_share(items: CandidateItems, rates: np.ndarray) -> np.ndarray:
     return np.where(items.videos, np.maximum(0.0, share), 0.0)
 
 
-def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems) -> SelectedClips:
+def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems) -> VideoClips:
     """Clips of videos, at the configured rate. A video whose own rate is nearly that one, so that a clip would repeat
     or skip a frame, has all its clips at its own rate."""
     video = dataset.video
@@ -163,9 +157,8 @@ def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems)
         clips = select(rate=rate)
     item, rate, segment = owner[clips.segment], rate[clips.segment], clips.segment
     unrounded = np.minimum(frames_available((end - begin)[segment], rate), video.num_frames)
-    rounded = int((clips.frames < unrounded).sum())
-    repeating = int((_repeated_share(items, target)[item] > 0).sum())
-    return SelectedClips(item, begin[segment] + clips.start, rate, clips.frames, rounded, repeating)
+    repeating = _repeated_share(items, target)[item] > 0
+    return VideoClips(item, begin[segment] + clips.start, rate, clips.frames, clips.frames < unrounded, repeating)
 
 
 def _segments(items: CandidateItems, scenes: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,12 +1,13 @@
-"""Media tables -> an item plan: what a stage before `bucket` reads, as samples and units. Pure, opens no file.
+"""Media tables -> an item plan: what a stage before `bucket` reads, as samples and units; and what the stages made of
+these members, captions and masks, for the plan of `bucket`. Pure, opens no file.
 
 A member is a whole picture, or a few frames spread over a clip: over each clip that the dataset's `video` options cut,
-so that what is said of it is true of what is trained on. It is resized to the size that the model wants, its sides
+so that a caption of it is true of what is trained on. It is resized to the size that the model wants, its sides
 rounded to a multiple, with nothing cropped; so pictures of similar shape have one size and can share a batch. A small
 picture is not enlarged to more than twice its area.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +18,17 @@ from numpy.typing import NDArray
 
 from schemas import identity
 from schemas.config.datasets import Dataset
-from schemas.config.filters import Filter, feature_columns
+from schemas.config.filters import feature_columns
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError
+from schemas.geometry import Crop
 from schemas.identity import hash_json
 from schemas.recipe import item_dataset_settings
-from schemas.tables import ACTIVE_SCHEMA, EXTRA_PREFIX, GEOMETRY_TYPE, SAMPLES_SCHEMA, TABLES_VERSION
-from stages.planning.candidates import CandidateItems, drop_duplicate_ids
-from stages.planning.clip_selection import SelectedClips, frame_strides, select_clips_and_images, select_whole_items
+from schemas.tables import ACTIVE_SCHEMA, EXTRA_PREFIX, MADE, SAMPLES_SCHEMA, TABLES_VERSION
+from stages.planning.candidates import CandidateItems, drop_duplicate_ids, passes_filter
+from stages.planning.clip_selection import frame_strides, select_members, select_whole_items
+from stages.planning.samples import Geometries, active_rows, geometry_numbers, sample_table
 
 MOST_HALVINGS = 20  # of the area that the model wants, for small pictures
-_CONDITION_CODES = {"none": 0, "source": 2}  # as in `stages/planning/samples.py`
 
 Ints = NDArray[np.int64]
 
@@ -70,7 +71,7 @@ def item_plan_key(config: Config, request: ItemRequest) -> str:
 def plan_items(config: Config, request: ItemRequest, media: Mapping[str, pa.Table]) -> tuple[pa.Table, pa.Table]:
     """Rows of SAMPLES_SCHEMA, each id once, and of ACTIVE_SCHEMA, one for each item or clip. media: as of
     `build_plan`."""
-    samples, active = [SAMPLES_SCHEMA.empty_table()], [ACTIVE_SCHEMA.empty_table()]
+    samples = [SAMPLES_SCHEMA.empty_table()]
     for dataset in sorted(config.datasets, key=lambda dataset: dataset.id):
         if dataset.disabled:
             continue
@@ -79,27 +80,46 @@ def plan_items(config: Config, request: ItemRequest, media: Mapping[str, pa.Tabl
         if not (request.whole and feature_columns(dataset.where, table.column_names)):
             wanted = wanted & passes_filter(dataset, "where", table)
         items = CandidateItems(dataset.id, table.filter(pa.array(wanted)))
-        if len(items):
-            _, rows = item_members(config, dataset, request, items)
-            samples.append(rows)
-            active.append(_active_rows(rows))
+        if request.whole:
+            samples.append(item_samples(request, select_whole_items(items, request.frames)))
+        else:
+            samples.append(item_samples(request, select_members(config.model.family_spec, dataset, items)))
+    active = [ACTIVE_SCHEMA.empty_table(), *map(active_rows, samples[1:])]
     return drop_duplicate_ids(pa.concat_tables(samples), "sample_id"), pa.concat_tables(active)
 
 
-def passes_filter(dataset: Dataset, option: str, table: pa.Table) -> NDArray[np.bool_]:
-    """(n,) whether each row of a media table passes the filter of this option; all where it has none."""
-    filter = getattr(dataset, option)
-    if filter is None:
-        return np.ones(len(table), bool)
-    try:
-        return np.asarray(Filter(filter).mask(table))
-    except ValueError as error:
-        raise LatentpressError(f"datasets.{dataset.id}.{option}: {error}", "correct the filter") from error
+def item_samples(request: ItemRequest, members: CandidateItems) -> pa.Table:
+    """Rows of SAMPLES_SCHEMA of pictures and clips (`select_members`) as members of an item plan."""
+    clip = members.values
+    frames = np.minimum(clip["frames"], request.frames)
+    # From the first frame of the clip to its last.
+    spread = (frames > 1) & (clip["frames"] > 1)
+    rate = np.where(spread, (frames - 1) * clip["rate"] / np.maximum(clip["frames"] - 1, 1), clip["rate"])
+
+    def fit(prefix: str, frames: Ints | int) -> Geometries:
+        width, height = (members.numbers(f"{prefix}{side}").astype(np.int64) for side in ("width", "height"))
+        sides = fit_sizes(np.maximum(width, 1), np.maximum(height, 1), request.pixels, request.multiple)
+        return geometry_numbers(*sides, frames, Crop(*sides, 0, 0)) * (width > 0)[:, None]
+
+    sourced = np.asarray(pc.is_valid(members.column("source_id"))) & request.sources
+    columns: dict[str, Any] = {
+        "role": pa.repeat("item", len(members)),
+        "dataset": pa.repeat(members.dataset, len(members)),
+        **{name: members.column(name) for name in ("path", "media_id", "kind")},
+        "condition": pa.array(np.where(sourced, "source", "none"), pa.string()),
+    }
+    source = None
+    if sourced.any():
+        source = fit("source_", 1) * sourced[:, None]
+        named = {"source_path": "source", "source_id": "source_id"}
+        columns |= {name: pc.if_else(pa.array(sourced), members.column(of), None) for name, of in named.items()}
+    boxes = read_boxes(members, request.box_column) if request.box_column else None
+    return sample_table(columns, fit("", frames), start=clip["start"], rate=rate, source=source, mask=boxes)
 
 
 def fit_sizes(width: Ints, height: Ints, pixels: int, multiple: int) -> tuple[Ints, Ints]:
     """(n,) sides of about `pixels` of area in each picture's own shape, multiples of `multiple`; of a half, a quarter
-    and so on of this area where that is enough for all of a picture's own pixels."""
+    and so on of this area if that is enough for all of a picture's own pixels."""
     area = width * height
     halvings = sum((area << k) <= pixels for k in range(1, MOST_HALVINGS + 1))
     edge = np.sqrt(pixels / 2.0 ** np.asarray(halvings, np.float64))
@@ -111,69 +131,9 @@ def fit_sizes(width: Ints, height: Ints, pixels: int, multiple: int) -> tuple[In
     return across, down
 
 
-def item_members(
-    config: Config, dataset: Dataset, request: ItemRequest, items: CandidateItems
-) -> tuple[SelectedClips, pa.Table]:
-    """The pictures and clips of items, and of each its row of SAMPLES_SCHEMA as a member of an item plan. A video that
-    yields no clip has none."""
-    if request.whole:
-        clips = select_whole_items(items, request.frames)
-    else:
-        clips = select_clips_and_images(config.model.family_spec, dataset, items)
-    rows = clips.item
-    frames = np.minimum(clips.frames, request.frames)
-    # From the first frame of the clip to its last.
-    spread = (frames > 1) & (clips.frames > 1)
-    rate = np.where(spread, (frames - 1) * clips.rate / np.maximum(clips.frames - 1, 1), clips.rate)
-
-    def take(name: str) -> pa.Array:
-        return items.column(name).take(pa.array(rows))
-
-    def fit(prefix: str, frames: Ints) -> Ints:
-        """(m, 7) the geometry as sample ids contain it; zeros without a picture."""
-        width, height = (items.numbers(f"{prefix}{side}").astype(np.int64)[rows] for side in ("width", "height"))
-        has = width > 0
-        across, down = fit_sizes(np.where(has, width, 1), np.where(has, height, 1), request.pixels, request.multiple)
-        none = np.zeros_like(across)
-        return np.stack([across, down, frames, across, down, none, none], axis=1) * has[:, None]
-
-    geometry = fit("", frames)
-    sourced = np.asarray(pc.is_valid(take("source_id"))) & request.sources
-    condition = pa.array(np.where(sourced, "source", "none"))
-    record = np.zeros(len(rows), identity.SAMPLE_DTYPE)
-    record["media"], record["geometry"] = identity.id_bytes(take("media_id")), geometry
-    record["start"], record["rate"] = np.nan_to_num(clips.start), np.nan_to_num(rate)
-    record["condition"] = np.where(sourced, _CONDITION_CODES["source"], _CONDITION_CODES["none"])
-    columns: dict[str, Any] = {
-        "role": pa.repeat("item", len(rows)),
-        "dataset": pa.repeat(dataset.id, len(rows)),
-        **{name: take(name) for name in ("path", "media_id", "kind")},
-        "geometry": _geometry_column(geometry),
-        "start": pa.array(clips.start, from_pandas=True),
-        "rate": pa.array(rate, from_pandas=True),
-        "condition": condition,
-    }
-    if sourced.any():
-        source = fit("source_", np.ones_like(frames)) * sourced[:, None]
-        has = pa.array(sourced)
-        record["source"] = np.where(sourced, identity.id_bytes(take("source_id")), np.zeros(1, "V16"))
-        record["source_geometry"] = source
-        columns |= {"source_path": pc.if_else(has, take("source"), None)}
-        columns |= {"source_id": pc.if_else(has, take("source_id"), None)}
-        columns["source_geometry"] = pc.if_else(has, _geometry_column(source), pa.scalar(None, GEOMETRY_TYPE))
-    if request.box_column:
-        boxes = read_boxes(items, request.box_column)[rows]
-        given = boxes[:, 0] > 0
-        record["mask_geometry"] = boxes
-        columns["mask_geometry"] = pc.if_else(pa.array(given), _geometry_column(boxes), pa.scalar(None, GEOMETRY_TYPE))
-    columns["sample_id"] = identity.sample_ids(record)
-    columns = {field.name: columns.get(field.name, pa.nulls(len(rows), field.type)) for field in SAMPLES_SCHEMA}
-    return clips, pa.table(columns, schema=SAMPLES_SCHEMA)
-
-
-def read_boxes(items: CandidateItems, name: str) -> Ints:
+def read_boxes(items: CandidateItems, name: str) -> Geometries:
     """(n, 7) the box of each item as the geometry of a crop of the picture in its own size, from texts "x, y, width,
-    height" in an extra column, cut off at the picture's edges; zeros where there is no such box."""
+    height" in an extra column, cut off at the picture's edges; zeros if there is no such box."""
     boxes = np.zeros((len(items), 7), np.int64)
     if EXTRA_PREFIX + name not in items.table.column_names:
         return boxes
@@ -185,29 +145,74 @@ def read_boxes(items: CandidateItems, name: str) -> Ints:
     x, y, width, height = (
         np.asarray(pc.coalesce(pc.struct_field(parts, part), "0").cast(pa.float64())) for part in names
     )
-    sides = [items.numbers(side).astype(np.int64) for side in ("width", "height")]
-    left, right = (np.clip(np.rint(edge), 0, sides[0]).astype(np.int64) for edge in (x, x + width))
-    top, bottom = (np.clip(np.rint(edge), 0, sides[1]).astype(np.int64) for edge in (y, y + height))
+    wide, tall = (items.numbers(side).astype(np.int64) for side in ("width", "height"))
+    left, right = (np.clip(np.rint(edge), 0, wide).astype(np.int64) for edge in (x, x + width))
+    top, bottom = (np.clip(np.rint(edge), 0, tall).astype(np.int64) for edge in (y, y + height))
     has &= (right > left) & (bottom > top)
-    return np.stack([right - left, bottom - top, np.ones_like(left), *sides, left, top], axis=1) * has[:, None]
+    return geometry_numbers(right - left, bottom - top, 1, Crop(wide, tall, left, top)) * has[:, None]
 
 
-def _geometry_column(geometry: Ints) -> pa.StructArray:
-    sizes, codes = np.unique(geometry[:, :3], axis=0, return_inverse=True)
-    names = pa.array([f"{width}x{height}@{frames}" for width, height, frames in sizes.tolist()], pa.string())
-    numbers = [pa.array(geometry[:, column], pa.int32()) for column in range(3, 7)]
-    return pa.StructArray.from_arrays([names.take(pa.array(codes.ravel())), *numbers], fields=list(GEOMETRY_TYPE))
+# -- what was made of members: captions, in addition to the captions of files or in their place, and masks -----------
 
 
-def _active_rows(samples: pa.Table) -> pa.Table:
-    count = len(samples)
-    columns: dict[str, Any] = {
-        **{name: samples.column(name) for name in ("sample_id", "role", "dataset", "path", "source_path", "mask_path")},
-        "bucket": pc.struct_field(samples.column("geometry"), "bucket"),
-        "repeats": pa.repeat(pa.scalar(0, pa.int32()), count),
-        "weight": pa.repeat(1.0, count),
-        "regularization": pa.repeat(False, count),
-        "texts": pa.array([[]] * count, pa.list_(pa.string())),
-        "null_text": pa.nulls(count, pa.string()),
-    }
-    return pa.table(columns, schema=ACTIVE_SCHEMA)
+@dataclass(frozen=True)
+class CaptionSet:
+    """One set of made captions. request: by which they were made. table: of cache.sets.item_rows.CAPTIONS_SCHEMA."""
+
+    request: ItemRequest
+    table: pa.Table
+
+
+@dataclass(frozen=True)
+class MadeCaptions:
+    """The sets that a dataset uses, all as alternatives. edited: media ids of items whose captions a person edited,
+    which stay as they are."""
+
+    sets: Sequence[CaptionSet]
+    edited: pa.Array
+
+    def captions(self, dataset: Dataset, members: CandidateItems) -> pa.ListArray:
+        """The captions of each picture and clip."""
+        own, made = members.column("captions"), list[pa.Array]()
+        for used in self.sets:
+            made.append(_find(used.table, "captions", item_samples(used.request, members).column("sample_id")))
+        has_made = np.any([captions.is_valid() for captions in made], axis=0)
+        has_own = np.asarray(pc.greater(pc.fill_null(pc.list_value_length(own), 0), 0))
+        edited = np.asarray(pc.is_in(members.column("media_id"), value_set=self.edited))
+        uses_made = {"fill": ~has_own, "beside": has_made, "instead": has_made}[dataset.made_captions] & ~edited
+        uses_own = ~uses_made | (dataset.made_captions == "beside")
+        parts = [pc.if_else(pa.array(uses_own), own, None)]
+        parts += [pc.if_else(pa.array(uses_made), captions, None) for captions in made]
+        # Lists of several columns, joined row by row.
+        owner = np.concatenate([np.asarray(pc.list_parent_indices(part)) for part in parts])
+        values = pa.concat_arrays([pc.list_flatten(part) for part in parts])
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(members)))])
+        order = pa.array(np.argsort(owner, kind="stable"))
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(order))
+
+
+@dataclass(frozen=True)
+class MadeMasks:
+    """The masks of one cache. request: by which they were made. table: of cache.sets.item_rows.list_masks."""
+
+    request: ItemRequest
+    fingerprint: str
+    table: pa.Table
+
+    def add(self, members: CandidateItems) -> None:
+        """Give its mask to each picture and clip that has none of its own. A made mask is identified by its member, the
+        model and the settings."""
+        ids = item_samples(self.request, members).column("sample_id").combine_chunks()
+        path = _find(self.table, "path", ids)
+        name = identity.hash_values(pc.binary_join_element_wise(self.fingerprint, ids, "/"))
+        has_own = members.column("mask_id").is_valid()
+        for column, made in (("mask", path), ("mask_id", name), ("mask_kind", MADE)):
+            values = pc.if_else(has_own, members.column(column), pc.if_else(path.is_valid(), made, None))
+            members.table = members.table.set_column(members.table.column_names.index(column), column, [values])
+
+
+def _find(table: pa.Table, column: str, ids: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """The column's value of each sample id, null for an unknown one."""
+    ids = ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
+    indices = pc.index_in(ids, value_set=table.column("sample_id").combine_chunks())
+    return table.column(column).combine_chunks().take(indices)

@@ -124,59 +124,73 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     rows = rows.take(_sort_order(rows))
     prompt_ids = [name for prompt in prompts for name in (prompt["text"], prompt["negative"])]
     prompt_texts = texts.find(pa.array(prompt_ids + ([null] if null else []), pa.string()))
-    images = latents.find(pa.array([prompt["condition"] for prompt in prompts], pa.string()))
     # Texts are numbered by first use, so that neighboring samples find their texts together.
-    null_texts = _to_int64(rows.column("null_text"))
-    used_texts = [np.asarray(pc.list_flatten(rows.column("texts"))), null_texts[null_texts >= 0], prompt_texts]
-    text_numbers = _Renumbering(len(texts.shard), used_texts)
-    members = {kind: _to_int64(rows.column(kind)) for kind in samples}
-    first, files = dict[str, int](), list[dict[str, str]]()  # first: of each kind the index in `files` of its first
-    for kind, encoded in {"latents": latents, "text": texts, **samples}.items():
-        first[kind] = len(files)
-        files += [{"path": path, "kind": kind} for path in encoded.paths]
-    text_shards = first["text"] + texts.shard[text_numbers.used]
-    sample_shards = {kind: first[kind] + samples[kind].shard[at] for kind, at in members.items()}
-    further = [sample_shards[kind] for kind in samples if kind != "latents"]
-    image_shards = latents.shard[images[images >= 0]]
-    references = {part: _to_int64(rows.column(part)) for part in REFERENCE_PARTS if part in rows.column_names}
-    reference_shards = [first["latents"] + latents.shard[at[at >= 0]] for at in references.values()]
-    listed = [latents.find(pa.array(prompt.get("references", []), pa.string())) for prompt in prompts]
-    prompt_shards = [first["latents"] + latents.shard[at] for at in listed]
-    used = [image_shards, text_shards, *further, *reference_shards, *prompt_shards]
-    shards = _Renumbering(len(files), [sample_shards["latents"], *used])
+    captions, null_texts = np.asarray(pc.list_flatten(rows.column("texts"))), _to_int64(rows.column("null_text"))
+    text_numbers = _Renumbering(len(texts.shard), [captions, null_texts, prompt_texts])
+    kinds = {"latents": latents, "text": texts, **samples}
+    files = [{"path": path, "kind": kind} for kind, encoded in kinds.items() for path in encoded.paths]
+    starts = dict(zip(kinds, np.cumsum([0, *(len(encoded.paths) for encoded in kinds.values())]), strict=False))
+
+    def find_shards(kind: str, members: IntArray) -> IntArray:
+        """(n,) the number in `files` of the shard of each member, -1 for -1."""
+        return np.where(members < 0, -1, starts[kind] + kinds[kind].shard[members])
+
+    parts = [part for part in ("latents", *samples, *REFERENCE_PARTS) if part in rows.column_names]
+    members = {part: _to_int64(rows.column(part)) for part in dict.fromkeys(parts)}
+    kind_of = {part: part if part in samples else "latents" for part in members}
+    places = {part: find_shards(kind_of[part], at) for part, at in members.items()}
+    text_shards = find_shards("text", text_numbers.used)
+    images = [[prompt["condition"]] if prompt["condition"] else prompt.get("references", []) for prompt in prompts]
+    shown = [latents.find(pa.array(ids, pa.string())) for ids in images]
+    shown_shards = [find_shards("latents", at) for at in shown]
+    conditions = [at for at, prompt in zip(shown_shards, prompts, strict=True) if prompt["condition"]]
+    used = [places["latents"], *conditions, text_shards, *places.values(), *shown_shards]
+    shards = _Renumbering(len(files), used)
     text_ids = texts.wanted_ids.take(pa.array(text_numbers.used))
     text_columns = [text_ids, shards.of(text_shards), texts.row[text_numbers.used]]
-    locations = {kind: (shards.of(sample_shards[kind]), samples[kind].row[at]) for kind, at in members.items()}
+    columns = {name: rows.column(name) for name in ("sample_id", "role", *GROUP_COLUMNS, "regularization")}
+    for part, at in members.items():
+        encoded, prefix, absent = samples[kind_of[part]], "" if part == "latents" else f"{part}_", at < 0
+        columns[f"{prefix}shard"] = pa.array(shards.of(places[part]), pa.int32(), mask=absent)
+        columns[f"{prefix}row"] = pa.array(encoded.row[at], pa.int32(), mask=absent)
+        if part in REFERENCE_PARTS:
+            columns[f"{prefix}id"] = encoded.wanted_ids.take(pa.array(at, mask=absent))
+    numbers = pa.array(text_numbers.of(captions), pa.int32())
+    columns["texts"] = pa.ListArray.from_arrays(pa.array(_list_offsets(rows.column("texts")), pa.int32()), numbers)
+    absent = null_texts < 0
+    columns["null_text"] = pa.array(np.where(absent, 0, text_numbers.of(null_texts)), mask=absent)
+    schema = index_schema(sorted(samples.keys() - {"latents"}), len(members) - len(samples))
     tables = {
-        "index": _add_references(_index_table(rows, text_numbers, locations), references, latents, shards),
+        "index": pa.table([columns[name] for name in schema.names], names=schema.names).cast(schema),
         "texts": pa.table(text_columns, names=SET_TEXTS_SCHEMA.names).cast(SET_TEXTS_SCHEMA),
         "shards": pa.Table.from_pylist([files[i] for i in shards.used.tolist()], SET_SHARDS_SCHEMA),
     }
-    numbers = text_numbers.of(prompt_texts).tolist()
-    entries = []
-    for i, (prompt, image) in enumerate(zip(prompts, images.tolist(), strict=True)):
+    numbers, entries = text_numbers.of(prompt_texts).tolist(), []
+    for i, prompt in enumerate(prompts):
         entry = {key: prompt[key] for key in ("name", "prompt", "negative_prompt", "bucket")}
         entry |= {"text": numbers[2 * i], "negative": numbers[2 * i + 1], "condition": None}
+        at = zip(shards.of(shown_shards[i]).tolist(), latents.row[shown[i]].tolist(), strict=True)
+        rows_shown = [{"shard": shard, "row": row} for shard, row in at]
         if "image" in prompt:
             entry["image"] = prompt["image"]
-        if image >= 0:
-            entry["condition"] = {"shard": int(shards.of(latents.shard[image])), "row": int(latents.row[image])}
+        if prompt["condition"]:
+            (entry["condition"],) = rows_shown
         if "references" in prompt:
-            places = zip(prompt["references"], shards.of(prompt_shards[i]), latents.row[listed[i]], strict=True)
-            entry["references"] = [{"id": id, "shard": int(shard), "row": int(row)} for id, shard, row in places]
+            entry["references"] = [{"id": id, **row} for id, row in zip(images[i], rows_shown, strict=True)]
         entries.append(entry)
     return TrainingSetTables(tables, left_out, entries, numbers[-1] if null else None)
 
 
 class _Renumbering:
-    """Numbers from 0 on, in the order of first use, for those of range(size) that are used."""
+    """Numbers from 0 on, in the order of first use, for the numbers of range(size) that are used; -1 stays -1."""
 
     def __init__(self, size: int, used: Sequence[IntArray]) -> None:
         values = np.concatenate(used)
+        values = values[values >= 0]
         first = np.empty(size, np.int64)
         first[values[::-1]] = np.arange(len(values))[::-1]  # of a repeated index the last assignment counts
         self.used = values[first[values] == np.arange(len(values))]
-        self._number = np.full(size, -1, np.int64)
+        self._number = np.full(size + 1, -1, np.int64)
         self._number[self.used] = np.arange(len(self.used))
 
     def of(self, values: IntArray) -> IntArray:
@@ -222,29 +236,12 @@ def _select_encoded(
 
 def _find_references(active: pa.Table, latents: EncodedMembers) -> dict[str, IntArray]:
     """Part -> (n,) indices in the wanted ids of the references of active samples, -1 where one has fewer."""
-    if "references" not in active.column_names:
+    if "references" not in active.column_names or not len(active):
         return {}
     lists = active.column("references").combine_chunks()
-    members, offsets = latents.find(pc.list_flatten(lists)), _list_offsets(lists)
-    indices = {}
-    for number, part in zip(range(int(np.diff(offsets).max(initial=0))), REFERENCE_PARTS, strict=False):
-        at = offsets[:-1] + number
-        indices[part] = np.where(at < offsets[1:], np.append(members, -1)[np.minimum(at, len(members))], -1)
-    return indices
-
-
-def _add_references(
-    index: pa.Table, references: Mapping[str, IntArray], latents: EncodedMembers, shards: "_Renumbering"
-) -> pa.Table:
-    """The index with the columns of its samples' references. references: part -> (n,) indices in the wanted ids."""
-    for part, at in references.items():
-        absent = at < 0
-        ids = latents.wanted_ids.take(pa.array(at, mask=absent))
-        index = index.append_column(f"{part}_id", pa.chunked_array([ids]))
-        shard = np.where(absent, -1, shards.of(latents.shard[at]))
-        for name, numbers in (("shard", shard), ("row", latents.row[at])):
-            index = index.append_column(f"{part}_{name}", pa.array(numbers, pa.int32(), mask=absent))
-    return index
+    count = pc.max(pc.list_value_length(lists)).as_py()
+    padded = pc.list_slice(lists, 0, count, return_fixed_size_list=True)
+    return dict(zip(REFERENCE_PARTS, latents.find(padded.flatten()).reshape(-1, count).T, strict=False))
 
 
 def _sort_order(rows: pa.Table) -> pa.Array:
@@ -273,22 +270,6 @@ def _require_prompts(prompts: list[TableRow], null: str | None, texts: EncodedMe
                 f"{prompt} could not be encoded: {aside[0].message}",
                 "correct it, then run `latentpress bucket` and the encoding stages with --retry-set-aside",
             )
-
-
-def _index_table(
-    rows: pa.Table, text_numbers: _Renumbering, locations: Mapping[str, tuple[IntArray, IntArray]]
-) -> pa.Table:
-    """The index, of schemas.tables.index_schema, from rows of `_select_encoded`. locations: (shards, rows) by kind."""
-    null_texts, lists = _to_int64(rows.column("null_text")), rows.column("texts")
-    captions = pa.array(text_numbers.of(np.asarray(pc.list_flatten(lists))), pa.int32())
-    columns = {name: rows.column(name) for name in ("sample_id", "role", *GROUP_COLUMNS, "regularization")}
-    for kind, (shard, row) in locations.items():
-        prefix = "" if kind == "latents" else f"{kind}_"
-        columns |= {f"{prefix}shard": pa.array(shard), f"{prefix}row": pa.array(row)}
-    columns["texts"] = pa.ListArray.from_arrays(pa.array(_list_offsets(lists), pa.int32()), captions)
-    columns["null_text"] = pa.array(np.where(null_texts < 0, 0, text_numbers.of(null_texts)), mask=null_texts < 0)
-    schema = index_schema(sorted(locations.keys() - {"latents"}))
-    return pa.table([columns[name] for name in schema.names], names=schema.names).cast(schema)
 
 
 def _list_offsets(lists: pa.ChunkedArray | pa.Array) -> IntArray:

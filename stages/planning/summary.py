@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 
 from cache.order.schedule import BatchSchedule, Span
 from schemas.config.datasets import Dataset
+from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
-from schemas.family import ScaleWindow
-from schemas.geometry import Bucket, choose_buckets, resolution_buckets
+from schemas.geometry import Bucket
 from schemas.tables import ACTIVE_SCHEMA, TRAINED_ROLES
-from stages.planning.crop_selection import LARGE_LOSS, StepReport
+from stages.planning.crop_selection import StepCost
 from stages.planning.plan_builder import DraftPlan
 from stages.planning.units import sample_tensor_bytes
 
@@ -134,40 +134,37 @@ def _difference(names: pa.Array, others: pa.Array) -> pa.Array:
     return names.filter(pc.invert(pc.is_in(names, value_set=others)))
 
 
-def dataset_table(config: Config, plan: DraftPlan) -> list[TableRow]:
+def dataset_table(model: Model, datasets: Sequence[Dataset], plan: DraftPlan) -> list[TableRow]:
     """One row for each dataset: how many items it has, and how they are used."""
-    table, crops = [], {dataset.id: dataset.crop for dataset in config.datasets}
+    table, crops = [], {dataset.id: dataset.crop for dataset in datasets}
     for name, notes in plan.notes.items():
-        roles = only_trained(plan.active.filter(pc.equal(plan.active.column("dataset"), name))).column("role")
-        row: TableRow = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": len(roles)}
-        row["held_out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
+        active = only_trained(plan.active.filter(pc.equal(plan.active.column("dataset"), name)))
+        used = pc.count_distinct(active.column("path")).as_py()
+        row: TableRow = {"dataset": name, "items": notes.items, "used": used, "samples": active.num_rows}
+        row["held_out"] = pc.sum(pc.equal(active.column("role"), "eval")).as_py() or 0
         row["duplicates"] = notes.duplicates
-        row["bucket_step"] = "family" if notes.step is None else notes.step.now.step
-        more = notes.step.now.more if notes.step and crops[name] else 0.0
+        row["bucket_step"] = "family" if notes.step is None else notes.step.step
+        more = notes.step.more if notes.step and crops[name] else 0.0
         row["cut_off_percent_more"] = round(100 * max(0.0, more), 2)  # a coarser step may cut off less, too
-        if config.model.condition is not None and config.model.condition.kind == "source":
+        if model.condition is not None and model.condition.kind == "source":
             row["sources_of_other_aspect"] = len(notes.aspect_differs)
-        if config.model.family_spec.video:
+        if model.family_spec.video:
             row["rounded_down"], row["repeating_frames"] = notes.rounded, notes.repeating
         table.append(row)
     return table
 
 
-def step_warning(dataset: Dataset, report: StepReport | None) -> str | None:
+def step_warning(dataset: Dataset, cost: StepCost | None) -> str | None:
     """A warning if a dataset's bucket step costs much, with a smaller one that does not, else None."""
-    if report is None or report.advised is None:
+    if cost is None or cost.advised is None:
         return None
-    now, advised, what = report.now, report.advised, "cut off" if dataset.crop else "lost by stretching"
-    costs = []
-    if now.more >= LARGE_LOSS:
-        least = f"{100 * (now.lost - now.more):.1f} % with the finest step"
-        costs.append(f"{100 * now.lost:.1f} % of a picture is {what} on average ({least})")
-    if now.set_aside:
-        costs.append(f"{now.set_aside} of {now.kept} items are set aside that the finest step keeps")
+    what = "cut off" if dataset.crop else "lost by stretching"
     return (
-        f"{dataset.id}: in buckets in steps of {now.step} pixels {' and '.join(costs)}. With "
-        f"datasets.{dataset.id}.bucket_step: {advised.step}, {100 * advised.lost:.1f} % is {what}, and the number of "
-        f"sizes is {advised.shapes} instead of {now.shapes}"
+        f"{dataset.id}: in buckets in steps of {cost.step} pixels, {100 * cost.lost:.1f} % of a picture is {what} on "
+        f"average ({100 * (cost.lost - cost.more):.1f} % with the finest step), and {cost.dropped} of {cost.kept} "
+        "items are rejected that the finest step keeps. "
+        f"Set datasets.{dataset.id}.bucket_step: {cost.advised}, which has "
+        "more sizes and costs less"
     )
 
 
@@ -176,48 +173,17 @@ def scale_name(factors: Sequence[float]) -> str:
     return "x".join(f"{factor:g}" for factor in factors)
 
 
-def scale_warning(config: Config, buckets: list[TableRow], multiple: int) -> str | None:
+def scale_warning(model: Model, buckets: list[TableRow]) -> str | None:
     """A warning if the flavour was made for one scale class and some buckets have the other, else None."""
-    window = config.model.family_spec.scale_window
-    if window is None or not config.model.flavour_spec.in_window:
+    window = model.family_spec.scale_window
+    if window is None or not model.flavour_spec.in_window:
         return None
     inside = scale_name(window.inside)
     outside = [row["bucket"] for row in buckets if row[SCALE_CLASS] != inside]
     if not outside:
         return None
-    used = [dataset for dataset in config.datasets if not dataset.disabled]
-    advice = [
-        text
-        for dataset in used
-        for current in dataset.resolutions(config.model.family_spec.resolution)
-        if (text := _advise_resolution(dataset, current, window, outside, multiple))
-    ]
     return (
-        f"{config.model.flavour_spec.name} was made for sides of {window.low} to {window.high} pixels; outside are "
-        f"{', '.join(outside)}. "
-        + ("; ".join(advice) or f"Choose a resolution whose buckets are all of scale class {inside}")
+        f"{model.flavour_spec.name} was made for sides of {window.low} to {window.high} pixels, scale class {inside}; "
+        f"outside are {', '.join(outside)}. Choose a resolution, and a max_aspect of at most "
+        f"{math.floor(100 * window.high / window.low) / 100:g}, with which both sides of each are inside"
     )
-
-
-def _advise_resolution(
-    dataset: Dataset, current: float, window: ScaleWindow, outside: list[str], multiple: int
-) -> str | None:
-    """The resolution nearest to `current`, one of this dataset's, that brings its buckets of `outside` into the window;
-    if they are too wide for any, with a smaller max_aspect."""
-    kind, several = dataset.resolution_type, isinstance(dataset.resolution, tuple)
-    current_sizes = resolution_buckets(current, kind, multiple, step=dataset.bucket_step, max_aspect=dataset.max_aspect)
-    shapes = [bucket for name in outside if ((bucket := Bucket.parse(name)).width, bucket.height) in current_sizes]
-    if dataset.buckets == "family" or not shapes:
-        return None
-    width, height = (np.array([getattr(shape, side) for shape in shapes]) for side in ("width", "height"))
-    sides = range(window.low, window.high + 1, 2)
-    candidates = [side if kind != "area" else side * side / 1e6 for side in sides]
-    widest = int(100 * window.high / window.low) / 100
-    for aspect in (dataset.max_aspect, min(dataset.max_aspect, widest)):
-        for resolution in sorted(candidates, key=lambda value: abs(value - current)):
-            sizes = resolution_buckets(resolution, kind, multiple, step=dataset.bucket_step, max_aspect=aspect)
-            if all(window.holds(*sizes[index]) for index in choose_buckets(width, height, sizes)):
-                narrower = "" if aspect == dataset.max_aspect else f" with max_aspect: {aspect:g}"
-                instead = f" instead of {current:g}" if several else ""
-                return f"datasets.{dataset.id}.resolution: {resolution:g}{instead}{narrower} would be inside"
-    return None

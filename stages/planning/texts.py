@@ -1,8 +1,10 @@
-"""From captions to texts: filtered, shuffled, joined, cleaned and given ids, for a whole table at once.
+"""From captions to texts: filtered, shuffled, joined, cleaned and given ids, for a whole table at once; and the rows of
+a plan's table "texts", of which some have images in their prompts.
 
 Every step works on distinct captions, so a caption that a million items share is processed once.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,8 @@ from schemas.errors import LatentpressError
 from schemas.family import Template
 from schemas.identity import mix_bits
 from schemas.tables import texts_schema
+from stages.planning.candidates import CandidateItems, drop_duplicate_ids
+from stages.planning.samples import Geometries, PlannedReferences, geometry_column
 
 RENDER_CHUNK = 8192  # prompts rendered at a time, which bounds memory: a template has hundreds of bytes
 
@@ -132,3 +136,74 @@ def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: 
     schema = texts_schema("references" in columns)
     columns = {field.name: columns.get(field.name, pa.nulls(count, field.type)) for field in schema}
     return pa.table(columns, schema=schema)
+
+
+def plan_text(
+    template: Template, caption: str, *, negative: bool = False, image: Mapping[str, pa.Array] | None = None
+) -> pa.Table:
+    """The row of schemas.tables.texts_schema of one text. The null prompt is "" as a negative prompt.
+
+    image: if the template has images, one row of `prompt_image_columns` or `prompt_reference_columns`.
+    """
+    cleaned = pa.array([template.cleaner.text(caption)])
+    columns = dict(image or {})
+    ids = compute_text_ids(cleaned, template, negative=negative, images=columns.pop("key", None))
+    return text_table(ids, cleaned, template, negative=negative, **columns)
+
+
+def plan_texts(
+    template: Template,
+    members: CandidateItems,
+    captioned_by: np.ndarray,
+    captions: CleanedCaptions,
+    references: PlannedReferences | None,
+) -> tuple[pa.Table, pa.Array, pa.Array | None]:
+    """(rows of `texts_schema`, list of text ids of each sample, each sample's own null text or None).
+
+    members: pictures and clips, one for each sample. captioned_by: (m,) whose captions each one has, by the number in
+    `captions`.
+    """
+    count = int(captioned_by.max(initial=-1)) + 1
+    offsets = pa.array(np.concatenate([[0], np.cumsum(np.bincount(captions.item, minlength=count))]), pa.int32())
+    if not template.with_image:
+        ids = compute_text_ids(captions.texts, template)
+        used = pa.array(np.flatnonzero(np.bincount(captions.caption, minlength=1)))
+        rows = text_table(ids.take(used), captions.texts.take(used), template, negative=False)
+        lists = pa.ListArray.from_arrays(offsets, ids.take(pa.array(captions.caption)))
+        return rows, lists.take(pa.array(captioned_by)), None
+    assert count == len(members), "tasks with an image in the prompt have one sample for each item"
+    dataset = pa.repeat(members.dataset, len(members))
+    if references is None:
+        sources = members.column("source"), members.column("source_id"), members.values["source_geometry"]
+        images = prompt_image_columns(dataset, *sources)
+    else:
+        images = prompt_reference_columns(dataset, references.ids)
+    of_captions = {name: column.take(pa.array(captions.item)) for name, column in images.items()}
+    captioned = captions.texts.take(pa.array(captions.caption))
+    ids = compute_text_ids(captioned, template, images=of_captions.pop("key"))
+    empty = pa.repeat("", len(members))
+    null_ids = compute_text_ids(empty, template, negative=True, images=images.pop("key"))
+    rows = pa.concat_tables(
+        [
+            text_table(ids, captioned, template, negative=False, **of_captions),
+            text_table(null_ids, empty, template, negative=True, **images),
+        ]
+    )
+    return drop_duplicate_ids(rows, "text_id"), pa.ListArray.from_arrays(offsets, ids), null_ids
+
+
+def prompt_image_columns(
+    dataset: pa.Array, path: pa.Array, media_id: pa.Array, geometry: Geometries
+) -> dict[str, pa.Array]:
+    """Columns of schemas.tables.TEXTS_SCHEMA for images in prompts, and "key": their ids as the encoder sees them."""
+    columns = {"image_dataset": dataset, "image_path": path, "image_id": media_id}
+    one_frame = geometry.copy()
+    one_frame[:, 2] = 1
+    key = identity.prompt_image_ids(media_id, one_frame)
+    return columns | {"image_geometry": geometry_column(geometry), "key": key}
+
+
+def prompt_reference_columns(dataset: pa.Array, references: pa.Array) -> dict[str, pa.Array]:
+    """Columns of schemas.tables.texts_schema for lists of references in prompts, and "key": the lists' ids."""
+    key = identity.hash_values(pc.binary_join(references, ""))
+    return {"image_dataset": dataset, "references": references, "key": key}

@@ -74,16 +74,36 @@ def sample_units(config: Config, samples: pa.Table) -> pa.Table:
     references = pc.is_in(samples.column("role"), value_set=pa.array(SOURCE_ROLES))
     kind = pc.if_else(references, "reference", validation)
     group = pc.binary_join_element_wise(bucket, kind, samples.column("condition"), "|")
-    group = group.combine_chunks().dictionary_encode()
-    ids, codes = samples.column("sample_id").combine_chunks(), np.asarray(group.indices)
+    return _divide_groups("latents", samples, group, sample_tensor_bytes(config, samples), _limit(config))
+
+
+def item_units(config: Config, samples: pa.Table) -> pa.Table:
+    """Divide the members of an item plan into units of pictures of one size, in the order of their ids: of about
+    cache.unit_mib of pixels, and of at most MOST_MEMBERS."""
+    buckets = pc.struct_field(samples.column("geometry"), "bucket")
+    sources = pc.fill_null(pc.struct_field(samples.column("source_geometry"), "bucket"), "")
+    group = pc.binary_join_element_wise(buckets, sources, "|")
+    coded, limit = group.combine_chunks().dictionary_encode(), _limit(config)
+    pictures = ([Bucket.parse(part) for part in name.split("|") if part] for name in coded.dictionary.to_pylist())
+    pixels = [sum(picture.width * picture.height * picture.frames for picture in sizes) for sizes in pictures]
+    sizes = np.maximum(3 * np.array(pixels, np.int64), -(-limit // MOST_MEMBERS))[np.asarray(coded.indices)]
+    return _divide_groups("items", samples, group, sizes, limit)
+
+
+def _limit(config: Config) -> int:
+    return int(config.cache.unit_mib * 2**20)
+
+
+def _divide_groups(kind: str, samples: pa.Table, group: pa.ChunkedArray, sizes: np.ndarray, limit: int) -> pa.Table:
+    """Units of each group of samples, in the order of their ids. group: its bucket, and perhaps more after a "|"."""
+    coded = group.combine_chunks().dictionary_encode()
+    ids, codes = samples.column("sample_id").combine_chunks(), np.asarray(coded.indices)
     order = np.lexsort((identity.id_prefixes(ids), codes))
-    ends = np.cumsum(np.bincount(codes, minlength=len(group.dictionary)))
-    sizes, limit = sample_tensor_bytes(config, samples), int(config.cache.unit_mib * 2**20)
+    ends = np.cumsum(np.bincount(codes, minlength=len(coded.dictionary)))
     units = [UNITS_SCHEMA.empty_table()]
-    for name, code in sorted((name, code) for code, name in enumerate(group.dictionary.to_pylist())):
+    for name, code in sorted((name, code) for code, name in enumerate(coded.dictionary.to_pylist())):
         rows = order[ends[code - 1] if code else 0 : ends[code]]
-        members = ids.take(pa.array(rows))
-        units.append(split_into_units("latents", name.split("|")[0], members, sizes[rows], limit))
+        units.append(split_into_units(kind, name.partition("|")[0], ids.take(pa.array(rows)), sizes[rows], limit))
     return pa.concat_tables(units)
 
 
@@ -94,12 +114,12 @@ def text_units(config: Config, texts: pa.Table, active: pa.Table) -> pa.Table:
     then read and encoded once."""
     if not len(texts):
         return UNITS_SCHEMA.empty_table()
-    sizes, limit = text_tensor_bytes(config, texts), int(config.cache.unit_mib * 2**20)
+    sizes, limit = text_tensor_bytes(config, texts), _limit(config)
     ids = texts.column("text_id").combine_chunks()
     buckets = image_buckets(texts)
     bucket = np.argsort(np.argsort(buckets.dictionary.to_pylist()))[np.asarray(buckets.indices)]
     prefixes, lengths = identity.id_prefixes(ids), np.asarray(pc.utf8_length(texts.column("text")))
-    places = _first_uses(prefixes, active)
+    places = _first_uses(ids, active)
     image = np.zeros(len(ids), np.uint64)  # a number for the image in each prompt, file and crop; 0 without one
     group = np.zeros(len(ids), np.int64)  # of texts sorted by length
     lists = texts.column("references").combine_chunks() if "references" in texts.column_names else None
@@ -128,29 +148,9 @@ def text_units(config: Config, texts: pa.Table, active: pa.Table) -> pa.Table:
     return split_into_units("text", "", ids.take(pa.array(order)), sizes[order], limit, image[order], borders)
 
 
-def item_units(config: Config, samples: pa.Table) -> pa.Table:
-    """Divide the members of an item plan into units of pictures of one size, in the order of their ids: of about
-    cache.unit_mib of pixels, and of at most MOST_MEMBERS."""
-    buckets = pc.struct_field(samples.column("geometry"), "bucket")
-    sources = pc.fill_null(pc.struct_field(samples.column("source_geometry"), "bucket"), "")
-    group = pc.binary_join_element_wise(buckets, sources, "|").combine_chunks().dictionary_encode()
-    ids, codes = samples.column("sample_id").combine_chunks(), np.asarray(group.indices)
-    order = np.lexsort((identity.id_prefixes(ids), codes))
-    ends = np.cumsum(np.bincount(codes, minlength=len(group.dictionary)))
-    limit, units = int(config.cache.unit_mib * 2**20), [UNITS_SCHEMA.empty_table()]
-    for name, code in sorted((name, code) for code, name in enumerate(group.dictionary.to_pylist())):
-        rows = order[ends[code - 1] if code else 0 : ends[code]]
-        pictures = [Bucket.parse(part) for part in name.split("|") if part]
-        size = sum(3 * picture.width * picture.height * picture.frames for picture in pictures)
-        sizes = np.full(len(rows), max(size, -(-limit // MOST_MEMBERS)))
-        members = ids.take(pa.array(rows))
-        units.append(split_into_units("items", name.partition("|")[0], members, sizes, limit))
-    return pa.concat_tables(units)
-
-
-def _first_uses(prefixes: NDArray[np.uint64], active: pa.Table) -> NDArray[np.int64]:
-    """(n,) of each text, by the first half of its id, the place of the first sample that uses it, in the order in which
-    `sample_units` lists samples; -1 for a text that none uses."""
+def _first_uses(ids: pa.Array, active: pa.Table) -> NDArray[np.int64]:
+    """(n,) of each text the place of the first sample that uses it, in the order in which `sample_units` lists samples;
+    -1 for a text that none uses."""
     bucket = active.column("bucket").combine_chunks().dictionary_encode()
     ranks = np.argsort(np.argsort(bucket.dictionary.to_pylist()))
     validation = np.asarray(pc.equal(active.column("role"), VALIDATION))
@@ -158,19 +158,15 @@ def _first_uses(prefixes: NDArray[np.uint64], active: pa.Table) -> NDArray[np.in
     order = np.lexsort((samples, validation, ranks[np.asarray(bucket.indices)] if len(bucket) else validation))
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order))
+    first = np.full(len(ids), len(places))
+    null_texts = active.column("null_text")
     counts = np.asarray(pc.fill_null(pc.list_value_length(active.column("texts")), 0))
-    used = [identity.id_prefixes(pc.list_flatten(active.column("texts")))]
-    used_at = [np.repeat(places, counts)]
-    if active.column("null_text").null_count < len(places):
-        has_null_text = active.column("null_text").is_valid()
-        used.append(identity.id_prefixes(active.column("null_text").filter(has_null_text)))
-        used_at.append(places[np.asarray(has_null_text)])
-    by_id = np.argsort(prefixes)
-    known, names = prefixes[by_id], np.concatenate(used)
-    at = np.minimum(np.searchsorted(known, names), len(known) - 1)
-    is_known = known[at] == names
-    first = np.full(len(prefixes), len(places))
-    np.minimum.at(first, by_id[at[is_known]], np.concatenate(used_at)[is_known])
+    for names, used_at in (
+        (pc.list_flatten(active.column("texts")), np.repeat(places, counts)),
+        (null_texts.drop_null(), places[np.asarray(null_texts.is_valid())]),
+    ):
+        at = pc.index_in(names, value_set=ids)
+        np.minimum.at(first, np.asarray(at.drop_null()), used_at[np.asarray(at.is_valid())])
     first[first == len(places)] = -1
     return first
 

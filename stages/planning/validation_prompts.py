@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas import identity
 from schemas.clips import frames_available
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.section import listed
@@ -21,10 +20,11 @@ from schemas.errors import LatentpressError
 from schemas.family import SOURCE_ROLES, Condition
 from schemas.geometry import Bucket, cover_crop
 from schemas.identity import derive_seeds
-from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TRAINED_ROLES
+from schemas.tables import SAMPLES_SCHEMA, TRAINED_ROLES, active_schema
 from stages.planning.candidates import drop_duplicate_ids
-from stages.planning.plan_builder import DraftPlan, plan_text, prompt_image_columns
-from stages.planning.samples import active_rows, prompt_reference_columns, reference_rows
+from stages.planning.plan_builder import DraftPlan
+from stages.planning.samples import Geometries, active_rows, geometry_numbers, reference_rows, sample_table
+from stages.planning.texts import plan_text, prompt_image_columns, prompt_reference_columns
 
 TableRow = dict[str, Any]
 
@@ -97,7 +97,7 @@ def plan_references(
     }
     rows = reference_rows(condition, pa.table(columns))
     plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, rows]), "sample_id")
-    plan.active = pa.concat_tables([plan.active, active_rows(rows)])
+    plan.active = pa.concat_tables([plan.active, active_rows(rows, active_schema(references=True))])
     return rows.column("sample_id").to_pylist()
 
 
@@ -142,20 +142,21 @@ def add_validation_prompts(
             if prompt.image is None:
                 chosen = choose_image(plan, media, config.model.condition, name)
             start = _probe_image(config, prompt, probe, given) if chosen is None else chosen.media
-            sample = _condition_sample(prompt, start, bucket if config.model.condition.padded else given)
-            condition = sample["sample_id"]
-            active = dict.fromkeys(ACTIVE_SCHEMA.names)
-            active |= {name: sample[name] for name in ("sample_id", "role", "dataset", "path")}
-            active |= {"repeats": 0, "weight": 1.0, "regularization": False, "texts": []}
-            active["bucket"] = sample["geometry"]["bucket"]
-            table = pa.Table.from_pylist([sample], schema=SAMPLES_SCHEMA)
-            plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, table]), "sample_id")
-            plan.active = pa.concat_tables([plan.active, pa.Table.from_pylist([active], schema=ACTIVE_SCHEMA)])
+            bucket_of = bucket if config.model.condition.padded else given
+            covering = cover_crop(start["width"], start["height"], bucket_of.width, bucket_of.height)
+            geometry = geometry_numbers(bucket_of.width, bucket_of.height, bucket_of.frames, covering)
+            sample = _condition_sample(prompt, start, geometry)
+            condition = sample.column("sample_id")[0].as_py()
+            plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, sample]), "sample_id")
+            plan.active = pa.concat_tables([plan.active, active_rows(sample)])
             if template.with_image:
-                columns = (table.column(name).combine_chunks() for name in ("dataset", "path", "media_id", "geometry"))
-                image = prompt_image_columns(*columns)
+                columns = (sample.column(name).combine_chunks() for name in ("dataset", "path", "media_id"))
+                image = prompt_image_columns(*columns, geometry)
         negative = family.negative_prompt or "" if prompt.negative_prompt is None else prompt.negative_prompt
-        rows = plan_text(config, prompt.prompt, image=image), plan_text(config, negative, negative=True, image=image)
+        rows = (
+            plan_text(template, prompt.prompt, image=image),
+            plan_text(template, negative, negative=True, image=image),
+        )
         plan.texts = drop_duplicate_ids(pa.concat_tables([plan.texts, *rows]), "text_id")
         text, negative_text = (row.column("text_id")[0].as_py() for row in rows)
         plan.validation.append(
@@ -206,22 +207,11 @@ def _probe_image(config: Config, prompt: Prompt, probe: Callable[[Path, str], Ta
     return {key: image[key] for key in ("media_id", "width", "height")} | clip
 
 
-def _condition_sample(prompt: Prompt, image: TableRow, bucket: Bucket) -> TableRow:
-    """The sample of what a prompt starts from. image: media_id, width, height, kind, and of a clip start and rate.
-    bucket: that of its latents."""
-    covering = cover_crop(image["width"], image["height"], bucket.width, bucket.height)
-    crop = {"resize_w": int(covering.resize_width), "resize_h": int(covering.resize_height)}
-    crop |= {"x": int(covering.x), "y": int(covering.y)}
-    record = np.zeros(1, identity.SAMPLE_DTYPE)
-    record["media"] = identity.id_bytes(pa.array([image["media_id"]]))
-    record["geometry"] = [bucket.width, bucket.height, bucket.frames, *crop.values()]
-    record["start"], record["rate"] = image.get("start") or 0.0, image.get("rate") or 0.0
-    return dict.fromkeys(SAMPLES_SCHEMA.names) | {
-        "sample_id": identity.sample_ids(record)[0].as_py(),
-        "role": VALIDATION,
-        "dataset": VALIDATION,
-        "path": prompt.name,
-        **{key: image.get(key) for key in ("media_id", "kind", "start", "rate")},
-        "geometry": {"bucket": str(bucket), **crop},
-        "condition": "none",
-    }
+def _condition_sample(prompt: Prompt, image: TableRow, geometry: Geometries) -> pa.Table:
+    """The row of SAMPLES_SCHEMA of what a prompt starts from. image: media_id, width, height, kind, and of a clip start
+    and rate."""
+    columns = {"role": VALIDATION, "dataset": VALIDATION, "path": prompt.name}
+    columns |= {name: image[name] for name in ("media_id", "kind")}
+    times = {name: np.array([image[name]]) for name in ("start", "rate") if image.get(name) is not None}
+    row = sample_table({name: pa.array([value]) for name, value in columns.items()}, geometry, **times).to_pylist()
+    return pa.Table.from_pylist(row, SAMPLES_SCHEMA)  # the bytes under its nulls are a part of a plan's file

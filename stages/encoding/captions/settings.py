@@ -15,7 +15,8 @@ from schemas.config.encoding import PIXEL_MULTIPLE, Caption, Model
 from schemas.config.pipeline import Config
 from schemas.recipe import caption_settings
 from stages.encoding.stage_options import UsageError
-from stages.planning.items import ItemRequest, passes_filter
+from stages.planning.candidates import passes_filter
+from stages.planning.items import ItemRequest
 
 ADVICE = (
     "set caption.model to the folder or repository of a vision-language model that transformers loads for "

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from networkx.utils import UnionFind
 from numpy.typing import NDArray
 
 from cache.sets.item_rows import item_table_path, iter_item_rows
@@ -140,24 +141,27 @@ def _find_groups(
     """Numbers of the items that are copies of each other, also by way of others."""
     if not (count := sum(len(pairs) for pairs, _ in candidates)):
         return []
-    groups = _Groups(len(items.media_ids))
+    assert config.features is not None
+    groups = UnionFind()
     locations, stages = MediaLocations(config, plan), config.stages
     with (
         console.progress(count, "near-duplicates", "pairs") as progress,
         SandboxPool.configured(make_reader, stages.features.readers_per_worker, stages) as pool,
     ):
         for pairs, likeness in candidates:
-            at_once, in_vain = _pairs_at_once(config, bool(items.is_clip[pairs[:1, 0]].any())), 0
+            # Of a clip all sampled frames are read, so fewer clips are in memory together.
+            frames = config.features.frames if items.is_clip[pairs[:1, 0]].any() else 1
+            at_once, in_vain = max(1, _PAIRS_AT_ONCE // frames), 0
             for begin in range(0, len(pairs), at_once):
                 block = pairs[begin : begin + at_once].tolist()
-                apart = [pair for pair in block if groups.of(pair[0]) != groups.of(pair[1])]
+                apart = [pair for pair in block if groups[pair[0]] != groups[pair[1]]]
                 numbers = sorted({number for pair in apart for number in pair})
                 names = {number: items.sample_ids[number] for number in numbers}
-                local, joined = dict(_read_local(pool, config, locations, plan, names)), groups.joined
+                local, in_vain = dict(_read_local(pool, config, locations, plan, names)), in_vain + len(apart)
                 for first, second in apart:
-                    if groups.of(first) != groups.of(second) and show_the_same(local[first], local[second]):
-                        groups.join(first, second)
-                in_vain = in_vain + len(apart) if joined == groups.joined else 0
+                    if groups[first] != groups[second] and show_the_same(local[first], local[second]):
+                        groups.union(first, second)
+                        in_vain = 0
                 progress.advance(len(block))
                 if in_vain >= MOST_IN_VAIN and (left := len(pairs) - begin - len(block)):
                     progress.advance(left)
@@ -166,36 +170,7 @@ def _find_groups(
                         f"for near-duplicates, as none of the last {in_vain}, which are more alike, is one"
                     )
                     break
-    return groups.listed()
-
-
-class _Groups:
-    """Items, of which some are joined to groups. joined: how often two were."""
-
-    def __init__(self, count: int) -> None:
-        self._above, self.joined = list(range(count)), 0
-
-    def of(self, number: int) -> int:
-        while self._above[number] != number:
-            self._above[number] = self._above[self._above[number]]
-            number = self._above[number]
-        return number
-
-    def join(self, item: int, other: int) -> None:
-        first, second = sorted((self.of(item), self.of(other)))
-        self._above[second], self.joined = first, self.joined + 1
-
-    def listed(self) -> list[list[int]]:
-        groups: dict[int, list[int]] = {}
-        for number in range(len(self._above)):
-            groups.setdefault(self.of(number), []).append(number)
-        return [group for group in groups.values() if len(group) > 1]
-
-
-def _pairs_at_once(config: Config, clips: bool) -> int:
-    """Pairs whose local features are in memory together; of clips fewer, of which all sampled frames are."""
-    assert config.features is not None
-    return max(1, _PAIRS_AT_ONCE // config.features.frames) if clips else _PAIRS_AT_ONCE
+    return [sorted(group) for group in groups.to_sets() if len(group) > 1]
 
 
 def _read_local(

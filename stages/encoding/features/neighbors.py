@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.cli.starting import install_command
@@ -98,17 +99,15 @@ def _search(base: Floats, queries: Callable[[int, int], Floats], of_item: int) -
         likeness, near = index.search(np.ascontiguousarray(block.reshape(-1, base.shape[1])), NEIGHBORS + 1)
         rows = begin + np.repeat(np.arange(len(block)), of_item * (NEIGHBORS + 1))
         near, likeness = near.ravel(), likeness.ravel()
-        kept = (near >= 0) & (near != rows)  # faiss gives -1 where there are no more
-        rows, near, likeness = rows[kept], near[kept], likeness[kept]
-        order = np.lexsort((-likeness, near, rows))  # of the queries of an item the best for each neighbor
-        rows, near, likeness = rows[order], near[order], likeness[order]
-        first = np.ones(len(rows), bool)
-        first[1:] = (np.diff(rows) != 0) | (np.diff(near) != 0)
-        rows, near, likeness = rows[first], near[first], likeness[first]
-        order = np.lexsort((near, -likeness, rows))
-        rows, near, likeness = rows[order], near[order], likeness[order]
+        found = pa.table({"item": rows, "near": near, "likeness": likeness})
+        found = found.filter(pa.array((near >= 0) & (near != rows)))  # faiss gives -1 if there are no more
+        found = found.group_by(["item", "near"]).aggregate([("likeness", "max")])  # of the queries of an item the best
+        found = found.sort_by([("item", "ascending"), ("likeness_max", "descending"), ("near", "ascending")])
+        rows = np.asarray(found["item"])
         first = np.arange(len(rows)) - np.searchsorted(rows, rows) < NEIGHBORS
-        blocks.append(Neighbors(rows[first], near[first], likeness[first]))
+        blocks.append(
+            Neighbors(rows[first], np.asarray(found["near"])[first], np.asarray(found["likeness_max"])[first])
+        )
     return Neighbors(*map(np.concatenate, zip(*blocks, strict=True)))
 
 

@@ -1,24 +1,150 @@
-"""The worker of `features`: whole pictures and videos -> one vector by a model, their layout, and measures."""
+"""The worker of `features`: whole pictures and videos -> one vector by a model, their layout, and measures.
 
+The model is any vision model of transformers: a ViT, the image half of a CLIP or SigLIP, DINOv3, ConvNeXt and others. A
+picture is resized, cropped and normalized as the checkpoint's preprocessor_config.json says, by transformers' own image
+processor on Pillow, so that a vector does not depend on whether torchvision is installed. DINOv2 with patches of 14
+pixels is shown pictures in their own shape (`DinoModel`).
+"""
+
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
+from cache.models.single_model import CONFIG_FILE
+from cache.models.weights import WeightsError, config_errors, load_pretrained
 from cache.sets.item_rows import item_info
 from cache.shards.shard import ShardRow
 from cache.shards.tensors import Array
-from schemas.devices import HostCopy
+from schemas.devices import HostCopy, to_device
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.features.measures import layouts, measure
-from stages.encoding.features.settings import PROCESSOR_FILE, features_model, require_features
-from stages.encoding.features.vision_model import AutoModel, DinoModel, VisionModel, pool_clips
+from stages.encoding.features.settings import ADVICE, PROCESSOR_FILE, features_model, require_features
 from stages.encoding.member_reader import MemberPixels
+from stages.encoding.vision.features import patch_grid
+from stages.encoding.vision.worker import Encoder, resize_frames
 from stages.encoding.worker import FrameWorker
 from stages.engines.jobs import Job
+
+UNNEEDED = ("embeddings.mask_token", "mask_token")  # for training alone
+
+
+class VisionModel(Protocol):
+    def show(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
+        """The model's input, the first axis F. frames: uint8, of a picture or clip of this bucket."""
+
+    def vectors(self, shown: np.ndarray) -> torch.Tensor:
+        """float32 (F, C) on the device."""
+
+
+class DinoModel:
+    """A DINOv2 with patches of 14 pixels: its class token after the last norm."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, size: int) -> None:
+        self._encoder, self._size = Encoder(folder, dtype, device), size
+
+    def show(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
+        return resize_frames(frames_FHWC, patch_grid(bucket, self._size))
+
+    def vectors(self, shown: np.ndarray) -> torch.Tensor:
+        return self._encoder.class_tokens(shown)
+
+
+class AutoModel:
+    """Its `pooler_output`; without one the class token, and without that the mean of all tokens."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises WeightsError for damaged or missing weights, and for what is no model of pictures."""
+        with model_loading.reading_errors(str(folder), "the vision model"):
+            model_loading.check_picture_sizes(folder)
+            with config_errors(f"{folder}/{PROCESSOR_FILE}"):
+                self._processor: Any = _load_processor(folder)
+            with config_errors(f"{folder}/{CONFIG_FILE}"):
+                self._model: Any = _load_model(folder, dtype).eval().to(device)
+        self._has_class_token = any(name.endswith("cls_token") for name, _ in self._model.named_parameters())
+        with model_loading.reading_errors(str(folder), "the vision model"):
+            self._try_out(folder)
+
+    def show(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
+        return self._processor(images=list(frames_FHWC), return_tensors="np")["pixel_values"]
+
+    @torch.no_grad()
+    def vectors(self, shown: np.ndarray) -> torch.Tensor:
+        pixels = to_device(torch.from_numpy(np.ascontiguousarray(shown)), self._model.device)
+        output = self._model(pixel_values=pixels.to(self._model.dtype))
+        pooled = getattr(output, "pooler_output", None)
+        if pooled is None:
+            hidden = output.last_hidden_state
+            tokens_BLC = hidden if hidden.ndim == 3 else hidden.flatten(2).transpose(1, 2)  # (B, C, H, W)
+            pooled = tokens_BLC[:, 0] if self._has_class_token else tokens_BLC.mean(1)
+        return pooled.flatten(1).float()
+
+    def _try_out(self, folder: Path) -> None:
+        """WeightsError where one picture is no input of the model, or has two vectors."""
+        picture = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), np.uint8)
+        try:
+            first, second = (self.vectors(self.show(picture, Bucket(64, 64, 1))) for _ in range(2))
+        except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise WeightsError(
+                f"{folder}: no vector of a picture can be had of this model ({reason})", ADVICE
+            ) from error
+        if not torch.isfinite(first).all():
+            advice = "replace it with a whole copy, or set features.precision: float32"
+            raise WeightsError(f"{folder}: this model gives NaN or infinite numbers for a picture", advice)
+        if not torch.equal(first, second):
+            raise WeightsError(f"{folder}: this model gives one picture another vector each time", ADVICE)
+
+
+def pool_clips(model: VisionModel, clips: list[np.ndarray], limit: int) -> torch.Tensor:
+    """float16 vectors_NC on the device, of length one: of what `show` gave of each clip, all of one size, the mean of
+    its frames' vectors. limit: frames of one forward pass; a longer clip takes several."""
+    frames = clips[0] if len(clips) == 1 else np.concatenate(clips)
+    starts = range(0, len(frames), limit)
+    vectors_BC = torch.cat([model.vectors(frames[start : start + limit]) for start in starts])
+    means = [vectors_FC.mean(0) for vectors_FC in vectors_BC.split([len(clip) for clip in clips])]
+    return torch.nn.functional.normalize(torch.stack(means), dim=-1).to(torch.float16)
+
+
+def _load_processor(folder: Path) -> Any:
+    from transformers import AutoImageProcessor, ViTImageProcessorPil
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    values, _ = ImageProcessingMixin.get_image_processor_dict(folder)
+    if str(values.get("image_processor_type")).startswith("DINOv3"):
+        # Its own, which needs torchvision, resizes and normalizes by the same keys; at most a level of 255 differs.
+        return ViTImageProcessorPil.from_pretrained(folder)
+    try:
+        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, backend="pil")
+    except ImportError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise WeightsError(f"{folder}: its image processor can't be made here: {reason}", ADVICE) from error
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = getattr(config, "vision_config", None) or config  # of a CLIP or SigLIP the half for images
+    try:
+        model_class: Any = transformers.MODEL_MAPPING[type(config)]
+    except KeyError:
+        raise WeightsError(f"{folder} is a {config.model_type}, which stands for no model alone", ADVICE) from None
+    settings: dict[str, Any] = {}
+    if "add_pooling_layer" in inspect.signature(model_class).parameters:
+        # A ViT that was trained as a classifier has no weights for it: they would be drawn at random.
+        settings["add_pooling_layer"] = False
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as content:
+                names = content.keys()
+            settings["add_pooling_layer"] |= any("pooler." in name for name in names)
+    return load_pretrained(model_class, folder, unneeded=UNNEEDED, config=config, dtype=dtype, **settings)
 
 
 @dataclass(frozen=True)
@@ -78,12 +204,13 @@ class FeaturesWorker(FrameWorker):
     def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow]:
         frames = [item.frames for item in batch if item.frames is not None]
         pooled = HostCopy(pool_clips(self._model, frames, limit)) if self._model is not None else None
-        return self._rows(names, batch, pooled)
 
-    def _rows(self, names: list[str], batch: list[PreparedItem], pooled: HostCopy | None) -> Iterator[ShardRow]:
-        vectors = None if pooled is None else pooled.wait()
-        for number, (name, item) in enumerate(zip(names, batch, strict=True)):
-            tensors = {"layouts": Array.from_numpy(item.layouts)}
-            if vectors is not None:
-                tensors["features"] = model_loading.to_array(vectors[number])
-            yield ShardRow(name, tensors, {"measures": item.measures, **item_info(self.plan.samples[name])})
+        def rows() -> Iterator[ShardRow]:
+            vectors = None if pooled is None else pooled.wait()
+            for number, (name, item) in enumerate(zip(names, batch, strict=True)):
+                tensors = {"layouts": Array.from_numpy(item.layouts)}
+                if vectors is not None:
+                    tensors["features"] = model_loading.to_array(vectors[number])
+                yield ShardRow(name, tensors, {"measures": item.measures, **item_info(self.plan.samples[name])})
+
+        return rows()

@@ -5,16 +5,13 @@ import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from decimal import ROUND_HALF_UP, Decimal
-from fractions import Fraction
 from itertools import pairwise
-from math import ceil, floor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.buckets import photograph_sizes
 from cache.order.schedule import (
     BatchSchedule,
     BucketDraws,
@@ -23,7 +20,6 @@ from cache.order.schedule import (
     small_bucket_advice,
 )
 from cache.sets.draws import choose_captions, draw_caption_dropout
-from schemas.geometry import choose_buckets, resolution_buckets
 from schemas.identity import permute
 
 BUCKETS = ("64x64@1", "64x96@1", "640x640@5")
@@ -89,14 +85,6 @@ def test_shuffled_is_a_permutation(size: int, key: int) -> None:
     assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
 
 
-@pytest.mark.slow
-def test_small_permutations_are_all_reached_and_fair() -> None:
-    seen = Counter(tuple(permute(np.arange(4), 4, key).tolist()) for key in range(1200))
-    assert len(seen) == 24
-    chi2 = sum((n - 50) ** 2 / 50 for n in seen.values())
-    assert chi2 < 64  # 23 degrees of freedom: one in 100,000
-
-
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 6))  # batch size, micro-batches of a step
 
 
@@ -119,24 +107,6 @@ def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoc
     for batch in batches:
         assert set(batch.rows.tolist()) <= rows_of(batch.bucket, plan_spans)
         assert len(batch.rows) == batch_size
-
-
-@pytest.mark.long
-@settings(max_examples=25, deadline=None)
-@given(spans(), st.integers(0, 2**40), st.integers(1, 4))
-def test_over_the_epochs_every_row_is_drawn_its_share(plan_spans, seed, epochs) -> None:
-    """Floor or ceil of E d / n times, the passes of a row counting up from 0 without a gap."""
-    plan = BatchSchedule(plan_spans, seed, 1, 1)  # nothing to fill
-    passes: dict[int, list[int]] = {}
-    for number in range(epochs * plan.micro_batches_per_epoch):
-        batch = micro_batch(plan, number)
-        passes.setdefault(int(batch.rows[0]), []).append(int(batch.passes[0]))
-    for span in plan_spans:
-        share = Fraction(epochs * span.draws, span.count)
-        for row in range(span.start, span.start + span.count):
-            seen = passes.get(row, [])
-            assert len(seen) in (floor(share), ceil(share))
-            assert sorted(seen) == list(range(len(seen)))
 
 
 @pytest.mark.slow
@@ -241,27 +211,11 @@ def test_an_epoch_may_end_within_a_step() -> None:
     assert Counter(int(each.rows[0]) for number in range(3) for each in whole.step(number)) == {0: 8, 1: 8, 2: 8}
 
 
-def test_seeds_and_epochs_differ_and_repeat_themselves() -> None:
-    def order(seed: int, epoch: int) -> tuple[int, ...]:
-        plan = BatchSchedule([Span(A, 0, 500)], seed, 10, 10)
-        return tuple(np.concatenate([each.rows for each in epoch_of(plan, epoch)]).tolist())
-
-    assert len({order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)}) == 4
-    assert order(1, 1) == order(1, 1)
-
-
 def test_epochs_mix_their_batches_anew() -> None:
     """Not only the order of the batches differs: other samples are together."""
     plan = BatchSchedule([Span(A, 0, 40)], 0, 4, 4)
     first, second = ({frozenset(each.rows.tolist()) for each in epoch_of(plan, epoch)} for epoch in (0, 1))
     assert len(first & second) < 3
-
-
-def test_buckets_alternate_within_an_epoch() -> None:
-    plan = BatchSchedule([Span(A, 0, 300), Span(B, 300, 300)], 0, 10, 10)
-    names = [batch.bucket for batch in epoch_of(plan, 0)]
-    changes = sum(x != y for x, y in pairwise(names))
-    assert names.count(A) == names.count(B) == 30 and 15 < changes < 45
 
 
 def test_leftovers_are_filled_and_short_buckets_named() -> None:
@@ -295,22 +249,6 @@ def test_the_remedy_for_short_buckets_cures_them(counts, batch_size, count) -> N
     assert not cured.small_buckets and not any(twice(batch) for batch in epoch_of(cured, 0))
 
 
-def test_a_larger_bucket_step_cures_them_too() -> None:
-    """As the advice says, up to a quarter of the edge: fewer buckets, fewer small ones, fewer repeated photographs."""
-    width, height = photograph_sizes()
-    small, repeated = [], []
-    for step in (1, 64, 128, 256, 512):
-        sizes = resolution_buckets(1024, "pixel_area", 16, step=step)
-        counts = np.bincount(choose_buckets(width, height, sizes))
-        spans = [Span("{}x{}@1".format(*sizes[number]), 0, int(counts[number])) for number in np.flatnonzero(counts)]
-        plan = BatchSchedule(spans, 0, 8, 8)
-        small.append((len(plan.buckets), len(plan.small_buckets)))
-        repeated.append(sum(bucket.fill for bucket in plan.buckets))
-    assert small[0] > small[1] > small[2] > small[3] == small[4] and small[2][1] == 0
-    assert repeated[0] > repeated[1] > repeated[2]
-    assert "a larger `bucket_step`, up to a quarter" in small_bucket_advice([BucketDraws(A, 1, 1, 1, 7)])
-
-
 def twice(batch: MicroBatchRows) -> bool:
     return len(set(batch.rows.tolist())) < len(batch.rows)
 
@@ -330,12 +268,6 @@ def test_every_alternative_is_seen_as_often(count, extra, alternatives, seed) ->
         assert counts == Counter(dict.fromkeys(range(alternatives), 1 + extra))
 
 
-def test_first_captions_differ_between_samples() -> None:
-    rows = np.arange(4000)
-    first = choose_captions(3, rows, np.zeros_like(rows), np.full(4000, 4))
-    assert np.abs(np.bincount(first) - 1000).max() < 150
-
-
 def test_dropout_share_and_independence_of_world() -> None:
     flags = np.concatenate([draw_caption_dropout(5, step, np.arange(100), 0.1) for step in range(200)])
     assert abs(flags.mean() - 0.1) < 0.01
@@ -353,15 +285,3 @@ def test_a_billion_samples_cost_nothing() -> None:
     tracemalloc.stop()
     assert all(len({row for each in found for row in each.rows.tolist()}) > 250 for found in steps)
     assert draws_of(plan) == 1001 * 10**9 + 3 * 10**8 + 10**6
-
-
-@pytest.mark.slow
-def test_many_datasets_in_one_bucket() -> None:
-    """Ten thousand of a hundred samples each, of unlike weights."""
-    members = [Span(A, 100 * i, 100, i % 3, (1.0, 0.5, 0.25, 1.75)[i % 4]) for i in range(10_000)]
-    plan = BatchSchedule(members, 0, 64, 64)
-    drawn = Counter(int(row) // 100 % 12 for number in range(400) for row in micro_batch(plan, number).rows)
-    shares = np.array([members[i].draws for i in range(12)])
-    assert draws_of(plan) == shares.sum() * (10_000 // 12) + sum(span.draws for span in members[9996:])
-    found = np.array([drawn[i] for i in range(12)])
-    assert np.abs(found / found.sum() - shares / shares.sum()).max() < 0.01

@@ -2,8 +2,6 @@
 
 import itertools
 from collections import Counter
-from fractions import Fraction
-from math import ceil, floor
 
 import numpy as np
 import pyarrow as pa
@@ -66,23 +64,6 @@ def test_an_epoch_draws_what_the_order_over_the_whole_set_draws(given, seed, epo
     assert drawn.total() == wanted.total() + fill
     if all((np.diff(shards[span.start : span.start + span.count]) >= 0).all() for span in members):
         assert not wanted - drawn and (drawn - wanted).total() == fill
-
-
-@pytest.mark.slow
-@settings(max_examples=12, deadline=None)
-@given(sharded(), st.integers(0, 2**40), st.integers(1, 4), shuffles)
-def test_over_the_epochs_every_row_is_drawn_its_share(given, seed, epochs, shuffle) -> None:
-    members, shards = given
-    plan = by_shards(members, shards, seed, 1, 1, shuffle)  # nothing to fill
-    passes: dict[int, list[int]] = {}
-    for number in range(epochs * plan.micro_batches_per_epoch):
-        [each] = plan.step(number)
-        passes.setdefault(int(each.rows[0]), []).append(int(each.passes[0]))
-    for span in members:
-        share = Fraction(epochs * span.draws, span.count)
-        for row in range(span.start, span.start + span.count):
-            seen = passes.get(row, [])
-            assert len(seen) in (floor(share), ceil(share)) and sorted(seen) == list(range(len(seen)))
 
 
 @pytest.mark.slow
@@ -167,17 +148,6 @@ def test_samples_of_a_section_are_mixed() -> None:
     order = [dict.fromkeys(shards[rows].ravel().tolist()) for rows in epochs]
     assert list(order[0]) != list(order[1]) and list(order[0]) != sorted(order[0])
     assert np.array_equal(np.sort(epochs[0].ravel()), np.arange(4000))
-
-
-def test_buckets_come_as_their_shards_come() -> None:
-    """A bucket's steps are spread over the epoch, like its shards."""
-    members, shards = large_set([3000, 1000], 25)
-    plan = by_shards(members, shards, 0, 5, 10, 8)
-    names = [plan.step(step)[0].bucket for step in range(400)]
-    small = [number for number, name in enumerate(names) if name == members[-1].bucket]
-    assert 98 <= len(small) <= 102 and abs(np.mean(small) - 200) < 40
-    quarters = np.histogram(small, bins=4, range=(0, 400))[0]
-    assert quarters.min() > 8
 
 
 def test_the_digest_says_which_rows_share_a_shard() -> None:

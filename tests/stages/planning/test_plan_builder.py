@@ -13,6 +13,7 @@ from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
 from schemas.tables import MEDIA_SCHEMA
 from stages.planning.plan_builder import build_plan
+from stages.planning.summary import dataset_table
 from stages.planning.units import sample_units, text_units
 from tests.stages.planning.draft_plans import (
     captions,
@@ -94,9 +95,9 @@ def test_a_list_of_resolutions_plans_what_each_of_them_plans(found: list, upscal
     messages = [row["message"] for row in several.rejects.to_pylist()]
     assert len(messages) == len(set(messages))
     assert set(messages) == {row["message"] for plan in each for row in plan.rejects.to_pylist()}
-    notes = several.notes["a"]
-    assert (notes.items, notes.planned) == (len(rows), len(roles))
-    assert notes.held_out == sum(found == {"eval"} for found in roles.values())
+    made = config(resolution=[128, 64, 120, 128], **options)
+    [used] = dataset_table(made.model, made.datasets, several)
+    assert (used["items"], used["used"]) == (len(rows), len(roles))
 
 
 def test_a_picture_too_small_for_one_resolution_is_used_in_the_others():

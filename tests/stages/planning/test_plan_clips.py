@@ -74,11 +74,6 @@ def test_a_video_of_nearly_the_rate_repeats_nothing():
     assert reasons(short) == {"001.jpg": "too-short"} and "is 60 frames" in short.rejects["message"][0].as_py()
 
 
-def test_frame_interval_and_the_stride_hold_together():
-    assert starts(planned(videos(num_frames=60, frame_interval=6), [clip(0, 6.0)])) == [(0.0, 49)]
-    assert starts(planned(videos(num_frames=60), [clip(0, 6.0)])) == [(0.0, 57)]
-
-
 def test_one_length_for_all_where_only_the_aspect_counts():
     plan = planned(videos(bucket_strategy="aspect_ratio"), [clip(0, 0.8), clip(1, 3.0)])
     assert starts(plan) == [(0.0, 9)] and reasons(plan) == {"000.jpg": "too-short"}
@@ -95,10 +90,6 @@ def test_clip_selection():
     assert picked(clip="slide", clip_stride=7) == [0.0, 0.7, 1.4, 2.1]
     drawn = picked(clip="random", clips=3)
     assert drawn == picked(clip="random", clips=3) and all(0 <= start <= 2.1 for start in drawn)
-
-
-def test_chunks_end_with_what_is_left():
-    assert starts(planned(videos(clip="chunks"), [clip(0, 2.5)])) == [(0.0, 9), (0.9, 9), (1.8, 5)]
 
 
 def test_no_clip_crosses_a_scene_boundary():

@@ -13,9 +13,7 @@ from stages import bucket, discover, encode_latents
 @pytest.mark.parametrize(
     ("kind", "posterior", "masks"),
     [
-        ("kandinsky5-image-t2i", "sample", True),
         ("kandinsky5-image-i2i", "moments", True),
-        ("kandinsky5-video-i2v", "moments", False),
         ("kandinsky5-video-i2v", "sample", True),
     ],
 )

@@ -16,7 +16,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from cache.models.weights import WeightsError
 from schemas.geometry import Bucket
-from stages.encoding.features.vision_model import AutoModel, pool_clips
+from stages.encoding.features.worker import AutoModel, pool_clips
 from tests.forms import long
 from tests.stages.encoding.features.photographs import photograph
 
