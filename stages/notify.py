@@ -4,8 +4,8 @@ It only reads the run's folder, so a webhook that is down or slow neither stops 
 sent are recorded in <output>/<run>/notifications.json, so that a restart does not send them again.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 from cache.runs.training_run import read_progress
-from cache.store.files import replacing
 from cache.store.locks import FileLock
 from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
@@ -22,14 +21,12 @@ from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.interruption import pause
-from schemas.json_records import format_record, read_record
+from schemas.json_records import Record
 from stages.encoding.stage import refuse_partition
-from stages.follow.messages import LIMIT_S, Sending, Service, describe
-from stages.follow.run_events import Event, find_events
+from stages.follow.messages import TRIES, Event, Service, describe, find_events
 from stages.follow.watchers import WATCH_S, Watch
 
 RECORD_FILE, LOCK_FILE = "notifications.json", ".notify.lock"
-TOLD_S = 8.0  # for the events that are left when the program is told to finish
 
 
 @for_each_expert()
@@ -60,10 +57,12 @@ def run(
     if find_spec("apprise") is None:
         step = f"Install it: {install_command('notify')}"
         raise LatentpressError("notify.webhooks needs the package apprise, which is not installed", step)
-    with _only_one(folder) as is_alone:
-        if not is_alone:
-            report.details["webhooks"] = "another `latentpress notify` is at work on this run"
-            return report
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / LOCK_FILE) as lock:
+        with suppress(OSError):  # a file system without locks
+            if not lock.take():
+                report.details["webhooks"] = "another `latentpress notify` is at work on this run"
+                return report
         outbox = Outbox(config, console)
         if watch:
             _watch(config, outbox)
@@ -82,6 +81,12 @@ def run(
     return report
 
 
+class SentEvents(Record):
+    """notifications.json."""
+
+    events: tuple[Event, ...] = ()
+
+
 class Outbox:
     """The events of a run and the services that they are sent to. An event is tried a few times and then recorded,
     whether it was sent or not."""
@@ -94,30 +99,27 @@ class Outbox:
             if not service.is_usable:
                 console.warn(f"{service.problem}: no event is sent to it")
 
-    def send(self, events: Sequence[Event], seconds: float = LIMIT_S) -> None:
-        """Send events in order, each to all services at the same time, for `seconds` each at most."""
+    def send(self, events: Sequence[Event], tries: int = TRIES) -> None:
+        """Send events in order."""
         for event in events:
             message = describe(self._config, event)
-            wanting = [each for each in self.services if each.is_usable and event.event in each.hook.events]
-            for service, sending in [(service, Sending(service, message, seconds)) for service in wanting]:
-                service.count(sending.wait())
-                if service.problem:
-                    self._console.warn(f"the webhook of {service.hook.url_env} {service.problem}: {event.key}")
-            self.events.append(event)
-            with replacing(self._config.run_folder / RECORD_FILE) as temporary:
-                temporary.write_bytes(format_record({"events": [each.model_dump() for each in self.events]}))
+            for service in self.services:
+                if service.is_usable and event.event in service.hook.events:
+                    service.send(message, tries)
+                    if service.problem:
+                        self._console.warn(f"the webhook of {service.hook.url_env} {service.problem}: {event.key}")
+            self.events += (event,)
+            SentEvents(events=self.events).write(self._config.run_folder / RECORD_FILE)
 
 
-def _read_events(folder: Path) -> list[Event]:
+def _read_events(folder: Path) -> tuple[Event, ...]:
     """The events that were sent."""
-    path = folder / RECORD_FILE
-    if not path.exists():
-        return []
     try:
-        return [Event.model_validate(row) for row in read_record(path)["events"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        advice = "remove it: then every event of the run is sent again"
-        raise LatentpressError(f"{path} can't be read ({type(error).__name__})", advice) from error
+        return SentEvents.read(folder / RECORD_FILE).events
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        raise LatentpressError(str(error), "remove it: then every event of the run is sent again") from error
 
 
 def _watch(config: Config, outbox: Outbox) -> None:
@@ -127,25 +129,12 @@ def _watch(config: Config, outbox: Outbox) -> None:
     for last in watch:
         is_waiting = not (last and watch.told and read_progress(config).state == "finished")
         events, pending = find_events(config, outbox.events, watching=is_waiting)
-        outbox.send(events, TOLD_S / max(1, len(events)) if watch.told else LIMIT_S)
+        outbox.send(events, 1 if watch.told else TRIES)
     with activity("waiting for pictures and scores of the last validation, which decode and score make"):
         while pending and not watch.told:
             pause(WATCH_S)
             events, pending = find_events(config, outbox.events, watching=True)
             outbox.send(events)
-
-
-@contextmanager
-def _only_one(folder: Path) -> Iterator[bool]:
-    """Lock the sending of this run's events: False if another process has the lock. True, without a lock, on a file
-    system that has none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / LOCK_FILE) as lock:
-        try:
-            is_alone = lock.take()
-        except OSError:  # a file system without locks
-            is_alone = True
-        yield is_alone
 
 
 app = make_app(

@@ -15,10 +15,8 @@ import typer
 
 from cache.models.weights import hash_file
 from cache.runs.training_run import RESULT_NOTE, ResultNote
-from cache.store.files import replacing
 from cache.store.json_checks import check_object, printable
 from cache.store.store import Store
-from schemas import json_records
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.report import for_each_expert
 from schemas.config.loading import ConfigError, load_config
@@ -27,10 +25,10 @@ from schemas.config.section import PATTERNS, REPO
 from schemas.config.training import FILE_NAMES, Hub
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_bytes
-from schemas.json_records import RecordError, parse_json
+from schemas.json_records import Record, parse_json
 from stages.discovery.sources.urls import scrub_secrets
 from stages.encoding.stage import refuse_partition
-from stages.follow.card import CARD, HubError, base_model, check_inside, gather_facts, write_card
+from stages.follow.card import CARD, base_model, write_card
 
 CARD_FOLDER, PUSHED_FILE = "hub", "pushed.json"
 AGAIN = "Run `latentpress push` again: what has arrived is not sent again."
@@ -44,6 +42,19 @@ Files = Mapping[str, Path | bytes]
 
 class NoRepository(LatentpressError):
     exit_code = USAGE
+
+
+class HubError(LatentpressError):
+    """The hub refuses an upload, or can't be reached."""
+
+
+class Pushed(Record):
+    """pushed.json. digest: of the files."""
+
+    repo: str
+    url: str
+    commit: str
+    digest: str
 
 
 def parse_repo(text: str) -> str:
@@ -74,17 +85,16 @@ def run(
     import PIL  # noqa: F401
 
     step = _finished_step(folder)
-    facts = gather_facts(trained, folder, step)
-    written = write_card(trained, config.hub, repo, facts, folder / CARD_FOLDER)
+    written = write_card(trained, config.hub, repo, step, folder, folder / CARD_FOLDER)
     files: dict[str, Path | bytes] = {str(path.relative_to(folder / CARD_FOLDER)): path for path in written}
     files |= result_files(trained, folder, base_model(trained))
     report.details = {"repo": repo, "private": config.hub.private, "card": str(folder / CARD_FOLDER / CARD)}
     report.details["files"] = [{"file": name, "bytes": count_bytes(content)} for name, content in sorted(files.items())]
     digest = digest_files(repo, files, Store(config.root))
-    pushed = _read_pushed(folder)
-    if pushed.get("digest") == digest:
+    pushed = Pushed.try_read(folder / PUSHED_FILE)
+    if pushed is not None and pushed.digest == digest:
         report.skipped = len(files)
-        report.details |= {"url": pushed.get("url", ""), "commit": pushed.get("commit", "")}
+        report.details |= {"url": pushed.url, "commit": pushed.commit}
         return report
     if options.dry_run:
         report.remaining = len(files)
@@ -92,9 +102,7 @@ def run(
     size = sum(map(count_bytes, files.values())) / 2**20
     with console.activity(f"uploading {len(files)} files, {size:.1f} MiB, to {repo}"):
         url, commit = upload(config.hub, repo, files, f"Step {step} of {trained.run_name}")
-    with replacing(folder / PUSHED_FILE) as temporary:
-        record = {"repo": repo, "url": url, "commit": commit, "digest": digest}
-        temporary.write_bytes(json_records.format_record(record))
+    Pushed(repo=repo, url=url, commit=commit, digest=digest).write(folder / PUSHED_FILE)
     report.done = len(files)
     report.details |= {"url": url, "commit": commit}
     return report
@@ -115,52 +123,35 @@ def _finished_step(folder: Path) -> int:
     try:
         return ResultNote.read(folder / RESULT_NOTE).step
     except FileNotFoundError as error:
-        raise HubError(f"the run in {folder} is not finished", "latentpress run goes on with it.") from error
-    except RecordError as error:
-        raise HubError(str(error), "latentpress train saves the result again.") from error
-    except OSError as error:
-        step = "latentpress train saves the result again."
-        raise HubError(f"{folder / RESULT_NOTE} can't be read: {printable(error)}", step) from error
-
-
-def _read_pushed(folder: Path) -> dict:
-    try:
-        return json_records.read_record(folder / PUSHED_FILE)
-    except (OSError, ValueError):
-        return {}
+        raise HubError(f"the run in {folder} is not finished", "latentpress run continues it.") from error
+    except (OSError, ValueError) as error:
+        raise HubError(f"{folder / RESULT_NOTE} can't be read: {printable(error)}", AGAIN_SAVED) from error
 
 
 def result_files(config: Config, folder: Path, base_model: str) -> dict[str, Path | bytes]:
-    """The weights of a run's result, as its configuration names them. HubError where one is not there, or is a link to
-    a place outside of the run's folder."""
-    files: dict[str, Path | bytes] = {}
-    if config.train.adapter.type != "full":
-        files |= {path.name: path for path in _adapter_files(config, folder / "adapter")}
-    else:
-        listed = sorted(path for name in MODEL_FILES for path in (folder / "model" / config.part).glob(name))
-        files |= {f"{config.part}/{path.name}": path for path in listed}
-    if missing := [str(path) for path in files.values() if isinstance(path, Path) and not path.is_file()]:
-        raise HubError(f"{', '.join(missing)}: not there", AGAIN_SAVED)
-    if not any(name.endswith(".safetensors") for name in files):
-        raise HubError(f"{folder} has no trained weights", "Train it first: latentpress run")
-    for name, path in files.items():
-        if isinstance(path, Path):
-            check_inside(path, folder)
-        if isinstance(path, Path) and path.suffix == ".json":
-            files[name] = _without_path(path, base_model)
-    return files
-
-
-def _adapter_files(config: Config, folder: Path) -> list[Path]:
-    """Return the files of `train.adapter.formats`, and those that training may write beside them."""
+    """The weights of a run's result, as its configuration names them. HubError if a file is missing, or is a link to a
+    place outside of the run's folder."""
     adapter = config.train.adapter
-    names = [FILE_NAMES[form] for form in adapter.formats]
-    beside = [FILE_NAMES["lycoris"]] if adapter.type == "lokr" else []
-    return [folder / name for name in (*names, *(name for name in beside if (folder / name).is_file()))]
+    if adapter.type != "full":
+        names = [FILE_NAMES[form] for form in adapter.formats]
+        beside = FILE_NAMES["lycoris"]  # which training may write, too
+        names += [beside] if adapter.type == "lokr" and (folder / "adapter" / beside).is_file() else []
+        paths = {name: folder / "adapter" / name for name in names}
+    else:
+        model = folder / "model" / config.part
+        paths = {f"{config.part}/{path.name}": path for name in MODEL_FILES for path in sorted(model.glob(name))}
+    if missing := [str(path) for path in paths.values() if not path.is_file()]:
+        raise HubError(f"{', '.join(missing)}: missing", AGAIN_SAVED)
+    if not any(name.endswith(".safetensors") for name in paths):
+        raise HubError(f"{folder} has no trained weights", "Train it first: latentpress run")
+    for path in paths.values():
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise HubError(f"{path} is a link to a place outside of {folder}", "Put the file itself there.")
+    return {name: _without_path(path, base_model) if path.suffix == ".json" else path for name, path in paths.items()}
 
 
 def _without_path(path: Path, base_model: str) -> bytes:
-    """A config.json; diffusers notes in it where the model was loaded from, which may be a local folder."""
+    """A config.json. diffusers writes into it where the model was loaded from, which may be a local folder."""
     try:
         content = check_object(parse_json(path.read_bytes()), "the whole")
     except ValueError as error:
@@ -226,17 +217,16 @@ def _explained(repo: str) -> Iterator[None]:
 
 def _explain_status(repo: str, error: Any) -> HubError:
     status = error.response.status_code if error.response is not None else None
+    problems = {
+        401: (f"the Hugging Face Hub refuses the token, or there is none ({repo})", LOGIN),
+        403: (f"the token has no right to write to {repo}", LOGIN),
+        404: (f"{repo} does not exist, or the token may not read it", LOGIN),
+        409: (f"{repo} was changed meanwhile", AGAIN),
+        412: (f"{repo} was changed meanwhile", AGAIN),
+    }
+    problem, step = problems.get(status, (f"the Hugging Face Hub answered {status} for {repo}", AGAIN))
     message = _scrub(error.server_message or "")
-    suffix = f": {message}" if message else ""
-    if status == 401:
-        return HubError(f"the Hugging Face Hub refuses the token, or there is none ({repo}){suffix}", LOGIN)
-    if status == 403:
-        return HubError(f"the token has no right to write to {repo}{suffix}", LOGIN)
-    if status == 404:
-        return HubError(f"{repo} is not there, or the token may not see it{suffix}", LOGIN)
-    if status in (409, 412):
-        return HubError(f"{repo} was changed meanwhile{suffix}", AGAIN)
-    return HubError(f"the Hugging Face Hub answered {status} for {repo}{suffix}", AGAIN)
+    return HubError(f"{problem}: {message}" if message else problem, step)
 
 
 def _scrub(text: str) -> str:

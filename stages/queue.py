@@ -9,13 +9,14 @@ import re
 import shlex
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Self
 
 import typer
 
-from cache.runs.run_queue import QueueEntry, RunQueue
+from cache.runs.run_queue import EntryState, QueueEntry, RunQueue
 from cache.runs.training_run import is_running, read_failure
 from cache.store.files import check_folder, explained, spool_folder
 from cache.store.locks import FileLock
@@ -29,7 +30,7 @@ from stages.encoding.stage import refuse_partition
 from stages.engines.stage_processes import StageProcesses
 from stages.pages.ui.child_programs import ChildPrograms, list_conflicts
 
-Verb = Literal["list", "add", "remove", "up", "down", "again", "clear", "run", "stop"]
+VERBS = ("list", "add", "remove", "up", "down", "again", "clear", "run", "stop")
 OF_ENTRIES = ("remove", "up", "down", "again")
 LOCK_WAIT_S = 5.0  # for a program that has just worked the queue off
 INTERRUPTED = "interrupted"  # shown instead of running, if nobody works the queue off
@@ -62,8 +63,8 @@ def run(
 ) -> Report:
     refuse_partition(options, "queue")
     numbers = entries or []
-    if verb not in get_args(Verb):
-        raise WrongVerb(f"{verb!r} is no verb of queue", f"choose from: {', '.join(get_args(Verb))}")
+    if verb not in VERBS:
+        raise WrongVerb(f"{verb!r} is not a verb of queue", f"choose from: {', '.join(VERBS)}")
     if bool(numbers) != (verb in OF_ENTRIES):
         wants = "needs the numbers of entries" if verb in OF_ENTRIES else "takes no entries"
         raise WrongVerb(f"queue {verb} {wants}", f"write: latentpress queue {verb}{' 1' * (verb in OF_ENTRIES)}")
@@ -74,15 +75,12 @@ def run(
         _work_off(queue, options, console, report)
     elif not options.dry_run:
         _change(queue, verb, numbers, config, options)
-    state = queue.read()
-    worker = queue.worker()
-    at_work = worker is not None and (worker.is_running or worker.runs_elsewhere)
-    report.details |= {"entries": [_row(entry, at_work) for entry in state.entries] or "none"}
-    waiting = state.unfinished
+    state, worker = queue.read(), queue.worker()
+    report.details["entries"] = [_row(entry, worker is not None) for entry in state.entries] or "none"
+    report.details["worked_off"] = f"by process {worker.process} on {worker.host}" if worker else "no"
     if verb == "run":
-        report.remaining = len(waiting)
-    report.details["worked_off"] = f"by process {worker.process} on {worker.host}" if worker and at_work else "no"
-    if waiting and not at_work:
+        report.remaining = len(state.unfinished)
+    if state.unfinished and worker is None:
         report.next_steps = [f"latentpress queue run --config {shlex.quote(str(options.config))}"]
     return report
 
@@ -141,14 +139,12 @@ class CardLock:
         visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         kind, _, number = (device or "").partition(":")
         cards = [visible[int(number)] if int(number) < len(visible) else number] if number else visible
-        names = ["cpu"] if kind == "cpu" else [re.sub(r"[^A-Za-z0-9-]", "_", card) for card in cards]
+        names = {"cpu"} if kind == "cpu" else {re.sub(r"[^A-Za-z0-9-]", "_", card) for card in cards}
         folder = spool_folder().with_name(f"{spool_folder().name}-cards")
         with explained(str(folder)):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._locks = [
-                FileLock(folder / f"{name}.lock", shared=name == "all" and bool(names))
-                for name in ("all", *sorted({*names}))
-            ]
+            self._locks = [FileLock(folder / "all.lock", shared=bool(names))]
+            self._locks += [FileLock(folder / f"{name}.lock") for name in sorted(names)]
         self.descriptors = tuple(lock.descriptor for lock in self._locks)
 
     def __enter__(self) -> Self:
@@ -176,27 +172,26 @@ class _Worker:
         self.is_stopped = True
         self._processes.stop()
 
-    def run(self, entry: QueueEntry) -> tuple[Any, str, str]:
-        """The state of the entry afterwards, with the reason and the next step where it failed."""
+    def run(self, entry: QueueEntry) -> tuple[EntryState, str, str]:
+        """The state of the entry afterwards, with the reason and the next step if it failed."""
         self._console.log(f"--- entry {entry.id}: {entry.run}, {entry.config} {' '.join(entry.overrides)}".rstrip())
         options = replace(self._options, config=Path(entry.config), overrides=entry.overrides)
         ended = threading.Event()
         with CardLock(self._options.device) as card:
-            self._processes = StageProcesses({}, card.descriptors)
-            watcher = threading.Thread(target=self._watch, args=(entry, self._processes, ended), daemon=True)
+            processes = self._processes = StageProcesses({}, card.descriptors)
+            watcher = threading.Thread(target=self._watch, args=(entry, processes, ended), daemon=True)
             watcher.start()
             if self.is_stopped:  # before there were these processes
-                self._processes.stop()
+                processes.stop()
             try:
-                code, document = INCOMPLETE, dict[str, Any]()
-                if self._is_free(entry, card, ended):
-                    code, document = self._processes.run("run", options)
+                is_free = self._wait_until_free(Path(entry.folder), card, ended)
+                code, document = processes.run("run", options) if is_free else (INCOMPLETE, {})
             finally:
                 ended.set()
                 watcher.join()
         if code == OK:
             return "finished", "", ""
-        if self._processes.is_stopped:
+        if processes.is_stopped:
             return "waiting", "", ""
         error = document.get("error", {})
         failure = read_failure(Path(entry.folder))
@@ -204,22 +199,17 @@ class _Worker:
             return "failed", error["message"], error.get("next_step", "")
         if code > 0 and failure is not None:
             return "failed", f"{failure.program}: {failure.reason}", failure.advice
-        return (
-            "failed",
-            f"it {describe_exit(code)}",
-            "its log says more: latentpress queue again, once that is corrected",
-        )
+        return "failed", f"it {describe_exit(code)}", "read its log, correct the cause, then: latentpress queue again"
 
-    def _is_free(self, entry: QueueEntry, card: CardLock, ended: threading.Event) -> bool:
-        """Wait until no other queue has the card, no other program the run, and the page has started none. False where
-        it was stopped."""
+    def _wait_until_free(self, folder: Path, card: CardLock, ended: threading.Event) -> bool:
+        """Wait until no other queue has the card, no other program the run, and the page has started none. False if
+        the queue was stopped meanwhile."""
         announced = False
         while not self._processes.is_stopped:
-            folder = Path(entry.folder)
-            record = ProcessRecord.try_read(folder / LOGS / "run.json")
             of_page = (self._of_page.last_start(name) for name in list_conflicts("queue"))
-            others = [process for process in (record, *of_page) if process is not None and process.is_running]
-            if card.acquire() and not (others or is_running(folder)):
+            records = (ProcessRecord.try_read(folder / LOGS / "run.json"), *of_page)
+            is_taken = any(record is not None and record.is_running for record in records)
+            if card.acquire() and not is_taken and not is_running(folder):
                 return True
             if not announced:
                 self._console.log("waiting: another program has the card, or works on the same run")
@@ -229,15 +219,12 @@ class _Worker:
 
     def _watch(self, entry: QueueEntry, processes: StageProcesses, ended: threading.Event) -> None:
         while not ended.wait(POLL_S):
-            try:
+            with suppress(LatentpressError):  # the error is reported when the entry has ended
                 state = self._queue.read()
-            except LatentpressError:  # it is named when the entry has ended
-                continue
-            if not state.is_on:
-                self.is_stopped = True
-            if not state.is_on or all(other.id != entry.id for other in state.entries):
-                processes.stop()
-                return
+                self.is_stopped = self.is_stopped or not state.is_on
+                if not state.is_on or all(other.id != entry.id for other in state.entries):
+                    processes.stop()
+                    return
 
 
 app = make_app(

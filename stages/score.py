@@ -6,21 +6,30 @@ does so beside training, a step at a time once its validation is over and all of
 `validation.scores`; without one nothing is loaded.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 
 from cache.models.weights import hash_file
 from cache.runs.derived import read_mark
-from cache.runs.scores import SCORES_FILE, SampleScores, ScorePoint, append_step, read_samples, score_label
+from cache.runs.scores import (
+    SCORES_FILE,
+    SampleScores,
+    ScoreLine,
+    append_line,
+    read_lines,
+    score_label,
+    summarize_scores,
+)
 from cache.runs.training_run import METRICS_FILE, read_description, read_last_metrics
-from cache.runs.validations import best_steps, find_picture, list_validations
+from cache.runs.validations import best_steps, list_validations
 from cache.store.files import check_folder
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app
@@ -34,6 +43,8 @@ from stages.follow.trackers import Trackers, open_trackers
 from stages.follow.watchers import Watch
 from stages.media.files import MediaError, unreadable_error
 
+NAME = ClipScore.name
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -45,8 +56,9 @@ class Sample:
     prompt: str
     picture: Path
 
+    @cached_property
     def content(self) -> str:
-        """Hash of what a score is of: the file and the prompt. "" where the file can't be read."""
+        """Hash of what a score is of: the file and the prompt. "" if the file can't be read."""
         try:
             return hash_json([hash_file(self.picture, None), self.prompt])
         except OSError:
@@ -61,21 +73,27 @@ class StepSamples:
     samples: tuple[Sample, ...]
     waiting: tuple[str, ...]
 
+    @property
+    def contents(self) -> dict[str, str]:
+        return {sample.name: sample.content for sample in self.samples}
+
 
 def find_samples(folder: Path) -> list[StepSamples]:
     """Find the samples of each step of the run in `folder`, by step. A preview is not scored."""
     steps = []
-    validations = [file for file in list_validations(folder) if file.latent is not None]
-    for step, files in groupby(validations, key=lambda file: file.step):
+    for step, files in groupby(list_validations(folder), key=lambda file: file.step):
         samples, waiting = [], []
-        for latent in [file.latent for file in files if file.latent is not None]:
-            picture, about = find_picture(latent), read_description(latent)
-            if picture is None or read_mark(picture).is_preview:
-                waiting.append(latent.stem)
+        for file in files:
+            if file.latent is None:
+                continue
+            if file.picture is None or read_mark(file.picture).is_preview:
+                waiting.append(file.name)
             else:
-                group, seed = about.get("group", latent.stem), about.get("seed", 0)
-                samples.append(Sample(latent.stem, str(group), int(seed), str(about.get("prompt", "")), picture))
-        steps.append(StepSamples(step, tuple(samples), tuple(waiting)))
+                about = read_description(file.latent)
+                group, seed = str(about.get("group", file.name)), int(about.get("seed", 0))
+                samples.append(Sample(file.name, group, seed, str(about.get("prompt", "")), file.picture))
+        if samples or waiting:
+            steps.append(StepSamples(step, tuple(samples), tuple(waiting)))
     return steps
 
 
@@ -120,19 +138,23 @@ def run(
     if not config.validation.scores.any:
         console.log("validation.scores names no model, so there is nothing to score with")
         return report
-    scorer = _Scorer(config, options, console)
-    if options.dry_run:
-        report.remaining = sum(len(work.missing) for work in scorer.find_work(find_samples(folder)))
-        return report
-    with scorer:
+    with ExitStack() as stack:
+        scorer = _Scorer(config, options, console, stack)
+        if options.dry_run:
+            report.remaining = sum(len(step.samples) for step in scorer.find_due(find_samples(folder)))
+            return report
         if watch:
-            seen = _Watched(folder, Watch([folder]))
-            for steps in seen:
-                scorer.score(steps, report)
-            if seen.told:  # `latentpress run` scores the rest
+            trainer = Watch([folder])
+            for last in trainer:
+                lines = [] if last else read_last_metrics(folder / METRICS_FILE)
+                over = [step for step in find_samples(folder) if lines and step.step < lines[-1]["step"]]
+                if due := scorer.find_due(over):
+                    trainer.hide_wait()
+                    scorer.score(due, report)
+            if trainer.told:  # `latentpress run` scores the rest
                 return report
         steps = find_samples(folder)
-        scorer.score(steps, report)
+        scorer.score(scorer.find_due(steps), report)
     report.skipped = max(0, sum(len(step.samples) for step in steps) - report.done - len(report.failed))
     if waiting := sum(len(step.waiting) for step in steps):
         report.remaining = waiting
@@ -141,181 +163,90 @@ def run(
     return report
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The scores to compute of a step. missing: (sample's name, measure's name) of the scores that are not known."""
-
-    step: StepSamples
-    contents: dict[str, str]
-    known: dict[str, dict[tuple[str, str], float]]
-    missing: list[tuple[str, str]]
-
-    def score_of(self, name: str, measure: str) -> float | None:
-        return self.known.get(measure, {}).get((name, self.contents[name]))
-
-
 class _Scorer:
-    """Scores steps with the measures, whose models are loaded when the first sample needs them."""
+    """Scores steps by CLIP, whose model is loaded when the first sample needs it. stack: what is open until the end."""
 
-    def __init__(self, config: Config, options: Options, console: Console) -> None:
-        """Raises WeightsError if a model is missing."""
-        self._folder = config.run_folder
+    def __init__(self, config: Config, options: Options, console: Console, stack: ExitStack) -> None:
+        """Raises WeightsError if the model is missing."""
+        self._folder, self._stack = config.run_folder, stack
         self._config, self._options, self._console = config, options, console
-        self._measures = [ClipScore(config.validation.scores, Store(config.root))]
-        self._measured = {measure.name: measure.measured for measure in self._measures}
+        self._measure = ClipScore(config.validation.scores, Store(config.root))
         self._is_loaded = False
-        self._stack = ExitStack()
         self._trackers: Trackers | None = None
-        self._cut: set[str] = set()  # prompts of which it was said
+        self._tried: dict[int, dict[str, str]] = {}  # step -> what was scored, or could not be read
+        self._cut = set[str]()  # prompts that are in the report as too long
 
-    def __enter__(self) -> "_Scorer":
-        return self
+    def find_due(self, steps: Iterable[StepSamples]) -> list[StepSamples]:
+        """The steps that are decoded and have samples that are new, changed or gone since they were scored."""
+        lines = [line for line in read_lines(self._folder) if line.measures.get(NAME) == self._measure.measured]
+        scored = {line.step: {sample.name: sample.content for sample in line.samples} for line in lines}
+        known = scored | self._tried
+        return [step for step in steps if not step.waiting and known.get(step.step) != step.contents]
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def find_work(self, steps: Iterable[StepSamples]) -> Iterator[_Work]:
-        """Find the work of the steps that are decoded and have samples that are new, changed or gone since they were
-        scored."""
-        known = read_samples(self._folder, self._measured)
-        for step in steps:
-            if step.waiting:
-                continue
-            known_scores = known.get(step.step, {})
-            contents = {sample.name: sample.content() for sample in step.samples}
-            missing = [
-                (name, measure)
-                for name, content in contents.items()
-                for measure in self._measured
-                if (name, content) not in known_scores.get(measure, {})
-            ]
-            gone = any(scores.keys() - set(contents.items()) for scores in known_scores.values())
-            if missing or gone:
-                yield _Work(step, contents, known_scores, missing)
-
-    def score(self, steps: Iterable[StepSamples], report: Report) -> None:
-        work = list(self.find_work(steps))
-        if not work:
+    def score(self, steps: Sequence[StepSamples], report: Report) -> None:
+        if not steps:
             return
-        if any(step_work.missing for step_work in work):
-            self._load()
-        total = sum(len({name for name, _ in step_work.missing}) for step_work in work)
-        with self._console.progress(total, "score", "samples") as progress:
-            for step_work in work:
-                self._score_step(step_work, report, progress)
+        if not self._is_loaded:
+            with garbage_collection_paused():
+                from stages.encoding import model_loading
 
-    def _load(self) -> None:
-        if self._is_loaded:
-            return
-        with garbage_collection_paused():
-            from stages.encoding import model_loading
+                model_loading.disable_progress_bars()
+                device = model_loading.select_device(self._options.resources(self._config, "score"))
+                self._console.log(f"loading {self._measure.measured.model} for the {score_label(NAME)}")
+                self._measure.load(device)
+            self._is_loaded = True
+        with self._console.progress(sum(len(step.samples) for step in steps), "score", "samples") as progress:
+            for step in steps:
+                self._score_step(step, report, progress)
 
-            model_loading.disable_progress_bars()
-            device = model_loading.select_device(self._options.resources(self._config, "score"))
-            for measure in self._measures:
-                self._console.log(f"loading {measure.measured.model} for the {score_label(measure.name)}")
-                measure.load(device)
-        self._is_loaded = True
-
-    def _score_step(self, work: _Work, report: Report, progress: Progress) -> None:
-        scored, damaged = [], []
-        report.failed = [row for row in report.failed if row["step"] != work.step.step]
-        unknown = {name for name, _ in work.missing}
-        for sample in work.step.samples:
+    def _score_step(self, step: StepSamples, report: Report, progress: Progress) -> None:
+        scored, damaged = list[SampleScores](), list[str]()
+        report.failed = [row for row in report.failed if row["step"] != step.step]
+        self._tried[step.step] = step.contents
+        for sample in step.samples:
             try:
-                scores = self._score_sample(sample, work, report)
+                scores = {NAME: self._score_sample(sample, report)}
             except MediaError as error:
-                row = {"item": sample.name, "path": str(sample.picture), "step": work.step.step}
+                row = {"item": sample.name, "path": str(sample.picture), "step": step.step}
                 report.failed.append(row | {"reason": error.reason, "message": f"{error.problem}; {REMEDY}"})
                 damaged.append(sample.name)
             else:
-                scored.append(SampleScores(sample.name, sample.group, sample.seed, work.contents[sample.name], scores))
-                report.done += sample.name in unknown
-            if sample.name in unknown:
-                progress.advance(1)
-        before = {name for scores in work.known.values() for name in scores}
-        if scored and (len(work.known) < len(self._measured) or before != {(s.name, s.content) for s in scored}):
-            points = append_step(self._folder, work.step.step, scored, self._measured, damaged)
-            self._add_to_trackers(work.step.step, points)
-            self._console.log(f"step {work.step.step}: {_format(points)}")
+                scored.append(SampleScores(sample.name, sample.group, sample.seed, sample.content, scores))
+            progress.advance(1)
+        if scored:
+            line = summarize_scores(step.step, scored, {NAME: self._measure.measured}, damaged)
+            if line not in read_lines(self._folder):  # as of a step with a picture that still can't be read
+                append_line(self._folder, line)
+                report.done += len(scored)
+                self._add_to_trackers(line)
+                spread = "" if line.spread[NAME] is None else f" ± {line.spread[NAME]:.3g}"
+                self._console.log(f"step {step.step}: {score_label(NAME)} {line.scores[NAME]:.4g}{spread}")
 
-    def _score_sample(self, sample: Sample, work: _Work, report: Report) -> dict[str, float]:
-        """MediaError where its file can't be read."""
-        known = {measure: work.score_of(sample.name, measure) for measure in self._measured}
-        scores = {measure: score for measure, score in known.items() if score is not None}
-        if len(scores) == len(known):
-            return scores
+    def _score_sample(self, sample: Sample, report: Report) -> float:
+        """MediaError if its file can't be read."""
         try:
             frames_FHWC = read_sample(sample.picture, self._config.validation.scores.frames)
         except OSError as error:
             raise unreadable_error(sample.picture, error) from error
-        for measure in self._measures:
-            if measure.name not in scores:
-                scores[measure.name] = measure.score(frames_FHWC, sample.prompt)
-                self._note_cut(measure, sample, report)
-        return scores
-
-    def _note_cut(self, measure: ClipScore, sample: Sample, report: Report) -> None:
-        if sample.prompt not in self._cut and (cut := measure.find_cut(sample.prompt)):
+        if sample.prompt not in self._cut and (cut := self._measure.find_cut(sample.prompt)):
             self._cut.add(sample.prompt)
             message = f"the prompt has {cut[0]} tokens, of which CLIP reads {cut[1]}"
             report.truncated.append({"item": sample.group, "reason": "prompt-cut", "message": message})
+        return self._measure.score(frames_FHWC, sample.prompt)
 
-    def _add_to_trackers(self, step: int, points: dict[str, ScorePoint]) -> None:
+    def _add_to_trackers(self, line: ScoreLine) -> None:
+        """The score, its spread, and the score by prompt."""
         names = self._config.train.trackers
         if not names:
             return
         if self._trackers is None:
             self._trackers = self._stack.enter_context(open_trackers(self._folder, names, self._console, "scores"))
-        self._trackers.add_scores(step, dict(_numbers(points)))
-
-
-def _numbers(points: dict[str, ScorePoint]) -> Iterator[tuple[str, float]]:
-    """Return the numbers of a tracker: each score, its spread, and by prompt."""
-    for name, point in points.items():
-        yield name, point.value
-        if point.spread is not None:
-            yield f"{name}_spread", point.spread
-        if len(point.groups) > 1:
-            for group, (mean, _) in point.groups.items():
-                yield f"{name}/{group}", mean
-
-
-def _format(points: dict[str, ScorePoint]) -> str:
-    spread = {name: "" if point.spread is None else f" ± {point.spread:.3g}" for name, point in points.items()}
-    return ", ".join(f"{score_label(name)} {point.value:.4g}{spread[name]}" for name, point in points.items())
-
-
-class _Watched:
-    """Steps whose validation is over and which are decoded, as they come, while a trainer is at work.
-
-    Files are read again only where one of their step is new or changed. told: whether the program was told to finish.
-    """
-
-    def __init__(self, folder: Path, watch: Watch) -> None:
-        self._folder, self._watch = folder, watch
-        self._seen: dict[int, list[Any]] = {}
-
-    @property
-    def told(self) -> bool:
-        return self._watch.told
-
-    def __iter__(self) -> Iterator[list[StepSamples]]:
-        for last in self._watch:
-            if last:
-                return
-            lines = read_last_metrics(self._folder / METRICS_FILE)
-            newest = lines[-1]["step"] if lines else 0
-            decoded = [step for step in find_samples(self._folder) if step.step < newest and not step.waiting]
-            if new := [step for step in decoded if self._is_new(step)]:
-                self._watch.hide_wait()
-                yield new
-
-    def _is_new(self, step: StepSamples) -> bool:
-        stamps = [(sample.name, sample.content()) for sample in step.samples]
-        is_new = self._seen.get(step.step) != stamps
-        self._seen[step.step] = stamps
-        return is_new
+        numbers, spread = dict(line.scores), line.spread[NAME]
+        if spread is not None:
+            numbers[f"{NAME}_spread"] = spread
+        if len(line.prompts) > 1:
+            numbers |= {f"{NAME}/{prompt}": scores[NAME].mean for prompt, scores in line.prompts.items()}
+        self._trackers.add_scores(line.step, numbers)
 
 
 app = make_app(

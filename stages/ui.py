@@ -73,7 +73,7 @@ def run(
     refuse_partition(options, "ui")
     # uvicorn and starlette are of the extra `ui`.
     from stages.pages.ui.proposals import Proposals
-    from stages.pages.ui.queue_page import go_on
+    from stages.pages.ui.queue_page import resume_queue
     from stages.pages.ui.serve import answer_until_stopped, guarded_app, make_server, open_socket
 
     report = Report(program="ui", dry_run=options.dry_run, what="pages")
@@ -101,8 +101,8 @@ def run(
         app = guarded_app(shown, places, proposals, host, port, token, allow_host or ())
         _log_address(console, address, token, made)
         for project in shown.opened():
-            if go_on(project.site):
-                console.log(f"the queue of {project.site.output}, which was interrupted, goes on")
+            if resume_queue(project.site):
+                console.log(f"the queue of {project.site.output}, which was interrupted, continues")
         report.details["address"] = address
         stopped = answer_until_stopped(make_server(app), listener)
         report.details["stopped"] = f"by {stopped}; programs that it started go on"

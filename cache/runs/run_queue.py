@@ -11,7 +11,7 @@ when its program is killed: the next one begins with it, and `latentpress run` s
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -38,14 +38,13 @@ class QueueEntry(BaseModel):
     """A run: config is the absolute path of its file, which is read when its turn comes, overrides are as of --set.
     folder: of the run, when it was added. attempts: how often it was started. reason, advice: of a failed one."""
 
-    model_config = ConfigDict(frozen=True, str_max_length=MAX_CHARS, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(str_max_length=MAX_CHARS, allow_inf_nan=False)
 
     id: int = Field(gt=0)
     config: str
     overrides: tuple[str, ...] = ()
     folder: str
     state: EntryState = "waiting"
-    added: Moment = Field(default_factory=time.time)
     began: Moment | None = None
     ended: Moment | None = None
     attempts: int = 0
@@ -61,12 +60,14 @@ class QueueState(Record):
     """entries: in the order of their turns. is_on: it is to be worked off: from its start until it is empty or somebody
     stops it, also while no program does, as after the machine went down."""
 
-    entries: tuple[QueueEntry, ...] = Field(default=(), max_length=MOST_ENTRIES)
+    model_config = ConfigDict(frozen=False)
+
+    entries: list[QueueEntry] = Field(default=[], max_length=MOST_ENTRIES)
     next_id: int = Field(default=1, gt=0)
     is_on: bool = False
 
     def find(self, number: int) -> QueueEntry:
-        """The entry of this id. QueueError where there is none."""
+        """The entry of this id. QueueError if there is none."""
         for entry in self.entries:
             if entry.id == number:
                 return entry
@@ -76,12 +77,8 @@ class QueueState(Record):
     @property
     def unfinished(self) -> list[QueueEntry]:
         """The entries to work off, in the order of their turns: first one that is running."""
-        return sorted(
-            (entry for entry in self.entries if entry.state in UNFINISHED), key=lambda entry: entry.state != "running"
-        )
-
-
-Change = Callable[[QueueState], QueueState]
+        entries = [entry for entry in self.entries if entry.state in UNFINISHED]
+        return sorted(entries, key=lambda entry: entry.state != "running")
 
 
 class RunQueue:
@@ -92,7 +89,7 @@ class RunQueue:
         self._path = self.folder / "entries.json"
 
     def read(self) -> QueueState:
-        """The queue as it is now, empty where there is none. QueueError where its file is damaged."""
+        """The queue as it is now; empty if it has no file. QueueError if its file is damaged."""
         try:
             with explained(str(self._path)):
                 return QueueState.read(self._path)
@@ -102,8 +99,9 @@ class RunQueue:
             raise QueueError(str(error), "move it away, and add the runs again") from error
 
     def worker(self) -> ProcessRecord | None:
-        """The record of the program that works it off, or did last."""
-        return ProcessRecord.try_read(self.folder / "queue.json")
+        """The record of the program that works it off now, here or on another machine."""
+        record = ProcessRecord.try_read(self.folder / "queue.json")
+        return record if record is not None and (record.is_running or record.runs_elsewhere) else None
 
     def runs(self, folder: Path) -> bool:
         """Whether it is at a run of this folder now. A queue that can't be read is at none."""
@@ -111,114 +109,87 @@ class RunQueue:
             return any(entry.state == "running" and entry.folder == str(folder) for entry in self.read().entries)
         return False
 
-    def change(self, change: Change) -> QueueState:
-        """Replace the queue by what `change` makes of it, while nobody else changes it."""
+    @contextmanager
+    def _editing(self) -> Iterator[QueueState]:
+        """The queue, which the body changes while nobody else does. After an exception it is as before."""
         with explained(str(self.folder)):
             make_folders(self.folder)
             with FileLock(self.folder / "edit.lock") as edit:
                 edit.take(wait_s=math.inf)
-                before = self.read()
-                after = change(before)
-                if after != before:
-                    after.write(self._path)
-                return after
+                state = self.read()
+                yield state
+                state.write(self._path)
 
     def add(self, config: Path, overrides: Sequence[str], folder: Path) -> QueueEntry:
-        """Add a run at the end. QueueError where an entry that is not finished has its folder."""
-
-        def append(state: QueueState) -> QueueState:
+        """Add a run at the end. QueueError if an entry that is not finished has its folder."""
+        with self._editing() as state:
             for other in state.unfinished:
                 if other.folder == str(folder):
                     message = f"entry {other.id}, which is {other.state}, trains in {folder}, too"
                     raise QueueError(message, "give this one a folder of its own: --set train.run=NAME")
             if len(state.entries) >= MOST_ENTRIES:
                 raise QueueError(f"the queue has {MOST_ENTRIES} entries", "latentpress queue clear")
-            entry = QueueEntry(
-                id=state.next_id, config=str(config.absolute()), overrides=tuple(overrides), folder=str(folder)
-            )
-            return state.model_copy(update={"entries": (*state.entries, entry), "next_id": state.next_id + 1})
-
-        return self.change(append).entries[-1]
+            path, words = str(config.absolute()), tuple(overrides)
+            entry = QueueEntry(id=state.next_id, config=path, overrides=words, folder=str(folder))
+            state.entries.append(entry)
+            state.next_id += 1
+        return entry
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Remove entries. The program that runs one of them stops it, and goes on with the next."""
-
-        def drop(state: QueueState) -> QueueState:
+        """Remove entries. The program that runs one of them stops it, and continues with the next."""
+        with self._editing() as state:
             removed = {state.find(number).id for number in numbers}
-            kept = tuple(entry for entry in state.entries if entry.id not in removed)
-            return state.model_copy(update={"entries": kept})
+            state.entries = [entry for entry in state.entries if entry.id not in removed]
 
-        self.change(drop)
-
-    def clear(self) -> list[int]:
-        """Remove what is finished or failed; returns the ids."""
-        removed = list[int]()
-
-        def drop(state: QueueState) -> QueueState:
-            removed[:] = [entry.id for entry in state.entries if entry.state not in UNFINISHED]
-            kept = tuple(entry for entry in state.entries if entry.state in UNFINISHED)
-            return state.model_copy(update={"entries": kept})
-
-        self.change(drop)
-        return removed
+    def clear(self) -> int:
+        """Remove the finished and the failed entries; returns their number."""
+        with self._editing() as state:
+            count = len(state.entries)
+            state.entries = [entry for entry in state.entries if entry.state in UNFINISHED]
+        return count - len(state.entries)
 
     def move(self, number: int, places: int) -> None:
-        """Move an entry by so many places, up where they are negative, as far as there are any."""
-
-        def reorder(state: QueueState) -> QueueState:
-            entries, entry = list(state.entries), state.find(number)
-            position = entries.index(entry)
-            entries.insert(min(max(position + places, 0), len(entries) - 1), entries.pop(position))
-            return state.model_copy(update={"entries": tuple(entries)})
-
-        self.change(reorder)
+        """Move an entry by so many places, up if they are negative, as far as there are any."""
+        with self._editing() as state:
+            position = state.entries.index(state.find(number))
+            state.entries.insert(max(position + places, 0), state.entries.pop(position))
 
     def retry(self, number: int) -> None:
         """Let a finished or failed entry wait again, in its place."""
-
-        def wait(state: QueueState) -> QueueState:
+        with self._editing() as state:
             entry = state.find(number)
             if entry.state in UNFINISHED:
                 raise QueueError(f"entry {number} is {entry.state}", "wait for its end")
-            return _with(state, entry, state="waiting", reason="", advice="", ended=None)
-
-        self.change(wait)
+            entry.state, entry.reason, entry.advice, entry.ended = "waiting", "", "", None
 
     def switch(self, is_on: bool) -> None:
-        """Say whether it is to be worked off. The program that does ends where it is not."""
-        self.change(lambda state: state.model_copy(update={"is_on": is_on}))
+        """Say whether it is to be worked off. If it is not, the program that does ends."""
+        with self._editing() as state:
+            state.is_on = is_on
 
     def take_next(self) -> QueueEntry | None:
-        """Mark the next entry as running, and return it. None where the queue is off or has nothing to do; then it is
+        """Mark the next entry as running, and return it. None if the queue is off or has nothing to do; then it is
         off."""
-        taken = list[QueueEntry]()
-
-        def take(state: QueueState) -> QueueState:
+        with self._editing() as state:
             if not state.is_on or not state.unfinished:
-                return state.model_copy(update={"is_on": False})
+                state.is_on = False
+                return None
             entry = state.unfinished[0]
-            attempts = entry.attempts + 1
-            state = _with(state, entry, state="running", began=time.time(), ended=None, attempts=attempts)
-            taken.append(state.find(entry.id))
-            return state
-
-        self.change(take)
-        return taken[0] if taken else None
+            entry.state, entry.began, entry.ended = "running", time.time(), None
+            entry.attempts += 1
+            return entry
 
     def finish(self, number: int, state: EntryState, reason: str = "", advice: str = "") -> None:
-        """Write down what became of a running entry, if it was not removed meanwhile. "waiting": it was stopped."""
-        change: dict[str, object] = {"state": state, "reason": storable_text(reason), "advice": storable_text(advice)}
-        change["ended"] = None if state in UNFINISHED else time.time()
-
-        def end(queue: QueueState) -> QueueState:
-            entry = next((entry for entry in queue.entries if entry.id == number), None)
-            return queue if entry is None else _with(queue, entry, **change)
-
-        self.change(end)
+        """Record the end of a running entry, if it was not removed meanwhile. "waiting": it was stopped."""
+        with self._editing() as queue:
+            for entry in queue.entries:
+                if entry.id == number:
+                    entry.state, entry.reason, entry.advice = state, storable_text(reason), storable_text(advice)
+                    entry.ended = None if state in UNFINISHED else time.time()
 
     @contextmanager
     def working(self, wait_s: float) -> Iterator[None]:
-        """While the body runs, no other program works this queue off. QueueError where one does for `wait_s`."""
+        """While the body runs, no other program works this queue off. QueueError if one does for `wait_s`."""
         with explained(str(self.folder)):
             make_folders(self.folder)
             work = FileLock(self.folder / "work.lock")
@@ -230,9 +201,3 @@ class RunQueue:
                 who = f": process {worker.process} on {worker.host}" if worker else ""
                 raise QueueError(f"another program works this queue off{who}", "latentpress queue")
             yield
-
-
-def _with(queue: QueueState, entry: QueueEntry, /, **changes: object) -> QueueState:
-    """The queue with one entry changed."""
-    changed = entry.model_copy(update=changes)
-    return queue.model_copy(update={"entries": tuple(changed if other is entry else other for other in queue.entries)})

@@ -4,14 +4,13 @@ It holds no path, no caption but the validation prompts, and nothing of the envi
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cache.runs.scores import ScoreCurve, read_curves
+from cache.runs.scores import read_curves
 from cache.runs.training_run import METRICS_FILE, read_metrics, step_of
-from cache.runs.validations import best_evaluation, describe_latents, find_picture, loss_name
+from cache.runs.validations import best_evaluation, loss_name
 from cache.store.files import replacing
 from cache.store.store import Store
 from schemas.config.pipeline import Config
@@ -51,71 +50,42 @@ SHOWN = (
 )
 
 
-class HubError(LatentpressError):
-    """The hub refuses an upload, or can't be reached."""
+def write_card(config: Config, hub: Hub, repo: str, step: int, run: Path, folder: Path) -> list[Path]:
+    """Write the card and its pictures, of the last validation, into `folder`, in place of older ones; returns the
+    files. config: by which the run was trained. step: of the result. run: its folder."""
+    steps = [made for path in (run / "validation").glob("step-*") if (made := step_of(path)) is not None]
+    newest = read_pictures(config, run, max(steps), *LIMITS) if steps else iter(())
+    pictures = list(islice(newest, MOST_PICTURES))
+    with replacing(folder) as temporary:
+        (temporary / PICTURES).mkdir(parents=True)
+        for picture in pictures:
+            (temporary / picture_name(picture)).write_bytes(picture.clip or picture.data)
+        (temporary / CARD).write_text(make_card(config, hub, repo, step, pictures, run), encoding="utf-8")
+    return [folder / CARD, *(folder / picture_name(picture) for picture in pictures)]
 
 
-def check_inside(path: Path, folder: Path) -> None:
-    """HubError for a link to a place outside of a run's folder."""
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise HubError(f"{path} is a link to a place outside of {folder}", "Put the file itself there.")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The facts of a run for its card. step: of the result. pictures: of its last validation. counts: of the training
-    set."""
-
-    step: int
-    pictures: tuple[SmallPicture, ...]
-    counts: Mapping[str, int]
-    metrics: Sequence[Mapping[str, Any]]
-    scores: Sequence[ScoreCurve]
-
-
-def gather_facts(config: Config, folder: Path, step: int) -> Facts:
-    """Raises HubError where a picture is a link to a place outside of the run's folder."""
-    steps = [made for path in (folder / "validation").glob("step-*") if (made := step_of(path)) is not None]
-    for latent, _ in describe_latents(config, folder, max(steps)) if steps else ():
-        if picture := find_picture(latent):
-            check_inside(picture, folder)
-    newest = read_pictures(config, folder, max(steps), *LIMITS) if steps else iter(())
-    pictures = tuple(islice(newest, MOST_PICTURES))
-    return Facts(step, pictures, _read_counts(config), read_metrics(folder / METRICS_FILE), read_curves(folder))
-
-
-def _read_counts(config: Config) -> dict[str, int]:
-    """Read the counts of the set that the run was trained on; none where it can't be read from here."""
+def _read_counts(config: Config) -> list[str]:
+    """The counts of the set that the run was trained on, in words; none if it can't be read from here."""
     if "/" in config.train.set:
-        return {}
+        return []
     try:
         counts = Store(config.root).read_json(f"sets/{config.train.set}/set.json").get("counts", {})
     except (LatentpressError, OSError):
-        return {}
-    return {name: count for name, count in counts.items() if type(count) is int}
-
-
-def write_card(config: Config, hub: Hub, repo: str, facts: Facts, folder: Path) -> list[Path]:
-    """Write the card and its pictures into `folder`, in place of older ones; returns the files."""
-    with replacing(folder) as temporary:
-        (temporary / PICTURES).mkdir(parents=True)
-        for picture in facts.pictures:
-            (temporary / picture_name(picture)).write_bytes(picture.clip or picture.data)
-        (temporary / CARD).write_text(make_card(config, hub, repo, facts), encoding="utf-8")
-    return [folder / CARD, *(folder / picture_name(picture) for picture in facts.pictures)]
+        return []
+    return [f"{counts[key]} {words}" for key, words in COUNTED.items() if type(counts.get(key)) is int and counts[key]]
 
 
 def picture_name(picture: SmallPicture) -> str:
     return f"{PICTURES}/{picture.name}.{'jpg' if picture.clip is None else 'mp4'}"
 
 
-def make_card(config: Config, hub: Hub, repo: str, facts: Facts) -> str:
+def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence[SmallPicture], run: Path) -> str:
     """The text of the card; card.md.jinja says what is in it."""
     from huggingface_hub import ModelCard, ModelCardData
 
     model, adapter = config.model, config.train.adapter.type
     tags = ["diffusers", "latentpress", "diffusers-training", *([adapter] if adapter != "full" else []), *hub.tags]
-    widget = [{"text": _one_line(shown.prompt), "output": {"url": picture_name(shown)}} for shown in facts.pictures]
+    widget = [{"text": _one_line(shown.prompt), "output": {"url": picture_name(shown)}} for shown in pictures]
     data = ModelCardData(
         base_model=base_model(config),
         base_model_relation="finetune" if adapter == "full" else "adapter",
@@ -125,27 +95,28 @@ def make_card(config: Config, hub: Hub, repo: str, facts: Facts) -> str:
         tags=[*tags, *(["template:diffusion-lora"] if adapter != "full" else [])],
         widget=widget or None,
     )
-    about = facts.pictures[0].about if facts.pictures else {}
+    about = pictures[0].about if pictures else {}
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
         adapter=adapter,
         arguments=_pipeline_arguments(config, about),
         cell=_cell,
-        counts=[f"{facts.counts[key]} {words}" for key, words in COUNTED.items() if facts.counts.get(key)],
+        counts=_read_counts(config),
         expert=config.expert,
-        facts=facts,
         family=model.family_spec,
         fps=round(config.clip_rate),
         kind=KINDS[adapter],
         labels=LABELS,
-        measured=list(_measurements(facts)),
+        measured=list(_measurements(run)),
         model=model,
         name_of=picture_name,
         part=config.part,
+        pictures=pictures,
         repo=repo,
-        settings={"steps done": facts.step, **_settings(config)},
+        settings={"steps done": step, **_settings(config)},
         size=Bucket.parse(str(about["bucket"])) if about.get("bucket") else None,
+        step=step,
         train=config.train,
     )
     return str(card)
@@ -190,13 +161,14 @@ def _settings(config: Config) -> dict[str, Any]:
     return rows | ({"methods": methods} if methods else {})
 
 
-def _measurements(facts: Facts) -> Iterator[tuple[str, tuple[float, int], tuple[float, int, str] | None]]:
+def _measurements(folder: Path) -> Iterator[tuple[str, tuple[float, int], tuple[float, int, str] | None]]:
     """(name, last value and its step, best value with its step and the word for it) of the eval loss and the scores."""
-    if evaluated := [line for line in facts.metrics if isinstance(line.get("eval_loss"), float)]:
-        last, best = evaluated[-1], best_evaluation(facts.metrics)
+    metrics = read_metrics(folder / METRICS_FILE)
+    if evaluated := [line for line in metrics if isinstance(line.get("eval_loss"), float)]:
+        last, best = evaluated[-1], best_evaluation(metrics)
         lowest = (best.eval_loss, best.step, "lowest") if best else None
-        yield loss_name(facts.metrics).capitalize(), (last["eval_loss"], last["step"]), lowest
-    for curve in facts.scores:
+        yield loss_name(metrics).capitalize(), (last["eval_loss"], last["step"]), lowest
+    for curve in read_curves(folder):
         point, top = curve.points[-1], curve.best()
         yield _cell(curve.name), (point.value, point.step), (top.value, top.step, "best") if top else None
 

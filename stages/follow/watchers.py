@@ -9,11 +9,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -22,13 +20,12 @@ from cache.models.compatibility import check_preview_autoencoder
 from cache.runs.training_run import METRICS_FILE, is_running, may_be_running, read_last_metrics, read_progress
 from schemas.activities import Progress, activity
 from schemas.cli.console import LOG_VARIABLE, LOGS, Console, Options
-from schemas.cli.starting import install_command, start_program
+from schemas.cli.starting import EXTRAS, install_command, start_program
 from schemas.config.encoding import StageName
-from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import OK
 from schemas.interruption import WAIT_S, StopHandler, end_with_this, signals_blocked
-from schemas.text_format import describe_exit, shown_path
+from schemas.text_format import describe_exit, format_duration, shown_path
 from stages.follow.clip_score import check_clip
 
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a watcher
@@ -43,18 +40,15 @@ START_S = 120.0  # for which a watcher that was started by hand waits for a trai
 class Watcher:
     """A program that `run` starts with --watch.
 
-    since: the stage that it is started with; None: the beginning of `run`, also where nothing is left to train. until:
-    the stage after which it is told to finish; None: the end of `run`. applies: whether this configuration has
-    work for it. library, extra: where this library is missing the watcher is not started, and the log says which extra
-    has it.
+    stage: the stage beside which it runs; None: all of `run`, also if nothing is left to train. applies: whether this
+    configuration has work for it. library: if it is missing, the watcher is not started, and the log says how to
+    install it.
     """
 
     program: str
-    since: StageName | None = "train"
-    until: StageName | None = "train"
+    stage: StageName | None = "train"
     applies: Callable[[Config], bool] = lambda config: True
     library: str = ""
-    extra: str = ""
 
 
 def decodes_while_training(config: Config) -> bool:
@@ -69,10 +63,10 @@ def decodes_while_training(config: Config) -> bool:
 
 
 WATCHERS = (
-    Watcher("decode", applies=decodes_while_training, library="av", extra="encode"),
-    Watcher("score", applies=lambda config: "score" in config.stage_order, library="transformers", extra="encode"),
-    Watcher("report", library="jinja2", extra="report"),
-    Watcher("notify", since=None, until=None, applies=lambda config: bool(config.notify.webhooks)),
+    Watcher("decode", applies=decodes_while_training, library="av"),
+    Watcher("score", applies=lambda config: "score" in config.stage_order, library="transformers"),
+    Watcher("report", library="jinja2"),
+    Watcher("notify", stage=None, applies=lambda config: bool(config.notify.webhooks)),
 )
 
 
@@ -98,13 +92,13 @@ class Watchers:
         self.failed: list[dict[str, str | int]] = []
 
     def start(self, stage: StageName | None = None) -> None:
-        """Start the watchers whose `since` is `stage`. With a stage, none is started where nothing is left to train."""
-        rows = [row for row in WATCHERS if row.since == stage and row.applies(self._config)]
-        if not rows or self._options.dry_run or (stage and read_progress(self._config).state == "finished"):
+        """Start the watchers of a stage. With a stage, none is started if nothing is left to train."""
+        watchers = [watcher for watcher in WATCHERS if watcher.stage == stage and watcher.applies(self._config)]
+        if not watchers or self._options.dry_run or (stage and read_progress(self._config).state == "finished"):
             return
-        for watcher in rows:
+        for watcher in watchers:
             if watcher.library and find_spec(watcher.library) is None:
-                advice = install_command(watcher.extra)
+                advice = install_command(EXTRAS.get(watcher.program, ""))
                 self._console.log(f"{watcher.program} is not run beside training without {watcher.library}: {advice}")
                 continue
             try:
@@ -135,42 +129,32 @@ class Watchers:
         return self._folder / LOGS / f"{watcher.program}.log"
 
     def finish(self, stage: StageName | None = None) -> None:
-        """Tell the watchers whose `until` is `stage` to finish (None: all), and wait until they have ended. Those that
-        take longer than FINISH_S, or INTERRUPTED_S where `run` is interrupted, are killed."""
-        ending = {row: process for row, process in self._running.items() if stage is None or row.until == stage}
+        """Tell the watchers of a stage to finish (None: all), and wait until they have ended. A watcher that takes
+        longer than FINISH_S, or INTERRUPTED_S if `run` is interrupted, is killed."""
+        ending = {row: process for row, process in self._running.items() if stage is None or row.stage == stage}
         for process in ending.values():
             if process.poll() is None:
                 process.terminate()
-        limit_s = INTERRUPTED_S if self._stop_handler.reason else FINISH_S
-        names = ", ".join(watcher.program for watcher in ending)
-        with activity(f"waiting for what runs beside training to finish, at most {limit_s:.0f} s: {names}"):
-            killed = self._wait_until_ended(ending)
+        names, began, killed = ", ".join(watcher.program for watcher in ending), time.monotonic(), set[Watcher]()
+        with activity(f"waiting for what runs beside training to finish, at most {self._limit_s:.0f} s: {names}"):
+            while running := {row for row, process in ending.items() if process.poll() is None}:
+                if time.monotonic() - began > self._limit_s:
+                    killed |= running
+                    for watcher in running:
+                        ending[watcher].kill()
+                        ending[watcher].wait()
+                time.sleep(0.05)
         for watcher, process in ending.items():
             del self._running[watcher]
-            if watcher in killed and self._stop_handler.reason:
-                continue
-            if process.returncode != OK:
-                self._add_failure(watcher, process.returncode, watcher in killed)
+            if process.returncode != OK and not (watcher in killed and self._stop_handler.reason):
+                log, how = str(self._log(watcher)), describe_exit(process.returncode)
+                self.failed.append({"program": watcher.program, "exit_code": process.returncode, "log": log})
+                how = f"did not finish within {FINISH_S:.0f} s, and was ended" if watcher in killed else how
+                self._console.warn(f"{watcher.program} --watch, beside training, {how}; its log: {log}")
 
-    def _wait_until_ended(self, processes: Mapping[Watcher, subprocess.Popen]) -> set[Watcher]:
-        """Wait, and return those that had to be killed. An interruption of `run` shortens the limit while it waits."""
-        began = time.monotonic()
-        while running := {row for row, process in processes.items() if process.poll() is None}:
-            if time.monotonic() - began > (INTERRUPTED_S if self._stop_handler.reason else FINISH_S):
-                for watcher in running:
-                    processes[watcher].kill()
-                    processes[watcher].wait()
-                break
-            time.sleep(0.05)
-        return running
-
-    def _add_failure(self, watcher: Watcher, code: int, is_killed: bool) -> None:
-        log = str(self._log(watcher))
-        self.failed.append({"program": watcher.program, "exit_code": code, "log": log})
-        how = describe_exit(code)
-        if is_killed:
-            how = f"did not finish within {FINISH_S:.0f} s, and was ended"
-        self._console.warn(f"{watcher.program} --watch, beside training, {how}; its log: {log}")
+    @property
+    def _limit_s(self) -> float:
+        return INTERRUPTED_S if self._stop_handler.reason else FINISH_S
 
     def __enter__(self) -> "Watchers":
         return self
@@ -256,32 +240,13 @@ def _is_trained(folder: Path) -> bool:
 
 
 def describe_wait(folder: Path) -> tuple[str, str]:
-    """Describe what is waited for, such as "waiting for the validation of step 200", and how far it is, such as "step
-    120 of 1000, about 0:04:00 left"; "" where that is not known."""
+    """Describe what is waited for, and how far training is; "" if that is not known."""
     if is_running(folder) is False:
         return "waiting for training to begin", ""
-    lines = read_last_metrics(folder / METRICS_FILE)
-    trained = [line for line in lines if "loss" in line]
-    try:
-        steps, every = _read_intervals(folder / "config.yaml", (folder / "config.yaml").stat().st_mtime_ns)
-    except (OSError, ConfigError):
-        steps, every = 0, None
-    if not trained or not steps:
+    trained = [line for line in read_last_metrics(folder / METRICS_FILE) if "loss" in line]
+    if not trained:
         return "waiting for the first step of training", ""
-    step, left = trained[-1]["step"], trained[-1].get("seconds_left")
-    state = f"step {step} of {steps}"
-    if every and step % every == 0 and lines[-1] is trained[-1]:
-        return f"waiting for the validation of step {step}, which has begun", state
-    if step >= steps:
-        return "waiting for training to end", state
-    next_step = min(steps, (step // every + 1) * every) if every else steps
-    if isinstance(left, int | float):
-        state += f", about {timedelta(seconds=round(left * (next_step - step) / (steps - step)))} left"
-    return f"waiting for the validation of step {next_step}", state
-
-
-@lru_cache(maxsize=16)
-def _read_intervals(path: Path, changed_ns: int) -> tuple[int, int | None]:
-    """Steps of the run, and after how many there is a validation."""
-    config = load_config(path)
-    return config.train.steps, config.validation.every
+    state, left = f"step {trained[-1]['step']}", trained[-1].get("seconds_left")
+    if left is not None:
+        state += f", about {format_duration(left)} of training left"
+    return "waiting for the next validation", state

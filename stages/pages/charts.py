@@ -377,7 +377,7 @@ def _charts_of_score(key: str, title: str, runs: Sequence[tuple[str, ScoreCurve 
         curves.append(_make_curve(prefix[:-2] or title, number, points, [point.spread for point in score.points]))
         prompts = list(dict.fromkeys(prompt for point in score.points for prompt in point.groups))
         for prompt in prompts[:MAX_CURVES] if len(prompts) > 1 else ():
-            points = [(point.step, point.groups[prompt][0]) for point in score.points if prompt in point.groups]
+            points = [(point.step, point.groups[prompt].mean) for point in score.points if prompt in point.groups]
             by_prompt.append(_make_curve(f"{prefix}{shorten(prompt, 40)}", number, points))
         notes += [prefix + note for note in _describe_score(score)]
         if len(prompts) > MAX_CURVES:

@@ -30,7 +30,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str]] = {
     "contact sheet": (decode.run, "contact-sheet.png"),
     "score": (score.run, "scores.jsonl"),
     "report": (report.run, "report.html"),
-    "notify": (notify.run, "notifications.json"),
     "push": (push.run, "hub"),
 }
 
@@ -88,7 +87,7 @@ def kill_while_it_writes(home: Project, program: Callable[..., Any], name: str, 
             os.kill(os.getpid(), signal.SIGKILL)
 
         files.put = put_half
-        score.append_step = write_half  # which has no temporary file
+        score.append_line = write_half  # which has no temporary file
         home.run(program, **options)
 
     assert in_child(work) == -signal.SIGKILL

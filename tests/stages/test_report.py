@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cache.runs.scores import Measured, SampleScores, append_step
+from cache.runs.scores import Measured, SampleScores, append_line, summarize_scores
 from cache.runs.training_run import append_stage
 from cache.store.store import Store
 from schemas.errors import LatentpressError
@@ -142,7 +142,7 @@ def test_scores_with_their_spread_and_the_best_steps(home: Project) -> None:
     for step, score in ((0, 33.0), (20, 20.0), (40, 30.0)):
         samples = [SampleScores(f"{prompt}_seed{seed}", prompt, seed, "", {"clip_score": score + more + seed})
                    for prompt, more in (("cat", 10), ("dog", 0)) for seed in (1, 3)]  # fmt: skip
-        append_step(made.folder, step, samples, measured, [])
+        append_line(made.folder, summarize_scores(step, samples, measured))
     text, _ = page_of(home)
     assert curves(text)["score-0"] == {"Score: CLIP score": [40.0, 27.0, 37.0]}
     assert curves(text)["score-0-prompts"] == {"cat": [45.0, 32.0, 42.0], "dog": [35.0, 22.0, 32.0]}

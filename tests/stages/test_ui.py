@@ -47,39 +47,37 @@ def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
     assert [note.program for note in server.site.programs.notes("discover")] == ["discover"]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "headers", "status"),
-    [
-        ("GET", "/", {}, 200),
-        ("GET", "/", {"Host": "localhost"}, 200),
-        ("GET", "/", {"Host": "[::1]:8420"}, 200),
-        ("GET", "/", {"Host": "evil.example"}, 403),
-        ("GET", "/", {"Host": "localhost.evil.example:80"}, 403),
-        ("GET", "/", {"Host": "localhost@evil.example"}, 403),
-        ("GET", "/", {"Host": ""}, 403),
-        ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
-        ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}, 403),
-        ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
-        ("POST", "/jobs/discover/start", {}, 403),
-        ("POST", "/configuration/save", {"Origin": "http://evil.example"}, 403),
-        ("POST", "/jobs/discover/start", {"Origin": "null"}, 403),
-        ("POST", "/jobs/discover/start", {"Origin": "http://evil.example"}, 403),
-        ("POST", "/jobs/discover/start", {"Host": "evil.example", "Origin": "http://evil.example"}, 403),
-        ("POST", "/jobs/discover/start", {"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:2"}, 403),
-        ("POST", "/jobs/discover/start", {"Host": "localhost", "Origin": "file://localhost"}, 403),
-        ("PUT", "/jobs/discover/start", {"Origin": "http://localhost", "Host": "localhost"}, 403),
-        ("GET", "/jobs/discover/start", {}, 405),
-        ("POST", "/jobs/rm/start", {"Origin": "http://localhost", "Host": "localhost"}, 404),
-        ("POST", "/jobs/discover/_write", {"Origin": "http://localhost", "Host": "localhost"}, 404),
-    ],
-)
-def test_requests_of_others_do_nothing(
-    server: UiServer, method: str, path: str, headers: dict[str, str], status: int
-) -> None:
-    answer = server.request(method, path, **headers)
-    assert answer.status == status
-    assert "access-control-allow-origin" not in answer.headers
-    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+REQUESTS: list[tuple[str, str, dict[str, str], int]] = [
+    ("GET", "/", {}, 200),
+    ("GET", "/", {"Host": "localhost"}, 200),
+    ("GET", "/", {"Host": "[::1]:8420"}, 200),
+    ("GET", "/", {"Host": "evil.example"}, 403),
+    ("GET", "/", {"Host": "localhost.evil.example:80"}, 403),
+    ("GET", "/", {"Host": "localhost@evil.example"}, 403),
+    ("GET", "/", {"Host": ""}, 403),
+    ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+    ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}, 403),
+    ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
+    ("POST", "/jobs/discover/start", {}, 403),
+    ("POST", "/configuration/save", {"Origin": "http://evil.example"}, 403),
+    ("POST", "/jobs/discover/start", {"Origin": "null"}, 403),
+    ("POST", "/jobs/discover/start", {"Origin": "http://evil.example"}, 403),
+    ("POST", "/jobs/discover/start", {"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+    ("POST", "/jobs/discover/start", {"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:2"}, 403),
+    ("POST", "/jobs/discover/start", {"Host": "localhost", "Origin": "file://localhost"}, 403),
+    ("PUT", "/jobs/discover/start", {"Origin": "http://localhost", "Host": "localhost"}, 403),
+    ("GET", "/jobs/discover/start", {}, 405),
+    ("POST", "/jobs/rm/start", {"Origin": "http://localhost", "Host": "localhost"}, 404),
+    ("POST", "/jobs/discover/_write", {"Origin": "http://localhost", "Host": "localhost"}, 404),
+]
+
+
+def test_requests_of_others_do_nothing(server: UiServer) -> None:
+    for method, path, headers, status in REQUESTS:
+        answer = server.request(method, path, **headers)
+        assert answer.status == status, (method, path, headers)
+        assert "access-control-allow-origin" not in answer.headers
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
     assert server.site.programs.last_start("discover") is None
 
 

@@ -7,14 +7,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stages.pages.ui.child_programs import JOBS, ChildPrograms, Start
+from stages.pages.ui.child_programs import JOBS, ChildPrograms
 from stages.pages.ui.guard import Token
 from stages.pages.ui.serve import open_socket
 from tests.background import served
@@ -124,56 +124,6 @@ def test_a_rehearsal(
         assert "<script>document.title" in plan.locator("body").inner_text()
         assert errors == [] and page.title() == "Plan · latentpress"
     context.close()
-
-
-@pytest.mark.timeout(900)
-def test_stop_restart_and_kill(
-    project: Callable[..., Project],
-    ended: list[Project],
-    browser: Any,  # noqa: F811
-    forked_programs: None,
-) -> None:
-    """By the buttons, of `run`: each start is another process, and the one before has ended."""
-    home = project(train={"steps": 100_000})
-    home.image("a.png", (64, 64))
-    home.config()
-    ended.append(home)
-    programs = ChildPrograms(home.folder / "output", [])
-    page = browser.new_page()
-    asked: list[str] = []
-    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
-    with page_process(home) as (_, url):
-
-        def press(verb: str, state: str) -> Start:
-            page.locator(f"#{verb}-run").click()
-            wait_for_state(page, "run", state)
-            start = programs.last_start("run")
-            assert start is not None
-            return start
-
-        page.goto(url)
-        first = press("start", "running")
-        page.locator("#restart-run").click()
-        until(page, "document.getElementById('said').textContent.startsWith('run starts again')")
-        wait_until(lambda: programs.last_start("run").process != first.process, "another process")
-        second = programs.last_start("run")
-        wait_for_state(page, "run", "running")
-        assert second.is_running and not first.is_running
-        stopped = press("stop", "to do")
-        assert stopped.process == second.process and stopped.stop_asked and not second.is_running
-        assert "stopped" in page.locator("#card-run").inner_text()
-
-        third = press("start", "running")
-        log = programs.logs("run")[0]
-        wait_until(lambda: "discover" in log.read_text(), "its first line: from then on it ends in its own way")
-        os.kill(third.process, signal.SIGSTOP)  # it no longer listens
-        press("stop", "stopping")
-        assert third.is_running and asked == []
-        killed = press("kill", "to do")
-        assert killed.exit_code == -signal.SIGKILL and not third.is_running and len(asked) == 1
-        with suppress(ProcessLookupError):
-            os.killpg(third.process, signal.SIGKILL)  # what it had started
-    page.close()
 
 
 def test_a_document_is_shown_again_and_reaches_nothing(

@@ -133,36 +133,15 @@ def test_a_restart_waits_for_the_end(page: Callable[..., ChildPrograms]) -> None
     until(lambda: not programs.is_restarting("decode"), "the restart")
 
 
-def test_a_start_of_another_page_is_not_lost(
-    page: Callable[..., ChildPrograms], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs, other = page(), page()
-    first = programs.start("decode")
-    os.killpg(first.process, signal.SIGKILL)
-    until(lambda: not first.is_running, "its end")
-    started = []
-
-    def read_late(folder: Path) -> list:
-        """While this page finds out how the first ended, the other one starts it again."""
-        if not started:
-            started.append(None)
-            started[0] = other.start("decode")
-        return []
-
-    monkeypatch.setattr("stages.pages.ui.child_programs.read_notes", read_late)
-    assert programs.last_start("decode").exit_code == -signal.SIGKILL
-    assert page().last_start("decode") == started[0]
-
-
 def test_another_process_with_its_id_is_left_alone(page: Callable[..., ChildPrograms]) -> None:
     programs = page()
     before = programs.start("report")
     mine = before.model_copy(update={"process": os.getpid()})
-    programs._write(mine)
+    mine.write(programs._path("report"))
     assert not programs.last_start("report").is_running
     with pytest.raises(Refused, match="report is not at work"):
         programs.stop("report")
-    programs._write(before)
+    before.write(programs._path("report"))
 
 
 def test_a_program_on_another_machine_is_named(page: Callable[..., ChildPrograms]) -> None:
@@ -173,7 +152,7 @@ def test_a_program_on_another_machine_is_named(page: Callable[..., ChildPrograms
         host=f"not-{socket.gethostname()}",
         log="train-0.log",
     )
-    programs._write(start)
+    start.write(programs._path("train"))
     for verb in (programs.start, programs.stop):
         with pytest.raises(LatentpressError) as refused:
             verb("train")

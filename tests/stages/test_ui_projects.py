@@ -10,7 +10,6 @@ import pytest
 from schemas.cli.console import Options
 from schemas.errors import LatentpressError
 from stages import discover
-from stages.pages.ui.guard import Token
 from stages.pages.ui.projects import list_configurations
 from stages.ui import open_projects
 from tests.background import until
@@ -102,27 +101,6 @@ def test_what_is_changed_in_one_is_not_in_the_other(several: UiServer, homes: li
     assert several.post(f"/p/lantern/captions/{media_id}/save", text="x").status == 404
     assert several.post(f"/p/harbour/captions/{media_id}/save", text="mine").status == 200
     assert not (homes[1].root / "captions").exists()
-
-
-@pytest.mark.parametrize("headers", [{}, {"Origin": "null"}, {"Origin": "http://evil.example"}])
-def test_requests_of_others_do_nothing_in_any_project(several: UiServer, headers: dict[str, str]) -> None:
-    for path in ("/p/harbour/jobs/discover/start", "/p/lantern/queue/start", "/p/lantern/configuration/save"):
-        assert several.request("POST", path, **headers).status == 403
-    assert several.get("/p/harbour/", Host="evil.example").status == 403
-    assert several.get("/projects", **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}).status == 403
-    assert several.site.programs.last_start("discover") is None
-
-
-def test_every_project_needs_the_token(homes: list[Project]) -> None:
-    files = [home.folder / "pipeline.yaml" for home in homes]
-    token = Token("a long enough token")
-    with projects_server(open_projects(files, None, Options()), token, host="192.0.2.1") as server:
-        for path in ("/", "/projects", "/p/harbour/", "/p/lantern/logs", "/p/harbour/documents/x/y"):
-            asked = server.get(path)
-            assert asked.status == 303 and asked.headers["location"] == "/login", path
-        assert server.post("/p/harbour/jobs/discover/start").status == 401
-        server.cookie = server.get(f"/login?code={token.code}").headers["set-cookie"].partition(";")[0]
-        assert server.get("/p/lantern/logs").status == 200
 
 
 def test_the_only_configuration_has_its_pages_at_the_top(homes: list[Project]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cache.runs.run_queue import RunQueue
 from schemas.cli.process_record import noted
-from stages.pages.ui.queue_page import go_on
+from stages.pages.ui.queue_page import resume_queue
 from tests.background import until
 from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
@@ -65,9 +65,9 @@ def test_it_is_started_once_and_goes_on(home: Project, server: UiServer, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(script))
         server.post("/queue/add")
-        assert not go_on(server.site), "nobody has started it yet"
+        assert not resume_queue(server.site), "nobody has started it yet"
         queue.switch(True)
-        assert go_on(server.site), "it was interrupted"
+        assert resume_queue(server.site), "it was interrupted"
         started = programs.last_start("queue")
         assert started is not None and started.is_running
         try:
@@ -88,5 +88,5 @@ def test_it_is_started_once_and_goes_on(home: Project, server: UiServer, monkeyp
         assert "step 1" in server.get("/queue").text
         beside = server.post("/jobs/train/start")
         assert beside.status == 409 and "train can't start beside queue" in beside.json["error"]
-        assert not go_on(server.site)
+        assert not resume_queue(server.site)
         assert "is being stopped" in server.post("/queue/stop").json["message"] and not queue.read().is_on

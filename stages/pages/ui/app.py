@@ -4,6 +4,7 @@ A page is a module with a `PAGE`: its place in the navigation and its routes. Ha
 threads; those that change something are made by `action`, so that the answer is alike with and without a script.
 """
 
+import math
 import secrets
 import threading
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, quote
 
 from starlette.applications import Starlette
@@ -37,10 +38,11 @@ from stages.pages.ui.child_programs import ChildPrograms
 MAX_FORM_BYTES = 4 << 20
 DOCUMENTS = "/documents/"  # files under the output: their addresses hold a key of their own
 Form = Mapping[str, str]
+Value = TypeVar("Value")
 Handler = Callable[[Request], Response]
 LOCAL_S, REMOTE_S = 2.0, 30.0  # between two listings of the root, of a folder and of an object store
 FIRST_WAIT_S = 3.0  # for which the first page waits for the first status
-MIN_PAUSE_FACTOR = 4  # listing takes a quarter of the time at most
+MIN_PAUSE_FACTOR = 3  # listing takes a quarter of the time at most
 DRAWING_PAUSE_FACTOR = 50  # reading metrics and drawing take 2 % of the time at most
 
 
@@ -64,6 +66,42 @@ class MetricsHistory:
         return self._drawn
 
 
+class Listing(Generic[Value]):
+    """What `make` finds in a root, made again in the background while somebody asks, in a quarter of the time at
+    most."""
+
+    def __init__(self, root: str, make: Callable[[Config], Value]) -> None:
+        self._make, self._is_remote, self._lock = make, "://" in root, threading.Lock()
+        self._value: Value | LatentpressError | None = None
+        self._thread: threading.Thread | None = None
+        self._made, self._took_s = -math.inf, 0.0
+
+    def read(self, config: Config, wait_s: float | None = None) -> Value | LatentpressError | None:
+        """The newest. None before the first, for which it waits `wait_s`, by default until it exists."""
+        with self._lock:
+            pause_s = max(REMOTE_S if self._is_remote else LOCAL_S, self._took_s * MIN_PAUSE_FACTOR)
+            if self._thread is None and time.monotonic() - self._made > pause_s:
+                self._thread = threading.Thread(target=self._build, args=(config,), daemon=True)
+                self._thread.start()
+            thread, is_first = self._thread, self._value is None
+        if is_first and thread is not None:
+            thread.join(wait_s)
+        return self._value
+
+    def _build(self, config: Config) -> None:
+        began = time.monotonic()
+        value: Value | LatentpressError
+        try:
+            value = self._make(config)
+        except LatentpressError as error:
+            value = error
+        except Exception as error:  # the page has to show it: nobody sees this thread's traceback
+            value = LatentpressError(f"status failed: {error!r}", "run `latentpress status` to see where")
+        with self._lock:
+            self._value, self._thread, self._made = value, None, time.monotonic()
+            self._took_s = self._made - began
+
+
 class Site:
     """A project. build_status: makes the report of `latentpress status`. base: before the path of each of its pages."""
 
@@ -78,15 +116,11 @@ class Site:
         self.document_key = secrets.token_urlsafe(16)  # in the addresses of documents
         self.config_error: LatentpressError | None = None
         self.metrics, self.thumbnails = MetricsHistory(), ThumbnailFiles(self.output)
-        self._build_status, self._lock = build_status, threading.Lock()
-        self._status: Report | LatentpressError | None = None
-        self._built, self._took = 0.0, 0.0
-        self._builder: threading.Thread | None = None
-        self._set_aside: tuple[Config, Sequence[SetAside]] | None = None
-        self._listed, self._listing_took, self._listing = 0.0, 0.0, threading.Lock()
+        self._lock, self._status = threading.Lock(), Listing(self.root, build_status)
+        self._set_aside = Listing(self.root, lambda config: list_set_aside(Store(config.root), config))
 
     def config(self) -> Config:
-        """Read the file as it is now; where it is not valid, it is as it last was, and `config_error` says why."""
+        """Read the file as it is now; if it is not valid, it is as it last was, and `config_error` says why."""
         with self._lock:
             version = version_of(self.options.config)
             if version != self._version:
@@ -103,54 +137,20 @@ class Site:
             return self._config
 
     def status(self, wait_s: float = FIRST_WAIT_S) -> Report | LatentpressError | None:
-        """The newest status, which is made again in the background only while somebody asks. None before the first, for
-        which it waits `wait_s`."""
-        config = self.config()
-        with self._lock:
-            pause = self._pause(self._took)
-            if self._builder is None and (not self._built or time.monotonic() - self._built > pause):
-                self._builder = threading.Thread(target=self._build, args=(config,), name="status", daemon=True)
-                self._builder.start()
-            builder, first = self._builder, self._status is None
-        if first and builder is not None:
-            builder.join(wait_s)
-        return self._status
+        """The newest status. None before the first, for which it waits `wait_s`."""
+        return self._status.read(self.config(), wait_s)
+
+    def set_aside(self) -> Sequence[SetAside]:
+        """List what was rejected. LatentpressError as of `list_set_aside`."""
+        found = self._set_aside.read(self.config())
+        if isinstance(found, LatentpressError):
+            raise found
+        return found or ()
 
     def address_of(self, path: Path) -> str:
         """The address of a file under the output, another one when it is written again."""
         name = quote(path.relative_to(self.output).as_posix())
         return f"{DOCUMENTS}{self.document_key}/{name}?version={version_of(path)}"
-
-    def set_aside(self) -> Sequence[SetAside]:
-        """List what was set aside, again no more often than `status` is made. LatentpressError as of
-        `list_set_aside`."""
-        config = self.config()
-        with self._listing:
-            pause = self._pause(self._listing_took)
-            known = self._set_aside
-            if known is None or known[0] is not config or time.monotonic() - self._listed > pause:
-                began = time.monotonic()
-                known = self._set_aside = config, list_set_aside(Store(config.root), config)
-                self._listed = time.monotonic()
-                self._listing_took = self._listed - began
-            return known[1]
-
-    def _pause(self, took: float) -> float:
-        """Seconds between two listings of the root, of which one `took` so many."""
-        return max(REMOTE_S if "://" in self.root else LOCAL_S, took * (MIN_PAUSE_FACTOR - 1))
-
-    def _build(self, config: Config) -> None:
-        began = time.monotonic()
-        status: Report | LatentpressError
-        try:
-            status = self._build_status(config)
-        except LatentpressError as error:
-            status = error
-        except Exception as error:  # the page has to say it: nobody sees this thread's traceback
-            status = LatentpressError(f"status failed: {error!r}", "run `latentpress status` to see where")
-        with self._lock:
-            self._status, self._built = status, time.monotonic()
-            self._took, self._builder = self._built - began, None
 
 
 def version_of(path: Path | None) -> str:

@@ -6,7 +6,6 @@ as they are; the next `bucket` plans with them.
 
 import json
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,10 +35,6 @@ from stages.pages.ui.job_cards import AT_WORK, build_job_card
 PATH, JOB = "/captions", "caption-thumbnails"
 MOST_SHOWN = 50  # items on one page
 MOST_CHARACTERS = 100_000  # of the captions of an item
-_lock = threading.Lock()
-#: (URL of a cache, shard) -> of each row its media id and its captions, as a root may be an object store; of the cache
-#: that was asked for last.
-_kept: dict[tuple[str, Entry], list[tuple[str, list[str]]]] = {}
 
 
 @dataclass(frozen=True)
@@ -134,24 +129,25 @@ def make_thumbnails(request: Request, form: Form) -> str:
 
 
 def made_captions(store: Store, config: Config) -> dict[str, list[str]]:
-    """media id -> captions of the current set, of a video those of all its clips. LatentpressError for a damaged shard
-    or a model that is not here."""
+    """media id -> captions of the current set, of a video the captions of all its clips. LatentpressError for a damaged
+    shard or a model that is missing."""
+    captions = dict[str, list[str]]()
     if config.caption is None:
-        return {}
-    cache, captions = f"captions/{CAPTION.fingerprint(config)}", dict[str, list[str]]()
-    with _lock:
-        files = store.list_files(cache)
-        shards = [(store.path(cache), file) for file in files if file.name.endswith((ARROW_SUFFIX, TAR_SUFFIX))]
-        for gone in _kept.keys() - {*shards}:
-            del _kept[gone]
-        for key in shards:
-            if key not in _kept:
-                rows = iter_item_rows(store, cache, [f"{cache}/{key[1].name}"])
-                _kept[key] = [(row.info["media_id"], row.info["captions"]) for _, _, row in rows]
-            for media_id, texts in _kept[key]:
+        return captions
+    cache = f"captions/{CAPTION.fingerprint(config)}"
+    for file in store.list_files(cache):
+        if file.name.endswith((ARROW_SUFFIX, TAR_SUFFIX)):
+            for media_id, texts in _read_shard(config.root, f"{cache}/{file.name}", file):
                 known = captions.setdefault(media_id, [])
                 known += [text for text in texts if text not in known]
     return captions
+
+
+@lru_cache(maxsize=1000)
+def _read_shard(root: str, shard: str, version: Entry) -> list[tuple[str, list[str]]]:
+    """(media id, captions) of each row, which are kept, as a root may be an object store."""
+    rows = iter_item_rows(_store(root), shard.rpartition("/")[0], [shard])
+    return [(row.info["media_id"], row.info["captions"]) for _, _, row in rows]
 
 
 def add_made(media: pa.Table, made: Mapping[str, Sequence[str]]) -> tuple[pa.Table, frozenset[str]]:

@@ -14,13 +14,13 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from cache.runs.run_queue import RunQueue
 from cache.store.files import explained, make_folders
@@ -87,43 +87,32 @@ class Start(ProcessRecord):
 
 
 class ChildPrograms:
-    """The jobs of one output folder. argv: the options that all of them get. jobs: those that there are."""
+    """The jobs of one output folder. argv: the options that all of them get."""
 
-    def __init__(self, output: Path, argv: Sequence[str], jobs: Mapping[str, tuple[str, ...]] = JOBS) -> None:
-        self._folder, self._argv, self._jobs, self.queue = output / FOLDER, list(argv), jobs, RunQueue(output)
+    def __init__(self, output: Path, argv: Sequence[str]) -> None:
+        self._folder, self._argv, self.queue = output / FOLDER, list(argv), RunQueue(output)
         self._children: dict[str, subprocess.Popen] = {}
         self._restarting: set[str] = set()
-        self._lock = threading.RLock()
-        self._holds_file = False  # the thread that has the lock has that of the folder, too
 
     def retry(self, name: str) -> Start:
-        """Start a stage so that it tries again what it set aside, also of files that have not changed."""
+        """Start a stage so that it tries again what it rejected, also files that have not changed."""
         return self.start(name, *(["--retry-set-aside"] if name in STAGE_PROGRAMS.values() else []))
 
-    def start(self, name: str, *more: str, report: Path | None = None) -> Start:
-        """Start a job. Refused where it, or one that it conflicts with, is at work. more: options. report: the file
-        that gets its standard output, which otherwise is in the log, too."""
-        program, *words = (*self._jobs[name], *more)
+    def start(self, name: str, *more: str) -> Start:
+        """Start a job. Refused if it, or a job that it conflicts with, is at work. more: options."""
+        program, *words = (*JOBS[name], *more)
         with self._locked():
             for other in (name, *list_conflicts(name)):
                 self._refuse_beside(name, other)
-            log = self._new_log(name)
-            notes = self._folder / "notes" / name
+            log, notes = self._new_log(name), self._folder / "notes" / name
             shutil.rmtree(notes, ignore_errors=True)
-            with log.open("wb") as file, explained(str(log)), (report or log).open("ab") as standard_output:
-                child = start_program(
-                    program,
-                    [*self._argv, *words],
-                    stdin=subprocess.DEVNULL,
-                    stdout=standard_output if report else file,
-                    stderr=file,
-                    start_new_session=True,
-                    env={**os.environ, NOTES_VARIABLE: str(notes)},
-                )
+            environment = {**os.environ, NOTES_VARIABLE: str(notes)}
+            with log.open("wb") as file:
+                child = start_detached(program, [*self._argv, *words], file, file, environment)
             self._children[name] = child
             started_at = find_process_start(child.pid)
             start = Start(program=name, process=child.pid, process_start=started_at, log=log.name)
-            self._write(start)
+            start.write(self._path(name))
             return start
 
     def _refuse_beside(self, name: str, other: str) -> None:
@@ -145,15 +134,17 @@ class ChildPrograms:
             if last.stop_asked is not None:
                 step = "wait until it has kept what is done, or kill it: then it keeps what was kept before"
                 raise Refused(f"{name} was told to stop already", step)
-            self._signal(last, signal.SIGTERM)
-            self._write(last.model_copy(update={"stop_asked": time.time()}))
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(last.process, signal.SIGTERM)
+            last.model_copy(update={"stop_asked": time.time()}).write(self._path(name))
 
     def kill(self, name: str) -> None:
-        """Kill one that was told to stop and does not."""
+        """Kill a job that was told to stop and does not."""
         last = self._require_running(name)
         if last.stop_asked is None:
             raise Refused(f"{name} was not told to stop yet", "stop it first")
-        self._signal(last, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(last.process, signal.SIGKILL)
 
     def _require_running(self, name: str) -> Start:
         last = self.last_start(name)
@@ -161,27 +152,22 @@ class ChildPrograms:
             raise Refused(f"{name} is not at work, or was not started from this page", "stop it where it was started")
         return last
 
-    def _signal(self, start: Start, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # it has just ended
-            os.kill(start.process, number)
-
     def restart(self, name: str) -> None:
-        """Stop it and start it again when it has ended; start it where it is not at work."""
+        """Stop it and start it again when it has ended; start it if it is not at work."""
         last = self.last_start(name)
         if last is None or not last.is_running:
             self.start(name)
             return
-        with self._lock:
-            if name in self._restarting:
-                raise Refused(f"{name} is being restarted already", "wait until it has stopped")
-            self._restarting.add(name)
+        if name in self._restarting:
+            raise Refused(f"{name} is being restarted already", "wait until it has stopped")
         if last.stop_asked is None:
             self.stop(name)
+        self._restarting.add(name)
         threading.Thread(target=self._start_after, args=(last,), name=f"restart {name}", daemon=True).start()
 
     def _start_after(self, last: Start) -> None:
         try:
-            while self._reaped(last).is_running:
+            while last.is_running:
                 time.sleep(POLL_S)
             with suppress(LatentpressError):  # another page was faster
                 self.start(last.program)
@@ -192,32 +178,25 @@ class ChildPrograms:
         return name in self._restarting
 
     def last_start(self, name: str) -> Start | None:
-        """Read the record of the last start; None where it was never started from a page."""
+        """The record of the last start, with its exit code once it has ended: from the note of the program, or, if it
+        was killed, from this page's child. None if it was never started from a page."""
         start = Start.try_read(self._path(name))
-        return None if start is None else self._reaped(start)
+        if start is None or start.is_running:
+            return start
+        for note in self.notes(name):
+            if note.process == start.process and note.exit_code is not None:
+                return start.model_copy(update={"exit_code": note.exit_code, "updated": note.updated})
+        child = self._children.get(name)
+        if child is None or child.pid != start.process:
+            return start
+        log = self._folder / "logs" / start.log
+        written = log.stat().st_mtime if log.exists() else start.began
+        return start.model_copy(update={"exit_code": child.wait(), "updated": written})
 
     def may_begin(self, name: str) -> bool:
-        """Whether a page may start it without being asked: not where it was stopped or has failed."""
+        """Whether a page may start it without being asked: unless it was stopped or has failed."""
         last = self.last_start(name)
         return last is None or last.exit_code == 0
-
-    def _reaped(self, start: Start) -> Start:
-        """Add its exit code, if it has ended: a child of this page's tells it, any other by its note."""
-        if start.exit_code is not None or start.is_running:
-            return start
-        child, code, when = self._children.get(start.program), None, time.time()
-        for note in self.notes(start.program):
-            if note.process == start.process and note.exit_code is not None:
-                code, when = note.exit_code, note.updated
-        if child is not None and child.pid == start.process and start.host == socket.gethostname():
-            code = child.wait()
-        if code is None:
-            return start
-        ended = start.model_copy(update={"exit_code": code, "updated": when})
-        with suppress(LatentpressError), self._locked():
-            if Start.try_read(self._path(start.program)) == start:  # it was not started again meanwhile
-                self._write(ended)
-        return ended
 
     def notes(self, name: str) -> list[ProcessRecord]:
         """The records of the job's last start, and those of the programs that it started."""
@@ -237,21 +216,19 @@ class ChildPrograms:
     def _path(self, name: str) -> Path:
         return self._folder / "starts" / f"{name}.json"
 
-    def _write(self, start: Start) -> None:
-        start.write(self._path(start.program))
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """While the body runs, nobody else starts anything in this folder."""
-        with self._lock, explained(str(self._folder)):
-            if self._holds_file:
-                yield
-                return
+        """While the body runs, nobody else starts or stops anything in this folder."""
+        with explained(str(self._folder)):
             make_folders(self._folder)
             with FileLock(self._folder / "lock") as lock:
                 lock.take(wait_s=math.inf)
-                self._holds_file = True
-                try:
-                    yield
-                finally:
-                    self._holds_file = False
+                yield
+
+
+def start_detached(
+    program: str, words: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], environment: Mapping[str, str]
+) -> subprocess.Popen:
+    """Start a program in a session of its own, which signals of the page's terminal do not reach."""
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+    return start_program(program, words, start_new_session=True, env=environment, **streams)

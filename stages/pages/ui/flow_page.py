@@ -2,8 +2,7 @@
 before it trains, what there is for it. Below, the stages as a flow, with their buttons; what runs is drawn again every
 two seconds."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from schemas.cli.report import Report
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import format_bytes
-from stages.pages.charts import Chart
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, Refused
 from stages.pages.ui.job_cards import Card, build_cards, build_run_card
-from stages.pages.ui.pictures_page import Row, list_files, make_row
+from stages.pages.ui.pictures_page import list_files, make_row
 
 MOST_ROWS, MOST_STEPS = 4, 5  # of pictures
 MEMORY = ("device_memory_gib", "host_memory_gib")
@@ -44,34 +42,8 @@ DONE_WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class FirstSteps:
-    """The first steps, before anything is done. datasets: their folders of media; missing: those that are
-    not there. has_prompts: so that there will be pictures."""
-
-    datasets: Mapping[str, str]
-    missing: Mapping[str, str]
-    has_prompts: bool
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """state: of the training, as `RunProgress` has it. facts, resources: texts by name, of the run, and of memory and
-    disks. charts: of its losses. left_out: samples of which no row is here. without: why there
-    are none."""
-
-    run: str
-    state: str
-    facts: Mapping[str, str]
-    resources: Mapping[str, str]
-    charts: Sequence[Chart]
-    rows: Sequence[Row]
-    left_out: int
-    without: str
-
-
-def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Sequence[str]) -> RunSummary:
-    """counts: what the stages before training have made, in words."""
+def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Sequence[str]) -> dict[str, Any]:
+    """The top of the page. counts: what the stages before training have made, in words."""
     row = progress.row()
     facts = {label: row[key] for key, label in LABELS.items() if row[key]}
     if progress.state == "not started":
@@ -87,16 +59,18 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
     rows = [make_row(site, config, name, files[name], shown[name]) for name in list(shown)[:MOST_ROWS]]
     later = "Pictures are here after the first validation."
     without = later if config.validation.prompts else "There are no pictures: validation.prompts has no prompt."
-    return RunSummary(
-        *(progress.run, progress.state, facts, resources, charts, rows, len(files) - len(rows), "" if rows else without)
-    )
+    pictures = {"rows": rows, "left_out": len(files) - len(rows), "without": "" if rows else without}
+    return {"state": progress.state, "facts": facts, "resources": resources, "charts": charts, **pictures}
 
 
-def find_first_steps(config: Config) -> FirstSteps:
+def find_first_steps(config: Config) -> dict[str, Any]:
+    """What to do before anything is done. datasets: their folders of media; missing: the folders that do not exist.
+    has_prompts: so that there will be pictures."""
     used = (dataset for dataset in config.datasets if not dataset.disabled)
     folders = {dataset.id: dataset.root for dataset in used if dataset.resolved_source == "folder"}
-    missing = {name: folder for name, folder in folders.items() if not Path(folder).is_dir()}
-    return FirstSteps(folders, missing, bool(config.validation.prompts or config.validation.prompts_file))
+    missing = {name for name, folder in folders.items() if not Path(folder).is_dir()}
+    has_prompts = bool(config.validation.prompts or config.validation.prompts_file)
+    return {"datasets": folders, "missing": missing, "has_prompts": has_prompts}
 
 
 def show(request: Request) -> Response:

@@ -59,11 +59,12 @@ def build_cards(
     steps: list[list[Card]] = []
     for name in config.stage_order:
         card = build_job_card(name, STAGES[name], programs)
-        _add_state(card, notes.get(name, ()))
+        for job, note in notes.get(name, ()):
+            if card.state not in AT_WORK:  # `run` runs it
+                card.state, card.remark, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
         _add_counts(card, config, status, by_stage.get(name), progress)
-        _add_tasks(card, notes.get(name, ()))
-        together = name.startswith("encode-") and steps and steps[-1][0].name.startswith("encode-")
-        if together:
+        _add_notes(card, notes.get(name, ()))
+        if name.startswith("encode-") and steps and steps[-1][0].name.startswith("encode-"):
             steps[-1].append(card)
         else:
             steps.append([card])
@@ -185,7 +186,7 @@ def _add_pictures(card: Card, config: Config, is_finished: bool) -> None:
     files = [file for file in list_validations(config.run_folder) if file.latent is not None]
     done, total = sum(file.picture is not None for file in files), len(files)
     if card.name == "score":
-        scored = {line["step"] for line in read_lines(config.run_folder)}
+        scored = {line.step for line in read_lines(config.run_folder)}
         done = sum(file.picture is not None and file.step in scored for file in files)
     if files:
         card.done, card.total, card.count = done, total, f"{done} of {total} pictures and clips"
@@ -203,18 +204,10 @@ def _notes_by_program(programs: ChildPrograms, config: Config) -> dict[str, list
     return notes
 
 
-def _add_state(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
-    """Add the state of a stage which `run` runs."""
-    for job, note in notes:
-        if card.state not in AT_WORK:
-            card.state, card.remark, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
-
-
-def _add_tasks(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
-    """Add what the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of
+def _add_notes(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
+    """Add what the program does now. Its bar replaces the bar of `status`, which is of whole shards, but not the bar of
     training, which is of steps; so do its rate and time left, of which it has none while it loads."""
-    for note in [note for _, note in notes if note.tasks]:
-        task = note.tasks[-1]
+    for task in [note.tasks[-1] for _, note in notes if note.tasks]:
         card.facts.append(f"{task.description}: {task.state}" if task.state else task.description)
         if card.name != "train":
             card.rate = card.left = ""

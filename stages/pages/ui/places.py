@@ -4,7 +4,6 @@ It shows names of folders, counts of media, and for `import-config` names of con
 hidden, or led to by `..` or by a link to another place, is refused, and looks as if it did not exist."""
 
 import os
-import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,37 +50,32 @@ class Listing:
 
 
 class Places:
-    """roots: the folders that may be browsed; those in others are found there."""
+    """roots: the folders that may be browsed; a root inside another one is found there."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         whole = list(dict.fromkeys(root.absolute() for root in roots))
         self.roots = [root for root in whole if not any(root != top and _is_inside(root, top) for top in whole)]
 
     def find_folder(self, text: str) -> Path:
-        """The folder of a path as it was typed. NotPermitted where it is none below the roots."""
-        return self._find(text, stat.S_ISDIR)
+        """The folder of a path as it was typed. NotPermitted if it is not a folder below the roots."""
+        return self._find(text, Path.is_dir)
 
     def find_file(self, text: str) -> Path:
-        return self._find(text, stat.S_ISREG)
+        return self._find(text, Path.is_file)
 
-    def _find(self, text: str, is_kind: Callable[[int], bool]) -> Path:
-        refusal = NotPermitted(
+    def _find(self, text: str, is_kind: Callable[[Path], bool]) -> Path:
+        path = Path(text)
+        tops = [root for root in (*self.roots, *(root.resolve() for root in self.roots)) if path.is_relative_to(root)]
+        if path.is_absolute() and ".." not in path.parts:
+            with suppress(OSError, ValueError, RuntimeError):
+                target = path.resolve(strict=True)
+                is_inside = any(_is_inside(path, top) and _is_inside(target, top.resolve()) for top in tops)
+                if is_inside and is_kind(target):
+                    return path
+        raise NotPermitted(
             f"{text!a} is not below the folders that may be browsed",
             f"these are {', '.join(map(str, self.roots))}; start `latentpress ui` with --browse FOLDER for others",
         )
-        path = Path(text)
-        tops = [root for root in (*self.roots, *(root.resolve() for root in self.roots)) if path.is_relative_to(root)]
-        if not path.is_absolute() or ".." in path.parts or not tops:
-            raise refusal
-        try:
-            target = path.resolve(strict=True)
-            kind = target.stat().st_mode
-        except (OSError, ValueError, RuntimeError) as error:
-            raise refusal from error
-        is_inside = any(_is_inside(path, top) and _is_inside(target, top.resolve()) for top in tops)
-        if not is_inside or not is_kind(kind):
-            raise refusal
-        return path
 
     def list_roots(self) -> Listing:
         """The roots as if they were in one folder."""
@@ -89,33 +83,33 @@ class Places:
         return Listing("", None, folders, 0, 0, 0, ())
 
     def list_folder(self, text: str) -> Listing:
-        """NotPermitted as of `find_folder`, and where it can't be read."""
+        """NotPermitted as of `find_folder`, and if it can't be read."""
         folder = self.find_folder(text)
         try:
             with os.scandir(folder) as entries:
-                kept = [entry for entry in entries if _is_shown(entry.name)]
-                names = sorted(entry.name for entry in kept)
-                candidates = sorted(entry.name for entry in kept if entry.is_symlink() or entry.is_dir())
+                shown = [entry for entry in entries if entry.name[0] != "." and entry.name.isprintable()]
+            inner = sorted(entry.name for entry in shown if entry.is_symlink() or entry.is_dir())
         except OSError as error:
             raise NotPermitted(f"{folder} can't be read: {error.strerror}", "choose another folder") from error
-        folders = [name for name in candidates if self._is_found(self.find_folder, folder / name)]
-        kinds = [KINDS.get(os.path.splitext(name)[1].lower(), "") for name in names]
-        configurations = [name for name in names if os.path.splitext(name)[1].lower() in CONFIGURATIONS]
+        folders = [name for name in inner if self._is_found(folder / name, Path.is_dir)]
+        names = sorted(entry.name for entry in shown)
+        suffixes = {name: os.path.splitext(name)[1].lower() for name in names}
+        files = [name for name in names if suffixes[name] in CONFIGURATIONS]
+        kinds = [KINDS.get(suffix) for suffix in suffixes.values()]
         is_root = any(folder in (root, root.resolve()) for root in self.roots)
-        above = str(folder.parent) if not is_root else "" if len(self.roots) > 1 else None
         return Listing(
             str(folder),
-            above,
+            str(folder.parent) if not is_root else "" if len(self.roots) > 1 else None,
             [_count(name, folder / name) for name in folders[:MOST_LISTED]],
             max(0, len(folders) - MOST_LISTED),
             kinds.count("image"),
             kinds.count("video"),
-            [name for name in configurations[:MOST_LISTED] if self._is_found(self.find_file, folder / name)],
+            [name for name in files[:MOST_LISTED] if self._is_found(folder / name, Path.is_file)],
         )
 
-    def _is_found(self, find: Callable[[str], Path], path: Path) -> bool:
+    def _is_found(self, path: Path, is_kind: Callable[[Path], bool]) -> bool:
         with suppress(NotPermitted):
-            return bool(find(str(path)))
+            return bool(self._find(str(path), is_kind))
         return False
 
 
@@ -124,23 +118,17 @@ def _is_inside(path: Path, top: Path) -> bool:
     return path.is_relative_to(top) and all(part[0] != "." for part in path.relative_to(top).parts)
 
 
-def _is_shown(name: str) -> bool:
-    return name[0] != "." and name.isprintable()  # which a name that is no UTF-8 is not
-
-
 def _count(name: str, folder: Path) -> Entry:
-    counts = {"image": 0, "video": 0}
-    try:
-        with os.scandir(folder) as entries:
-            for number, entry in enumerate(entries):
-                if number == MOST_COUNTED:
-                    return Entry(name, str(folder), None, None)
-                kind = KINDS.get(os.path.splitext(entry.name)[1].lower())
-                if kind is not None and entry.name[0] != ".":
-                    counts[kind] += 1
-    except OSError:
-        return Entry(name, str(folder), None, None)
-    return Entry(name, str(folder), counts["image"], counts["video"])
+    """Without counts if it can't be read, or has too much in it."""
+    kinds = list[str | None]()
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if len(kinds) == MOST_COUNTED:
+                break
+            kinds.append(None if entry.name[0] == "." else KINDS.get(os.path.splitext(entry.name)[1].lower()))
+        else:
+            return Entry(name, str(folder), kinds.count("image"), kinds.count("video"))
+    return Entry(name, str(folder), None, None)
 
 
 FOLDERS_PATH = "/folders"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,8 +21,7 @@ from schemas.cli.report import Report
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
 from stages.configuring.questions import make_name
-from stages.pages.html import Figure
-from stages.pages.ui.app import Page, Site, build_app, get, render, version_of
+from stages.pages.ui.app import Page, Site, build_app, get, render
 from stages.pages.ui.child_programs import JOBS
 from stages.pages.ui.pictures_page import list_files, make_figure
 
@@ -49,7 +49,7 @@ class Projects:
         self, open_site: Callable[[Path, str], Site], pages: Sequence[Page], home: Path, folder: Path | None = None
     ) -> None:
         self.home, self.folder = home, folder
-        self._invalid: dict[Path, tuple[str, LatentpressError]] = {}  # with the version of the file that was read
+        self.invalid: dict[Path, LatentpressError] = {}  # configurations that `scan` can't open
         self._open_site, self._pages = open_site, pages
         self._projects: dict[str, Project] = {}
         self._lock = threading.Lock()
@@ -83,29 +83,18 @@ class Projects:
         return [project.site for project in self.opened()]
 
     def scan(self) -> None:
-        """Open what has come into the projects' folder since; `invalid` has what can't be opened. LatentpressError
-        where the folder can't be read."""
+        """Open what has come into the projects' folder since; `invalid` has what can't be opened. LatentpressError if
+        the folder can't be read."""
         if self.folder is None:
             return
         known = {project.path for project in self.opened()}
-        files, unreadable = list_configurations(self.folder)
-        invalid = {path: ("", error) for path, error in unreadable.items()}
+        files, self.invalid = list_configurations(self.folder)
         for path in files:
-            version, (before, problem) = version_of(path), self._invalid.get(path, ("", None))
-            if problem is not None and version == before:
-                invalid[path] = version, problem
-                continue
             try:
                 if path not in known:
                     self.open(path)
             except LatentpressError as error:
-                invalid[path] = version, error
-        self._invalid = invalid
-
-    @property
-    def invalid(self) -> dict[Path, LatentpressError]:
-        """Configurations that `scan` can't open."""
-        return {path: error for path, (_, error) in self._invalid.items()}
+                self.invalid[path] = error
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the project that its address names."""
@@ -144,26 +133,8 @@ def _scan(folder: Path) -> tuple[list[Path], list[Path]]:
 PROJECTS_PATH = "/projects"
 
 
-@dataclass(frozen=True)
-class ProjectRow:
-    """link: to its first page. at_work: jobs. state: of its training. done, total: steps. picture: the newest.
-    set_aside: items, None before they are known."""
-
-    name: str
-    link: str
-    path: str
-    run: str
-    at_work: Sequence[str]
-    state: str
-    done: int
-    total: int
-    left: str
-    picture: Figure | None
-    set_aside: int | None
-    problem: LatentpressError | None
-
-
-def summarize_project(project: Project) -> ProjectRow:
+def summarize_project(project: Project) -> dict[str, Any]:
+    """A row of the overview. at_work: jobs. set_aside: rejected items, None before they are known."""
     site = project.site
     config = site.config()
     progress, status = read_progress(config), site.status(wait_s=0)
@@ -171,25 +142,26 @@ def summarize_project(project: Project) -> ProjectRow:
     at_work = [job for job, start in starts.items() if start is not None and start.is_running]
     if progress.state == "running" and not {"train", "run", "queue"} & set(at_work):
         at_work.append("train")  # started on a command line
-    rows = status.details["stages"] if isinstance(status, Report) else []
-    pictures = [
-        (step, name, path) for name, steps in list_files(config).items() for step, path in steps.items() if path
-    ]
-    step, name, path = max(pictures, default=(0, "", None), key=lambda picture: picture[0])
-    return ProjectRow(
-        name=project.name,
-        link=f"{site.base}/",
-        path=str(project.path),
-        run=config.run_name,
-        at_work=at_work,
-        state=progress.state,
-        done=progress.step,
-        total=progress.steps,
-        left="" if progress.seconds_left is None else f"{format_duration(progress.seconds_left)} left",
-        picture=None if path is None else make_figure(site, name, step, path),
-        set_aside=sum(row["set_aside"] for row in rows) if isinstance(status, Report) else None,
-        problem=site.config_error or (status if isinstance(status, LatentpressError) else None),
+    newest = max(
+        ((step, name, path) for name, steps in list_files(config).items() for step, path in steps.items() if path),
+        default=None,
+        key=lambda picture: picture[0],
     )
+    rows = status.details["stages"] if isinstance(status, Report) else []
+    return {
+        "name": project.name,
+        "link": f"{site.base}/",
+        "path": str(project.path),
+        "run": config.run_name,
+        "at_work": at_work,
+        "state": progress.state,
+        "done": progress.step,
+        "total": progress.steps,
+        "left": "" if progress.seconds_left is None else f"{format_duration(progress.seconds_left)} left",
+        "picture": make_figure(site, newest[1], newest[0], newest[2]) if newest else None,
+        "set_aside": sum(row["set_aside"] for row in rows) if isinstance(status, Report) else None,
+        "problem": site.config_error or (status if isinstance(status, LatentpressError) else None),
+    }
 
 
 def _show_overview(projects: Projects, request: Request) -> Response:

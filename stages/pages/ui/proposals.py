@@ -5,15 +5,17 @@ A proposal is a process with `--dry-run --json`, whose report has the text. The 
 is removed when the page ends, and stops those that are being made then."""
 
 import json
+import os
 import re
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
@@ -21,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from cache.store.files import explained
 from schemas.config.loading import parse_config, read_text
 from schemas.config.section import NAME_PATTERN
 from schemas.errors import LatentpressError
@@ -30,110 +33,95 @@ from stages.configuring.choice import list_recipes
 from stages.configuring.questions import QUESTIONS, make_name
 from stages.configuring.text import compare_texts, write_file
 from stages.pages.ui.app import Form, Moved, Page, action, get, lines_of, render
-from stages.pages.ui.child_programs import ChildPrograms, Refused, Start
+from stages.pages.ui.child_programs import Refused, start_detached
 from stages.pages.ui.places import Places, list_asked
 from stages.pages.ui.projects import Projects
 from stages.pages.ui.records import read_piece
 
-Program = Literal["configure", "import-config"]
-PROGRAMS: Mapping[str, tuple[str, ...]] = {
-    "configure": ("configure", "--yes"),
-    "import-config": ("import-config",),
-}
+#: Programs that propose -> their own options.
+PROGRAMS: Mapping[str, tuple[str, ...]] = {"configure": ("--yes",), "import-config": ()}
 MOST_KEPT, MOST_AT_WORK = 20, 2
 MOST_BYTES = 8 << 20  # of a report that is read
 
 
-@dataclass(frozen=True)
+@dataclass
 class Proposal:
-    """file: that would be written; before: its text as it was, None where there was none. again: the address of the
-    form with the same answers."""
+    """file: that would be written; before: its text as it was, None if there was none. again: the address of the form
+    with the same answers. folder: has the report and the log of the process."""
 
     key: str
-    program: Program
+    program: str
     file: Path
     before: str | None
     again: str
-    programs: ChildPrograms
-    report_file: Path
+    folder: Path
+    process: subprocess.Popen
+    stopped: bool = False
 
     @property
-    def start(self) -> Start:
-        start = self.programs.last_start(self.program)
-        assert start is not None  # it is made by one
-        return start
+    def is_running(self) -> bool:
+        return self.process.poll() is None
 
     def report(self) -> dict[str, Any]:
-        """The report of its process; empty where that ended without one."""
-        with suppress(OSError, ValueError), self.report_file.open("rb") as file:
-            return json.loads(file.read(MOST_BYTES))
+        """The report of its process; empty if that has not ended, or ended without one."""
+        if not self.is_running:
+            with suppress(OSError, ValueError), (self.folder / REPORT).open("rb") as file:
+                return json.loads(file.read(MOST_BYTES))
         return {}
 
     def text(self, report: Mapping[str, Any]) -> str:
-        """The text of the file; "" where none is proposed."""
+        """The text of the file; "" if none is proposed."""
         details = report.get("details", {})
         return str(details.get("file", {}).get("text", "") or details.get("pipeline", ""))
 
-    def changes(self, text: str) -> str:
-        """The difference to the file that is there."""
-        return "" if self.before is None else compare_texts(self.before, text, self.file.name)
-
-    def is_written(self, text: str) -> bool:
-        return bool(text) and self.before != text and _read(self.file) == text
+    def stop(self) -> None:
+        self.stopped = True
+        self.process.terminate()
 
     def write(self) -> None:
         """Write the text that was shown. LatentpressError if the file changed since."""
-        if self.start.is_running or not (text := self.text(self.report())):
+        if not (text := self.text(self.report())):
             raise Refused(f"there is nothing yet that {self.file} could have", "wait for the proposal")
         parse_config(text, self.file)
         write_file(self.file, self.before, text)
 
 
-def _read(file: Path) -> str | None:
-    return read_text(file) if file.exists() else None
-
-
 class Proposals:
-    """The proposals of one page, by their keys; a key can't be guessed, and is none after the page's end."""
+    """The proposals of one page, by their keys; a key can't be guessed, and is not valid after the page's end."""
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="latentpress-ui-"))
         self._proposals: dict[str, Proposal] = {}
 
     def find(self, key: str) -> Proposal | None:
-        return {proposal.key: proposal for proposal in self._list()}.get(key)
+        return self._proposals.get(key)
 
-    def _list(self) -> list[Proposal]:
-        """List those whose folder was not removed by somebody else, as systems tidy up temporary files."""
-        return [proposal for proposal in self._proposals.values() if proposal.report_file.exists()]
-
-    def begin(self, program: Program, file: Path, words: Sequence[str], again: str) -> Proposal:
+    def begin(self, program: str, file: Path, words: Sequence[str], again: str) -> Proposal:
         """Start the program for a file. Refused while others are being made. words: its own options."""
-        if sum(proposal.start.is_running for proposal in self._list()) >= MOST_AT_WORK:
+        ended = [proposal for proposal in list(self._proposals.values()) if not proposal.is_running]
+        if len(self._proposals) - len(ended) >= MOST_AT_WORK:
             raise Refused(f"{MOST_AT_WORK} proposals are being made already", "wait for one of them, or stop it")
-        if self._folder is None or not self._folder.is_dir():
-            self._folder = Path(tempfile.mkdtemp(prefix="latentpress-ui-"))
+        for old in ended[: 1 - MOST_KEPT]:
+            del self._proposals[old.key]
+            shutil.rmtree(old.folder, ignore_errors=True)
         key = secrets.token_urlsafe(16)
         folder = self._folder / key
-        folder.mkdir()
-        programs = ChildPrograms(folder, ["--config", str(file), "--dry-run", "--json"], PROGRAMS)
-        proposal = Proposal(key, program, file, _read(file), again, programs, folder / "report.json")
-        programs.start(program, *words, report=proposal.report_file)
-        self._proposals[key] = proposal
-        for old in [proposal for proposal in self._list() if not proposal.start.is_running][:-MOST_KEPT]:
-            del self._proposals[old.key]
-            shutil.rmtree(self._folder / old.key, ignore_errors=True)
-        return proposal
+        with explained(str(folder)):
+            folder.mkdir(parents=True)
+            argv = ["--config", str(file), "--dry-run", "--json", *PROGRAMS[program], *words]
+            with (folder / REPORT).open("wb") as report, (folder / LOG).open("wb") as log:
+                process = start_detached(program, argv, report, log, os.environ)
+        before = read_text(file) if file.exists() else None
+        return self._proposals.setdefault(key, Proposal(key, program, file, before, again, folder, process))
 
     def close(self) -> None:
-        for proposal in self._list():
-            with suppress(LatentpressError):  # it has ended
-                proposal.programs.stop(proposal.program)
-        self._proposals.clear()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        for proposal in self._proposals.values():
+            proposal.process.kill()  # it writes nothing
+            proposal.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
+REPORT, LOG = "report.json", "log.txt"  # in the folder of a proposal
 PROPOSALS_PATH = "/proposals"
 #: Details of the report of configure that are shown, with their headings.
 TABLES = {"missing": "Not installed"}
@@ -154,17 +142,17 @@ def proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]
 
     def show(request: Request) -> Response:
         proposal = find(request)
-        start = proposal.start
-        log = read_piece(proposal.programs.logs(proposal.program)[0], None, not start.is_running)[0]
-        report = {} if start.is_running else proposal.report()
-        text = proposal.text(report)
+        is_running, report = proposal.is_running, proposal.report()
+        log_file = proposal.folder / LOG
+        log = read_piece(log_file, None, not is_running)[0] if log_file.exists() else ""
+        text, now = proposal.text(report), read_text(proposal.file) if proposal.file.exists() else None
+        changes = "" if proposal.before is None else compare_texts(proposal.before, text, proposal.file.name)
         return render(
             request,
             "projects/proposal.html",
             title="Proposal",
             proposal=proposal,
-            is_running=start.is_running,
-            stopped=start.stop_asked is not None,
+            is_running=is_running,
             log=log,
             warnings=[line.removeprefix(WARNING) for line in log.split("\n") if line.startswith(WARNING)],
             error=report.get("error"),
@@ -172,15 +160,15 @@ def proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]
             failed=report.get("failed", []),
             next_steps=report.get("next_steps", []),
             text=escape_lines(text),
-            changes=escape_lines(proposal.changes(text)) if text else "",
+            changes=escape_lines(changes) if text else "",
             is_there=proposal.before is not None,
-            is_written=proposal.is_written(text),
+            is_written=bool(text) and proposal.before != text and now == text,
         )
 
     def act(request: Request, form: Form) -> str | Moved:
         proposal = find(request)
         if request.path_params["verb"] == "stop":
-            proposal.programs.stop(proposal.program)
+            proposal.stop()
             return "it is being stopped; nothing was written"
         if request.path_params["verb"] != "write":
             raise HTTPException(404, "a proposal is written or stopped")

@@ -1,8 +1,9 @@
 """The queue of runs: added with the page's configuration, in their order, with what became of each. The program that
 works it off is `latentpress queue run`, which goes on when the page ends; it is told to stop by the queue's file."""
 
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -10,7 +11,6 @@ from starlette.responses import Response
 
 from cache.runs.run_queue import QueueEntry, QueueState
 from cache.runs.training_run import METRICS_FILE, read_last_metrics
-from schemas.cli.process_record import ProcessRecord
 from schemas.config.loading import parse_config, read_text
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
@@ -23,16 +23,6 @@ PATH = "/queue"
 STATES = {"waiting": "to do", "finished": "done"}  # of entries, as states of cards; the others are called alike
 
 
-@dataclass(frozen=True)
-class Row:
-    """An entry as it is shown. css: the state of a card. facts: how far it is. can: what its buttons do."""
-
-    entry: QueueEntry
-    css: str
-    facts: str
-    can: tuple[str, ...]
-
-
 def show(request: Request) -> Response:
     site = site_of(request)
     problem, state = None, QueueState()
@@ -40,7 +30,6 @@ def show(request: Request) -> Response:
         state = site.programs.queue.read()
     except LatentpressError as error:
         problem = error
-    worker = site.programs.queue.worker()
     return render(
         request,
         "queue.html",
@@ -48,7 +37,7 @@ def show(request: Request) -> Response:
         problem=problem,
         rows=[_row(entry, position, state) for position, entry in enumerate(state.entries)],
         is_on=state.is_on,
-        worker=worker if worker is not None and _is_at_work(worker) else None,
+        worker=site.programs.queue.worker(),
         unfinished=len(state.unfinished),
         can_clear=len(state.unfinished) < len(state.entries),
         last=build_job_card("queue", "", site.programs),
@@ -56,11 +45,8 @@ def show(request: Request) -> Response:
     )
 
 
-def _is_at_work(worker: ProcessRecord) -> bool:
-    return worker.is_running or worker.runs_elsewhere
-
-
-def _row(entry: QueueEntry, position: int, state: QueueState) -> Row:
+def _row(entry: QueueEntry, position: int, state: QueueState) -> dict[str, Any]:
+    """css: the state of a card. facts: how far it is. can: what its buttons do."""
     verbs = ["up"] if position else []
     verbs += ["down"] if position < len(state.entries) - 1 else []
     verbs += ["again"] if entry not in state.unfinished else []
@@ -72,7 +58,7 @@ def _row(entry: QueueEntry, position: int, state: QueueState) -> Row:
             facts += f", {format_duration(lines[-1]['seconds_left'])} left"
     elif entry.ended is not None and entry.began is not None:
         facts = f"took {format_duration(max(0.0, entry.ended - entry.began))}"
-    return Row(entry, STATES.get(entry.state, entry.state), facts, (*verbs, "remove"))
+    return {"entry": entry, "css": STATES.get(entry.state, entry.state), "facts": facts, "can": [*verbs, "remove"]}
 
 
 def add(request: Request, form: Form) -> str:
@@ -108,7 +94,7 @@ def switch(request: Request, form: Form) -> str:
     """Start or stop what works it off, or remove what has ended."""
     site, verb = site_of(request), request.path_params["verb"]
     if verb == "clear":
-        return f"{len(site.programs.queue.clear())} entries were removed"
+        return f"{site.programs.queue.clear()} entries were removed"
     if verb == "stop":
         site.programs.queue.switch(False)
         return "it is being stopped; the run keeps what is done, and is the first when it goes on"
@@ -118,16 +104,14 @@ def switch(request: Request, form: Form) -> str:
     return "the queue was started"
 
 
-def go_on(site: Site) -> bool:
-    """Start the queue where it is to be worked off and nobody does, as after the machine went down."""
-    try:
-        state, worker = site.programs.queue.read(), site.programs.queue.worker()
-        if not (state.is_on and state.unfinished) or (worker is not None and _is_at_work(worker)):
-            return False
-        site.programs.start("queue")
-    except LatentpressError:  # the page says it, or another page was faster
-        return False
-    return True
+def resume_queue(site: Site) -> bool:
+    """Start the queue if it is to be worked off and nobody does, as after the machine went down."""
+    with suppress(LatentpressError):  # the page shows it, or another page was faster
+        state = site.programs.queue.read()
+        if state.is_on and state.unfinished and site.programs.queue.worker() is None:
+            site.programs.start("queue")
+            return True
+    return False
 
 
 PAGE = Page(

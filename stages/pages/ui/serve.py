@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import h11
 import uvicorn
-from starlette.applications import Starlette
 from starlette.responses import RedirectResponse
-from starlette.routing import BaseRoute, Mount
+from starlette.routing import Mount
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from schemas.errors import USAGE, LatentpressError
 from schemas.interruption import StopHandler
 from stages.pages.ui import captions_page, config_page, documents, flow_page, pictures_page, queue_page, records
-from stages.pages.ui.app import Page, build_app, get, serve_file
+from stages.pages.ui.app import build_app, get, serve_file
 from stages.pages.ui.guard import Guard, Token, list_names, login_route
 from stages.pages.ui.places import Places, folders_route
 from stages.pages.ui.projects import BASE, PROJECTS_PATH, Projects, overview_page
@@ -75,18 +74,12 @@ def guarded_app(
         new_project_page(projects, places, proposals),
         import_page(projects, places, proposals),
     )
-    app = _join(projects, pages, extra)
-    return Guard(app, list_names(host, more_names), token, cookie)
-
-
-def _join(projects: Projects, pages: Sequence[Page], extra: Sequence[BaseRoute]) -> Starlette:
-    """The pages of all projects under their bases, and those that are of none."""
-    whole = build_app(pages, extra=[*extra, Mount(f"{BASE}/{{name}}", app=projects.answer)])
+    app = build_app(pages, extra=[*extra, Mount(f"{BASE}/{{name}}", app=projects.answer)])
     if projects.top is None:
-        whole.router.routes.append(get("/", lambda request: RedirectResponse(PROJECTS_PATH, 303)))
+        app.router.routes.append(get("/", lambda request: RedirectResponse(PROJECTS_PATH, 303)))
     else:
-        whole.router.routes.append(Mount("", app=projects.top.app))
-    return whole
+        app.router.routes.append(Mount("", app=projects.top.app))
+    return Guard(app, list_names(host, more_names), token, cookie)
 
 
 class _Server(uvicorn.Server):

@@ -10,9 +10,9 @@ from cache.runs.scores import (
     SCORES_FILE,
     Measured,
     SampleScores,
-    append_step,
+    append_line,
     read_curves,
-    read_samples,
+    read_lines,
     summarize_scores,
 )
 from cache.runs.validations import best_steps
@@ -24,27 +24,30 @@ def sample(prompt: str, seed: int, score: float, content: str = "x") -> SampleSc
     return SampleScores(f"{prompt}_seed{seed}", prompt, seed, content, {"clip_score": score})
 
 
+def add(
+    folder: Path, step: int, *samples: SampleScores, model: Measured = CLIP["clip_score"], missing: str = ""
+) -> None:
+    append_line(folder, summarize_scores(step, samples, {"clip_score": model}, [missing] if missing else []))
+
+
 def test_a_score_is_the_mean_over_prompts_and_its_spread_that_of_the_seeds() -> None:
     samples = [sample("cat", 1, 30.0), sample("cat", 2, 32.0), sample("dog", 1, 20.0), sample("dog", 2, 26.0)]
-    point = summarize_scores(samples, "clip_score")
-    assert point.value == 27.0
-    assert point.spread == pytest.approx(stdev([25.0, 29.0]))  # all prompts with seed 1, with seed 2
-    assert point.groups == {
-        "cat": (31.0, pytest.approx(stdev([30, 32]))),
-        "dog": (23.0, pytest.approx(stdev([20, 26]))),
+    line = summarize_scores(0, samples, CLIP)
+    assert line.scores == {"clip_score": 27.0}
+    assert line.spread["clip_score"] == pytest.approx(stdev([25.0, 29.0]))  # all prompts with seed 1, with seed 2
+    prompts = {
+        prompt: (scores["clip_score"].mean, scores["clip_score"].spread) for prompt, scores in line.prompts.items()
     }
-
-
-def test_one_seed_has_no_spread_and_only_seeds_of_every_prompt_count() -> None:
-    assert summarize_scores([sample("cat", 0, 30.0), sample("dog", 0, 20.0)], "clip_score").spread is None
-    uneven = [sample("cat", 1, 30.0), sample("cat", 2, 32.0), sample("dog", 1, 20.0)]
-    point = summarize_scores(uneven, "clip_score")
-    assert point.spread is None and point.value == 25.5, "a prompt counts once, however many seeds it has"
+    assert prompts == {"cat": (31.0, pytest.approx(stdev([30, 32]))), "dog": (23.0, pytest.approx(stdev([20, 26])))}
+    line = summarize_scores(0, [sample("cat", 0, 30.0), sample("dog", 0, 20.0)], CLIP)
+    assert line.spread == {"clip_score": None}, "one seed"
+    line = summarize_scores(0, samples[:3], CLIP)
+    assert line.spread == {"clip_score": None}, "only seeds of every prompt count"
+    assert line.scores == {"clip_score": 25.5}, "a prompt counts once, however many seeds it has"
 
 
 def test_a_line_says_everything_and_is_read_again(tmp_path: Path) -> None:
-    samples = [sample("cat", 1, 30.0, "a"), sample("cat", 2, 32.0, "b")]
-    append_step(tmp_path, 500, samples, CLIP, ["dog_seed1"])
+    add(tmp_path, 500, sample("cat", 1, 30.0, "a"), sample("cat", 2, 32.0, "b"), missing="dog_seed1")
     line = json.loads((tmp_path / SCORES_FILE).read_text())
     assert line["scores"] == {"clip_score": 31.0} and line["missing"] == ["dog_seed1"]
     assert line["spread"]["clip_score"] == pytest.approx(stdev([30, 32]), abs=1e-6)
@@ -53,27 +56,24 @@ def test_a_line_says_everything_and_is_read_again(tmp_path: Path) -> None:
     (curve,) = read_curves(tmp_path)
     (point,) = curve.points
     assert (curve.name, curve.measured, curve.seeds) == ("clip_score", CLIP["clip_score"], 2)
-    assert (point.step, point.value, point.is_whole) == (500, 31.0, False)
-    assert point.groups["cat"] == (31.0, pytest.approx(stdev([30, 32]), abs=1e-6))
-    known = {("cat_seed1", "a"): 30.0, ("cat_seed2", "b"): 32.0}
-    assert read_samples(tmp_path, CLIP) == {500: {"clip_score": known}}
-    assert read_samples(tmp_path, {"clip_score": Measured("other", "org/clip")}) == {}
+    assert (point.step, point.value, point.is_whole, point.groups["cat"].mean) == (500, 31.0, False, 31.0)
+    assert {each.name: each.content for each in read_lines(tmp_path)[0].samples} == {"cat_seed1": "a", "cat_seed2": "b"}
 
 
 def test_scores_of_different_models_are_never_on_one_curve(tmp_path: Path) -> None:
     for step in (0, 500, 1000):
-        append_step(tmp_path, step, [sample("cat", 0, 30.0)], CLIP, [])
-    append_step(tmp_path, 500, [sample("cat", 0, 0.5)], {"clip_score": Measured("f2", "org/other")}, [])
+        add(tmp_path, step, sample("cat", 0, 30.0))
+    add(tmp_path, 500, sample("cat", 0, 0.5), model=Measured("f2", "org/other"))
     (curve,) = read_curves(tmp_path)
     assert [(point.step, point.value) for point in curve.points] == [(500, 0.5)]
     assert curve.measured == Measured("f2", "org/other")
 
 
 def test_only_steps_with_the_samples_of_the_last_whole_one_are_compared(tmp_path: Path) -> None:
-    append_step(tmp_path, 0, [sample("easy", 0, 40.0)], CLIP, [])
-    append_step(tmp_path, 500, [sample("easy", 0, 31.0), sample("hard", 0, 21.0)], CLIP, [])
-    append_step(tmp_path, 1000, [sample("easy", 0, 30.0), sample("hard", 0, 20.0)], CLIP, [])
-    append_step(tmp_path, 1500, [sample("easy", 0, 39.0)], CLIP, ["hard_seed0"])
+    add(tmp_path, 0, sample("easy", 0, 40.0))
+    add(tmp_path, 500, sample("easy", 0, 31.0), sample("hard", 0, 21.0))
+    add(tmp_path, 1000, sample("easy", 0, 30.0), sample("hard", 0, 20.0))
+    add(tmp_path, 1500, sample("easy", 0, 39.0), missing="hard_seed0")
     (curve,) = read_curves(tmp_path)
     best = curve.best()
     assert best is not None and (best.step, best.value) == (500, 26.0)
@@ -85,10 +85,10 @@ def test_only_steps_with_the_samples_of_the_last_whole_one_are_compared(tmp_path
 def test_lines_that_were_cut_off_and_those_of_other_programs(tmp_path: Path) -> None:
     path = tmp_path / SCORES_FILE
     path.write_bytes(b'{"step": 1, "scores": {"beauty": 0.5}}\n{"step": 2, "scores": {"beauty": NaN}}\n{"step": 3, "sc')
-    append_step(tmp_path, 4, [sample("cat", 0, 30.0)], CLIP, [])
+    add(tmp_path, 4, sample("cat", 0, 30.0))
     with path.open("ab") as file:
         file.write(
-            b'{"step": 5, "scores": {"beauty": 0.7}, "spread": 3, "prompts": [1], "samples": {}, "measures": []}\n'
+            b'{"step": 5, "scores": {"beauty": 0.7}}\n{"step": 6, "scores": {"beauty": 1}, "spread": 3}\n{"step": 7}'
         )
     curves = {curve.name: curve for curve in read_curves(tmp_path)}
     assert [(point.step, point.value) for point in curves["beauty"].points] == [(1, 0.5), (5, 0.7)]
@@ -100,7 +100,7 @@ def test_the_best_step_by_each_and_its_checkpoint(tmp_path: Path) -> None:
     lines = [{"step": step, "eval_loss": loss, "eval_id": "a"} for step, loss in ((0, 0.9), (10, 0.3), (20, 0.4))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step, score in ((0, 33.0), (10, 25.0), (20, 30.0)):
-        append_step(tmp_path, step, [sample("cat", 1, score), sample("cat", 2, score + 2)], CLIP, [])
+        add(tmp_path, step, sample("cat", 1, score), sample("cat", 2, score + 2))
     for step in (10, 20):
         (tmp_path / f"checkpoints/step-{step:06d}").mkdir(parents=True)
     rows = best_steps(tmp_path)

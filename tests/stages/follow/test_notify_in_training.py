@@ -11,7 +11,7 @@ import pytest
 from cache.runs.training_run import KILLED, begin_record, clear_failure, noting_failure, record_failure
 from schemas.errors import LatentpressError
 from stages import notify
-from stages.follow import run_events
+from stages.follow import messages
 from tests.background import LIMIT_S, until
 from tests.project import Project
 from tests.stages.follow.notified_run import finish, training
@@ -72,7 +72,7 @@ def test_pictures_that_do_not_come_are_waited_for_only_so_long(
     with training(run):
         home.run(notify.run)
         assert events(hook) == [("started", 1)]
-        old = time.time() - run_events.PICTURES_WAIT_S - 1
+        old = time.time() - messages.PICTURES_WAIT_S - 1
         os.utime(run.folder / "validation/step-000000/one.safetensors", (old, old))
         home.run(notify.run)
     assert events(hook)[1:] == [("validation", 0)] and "(1 more pictures are not shown)" in hook.texts()[1]

@@ -104,9 +104,9 @@ def test_a_watcher_follows_until_its_stage_has_ended(project, pretend) -> None:
 
 def test_one_without_a_stage_follows_until_run_ends(project, pretend) -> None:
     home = project()
-    pretend(follow, until=None)
+    pretend(follow, stage=None)
     with beside(home) as started:
-        started.start("train")
+        started.start()
         until(lambda: "look" in log(home, "follow"))
         seen = len(log(home, "follow"))
         started.finish("train")
@@ -152,10 +152,10 @@ def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys
 
 def test_nothing_starts_without_its_library_its_use_or_training(project, pretend, monkeypatch, capsys) -> None:
     home = project()
-    pretend(follow, library="absent_library", extra="some")
+    pretend(follow, library="absent_library")
     beside(home).start("train")
     said = capsys.readouterr().err
-    assert "follow is not run beside training without absent_library: pip install -e '.[some]'" in said
+    assert "follow is not run beside training without absent_library: pip install -e ." in said
     pretend(follow, applies=lambda config: config.train.seed == 5)
     beside(home).start("train")
     pretend(follow)
