@@ -216,7 +216,7 @@ def _explained(repo: str) -> Iterator[None]:
 
 
 def _explain_status(repo: str, error: Any) -> HubError:
-    status = error.response.status_code if error.response is not None else None
+    status = error.response.status_code if error.response is not None else 0
     problems = {
         401: (f"the Hugging Face Hub refuses the token, or there is none ({repo})", LOGIN),
         403: (f"the token has no right to write to {repo}", LOGIN),
