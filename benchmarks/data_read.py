@@ -28,7 +28,7 @@ import xxhash
 
 from benchmarks.common import make_parser, measure_by_turns, print_header, print_row
 from benchmarks.tensor_formats import SHARDS, Samples, make_samples
-from trainer.reading import BatchReader
+from trainer.data import BatchReader
 
 CASES = {"image": ((16, 1, 128, 128), "1024x1024", 4), "video": ((16, 16, 64, 96), "768x512@61", 1)}
 BARE_COPY, BARE_HASH = "bare copy", "bare copy + xxh3"

@@ -30,10 +30,10 @@ from trainer import flow
 from trainer.attention import NATIVE, use_backend
 from trainer.batch import Batch
 from trainer.families.base import ModelFamily, module_of
-from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install_processors
+from trainer.families.kandinsky5 import Kandinsky5Transformer3DModel, install_processors
 from trainer.methods import make_methods
 from trainer.methods.base import Method, MethodStep
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 from trainer.setup.blocks import compile_blocks, reduce_memory
 from trainer.setup.wrap import Denoiser
 

@@ -32,7 +32,7 @@ from stages.encoding.vae.base import MemoryOptions
 from trainer import flow
 from trainer.families.base import module_of
 from trainer.memory.estimate import make_batch
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 from trainer.setup.wrap import Denoiser
 
 META = torch.device("meta")

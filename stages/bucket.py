@@ -11,12 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache.models.compatibility import bucket_side_multiple
-from cache.models.parts import check_parts
+from cache.models.compatibility import bucket_side_multiple, check_parts
 from cache.order.schedule import small_bucket_advice
-from cache.runs.training_checks import check_before_stages
 from cache.sets import plans, rejects
 from cache.sets.caption_edits import apply_edits, read_edits
+from cache.sets.training_checks import check_before_stages
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.activities import activity

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache.runs.training_checks import check_before_stages
 from cache.sets import rejects
+from cache.sets.training_checks import check_before_stages
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.report import printable

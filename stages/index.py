@@ -14,11 +14,11 @@ import pyarrow.compute as pc
 import typer
 
 from cache.models.compatibility import bucket_side_multiple
-from cache.runs.training_checks import check_before_stages
 from cache.sets import set_lookup
 from cache.sets.plans import Plan
 from cache.sets.set_lookup import current_plan
 from cache.sets.table_checks import read_set_table
+from cache.sets.training_checks import check_before_stages
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.layout import ENCODE_PROGRAMS

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from cache.runs.derived import read_mark
-from cache.runs.training_checks import OutputLocked
 from cache.runs.training_run import (
     METRICS_FILE,
+    OutputLocked,
     append_stage,
     clear_failure,
     is_running,

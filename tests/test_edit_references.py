@@ -21,9 +21,9 @@ from stages import bucket, discover, encode_latents, encode_text, index
 from tests.forms import long
 from tests.project import Project
 from tests.qwen_processor import Processor
+from trainer.data import to_tensor
 from trainer.families import qwen_image
 from trainer.families.qwen_image import QwenImage
-from trainer.reading import to_tensor
 from trainer.validation import denoise, draw_inputs, list_samples, load_scheduler
 
 STAGES = (discover.run, bucket.run, encode_text.run, encode_latents.run, index.run)
@@ -147,7 +147,7 @@ def test_what_is_cached_and_sampled_is_the_pipelines(
     pipe.transformer.register_forward_hook(predicted, with_kwargs=True)
     images = [Image.open(home.folder / f"pictures/{name}.png") for name in ("second", "first")]
     sample = next(each for each in list_samples(config, data) if data.validation[each.planned].name == "own")
-    batch, negative, noise = draw_inputs(config, own, sample, torch.device("cpu"))
+    batch, negative, noise = draw_inputs(config.model.family_spec, own, sample, torch.device("cpu"))
     with torch.no_grad():
         wanted = pipe(
             image=images if several else images[0],

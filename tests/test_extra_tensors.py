@@ -21,8 +21,7 @@ from stages import bucket, discover, encode_latents, encode_text, encode_vision,
 from stages.encoding.text.worker import TextWorker
 from stages.encoding.vae.worker import LatentsWorker
 from trainer.batch import Batch
-from trainer.data import BatchLoader
-from trainer.reading import to_tensor
+from trainer.data import BatchLoader, to_tensor
 from trainer.run.run_state import data_signature
 
 STAGES = (discover, bucket, encode_text, encode_latents, index)

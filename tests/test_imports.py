@@ -122,7 +122,7 @@ import trainer
 for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
     importlib.import_module(module.name)
 from schemas.config.training import Adapter
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 from trainer.setup.export import save_lora
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.families.sana import Sana

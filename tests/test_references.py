@@ -23,7 +23,7 @@ from stages.media.sample_reader import normalize_pixels, resize_and_crop
 from tests.forms import long
 from tests.project import Project
 from trainer.batch import Batch
-from trainer.reading import BatchReader, to_tensor
+from trainer.data import BatchReader, to_tensor
 
 STAGES = (discover.run, bucket.run, encode_text.run, encode_latents.run, index.run)
 SIZES = {"first": (96, 80), "second": (70, 100)}  # of the source images; the sides of the second are cut

@@ -9,7 +9,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.training import Adapter
 from trainer.families.base import module_of
 from trainer.setup import adapters, export
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 
 
 def save_changed_weights(

@@ -2,21 +2,24 @@
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from cache.order.schedule import BatchSchedule, small_bucket_advice
-from cache.runs.training_checks import (
-    RunError,
+from cache.runs.training_run import RunError, noting_failure
+from cache.sets.set_lookup import open_configured_set
+from cache.sets.training_checks import (
+    check_methods,
     check_model,
-    check_readable_model,
     check_settings,
-    read_shape,
+    check_text_width,
     require_trackers,
     train_precision,
+    used_methods,
 )
-from cache.runs.training_run import noting_failure
-from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet
 from cache.sets.window import open_window
 from cache.store.damage import DamageError, rebuild_advice
@@ -26,26 +29,32 @@ from schemas.cli.report import for_each_expert
 from schemas.cli.starting import garbage_collection_paused, leave_out_pandas
 from schemas.config.pipeline import Config
 from schemas.config.training import Train, find_optimizer
+from schemas.devices import DeviceNotFound, find_device
 from schemas.interruption import MaxTimeOption
-from trainer.dry_run import CardOption, report_card, report_dry_run
 from trainer.run.interruption import StopRequest, StopTraining, describe_progress
 from trainer.run.metrics import describe_results
-from trainer.run.new_data import first_step
-from trainer.run.output_folder import lock_output
-from trainer.run.resume import CheckpointState
+from trainer.run.resume import CheckpointState, first_step
 from trainer.run.run_state import (
     RunFinished,
-    check_methods,
-    check_run,
-    check_text_width,
     find_resume_state,
     is_finished,
+    lock_output,
     result_folder,
     train_shift,
-    used_methods,
 )
 
 MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a factor of one
+CardOption = Annotated[
+    float | None,
+    typer.Option(
+        "--card",
+        metavar="GIB",
+        min=0.1,
+        max=10_000,
+        help="With --dry-run: whether encode-text, encode-latents and train fit a card with so much memory, from the "
+        "configuration alone.",
+    ),
+]
 
 
 @for_each_expert(in_order=True)
@@ -72,10 +81,7 @@ def run(
     report = Report("train", dry_run=options.dry_run)
     stop, ending = StopRequest(max_time, console, world), ExitStack()
     try:
-        check_settings(config, console.warn)
-        check_run(config, world)
-        if options.dry_run:
-            check_readable_model(config, console.warn)
+        check_settings(config)
         data = open_configured_set(config, console.warn)
         ending.callback(data.close)
         check_methods(config, data)
@@ -88,11 +94,17 @@ def run(
             require_trackers(config.train)
         if main and (world == 1 or options.dry_run) and not is_finished(config, state):  # else when the ranks have met
             open_window(config.train, data, schedule, range(state.step if state else 0, config.train.steps))
-        if options.dry_run:
-            report_dry_run(report, config, options, console, schedule, state, world)
-            return report
-        if is_finished(config, state) and world == 1:
+        if is_finished(config, state) and world == 1 and not options.dry_run:
             return report_finished(report, config)
+        shape = check_model(config, console.warn)
+        if options.dry_run:
+            report.skipped = min(state.step, config.train.steps) if state else 0
+            report.remaining = config.train.steps - report.skipped
+            if shape is not None:
+                device = options.device or config.train.device
+                report.details |= _predict(config, device, shape, data, schedule, console, world)
+            return report
+        check_text_width(config, data, shape or {})
         summary: dict[str, Any] = {"done": 0, "skipped": state.step if state else 0}
         with (
             stop.on_signals(config, main),
@@ -100,11 +112,9 @@ def run(
             console.keep_log(config.run_folder if main else None),
             noting_failure(config.run_folder, "train", RunFinished) if main else nullcontext(),
         ):
-            check_model(config)
             with garbage_collection_paused(), activity("loading torch and the trainer", at_once=True):
-                from trainer.train import train  # before a shard is read: an extra that is missing is named first
+                from trainer.train import train
 
-            check_text_width(config, data, read_shape(config))
             device = options.device or config.train.device
             try:
                 summary = train(config, data, schedule, console, device, stop)
@@ -119,13 +129,56 @@ def run(
     return _report_training(report, config, summary, stop)
 
 
+def report_card(config: Config, options: Options, card: float, ranks: int) -> Report:
+    """`trainer.memory.card_fit.check_card`, with the errors of a model's config.json in words."""
+    if not options.dry_run:
+        raise RunError("--card asks what would fit and does nothing", "Add --dry-run, or leave --card out.")
+    with garbage_collection_paused(), activity("loading torch", at_once=True):
+        from trainer.memory.card_fit import check_card
+        from trainer.setup.load import explain_checkpoint_errors
+
+    with explain_checkpoint_errors(config.model.source):
+        return check_card(config, card, ranks)
+
+
+def _predict(
+    config: Config,
+    device: str,
+    shape: Mapping[str, Any],
+    data: TrainSet,
+    schedule: BatchSchedule,
+    console: Console,
+    ranks: int,
+) -> dict[str, Any]:
+    """Details of a dry run: the memory of a step of the largest bucket, by part, and the attention backends. Makes the
+    checks of training first. shape: the transformer's config.json."""
+    check_text_width(config, data, shape)
+    with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
+        from trainer.attention import describe_backends
+        from trainer.families.base import module_of
+        from trainer.memory.card_fit import predict_step
+        from trainer.setup.checks import check_training
+
+    config = config.changed(train=config.train.changed(device=device))
+    buckets = [bucket.name for bucket in schedule.buckets]
+    family = module_of(config.model.family_spec)
+    try:
+        chosen = find_device(device)
+    except DeviceNotFound as error:
+        console.warn(f"the device is not checked, nor are attention backends: {error}")
+        return predict_step(config, shape, buckets, ranks, console.warn) | {"attention": []}
+    check_training(config, family, chosen, console.warn, buckets, data, ranks)
+    details = predict_step(config, shape, buckets, ranks, console.warn)
+    return details | {"attention": describe_backends(config, family, chosen, console)}
+
+
 def _report_training(report: Report, config: Config, summary: dict[str, Any], stop: StopRequest) -> Report:
     """Add what was done, and where no result is saved what remains."""
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.details |= summary
     if "saved" not in summary:
         report.remaining = max(1, config.train.steps - report.done - report.skipped)  # the result is missing, at least
-        report.details["stopped"] = f"by {stop.reason}; {describe_progress(config)}"
+        report.details["stopped"] = f"by {stop.reason}; {describe_progress(config.run_folder, config.train.steps)}"
         report.next_steps = ["latentpress train"]
     return report
 

@@ -15,7 +15,8 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 
 from cache.models.weights import config_errors, read_component_config
-from cache.runs.training_checks import RunError, train_precision
+from cache.runs.training_run import RunError
+from cache.sets.training_checks import train_precision
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer.families.base import ModelFamily

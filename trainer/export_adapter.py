@@ -19,6 +19,7 @@ from schemas.cli.report import for_each_expert
 from schemas.config.pipeline import Config
 from schemas.config.training import FILE_NAMES, FileFormat
 from schemas.errors import LatentpressError
+from schemas.family import Family
 from trainer.adapters.header import (
     AdapterError,
     AdapterFile,
@@ -169,12 +170,12 @@ def fit_to_model(adapter: AdapterFile, folder: Path, part: str) -> AdapterFile:
     return adapter
 
 
-def check_parts(config: Config, adapter: AdapterFile) -> None:
+def check_parts(spec: Family, adapter: AdapterFile) -> None:
     """AdapterError where the file has other transformers than one by the name that diffusers' loader looks for."""
-    known = config.model.family_spec.components
+    known = spec.components
     if lacking := [part for part in adapter.components if part not in known]:
         raise AdapterError(
-            f"{adapter.path} adapts {' and '.join(lacking)}; {config.model.family} has {' and '.join(known)}",
+            f"{adapter.path} adapts {' and '.join(lacking)}; {spec.name} has {' and '.join(known)}",
             "It was made for another model: set model.family to that, or name another file.",
         )
     if others := [part for part in adapter.components if part != "transformer"]:
@@ -184,13 +185,13 @@ def check_parts(config: Config, adapter: AdapterFile) -> None:
         )
 
 
-def check_outside_models(config: Config, path: Path) -> None:
+def check_outside_models(source: str, path: Path) -> None:
     """ExportError where `path` is in a model's folder, whose weights a new file there would replace or join."""
-    parent, source = path.parent.resolve(), local_folder(config.model.source)
+    parent, checkpoint = path.parent.resolve(), local_folder(source)
     folders = [
         folder
         for folder in (parent, *parent.parents)
-        if (folder / MODEL_INDEX).exists() or (source and folder == source.resolve())
+        if (folder / MODEL_INDEX).exists() or (checkpoint and folder == checkpoint.resolve())
     ]
     if (parent / "config.json").is_file() and any(parent.glob("*.safetensors")):
         folders.append(parent)
@@ -210,10 +211,10 @@ def convert_adapter(
     """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
     machine."""
     from trainer.adapters.files import adapter_contents, load_layers, write_file
-    from trainer.run.output_folder import explain_failures
+    from trainer.run.run_state import explain_failures
 
     check_format(adapter, form)
-    check_parts(config, adapter)
+    check_parts(config.model.family_spec, adapter)
     part, names = config.part, config.model.family_spec.comfyui_names
     if (folder := local_folder(config.model.source)) is not None and (folder / part).is_dir():
         adapter = fit_to_model(adapter, folder, part)
@@ -231,7 +232,7 @@ def convert_adapter(
     contents = adapter_contents(load_layers(adapter, scale), form, adapter.notes, names)
     if path.exists() and path.samefile(adapter.path):
         raise ExportError(f"{path} is the adapter itself", "Choose another place: --to PATH")
-    check_outside_models(config, path)
+    check_outside_models(config.model.source, path)
     if os.path.lexists(path) and not overwrite:
         raise ExportError(f"{path} is there already", "Choose another place: --to PATH; or replace it: --overwrite")
     if report.dry_run:
@@ -245,16 +246,16 @@ def merge_adapter(
 ) -> list[Path]:
     """Write the checkpoint's transformer with the adapter added, or all of the checkpoint; returns the folder."""
     from trainer.adapters.files import copy_rest, list_parts, load_layers, merge_component, weight_files
-    from trainer.run.output_folder import explain_failures
+    from trainer.run.run_state import explain_failures
 
-    check_parts(config, adapter)
+    check_parts(config.model.family_spec, adapter)
     model, part = config.model, config.part
     if to.is_symlink() or not to.name:
         what = "a link" if to.name else "the working directory"
         raise ExportError(f"{to} is {what}, which no folder can replace", "Name a new folder: --to FOLDER")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
-    check_outside_models(config, to)
+    check_outside_models(config.model.source, to)
     report.details |= {"model": model.source, "whole_checkpoint": whole}
     if report.dry_run and local_folder(model.source) is None:
         console.warn(f"{model.source} is not on this machine: whether the adapter fits is seen when it is merged")

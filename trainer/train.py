@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cache.order.schedule import BatchSchedule
+from cache.runs.training_run import RESULT_NOTE, ResultNote
 from cache.runs.validations import best_checkpoint
 from cache.sets.trainset import TrainSet
 from schemas.activities import activity
@@ -28,15 +29,12 @@ from trainer.flow import sample_sigma
 from trainer.methods.base import MethodStep
 from trainer.run import checkpoint, metrics, run_state
 from trainer.run.interruption import StopRequest, StopTraining, StopValidation
-from trainer.run.new_data import held_out_digest
-from trainer.run.output_folder import explain_failures
-from trainer.run.resume import CheckpointState
+from trainer.run.resume import CheckpointState, held_out_digest
+from trainer.run.run_state import explain_failures
 from trainer.run.sharded import gather
-from trainer.setup.ema import inference_weights, name_weights
-from trainer.setup.experts import other_expert
 from trainer.setup.export import export_weights
-from trainer.setup.optimizers import set_learning_rate
-from trainer.setup.prepare import TrainState, log_start, prepare_training, resume_run, unwrap_at_end
+from trainer.setup.optimizers import inference_weights, name_weights, set_learning_rate
+from trainer.setup.prepare import TrainState, log_start, other_expert, prepare_training, resume_run, unwrap_at_end
 from trainer.step_metrics import StepLosses, StepNumbers
 
 
@@ -75,7 +73,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
     with (
         metrics.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
         metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show, run.new_set) as record,
-        run.watch.watching(),
+        run.watch.sharing_errors(last=True),
     ):
         try:
             if continued is None or continued.state.validation_due:
@@ -320,7 +318,8 @@ def save_result(run: TrainState, done: int) -> Path:
     with activity(f"writing {shown_path(path)}"):
         export(run, done, folder if run.is_main else None, run.config.train.adapter.formats)
     if run.is_main:
-        run_state.record_result(run.config, done, name_weights(run.optimizer, run.average))
+        note = ResultNote(step=done, result=str(path), weights=name_weights(run.optimizer, run.average))
+        note.write(run.folder / RESULT_NOTE)
     run.accelerator.wait_for_everyone()
     return path
 

@@ -23,16 +23,16 @@ from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.config.validation import SizedPrompt, Validation, ValidationSample
 from schemas.devices import has_float64, to_device
-from schemas.family import REFERENCE_PARTS, Task
+from schemas.family import REFERENCE_PARTS, Family, Task
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from trainer import flow
 from trainer.adapters.files import write_tensors
 from trainer.attention import validation_backend
 from trainer.batch import Batch, make_batch
+from trainer.data import BatchReader, to_tensor
 from trainer.families.base import ModelFamily, assistant_off
 from trainer.noise import draw_latents, seeded_noise
-from trainer.reading import BatchReader, to_tensor
 from trainer.run.resume import DataChange
 
 #: (noisy_BCTHW, sigma_B, batch) -> velocity_BCTHW
@@ -149,7 +149,7 @@ def write_validation_latents(
                 prompt = prompts[sample.planned]
                 denoising = started.pop(number, None)
                 if denoising is None:
-                    inputs = draw_inputs(config, prompt, sample, device)
+                    inputs = draw_inputs(config.model.family_spec, prompt, sample, device)
                     denoising = Denoising(current, family, task, *inputs, deepcopy(scheduler), sample.steps)
                 scale = sample.guidance if sample.guidance_low is None or lowest else sample.guidance_low
                 precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
@@ -168,10 +168,9 @@ def write_validation_latents(
 
 
 def draw_inputs(
-    config: Config, prompt: ValidationPrompt, sample: ValidationSample, device: torch.device
+    spec: Family, prompt: ValidationPrompt, sample: ValidationSample, device: torch.device
 ) -> tuple[Batch, Batch, torch.Tensor]:
     """The batches of the prompt and of its negative prompt, and the noise (1, C, T, h, w)."""
-    spec = config.model.family_spec
     grid_THW = Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
     shape = (spec.latent_channels, *grid_THW)
     batches = []

@@ -11,7 +11,7 @@ from diffusers.models.transformers import transformer_kandinsky as stock
 from benchmarks import device_usage as devices
 from benchmarks.common import print_header, print_row
 from benchmarks.gpu.parts import PartOptions
-from trainer.families.kandinsky5_attention import (
+from trainer.families.kandinsky5 import (
     BLOCK_TOKENS,
     SparseParams,
     dense_attention,

@@ -14,7 +14,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.training import OPTIMIZERS, Adapter, Optimizer
 from schemas.errors import LatentpressError
 from trainer.families.base import module_of
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 from trainer.setup.optimizers import make_optimizer
 
 COLUMNS = ("weights", "optimizer", "ms", "of adamw's", "state, GiB")

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def _is_valid_index(path: Path) -> bool:
     return all(isinstance(name, str) and name.endswith(WEIGHTS_SUFFIX) and Path(name).name == name for name in files)
 
 
-MODEL_INDEX = "model_index.json"
+MODEL_INDEX, DIFFUSERS_WEIGHTS = "model_index.json", "diffusion_pytorch_model"
 HASH_BUFFER_BYTES = 1 << 20
 MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
 PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
@@ -87,6 +87,10 @@ class CheckpointNotFound(WeightsError):
     """The source that the configuration names is no checkpoint at all."""
 
     exit_code = USAGE
+
+
+class HubError(WeightsError):
+    """A repository that can't be reached."""
 
 
 def fingerprint_weights(
@@ -143,20 +147,45 @@ def load_pretrained(
     with loading, config_errors(f"{shown_path(folder)}/config.json"):
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are refused below
         model, loaded = model_class.from_pretrained(folder, use_safetensors=True, **settings)
-    for name, given, wanted in sorted(loaded["mismatched_keys"]):
-        shapes = f"is of shape {[*given]}, and by its config.json of {[*wanted]}"
-        raise WeightsError(f"{folder}: {name} {shapes}", ONE_CHECKPOINT)
     counters = "num_batches_tracked"  # of batch norms, for training alone
     needed = [key for key in loaded["missing_keys"] if not key.startswith(tuple(unneeded)) and counters not in key]
-    if missing := sorted(needed):
-        raise WeightsError(f"{folder} lacks {_name_some(missing)}", "replace it with a whole copy")
-    if not may_leave_out and (surplus := sorted(loaded["unexpected_keys"])):
-        raise WeightsError(
-            f"{folder} has weights that a {model_class.__name__} of its config.json does not have: "
-            f"{_name_some(surplus)}",
-            ONE_CHECKPOINT,
-        )
+    _refuse_weights(folder, loaded["mismatched_keys"], needed, () if may_leave_out else loaded["unexpected_keys"])
     return model
+
+
+def check_stored(folder: Path, wanted: Mapping[str, tuple[int, ...]], ignored: Sequence[str] = ()) -> None:
+    """The errors of `load_part` about a folder of a diffusers model, by the headers of its files. wanted: name -> shape
+    of all weights that the model has. ignored: expressions for names that it leaves out."""
+    from safetensors import safe_open
+
+    if problem := find_weights_problem(folder):
+        raise UnsafeWeights(*problem)
+    single, index = folder / f"{DIFFUSERS_WEIGHTS}{WEIGHTS_SUFFIX}", f"{DIFFUSERS_WEIGHTS}{WEIGHTS_SUFFIX}.index.json"
+    files = {single} if single.is_file() else set[Path]()
+    if (folder / index).is_file():
+        files = {folder / name for name in read_object(folder / index)["weight_map"].values()}
+    stored: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with safe_open(path, "np") as file:
+            stored |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    both = stored.keys() & wanted.keys()
+    misshapen = [(name, stored[name], wanted[name]) for name in both if stored[name] != wanted[name]]
+    surplus = [name for name in stored.keys() - both if not any(re.search(pattern, name) for pattern in ignored)]
+    _refuse_weights(folder, misshapen, wanted.keys() - both, surplus)
+
+
+def _refuse_weights(
+    folder: Path, misshapen: Iterable[tuple[str, Any, Any]], missing: Iterable[str], surplus: Iterable[str]
+) -> None:
+    """WeightsError if weights are of another shape than by config.json, missing or unknown to the model."""
+    for name, given, wanted in sorted(misshapen):
+        shapes = f"is of shape {[*given]}, and by its config.json of {[*wanted]}"
+        raise WeightsError(f"{folder}: {name} {shapes}", ONE_CHECKPOINT)
+    if names := sorted(missing):
+        raise WeightsError(f"{folder} lacks {_name_some(names)}", "replace it with a whole copy")
+    if names := sorted(surplus):
+        what = "has weights that a model of its config.json does not have"
+        raise WeightsError(f"{folder} {what}: {_name_some(names)}", ONE_CHECKPOINT)
 
 
 def check_config(file: Path) -> None:
@@ -344,14 +373,14 @@ def current_commit(repo: str, revision: str | None, memo: Store) -> str:
 
 
 def call_hub(download: Any, repo: str, revision: str | None, *, key: str = "model.path", **options: Any) -> str:
-    """Call a function of huggingface_hub; WeightsError where it fails. key: the option for a local copy instead."""
+    """Call a function of huggingface_hub; HubError where it fails. key: the option for a local copy instead."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return download(repo_id=repo, revision=revision, **options)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision}" if revision else ""
-        raise WeightsError(
+        raise HubError(
             f"the repository {repo}{at} can't be reached (and there is no such folder): {error}",
             "check its name and revision, the network (HF_ENDPOINT for a mirror) and, where it is gated, "
             f"`hf auth login`; or set {key} to a local copy",

@@ -26,7 +26,7 @@ from cache.store.files import explained, make_folders, replacing
 from cache.store.locks import is_locked
 from schemas.cli.process_record import ProcessRecord, RecordWriter, storable_text
 from schemas.config.pipeline import Config
-from schemas.errors import INCOMPLETE, LatentpressError
+from schemas.errors import INCOMPLETE, USAGE, LatentpressError
 from schemas.json_records import Record, parse_json
 from schemas.regular_files import open_regular
 from schemas.text_format import format_duration
@@ -43,6 +43,20 @@ Step = TypeVar("Step", int, str)  # a number, or the name of its folder
 _STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 FAILURE_NOTE, STAGES_FILE = "failure.json", "stages.jsonl"
 KILLED = "it ended without a message: it was killed, for example for want of memory, or the machine went down"
+
+
+class RunError(LatentpressError):
+    """Training can't be started with these options or this configuration."""
+
+    exit_code = USAGE
+
+
+class OutputLocked(LatentpressError):
+    """Another trainer is running in this folder."""
+
+    def __init__(self, folder: Path) -> None:
+        step = "Wait until it has ended, stop it, or choose another train.run."
+        super().__init__(f"another trainer is at work in {folder}", step)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ def read_pointer(store: Store, rel: str) -> str:
     return named
 
 
-def open_configured_set(config: Config, warn: Callable[[str], None]) -> TrainSet:
+def open_configured_set(config: Config, warn: Callable[[str], object]) -> TrainSet:
     """The set that `train.set` names. Raises SetNotFound where that is "current" and this configuration has no set yet.
 
     A set named by its id is used as it is, with a warning where the configuration would make another. Raises

@@ -27,7 +27,7 @@ import numpy as np
 
 from cache.order.schedule import BatchSchedule, Ints
 from cache.order.set_columns import IntColumn
-from cache.runs.training_checks import needs_sections
+from cache.runs.training_run import RunError
 from cache.sets.draws import NO_TEXT
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
@@ -385,6 +385,16 @@ def make_run_folder(base: Path, folder: Path) -> FileLock:
             lock = FileLock(folder / LOCK)
             lock.take()
             return lock
+
+
+def needs_sections(place: str) -> RunError:
+    """The error of training on a set of an object store in an order that needs shards from everywhere."""
+    return RunError(
+        f"{place} is on an object store, and train.shuffle_shards is not set: each step would need shards from "
+        "everywhere",
+        "Set train.shuffle_shards, for example to 100: twice as many shards have to fit in train.local_cache.max_gb. A "
+        "value as large as the number of shards mixes the whole set.",
+    )
 
 
 def cache_folder(settings: LocalCache) -> Path:

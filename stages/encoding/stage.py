@@ -19,11 +19,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.models.compatibility import pin_revision
-from cache.models.parts import check_parts
-from cache.runs.training_checks import check_before_stages
+from cache.models.compatibility import check_parts, pin_revision
 from cache.sets.plans import Plan, Unit
 from cache.sets.set_lookup import current_plan
+from cache.sets.training_checks import check_before_stages
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report

@@ -111,7 +111,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_the_device(make, monkeypatch) 
 
 def _is_of_wan(kind: str, what: str, place: str) -> bool:
     """Whether tensors are copied because two experts change places, or by diffusers' UniPC, at each step."""
-    return kind == "wan-a14b" and (what == "copy to device" or place.startswith("trainer/setup/experts.py"))
+    return kind == "wan-a14b" and (what == "copy to device" or place.startswith("trainer/setup/prepare.py"))
 
 
 @pytest.mark.long

@@ -14,7 +14,6 @@ PACKAGES = ("schemas", "cache", "stages", "trainer")
 ROWS = ("schemas/catalog.py", "schemas/families/")
 ROWS += ("schemas/foreign/",)  # what other trainers call them, and keys of theirs with such names in them
 ENCODERS = {"qwen"}
-OWN = {"trainer/families/kandinsky5.py": ("trainer/families/kandinsky5_attention.py",)}
 
 
 def modules() -> dict[str, str]:
@@ -42,7 +41,7 @@ def names() -> set[str]:
 
 
 def test_no_family_is_named_elsewhere():
-    own = {*modules(), *(path for paths in OWN.values() for path in paths)}
+    own = modules()
     pattern = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(names(), key=len, reverse=True))})(?![a-z])", re.IGNORECASE)
     said = []
     for path in sources():

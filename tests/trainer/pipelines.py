@@ -19,14 +19,13 @@ from schemas.config.training import Adapter
 from tests.project import SETTINGS
 from trainer.batch import Batch
 from trainer.families.flux2 import Flux2
-from trainer.families.kandinsky5 import Kandinsky5
-from trainer.families.kandinsky5_attention import MaskedAttnProcessor
+from trainer.families.kandinsky5 import Kandinsky5, MaskedAttnProcessor
 from trainer.families.qwen_image import QwenImage
 from trainer.families.sana import Sana
 from trainer.families.wan import Wan
 from trainer.families.z_image import ZImage
 from trainer.setup import adapters
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 
 KINDS = {
     "kandinsky5-image-t2i": (Kandinsky5(), "t2i"),

@@ -24,7 +24,7 @@ from tests.processes import free_port, prepare_fork
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.batch import ABSENT, TOKENWISE, Batch, make_batch, pad_text
-from trainer.reading import to_tensor
+from trainer.data import to_tensor
 from trainer.run import metrics
 
 LOADS = "loading the transformer"  # what the program says before it does

@@ -8,7 +8,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cache.runs.training_checks import RunError
+from cache.runs.training_run import RunError
 from schemas.cli.console import Console
 from schemas.errors import OK
 from tests.forms import long

@@ -1,19 +1,25 @@
 """What training refuses is refused before a set is there: by `run`, and by the dry run of each stage."""
 
 import io
+import os
+import re
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from cache.runs.training_run import RunError
 from schemas.cli.console import Console, Options
 from schemas.config.loading import ConfigError
 from schemas.config.methods import InputPerturbation, Methods
-from schemas.errors import INCOMPLETE, OK, LatentpressError
+from schemas.config.pipeline import Config
+from schemas.errors import INCOMPLETE, OK, USAGE, LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index
 from tests.project import Project
-from tests.trainer.runs import train
+from tests.trainer.runs import moved, train
 from trainer import checks
 from trainer.run.resume import ResumeError
 
@@ -33,6 +39,15 @@ WITH_TORCH = [
     (("train.optimizer.arguments={wrong: 1}",), "adamw does not work on cpu with these settings"),
     (("train.compile=blocks", "train.compile_backend=nothing"), "has no backend 'nothing'"),
     (("train.adapter.init=nowhere",), "nowhere is not there"),
+    (("train.optimizer.groups=[{match: nothing, lr: 1e-3}]",), "'nothing' matches no parameter that is trained"),
+    (
+        (
+            "train.optimizer.groups=[{match: 'methods.crepa.+', lr: 1e-3}, {match: 'methods.+', lr: 1e-3}]",
+            *("train.methods.crepa.block_index=0", "vision.model=dinov2_vits14"),
+        ),
+        "'methods.+' matches only parameters that an earlier group matches",
+    ),
+    (("root=memory://nothing", "train.shuffle_shards=2", "train.local_cache.max_gb=1e6"), "has room for"),
 ]
 
 
@@ -53,6 +68,71 @@ def test_what_run_checks_before_its_first_stage(home: Project, overrides, said) 
     with pytest.raises(LatentpressError) as caught:
         home.run(checks.run, *overrides)
     assert said in caught.value.message and caught.value.next_step
+
+
+def run_checks(config: Config, folder: Path) -> None:
+    checks.run(config, Options(folder / "none.yaml"), Console(stderr=io.StringIO()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["missing", "surplus", "larger", "cut", "renamed"])
+def test_weights_that_are_not_the_models_are_found_by_their_headers(ready, program, tmp_path, change) -> None:
+    config = ready("t2i")
+    folder = shutil.copytree(config.model.path, tmp_path / "model")
+    [file] = (folder / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    name = next(iter(weights))
+    if change == "missing":
+        del weights[name]
+    elif change == "surplus":
+        weights["blocks.99.weight"] = weights[name].clone()
+    else:
+        weights[name] = weights[name].repeat(2, *[1] * (weights[name].dim() - 1))
+    save_file(weights, file, {"format": "pt"})
+    if change == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    elif change == "renamed":
+        file.rename(file.with_suffix(".txt"))
+    said = {"missing": "lacks", "surplus": "has weights that", "larger": "is of shape", "cut": "deserializing"}
+    said = said.get(change, r"holds no \*.safetensors")
+    with pytest.raises(LatentpressError, match=said):
+        run_checks(moved(config, folder), tmp_path)
+    code, report, _ = program(moved(config, folder), dry_run=True)
+    assert code in (INCOMPLETE, USAGE) and re.search(said, report["error"]["message"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"methods": {"masked_loss": {}}}, "masked_loss needs mask, which no sample of set set1 has"),
+        ({}, "texts of set set1 are 48 wide (embeds), and the transformer"),
+        ({"set": "set2"}, "no training set 'set2'"),
+    ],
+)
+def test_a_named_set_is_checked_by_run_and_by_dry_runs(make_config, make_set, made, tmp_path, options, said) -> None:
+    """Its tensors, and the width of its texts."""
+    config = make_config("t2i", **{"set": "set1", **options})
+    items, null, _ = made.mixed_items(config)
+    for text in (null, *(text for item in items for text in item.texts)):
+        text["embeds"] = text["embeds"][:, :48]
+    make_set(config, items, null, [])
+    with pytest.raises(LatentpressError, match=re.escape(said)):
+        run_checks(config, tmp_path)
+    with pytest.raises(LatentpressError, match=re.escape(said)):
+        discover.run(config, Options(tmp_path / "none.yaml", dry_run=True), Console(stderr=io.StringIO()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("auto_shift", [False, True])
+def test_noise_levels_that_an_expert_does_not_have(ready, program, tmp_path, auto_shift) -> None:
+    """The buckets' own shifts are those that the datasets allow, as long as there is no set."""
+    levels = {"sampling": "logit_normal", "mean": -9.0, "std": 0.1, "auto_shift": auto_shift}
+    config, said = ready("wan-a14b", timesteps=levels), "almost none of its noise levels is in 0.875 to 1"
+    with pytest.raises(RunError, match=said):
+        run_checks(config, tmp_path)
+    code, report, _ = program(config, dry_run=True)
+    assert code == USAGE and said in report["error"]["message"]
 
 
 def test_weights_and_biases_without_a_key_is_refused(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +188,7 @@ def test_a_checkpoint_of_other_settings_ends_a_run_before_its_first_stage(ready,
     train(config)
 
     def check(**options) -> None:
-        changed = config.changed(train=config.train.changed(**options))
-        checks.run(changed, Options(tmp_path / "none.yaml"), Console(stderr=io.StringIO()))
+        run_checks(config.changed(train=config.train.changed(**options)), tmp_path)
 
     check(steps=2)
     for options, said in (

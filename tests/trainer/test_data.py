@@ -12,8 +12,7 @@ from cache.order.schedule import BatchSchedule
 from cache.shards.tensors import Array
 from tests.trainer.runs import opened
 from trainer import data as trainer_data
-from trainer.data import BatchLoader, prefetch
-from trainer.reading import to_tensor
+from trainer.data import BatchLoader, prefetch, to_tensor
 
 
 def feed(config, batch_size: int = 2, global_batch: int = 4, **options) -> BatchLoader:

@@ -44,11 +44,6 @@ def test_shift_keeps_the_interval_and_is_undone_by_its_inverse(u, shift):
     assert shift_sigma(shifted, 1 / shift).item() == pytest.approx(u, abs=1e-9)
 
 
-def test_shift_must_be_positive():
-    with pytest.raises(ValueError, match="more than 0"):
-        shift_sigma(torch.tensor([0.5]), 0.0)
-
-
 def test_interpolation_ends_at_data_and_noise_and_its_slope_is_the_velocity():
     x0, noise = torch.randn(2, 3, 4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.0, 1.0, 0.25])

@@ -17,7 +17,7 @@ from tests.forms import long
 from tests.trainer.runs import opened, prepared
 from trainer import train as loop
 from trainer import validation
-from trainer.reading import BatchReader
+from trainer.data import BatchReader
 
 pytestmark = pytest.mark.slow
 

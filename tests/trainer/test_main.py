@@ -16,7 +16,7 @@ from tests.forms import long
 from tests.trainer.runs import LOADS, moved
 from trainer.__main__ import warn_of_learning_rate
 from trainer.run import metrics
-from trainer.run.output_folder import LOCK_NAME
+from trainer.run.run_state import LOCK_NAME
 
 
 @pytest.mark.parametrize(("kind", "other"), [("i2v", "t2v"), ("i2i", "t2i"), ("t2i", "i2i"), ("t2v", "i2v")])
@@ -214,17 +214,3 @@ def warnings_of(config) -> str:
     with io.StringIO() as said:
         warn_of_learning_rate(config.train, Console(stderr=said))
         return " ".join(said.getvalue().split())
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "renamed"])
-def test_damaged_weights_of_the_checkpoint_are_named(ready, checkpoints, program, tmp_path, damage) -> None:
-    config = ready("t2i")
-    folder = shutil.copytree(checkpoints("t2i"), tmp_path / "model")
-    (file,) = (folder / "transformer").glob("*.safetensors")
-    if damage == "renamed":
-        file.rename(file.with_suffix(".txt"))
-    else:
-        file.write_bytes(file.read_bytes()[: 1000 if damage == "cut" else 0])
-    code, report, _ = program(moved(config, folder))
-    assert code == USAGE and str(folder) in report["error"]["message"]
-    assert "whole copy" in report["error"]["next_step"]

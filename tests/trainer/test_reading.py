@@ -1,54 +1,17 @@
 """One copy gives the batches of samples read one by one."""
 
-import gc
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from cache.order.schedule import BatchSchedule
 from cache.store.damage import DamageError
 from schemas.config.training import Reading
-from tests.trainer.runs import opened, plain_batch
-from trainer.batch import Batch
+from tests.trainer.runs import opened
 from trainer.data import BatchLoader, prefetch
-from trainer.reading import BatchReader
-
-
-def same(one: Batch, other: Batch) -> bool:
-    """To the bit, with dtypes."""
-
-    def equal(a, b) -> bool:
-        if isinstance(a, torch.Tensor):
-            return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        if isinstance(a, dict):
-            return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
-        return a == b
-
-    return all(equal(getattr(one, each.name), getattr(other, each.name)) for each in fields(Batch))
-
-
-@pytest.mark.parametrize("form", ["arrow", "webdataset"])
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("t2i", "float32"), ("i2i", "bfloat16"), ("i2v", "float32"), ("sana", "bfloat16")]
-)
-def test_batches_are_those_of_samples_read_one_by_one(make_config, make_set, made, kind, dtype, form) -> None:
-    config = make_config(kind)
-    items, null, prompts = made.mixed_items(config)
-    make_set(config, items, null, prompts, form=form, dtype=dtype)
-    data = opened(config)
-    reader = BatchReader(data)
-    schedule, rng = BatchSchedule(data.spans, 0, 3, 3), np.random.default_rng(0)
-    for step in range(12):
-        (drawn,) = schedule.step(step)
-        names = ["null" if drop else "text0" for drop in rng.random(3) < 0.3]
-        samples = [data.sample(row, name) for row, name in zip(drawn.rows.tolist(), names, strict=True)]
-        texts = [data.row_texts.parts(row)[name] for row, name in zip(drawn.rows.tolist(), names, strict=True)]
-        found = reader.read(drawn.rows, np.array(texts), drawn.bucket)
-        assert same(found, plain_batch(samples, drawn.bucket))
 
 
 def test_samples_that_differ_are_converted_and_completed(make_config, make_set, made) -> None:
@@ -144,14 +107,3 @@ def test_numbers_that_are_not_finite_are_looked_for_after_the_copy(make_config, 
         else:
             with pytest.raises(DamageError, match="NaN or infinite"):
                 loader.check_step(step)
-
-
-def test_a_batch_outlives_the_set_and_its_reader(ready) -> None:
-    config = ready("t2i")
-    loader = BatchLoader(opened(config), BatchSchedule(opened(config).spans, 3, 2, 4), 0.0, draw_noise=False)
-    batches = [part.batch for part in loader.step(0).micro_batches]
-    kept = [batch.latents_BCTHW.clone() for batch in batches]
-    loader.data.close()
-    del loader
-    gc.collect()
-    assert all(torch.equal(batch.latents_BCTHW, one) for batch, one in zip(batches, kept, strict=True))

@@ -1,5 +1,6 @@
 """Training on a set in an S3 store, through copies of its shards: as on a disk, killed, damaged, by two ranks."""
 
+import io
 import subprocess
 import sys
 import threading
@@ -10,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from cache.shards.shard_supply import SupplyError
 from cache.store.store import Store
-from schemas.cli.console import OK
+from schemas.cli.console import OK, Console, Options
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
 from tests.forms import long
 from tests.s3_server import BUCKET, Request, S3Server
 from tests.trainer.runs import lines, write
+from trainer import checks
 from trainer.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -146,3 +149,9 @@ def test_epochs_within_a_limit(remote, s3, program) -> None:
 def test_what_does_not_fit_is_refused_before_a_model_is_loaded(remote, program, settings, message, dry_run) -> None:
     code, report, said = program(remote.config("small", **settings), dry_run=dry_run)
     assert code == USAGE and "loading the transformer" not in said and message in report["error"]["message"]
+
+
+def test_a_named_set_that_does_not_fit_is_refused_before_the_first_stage(remote, tmp_path) -> None:
+    config = remote.config("small", set=f"s3://{BUCKET}/work", local_cache={"max_gb": 1e-5})
+    with pytest.raises(SupplyError, match="the shards of two sections in a row"):
+        checks.run(config, Options(tmp_path / "none.yaml"), Console(stderr=io.StringIO()))

@@ -33,7 +33,7 @@ from tests.trainer.runs import (
 )
 from trainer import flow, validation
 from trainer import train as loop
-from trainer.reading import BatchReader
+from trainer.data import BatchReader
 from trainer.run import metrics
 from trainer.setup import prepare
 from trainer.setup.optimizers import DivergedError
@@ -144,8 +144,6 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
 
 DIFFERENT = [
     ({"seed": 5}, "train.seed: 0 on rank 0, 5 on rank 1"),
-    long({"loss": {"type": "huber"}}, "train.loss.type: mse on rank 0, huber on rank 1"),
-    long({"run": "other"}, "train.run: run on rank 0, other on rank 1"),
     long(
         {"optimizer": {"lr": 2e-3, "warmup": 2, "arguments": {"amsgrad": True}}},
         "train.optimizer.arguments: {} on rank 0, {'amsgrad': True} on rank 1",

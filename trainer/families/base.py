@@ -277,7 +277,7 @@ def _make(name: str) -> ModelFamily:
 
 @contextmanager
 def assistant_off(model: Any) -> Iterator[None]:
-    """Within the body the model computes without its assistant, if it has one (`trainer/setup/attach.py`)."""
+    """Within the body the model computes without its assistant, if it has one (`trainer/setup/adapters.py`)."""
     assistant = getattr(model, "assistant", None)
     if assistant is None:
         yield

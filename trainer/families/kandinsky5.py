@@ -2,25 +2,268 @@
 
 Inputs equal those of the diffusers pipelines (pipelines/kandinsky5), where trained weights are used. ModelFamily
 documents the functions.
+
+Attention: the stock forward pass takes no text mask, so padding is attended to and a sample's output depends on its
+batch mates. Here the keys of padded text are masked in the text blocks' self-attention and the visual blocks'
+cross-attention; without padding every number equals the stock one. NABLA is as at inference. The processors get the
+mask from a TextMask, which has a value only inside a forward pass. Gradient checkpointing recomputes blocks during
+backward, after that pass: `checkpoint_block` restores the block's mask, and a processor without one raises an error.
 """
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.transformers import transformer_kandinsky as stock
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from schemas.catalog import FAMILIES
+from schemas.devices import to_device
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import KeptTokens, ModelFamily, TokenGrid
-from trainer.families.kandinsky5_attention import (
-    Kandinsky5Transformer3DModel,
-    install_processors,
-    sparse_edge,
-    sparse_params,
-    take_blocks,
-)
+
+BLOCK_TOKENS = 64  # tokens of one NABLA block: 8x8 patches of one latent frame
+BLOCK_PIXELS = 128  # its edge: 8 patches of 2x2 latents of 8x8 pixels
+
+SparseParams = dict[str, Any]
+Mask = torch.Tensor | None
+
+
+class TextMask:
+    """The (B, L) mask of real text tokens in the current forward pass; None without padding."""
+
+    def __init__(self) -> None:
+        # Two attributes and no list: its length, other in the backward pass, would make new compiled graphs.
+        self._running = False
+        self._mask_BL: Mask = None
+
+    @contextmanager
+    def using(self, mask_BL: Mask) -> Iterator[None]:
+        before = self._running, self._mask_BL
+        self._running, self._mask_BL = True, mask_BL
+        try:
+            yield
+        finally:
+            self._running, self._mask_BL = before
+
+    @property
+    def current(self) -> Mask:
+        assert self._running, (
+            "an attention layer ran outside of the model's forward pass; checkpoint blocks with the model's "
+            "own enable_gradient_checkpointing(), which restores the text mask"
+        )
+        return self._mask_BL
+
+
+class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
+    """The diffusers model, with `text_mask_BL` in its forward pass; call `install_processors` first. It has the stock
+    name, which save_pretrained writes into config.json.
+    """
+
+    text_mask: TextMask
+
+    def forward(self, *args: Any, text_mask_BL: Mask = None, **kwargs: Any) -> Any:
+        # No buffer in diffusers: it would be copied from the host in each pass.
+        self.time_embeddings.freqs = to_device(self.time_embeddings.freqs, kwargs["timestep"].device)
+        # A copy, which the caller can't change before the backward pass computes blocks again.
+        with self.text_mask.using(None if text_mask_BL is None else text_mask_BL.clone()):
+            return super().forward(*args, **kwargs)
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func: Callable | None = None) -> None:
+        super().enable_gradient_checkpointing(gradient_checkpointing_func or self.checkpoint_block)
+
+    def checkpoint_block(self, block: torch.nn.Module, *args: Any) -> Any:
+        """The block, computed again in the backward pass with the same text mask."""
+        mask = self.text_mask.current
+
+        def run(*inputs: Any) -> Any:
+            with self.text_mask.using(mask):
+                return block(*inputs)
+
+        return checkpoint(run, *args, use_reentrant=False)
+
+
+def install_processors(model: Any, float32_rotary: bool = False) -> None:
+    """Give every attention of the model its processor.
+
+    float32_rotary: for tests, keep the rotary embedding in float32, where the stock model rounds to bfloat16: the
+    largest rounding error.
+    """
+    model.text_mask = TextMask()
+    for block in model.text_transformer_blocks:
+        block.self_attention.set_processor(MaskedAttnProcessor(model.text_mask, float32_rotary))
+    for block in model.visual_transformer_blocks:
+        block.self_attention.set_processor(MaskedAttnProcessor(None, float32_rotary))
+        block.cross_attention.set_processor(MaskedAttnProcessor(model.text_mask, float32_rotary))
+
+
+class MaskedAttnProcessor:
+    """The stock Kandinsky5AttnProcessor, with text keys masked by `text_mask`."""
+
+    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. By default not
+    # None, which would be what the environment variable DIFFUSERS_ATTN_BACKEND names.
+    _attention_backend = AttentionBackendName.NATIVE  # used where keys are neither text nor sparse
+    _parallel_config = None
+
+    def __init__(self, text_mask: TextMask | None, float32_rotary: bool) -> None:
+        self.text_mask = text_mask
+        self.rotary_dtype = torch.float32 if float32_rotary else torch.bfloat16
+
+    def __call__(
+        self,
+        attn: stock.Kandinsky5Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        rotary_emb: torch.Tensor | None = None,
+        sparse_params: SparseParams | None = None,
+    ) -> torch.Tensor:
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = (
+            projected.unflatten(-1, (attn.num_heads, -1))
+            for projected in (attn.to_query(hidden_states), attn.to_key(source), attn.to_value(source))
+        )
+        query = attn.query_norm(query.float()).type_as(query)
+        key = attn.key_norm(key.float()).type_as(key)
+        if rotary_emb is not None:
+            query, key = self._rotate(query, rotary_emb), self._rotate(key, rotary_emb)
+        # query, key, value, attended: (B, L, heads, D)
+        if sparse_params is not None:
+            attended = nabla_attention(query, key, value, sparse_params)
+        elif self.text_mask is None:
+            attended = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+        else:
+            mask_BL = self.text_mask.current
+            assert mask_BL is None or mask_BL.shape == key.shape[:2], (mask_BL.shape, key.shape)
+            mask_B11L = None if mask_BL is None else mask_BL[:, None, None, :]
+            native = AttentionBackendName.NATIVE
+            attended = dispatch_attention_fn(query, key, value, attn_mask=mask_B11L, backend=native)
+        return attn.out_layer(attended.flatten(-2, -1))
+
+    def _rotate(self, x_BLHD: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        pairs = x_BLHD.unflatten(-1, (-1, 1, 2)).to(torch.float32)
+        return (rope * pairs).sum(-1).reshape(x_BLHD.shape).to(self.rotary_dtype).type_as(x_BLHD)
+
+
+# NABLA, for checkpoints whose own config says attention_type "nabla".
+
+
+def sparse_params(model: Any, frames: int, height: int, width: int) -> SparseParams | None:
+    """The forward pass's `sparse_params`; None without NABLA. ValueError for a size without whole blocks."""
+    config = model.config
+    if config.attention_type != "nabla":
+        return None
+    _, patch_h, patch_w = config.patch_size
+    rows, columns = height // patch_h, width // patch_w
+    if rows % 8 or columns % 8 or height % patch_h or width % patch_w:
+        raise ValueError(
+            f"{width * 8}x{height * 8} pixels: this checkpoint's sparse attention (NABLA) needs sides that "
+            f"are multiples of {BLOCK_PIXELS}; choose other bucket sizes"
+        )
+    window = (config.attention_wT, config.attention_wH, config.attention_wW)
+    return {
+        "sta_mask": window_mask((frames, rows // 8, columns // 8), window, model.device)[None, None],
+        "attention_type": config.attention_type,
+        "to_fractal": True,
+        "P": config.attention_P,
+        "wT": config.attention_wT,
+        "wW": config.attention_wW,
+        "wH": config.attention_wH,
+        "add_sta": config.attention_add_sta,
+        "visual_shape": (frames, rows, columns),
+        "method": config.attention_method,
+    }
+
+
+def sparse_edge(model: Any) -> int:
+    """Rows and columns of the square of tokens that is one block; 1 without NABLA."""
+    return math.isqrt(BLOCK_TOKENS) if model.config.attention_type == "nabla" else 1
+
+
+def take_blocks(sparse: SparseParams, positions_BK: torch.Tensor) -> SparseParams:
+    """The parameters of some of the tokens, whole blocks (B, K)."""
+    blocks_Bk = positions_BK[:, ::BLOCK_TOKENS] // BLOCK_TOKENS
+    near_NN = sparse["sta_mask"][0, 0]
+    return sparse | {"sta_mask": near_NN[blocks_Bk[:, :, None], blocks_Bk[:, None, :]][:, None]}
+
+
+def window_mask(
+    blocks: tuple[int, int, int], window: tuple[int, int, int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """(N, N) bool, N = T * H * W blocks: whether they are within half a window on each axis, as in `fast_sta_nabla`."""
+    positions_N3 = torch.cartesian_prod(*(torch.arange(size, device=device) for size in blocks)).view(-1, 3)
+    distances_NN3 = (positions_N3[:, None] - positions_N3[None]).abs()
+    return (distances_NN3 <= torch.tensor([size // 2 for size in window], device=device)).all(-1)
+
+
+@torch.compiler.disable  # in compiled blocks too, flex attention is compiled alone, with options of its own
+def nabla_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: SparseParams) -> torch.Tensor:
+    """Attention (B, L, heads, D) over the blocks that `nablaT_v2` chooses; L in the order of blocks.
+
+    On CUDA compiled flex attention skips the other blocks; elsewhere, for tests, a dense mask gives the same result at
+    the cost of full attention.
+    """
+    with torch.no_grad():  # the choice of blocks has no gradient
+        blocks = stock.nablaT_v2(query, key, sparse["sta_mask"], thr=sparse["P"])
+    query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    if query.device.type == "cuda":
+        out = compiled_flex(query.device, query.dtype, query.shape[-1])(query, key, value, block_mask=blocks)
+    elif query.device.type == "meta":  # memory is predicted, and what is left out changes no size
+        out = F.scaled_dot_product_attention(query, key, value)
+    else:
+        out = dense_attention(query, key, value, blocks)
+    return out.transpose(1, 2)
+
+
+def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Any) -> torch.Tensor:
+    """Attention (B, heads, L, D) over the chosen blocks, a flex attention BlockMask, by a mask of every pair (L, L)."""
+    dense = blocks.to_dense().bool().repeat_interleave(BLOCK_TOKENS, -2).repeat_interleave(BLOCK_TOKENS, -1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=dense)
+
+
+@functools.cache
+def compiled_flex(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor]:
+    """Compiled flex attention, after a check that it really leaves blocks out on this device.
+
+    max_autotune, because the kernels that inductor takes otherwise divide queries or keys by 128, and refuse blocks of
+    64: on Ampere those of the forward pass, on Hopper those of both (torch 2.11 to 2.13, flex_attention.py).
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex = torch.compile(flex_attention, options={"max_autotune": True})
+    check_block_mask_used(flex, device, dtype, head_dim)
+    return flex
+
+
+def check_block_mask_used(
+    flex: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int
+) -> None:
+    """RuntimeError unless `flex` obeys a block mask: without compilation it silently computes full attention."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, 1, 2 * BLOCK_TOKENS, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
+    counts = torch.ones(1, 1, 2, dtype=torch.int32, device=device)
+    order = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32, device=device)[None, None]
+    diagonal = BlockMask.from_kv_blocks(torch.zeros_like(counts), order, counts, order, BLOCK_SIZE=BLOCK_TOKENS)
+    with torch.no_grad():
+        out = flex(*qkv, block_mask=diagonal)
+        halves = zip(*(x.split(BLOCK_TOKENS, 2) for x in qkv), strict=True)
+        expected = torch.cat([F.scaled_dot_product_attention(q, k, v) for q, k, v in halves], 2)
+    error = (out - expected).abs().max().item()
+    if not math.isfinite(error) or error > 0.05:
+        raise RuntimeError(
+            f"flex attention on {device} ignores its block mask (off by {error:.3g}): NABLA would silently "
+            "be full attention. It must be compiled: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, "
+            "and check that torch.compile works here"
+        )
+
 
 VIDEO = FAMILIES["kandinsky5-video"]
 LATENT_STRIDE = VIDEO.spatial_stride  # pixels of one latent, the same for images

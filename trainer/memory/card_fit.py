@@ -2,17 +2,24 @@
 encode-text, encode-latents and train fit a card, from the configuration alone.
 
 For the latter nothing is downloaded: shapes of a published repository are the catalog's, of a folder its own. The
-buckets and the longest text are the plan's; where there is none, those that the datasets and the family allow.
+buckets and the longest text are the plan's; without a plan, those that the datasets and the family allow.
+
+Models of the encoding stages are built on torch's meta device. The autoencoder encodes a batch there, whose tensors are
+counted; of the text encoder the weights are counted and the activations of one block computed, as they are small beside
+the weights. Not counted: memory inside kernels, of which convolutions may take some hundred MB.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from pydantic import ValidationError
 
 from cache.models.compatibility import bucket_side_multiple, find_published
@@ -23,15 +30,18 @@ from cache.store.store import Store
 from schemas.activities import activity
 from schemas.cli.report import Report
 from schemas.config.datasets import Dataset
+from schemas.config.encoding import Model, Text
 from schemas.config.pipeline import Config
 from schemas.config.section import Section, listed
 from schemas.config.training import Train
 from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
-from schemas.family import SOURCE_ROLES
+from schemas.family import SOURCE_ROLES, Condition
 from schemas.geometry import Bucket, largest_valid_frames, resolution_buckets
 from schemas.recipe import plan_key
-from trainer.memory import encoders as encoder_memory
-from trainer.memory.estimate import MemoryEstimate, estimate_memory
+from trainer.memory.estimate import MemoryEstimate, estimate_memory, sum_bytes
+from trainer.memory.meter import META, KernelMode, MemoryMeter
+from trainer.setup.load import explain_checkpoint_errors
+from trainer.setup.quantize import QUANTIZERS, packed_bytes
 
 Shapes = dict[str, dict[str, Any]]
 #: Bytes of a card, for the CUDA context, kernels' own memory and fragments
@@ -45,10 +55,10 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     """The report: of each program its prediction in GiB and whether it fits `card` GiB; what does not fit has failed,
     with the options that help."""
     size, report = int(card * 2**30), Report("train", dry_run=True)
-    shapes, assumed = read_shapes(config)
+    shapes, assumed = read_shapes(config.model)
     plan = find_plan(config)
     buckets, where = list_buckets(config, plan)
-    largest = max(buckets, key=lambda name: _numbers(config, name))
+    largest = max(buckets, key=_numbers)
     settings = config.train.changed(device="cuda")  # as if the card were here
     config = config.changed(train=settings)
     length = longest_text(config, plan)
@@ -56,21 +66,21 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     def train(changed: Config) -> MemoryEstimate:
         return estimate_memory(changed, shapes["transformer"], buckets, length, ranks)
 
-    def text(changed: Config) -> encoder_memory.EncoderMemory:
-        return encoder_memory.estimate_text(changed, shapes, length)
+    def text(changed: Config) -> EncoderMemory:
+        return estimate_text(changed, shapes, length)
 
-    def latents(changed: Config) -> encoder_memory.EncoderMemory:
-        return encoder_memory.estimate_latents(changed, shapes, largest)
+    def latents(changed: Config) -> EncoderMemory:
+        return estimate_latents(changed, shapes, largest)
 
     rows: list[dict[str, Any]] = []
     elsewhere = "It runs on the CPU with stages.{}.device: cpu, or on another machine."
     for program, subject, predict, changes, otherwise in (
-        ("encode-text", "encode-text", text, encoder_memory.text_changes(config), elsewhere),
-        ("encode-latents", "encode-latents", latents, encoder_memory.latent_changes(config), elsewhere),
+        ("encode-text", "encode-text", text, text_changes(config), elsewhere),
+        ("encode-latents", "encode-latents", latents, latent_changes(config), elsewhere),
         ("train", "the run", train, train_changes(config.train, ranks), OTHERWISE),
     ):
         with activity(f"predicting {program}"):
-            estimate: MemoryEstimate | encoder_memory.EncoderMemory = predict(config)
+            estimate: MemoryEstimate | EncoderMemory = predict(config)
         need = estimate.device + RESERVED
         sizes = {"weights_gib": estimate.weights, "activations_gib": estimate.activations, "all_gib": need}
         row = {name: round(size / 2**30, 1) for name, size in sizes.items()}
@@ -86,14 +96,14 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     return report
 
 
-def _numbers(config: Config, bucket: str) -> int:
+def _numbers(bucket: str) -> int:
     size = Bucket.parse(bucket)
     return size.width * size.height * size.frames + sum(width * height for width, height in size.references)
 
 
-def read_shapes(config: Config) -> tuple[Shapes, list[str]]:
+def read_shapes(model: Model) -> tuple[Shapes, list[str]]:
     """Component -> its config, and which of them are assumed to be as published."""
-    model, spec = config.model, config.model.family_spec
+    spec = model.family_spec
     folder, shapes, assumed = local_folder(model.source), Shapes(), list[str]()
     known = folder is None and bool(find_published(model.source))
     for part in spec.shapes:
@@ -109,6 +119,28 @@ def read_shapes(config: Config) -> tuple[Shapes, list[str]]:
     return shapes, assumed
 
 
+def predict_step(
+    config: Config, shape: Mapping[str, Any], buckets: Sequence[str], ranks: int, warn: Callable[[str], object]
+) -> dict[str, Any]:
+    """Details for a report: the memory of a step of the largest bucket with the longest text, by part; a warning if the
+    card of train.device has less. shape: the transformer's config.json."""
+    length = longest_text(config, find_plan(config) if config.train.set == "current" else None)
+
+    def predict(config: Config) -> MemoryEstimate:
+        return estimate_memory(config, shape, buckets, length, ranks)
+
+    with explain_checkpoint_errors(config.model.source):
+        estimate = predict(config)
+    card = find_card(config.train.device)
+    if card and estimate.device + RESERVED > card[1]:
+        changes = train_changes(config.train, ranks)
+        warn(explain(config, "the run", card, estimate.device, changes, predict, OTHERWISE))
+    where = {"host": "host, at its peak", "offloaded": "host, while training", "checkpoint": "disk, one checkpoint"}
+    sizes = {name: value for name, value in vars(estimate).items() if isinstance(value, int)}
+    rows = [{"part": name, "place": where.get(name, "device"), "mib": value >> 20} for name, value in sizes.items()]
+    return {"memory_of_bucket": estimate.bucket, "memory": rows}
+
+
 def find_card(device: str) -> tuple[str, int] | None:
     """Name and bytes of the card that a run on `device` would use; None without one."""
     try:
@@ -116,19 +148,6 @@ def find_card(device: str) -> tuple[str, int] | None:
     except DeviceNotFound:
         return None
     return None if chosen.type == "cpu" else (device_name(chosen), device_memory(chosen)[1])
-
-
-def explain_fit(
-    config: Config,
-    ranks: int,
-    card: tuple[str, int],
-    estimate: MemoryEstimate,
-    predict: Callable[[Config], MemoryEstimate],
-) -> str | None:
-    """A warning where `estimate`, the prediction for `config`, exceeds the card, with the options that help."""
-    if estimate.device + RESERVED <= card[1]:
-        return None
-    return explain(config, "the run", card, estimate.device, train_changes(config.train, ranks), predict, OTHERWISE)
 
 
 def explain(
@@ -207,7 +226,7 @@ def gib(size: int) -> str:
 def find_plan(config: Config) -> plans.Plan | None:
     if "://" not in config.root and not Path(config.root).is_dir():
         return None
-    return plans.newest_plan(Store(config.root), plan_key(config, _side_multiple(config)))
+    return plans.newest_plan(Store(config.root), plan_key(config, _side_multiple(config.model)))
 
 
 def list_buckets(config: Config, plan: plans.Plan | None) -> tuple[list[str], str]:
@@ -232,8 +251,8 @@ def longest_text(config: Config, plan: plans.Plan | None) -> int:
     return most
 
 
-def _side_multiple(config: Config) -> int:
-    model, spec = config.model, config.model.family_spec
+def _side_multiple(model: Model) -> int:
+    spec = model.family_spec
     sparse = spec.sparse is not None and model.flavour_spec.sparse
     published = spec.sparse.side_multiple if spec.sparse and sparse else spec.side_multiple
     try:
@@ -243,7 +262,7 @@ def _side_multiple(config: Config) -> int:
 
 
 def _possible_buckets(config: Config) -> Iterator[str]:
-    spec, multiple = config.model.family_spec, _side_multiple(config)
+    spec, multiple = config.model.family_spec, _side_multiple(config.model)
     for dataset in config.datasets:
         if dataset.disabled:
             continue
@@ -255,13 +274,155 @@ def _possible_buckets(config: Config) -> Iterator[str]:
             make = partial(resolution_buckets, step=dataset.bucket_step, max_aspect=dataset.max_aspect)
             edges = dataset.resolutions(spec.resolution)
             sizes = [size for edge in edges for size in make(edge, dataset.resolution_type, multiple)]
-        yield from (str(Bucket(width, height, frames, _references(config, dataset))) for width, height in sizes)
+        yield from (
+            str(Bucket(width, height, frames, _references(config.model.condition, dataset))) for width, height in sizes
+        )
 
 
-def _references(config: Config, dataset: Dataset) -> tuple[tuple[int, int], ...]:
+def _references(condition: Condition | None, dataset: Dataset) -> tuple[tuple[int, int], ...]:
     """Sizes of as many references as the dataset's items may have: squares of the largest area."""
-    condition = config.model.condition
     if condition is None or condition.size is None:
         return ()
     side = math.isqrt(condition.size.area) // condition.size.multiple * condition.size.multiple
     return ((side, side),) * len(dataset.source_roles)
+
+
+#: Of tensors of a text token that are alive in a block at once: of the width of the hidden states (input, residual,
+#: norm, query, keys and values, attention's output), and of the width inside of the feed-forward.
+HIDDEN_TENSORS, INNER_TENSORS = 8, 3
+#: Of the activations of an autoencoder those that `latents.chunk_frames` leaves: two of four.
+CHUNKED_SHARE = 0.5
+
+CACHED_IMAGES = 64  # of whose features encode-text keeps those of the last ones
+
+
+@dataclass(frozen=True)
+class EncoderMemory:
+    """Bytes on the device."""
+
+    weights: int
+    activations: int
+
+    @property
+    def device(self) -> int:
+        return self.weights + self.activations
+
+
+def estimate_text(config: Config, shapes: Shapes, length: int) -> EncoderMemory:
+    """Predict encode-text: the language model, other text models beside it, and a pass with texts of which the longest
+    has `length` tokens that are stored; before it one of the vision model where prompts have images."""
+    text, template = config.text, config.model.template
+    dtype = torch.bfloat16 if text.quantization == "bf16" else getattr(torch, text.precision or config.model.precision)
+    types = config.model.family_spec.model_classes
+    model = _untrained(types["text_encoder"], shapes["text_encoder"], dtype)
+    if not template.with_image and hasattr(model, "visual"):
+        del model.visual
+    if hasattr(model, "decoder"):  # transformers' model of a T5 has one, and no pipeline uses it
+        del model.decoder
+    layers = model.encoder.block if hasattr(model, "encoder") else getattr(model, "language_model", model).layers
+    others = [
+        _untrained(types[part], shape, dtype)
+        for part, shape in shapes.items()
+        if part.startswith("text_encoder") and part != "text_encoder"
+    ]
+    weights = _text_weights(model, layers, text) + sum(sum_bytes(other.parameters()) for other in others)
+    settings = getattr(model.config, "text_config", model.config)
+    longest = (template.crop or 0) + length
+    tokens = max(text.batch_tokens, longest)
+    inner = settings.d_ff if hasattr(settings, "d_ff") else settings.intermediate_size
+    eager = (text.attention or config.model.family_spec.text_attention) == "eager"
+    heads = settings.num_attention_heads if eager else 0  # whose scores are stored, and in float32
+    activations = _pass_bytes(tokens, settings.hidden_size, inner, dtype) + tokens * longest * _scores(heads, dtype)
+    if not template.with_image:
+        return EncoderMemory(weights, activations)
+    vision, of_each = model.config.vision_config, reference_tokens(config) or length
+    patches, heads = of_each * vision.spatial_merge_size**2, vision.num_heads if eager else 0
+    seen = _pass_bytes(patches, vision.hidden_size, vision.intermediate_size, dtype)
+    seen += patches**2 * _scores(heads, dtype)
+    numbers = patches * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    seen += numbers * (torch.float32.itemsize + dtype.itemsize)  # of the picture, which comes in float32
+    kept = CACHED_IMAGES * of_each * vision.out_hidden_size * dtype.itemsize
+    return EncoderMemory(weights, max(activations, seen) + kept)
+
+
+def _pass_bytes(tokens: int, width: int, inner: int, dtype: torch.dtype) -> int:
+    """Activations of a block of these widths, which are small beside the weights."""
+    return tokens * (HIDDEN_TENSORS * width + INNER_TENSORS * inner) * dtype.itemsize
+
+
+def _scores(heads: int, dtype: torch.dtype) -> int:
+    """Bytes of a query's and a key's scores."""
+    return heads * (2 * dtype.itemsize + 4)
+
+
+def _untrained(kind: str, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModel
+
+    settings = {key: value for key, value in shape.items() if key not in ("model_type", "architectures")}
+    with META:
+        return AutoModel.from_config(AutoConfig.for_model(kind, **settings)).to(dtype)
+
+
+def _text_weights(model: Any, layers: Sequence[torch.nn.Module], text: Text) -> int:
+    whole = sum_bytes(model.parameters())
+    if text.quantization in QUANTIZERS:
+        kept = (model._keep_in_fp32_modules or ()) if text.quantization == "nf4-bnb" else ()
+        linear = [
+            part
+            for layer in layers
+            for name, part in layer.named_modules()
+            if isinstance(part, torch.nn.Linear) and name.rpartition(".")[2] not in kept
+        ]
+        return whole + sum(packed_bytes(part, text.quantization) - part.weight.nbytes for part in linear)
+    if text.offload == "blocks":  # each module in turn: the largest is a block or the embedding
+        blocks = [sum_bytes(layer.parameters()) for layer in layers]
+        return max(*blocks, *_sizes_outside(model, layers))
+    return whole
+
+
+def _sizes_outside(model: Any, layers: Sequence[torch.nn.Module]) -> Iterable[int]:
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    parts = (part for part in model.modules() if id(part) not in inside)
+    return (sum_bytes(part.parameters(recurse=False)) for part in parts)
+
+
+def estimate_latents(config: Config, shapes: Shapes, bucket: str) -> EncoderMemory:
+    """Predict encode-latents: the autoencoder, and a batch of the bucket."""
+    import diffusers
+
+    family, latents, size = config.model.family_spec, config.latents, Bucket.parse(bucket)
+    dtype = getattr(torch, latents.precision or config.model.precision)
+    with META:
+        vae = getattr(diffusers, family.model_classes["vae"]).from_config(dict(shapes["vae"])).eval()
+        torch.nn.Module.to(vae, dtype)  # the class's own warns of a conversion
+    pixels = size.width * size.height * size.frames
+    count = max(1, latents.batch_pixels // pixels)
+    side = family.tile[0] if latents.tiling else max(size.width, size.height)
+    height, width = min(size.height, side), min(size.width, side)
+    passes = 1 if latents.slicing else count
+    frames = (size.frames,) if family.video or "z_dim" in vae.config else ()  # an image family may have one of clips
+    weights, meter = sum_bytes(vae.parameters()), MemoryMeter()
+    with META, torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(meter)
+        stack.enter_context(KernelMode(None))
+        vae.encode(torch.empty(passes, 3, *frames, height, width, dtype=dtype))
+    activations = meter.peak * (CHUNKED_SHARE if latents.chunk_frames and family.frame_chunks else 1.0)
+    return EncoderMemory(weights, int(activations) + count * 3 * pixels * dtype.itemsize)
+
+
+def text_changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Options with which encode-text needs less, in the order in which they are tried. The first ones give the same."""
+    return [
+        ("text.batch_tokens 1024", {"text": {"batch_tokens": min(1024, config.text.batch_tokens)}}),
+        ("text.offload blocks", {"text": {"offload": "blocks"}}),
+        ("text.quantization int8-quanto", {"text": {"offload": "none", "quantization": "int8-quanto"}}),
+        ("text.quantization nf4-bnb", {"text": {"offload": "none", "quantization": "nf4-bnb"}}),
+    ]
+
+
+def latent_changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Options with which encode-latents needs less. Tiles give other latents, and come last."""
+    changes: list[tuple[str, dict[str, Any]]] = [("latents.slicing true", {"latents": {"slicing": True}})]
+    if config.model.family_spec.frame_chunks and not config.latents.chunk_frames:
+        changes.append(("latents.chunk_frames 4", {"latents": {"chunk_frames": 4}}))
+    return [*changes, ("latents.tiling true", {"latents": {"tiling": True}})]

@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cache.models.weights import config_errors
 from schemas.config.pipeline import Config
-from schemas.config.training import Offload, Parallel, Train
-from schemas.family import REFERENCE_PARTS
+from schemas.config.training import Adapter, Offload, Parallel, Train
+from schemas.family import REFERENCE_PARTS, Family
 from schemas.geometry import Bucket
 from trainer import flow
 from trainer.adapters.header import read_assistant, read_initial
@@ -34,12 +34,10 @@ from trainer.memory.meter import (
     quantize_shapes,
 )
 from trainer.methods import make_methods
-from trainer.setup.adapters import MUTATING_INITS
-from trainer.setup.attach import add_assistant, assistant_bytes, fit_initial, make_trainable
+from trainer.setup.adapters import MUTATING_INITS, add_assistant, assistant_bytes, fit_initial, make_trainable
 from trainer.setup.blocks import checkpoint_blocks, largest_groups
 from trainer.setup.load import choose_dtypes
-from trainer.setup.shard import AUTOCAST, gathered_dtype, uses_sharding
-from trainer.setup.wrap import Denoiser
+from trainer.setup.wrap import AUTOCAST, Denoiser, gathered_dtype, uses_sharding
 
 Parts = tuple[int, int, int, int]
 #: of the Python process beside the model: torch, diffusers, peft, data. Measured on a CPU: 750 to 1000 MiB
@@ -127,7 +125,7 @@ def estimate_memory(
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     trained = find_trained([*trainable, *added], settings)
     hosted, copies = hosted_weights(family.blocks(model), settings)
-    bucket = max(buckets, key=lambda name: count_latents(config, name))
+    bucket = max(buckets, key=lambda name: count_latents(config.model.family_spec, name))
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
     moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
@@ -151,7 +149,7 @@ def estimate_memory(
         parts, shards = share_parts(parts, outside, sizes, settings.parallel, ranks)
         offloaded += shards
     device = (*parts, activations)
-    exported, kept = exported_bytes(model, config, sum_bytes(trainable)), trained.state + average
+    exported, kept = exported_bytes(model, settings.adapter, sum_bytes(trainable)), trained.state + average
     # While a moving average is exported, the host has a copy of the weights that are trained.
     copied = trained.bytes if trained.averages or settings.ema else 0
     if settings.device == "cpu":
@@ -203,10 +201,9 @@ def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> tuple[
     return sum(frozen), largest_groups(frozen, offload.blocks_per_group, offload.streams)
 
 
-def exported_bytes(model: Any, config: Config, trained: int) -> int:
+def exported_bytes(model: Any, adapter: Adapter, trained: int) -> int:
     """Bytes of an adapter's files in a checkpoint, or the transformer's. trained: bytes of the model's trained
     weights."""
-    adapter = config.train.adapter
     if adapter.type == "full":
         return sum_bytes(model.parameters())
     files = len({"diffusers", *adapter.formats}) + (adapter.type == "lokr")  # LyCORIS' file
@@ -214,16 +211,15 @@ def exported_bytes(model: Any, config: Config, trained: int) -> int:
     return trained * files * (2 if adapter.init_weights in MUTATING_INITS else 1)
 
 
-def count_latents(config: Config, bucket: str) -> int:
+def count_latents(spec: Family, bucket: str) -> int:
     """Count the latents of a sample and of its references."""
-    stride = config.model.family_spec.spatial_stride
+    stride = spec.spatial_stride
     references = Bucket.parse(bucket).references
-    return prod(latent_shape(config, bucket)) + sum(w // stride * (h // stride) for w, h in references)
+    return prod(latent_shape(spec, bucket)) + sum(w // stride * (h // stride) for w, h in references)
 
 
-def latent_shape(config: Config, bucket: str) -> tuple[int, ...]:
+def latent_shape(spec: Family, bucket: str) -> tuple[int, ...]:
     """(T, h, w) of a bucket's latents."""
-    spec = config.model.family_spec
     return Bucket.parse(bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
 
 
@@ -262,7 +258,7 @@ def make_batch(config: Config, model: Any, bucket: str, text_length: int) -> Bat
     """A batch of the settings' size on the meta device, all but the texts' mask, whose values are looked at."""
     spec, size, task = config.model.family_spec, config.train.batch_size, config.model.task
     widths = {name: model.config[key] for name, key in spec.text_widths.items()}
-    latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(config, bucket), device=META)
+    latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(spec, bucket), device=META)
     given, references, stride = spec.condition_frames(task), Bucket.parse(bucket).references, spec.spatial_stride
     condition_BCTHW = latents_BCTHW[:, :, :given].clone() if given != 0 else None
     shapes = [(size, spec.latent_channels, 1, height // stride, width // stride) for width, height in references]

@@ -6,11 +6,13 @@ them late and some twice.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cache.runs.training_run import METRICS_FILE, clear_failure, read_metrics
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
+from schemas.config.training import Train
 from schemas.errors import INTERRUPTED, LatentpressError
 from schemas.interruption import StopHandler, speak_by
 from trainer.run.resume import newest_checkpoint
@@ -25,10 +27,10 @@ class TrainingInterrupted(LatentpressError):
 
     exit_code = INTERRUPTED
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, folder: Path, settings: Train) -> None:
         super().__init__(
-            f"train was ended by Ctrl-C at once: {describe_progress(config)}",
-            f"A checkpoint is written every {config.train.checkpoint_every} steps (train.checkpoint_every), and at the "
+            f"train was ended by Ctrl-C at once: {describe_progress(folder, settings.steps)}",
+            f"A checkpoint is written every {settings.checkpoint_every} steps (train.checkpoint_every), and at the "
             "first Ctrl-C or SIGTERM once the step is done.",
         )
 
@@ -66,7 +68,7 @@ class StopRequest:
 
         def end_at_once() -> TrainingInterrupted:
             clear_failure(config.run_folder)
-            return TrainingInterrupted(config)
+            return TrainingInterrupted(config.run_folder, config.train)
 
         if main:
             self._handler.error = end_at_once
@@ -113,14 +115,13 @@ class StopRequest:
             raise stopped
 
 
-def describe_progress(config: Config) -> str:
-    """Say which steps are saved and which are lost."""
-    folder = config.run_folder
+def describe_progress(folder: Path, steps: int) -> str:
+    """Say which steps of a run's folder are saved and which are lost. steps: that the run has in all."""
     try:
         newest, _ = newest_checkpoint(folder / "checkpoints")
     except LatentpressError:
         newest = None
-    if newest is not None and newest.step >= config.train.steps:
+    if newest is not None and newest.step >= steps:
         return f"nothing is lost: the checkpoint at step {newest.step} has all of it; the result is still to be saved"
     saved = 0 if newest is None else newest.step
     done = max((line["step"] for line in read_metrics(folder / METRICS_FILE) if "loss" in line), default=0)

@@ -1,10 +1,27 @@
-"""The ranks of a run: the folder that every rank must see, small values that they tell each other as JSON, and the
-comparison of their settings; also the settings that changed since a run was last started."""
+"""The ranks of a run: the folder that every rank must see, small values that they tell each other as JSON, the
+comparison of their settings, and ranks that die or hang; also the settings that changed since a run was last started.
+
+A rank that dies or hangs is found by the others in bounded time, and named. The watch begins right after the process
+group, so loading is watched as training is. Each rank has a thread that writes to a TCPStore, every second or so, how
+often its main thread has moved on and what it is doing. Rank 0 reads all of them, the others rank 0's. A rank that has
+written nothing, or not moved on, for train.parallel.timeout seconds ends the run on every rank; of several that wait,
+the one that is behind is named. A rank that fails writes why, so that the others can say more than that a connection
+was closed.
+
+torch's own means are not enough: a collective operation ends after its group's timeout without naming a rank, and
+torch.distributed.monitored_barrier, which does, works with gloo only.
+"""
 
 import json
+import os
 import socket
+import sys
+import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +29,18 @@ import torch
 import torch.distributed as dist
 import xxhash
 from accelerate import Accelerator
+from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed.checkpoint.api import CheckpointException
 
-from cache.runs.training_checks import RunError
+from cache.runs.training_run import RunError
 from cache.sets.trainset import TrainSet
+from schemas.cli.console import Console
 from schemas.config.pipeline import PACKAGES, Config
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import INCOMPLETE, USAGE, LatentpressError
 from schemas.identity import hash_json
 from schemas.text_format import escape_unprintable, shorten
 from trainer.run import resume
-from trainer.run.new_data import held_out_digest
+from trainer.run.resume import held_out_digest
 from trainer.run.sharded import broadcast_json
 
 SECTIONS = ("train", "validation")
@@ -153,3 +173,174 @@ def _compare(key: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _format(value: Any) -> str:
     return "null" if value is None else escape_unprintable(shorten(str(value)))
+
+
+ROOT = PACKAGES[0].parent
+#: How long a rank that lost a connection waits to learn which other one was the cause, and how long one that did not
+#: goes on after another has failed: it may fail for the same reason, and says more of it.
+ANSWER_S = 15.0
+STORE_TIMEOUT = timedelta(seconds=30)
+STORE = "rank 0, or the launcher's store at MASTER_ADDR, by which the ranks know of each other,"
+HINT = "Start training again: it goes on from the last checkpoint."
+
+
+class RankLostError(LatentpressError):
+    """A rank ended or stopped answering."""
+
+
+class RankWatch:
+    """One rank's part. `note` is called by its main thread; without other ranks nothing else happens."""
+
+    def __init__(self, accelerator: Accelerator, console: Console, timeout: float, store: Store | None = None) -> None:
+        self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
+        self._console, self._timeout = console, timeout
+        self._interval = min(1.0, timeout / 10)
+        self._main, self._ended = threading.get_ident(), threading.Event()
+        self._count, self._doing, self._moved = 0, "preparing", time.monotonic()
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # rank -> its last record, and when that was new here
+        if self.ranks > 1:
+            assert store is not None
+            self._shared_store = store  # rank 0 may serve it, as long as it exists
+            # With a connection of its own: one that waits lets nobody else ask.
+            self._store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
+            self._store.set_timeout(STORE_TIMEOUT)
+            self._write()
+            accelerator.wait_for_everyone()
+            self._heard = time.monotonic()  # when the store last answered
+            for work in (self._run, self._watch_store):
+                threading.Thread(target=work, name="rank-watch", daemon=True).start()
+
+    def note(self, doing: str | None = None, *, alone: bool = False) -> None:
+        """The main thread has moved on, to `doing` if that is given. All ranks call it equally often. alone: in work
+        that ranks do in turns or at different speeds: it is not counted, as it puts none ahead of the others."""
+        self._count, self._moved = self._count + (not alone), time.monotonic()
+        self._doing = doing or self._doing
+
+    @contextmanager
+    def sharing_errors(self, last: bool = False) -> Iterator[None]:
+        """The other ranks learn of an error of the body. RankLostError in place of one that another rank has caused.
+        last: after the body other ranks may end."""
+        try:
+            try:
+                yield
+            except CheckpointException as error:  # torch.distributed.checkpoint: the errors of some ranks, on all
+                rank, (cause, _) = min(error.failures.items(), key=lambda item: (item[0] != self.rank, item[0]))
+                if rank == self.rank:
+                    raise cause from error
+                raise RankLostError(f"{self._name(rank)} failed: {describe_error(cause)}", HINT) from error
+        except BaseException as error:
+            if self.ranks > 1 and not isinstance(error, RankLostError):
+                self._fail(error)
+            self._ended.set()
+            raise
+        if last:
+            self._ended.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Write why this rank fails; if a connection broke, find the rank that broke it and raise RankLostError."""
+        broken = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        with suppress(RuntimeError):
+            self._store.set(f"failed/{self.rank}", "" if broken else describe_error(error))
+        start, cause = time.monotonic(), None
+        while broken and cause is None and time.monotonic() - start < ANSWER_S:
+            cause = self._find_cause(range(self.ranks), 5 * self._interval)
+            time.sleep(self._interval / 4)
+        if cause is not None:
+            raise RankLostError(cause, HINT) from error
+
+    # --- the threads ---
+
+    def _run(self) -> None:
+        # Rank 0 looks at all, the others at rank 0.
+        watched = range(self.ranks) if self.rank == 0 else (0, self.rank)
+        while not self._ended.wait(self._interval):
+            cause = self._find_cause(watched, self._timeout)
+            if cause is None and self.rank == 0:
+                cause = self._find_hanging()
+            if cause is not None:
+                self._end(cause)
+
+    def _watch_store(self) -> None:
+        """From a machine without power or network nothing comes, not even that a connection is broken: a request to it
+        lasts for a quarter of an hour."""
+        while not self._ended.wait(self._interval):
+            if time.monotonic() - self._heard > self._timeout:
+                self._end(f"{STORE} has not answered for {self._timeout:g} s", tell=False)
+
+    def _end(self, message: str, tell: bool = True) -> None:
+        """End this process, as its main thread may wait for ever, unless it ends by itself: it may fail for the same
+        reason, and says more of it. tell: the other ranks."""
+        if self._ended.wait(min(ANSWER_S, self._timeout / 2)):
+            return
+        if tell:
+            with suppress(RuntimeError):
+                self._store.set("ended", message)
+        if self.rank == 0:
+            self._console.print_error("train", RankLostError(message, HINT))
+            self._console.stdout.flush()
+        else:  # its console is silent
+            print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        os._exit(INCOMPLETE)
+
+    def _write(self) -> None:
+        frame, line = sys._current_frames().get(self._main), ""
+        while frame is not None and not line:
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+                line = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+            frame = frame.f_back
+        record = {"written": time.monotonic(), "count": self._count, "doing": self._doing, "place": line}
+        record |= {"still": time.monotonic() - self._moved, "host": socket.gethostname(), "process": os.getpid()}
+        self._store.set(f"rank/{self.rank}", json.dumps(record))
+
+    def _read(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _look_at(self, rank: int) -> float:
+        """Read a rank's record; returns the seconds since it had a new one."""
+        record, known = json.loads(self._store.get(f"rank/{rank}")), self._seen.get(rank)
+        if known is None or known[0] != record:
+            self._seen[rank] = record, time.monotonic()
+        return time.monotonic() - self._seen[rank][1]
+
+    def _name(self, rank: int) -> str:
+        if rank not in self._seen:
+            self._look_at(rank)
+        record = self._seen[rank][0]
+        return f"rank {rank} (process {record['process']} on {record['host']})"
+
+    def _find_cause(self, ranks: Iterable[int], patience: float) -> str | None:
+        """Write this rank's record, and tell which of these ranks failed or has had no new one for `patience` seconds.
+        What fails as a connection broke is not the cause."""
+        try:
+            self._write()
+            if message := self._read("ended"):
+                return message
+            for rank in ranks:
+                reason, silent = self._read(f"failed/{rank}"), self._look_at(rank)
+                if reason and rank != self.rank:
+                    return f"{self._name(rank)} failed: {reason}"
+                if reason is None and silent > patience:
+                    doing = self._seen[rank][0]["doing"]
+                    return f"{self._name(rank)} has not answered for {patience:g} s, last at {doing}"
+            self._heard = time.monotonic()
+        except RuntimeError:  # it ends with rank 0, or with the launcher on its machine
+            return f"{STORE} can't be reached"
+        return None
+
+    def _find_hanging(self) -> str | None:
+        """If no rank moves on, tell which are behind."""
+        records = {rank: record for rank, (record, _) in self._seen.items()}
+        if min(record["still"] for record in records.values()) < self._timeout:
+            return None
+        behind = min(record["count"] for record in records.values())
+        return "; ".join(
+            f"{self._name(rank)} has made no progress for {self._timeout:g} s (train.parallel.timeout) at "
+            f"{record['doing']}, in {record['place']}"
+            for rank, record in records.items()
+            if record["count"] == behind
+        )
+
+
+def describe_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

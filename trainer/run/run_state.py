@@ -1,6 +1,10 @@
-"""A run's folder, resume signature and progress, computed from files, without torch."""
+"""A run's folder: its lock, resume signature and progress, computed from files without torch, and what is said of a
+full disk and too little memory."""
 
-from collections.abc import Collection, Mapping
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,26 +16,29 @@ import pyarrow.compute as pc
 import xxhash
 
 from cache.order.schedule import BatchSchedule
-from cache.runs.training_checks import RunError
-from cache.runs.training_run import RESULT_NOTE, ResultNote
+from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, RESULT_NOTE, OutputLocked, ResultNote, step_of
+from cache.sets.training_checks import used_methods
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
-from cache.shards.tensor_checks import kind_of
-from cache.store.files import replacing
+from cache.store.files import StoreError, check_folder, check_writable, explained, replacing, restore_folders
+from cache.store.locks import NO_LOCKS, FileLock
+from schemas.cli.console import Console
 from schemas.config.loading import dump_yaml
-from schemas.config.methods import Method, Regularization
+from schemas.config.methods import Method
 from schemas.config.pipeline import Config
 from schemas.config.training import FILE_NAMES
+from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
-from trainer.adapters.header import check_family, find_adapter, read_assistant, read_initial
-from trainer.run.new_data import check_new_data, describe_changes, list_changes
+from trainer.adapters.header import find_adapter
 from trainer.run.resume import (
     Checkpoint,
     CheckpointState,
     ResumeError,
+    check_new_data,
     check_signature,
+    describe_changes,
     file_checksum,
+    list_changes,
     newest_checkpoint,
 )
 
@@ -76,7 +83,7 @@ def config_signature(config: Config) -> dict[str, Any]:
         "batch size": config.train.batch_size,
         "methods": _method_terms(config.train.methods.used),
         "caption_dropout": config.train.caption_dropout,
-        "shift": None if config.train.timesteps.auto_shift else fixed_shift(config),
+        "shift": None if config.train.timesteps.auto_shift else train_shift(config, ""),
         "timesteps": config.train.timesteps.model_dump(mode="json"),
         "loss": config.train.loss.model_dump(mode="json"),
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
@@ -88,38 +95,6 @@ def config_signature(config: Config) -> dict[str, Any]:
         # Whether weights that are not quantized are float32 or bfloat16 may change, as train.precision may.
         "base_precision": config.train.base_precision if config.train.quantized else "no_change",
     }
-
-
-def used_methods(config: Config, data: TrainSet) -> dict[str, Method]:
-    """The sections of train.methods in force: those configured, and that of regularization data where there is some."""
-    used = config.train.methods.used
-    return {"regularization": Regularization(), **used} if data.regularization else used
-
-
-def check_methods(config: Config, data: TrainSet) -> None:
-    """RunError where a method lacks its data or does not go with other settings."""
-    for name, method in used_methods(config, data).items():
-        for tensor, advice in method.needs.items():
-            if not data.has_tensor(tensor):
-                raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
-        for reason in method.find_conflicts(config.train):
-            what, _, step = reason.partition("; ")
-            raise RunError(f"train.methods.{name}: {what}", f"{step[:1].upper()}{step[1:]}.")
-
-
-def check_text_width(config: Config, data: TrainSet, shape: Mapping[str, Any]) -> None:
-    """RunError if a transformer with this config.json reads texts of another width than the set has, by its first text;
-    of a set whose shards are encoded meanwhile the encoding stages check it."""
-    names = [name for name in data.part_locations(0) if kind_of(name) == "text"][:1]
-    for tensor, key in config.model.family_spec.text_widths.items():
-        for row in data.part_rows(0, names).values():
-            width = row.tensors[tensor].shape[-1] if tensor in row.tensors and row.tensors[tensor].shape else None
-            if isinstance(shape.get(key), int) and width not in (None, shape[key]):
-                raise RunError(
-                    f"the texts of set {data.id} are {width} wide ({tensor}), and the transformer of "
-                    f"{config.model.source} reads {shape[key]} ({key}): they were encoded for another model",
-                    "Correct model.path or model.flavour, or name a set that was made for this model in train.set.",
-                )
 
 
 def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any]:
@@ -157,35 +132,13 @@ def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
         digest.update(part)
 
 
-def fixed_shift(config: Config) -> float:
-    return config.train.shift or config.model.flavour_spec.shift
-
-
 def train_shift(config: Config, bucket: str) -> float:
-    """The shift of sigma for samples of a bucket ("WxH@F")."""
+    """The shift of sigma for samples of a bucket ("WxH@F"), of which only train.timesteps.auto_shift makes use."""
     if not config.train.timesteps.auto_shift:
-        return fixed_shift(config)
+        return config.train.shift or config.model.flavour_spec.shift
     size, family = Bucket.parse(bucket), config.model.family_spec
     token = family.side_multiple  # pixels
     return family.shift_by_tokens((size.width // token) * (size.height // token))
-
-
-def check_run(config: Config, ranks: int) -> None:
-    """AdapterError or RunError for adapters, processes and libraries that do not fit the configuration."""
-    if initial := read_initial(config.train.adapter):
-        check_family(initial, config.model.family)
-    read_assistant(config.model)
-    precision = config.train.base_precision
-    library = QUANTIZATION_LIBRARIES.get(precision)
-    if library and not is_installed(library):
-        step = f"Install it: {find_library(library).command}"
-        raise RunError(f"train.base_precision: {precision} needs {library}", step)
-    if ranks == 1 and config.train.parallel.cpu_offload:
-        raise RunError(
-            "train.parallel.cpu_offload: one process trains the whole model and has no shards to keep on the host",
-            "Start several processes (docs/cluster.md), or set it to false. In one process train.offload.blocks, with "
-            "train.parallel.strategy ddp, keeps an adapter's frozen blocks on the host.",
-        )
 
 
 def result_folder(config: Config) -> Path:
@@ -193,12 +146,12 @@ def result_folder(config: Config) -> Path:
     return config.run_folder / (f"model/{config.part}" if config.train.adapter.type == "full" else "adapter")
 
 
-def find_checkpoint(config: Config) -> Checkpoint | None:
+def find_checkpoint(folder: Path, may_resume: bool) -> Checkpoint | None:
     """The checkpoint to continue from. Errors as of `find_resume_state`."""
-    checkpoint, _ = newest_checkpoint(config.run_folder / "checkpoints")
-    if checkpoint is not None and not config.train.resume:
+    checkpoint, _ = newest_checkpoint(folder / "checkpoints")
+    if checkpoint is not None and not may_resume:
         raise ResumeError(
-            f"{config.run_folder} has a checkpoint at step {checkpoint.step} and train.resume is false",
+            f"{folder} has a checkpoint at step {checkpoint.step} and train.resume is false",
             "Choose another train.run, remove that folder, or set train.resume to true.",
         )
     return checkpoint
@@ -209,7 +162,7 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
 
     ResumeError where the run can't be continued, NoUsableCheckpoint where all checkpoints are damaged.
     """
-    if (checkpoint := find_checkpoint(config)) is None:
+    if (checkpoint := find_checkpoint(config.run_folder, config.train.resume)) is None:
         return None
     signature, may_change = resume_signature(config, data, schedule), config.train.on_new_data == "continue"
     check_signature(checkpoint, signature, may_change, partial(describe_changes, data))
@@ -229,12 +182,6 @@ def write_config(config: Config, data: TrainSet) -> None:
         file.write(dump_yaml(config))
 
 
-def record_result(config: Config, step: int, weights: str) -> None:
-    """Record that the result of `step` steps has been saved. weights: which (`trainer.setup.ema.inference_weights`)."""
-    note = ResultNote(step=step, result=str(result_folder(config)), weights=weights)
-    note.write(config.run_folder / RESULT_NOTE)
-
-
 def is_finished(config: Config, state: CheckpointState | None) -> bool:
     """Whether the run, whose newest checkpoint has this state, has done its steps and saved its result."""
     folder, adapter = result_folder(config), config.train.adapter
@@ -244,3 +191,59 @@ def is_finished(config: Config, state: CheckpointState | None) -> bool:
         return False  # a format was added
     note = ResultNote.try_read(config.run_folder / RESULT_NOTE)
     return note is not None and note.step == state.step  # a damaged note: the result is saved again
+
+
+LOCK_WAIT_S = 0.3  # as `is_running` holds the lock for a moment
+
+
+@contextmanager
+def lock_output(folder: Path, console: Console) -> Iterator[None]:
+    """Create `folder` and hold its lock, which the kernel releases when this process ends. OutputLocked where another
+    process holds it, StoreError where the folder can't be written to."""
+    check_writable(folder)
+    with explained(str(folder / LOCK_NAME)):
+        lock = FileLock(folder / LOCK_NAME)
+    with lock:
+        try:
+            if not lock.take(LOCK_WAIT_S):
+                raise OutputLocked(folder)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                reason = error.strerror or str(error)
+                raise StoreError(str(folder / LOCK_NAME), reason, "check the file system") from error
+            console.warn(f"{folder} is on a file system without locks: a second trainer there would not be noticed")
+        with explained(str(folder)):
+            for parent in (folder, folder / CHECKPOINTS):
+                restore_folders(parent)
+        yield
+
+
+class DeviceOutOfMemory(LatentpressError):
+    """The device has too little memory for this configuration."""
+
+
+@contextmanager
+def explain_failures(folder: Path) -> Iterator[None]:
+    """Turn a full disk, missing permissions or memory in training under `folder` into errors for the user; an obstacle
+    to creating the folder, or one in it, is found before anything is loaded."""
+    import torch
+    from safetensors import SafetensorError
+
+    steps = [path for path in folder.glob(f"{CHECKPOINTS}/*") if step_of(path) is not None]
+    for path in (folder, *(folder / name for name in (CHECKPOINTS, "validation", "adapter", "model")), *steps):
+        check_folder(path)
+    with explained(str(folder)):
+        try:
+            yield
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        except torch.OutOfMemoryError as error:
+            raise DeviceOutOfMemory(
+                f"the device ran out of memory: {str(error).partition('. ')[0]}",
+                "Lower train.batch_size and raise train.accumulate by as much, keep train.gradient_checkpointing and "
+                "train.precision bfloat16, choose train.adapter.type=lora, or plan smaller buckets and fewer frames. "
+                "Training goes on from the last checkpoint.",
+            ) from error

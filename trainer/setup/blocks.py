@@ -24,8 +24,8 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from cache.runs.training_checks import RunError
-from schemas.config.training import Offload, Train
+from cache.runs.training_run import RunError
+from schemas.config.training import Offload, Parallel, Train
 from schemas.devices import STREAM_DEVICES, pins_memory
 from trainer.families.base import ModelFamily
 from trainer.setup.quantize import remake
@@ -169,8 +169,14 @@ def enter_first(scheduler: GroupScheduler, number: int, compute: Callable[..., A
     return run
 
 
-def check_offload(offload: Offload, ranks: int) -> None:
-    """RunError if several processes can't train so. Called before a model is loaded."""
+def check_offload(offload: Offload, parallel: Parallel, ranks: int) -> None:
+    """RunError if so many processes can't train so. Called before a model is loaded."""
+    if ranks == 1 and parallel.cpu_offload:
+        raise RunError(
+            "train.parallel.cpu_offload: one process trains the whole model and has no shards to keep on the host",
+            "Start several processes (docs/cluster.md), or set it to false. In one process train.offload.blocks, with "
+            "train.parallel.strategy ddp, keeps an adapter's frozen blocks on the host.",
+        )
     if offload.blocks and ranks > 1:
         raise RunError(
             f"train.offload.blocks: {ranks} processes share one model by DistributedDataParallel, which takes no model "

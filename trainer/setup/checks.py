@@ -1,21 +1,47 @@
-"""Checks before weights are loaded, which refuse settings that the model or the device can't have."""
+"""Checks of training that need torch and no weights in memory: on the device, and on the model without its weights.
+
+`latentpress run` makes them before its first stage, `train --dry-run`, and `train` before it loads the transformer.
+They read the headers of local weights, and files of adapters. What is left is found by `train` alone:
+
+- the processes of a run that do not meet, are not alike, or do not see one folder: there is one process before;
+- weights of a repository, which only `train` fetches; numbers in weights that are damaged, or other than those of the
+  checkpoint to resume from: all files have to be read for that;
+- samples and shards that a stage of the same `run` makes: whether they may follow those of the checkpoint, and whether
+  two sections of a remote set fit `train.local_cache.max_gb`;
+- memory that is not enough (`--dry-run` predicts it), and kernels that torch.compile makes in the first step.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from cache.order.schedule import BatchSchedule
-from cache.runs.training_checks import RunError
+from cache.models.weights import check_stored, local_folder
+from cache.runs.training_run import RunError
+from cache.sets.training_checks import used_methods
 from cache.sets.trainset import TrainSet
+from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.devices import device_name
+from schemas.identity import derive_seed
+from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer import flow
-from trainer.adapters.header import read_assistant, read_initial
+from trainer.adapters.header import check_family, read_assistant, read_initial
 from trainer.families.base import ModelFamily
+from trainer.methods import make_methods
+from trainer.methods.base import Method
+from trainer.run import checkpoint
 from trainer.run.run_state import train_shift
-from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
-from trainer.setup.attach import fit_initial, match_modules, unfreeze
+from trainer.setup.adapters import (
+    add_assistant,
+    is_convolution,
+    list_adapted_modules,
+    make_trainable,
+    trainable_parameters,
+)
 from trainer.setup.blocks import check_compile, check_offload
-from trainer.setup.load import empty_transformer, explain_checkpoint_errors
-from trainer.setup.optimizers import check_optimizer
+from trainer.setup.load import choose_dtypes, empty_transformer, explain_checkpoint_errors
+from trainer.setup.optimizers import check_optimizer, divide_weights
 from trainer.setup.quantize import NF4_COLUMN_MULTIPLE, base_matrices, can_quantize
 from trainer.validation import load_scheduler
 
@@ -23,70 +49,126 @@ FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 PROBED_TOKENS = 1024  # of an image for which a scheduler is tried
 
 
-def check_start(
-    config: Config, family: ModelFamily, device: torch.device, ranks: int = 1, sharded: bool = False
+def check_training(
+    config: Config,
+    family: ModelFamily,
+    device: torch.device,
+    warn: Callable[[str], object],
+    buckets: Iterable[str],
+    data: TrainSet | None = None,
+    ranks: int = 1,
+    sharded: bool = False,
+    is_stored: bool = True,
+) -> dict[str, Method]:
+    """Every check of this file; returns the methods, set up. RunError, or AdapterError for what is wrong with an
+    adapter, its targets and patterns. Attention backends are checked apart (`trainer/attention.py`).
+
+    warn: of a disk that is too small for checkpoints. buckets: of the set or, as long as there is none, that it may
+    have. data: None as long as there is none. sharded: see `check_optimizer`. is_stored: whether the checkpoint's
+    weights are loaded.
+    """
+    check_options(config, device, buckets, ranks, sharded)
+    with explain_checkpoint_errors(config.model.source):
+        model = empty_transformer(config, choose_dtypes(config)[0])
+        family.check(config.model.source, model.config)
+        if is_stored and (folder := local_folder(config.model.source)):
+            shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+            check_stored(folder / config.part, shapes, type(model)._keys_to_ignore_on_load_unexpected or ())
+    methods = set_up_methods(config, family, model, data)
+    own = {name: module for name, method in methods.items() if (module := method.modules()) is not None}
+    added = dict(torch.nn.ModuleDict(own).named_parameters(prefix="methods"))
+    trainable = check_trained(config, family, model) | added
+    divide_weights(trainable, config.train.optimizer)
+    if shortage := checkpoint.find_shortage(config.run_folder, trainable):
+        warn(shortage)
+    if data.meta["validation"] if data is not None else config.validation.prompts:
+        check_scheduler(config.model, config.validation.shift, family)
+    return methods
+
+
+def check_options(
+    config: Config, device: torch.device, buckets: Iterable[str], ranks: int = 1, sharded: bool = False
 ) -> None:
-    """Every check that needs torch, and neither weights nor a set, except for attention backends. sharded: see
-    `check_optimizer`."""
-    check_offload(config.train.offload, ranks)
-    check_compile(config.train)
-    check_optimizer(config, device, sharded)
-    check_setup(config, family, device)
+    """The checks that need no model; see `check_training`."""
+    settings = config.train
+    check_offload(settings.offload, settings.parallel, ranks)
+    check_compile(settings)
+    check_optimizer(settings, device, sharded)
+    check_noise_levels(config, buckets)
+    if initial := read_initial(settings.adapter):
+        check_family(initial, config.model.family)
+    if settings.quantized:
+        check_precision(settings.base_precision, device)
 
 
-def check_setup(config: Config, family: ModelFamily, device: torch.device) -> None:
-    """RunError for a base_precision or init_weights that model or device can't have; AdapterError for targets and
-    patterns that match nothing, and an initial adapter of another model."""
-    name, adapter = config.train.base_precision, config.train.adapter
-    init, patterns = adapter.init_weights, adapter.targets or adapter.rank_pattern or adapter.alpha_pattern
-    file, assistant = read_initial(adapter), read_assistant(config.model)
-    if name == "fp8-torchao" and device.type != "cpu":
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if capability is None or capability < FP8_CAPABILITY:
-            have = f"has {'.'.join(map(str, capability))}" if capability else f"is a device of type {device.type}"
-            raise RunError(
-                "train.base_precision: fp8-torchao needs a card with float8 (CUDA's compute capability 8.9: Ada, "
-                f"Hopper or later), and {device_name(device)} {have}",
-                "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
-            )
-    special = init in ("orthogonal", "pissa", "olora")
-    if not (config.train.quantized or special or patterns or file or assistant):
+def set_up_methods(config: Config, family: ModelFamily, model: Any, data: TrainSet | None) -> dict[str, Method]:
+    """The methods in force. model: on the meta device. Without a set their own weights have other sizes than later."""
+    used = config.train.methods.used if data is None else used_methods(config, data)
+    methods = make_methods(used)
+    if data is None:
+        shapes: dict[str, tuple[int, ...]] = {name: (1,) for section in used.values() for name in section.needs}
+    else:
+        shapes = {name: tuple(array.shape) for name, array in data.sample(0).tensors.items()} if methods else {}
+    for name, method in methods.items():
+        torch.manual_seed(derive_seed(f"{config.train.seed}/{name}", "method"))
+        method.setup(model, family, shapes)
+    return methods
+
+
+def check_precision(name: str, device: torch.device) -> None:
+    """RunError for a base_precision whose library or card is not there."""
+    library = QUANTIZATION_LIBRARIES.get(name)
+    if library and not is_installed(library):
+        step = f"Install it: {find_library(library).command}"
+        raise RunError(f"train.base_precision: {name} needs {library}", step)
+    if name != "fp8-torchao" or device.type == "cpu":
         return
-    with explain_checkpoint_errors(config):
-        model = empty_transformer(config)
-        if assistant:
-            match_modules(model, assistant)
-        if adapter.type == "full":
-            return unfreeze(model, adapter.targets, family)
-        if file:
-            fit_initial(model, family, file, adapter)
-        targets = choose_targets(model, adapter.targets or [family.LORA_TARGETS], family.without_gradient(model))
-        choose_scales(targets, adapter.rank, adapter.alpha, adapter.rank_pattern, adapter.alpha_pattern)
-    if config.train.quantized and not any(can_quantize(part, name) for part in base_matrices(model, family).values()):
-        shapes = sorted({f"{part.out_features}x{part.in_features}" for part in base_matrices(model, family).values()})
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None or capability < FP8_CAPABILITY:
+        have = f"has {'.'.join(map(str, capability))}" if capability else f"is a device of type {device.type}"
+        raise RunError(
+            "train.base_precision: fp8-torchao needs a card with float8 (CUDA's compute capability 8.9: Ada, "
+            f"Hopper or later), and {device_name(device)} {have}",
+            "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
+        )
+
+
+def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, torch.nn.Parameter]:
+    """Add to a model on the meta device what `prepare_model` adds to the loaded one; returns what is trained. RunError
+    for a base_precision or init_weights that the model can't have, AdapterError for what does not fit it."""
+    settings, adapter = config.train, config.train.adapter
+    name, init = settings.base_precision, adapter.init_weights
+    matrices = base_matrices(model, family).values() if settings.quantized else ()
+    if matrices and not any(can_quantize(part, name) for part in matrices):
+        shapes = sorted({f"{part.out_features}x{part.in_features}" for part in matrices})
         raise RunError(
             f"train.base_precision: {name} can quantize no matrix of {config.model.source}: it needs input sides in "
             f"multiples of {NF4_COLUMN_MULTIPLE}, and they are {', '.join(shapes)}",
             "Set train.base_precision to int8-torchao or int8-quanto.",
         )
-    convolutions = [target for target in targets if is_convolution(model.get_submodule(target))]
-    if special and convolutions:
+    with explain_checkpoint_errors(config.model.source), torch.device("meta"):
+        if assistant := read_assistant(config.model):
+            dtype, autocast = choose_dtypes(config)
+            add_assistant(model, assistant, autocast or dtype)
+        # Other first values would be computed from weights that are not there.
+        make_trainable(model, family, adapter.changed(init_weights="default"), settings.weight_precision)
+    adapted = {path: model.get_submodule(path).get_base_layer() for path in list_adapted_modules(model)}
+    convolutions = [path for path, part in adapted.items() if is_convolution(part)]
+    if init in ("orthogonal", "pissa", "olora") and convolutions:
         raise RunError(
             f"train.adapter.init_weights: {init} is for linear layers, and {len(convolutions)} of the targets are "
             f"convolutions: {', '.join(convolutions[:3])} ...",
             "Set train.adapter.init_weights to default or gaussian, or train.adapter.targets to linear layers only.",
         )
+    return trainable_parameters(model)
 
 
-def check_scheduler(config: Config, family: ModelFamily, data: TrainSet) -> None:
+def check_scheduler(model: Model, shift: float | None, family: ModelFamily) -> None:
     """RunError if the checkpoint's scheduler, by which validation prompts are denoised, is missing, or can't have the
     family's noise levels or validation.shift."""
-    if not data.meta["validation"]:
-        return
-    model, steps = config.model, config.model.family_spec.steps
     try:
-        scheduler = load_scheduler(model.source, model.revision, config.validation.shift)
-        family.set_timesteps(scheduler, steps, PROBED_TOKENS, torch.device("cpu"))
+        scheduler = load_scheduler(model.source, model.revision, shift)
+        family.set_timesteps(scheduler, model.family_spec.steps, PROBED_TOKENS, torch.device("cpu"))
     except Exception as error:  # whatever a scheduler of another family raises
         raise RunError(
             f"{model.source}/scheduler can't denoise validation prompts as {model.family}'s pipeline does: "
@@ -96,16 +178,16 @@ def check_scheduler(config: Config, family: ModelFamily, data: TrainSet) -> None
         ) from error
 
 
-def check_noise_levels(config: Config, schedule: BatchSchedule) -> None:
+def check_noise_levels(config: Config, buckets: Iterable[str]) -> None:
     """RunError where hardly any of the configured noise levels is one of the expert that is trained."""
     expert, settings = config.expert, config.train.timesteps
     if expert is None:
         return
-    for bucket in schedule.buckets:
-        first, last = flow.draws_within(settings, train_shift(config, bucket.name), expert.range)
+    for bucket in buckets:
+        first, last = flow.draws_within(settings, train_shift(config, bucket), expert.range)
         if abs(last - first) < flow.LEAST_SHARE:
             raise RunError(
-                f"train.timesteps: almost none of its noise levels is in {expert.lowest:g} to {expert.highest:g}, with "
-                f"which the expert {config.train.experts} is trained",
+                f"train.timesteps: of samples of {bucket} almost none of its noise levels is in {expert.lowest:g} to "
+                f"{expert.highest:g}, with which the expert {config.train.experts} is trained",
                 "Choose another train.timesteps.sampling, or correct its options or train.shift.",
             )

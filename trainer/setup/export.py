@@ -11,13 +11,19 @@ from safetensors import safe_open
 
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
-from schemas.config.training import AdapterFormat
+from schemas.config.training import Adapter, AdapterFormat
 from trainer.adapters.files import write_formats
 from trainer.adapters.header import DIFFUSERS_NAMES
 from trainer.families.base import ModelFamily
 from trainer.run.sharded import gather_all, is_sharded
-from trainer.setup.adapters import ADAPTER_NAME, list_adapted_modules, lora_state, read_scales, trainable_parameters
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import (
+    ADAPTER_NAME,
+    list_adapted_modules,
+    lora_state,
+    make_trainable,
+    read_scales,
+    trainable_parameters,
+)
 from trainer.setup.load import model_shape
 
 
@@ -35,7 +41,7 @@ def export_weights(
 
     folder: None on processes that only take part in gathering a sharded model."""
     if is_sharded(model.parameters()):
-        model = gather_model(model, family, config, folder is not None)
+        model = gather_model(model, family, config.train.adapter, folder is not None)
     if folder is None:
         return {}
     if config.train.adapter.type != "full":
@@ -51,10 +57,9 @@ def export_weights(
     return written
 
 
-def gather_model(model: Any, family: ModelFamily, config: Config, keep: bool) -> Any:
+def gather_model(model: Any, family: ModelFamily, adapter: Adapter, keep: bool) -> Any:
     """A model on the host with the whole weights that are saved, the others on the meta device; None where not kept.
     Every process calls it."""
-    adapter = config.train.adapter
     trained = trainable_parameters(model)
     state = gather_all(model.state_dict() if adapter.type == "full" else trained, keep)
     if not keep:

@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError
 
 from cache.models.weights import config_errors, fetch_components, fingerprint_weights, read_component_config
-from cache.runs.training_checks import RunError, train_precision
+from cache.runs.training_run import RunError
+from cache.sets.training_checks import train_precision
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -26,7 +27,7 @@ def load_transformer(
     function of this name, with the same parameters.
     """
     dtype, autocast = choose_dtypes(config)
-    with explain_checkpoint_errors(config):
+    with explain_checkpoint_errors(config.model.source):
         where = torch.device("cpu") if config.train.quantized else device
         load = load or partial(family.load, part=config.part)
         model = load(config.model.source, config.model.revision, dtype, where)
@@ -43,12 +44,12 @@ def choose_dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
     return (torch.float32, torch.bfloat16) if masters else (torch.bfloat16, None)
 
 
-def empty_transformer(config: Config) -> Any:
+def empty_transformer(config: Config, dtype: torch.dtype = torch.float32) -> Any:
     """The transformer on the meta device, as the family makes it by its config.json: names and shapes, no weights."""
     model, part = config.model, config.part
     settings = read_component_config(model.source, model.revision, part)
     with torch.device("meta"), config_errors(f"{model.source}/{part}/config.json"):
-        return module_of(model.family_spec).untrained(settings)
+        return module_of(model.family_spec).untrained(settings, dtype)
 
 
 def model_shape(model: Any) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def model_shape(model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def explain_checkpoint_errors(config: Config) -> Iterator[None]:
+def explain_checkpoint_errors(source: str) -> Iterator[None]:
     """RunError where diffusers or the family refuse the checkpoint, or peft a target, or the weights are damaged."""
     try:
         yield
@@ -65,7 +66,7 @@ def explain_checkpoint_errors(config: Config) -> Iterator[None]:
         raise
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         step = "Correct model.path, model.flavour or train.adapter, or replace the checkpoint with a whole copy."
-        raise RunError(f"{config.model.source}: {str(error) or type(error).__name__}", step) from error
+        raise RunError(f"{source}: {str(error) or type(error).__name__}", step) from error
 
 
 def fingerprint_base(config: Config) -> str:

@@ -1,13 +1,13 @@
-"""The optimizer: its class by name, its parameter groups, its rate at each step, steps that are skipped, and whether it
-works, tried before a model is loaded."""
+"""The optimizer: its class by name, its parameter groups, its rate at each step, steps that are skipped, whether it
+works, tried before a model is loaded; and an exponential moving average of the trained weights."""
 
 import importlib
 import inspect
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cache.runs.training_checks import RunError
-from schemas.config.pipeline import Config
-from schemas.config.training import DISTRIBUTIONS, OPTIMIZERS, Optimizer, find_optimizer
+from cache.runs.training_run import RunError
+from schemas.config.training import DISTRIBUTIONS, EMA, OPTIMIZERS, Optimizer, Train, find_optimizer
 from schemas.errors import LatentpressError
 from trainer.run.optimizer_state import collect
-from trainer.run.sharded import gather
+from trainer.run.sharded import gather, local
 from trainer.schedules import scheduled_value
 
 TRIAL_SHAPE = (64, 64)  # the smallest that bitsandbytes keeps in 8 bits
@@ -28,11 +27,11 @@ TRIAL_STEPS = 3
 BAD_STEP_WINDOW = 100  # steps over which skipped ones are counted
 
 
-def check_optimizer(config: Config, device: torch.device, sharded: bool = False) -> None:
+def check_optimizer(train: Train, device: torch.device, sharded: bool = False) -> None:
     """Take steps on small parameters. RunError where the optimizer is not installed, can't be made as configured,
     does not run on the device, or does not go with other settings; OptimizerStateError where a checkpoint can't hold
     its state. sharded: also take them on parameters of which each process has a part (FSDP2)."""
-    settings, pure = config.train.optimizer, config.train.weight_precision == "bfloat16"
+    settings, pure = train.optimizer, train.weight_precision == "bfloat16"
     kind = find_class(settings.name)
     parameters = inspect.signature(kind.__init__).parameters
     if pure and ("kahan_sum" not in parameters or settings.arguments.get("kahan_sum", True) is False):
@@ -52,7 +51,7 @@ def check_optimizer(config: Config, device: torch.device, sharded: bool = False)
     collect(weights, optimizer)
     if sharded:
         check_sharded_steps(kind, settings, weights, device)
-    if config.train.ema is not None and averages_weights(optimizer):
+    if train.ema is not None and averages_weights(optimizer):
         raise RunError(
             f"{settings.name} averages the weights itself, and train.ema would average them twice",
             "Leave train.ema out.",
@@ -127,9 +126,8 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
     return kind
 
 
-def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer over `trainable` (name -> parameter), in training mode where it has one. RunError for a group that
-    matches no parameter."""
+def divide_weights(trainable: Mapping[str, torch.nn.Parameter], settings: Optimizer) -> list[list[torch.nn.Parameter]]:
+    """The parameters of each of train.optimizer.groups, and the others. RunError for a group that matches none."""
     chosen: list[list[torch.nn.Parameter]] = [[] for _ in (*settings.groups, "the others")]
     for name, weight in trainable.items():
         matches = (number for number, group in enumerate(settings.groups) if re.fullmatch(group.match, name))
@@ -143,9 +141,15 @@ def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], settings: Optimi
                 f"train.optimizer.groups: {group.match!r} matches {why}; trained are {shown}",
                 "Correct the regular expression, which must match whole names, or remove the group.",
             )
+    return chosen
+
+
+def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer over `trainable` (name -> parameter), in training mode where it has one. Errors as of
+    `divide_weights`."""
     groups = [
         {"params": weights, **options}
-        for weights, options in zip(chosen, [*_options(settings), {}], strict=True)
+        for weights, options in zip(divide_weights(trainable, settings), [*_options(settings), {}], strict=True)
         if weights
     ]
     return _make(find_class(settings.name), groups, settings)
@@ -233,3 +237,79 @@ class BadStepCounter:
                 "from before: training goes on from it with the new settings.",
             )
         return False
+
+
+POWER = 2 / 3  # of the warm-up "power"
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+def ema_decay(settings: EMA, updates: int) -> float:
+    """The decay of an update that follows `updates` others; the first copies the weights. The formulas of diffusers'
+    EMAModel: "ratio" is its default, "power" its use_ema_warmup."""
+    if updates == 0:
+        return 0.0
+    warm = {"ratio": (1 + updates) / (10 + updates), "power": 1 - (1 + updates) ** -POWER, "none": 1.0}
+    return min(settings.decay, warm[settings.warmup])
+
+
+class MovingAverage:
+    """averages: name -> float32 average, on the parameter's device or on the CPU. updates: optimizer steps in it."""
+
+    def __init__(self, trainable: Parameters, settings: EMA) -> None:
+        self.settings, self.updates = settings, 0
+        device = torch.device("cpu") if settings.device == "cpu" else None
+        self.averages = {
+            name: weight.detach().to(device, torch.float32, copy=True) for name, weight in trainable.items()
+        }
+
+    @torch.no_grad()
+    def update(self, trainable: Parameters, finite: torch.Tensor | None = None) -> None:
+        """average = decay * average + (1 - decay) * weight. finite: (), on the weights' device, 0 after a step that
+        was left out there: the averages stay as they are, and `updates` is put right when the host knows it."""
+        share: float | torch.Tensor = 1 - ema_decay(self.settings, self.updates)
+        share = share if finite is None else share * finite
+        self.updates += 1
+        for name, weight in trainable.items():
+            average = self.averages[name]
+            value = local(weight.detach())
+            local(average).lerp_(value.to(average.device, average.dtype), share)
+
+
+def name_weights(optimizer: torch.optim.Optimizer, average: MovingAverage | None) -> str:
+    """Name the weights that are validated and saved: the moving average where there is one, the average of a
+    schedule-free optimizer, or the trained weights."""
+    if average is not None:
+        return "ema"
+    return "schedule-free average" if averages_weights(optimizer) else "trained"
+
+
+@contextmanager
+def inference_weights(
+    trainable: Parameters, optimizer: torch.optim.Optimizer, average: MovingAverage | None
+) -> Iterator[str]:
+    """Within, `trainable` holds the weights that `name_weights` names; yields that name.
+
+    Afterwards the weights are bit for bit those of before. They wait on the CPU: the optimizer's own way back rounds.
+    """
+    switch: Any = optimizer
+    name = name_weights(optimizer, average)
+    if name == "trained":
+        yield name
+        return
+    kept = {name: local(weight.detach()).to("cpu", copy=True) for name, weight in trainable.items()}
+    try:
+        if average is not None:
+            _copy(average.averages, trainable)
+        else:
+            switch.eval()
+        yield name
+    finally:
+        if average is None:
+            switch.train()
+        _copy(kept, trainable)
+
+
+@torch.no_grad()
+def _copy(values: Mapping[str, torch.Tensor], trainable: Parameters) -> None:
+    for name, weight in trainable.items():
+        local(weight).copy_(local(values[name]))

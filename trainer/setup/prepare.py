@@ -1,5 +1,10 @@
-"""A model's way into training, one file after the other: checks, load, quantize, attach, blocks, wrap, optimizers; and
-a run's way back to its newest checkpoint."""
+"""A model's way into training, one step after the other: checks, load, quantize, attach, blocks, wrap, optimizers; a
+run's way back to its newest checkpoint; and the expert that is not trained.
+
+Of a model with two experts one is trained, and only that one is in memory, but for samples, which the other one takes a
+part of. Then it is loaded as the trained one was, in the same precision and offloaded or sharded alike, and the trained
+one waits on the host. It has what its own run has saved, if that is finished.
+"""
 
 import gc
 import json
@@ -17,43 +22,44 @@ import torch
 from accelerate import Accelerator
 
 from cache.order.schedule import BatchSchedule
-from cache.runs.training_checks import train_precision
+from cache.runs.training_run import RESULT_NOTE, ResultNote
+from cache.sets.training_checks import train_precision
 from cache.sets.trainset import TrainSet
 from cache.sets.window import Ranks, open_window
 from schemas.activities import activity
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
+from schemas.config.training import Adapter
 from schemas.devices import pins_memory
 from schemas.identity import derive_seed, hash_json
 from schemas.text_format import shown_path
-from trainer.adapters.header import read_assistant
+from trainer.adapters.header import read_adapter, read_assistant
 from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
 from trainer.families.base import ModelFamily, module_of
-from trainer.methods import make_methods
 from trainer.methods.base import Method, Predict
 from trainer.run import checkpoint, resume, run_state
 from trainer.run.interruption import StopRequest
-from trainer.run.new_data import describe_changes, first_step, list_changes
-from trainer.run.rank_watch import RankWatch
-from trainer.run.ranks import RunFiles, describe_rank, find_changed_settings, refuse_differences
+from trainer.run.ranks import RankWatch, RunFiles, describe_rank, find_changed_settings, refuse_differences
+from trainer.run.resume import describe_changes, first_step, list_changes
+from trainer.run.run_state import result_folder
 from trainer.run.sharded import is_sharded
-from trainer.setup.attach import add_assistant, make_trainable
+from trainer.setup.adapters import add_assistant, make_trainable
 from trainer.setup.blocks import compile_blocks, loading_device, reduce_memory
-from trainer.setup.checks import check_noise_levels, check_scheduler, check_start
-from trainer.setup.ema import MovingAverage
-from trainer.setup.load import (
-    choose_dtypes,
-    empty_transformer,
-    explain_checkpoint_errors,
-    fingerprint_base,
-    load_transformer,
-    model_shape,
-)
-from trainer.setup.optimizers import BadStepCounter, make_optimizer
+from trainer.setup.checks import check_training
+from trainer.setup.load import choose_dtypes, explain_checkpoint_errors, fingerprint_base, load_transformer, model_shape
+from trainer.setup.optimizers import BadStepCounter, MovingAverage, make_optimizer
 from trainer.setup.quantize import count_numbers, quantize_base
-from trainer.setup.shard import by_turns, gathered_dtype, shard_model, uses_sharding
-from trainer.setup.wrap import Denoiser, connect_ranks, make_accelerator, wrap_for_ranks
+from trainer.setup.wrap import (
+    Denoiser,
+    by_turns,
+    connect_ranks,
+    gathered_dtype,
+    make_accelerator,
+    shard_model,
+    uses_sharding,
+    wrap_for_ranks,
+)
 
 
 @dataclass
@@ -187,18 +193,9 @@ def prepare_run(
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, **draws, **memory)
     with activity("loading diffusers", at_once=True):
         family = module_of(config.model.family_spec)
-    check_start(config, family, device, ranks, sharded)
+    buckets = (bucket.name for bucket in schedule.buckets)
+    methods = check_training(config, family, device, console.warn, buckets, data, ranks, sharded, load is None)
     check_attention(config, family, device)
-    check_noise_levels(config, schedule)
-    check_scheduler(config, family, data)
-    methods = make_methods(run_state.used_methods(config, data))
-    if methods:
-        with explain_checkpoint_errors(config):
-            empty = empty_transformer(config)
-        shapes = {name: tuple(array.shape) for name, array in data.sample(0).tensors.items()}
-        for name, method in methods.items():
-            torch.manual_seed(derive_seed(f"{settings.seed}/{name}", "method"))
-            method.setup(empty, family, shapes)
     signature, bad_steps = run_state.resume_signature(config, data, schedule), BadStepCounter(settings.max_bad_steps)
     run = TrainState(config, console, accelerator, watch, files, loader, family, methods, signature, bad_steps)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
@@ -237,7 +234,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     where = f"on {device}, computing in {train_precision(config)}"
     with console.activity(f"loading the transformer of {config.model.source} {where}", keep=True):
         model, autocast = load_transformer(config, family, home, load)
-    with explain_checkpoint_errors(config):
+    with explain_checkpoint_errors(config.model.source):
         widths = config.model.family_spec.text_widths.items()
         run.loader.data.text_widths = {name: model.config[key] for name, key in widths}
         run.signature["base weights"] = fingerprint_base(config) if load is None else None
@@ -306,8 +303,63 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
 def log_start(run: TrainState) -> None:
     """Log what a person should know before the first step."""
     data, settings = run.loader.data, run.config.validation
-    if run.is_main and (shortage := checkpoint.find_shortage(run.folder, run.trainable)):
-        run.console.warn(shortage)
     if settings.eval_samples and run.config.eval_sigmas:
         rows, source = data.choose_eval_rows(settings.eval_samples)
         run.log(f"eval loss on {len(rows)} {source}")
+
+
+@contextmanager
+def other_expert(run: TrainState) -> Iterator[Any]:
+    """The other expert in eval mode, on the device in place of the trained one, which is back there at the end. Every
+    rank enters it."""
+    device, sharded = run.accelerator.device, is_sharded(run.model.parameters())
+    moves = not (sharded or run.config.train.offload.blocks)  # else the device has a part of it alone
+    [name] = run.config.experts.keys() - {run.config.train.experts}
+    config = run.config.changed(train=run.config.train.changed(experts=name))
+    found = ResultNote.try_read(config.run_folder / RESULT_NOTE) is not None and result_folder(config).is_dir()
+    result = result_folder(config) if run.files.from_main(found) else None
+    which = "that of the checkpoint" if result is None else f"with {shown_path(result)}"
+    run.log(f"samples: the expert {config.train.experts} is {which}")
+    try:
+        if moves:
+            torch.nn.Module.to(run.model, torch.device("cpu"))
+        with by_turns(run.accelerator, sharded, run.watch.note):
+            model = load_other(run, config, result, sharded)
+        yield model
+        del model
+    finally:
+        gc.collect()
+        if moves:
+            torch.nn.Module.to(run.model, device)
+
+
+def load_other(run: TrainState, config: Config, result: Path | None, sharded: bool) -> Any:
+    """The expert that `config` trains. result: what its run has saved."""
+    family, device, settings = run.family, run.accelerator.device, config.train
+    home, name = loading_device(settings.offload, sharded, device), f"the expert {settings.experts}"
+    run.watch.note(f"loading {name}", alone=True)
+    source = config
+    if result is not None and settings.adapter.type == "full":
+        saved = config.model.changed(path=str(result.parent), revision=None)
+        source, result = config.changed(model=saved), None
+    with activity(f"loading {name}"), explain_checkpoint_errors(config.model.source):
+        model, autocast = load_transformer(source, family, home)
+        if settings.quantized:
+            quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
+        if result is not None:
+            kind = read_adapter(result).kind  # whatever its rank is
+            given: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA"}
+            if kind == "LoKr":
+                given |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})
+            make_trainable(model, family, Adapter.model_validate(given | {"init": str(result)}))
+        model.requires_grad_(False).eval()
+        if settings.attention_backend != NATIVE:
+            use_backend(model, family, settings.attention_backend)
+        reduce_memory(model, family, settings, device)
+        if sharded:
+            shard_model(model, family, {}, settings.parallel, device, gathered_dtype(settings, autocast))
+        elif not settings.offload.blocks:
+            torch.nn.Module.to(model, device)
+    if run.stop is not None:
+        run.stop.stop_validation(model)
+    return model

@@ -16,7 +16,7 @@ from tests.trainer.runs import LOADS
 from trainer.adapters.header import AdapterError
 from trainer.memory.estimate import estimate_memory
 from trainer.setup import adapters, export
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

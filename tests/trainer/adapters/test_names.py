@@ -19,7 +19,7 @@ from trainer.adapters.header import (
     resolve_names,
 )
 from trainer.setup import export
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 
 KIND = "wan2.1-t2v"
 NAMES = FAMILIES["wan2.1"].comfyui_names

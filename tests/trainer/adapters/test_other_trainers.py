@@ -17,7 +17,7 @@ from schemas.config.training import Adapter
 from tests.forms import long
 from tests.trainer.pipelines import KINDS, exact_output, output, pipeline, random
 from trainer.adapters.header import AdapterError, read_adapter, resolve_names
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 
 RANK, ALPHA = 4, 2.0
 

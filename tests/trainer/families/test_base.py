@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,3 +126,24 @@ def run_blocks(blocks, joint, image, text, marks, by_name=False):
         output = block(**given) if by_name else block(*given.values())
         text, image = (output[:, :TEXT], output[:, TEXT:]) if joined else output
     return text, image
+
+
+SHAPE = {"in_channels": 16, "out_channels": 16}
+TRAINABLE = {"guidance_embeds": False, "image_dim": None, "siglip_feat_dim": None, **SHAPE}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("sana", {"guidance_embeds": True}, "Sprint"),
+        ("qwen-image", {"guidance_embeds": True}, "guidance-distilled"),
+        ("wan2.1", {"in_channels": 36}, "encoded image"),
+        ("wan2.2-a14b", {"image_dim": 8}, "encoded image"),
+        ("z-image", {"siglip_feat_dim": 8}, "Omni"),
+    ],
+)
+def test_a_transformer_that_can_not_be_trained_is_refused(name: str, settings: dict, said: str) -> None:
+    family = module_of(FAMILIES[name])
+    family.check("it", SimpleNamespace(**TRAINABLE))
+    with pytest.raises(ValueError, match=said):
+        family.check("it", SimpleNamespace(**TRAINABLE | settings))

@@ -238,8 +238,3 @@ def test_an_adapter_is_the_trained_model_in_the_pipeline_and_in_comfyui(tiny, tm
     gaps["load_lora_weights"] = (output(KIND, pipe.transformer) - wanted).abs().max().item()
     record_property("largest differences", gaps)
     assert max(gaps.values()) <= 1e-6
-
-
-def test_packed_latents_come_back():
-    latents = random(2, 128, 1, 3, 4)
-    assert torch.equal(flux2.unpack(flux2.pack(latents), latents.shape), latents)

@@ -17,7 +17,7 @@ from trainer.batch import Batch, pad_text
 from trainer.families import kandinsky5
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.setup import adapters
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 from trainer.validation import denoise, load_scheduler
 
 KINDS = {

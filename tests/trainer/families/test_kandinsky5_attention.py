@@ -9,7 +9,7 @@ import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 
 from trainer.batch import Batch
-from trainer.families import kandinsky5_attention as attention
+from trainer.families import kandinsky5 as attention
 from trainer.families.kandinsky5 import Kandinsky5
 
 NABLA = "kandinsky5-video-t2v-nabla"

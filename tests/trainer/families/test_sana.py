@@ -118,15 +118,6 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     check_batch_mates(Sana(), model, batch, record_property)
 
 
-def test_a_guidance_distilled_model_is_refused(tmp_path):
-    config = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 32, "cross_attention_dim": 32}
-    config |= {"num_cross_attention_heads": 1, "cross_attention_head_dim": 32, "caption_channels": 8}
-    model = diffusers.SanaTransformer2DModel(**config, guidance_embeds=True)
-    model.save_pretrained(tmp_path / "transformer")
-    with pytest.raises(ValueError, match="Sprint"):
-        Sana().load(str(tmp_path))
-
-
 @pytest.mark.parametrize(("name", "message"), [("FutureScheduler", "does not have"), ("DDIMScheduler", "no shift")])
 def test_a_scheduler_that_cannot_be_used_is_named(tmp_path, name, message):
     (tmp_path / "scheduler").mkdir()

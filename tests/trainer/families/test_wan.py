@@ -153,14 +153,6 @@ def test_what_cannot_be_predicted_is_refused(tiny):
         Wan().model_inputs(model, batch.latents_BCTHW, sigma, batch, "i2v")
 
 
-def test_a_transformer_that_reads_an_encoded_image_is_refused(tmp_path):
-    tiny_shape = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 8, "freq_dim": 8, "ffn_dim": 8}
-    model = diffusers.WanTransformer3DModel(**tiny_shape, num_layers=1, in_channels=36, out_channels=16)
-    model.save_pretrained(tmp_path / "transformer")
-    with pytest.raises(ValueError, match="encoded image"):
-        Wan().load(str(tmp_path))
-
-
 def test_what_stays_in_float32(tiny):
     """As diffusers loads it, loaded and made from the config alone."""
     folder = tiny("wan2.1-t2v")

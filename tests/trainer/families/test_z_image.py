@@ -95,11 +95,3 @@ def test_what_pads_a_text_changes_nothing(tiny):
         plain = ZImage().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
         batch.text_BLD[0, 3:] = 7.0
         assert torch.equal(plain, ZImage().predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
-
-
-def test_a_model_that_reads_images_is_refused(tmp_path):
-    shape = {"dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 1, "n_kv_heads": 1, "cap_feat_dim": 8}
-    model = diffusers.ZImageTransformer2DModel(**shape, axes_dims=(8, 12, 12), siglip_feat_dim=8)
-    model.save_pretrained(tmp_path / "transformer")
-    with pytest.raises(ValueError, match="Omni"):
-        ZImage().load(str(tmp_path))

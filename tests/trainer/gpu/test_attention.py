@@ -10,7 +10,7 @@ from benchmarks.gpu import nabla
 from schemas.config.section import AttentionBackend
 from tests.trainer.runs import lines, train
 from trainer.attention import find_problem
-from trainer.families.kandinsky5_attention import nabla_attention
+from trainer.families.kandinsky5 import nabla_attention
 
 pytestmark = pytest.mark.slow
 MISSING = ("install", "No viable backend", "No available kernel")  # by what their errors say

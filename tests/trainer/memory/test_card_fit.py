@@ -17,7 +17,7 @@ from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, OK
 from stages.encoding.text.qwen_vl_images import MAX_CACHED_FEATURES
-from trainer.memory import encoders as encoder_memory
+from trainer.memory import card_fit
 from trainer.memory.card_fit import check_card, find_plan, list_buckets, longest_text, read_shapes
 from trainer.memory.estimate import sum_bytes
 from trainer.memory.meter import MemoryMeter
@@ -73,7 +73,7 @@ def test_a_recipe_fits_its_card_and_a_small_one_is_told_what_helps(name: str) ->
 def test_published_shapes_have_the_published_numbers_of_parameters(flavour: str, billions: float, tmp_path) -> None:
     family = next(name for name, row in FAMILIES.items() if flavour in row.flavours)
     config = configured(family, tmp_path, flavour)
-    shapes, assumed = read_shapes(config)
+    shapes, assumed = read_shapes(config.model)
     folder = tmp_path / "model"
     for part, shape in shapes.items():
         (folder / part).mkdir(parents=True)
@@ -86,7 +86,7 @@ def test_published_shapes_have_the_published_numbers_of_parameters(flavour: str,
     half = config.model_copy(update={"text": config.text.model_copy(update={"precision": "bfloat16"})})
     with_image = 0.68 if config.model.template.with_image else 0  # the vision model
     expected = ENCODERS[family] + with_image
-    assert encoder_memory.estimate_text(half, shapes, 512).weights / 2e9 == pytest.approx(expected, rel=0.01)
+    assert card_fit.estimate_text(half, shapes, 512).weights / 2e9 == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.long
@@ -99,7 +99,7 @@ def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path
     latents = {"precision": "float32", "batch_pixels": 2 * 9 * 64 * 96}
     config = configured(family, tmp_path, latents=latents)
     frames = 9 if config.model.family_spec.video else 1
-    found = encoder_memory.estimate_latents(config, {"vae": SHAPES["tiny"][part]}, f"96x64@{frames}")
+    found = card_fit.estimate_latents(config, {"vae": SHAPES["tiny"][part]}, f"96x64@{frames}")
     vae, meter = make_untrained(part).eval(), MemoryMeter()
     assert found.weights == sum_bytes(vae.parameters())
     count = 2 * 9 // frames
@@ -107,7 +107,7 @@ def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path
     with torch.no_grad(), meter:
         vae.encode(torch.zeros(shape))
     assert meter.peak <= found.activations <= 1.5 * meter.peak
-    smaller = encoder_memory.estimate_latents(
+    smaller = card_fit.estimate_latents(
         config.model_copy(update={"latents": config.latents.model_copy(update={"slicing": True})}),
         {"vae": SHAPES["tiny"][part]},
         f"96x64@{frames}",
@@ -118,7 +118,7 @@ def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path
 def test_a_text_encoder_takes_no_more_than_is_predicted(tmp_path) -> None:
     config = configured("sana", tmp_path, text={"batch_tokens": 4096, "precision": "float32"})
     shape = SHAPES["tiny"]["gemma"] | {"vocab_size": 300}
-    found = encoder_memory.estimate_text(config, {"text_encoder": shape}, config.model.template.max_length)
+    found = card_fit.estimate_text(config, {"text_encoder": shape}, config.model.template.max_length)
     model, meter = make_untrained("gemma", vocab_size=300).eval(), MemoryMeter()
     assert found.weights == sum_bytes(model.parameters())
     longest = config.model.template.max_length
@@ -133,13 +133,13 @@ def test_references_in_prompts_are_counted_for_text_encoder_and_transformer(tmp_
     text = {"batch_tokens": 256, "precision": "float32"}
     config = configured("qwen-image-edit-plus", tmp_path, text=text, dataset={"conditioning_data": ["b", "c"]})
     assert longest_text(config, None) == 512 + 2 * 237
-    found = encoder_memory.estimate_text(config, {"text_encoder": SHAPES["tiny"]["qwen"] | {"vocab_size": 300}}, 1)
+    found = card_fit.estimate_text(config, {"text_encoder": SHAPES["tiny"]["qwen"] | {"vocab_size": 300}}, 1)
     visual, meter = make_untrained("qwen").eval().model.visual, MemoryMeter()
     grid = torch.tensor([[1, 26, 28]])
     with torch.no_grad(), meter:
         visual(torch.zeros(int(grid.prod()), 1176), grid)
-    kept = encoder_memory.CACHED_IMAGES * 237 * 64 * 4
-    assert encoder_memory.CACHED_IMAGES == MAX_CACHED_FEATURES
+    kept = card_fit.CACHED_IMAGES * 237 * 64 * 4
+    assert card_fit.CACHED_IMAGES == MAX_CACHED_FEATURES
     assert meter.peak <= found.activations - kept <= 6 * meter.peak
 
 
@@ -167,11 +167,11 @@ def test_of_another_checkpoint_the_shape_is_its_own_or_said_to_be_assumed(tmp_pa
     folder = tmp_path / "model" / "transformer"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", "num_layers": 3}))
-    shapes, assumed = read_shapes(configured("sana", tmp_path, model={"path": str(folder.parent)}))
+    shapes, assumed = read_shapes(configured("sana", tmp_path, model={"path": str(folder.parent)}).model)
     assert shapes["transformer"]["num_layers"] == 3
     assert [text.partition(" here")[0].split()[-1] for text in assumed] == ["text_encoder", "vae"]
     assert all("is taken for that of terminusresearch" in text for text in assumed)
-    _, assumed = read_shapes(configured("sana", tmp_path, model={"path": "someone/finetuned"}))
+    _, assumed = read_shapes(configured("sana", tmp_path, model={"path": "someone/finetuned"}).model)
     assert len(assumed) == 3
 
 

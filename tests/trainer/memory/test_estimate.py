@@ -17,7 +17,7 @@ from schemas.geometry import Bucket
 from tests.devices import set_accelerators
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
 from trainer.families.base import module_of
-from trainer.memory.card_fit import RESERVED, explain_fit, find_card
+from trainer.memory.card_fit import RESERVED, find_card
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -182,7 +182,7 @@ def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> 
     much = said(RESERVED)
     assert "and with train.offload.activations true" in much and "smaller buckets" in much
     assert find_card("cuda:1") is find_card("cpu") is None and find_card("auto") == ("a small card", RESERVED)
-    assert explain_fit(config, 1, ("a card", whole.device + RESERVED), whole, pytest.fail) is None
+    assert "would need" not in said(whole.device + RESERVED)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cache.runs.training_checks import RunError
+from cache.runs.training_run import RunError
 from schemas.config.training import Optimizer
 from trainer.memory.meter import measure_optimizer
 

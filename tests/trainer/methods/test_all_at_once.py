@@ -16,7 +16,7 @@ from tests.trainer.methods.test_tread import step_once
 from tests.trainer.runs import move_adapter, moved, prepared
 from trainer import methods
 from trainer import train as loop
-from trainer.families.kandinsky5_attention import install_processors
+from trainer.families.kandinsky5 import install_processors
 from trainer.setup import adapters
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -13,7 +13,7 @@ from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.methods import METHODS
 from trainer.methods.base import Method, MethodStep
-from trainer.setup import prepare
+from trainer.setup import checks
 
 
 class Tapping(Method):
@@ -53,7 +53,7 @@ class Tapping(Method):
 @pytest.fixture
 def tapping(monkeypatch: pytest.MonkeyPatch) -> Tapping:
     method = Tapping()
-    monkeypatch.setattr(prepare, "make_methods", lambda settings: {"tapping": method})
+    monkeypatch.setattr(checks, "make_methods", lambda settings: {"tapping": method})
     return method
 
 

@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from schemas.config.methods import CREPA
-from schemas.errors import USAGE
 from tests.forms import long
 from tests.trainer.methods.crepa_by_hand import loss_by_hand
 from tests.trainer.runs import (
-    LOADS,
     lines,
     move_adapter,
     prepared,
@@ -214,18 +212,3 @@ def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> N
 
 
 # --- refused ---
-
-
-def test_what_can_not_be_aligned_is_refused_before_a_model_is_loaded(
-    ready, make_config, make_set, made, program
-) -> None:
-    config = ready("t2i", methods={"crepa": {"block_index": 0}})
-    code, _, said = program(config)
-    said = " ".join(said.split())
-    assert code == USAGE and "train.methods.crepa needs vision, which no sample of set set1 has" in said
-    assert "vision.model" in said and "latentpress run" in said
-    config = make_config("t2i", name="deep", methods={"crepa": {}})
-    make_set(config, *with_features(made, config))
-    code, _, said = program(config)
-    assert code == USAGE and LOADS not in said
-    assert "train.methods.crepa.block_index: 8 is outside of the transformer's blocks, 0 to 1" in " ".join(said.split())

@@ -5,7 +5,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from schemas.errors import USAGE
 from tests.forms import in_turn, long
 from tests.trainer.runs import prepared
 from trainer import flow
@@ -120,12 +119,3 @@ def test_a_prior_needs_an_adapter_that_can_be_switched_off(make_config) -> None:
     for adapter, word in (({"type": "full"}, "adapter.type: full"), ({"init_weights": "pissa"}, "pissa")):
         with pytest.raises(ValidationError, match=rf"{word}.*set it to 0"):
             make_config("t2i", methods=methods, adapter=adapter)
-
-
-def test_a_set_without_masks_is_refused_before_a_model_is_loaded(ready, program, monkeypatch) -> None:
-    monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
-    config = ready("t2i", methods={"masked_loss": {}})
-    for dry_run in (True, False):
-        code, _, said = program(config, dry_run=dry_run)
-        assert code == USAGE and "train.methods.masked_loss needs mask, which no sample of set set1 has" in said
-        assert "mask_data" in said and "latentpress run" in said

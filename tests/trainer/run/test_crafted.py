@@ -8,7 +8,6 @@ import pytest
 from cache.sets.set_lookup import find_set
 from cache.store.damage import DamageError
 from schemas.cli.console import DAMAGE
-from schemas.errors import USAGE
 from trainer.run import metrics
 
 
@@ -111,17 +110,3 @@ def test_training_ends_as_damage_does(make_config, make_set, made, program, craf
     assert "--repair" in report["next_steps"][0]
     lines = metrics.read_metrics(config.run_folder / "metrics.jsonl")
     assert all(not line.get("skipped") for line in lines)
-
-
-@pytest.mark.slow
-def test_texts_of_another_width_are_refused_before_the_model_is_loaded(make_config, make_set, made, program) -> None:
-    """They are whole, and were encoded for another model: no repair would change that."""
-    config = make_config("t2i", steps=40, validation={"eval_samples": 0})
-    items, null, _ = made.mixed_items(config)
-    for text in (null, *(text for item in items for text in item.texts)):
-        text["embeds"] = text["embeds"][:, :48]
-    make_set(config, items, null, [])
-    code, report, said = program(config)
-    assert code == USAGE and not report.get("damage")
-    assert "are 48 wide (embeds), and the transformer of" in said and "reads 64 (in_text_dim)" in said
-    assert "--repair" not in said and not (config.run_folder / "metrics.jsonl").exists()

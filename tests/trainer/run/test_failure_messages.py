@@ -16,7 +16,7 @@ from tests.processes import in_child
 from tests.trainer.runs import moved, train
 from trainer import train as loop
 from trainer.run import checkpoint, run_state
-from trainer.run.output_folder import DeviceOutOfMemory
+from trainer.run.run_state import DeviceOutOfMemory
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -109,12 +109,3 @@ def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(ready, program, devi
     config = ready("t2i")
     code, report, _ = program(config, device=device)
     assert code == USAGE and f"device {device} was asked for" in report["error"]["message"]
-
-
-def test_float16_is_refused(make_config, make_set, program) -> None:
-    """model.precision may name it, for the encoders; training would have to scale its loss."""
-    config = make_config("t2i")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"precision": "float16"})})
-    make_set(config)
-    code, report, _ = program(config, dry_run=True)
-    assert code == USAGE and "train.precision" in report["error"]["next_step"]

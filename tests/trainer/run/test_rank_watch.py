@@ -45,7 +45,7 @@ def run_ranks(ready, tmp_path):
 def test_a_rank_that_is_killed(run_ranks) -> None:
     report = run_ranks(600, (INCOMPLETE, -signal.SIGKILL), {1: signal.SIGKILL})
     assert report["error"]["type"] == "RankLostError"
-    assert report["error"]["message"].startswith("rank 1 (process ") and "ended without a word" in str(report)
+    assert report["error"]["message"].startswith("rank 1 (process ") and "not answered for 5 s" in str(report)
 
 
 def test_a_rank_that_fails(run_ranks, monkeypatch) -> None:

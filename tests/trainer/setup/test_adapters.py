@@ -24,7 +24,7 @@ from trainer.adapters.header import COMFYUI_PREFIX
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.families.sana import Sana
 from trainer.setup import adapters, export
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cache.runs.training_checks import read_shape
+from cache.sets.training_checks import check_model
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from tests.trainer.pipelines import trained
@@ -17,7 +17,7 @@ from trainer.families.base import assistant_off
 from trainer.memory.estimate import estimate_memory
 from trainer.run.resume import ResumeError
 from trainer.setup import export
-from trainer.setup.attach import assistant_bytes
+from trainer.setup.adapters import assistant_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_another_assistant_does_not_continue_a_run(ready, assistant, tiny, tmp_p
 def test_the_prediction_of_memory_has_it(ready, assistant) -> None:
     config = ready(KIND, adapter={"rank": 2})
     plain, ours = (
-        estimate_memory(each, read_shape(each), ["64x64"], 8) for each in (config, assisted(config, assistant))
+        estimate_memory(each, check_model(each, print), ["64x64"], 8) for each in (config, assisted(config, assistant))
     )
     assert ours.weights - plain.weights == assistant_bytes(prepared(assisted(config, assistant)).model) > 0
 

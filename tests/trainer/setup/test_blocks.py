@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.runs.training_checks import RunError
+from cache.runs.training_run import RunError
 from schemas.cli.console import Console
 from tests.forms import long
 from tests.trainer.runs import prepared

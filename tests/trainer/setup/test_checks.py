@@ -2,21 +2,19 @@
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import diffusers
 import pytest
 
 from cache.models.compatibility import CheckpointMismatch
-from cache.models.parts import check_scheduler as check_class
+from cache.models.compatibility import check_scheduler as check_class
+from cache.runs.training_run import RunError
 from schemas.config.pipeline import Config
 from tests.project import SETTINGS
 from trainer.families.base import module_of
-from trainer.run.run_state import RunError
 from trainer.setup.checks import check_scheduler
 
 pytestmark = pytest.mark.slow
-WITH_PROMPT = SimpleNamespace(meta={"validation": [{"name": "one"}]})
 
 
 def configured(kind: str, folder: Path, **validation) -> Config:
@@ -31,18 +29,17 @@ def test_a_scheduler_of_another_family_is_refused(tiny, tmp_path, kind) -> None:
     """By its class, or as its noise levels can't be set as the family's pipeline sets them."""
     config = configured(kind, tiny(kind))
     family = module_of(config.model.family_spec)
-    check_scheduler(config, family, WITH_PROMPT)
+    check_scheduler(config.model, None, family)
     folder = shutil.copytree(tiny(kind), tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
     diffusers.DDIMScheduler().save_pretrained(folder / "scheduler")
     with pytest.raises(CheckpointMismatch, match="of DDIMScheduler"):
         check_class(configured(kind, folder))
     shutil.rmtree(folder / "scheduler")
     with pytest.raises(RunError, match="can't denoise validation prompts") as caught:
-        check_scheduler(configured(kind, folder), family, WITH_PROMPT)
+        check_scheduler(configured(kind, folder).model, None, family)
     assert "Take scheduler/" in caught.value.next_step
-    check_scheduler(configured(kind, folder), family, SimpleNamespace(meta={"validation": []}))
     diffusers.FlowMatchHeunDiscreteScheduler().save_pretrained(folder / "scheduler")
     check_class(configured(kind, folder))
     if kind in ("z-image", "flux2-klein", "qwen-image"):  # whose pipelines give the noise levels
         with pytest.raises(RunError, match="can't denoise validation prompts"):
-            check_scheduler(configured(kind, folder), family, WITH_PROMPT)
+            check_scheduler(configured(kind, folder).model, None, family)

@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from cache.runs.training_checks import RunError
+from cache.runs.training_run import RunError
 from schemas.config.training import Parallel
 from tests.processes import free_port
-from trainer.run.rank_watch import RankLostError
+from trainer.run.ranks import RankLostError
 from trainer.setup.wrap import connect_ranks
 
 

@@ -5,8 +5,7 @@ import torch
 from diffusers.training_utils import EMAModel
 
 from schemas.config.training import EMA, Optimizer
-from trainer.setup.ema import MovingAverage, ema_decay, inference_weights
-from trainer.setup.optimizers import make_optimizer
+from trainer.setup.optimizers import MovingAverage, ema_decay, inference_weights, make_optimizer
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:

@@ -18,7 +18,7 @@ from tests.trainer.pipelines import (
 )
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.setup import adapters, export
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 
 EACH = ("kandinsky5-image-t2i", "sana", "wan2.1-t2v", "qwen-image", "flux2-klein", "z-image")
 FILE = "pytorch_lora_weights.safetensors"

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from cache.runs.training_checks import RunError
+from cache.runs.training_run import RunError
 from schemas.config.training import OPTIMIZERS, Optimizer
 from tests.trainer.run.test_checkpoint import saved_at
 from trainer.run import checkpoint, optimizer_state, resume
-from trainer.setup.ema import inference_weights
-from trainer.setup.optimizers import check_optimizer, find_class, make_optimizer, set_learning_rate
+from trainer.setup.optimizers import check_optimizer, find_class, inference_weights, make_optimizer, set_learning_rate
 
 CPU = torch.device("cpu")
 OTHERS: dict[str, dict[str, Any]] = {
@@ -179,7 +178,7 @@ def test_every_optimizer_passes_its_trial_before_a_model_is_loaded(make_config, 
     pytest.importorskip(find_class(name).__module__.partition(".")[0])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
-        check_optimizer(configured(make_config, optimizer={"name": name, "arguments": OTHERS.get(name, {})}), CPU)
+        check_optimizer(configured(make_config, optimizer={"name": name, "arguments": OTHERS.get(name, {})}).train, CPU)
     assert capsys.readouterr().out == ""
 
 
@@ -214,7 +213,7 @@ def test_every_optimizer_passes_its_trial_before_a_model_is_loaded(make_config, 
 )
 def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, train, said) -> None:
     with pytest.raises(RunError, match=f"(?s){said}") as caught:
-        check_optimizer(configured(make_config, **train), CPU)
+        check_optimizer(configured(make_config, **train).train, CPU)
     assert caught.value.next_step
 
 

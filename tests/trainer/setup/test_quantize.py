@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.runs.training_checks import RunError
+from cache.runs.training_run import RunError
 from schemas.config.pipeline import Config
 from schemas.config.training import Adapter
 from tests.forms import first, in_turn, long
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import LOADS, lines, train, trained_weights
-from trainer.run import run_state
 from trainer.run.resume import ResumeError
 from trainer.run.sharded import gather
-from trainer.setup import adapters
-from trainer.setup.attach import make_trainable
-from trainer.setup.checks import check_setup
+from trainer.setup import adapters, checks
+from trainer.setup.adapters import make_trainable
+from trainer.setup.checks import check_precision, check_training
 from trainer.setup.quantize import (
     base_matrices,
     count_numbers,
@@ -120,7 +119,7 @@ def test_on_a_card_too(wide, make_config, kind, name):
     family, _ = KINDS[kind]
     try:
         config = make_config("t2i" if kind.endswith("t2i") else kind, base_precision=name)
-        check_setup(config, family, torch.device("cuda"))
+        check_training(config, family, torch.device("cuda"), print, [])
     except RunError as error:  # fp8 on older cards; sides of the tiny checkpoints
         if "multiples of 64" not in str(error):
             pytest.skip(str(error))
@@ -191,15 +190,14 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
     for adapter in ({"targets": ["foo"]}, {"targets": ["foo"], "type": "full"}, {"rank_pattern": {"foo": 2}}):
         assert "'foo' matches no" in (found := refused(make_config("sana", adapter=adapter)))
         assert found.endswith("Correct the regular expression, which must match whole paths, as '.*to_query' does.")
-    monkeypatch.setitem(run_state.QUANTIZATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
+    monkeypatch.setitem(checks.QUANTIZATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
     assert "needs a_library_that_is_not_there" in refused(make_config("sana", base_precision="int8-torchao"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older card")
-    fp8, family = make_config("sana", base_precision="fp8-torchao"), KINDS["sana"][0]
     with pytest.raises(RunError, match=r"compute capability 8.9.*and an older card has 8.6"):
-        check_setup(fp8, family, torch.device("cuda"))
+        check_precision("fp8-torchao", torch.device("cuda"))
     with pytest.raises(RunError, match="is a device of type mps"):
-        check_setup(fp8, family, torch.device("mps"))
+        check_precision("fp8-torchao", torch.device("mps"))
 
 
 # --- runs ---

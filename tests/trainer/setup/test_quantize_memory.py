@@ -15,7 +15,7 @@ from tests.trainer.pipelines import KINDS
 from tests.trainer.runs import moved
 from tests.trainer.setup.test_quantize import NAMES
 from trainer.memory.estimate import LIBRARIES, estimate_memory
-from trainer.setup.attach import make_trainable
+from trainer.setup.adapters import make_trainable
 from trainer.setup.load import load_transformer
 from trainer.setup.quantize import QUANTIZERS, quantize_base
 

@@ -16,7 +16,7 @@ from tests.trainer.pipelines import KINDS
 from tests.trainer.runs import LOADS, check_result, check_shown, in_two_forks, lines, on_ranks, train, write
 from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.run.sharded import local
-from trainer.setup import shard
+from trainer.setup import wrap
 from trainer.setup.blocks import checkpoint_blocks, compile_blocks
 from trainer.setup.quantize import stored_bytes
 
@@ -81,13 +81,13 @@ class Case:
         gathered = torch.bfloat16 if self.half else None
         hosted, kept = self.base == "nf4-bnb", self.base == "int8-quanto"
         parallel = Parallel(strategy="fsdp2", cpu_offload=hosted, reshard_after_forward=not kept)
-        shard.shard_model(model, family, {}, parallel, torch.device("cpu"), gathered)
+        wrap.shard_model(model, family, {}, parallel, torch.device("cpu"), gathered)
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
         assert sum(stored_bytes(local(weight)) for weight in model.parameters()) < 0.51 * whole
 
         def look(part: torch.nn.Module, _: object) -> None:
             for weight in part.parameters(recurse=False):
-                seen.add((isinstance(part, shard.AUTOCAST), weight.dtype))
+                seen.add((isinstance(part, wrap.AUTOCAST), weight.dtype))
 
         for part in family.blocks(model)[0].modules():
             if self.half:
@@ -113,7 +113,7 @@ def test_two_processes_share_a_model(
 ) -> None:
     sharded = tmp_path / "sharded"
 
-    def shard_model(model, *parts, real=shard.shard_model):
+    def shard_model(model, *parts, real=wrap.shard_model):
         real(model, *parts)
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
         sharded.touch()

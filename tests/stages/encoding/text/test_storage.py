@@ -18,7 +18,7 @@ from stages.encoding.text.worker import LARGEST, quantize_tokens
 from tests.forms import long
 from tests.trainer.runs import lines, opened, train
 from trainer.batch import make_batch
-from trainer.reading import stack
+from trainer.data import stack
 
 DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
 MOST = {"float8": 0.03, "int8": 0.012}  # of the root mean square of the embeddings

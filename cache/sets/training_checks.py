@@ -1,0 +1,175 @@
+"""Checks of training without torch: of the configuration, the checkpoint's small files, and a set that exists already.
+
+`latentpress run` makes them before its first stage, each stage's dry run makes them before its own work, and `train`
+before it imports torch. `trainer/setup/checks.py` adds the checks that need torch.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+from cache.models import compatibility, weights
+from cache.runs.training_run import RunError
+from cache.sets.set_lookup import open_configured_set
+from cache.sets.trainset import SetNotFound, TrainSet
+from cache.sets.window import cache_folder, cache_limit, needs_sections, open_window
+from cache.shards.tensor_checks import kind_of
+from cache.store.files import StoreError
+from schemas.config.methods import Method, Regularization
+from schemas.config.pipeline import Config
+from schemas.config.training import Train
+
+
+def check_before_stages(config: Config, warn: Callable[[str], object], is_run: bool = False) -> bool:
+    """Every check of this file, if `train` is one of the stages; returns whether the model could be checked.
+
+    is_run: whether training follows on this machine, so that a repository is asked, and a folder and a named set have
+    to be there. Planning alone needs none of them."""
+    if "train" not in config.stage_order:
+        return False
+    check_prepared(config)
+    check_settings(config)
+    shape = check_model(config, warn, is_run)
+    if config.train.set == "current":
+        if is_run and "://" in config.root:
+            cache_limit(config.train.local_cache, cache_folder(config.train.local_cache))
+        return shape is not None
+    try:
+        with closing(open_configured_set(config, warn)) as data:
+            check_methods(config, data)
+            check_text_width(config, data, shape or {})
+            if is_run:  # whether the window's shards fit the disk
+                open_window(config.train, data, data.make_schedule(config.train), range(config.train.steps))
+    except (SetNotFound, StoreError) as error:
+        if is_run:
+            raise
+        warn(f"the training set is not checked before training: {error}")
+    return shape is not None
+
+
+def check_settings(config: Config) -> None:
+    """RunError for what training refuses by the configuration alone."""
+    if train_precision(config) != "bfloat16" and config.train.weight_precision == "bfloat16":
+        raise RunError(
+            "train.weight_precision is bfloat16 and the transformer computes in float32",
+            "Set train.precision to bfloat16, or train.weight_precision to float32.",
+        )
+    place = config.train.set if "/" in config.train.set else config.root
+    if "://" in place and config.train.shuffle_shards is None:
+        raise needs_sections(place)
+
+
+def check_model(config: Config, warn: Callable[[str], object], is_run: bool = True) -> dict[str, Any] | None:
+    """RunError or CheckpointMismatch for what training refuses by the small files of a checkpoint; returns the
+    transformer's config.json. Where files can't be read, as of a repository that can't be reached, and on a machine
+    that only plans, it warns and returns None."""
+    model, part = config.model, config.part
+    try:
+        compatibility.check_task(model)
+        compatibility.check_distilled(model, warn)
+        is_folder = weights.local_folder(model.source) is not None
+        if not (is_folder or is_run):
+            return None
+        compatibility.check_transformer(model)  # one file: if the hub can't be reached, it is not asked for more
+        shape = weights.read_component_config(model.source, model.revision, part)
+        check_layers(config, shape)
+        compatibility.check_parts(config, ask_hub=not is_folder)
+        return shape
+    except weights.WeightsError as error:
+        if isinstance(error, compatibility.CheckpointMismatch) or (is_run and not isinstance(error, weights.HubError)):
+            raise
+        warn(f"the model is not checked before training: {error}")
+        return None
+
+
+def check_prepared(config: Config) -> None:
+    """RunError if a method needs tensors that the configuration does not prepare. A set that is named has its own."""
+    if config.train.set != "current":
+        return
+    used = [dataset for dataset in config.datasets if not dataset.disabled]
+    prepared = {
+        "mask": any(dataset.mask_data or dataset.mask_column or dataset.makes_masks for dataset in used),
+        "vision": bool(config.vision.model),
+        "regularization": any(dataset.is_regularization_data for dataset in used),
+    }
+    for name, method in config.train.methods.used.items():
+        for tensor, advice in method.needs.items():
+            if not prepared.get(tensor, True):
+                raise RunError(f"train.methods.{name} needs {tensor}, which no dataset has", advice)
+
+
+def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
+    """RunError where a method names blocks that a transformer with this config.json does not have."""
+    count = config.model.family_spec.count_layers(shape)
+    if count is None:
+        return
+    for name, method in config.train.methods.used.items():
+        for key, problem in method.layer_problems(count):
+            option = ".".join(map(str, ("train.methods", name, *key)))
+            raise RunError(f"{option}: {problem}", f"{config.model.source} has {count} blocks; correct {option}.")
+
+
+def used_methods(config: Config, data: TrainSet) -> dict[str, Method]:
+    """The sections of train.methods in force: those configured, and that of regularization data where there is some."""
+    used = config.train.methods.used
+    return {"regularization": Regularization(), **used} if data.regularization else used
+
+
+def check_methods(config: Config, data: TrainSet) -> None:
+    """RunError where a method lacks its data or does not go with other settings."""
+    for name, method in used_methods(config, data).items():
+        for tensor, advice in method.needs.items():
+            if not data.has_tensor(tensor):
+                raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
+        for reason in method.find_conflicts(config.train):
+            what, _, step = reason.partition("; ")
+            raise RunError(f"train.methods.{name}: {what}", f"{step[:1].upper()}{step[1:]}.")
+
+
+def check_text_width(config: Config, data: TrainSet, shape: Mapping[str, Any]) -> None:
+    """RunError if a transformer with this config.json reads texts of another width than the set has, by its first text;
+    of a set whose shards are encoded meanwhile the encoding stages check it."""
+    names = [name for name in data.part_locations(0) if kind_of(name) == "text"][:1]
+    for tensor, key in config.model.family_spec.text_widths.items():
+        for row in data.part_rows(0, names).values():
+            width = row.tensors[tensor].shape[-1] if tensor in row.tensors and row.tensors[tensor].shape else None
+            if isinstance(shape.get(key), int) and width not in (None, shape[key]):
+                raise RunError(
+                    f"the texts of set {data.id} are {width} wide ({tensor}), and the transformer of "
+                    f"{config.model.source} reads {shape[key]} ({key}): they were encoded for another model",
+                    "Correct model.path or model.flavour, or name a set that was made for this model in train.set.",
+                )
+
+
+def train_precision(config: Config) -> str:
+    """The transformer's compute dtype: train.precision, else model.precision; bfloat16 with bfloat16 base weights.
+    RunError for float16."""
+    if config.train.base_precision == "bf16":
+        return "bfloat16"
+    name = config.train.precision or config.model.precision
+    if name == "float16":
+        raise RunError(
+            "training does not support the float16 of model.precision: it needs loss scaling",
+            "Set train.precision to bfloat16 or float32.",
+        )
+    return name
+
+
+def require_trackers(settings: Train) -> None:
+    """RunError where wandb is asked for and not installed, or has no account to write to."""
+    if "wandb" not in settings.trackers:
+        return
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        message = "train.trackers names wandb, which is not installed"
+        raise RunError(message, "pip install -e '.[wandb]', or leave it out of train.trackers.") from error
+    if wandb.setup().settings.mode not in ("offline", "disabled"):
+        try:
+            wandb.login()
+        except wandb.errors.Error as error:
+            raise RunError(
+                f"Weights & Biases refuses: {error}",
+                "Run `wandb login`, set WANDB_MODE=offline (`wandb sync` sends the run later), or leave wandb out of "
+                "train.trackers.",
+            ) from error
