@@ -144,7 +144,7 @@ def benchmark_on_device(one: Path, full: Path, repeat: int) -> None:
 
     config = load_config(full)
     device = model_loading.select_device(config.stages.encode_latents)
-    vae = base.load_autoencoder(config, device)._vae
+    vae = base.load_autoencoder(config.model, config.latents, device)._vae
     shapes = batch_shapes(full)
     frames = sum(members * frames for members, frames, _, _ in shapes)
     ready = [torch.rand(b, 3, t, h, w, device=device, dtype=vae.dtype) * 2 - 1 for b, t, h, w in shapes]

@@ -37,6 +37,12 @@ class LatentpressError(Exception):
         return {"type": type(self).__name__, "message": self.message, "next_step": self.next_step}
 
 
+class UsageError(LatentpressError):
+    """The options or the configuration do not fit the program."""
+
+    exit_code = USAGE
+
+
 class Interrupted(LatentpressError):
     """Ctrl-C."""
 

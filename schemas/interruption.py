@@ -196,12 +196,16 @@ class _Signals:
                 continue
             self.on_signal(number, None)
             if number == signal.SIGINT and time.monotonic() - self.asked_at >= REPEATED_S:
-                self._end_at_once()
+                self.end_at_once(self._describe_end, INTERRUPTED)
             if self.asked is not None:
                 self.asked.tell()
 
-    def _end_at_once(self) -> None:
-        ending = threading.Thread(target=self._say_end, daemon=True)  # it may wait for a lock of the main thread's
+    def end_at_once(self, describe: Callable[[], LatentpressError], code: int) -> None:
+        def say() -> None:  # it may wait for a lock of the main thread's
+            if self.speaker is not None:
+                self.speaker.end(describe())
+
+        ending = threading.Thread(target=say, daemon=True)
         ending.start()
         for process in multiprocessing.active_children():
             process.kill()
@@ -214,12 +218,11 @@ class _Signals:
             time.sleep(0.01)
         for child in children:
             child.kill()
-        os._exit(INTERRUPTED)
+        os._exit(code)
 
-    def _say_end(self) -> None:
-        if self.speaker is not None:
-            errors = [handler.error for handler in reversed(self.handlers) if handler.error is not None]
-            self.speaker.end(errors[0]() if errors else Interrupted("interrupted by a second Ctrl-C", RERUN_HINT))
+    def _describe_end(self) -> LatentpressError:
+        errors = [handler.error for handler in reversed(self.handlers) if handler.error is not None]
+        return errors[0]() if errors else Interrupted("interrupted by a second Ctrl-C", RERUN_HINT)
 
 
 _signals = _Signals()
@@ -228,6 +231,11 @@ _signals = _Signals()
 def speak_by(speaker: Speaker | None) -> None:
     """From now on the thread that acts on signals prints by `speaker`."""
     _signals.speaker = speaker
+
+
+def end_at_once(error: LatentpressError) -> None:
+    """Print the error and end this process and its children, from any thread and whatever the main thread waits for."""
+    _signals.end_at_once(lambda: error, error.exit_code)
 
 
 def check_stop() -> None:

@@ -19,7 +19,7 @@ from cache.sets.training_checks import check_before_stages
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.activities import activity
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.config.filters import feature_columns
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -28,7 +28,6 @@ from schemas.tables import ACTIVE_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.encoding.feature_columns import read_media
 from stages.encoding.made_items import read_made_captions, read_made_masks
-from stages.encoding.stage import refuse_partition
 from stages.media.files import MediaError
 from stages.planning import summary, units
 from stages.planning.plan_builder import DraftPlan, build_plan
@@ -52,7 +51,6 @@ def run(
         typer.Option("--divide-again", help="Divide units above cache.unit_mib that have no shard into smaller ones."),
     ] = False,
 ) -> Report:
-    refuse_partition(options, "bucket")
     check_parts(config, ask_hub=False)
     if options.dry_run:
         check_before_stages(config, console.warn)
@@ -271,7 +269,7 @@ app = make_app(
     "bucket",
     "Divide media into buckets and plan samples, texts and work units.",
     run,
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
 )
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
+from schemas.errors import UsageError
 from schemas.text_format import shorten
 from stages.encoding.captions.settings import require_caption
-from stages.encoding.stage_options import UsageError
 from stages.encoding.stage_registry import CAPTION as STAGE
 from stages.media.files import extensions_of_kinds
 
@@ -131,7 +131,7 @@ def _write(texts: list[str], file: BinaryIO) -> None:
 
 
 ABOUT = "Describe pictures and clips that have no caption, by a vision-language model."
-app = make_app("caption", ABOUT, run, examples=["--write-files"], passes_to=STAGE.run)
+app = make_app("caption", ABOUT, run, examples=["--write-files"], passes_to=STAGE.run, divided=True)
 
 if __name__ == "__main__":
     app()

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.report import WIDTH, report_width
 from schemas.config.loading import parse_config, read_text
 from schemas.config.pipeline import Config
@@ -158,7 +158,7 @@ app = make_app(
     "which time. Asks in a terminal; a file that exists is changed after its difference was shown.",
     run,
     examples=["--media photos --task style --card 16 --yes", "--yes --dry-run"],
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
     needs_config=False,
 )
 

@@ -28,10 +28,9 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.report import for_each_expert
 from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError
+from schemas.errors import LatentpressError, UsageError
 from schemas.identity import hash_json
 from schemas.interruption import StopHandler
-from stages.encoding.stage_options import UsageError
 from stages.engines.stage_processes import StageProcesses, remove_unfinished
 from stages.follow.trackers import open_trackers
 from stages.follow.watchers import Watch, is_watcher
@@ -228,8 +227,9 @@ def _load_autoencoder(config: Config, options: Options, folder: Path, preview: b
         device = model_loading.select_device(options.resources(config, "decode"))
         if device.type != "cpu" and _may_be_shared(folder):
             model_loading.limit_memory(device)
-        load: Callable[..., Any] = base.load_tiny_autoencoder if preview else base.load_autoencoder
-        return load(config, device), device
+        if preview and (source := config.validation.preview_autoencoder):
+            return base.load_tiny_autoencoder(config.model, config.latents, source, device), device
+        return base.load_autoencoder(config.model, config.latents, device), device
 
 
 def _may_be_shared(folder: Path) -> bool:
@@ -312,7 +312,7 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | No
         container.mux(stream.encode())
 
 
-app = make_app("decode", "Turn validation latents into pictures and videos.", run, examples=["--watch"])
+app = make_app("decode", "Turn validation latents into pictures and videos.", run, examples=["--watch"], divided=True)
 
 if __name__ == "__main__":
     app()

@@ -31,7 +31,6 @@ from stages.discovery import media_table
 from stages.discovery.media_locations import RemovalCheck, describe_ignored
 from stages.discovery.sources.base import Source, open_source
 from stages.discovery.sources.columns import CHUNK_ROWS
-from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_state import MIN_REJECT_BASE
 
 SAVE_EVERY_S = 30.0  # a killed run loses what it read in this time
@@ -49,7 +48,6 @@ def run(
     accept_removed: Annotated[bool, typer.Option("--accept-removed", help=_ACCEPT_REMOVED_HELP)] = False,
     rehash: Annotated[bool, typer.Option("--rehash", help=_REHASH_HELP)] = False,
 ) -> Report:
-    refuse_partition(options, "discover")
     if options.dry_run:
         check_before_stages(config, console.warn)
     for message in config.unused_features("sizes"):

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.config.encoding import cores
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
@@ -306,7 +306,7 @@ app = make_app(
     "configuration.",
     run,
     examples=["--config other.yaml", "--json"],
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
     needs_config=False,
 )
 

@@ -9,7 +9,7 @@ from schemas.cli.console import make_app
 from stages.encoding.stage_registry import LATENTS as STAGE
 
 run = STAGE.run
-app = make_app("encode-latents", "Encode images and clips with the family's autoencoder.", run)
+app = make_app("encode-latents", "Encode images and clips with the family's autoencoder.", run, divided=True)
 
 if __name__ == "__main__":
     app()

@@ -8,7 +8,7 @@ from schemas.cli.console import make_app
 from stages.encoding.stage_registry import TEXT as STAGE
 
 run = STAGE.run
-app = make_app("encode-text", "Encode captions, null prompts and validation prompts.", run)
+app = make_app("encode-text", "Encode captions, null prompts and validation prompts.", run, divided=True)
 
 if __name__ == "__main__":
     app()

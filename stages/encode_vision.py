@@ -9,7 +9,7 @@ from stages.encoding.stage_registry import VISION as STAGE
 
 run = STAGE.run
 ABOUT = "Encode images and clips with DINOv2, for CREPA (train.methods.crepa)."
-app = make_app("encode-vision", ABOUT, run)
+app = make_app("encode-vision", ABOUT, run, divided=True)
 
 if __name__ == "__main__":
     app()

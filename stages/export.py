@@ -12,9 +12,8 @@ from cache.sets.export import TargetError, WebDatasetExport, copy_shard, has_cop
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet
 from cache.store.store import Store
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from stages.encoding.stage import refuse_partition
 
 MIB = 1 << 20
 
@@ -40,7 +39,6 @@ def run(
         bool, typer.Option("--with-captions", help="With --webdataset: include the captions as text.")
     ] = False,
 ) -> Report:
-    refuse_partition(options, "export")
     data = open_configured_set(config, console.warn)
     target = Store(to or f"{config.output}/export/{data.id}")
     report = Report(program="export", what="tars" if webdataset else "shards", dry_run=options.dry_run)
@@ -100,7 +98,7 @@ app = make_app(
     "Copy a training set with its shards to another place, or write it as WebDataset tars.",
     run,
     examples=["--to s3://bucket/photos", "--set train.set=0123456789abcdef --to /mnt/disk/photos --webdataset"],
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
 )
 
 if __name__ == "__main__":

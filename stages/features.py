@@ -66,7 +66,7 @@ def _find_table(store: Store, name: str, state: StageState, console: Console) ->
 
 
 ABOUT = "Measure pictures and clips and find near-duplicates among them."
-app = make_app("features", ABOUT, run, passes_to=STAGE.run)
+app = make_app("features", ABOUT, run, passes_to=STAGE.run, divided=True)
 
 if __name__ == "__main__":
     app()

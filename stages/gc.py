@@ -31,15 +31,13 @@ from cache.store.files import Entry, StoreError, walk
 from cache.store.json_checks import printable
 from cache.store.layout import STAGE_PROGRAMS, is_project_file
 from cache.store.store import STALE, Store
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Progress, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Progress, Report, make_app
 from schemas.config.loading import load_config, read_text
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.yaml_reader import parse_yaml
-from schemas.errors import LatentpressError
+from schemas.errors import LatentpressError, UsageError
 from stages.encoding import stage_registry
 from stages.encoding.feature_columns import item_table_name
-from stages.encoding.stage import refuse_partition
-from stages.encoding.stage_options import UsageError
 from stages.maintenance.checks import set_pointer_paths, shards_of_set
 
 DAY_S = 24 * 3600
@@ -96,7 +94,6 @@ def run(
         list[Path] | None, typer.Option(metavar="FILE", help="Another configuration of this root. Repeatable.")
     ] = None,
 ) -> Report:
-    refuse_partition(options, "gc")
     store = Store(config.root)
     configs = [config]
     for path in also or ():
@@ -372,7 +369,7 @@ app = make_app(
     "List what nothing uses any longer, with sizes; with --yes remove it.",
     run,
     examples=["--also other.yaml --keep-days 7", "--yes"],
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
 )
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from cache.store.files import explained, replacing, write_new
 from schemas.catalog import FAMILIES
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.starting import print_for_reader
 from schemas.config.generated import flow
 from schemas.config.loading import (
@@ -317,7 +317,7 @@ app = make_app(
     "import-config",
     "The configuration of another trainer as a pipeline.yaml: SimpleTuner, musubi-tuner, ai-toolkit.",
     run,
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
     needs_config=False,
     examples=("config/config.json", "train.sh dataset.toml --config motion.yaml", "job.yaml --dry-run --json"),
 )

@@ -24,7 +24,7 @@ from cache.store.damage import DamageError
 from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from schemas.activities import activity
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
@@ -32,7 +32,7 @@ from schemas.recipe import build_recipe
 from schemas.tables import TABLES_VERSION
 from schemas.text_format import shorten
 from stages.encoding import stage_registry
-from stages.encoding.stage import EncodingStage, refuse_partition
+from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_state import RejectLimit, StageState, format_truncated
 from stages.planning.join import EncodedMembers, TrainingSetTables, find_encoded, join_plan
 
@@ -51,7 +51,6 @@ def run(
         bool, typer.Option("--allow-missing", help="Leave out samples whose media were missing during encoding.")
     ] = False,
 ) -> Report:
-    refuse_partition(options, "index")
     if options.dry_run:
         check_before_stages(config, console.warn)
     store = Store(config.root)
@@ -107,7 +106,7 @@ def _find_stopped(
     stopped = []
     for kind, stage in kinds.items():
         try:
-            RejectLimit(stage, store, config.stages.max_reject_fraction, states[kind])
+            RejectLimit(store, config.stages.max_reject_fraction, states[kind])
         except LatentpressError as error:
             stopped.append({"stage": stage.name, "message": f"{error.message}; {error.next_step}"})
     return stopped
@@ -212,7 +211,7 @@ def _text_label(plan: Plan, name: str) -> str:
     return shorten(plan.texts[name]["text"]) or "(null prompt)"
 
 
-app = make_app("index", "Join plan, texts and latents into the training set.", run, unused=NOT_DIVIDED)
+app = make_app("index", "Join plan, texts and latents into the training set.", run, unused=NOT_COMPUTING)
 
 if __name__ == "__main__":
     app()

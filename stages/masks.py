@@ -16,7 +16,7 @@ def run(config: Config, options: Options, console: Console, **more: Any) -> Repo
 
 
 ABOUT = "Make masks of pictures and clips that have none, by a segmentation model."
-app = make_app("masks", ABOUT, run, passes_to=STAGE.run)
+app = make_app("masks", ABOUT, run, passes_to=STAGE.run, divided=True)
 
 if __name__ == "__main__":
     app()

@@ -15,14 +15,13 @@ import typer
 from cache.runs.training_run import read_progress
 from cache.store.locks import FileLock
 from schemas.activities import activity
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.report import for_each_expert
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.interruption import pause
 from schemas.json_records import Record
-from stages.encoding.stage import refuse_partition
 from stages.follow.messages import TRIES, Event, Service, describe, find_events
 from stages.follow.watchers import WATCH_S, Watch
 
@@ -37,7 +36,6 @@ def run(
     *,
     watch: Annotated[bool, typer.Option("--watch", help="Send events while the run trains, until it ends.")] = False,
 ) -> Report:
-    refuse_partition(options, "notify")
     folder, hooks = config.run_folder, config.notify.webhooks
     report = Report(program="notify", dry_run=options.dry_run, what="events")
     report.details["run"] = config.run_name
@@ -142,7 +140,7 @@ app = make_app(
     "Send messages about a run to webhooks; --dry-run shows them.",
     run,
     examples=["--watch"],
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
 )
 
 if __name__ == "__main__":

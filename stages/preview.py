@@ -26,12 +26,10 @@ from schemas.activities import activity
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError
+from schemas.errors import LatentpressError, UsageError
 from schemas.geometry import Bucket
 from stages.discovery import media_locations
 from stages.encoding.feature_columns import read_media
-from stages.encoding.stage import refuse_partition
-from stages.encoding.stage_options import UsageError
 from stages.media.files import MediaError
 from stages.pages.html import Caption, Card, Figure, Gallery, Section, render_template
 from stages.pages.pictures import Picture
@@ -63,7 +61,6 @@ def run(
     ] = 6,
     bucket: Annotated[list[str] | None, typer.Option(metavar="WxH@F", help="Only this bucket. Repeatable.")] = None,
 ) -> Report:
-    refuse_partition(options, "preview")
     store = Store(config.root)
     current = current_plan(store, config)
     report = Report(program="preview", dry_run=options.dry_run, details={"generation": current.name})

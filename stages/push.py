@@ -17,7 +17,7 @@ from cache.models.weights import hash_file
 from cache.runs.training_run import RESULT_NOTE, ResultNote
 from cache.store.json_checks import check_object, printable
 from cache.store.store import Store
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.report import for_each_expert
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
@@ -27,7 +27,6 @@ from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_bytes
 from schemas.json_records import Record, parse_json
 from stages.discovery.sources.urls import scrub_secrets
-from stages.encoding.stage import refuse_partition
 from stages.follow.card import CARD, base_model, write_card
 
 CARD_FOLDER, PUSHED_FILE = "hub", "pushed.json"
@@ -74,7 +73,6 @@ def run(
         typer.Option("--repo", parser=parse_repo, metavar="USER/NAME", help="The repository.  [default: hub.repo]"),
     ] = None,
 ) -> Report:
-    refuse_partition(options, "push")
     report, folder = Report(program="push", dry_run=options.dry_run, what="files"), config.run_folder
     repo = repo or config.hub.repo
     if repo is None:
@@ -242,7 +240,7 @@ app = make_app(
     "Upload the adapter or model to the Hugging Face Hub, with a model card; --dry-run writes the card alone.",
     run,
     examples=["--repo user/name"],
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
 )
 
 if __name__ == "__main__":

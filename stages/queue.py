@@ -26,7 +26,6 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.interruption import StopHandler, hangup_ignored
 from schemas.text_format import describe_exit
-from stages.encoding.stage import refuse_partition
 from stages.engines.stage_processes import StageProcesses
 from stages.pages.ui.child_programs import ChildPrograms, list_conflicts
 
@@ -61,7 +60,6 @@ def run(
         list[int] | None, typer.Argument(metavar="[ENTRY...]", min=1, max=10**9, show_default=False)
     ] = None,
 ) -> Report:
-    refuse_partition(options, "queue")
     numbers = entries or []
     if verb not in VERBS:
         raise WrongVerb(f"{verb!r} is not a verb of queue", f"choose from: {', '.join(VERBS)}")
@@ -232,7 +230,6 @@ app = make_app(
     "Runs one after the other: add them, and work them off; a failed one stops none after it.",
     run,
     examples=["add --set train.run=second", "run", "remove 2"],
-    unused=("shard",),
 )
 
 if __name__ == "__main__":

@@ -19,11 +19,10 @@ from cache.runs.training_run import METRICS_FILE
 from cache.runs.validations import hash_results
 from cache.store.files import check_folder, explained, is_unfinished, replacing
 from schemas.activities import activity
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
-from stages.encoding.stage import refuse_partition
 from stages.follow.watchers import BESIDE, Watch
 
 PAGE = "report.html"
@@ -59,7 +58,6 @@ def run(
         typer.Option("--watch", help="Make it again after each validation and each decoded picture, while it trains."),
     ] = False,
 ) -> Report:
-    refuse_partition(options, "report")
     by_folder = {_find_run(config, name)[0].resolve(): name for name in runs or _own_names(config)}
     folders, names = [_find_run(config, name)[0] for name in by_folder.values()], list(by_folder.values())
     page = out or (folders[0] / PAGE if len(folders) == 1 else Path(config.output) / PAGE)
@@ -169,7 +167,7 @@ app = make_app(
     "One HTML page of a run, or of several: curves, samples, data, costs, settings.",
     run,
     examples=["first second", "--pictures-beside"],
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
 )
 
 if __name__ == "__main__":

@@ -37,14 +37,12 @@ from schemas.cli.report import for_each_expert
 from schemas.cli.starting import install_command
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
-from schemas.errors import DAMAGE, INCOMPLETE, OK
+from schemas.errors import DAMAGE, INCOMPLETE, OK, UsageError
 from schemas.interruption import MaxTimeOption, StopHandler
 from schemas.libraries import require_libraries
 from schemas.text_format import describe_exit, shown_path
 from stages.discovery.media_table import OtherSettings
 from stages.encoding.feature_columns import NoFeatures
-from stages.encoding.stage import refuse_partition
-from stages.encoding.stage_options import UsageError
 from stages.encoding.stage_registry import NoCaptions, NoMasks
 from stages.engines.stage_processes import StageFailed, StageProcesses, find_folders, remove_unfinished, sort_results
 from stages.follow.watchers import Watchers, check_models
@@ -73,7 +71,6 @@ def run(
         bool, typer.Option("--allow-missing", help="For index: leave out the samples whose media were missing.")
     ] = False,
 ) -> Report:
-    refuse_partition(options, "run")
     if (ranks := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
         raise UsageError(
             f"`latentpress run` is started for each of {ranks} ranks (WORLD_SIZE), and does every stage once",

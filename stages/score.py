@@ -37,7 +37,6 @@ from schemas.cli.report import for_each_expert
 from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.identity import hash_json
-from stages.encoding.stage import refuse_partition
 from stages.follow.clip_score import ClipScore
 from stages.follow.trackers import Trackers, open_trackers
 from stages.follow.watchers import Watch
@@ -131,7 +130,6 @@ def run(
         bool, typer.Option("--watch", help="Score each step when its samples are decoded, while it trains.")
     ] = False,
 ) -> Report:
-    refuse_partition(options, "score")
     folder = config.run_folder
     check_folder(folder)
     report = Report(program="score", dry_run=options.dry_run, what="samples")

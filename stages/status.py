@@ -24,12 +24,13 @@ from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.files import Entry
 from cache.store.store import Store
-from schemas.cli.console import LOGS, NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import LOGS, NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.process_record import ProcessRecord
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.interruption import pause
 from schemas.tables import TRAINED_ROLES
+from schemas.text_format import format_duration
 from stages.discovery.media_locations import spread_evenly
 from stages.discovery.media_table import find_media_table
 from stages.encoding import stage_registry
@@ -41,7 +42,7 @@ from stages.encoding.job_reports import (
     read_reports,
     sum_rates,
 )
-from stages.encoding.stage import EncodingStage, refuse_partition
+from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_state import MEMBER_NAMES, StageState
 from stages.maintenance.set_aside import report_rejects
 
@@ -79,7 +80,6 @@ def run(
         Path | None, typer.Option("--csv", metavar="FILE", help="Like --rejects; writes a line for each item, too.")
     ] = None,
 ) -> Report:
-    refuse_partition(options, "status")
     if rejects_too or csv_file is not None:
         return report_rejects(config, options.dry_run, everything, csv_file)
     everything = everything or options.json
@@ -184,7 +184,7 @@ def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry],
     if jobs:
         row["jobs"] = count_states(jobs)
     if remaining and (rate := sum_rates(jobs)):
-        row |= format_rate(rate, remaining)
+        row |= {"items_per_second": format_rate(rate), "left": format_duration(remaining / rate)}
     return row
 
 
@@ -281,7 +281,7 @@ app = make_app(
     "Per stage: done, remaining, set aside, bytes.",
     run,
     examples=["--watch", "--rejects", "--csv set-aside.csv"],
-    unused=NOT_DIVIDED,
+    unused=NOT_COMPUTING,
 )
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from schemas.cli.options import ConfigsOption
 from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
 from stages import status
-from stages.encoding.stage import refuse_partition
 
 if TYPE_CHECKING:
     from stages.pages.ui.app import Site
@@ -70,7 +69,6 @@ def run(
         typer.Option(metavar="NAME", help="A name by which browsers call this machine, as behind a proxy. Repeatable."),
     ] = None,
 ) -> Report:
-    refuse_partition(options, "ui")
     # uvicorn and starlette are of the extra `ui`.
     from stages.pages.ui.proposals import Proposals
     from stages.pages.ui.queue_page import resume_queue

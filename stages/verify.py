@@ -26,7 +26,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages import bucket, index
 from stages.encoding import stage_registry
-from stages.encoding.stage import EncodingStage, refuse_partition
+from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_state import StageState
 from stages.maintenance import checks
 from stages.maintenance.checks import DamageByPath, ExpectedShards, UnmappedStore
@@ -50,7 +50,6 @@ def run(
         ),
     ] = False,
 ) -> Report:
-    refuse_partition(options, "verify")
     store = UnmappedStore(config.root)
     present = checks.list_shards(store, tuple(STAGE_PROGRAMS))
     report = Report(program="verify", dry_run=options.dry_run)

@@ -30,7 +30,7 @@ def load(folder: Path, kind: str, part: str) -> None:
     if part.startswith("text_encoder"):
         load_text_encoder(config.model, config.text, torch.device("cpu"))
     elif part == "vae":
-        load_autoencoder(config, torch.device("cpu"))
+        load_autoencoder(config.model, config.latents, torch.device("cpu"))
     else:
         module_of(model.family_spec).load(model.source, part=part)
 

@@ -66,11 +66,6 @@ def run(
     max_time: MaxTimeOption = None,
     card: CardOption = None,
 ) -> Report:
-    if options.partition.total > 1:
-        raise RunError(
-            "training is one job and can't be divided with --shard",
-            "For several GPUs: torchrun --standalone --nproc-per-node N --no-python latentpress train",
-        )
     world, main = read_launch_variable("WORLD_SIZE", 1), read_launch_variable("RANK", 0) == 0
     if card is not None:
         return report_card(config, options, card, world)
@@ -291,7 +286,7 @@ app = make_app(
     "Train an adapter or a model on a training set. --dry-run predicts the memory that it takes, by part, and tries "
     "the attention backend; for that it imports torch and reads the transformer's config.json.",
     run,
-    unused=("shard", "workers"),
+    unused=("workers",),
 )
 
 if __name__ == "__main__":

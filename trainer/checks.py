@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.training_checks import check_before_stages, require_trackers
 from schemas.activities import activity
-from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.report import for_each_expert
 from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
@@ -47,7 +47,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     return Report("checks", dry_run=options.dry_run, what="checks")
 
 
-app = make_app("checks", "Check what training needs, before anything is encoded.", run, unused=NOT_DIVIDED[:1])
+app = make_app("checks", "Check what training needs, before anything is encoded.", run)
 
 if __name__ == "__main__":
     app(prog_name="latentpress checks")

@@ -108,8 +108,6 @@ def check_options(
     options: Options, form: str | None, merge: bool, whole: bool, to: Path | None, scale: float, overwrite: bool
 ) -> None:
     """ExportError for options that do not go together."""
-    if options.partition.total > 1:
-        raise ExportError("export-adapter is one job and can't be divided with --shard", "Leave out --shard.")
     if merge and form:
         raise ExportError("--merge writes weights of a model, not --format", "Leave out one of them.")
     if merge and to is None:
@@ -285,7 +283,7 @@ app = make_app(
     "Convert an adapter to another format, or merge it into a model.",
     run,
     examples=["--format comfyui", "--merge --to merged", "--from other.safetensors --format diffusers --to output"],
-    unused=("shard", "workers"),
+    unused=("workers",),
 )
 
 if __name__ == "__main__":

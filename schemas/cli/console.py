@@ -50,7 +50,17 @@ from schemas.cli.process_record import NoteWriter, end_records, noted
 from schemas.cli.progress import PROGRESS_INTERVAL_S, Display
 from schemas.cli.report import Report, fold_message, report_width
 from schemas.cli.starting import hide_line, print_for_reader, show_starting, silence_libraries
-from schemas.errors import DAMAGE, EXIT_CODES, INCOMPLETE, OK, RERUN_HINT, USAGE, Interrupted, LatentpressError
+from schemas.errors import (
+    DAMAGE,
+    EXIT_CODES,
+    INCOMPLETE,
+    OK,
+    RERUN_HINT,
+    USAGE,
+    Interrupted,
+    LatentpressError,
+    UsageError,
+)
 from schemas.interruption import Speaker, StopHandler, end_with_parent, hangup_ignored, speak_by
 from schemas.text_format import escape_lines, to_json_values
 
@@ -58,7 +68,7 @@ from schemas.text_format import escape_lines, to_json_values
 __all__ = [
     "DAMAGE",
     "INCOMPLETE",
-    "NOT_DIVIDED",
+    "NOT_COMPUTING",
     "OK",
     "USAGE",
     "Console",
@@ -70,7 +80,7 @@ __all__ = [
 ]
 
 #: Shared options that a program without computation ignores: `unused` of make_app.
-NOT_DIVIDED = ("shard", "device", "workers")
+NOT_COMPUTING = ("device", "workers")
 OPEN_FILES = 4096  # that a process should be allowed to open: a stage reads many shards at once
 LOGS = "logs"  # folder of a run
 LOG_VARIABLE = "LATENTPRESS_LOG"  # the file that a program adds to, which another one started
@@ -325,14 +335,16 @@ def make_app(
     examples: Sequence[str] = (),
     unused: Sequence[str] = (),
     needs_config: bool = True,
+    divided: bool = False,
     passes_to: RunFunction | None = None,
 ) -> typer.Typer:
     """The typer application of one program. `run(config, options, console, **own options) -> Report`.
 
     examples: argument lines for --help. unused: common options that --help leaves out. They are read, so that the
     program can say why it has none. needs_config: False for a program that gets None for the configuration, which it
-    reads itself; one that takes several has --config as its own option `configs`. passes_to: a function to which `run`
-    passes its further keywords on, whose options the program has, too.
+    reads itself; one that takes several has --config as its own option `configs`. divided: whether --shard divides the
+    program's work; other programs reject it. passes_to: a function to which `run` passes its further keywords on, whose
+    options the program has, too.
     """
 
     def command(
@@ -348,11 +360,11 @@ def make_app(
         hide_line()  # by which another program showed that this one starts
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
         with StopHandler().stop_on_signals():
-            raise typer.Exit(run_program(name, run, options, own_options, needs_config=needs_config))
+            raise typer.Exit(run_program(name, run, options, own_options, needs_config, divided))
 
     common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for number, parameter in enumerate(common):
-        if parameter.name in unused:
+        if parameter.name in unused or (parameter.name == "shard" and not divided):
             kind, option = get_args(parameter.annotation)
             option = copy(option)
             option.hidden = True
@@ -373,8 +385,8 @@ def run_program(
     run: RunFunction,
     options: Options,
     own_options: Mapping[str, Any] | None = None,
-    *,
     needs_config: bool = True,
+    divided: bool = True,
 ) -> int:
     """Load the configuration, run, print the report or the error; returns the exit code."""
     silence_libraries()
@@ -386,7 +398,8 @@ def run_program(
         if options.partition.source:
             console.log(f"--shard {options.partition}, by {options.partition.source}")
         try:
-            code = console.print_report(_make_report(name, run, options, own_options or {}, console, needs_config))
+            report = _make_report(name, run, options, own_options or {}, console, needs_config, divided)
+            code = console.print_report(report)
         except LatentpressError as error:
             error.next_step = options.add_given_options(error.next_step)
             code = console.print_error(name, error)
@@ -407,11 +420,20 @@ def run_program(
 
 
 def _make_report(
-    name: str, run: RunFunction, options: Options, own_options: Mapping[str, Any], console: Console, needs_config: bool
+    name: str,
+    run: RunFunction,
+    options: Options,
+    own_options: Mapping[str, Any],
+    console: Console,
+    needs_config: bool,
+    divided: bool,
 ) -> Report:
     from schemas.config.loading import load_config
 
     end_with_parent()
+    if options.partition.total > 1 and not divided:
+        step = "leave out --shard, which is for the encoding stages and `decode`"
+        raise UsageError(f"{name} is one job and can't be divided with --shard", step)
     show_starting(name)
     try:
         config = load_config(options.config, options.overrides) if needs_config else None

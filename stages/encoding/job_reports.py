@@ -8,12 +8,11 @@ be written continues.
 
 import itertools
 import secrets
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Any, get_args
 
 from pydantic import Field
 
@@ -21,8 +20,6 @@ from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.cli.process_record import Moment, ProcessRecord, RecordWriter, State, storable_text
 from schemas.errors import INCOMPLETE, INTERRUPTED, OK, LatentpressError
-from schemas.text_format import format_duration
-from stages.engines.jobs import UnitResult
 
 INTERVAL_S = 30.0  # between two writings, of which the first come sooner; on an object store each is one put
 FIRST_INTERVAL_S = 2.0  # doubled each time
@@ -54,62 +51,44 @@ class JobReport(ProcessRecord):
     items_per_second: float | None = Field(None, ge=0)
 
 
-class JobReporter:
-    """A context around a job's work, in which a thread writes the report. report: what does not change. stopped_by:
-    what ended the work before it was done; "" where nothing did."""
+@contextmanager
+def reported(
+    root: str,
+    fingerprint: str,
+    report: JobReport,
+    measure: Callable[[], dict[str, object]],
+    stopped_by: Callable[[], str],
+) -> Iterator[None]:
+    """In the body, a job's work, a thread writes the report. report: what does not change. measure: returns what does.
+    stopped_by: returns what ended the work before it was done; "" if nothing did."""
+    name, end, ended = f"jobs/{report.program}/{fingerprint}/{secrets.token_hex(8)}.json", dict[str, object](), Event()
+    writer = RecordWriter(report, lambda record: Store(root).publish_json(name, record.model_dump(mode="json")))
 
-    def __init__(self, root: str, fingerprint: str, report: JobReport, stopped_by: Callable[[], str]) -> None:
-        self._root, self._stopped_by = root, stopped_by
-        self._name = f"jobs/{report.program}/{fingerprint}/{secrets.token_hex(8)}.json"
-        self._report, self._end = report, dict[str, object]()
-        self._began, self._lock, self._ended = time.monotonic(), threading.Lock(), threading.Event()
-        self._counts = Counter[str]()
-        self._first: tuple[float, int] | None = None  # time and members done when the model was loaded
-        self._thread = threading.Thread(target=self._write_on, name="job-report", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def advance(self, members: int) -> None:
-        with self._lock:
-            self._counts["done"] += members
-            self._first = self._first or (time.monotonic(), self._counts["done"])
-
-    def add(self, result: UnitResult) -> None:
-        """A unit has ended."""
-        with self._lock:
-            if result.shard_path is None:
-                self._counts["units_failed"] += 1
-            else:
-                self._counts.update(units_done=1, set_aside=len(result.set_aside))
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        reason = self._stopped_by()
-        code = INTERRUPTED if reason or isinstance(error, KeyboardInterrupt) else OK
-        if isinstance(error, Exception):
-            code, reason = INCOMPLETE, error.message if isinstance(error, LatentpressError) else repr(error)
-        self._end = {"exit_code": code, "reason": storable_text(reason, 200)}
-        self._ended.set()
-        self._thread.join(END_TIMEOUT_S)
-
-    def _write_on(self) -> None:
-        store, ended = Store(self._root), False
-        writer = RecordWriter(
-            self._report, lambda record: store.publish_json(self._name, record.model_dump(mode="json"))
-        )
+    def write_on() -> None:
+        is_last = False
         for number in itertools.count():
-            writer.update(**self._measure(), **(self._end if ended else {}))
-            if ended:
+            writer.update(**measure(), **(end if is_last else {}))
+            if is_last:
                 return
-            ended = self._ended.wait(min(INTERVAL_S, FIRST_INTERVAL_S * 2 ** min(number, 10)))
+            is_last = ended.wait(min(INTERVAL_S, FIRST_INTERVAL_S * 2 ** min(number, 10)))
 
-    def _measure(self) -> dict[str, object]:
-        now = time.monotonic()
-        with self._lock:
-            began, before = self._first or (now, 0)
-            rate = max(0.0, (self._counts["done"] - before) / (now - began)) if now > began else None
-            return {**self._counts, "seconds": now - self._began, "items_per_second": rate}
+    thread = Thread(target=write_on, name="job-report", daemon=True)
+    thread.start()
+    code, reason = OK, ""
+    try:
+        yield
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        raise
+    except Exception as error:
+        code, reason = INCOMPLETE, error.message if isinstance(error, LatentpressError) else repr(error)
+        raise
+    finally:
+        if code != INCOMPLETE and (reason := stopped_by()):
+            code = INTERRUPTED
+        end |= {"exit_code": code, "reason": storable_text(reason, 200)}
+        ended.set()
+        thread.join(END_TIMEOUT_S)
 
 
 def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> dict[str, list[JobReport]]:
@@ -174,7 +153,7 @@ def _describe_job(stage: str, job: JobReport) -> TableRow:
         "done": f"{job.done} of {job.members}",
         "set_aside": job.set_aside,
         "units": f"{job.units_done} of {job.units}" + (f", {job.units_failed} failed" if job.units_failed else ""),
-        "per_second": "" if rate is None else f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
+        "per_second": "" if rate is None else format_rate(rate),
         "took": f"{minutes // 60}:{minutes % 60:02}:{seconds:02}",  # without days
     }
 
@@ -184,9 +163,5 @@ def _machine(job: JobReport) -> str:
     return f"{job.host.partition('.')[0]}, {job.process}"
 
 
-def format_rate(rate: float, remaining: int) -> dict[str, Any]:
-    """rate: items per second, not 0."""
-    return {
-        "items_per_second": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
-        "left": format_duration(remaining / rate),
-    }
+def format_rate(rate: float) -> str:
+    return f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"

@@ -8,6 +8,7 @@ they are started with the same command and share the work. A process does not se
 so a few units are encoded twice, to the same bytes: benchmarks/results/sharing.md.
 """
 
+import json
 import math
 import random
 import socket
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -25,17 +26,18 @@ from cache.sets.set_lookup import current_plan
 from cache.sets.training_checks import check_before_stages
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
+from schemas.activities import activity
 from schemas.cli.console import Console, Options, Report
 from schemas.config.encoding import MOST_PREFETCH, Encoding, EngineName
+from schemas.config.loading import load_config
 from schemas.config.pipeline import Config, Topic
 from schemas.config.section import MOST_PROCESSES
-from schemas.errors import LatentpressError
+from schemas.errors import LatentpressError, UsageError
 from schemas.identity import compute_fingerprint
 from schemas.interruption import MaxTimeOption
 from schemas.json_records import format_record
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.item_plans import find_item_plan
-from stages.encoding.stage_options import UsageError, choose_engine, choose_resources
 from stages.encoding.stage_state import RejectLimit, StageState, count_members, find_state, report_set_aside
 from stages.encoding.tally import Tally
 from stages.engines.jobs import Job, Worker, load_engine
@@ -45,20 +47,6 @@ _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
 _ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  [default: as configured]"
 _ADDRESS_HELP = "Of the Ray cluster's head, or auto; implies --engine ray.  [default: as configured]"
 _PREFETCH_HELP = "Members read ahead by each process.  [default: as configured]"
-
-
-def refuse_partition(options: Options, program: str) -> None:
-    """UsageError for --shard: the programs other than the encoding stages and decode are one small job."""
-    if options.partition.total > 1:
-        raise UsageError(
-            f"{program} is one job and can't be divided with --shard",
-            f"run `latentpress {program}` once; --shard is for the encoding stages",
-        )
-
-
-def order_units(units: Sequence[Unit]) -> list[Unit]:
-    """The units in an order of this process, so that processes rarely meet at one unit."""
-    return random.SystemRandom().sample(units, len(units))
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,7 @@ class EncodingStage:
     ) -> Report:
         """Encode what remains of this process' partition, and report."""
         until = math.inf if max_time is None else time.monotonic() + max_time
-        config, store = choose_engine(config, engine, address), Store(config.root)
+        config, store = choose_engine(config, options, engine, address), Store(config.root)
         load_engine(config.stages.engine)  # or an error, before anything is read
         if options.dry_run:
             check_before_stages(config, console.warn)
@@ -113,18 +101,21 @@ class EncodingStage:
         report = self._begin_report(config, console, state, remaining)
         if options.dry_run:
             report.remaining = count_members(remaining)
-            report_set_aside(store, self, state, report)
+            report_set_aside(store, state, report)
             return report
         if state.done:  # although nothing may be left to encode
             self._write_provenance(store, config, state.fingerprint)
-        limit = RejectLimit(self, store, config.stages.max_reject_fraction, state)
+        limit = RejectLimit(store, config.stages.max_reject_fraction, state)
         if remaining:
-            resources, report.details["workers"] = choose_resources(
-                config, options, self.name, console, readers, prefetch
-            )
-            job = self._make_job(config, resources, state, remaining, until)
+            given = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
+            resources = cast(Encoding, options.resources(config, self.name).changed(**given))
+            workers, reason = choose_workers(config.stages.engine, resources)
+            report.details["workers"] = f"{workers}, {reason}"
+            if resources.workers is None:
+                console.log(f"workers: {workers}, {reason}")
+            job = self._make_job(config, resources.changed(workers=workers), state, remaining, until)
             units = remaining if options.partition.total > 1 else order_units(remaining)
-            tally = Tally(self, job, state, units, report, console, options.partition, limit)
+            tally = Tally(job, state, units, report, console, options.partition, limit)
             self._encode(job, tally, console)
             state = self.state(store, config, plan, merge=True)
             if tally.stopped_by:
@@ -132,7 +123,7 @@ class EncodingStage:
                 report.details["stopped"] = f"by {tally.stopped_by}; {len(left)} units remain, what is done is kept"
                 report.remaining = count_members(left)
                 report.next_steps += [f"latentpress {self.name}"] if left else []
-        report_set_aside(store, self, state, report)
+        report_set_aside(store, state, report)
         return report
 
     def _encode(self, job: Job, tally: Tally, console: Console) -> None:
@@ -230,3 +221,35 @@ class EncodingStage:
         data = format_record({"fingerprint": fingerprint, **self.fingerprint_inputs(config)})
         if not store.exists(path) or store.read_bytes(path) != data:
             store.publish_bytes(path, data)
+
+
+def order_units(units: Sequence[Unit]) -> list[Unit]:
+    """The units in an order of this process, so that processes rarely meet at one unit."""
+    return random.SystemRandom().sample(units, len(units))
+
+
+def choose_engine(config: Config, options: Options, engine: EngineName | None, address: str | None) -> Config:
+    """The configuration with --engine and --address. UsageError if they are not valid together."""
+    if address is not None and engine == "local":
+        raise UsageError("--address is of a Ray cluster, and --engine is local", "leave one of them out")
+    if engine is None and address is None:
+        return config
+    given = [f"stages.engine={engine or 'ray'}"]
+    given += [f"stages.ray.address={json.dumps(address)}"] if address is not None else []
+    return load_config(options.config, (*options.overrides, *given))
+
+
+def choose_workers(engine: EngineName, resources: Encoding) -> tuple[int, str]:
+    """The number of workers and the reason for it. Each of several workers on this machine has a card of its own:
+    `model_loading.select_device`."""
+    if resources.workers is not None:
+        return resources.workers, "as given"
+    if engine == "ray":
+        return 1, "as --workers says how many of the cluster"
+    if resources.device == "cpu" or ":" in resources.device:
+        return 1, f"as the device is {resources.device}"
+    with activity("loading torch, which knows the cards", at_once=True):
+        import torch
+    # torch asks NVML, so that this process makes no CUDA context, which would take memory of a card from a worker.
+    cards = torch.accelerator.device_count()
+    return (cards, "one for each accelerator") if cards else (1, "as torch sees no accelerator")

@@ -14,7 +14,7 @@ from schemas.activities import activity
 from schemas.catalog import VISION_MODELS
 from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError
+from schemas.errors import LatentpressError, UsageError
 from schemas.geometry import Bucket
 from schemas.recipe import latents_settings, text_settings, vision_settings
 from stages.encoding.captions.settings import caption_fingerprint_inputs, caption_request
@@ -25,7 +25,6 @@ from stages.encoding.features.settings import (
 )
 from stages.encoding.masks.settings import estimate_masks_bytes, masks_fingerprint_inputs, masks_request
 from stages.encoding.stage import EncodingStage
-from stages.encoding.stage_options import UsageError
 from stages.encoding.stage_state import StageState
 from stages.encoding.vision import features
 from stages.engines.jobs import Job, Worker

@@ -40,6 +40,7 @@ class NamedStage(Protocol):
 class StageState:
     """The state of one stage for one plan."""
 
+    stage: NamedStage
     plan: Plan
     fingerprint: str
     units: list[Unit]
@@ -60,6 +61,10 @@ class StageState:
         """Ids of the wanted members of these units."""
         members = _list_members(units)
         return members.filter(pc.is_in(members, value_set=self.wanted_ids))
+
+    @property
+    def reject_folder(self) -> str:
+        return reject_folder(self.stage.name, self.fingerprint)
 
     @property
     def set_aside(self) -> list[dict]:
@@ -100,7 +105,7 @@ def find_state(
     again = (again | damaged.keys()) & done.keys()
     counts = _count_wanted(units, wanted)
     units = [unit for unit in units if only is None or unit.unit_id in only]
-    return StageState(plan, fingerprint, units, wanted, counts, done, again, rejected, damaged)
+    return StageState(stage, plan, fingerprint, units, wanted, counts, done, again, rejected, damaged)
 
 
 def _list_members(units: Sequence[Unit]) -> pa.Array:
@@ -138,11 +143,10 @@ class RejectLimit:
     aside. The next run stops in the same way until the items are corrected or the limit is raised.
     """
 
-    def __init__(self, stage: NamedStage, store: Store, most: float, state: StageState) -> None:
+    def __init__(self, store: Store, most: float, state: StageState) -> None:
         """most: stages.max_reject_fraction."""
-        self._stage, self._wanted, self._counts = stage, state.wanted_ids, state.counts
-        self._folder = store.path(f"rejects/{reject_folder(stage.name, state.fingerprint)}")
-        self._fraction = most
+        self._state, self._fraction = state, most
+        self._folder = store.path(f"rejects/{state.reject_folder}")
         self._tried = self._rejected = 0
         settled = state.done.keys() - state.retry_units
         names = [unit.unit_id for unit in state.units if unit.unit_id in settled]
@@ -150,17 +154,18 @@ class RejectLimit:
 
     def add(self, rejects_by_unit: Mapping[str, Sequence[dict]]) -> None:
         """Count units that have been encoded: the members of each that were set aside."""
-        kept = wanted_rows(rejects_by_unit, self._wanted).values()
+        kept = wanted_rows(rejects_by_unit, self._state.wanted_ids).values()
         rejected = [row for rows in kept for row in rows if row["reason"] != "missing"]
-        self._tried += sum(self._counts[unit] for unit in rejects_by_unit)
+        self._tried += sum(self._state.counts[unit] for unit in rejects_by_unit)
         self._rejected += len(rejected)
         if rejected and self._rejected > self._fraction * max(self._tried, MIN_REJECT_BASE):
-            what = MEMBER_NAMES[self._stage.member_kind]
+            stage = self._state.stage
+            what = MEMBER_NAMES[stage.member_kind]
             raise LatentpressError(
-                f"{self._stage.name} stopped: {self._rejected} of {self._tried} {what} were set aside, more than "
+                f"{stage.name} stopped: {self._rejected} of {self._tried} {what} were set aside, more than "
                 f"stages.max_reject_fraction = {self._fraction} of them (of {MIN_REJECT_BASE}, where they are fewer); "
                 f"the last: {escape_unprintable(rejected[-1]['message'])}",
-                f"correct them and run `latentpress {self._stage.name} --retry-set-aside`, or raise that limit in the "
+                f"correct them and run `latentpress {stage.name} --retry-set-aside`, or raise that limit in the "
                 f"configuration; the list is under {self._folder}",
             )
 
@@ -171,11 +176,13 @@ def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dic
     return [{"item": name, "path": shorten(text), "reason": reason} for name, text, reason in rows]
 
 
-def report_set_aside(store: Store, stage: NamedStage, state: StageState, report: Report) -> None:
+def report_set_aside(store: Store, state: StageState, report: Report) -> None:
     report.set_aside = state.set_aside
     if report.set_aside:
-        report.rejects = store.path(f"rejects/{reject_folder(stage.name, state.fingerprint)}")
+        report.rejects = store.path(f"rejects/{state.reject_folder}")
         if any(not row["retry"] for row in report.set_aside):
-            report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once the cause is corrected")
+            report.next_steps.append(
+                f"latentpress {state.stage.name} --retry-set-aside   # once the cause is corrected"
+            )
         if any(row["reason"] == "missing" for row in report.set_aside):
-            report.next_steps.append(f"latentpress {stage.name}   # once the missing files are there again")
+            report.next_steps.append(f"latentpress {state.stage.name}   # once the missing files are there again")

@@ -12,15 +12,13 @@ from cache.store.store import Store
 from schemas.cli.console import Console, Report
 from schemas.cli.options import Partition
 from schemas.interruption import StopHandler, check_stop
-from stages.encoding.job_reports import JobReport, JobReporter
+from stages.encoding.job_reports import JobReport, reported
 from stages.encoding.stage_state import (
     MEMBER_NAMES,
-    NamedStage,
     RejectLimit,
     StageState,
     count_members,
     format_truncated,
-    reject_folder,
 )
 from stages.engines.jobs import Job, RoundingError, UnitResult
 
@@ -30,7 +28,6 @@ class Tally:
 
     def __init__(
         self,
-        stage: NamedStage,
         job: Job,
         state: StageState,
         units: list[Unit],
@@ -39,21 +36,22 @@ class Tally:
         partition: Partition,
         limit: RejectLimit,
     ) -> None:
-        self._stage, self._job, self._state, self._console = stage, job, state, console
+        self._stage, self._job, self._state, self._console = state.stage, job, state, console
         self._units, self._report, self._limit = units, report, limit
         self._store, self._units_by_id = Store(job.config.root), {unit.unit_id: unit for unit in state.units}
-        self._finished = self._bytes = self._smaller_batches = 0
+        self._finished = self._bytes = self._smaller_batches = self._set_aside = 0
+        self._done, self._began = 0, time.monotonic()  # members, those of units in work included
+        self._first: tuple[float, int] | None = None  # time and members done when the model was loaded
         self._remarks, self._rounding = Counter[str](), RoundingError()
         self._stop_handler = StopHandler()
-        about = JobReport(
-            program=stage.name,
+        self._about = JobReport(
+            program=self._stage.name,
             engine=job.config.stages.engine,
             workers=job.resources.worker_count,
             shard=str(partition),
             members=count_members(units),
             units=len(units),
         )
-        self._reporter = JobReporter(job.config.root, job.fingerprint, about, lambda: self.stopped_by)
 
     @property
     def stopped_by(self) -> str:
@@ -67,7 +65,7 @@ class Tally:
         members, what = count_members(self._units), MEMBER_NAMES[self._stage.member_kind]
         with (
             self._stop_handler.stop_on_signals(),
-            self._reporter,
+            reported(self._job.config.root, self._job.fingerprint, self._about, self._measure, lambda: self.stopped_by),
             self._console.progress(members, self._stage.name, what) as self._progress,
         ):
             yield
@@ -85,8 +83,23 @@ class Tally:
 
     def advance(self, members: int) -> None:
         """Count encoded members of units that are in work; negative if a unit starts again."""
+        self._done += members
+        self._first = self._first or (time.monotonic(), self._done)
         self._progress.advance(members)
-        self._reporter.advance(members)
+
+    def _measure(self) -> dict[str, object]:
+        """The counts of the job's report."""
+        now = time.monotonic()
+        began, before = self._first or (now, 0)
+        failed = len(self._report.failed)
+        return {
+            "seconds": now - self._began,
+            "items_per_second": max(0.0, (self._done - before) / (now - began)) if now > began else None,
+            "done": self._done,
+            "units_done": self._finished - failed,
+            "units_failed": failed,
+            "set_aside": self._set_aside,
+        }
 
     def add(self, result: UnitResult) -> None:
         """Count a unit that has ended, and list its rejects. LatentpressError if too many members were rejected."""
@@ -95,15 +108,14 @@ class Tally:
             self._skip(unit)
             return
         self._finished += 1
-        self._reporter.add(result)
         if result.shard_path is None:
             self._report.failed.append({"item": unit.unit_id, "reason": "failed", "message": result.error})
             self._report.remaining += len(unit.members)
             return
-        folder = reject_folder(self._stage.name, self._job.fingerprint)
-        rejects.write_rejects(self._store, folder, unit.unit_id, list(result.set_aside))
+        rejects.write_rejects(self._store, self._state.reject_folder, unit.unit_id, result.set_aside)
         self._report.truncated += format_truncated(self._state.plan, result.truncated)
         self._report.done += result.encoded
+        self._set_aside += len(result.set_aside)
         self._bytes += result.bytes
         self._remarks.update(result.remarks)
         self._rounding += result.rounding
@@ -115,7 +127,6 @@ class Tally:
     def _skip(self, unit: Unit) -> None:
         """Count a unit that another process has encoded."""
         self._finished += 1
-        self._reporter.add(UnitResult(unit.unit_id, "", elsewhere=True))
         self._report.skipped += len(unit.members)
         self.advance(len(unit.members))
 

@@ -1,14 +1,15 @@
 """The common part of the encoding stages' workers: units are read ahead, encoded in batches and written as shards."""
 
+import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,10 +26,10 @@ from schemas.interruption import wait_for
 from stages.discovery import media_locations
 from stages.discovery.media_locations import MediaLocations
 from stages.encoding import member_reader, model_loading
-from stages.encoding.member_reader import MemberPixels, NextUnit, Prefetcher, ReadRequest
+from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.stage_state import reject_folder
-from stages.engines.jobs import Job, RoundingError, UnitResult
-from stages.engines.sandbox import SandboxPool
+from stages.engines.jobs import Job, NextUnit, RoundingError, UnitResult
+from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError
 
 
@@ -42,7 +43,7 @@ class RefusedMember:
 
 AdvanceProgress = Callable[[int], None]
 PreparedMembers = Iterable[tuple[str, Any | MediaError]]
-PREFETCH_BYTES = 1 << 30  # of members read ahead, where the configuration gives no number of them
+PREFETCH_BYTES = 1 << 30  # of members read ahead, if the configuration gives no number of them
 MAX_PREFETCH = 64  # members, likewise
 #: After the last batch of a unit: none is queued, and the last one's rows follow.
 END: list[tuple[list[str], list[Any]]] = [([], [])]
@@ -100,6 +101,10 @@ class UnitWorker(ABC):
         record = self.store.read_json(f"{self.kind}/{self.job.fingerprint}/provenance.json")
         return record["weights"].get("commit", revision)
 
+    def path(self, name: str) -> str:
+        """The path of a sample's file, for a message."""
+        return self.plan.active_rows.get(name, self.plan.samples[name])["path"]
+
     def remarks(self, row: ShardRow) -> Iterable[str]:
         """Remarks that the report counts rows by; none for most rows."""
         return ()
@@ -119,27 +124,20 @@ class UnitWorker(ABC):
     def run_units(self, take: NextUnit, advance: AdvanceProgress) -> Iterator[UnitResult]:
         """Make the shards of the units that `take` gives. While one is encoded, the next is read and the previous one
         written, so a unit's result comes after the next unit was encoded, or at the end."""
-        prefetcher = Prefetcher(
-            take,
-            read_request=self.read_request,
-            prepare=self.prepare,
-            depth=lambda unit: self.job.resources.prefetch or self.prefetch_count(unit),
-            processes=lambda: self._processes,
-        )
         try:
-            with ThreadPoolExecutor(1, "write") as writer, prefetcher:
+            with ThreadPoolExecutor(1, "write") as writer, _Prefetcher(self, take) as prefetcher:
                 is_complete = False
                 try:
                     yield from self._encode_units(prefetcher, writer, advance)
                     is_complete = not self._is_time_up
                 finally:  # do not wait for a decoder that hangs, or for members that were read ahead
-                    if not is_complete and (processes := self.__dict__.pop("_processes", None)):
+                    if not is_complete and (processes := self.__dict__.pop("processes", None)):
                         processes.close()
         finally:
             self.store.discard_all_temps()
 
     def _encode_units(
-        self, prefetcher: Prefetcher, writer: ThreadPoolExecutor, advance: AdvanceProgress
+        self, prefetcher: "_Prefetcher", writer: ThreadPoolExecutor, advance: AdvanceProgress
     ) -> Iterator[UnitResult]:
         written: Future[UnitResult] | None = None  # the shard before, which is being written
         while True:
@@ -170,12 +168,12 @@ class UnitWorker(ABC):
         return time.monotonic() >= self.job.until
 
     @cached_property
-    def _processes(self) -> SandboxPool[ReadRequest, MemberPixels]:
+    def processes(self) -> SandboxPool[ReadRequest, MemberPixels]:
         """The decoding processes: one that crashes or hangs costs its item and not this process."""
         workers = self.job.resources.readers_per_worker
         return SandboxPool.configured(member_reader.make_member_reader, workers, self.config.stages)
 
-    def _encode(self, unit: Unit, prefetcher: Prefetcher, advance: AdvanceProgress) -> "_UnitShard":
+    def _encode(self, unit: Unit, prefetcher: "_Prefetcher", advance: AdvanceProgress) -> "_UnitShard":
         """Encode a unit; its shard, to be written. If memory runs out, the whole unit starts again at half the batch.
         The next unit has the usual limit again: a shard must not depend on what was encoded before it."""
         limit, read = self.batch_limit, prefetcher.members
@@ -183,7 +181,7 @@ class UnitWorker(ABC):
             shard = _UnitShard(self, unit, limit, advance)
             try:
                 shard.encode(read(unit))
-                if any(member["reason"] == "missing" for member in shard.rejected):
+                if any(member["reason"] == "missing" for member in shard.result.set_aside):
                     self._require_media(unit)
                 return shard
             except BaseException as error:
@@ -209,10 +207,18 @@ class UnitWorker(ABC):
 
 
 class FrameWorker(UnitWorker):
-    """Reads of each member its own frames alone, not the source images that its latents are conditioned on. listed_as:
-    the kind of members by which their files are found."""
+    """Reads of each member its own frames alone, not the source images that its latents are conditioned on. A prepared
+    member has as many frames as its length. listed_as: the kind of members by which their files are found."""
 
     listed_as = "items"
+
+    def cost(self, batch: list[Any]) -> int:
+        """Frames."""
+        return sum(map(len, batch))
+
+    def indivisible(self, batch: list[Any], limit: int) -> bool:
+        """At one frame a pass: a clip may take several passes of at most `limit` frames."""
+        return min(self.cost(batch), limit) <= 1
 
     def member_bytes(self, unit: Unit) -> int:
         """Return the bytes of the frames as they are read, before they are resized."""
@@ -224,17 +230,116 @@ class FrameWorker(UnitWorker):
         return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)
 
 
+@dataclass
+class _Reading:
+    """A unit whose members are read. names: of members that are not begun. begun: in order, until they are taken.
+    depth: how many members may be in progress."""
+
+    unit: Unit
+    names: Iterator[str]
+    depth: int
+    begun: deque[tuple[str, Future]]
+
+
+class _Prefetcher:
+    """Members of the units that `take` gives, read ahead in the units' order: each by a decoding process, then prepared
+    for the encoder by one thread. The number in progress is bounded, and so is memory. Successive members with the same
+    request (texts with one image) share its result."""
+
+    def __init__(self, worker: UnitWorker, take: NextUnit) -> None:
+        self._worker, self._take = worker, take
+        self._thread = ThreadPoolExecutor(1, "prepare")
+        self._readings = deque[_Reading]()  # the first is being encoded
+        self._last_read: tuple[ReadRequest, Future[MemberPixels]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def next_unit(self, wait: bool) -> Unit | None:
+        """The unit to encode now, once the last one's members have been taken; None as from `take`."""
+        self._fill(wait)
+        return self._readings[0].unit if self._readings else None
+
+    def members(self, unit: Unit) -> PreparedMembers:
+        """Each member of the unit that `next_unit` gave, in order: prepared, or its MediaError."""
+        begun = self._readings[0].begun
+        for _ in unit.members:
+            self._fill(False)
+            name, item = begun.popleft()
+            yield name, _result_or_error(item)
+        self._readings.popleft()
+
+    def reread(self, unit: Unit) -> PreparedMembers:
+        """The same members again, with nothing read ahead."""
+        for name in unit.members:
+            yield name, _result_or_error(self._begin(name))
+
+    def skip(self, unit: Unit) -> None:
+        """Drop the rest of the unit that `next_unit` gave."""
+        if self._readings and self._readings[0].unit is unit:
+            self._readings.popleft()
+
+    def _fill(self, wait: bool) -> None:
+        while True:
+            last = self._readings[-1] if self._readings else None
+            if last is not None and sum(len(reading.begun) for reading in self._readings) >= last.depth:
+                return
+            if last is not None and (name := next(last.names, None)) is not None:
+                last.begun.append((name, self._begin(name)))
+                continue
+            unit = self._take(wait and last is None)
+            if unit is None:
+                return
+            depth = self._worker.job.resources.prefetch or self._worker.prefetch_count(unit)
+            self._readings.append(_Reading(unit, iter(unit.members), depth, deque()))
+
+    def _begin(self, name: str) -> Future:
+        try:
+            request = self._worker.read_request(name)
+        except MediaError as error:
+            failed: Future = Future()
+            failed.set_exception(error)
+            return failed
+        if request is None:
+            return self._thread.submit(self._worker.prepare, name, None)
+        # Compared with names for files: one member of an archive may be requested by two objects.
+        named = replace(request, files=tuple((os.fspath(path), media_id) for path, media_id in request.files))
+        if self._last_read is None or self._last_read[0] != named:
+            processes = self._worker.processes
+            self._last_read = named, self._thread.submit(_wait_for, processes, request, processes.begin(request))
+        read = self._last_read[1]  # done when its members' turn comes, as the thread takes one after another
+        return self._thread.submit(lambda: self._worker.prepare(name, read.result()))
+
+
+def _wait_for(processes: SandboxPool[ReadRequest, MemberPixels], request: ReadRequest, task: Future) -> MemberPixels:
+    """Raises MediaError."""
+    result = processes.result(request, task)
+    if isinstance(result, WorkerFailure):
+        raise result.error(request.files[0][0])
+    if isinstance(result, MediaError):
+        raise result
+    return result
+
+
+def _result_or_error(item: Future) -> Any | MediaError:
+    try:
+        return wait_for(item)
+    except MediaError as error:
+        return error
+
+
 class _UnitShard:
-    """The shard of one unit while it is made. limit: of a batch's cost. rejected: rows of REJECTS_SCHEMA. batch: the
-    members in work. counted: members that were reported to `advance`."""
+    """The shard of one unit while it is made. limit: of a batch's cost. batch: the members in work. counted: members
+    that were reported to `advance`."""
 
     def __init__(self, worker: UnitWorker, unit: Unit, limit: int, advance: AdvanceProgress) -> None:
         self._worker, self._unit, self.limit, self._advance = worker, unit, limit, advance
-        self.rejected: list[dict] = []
+        self.result = UnitResult(unit.unit_id)
         self.batch: list[Any] = []
-        self.counted = self._encoded = self._bytes = 0
-        self._remarks: Counter[str] = Counter()
-        self._rounding = RoundingError()
+        self.counted = 0
         job = worker.job
         ids, provenance = list(unit.members), {**worker.provenance, "batch": limit}
         self._meta = ShardMeta(worker.kind, job.fingerprint, unit.unit_id, unit.bucket, ids, provenance=provenance)
@@ -292,45 +397,37 @@ class _UnitShard:
         self._writer.add(row)
         tokens, kept = row.info.get("tokens", 0), row.info.get("kept", 0)
         if tokens > kept:
-            self._meta.truncated.append(TruncatedText(row.id, tokens, kept))
-        self._remarks.update(self._worker.remarks(row))
-        self._rounding += self._worker.rounding(row)
-        self._encoded += 1
-        self._bytes += sum(array.nbytes for array in row.tensors.values())
+            self.result.truncated.append(TruncatedText(row.id, tokens, kept))
+        self.result.remarks.update(self._worker.remarks(row))
+        self.result.rounding += self._worker.rounding(row)
+        self.result.encoded += 1
+        self.result.bytes += sum(array.nbytes for array in row.tensors.values())
 
     def _set_aside(self, name: str, path: str, reason: str, message: str, retry: bool) -> None:
-        self.rejected.append(make_reject(self._worker.stage, name, path, reason, message, retry))
+        self.result.set_aside.append(make_reject(self._worker.stage, name, path, reason, message, retry))
 
     def finish(self) -> UnitResult:
         """Publish the shard."""
-        worker, unit = self._worker, self._unit.unit_id
+        worker, result = self._worker, self.result
         try:
-            for member in self.rejected:
+            self._meta.truncated = result.truncated
+            for member in result.set_aside:
                 self._writer.set_aside(RejectedMember(member["item"], member["reason"], member["message"]))
             folder = reject_folder(worker.stage, worker.job.fingerprint)
-            if names := {member["item"] for member in self.rejected}:
+            if names := {member["item"] for member in result.set_aside}:
                 # Before the shard, which marks the unit as done, and with the earlier rows, some of which may be
                 # encoded now: after a kill in between, the list lacks nothing.
-                earlier = [row for row in read_undamaged(worker.store, folder, unit) if row["item"] not in names]
-                write_rejects(worker.store, folder, unit, [*self.rejected, *earlier])
-            path = self._writer.finish()
+                earlier = [
+                    row for row in read_undamaged(worker.store, folder, result.unit_id) if row["item"] not in names
+                ]
+                write_rejects(worker.store, folder, result.unit_id, [*result.set_aside, *earlier])
+            result.shard_path = self._writer.finish()
         finally:
             self.drop()
-        fitting, usual = "", worker.batch_limit
-        if self.limit < usual:
+        if self.limit < worker.batch_limit:
             option = f"{worker.section}.{worker.batch_limit_option}"
-            fitting = f"it fits with {option}: {self.limit}, which saves trying {usual}"
-        return UnitResult(
-            unit,
-            path,
-            self._encoded,
-            self._bytes,
-            set_aside=tuple(self.rejected),
-            truncated=tuple(self._meta.truncated),
-            fitting_batch=fitting,
-            remarks=dict(self._remarks),
-            rounding=self._rounding,
-        )
+            result.fitting_batch = f"it fits with {option}: {self.limit}, which saves trying {worker.batch_limit}"
+        return result
 
     def drop(self) -> None:
         """Remove what was written of an unfinished shard."""

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,7 +16,7 @@ from cache.store.store import Store
 from schemas.cli.starting import install_command
 from schemas.config.encoding import Encoding, EngineName
 from schemas.config.pipeline import Config
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -59,34 +60,35 @@ class RoundingError:
         return {"rms_share": float(f"{share:.3g}"), "largest": float(f"{self.largest:.3g}")}
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnitResult:
-    """shard_path: None where the unit failed. elsewhere: whether another job has made the shard meanwhile. set_aside:
-    rows of schemas.tables.REJECTS_SCHEMA. fitting_batch: where memory ran out, the batch size that fitted. remarks: the
-    number of members for each. rounding: of what was stored in fewer bits.
+    """shard_path: None if the unit failed. elsewhere: whether another job has made the shard meanwhile. set_aside: rows
+    of schemas.tables.REJECTS_SCHEMA. fitting_batch: if memory ran out, the batch size that fitted. remarks: the number
+    of members for each. rounding: of what was stored in fewer bits.
     """
 
     unit_id: str
-    shard_path: str | None
+    shard_path: str | None = None
     encoded: int = 0
     bytes: int = 0
-    set_aside: tuple[dict, ...] = ()
-    truncated: tuple[TruncatedText, ...] = ()
+    set_aside: list[dict] = field(default_factory=list)
+    truncated: list[TruncatedText] = field(default_factory=list)
     fitting_batch: str = ""
     error: str = ""
-    remarks: dict[str, int] = field(default_factory=dict)
+    remarks: Counter[str] = field(default_factory=Counter)
     elsewhere: bool = False
     rounding: RoundingError = RoundingError()
 
 
-class Worker(Protocol):
-    """Made once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after members.
-    take(wait): the next unit; None if none is available (wait=False) or left (wait=True). At the time `job.until` a
-    worker finishes its unit and ends."""
+#: The next unit. None: none is available (for an argument of False) or left (True, which waits).
+NextUnit = Callable[[bool], Unit | None]
 
-    def run_units(
-        self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]
-    ) -> Iterator[UnitResult]: ...
+
+class Worker(Protocol):
+    """Made once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after members. At
+    the time `job.until` a worker finishes its unit and ends."""
+
+    def run_units(self, take: NextUnit, advance: Callable[[int], None]) -> Iterator[UnitResult]: ...
 
 
 Load = Callable[[Job], Worker]
@@ -111,22 +113,14 @@ class Engine(Protocol):
         units: taken one at a time, when a worker has room."""
 
 
-LIBRARIES: dict[EngineName, str] = {"local": "", "ray": "ray"}  # what an engine needs; the extra has the same name
-
-
-class EngineNotInstalled(LatentpressError):
-    exit_code = USAGE
-
-
 def load_engine(name: EngineName) -> Engine:
-    """Raises EngineNotInstalled where its library is missing."""
+    """Raises UsageError if Ray is missing."""
     try:
         return cast(Engine, import_module(f"stages.engines.{name}"))
     except ModuleNotFoundError as error:
-        library = LIBRARIES[name]
-        if not library or (error.name or "").partition(".")[0] != library:
+        if name != "ray" or (error.name or "").partition(".")[0] != "ray":
             raise
-        raise EngineNotInstalled(
-            f"stages.engine is {name}, and the library {library!r} was not found",
-            f"install it: {install_command(library)}, on every machine of the cluster; or choose --engine local",
+        raise UsageError(
+            "stages.engine is ray, and the library 'ray' was not found",
+            f"install it: {install_command('ray')}, on every machine of the cluster; or choose --engine local",
         ) from error

@@ -1,9 +1,6 @@
-"""Units on this machine: in this process for one worker, in spawned processes for several.
+"""Units on this machine: in this process for one worker, in spawned processes for several (`stages/engines/pool.py`).
 
-Each process loads the model once and holds a few units, so that it can read ahead. If a process dies (by the
-out-of-memory killer), each of its units is tried again by a process that has no other unit, and a unit whose process
-dies again is reported as failed. A process that dies while it loads has touched no unit: it is started again, and if
-it keeps dying, the stage ends.
+Each process loads the model once and holds a few units, so that it can read ahead.
 """
 
 import multiprocessing
@@ -11,24 +8,21 @@ import os
 import signal
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 from cache.sets.plans import Unit
-from schemas.activities import activity, announce, announce_by
+from schemas.activities import announce_by
 from schemas.errors import LatentpressError
 from schemas.interruption import WAIT_S, StopHandler, Stopped, check_stop, signals_blocked
 from stages.engines.jobs import Job, Load, UnitResult
+from stages.engines.pool import Death, Message, WorkerPool, WorkerProcess
 
-MAX_UNIT_TRIES = 2  # of a unit that was its process' only one when that died
-MAX_LOAD_TRIES = 3  # of a process that dies while it loads
-MAX_UNITS_PER_PROCESS = 3  # one is written, one encoded, one read
 TERMINATE_TIMEOUT_S = 30.0  # until a process that should end is killed
 
 
@@ -41,7 +35,7 @@ def run_units(
 ) -> Generator[UnitResult, None, None]:
     """See stages.engines.jobs.Engine."""
     if job.resources.worker_count > 1:
-        yield from _WorkerPool(load, job, advance, warn).run(units)
+        yield from _LocalPool(load, job, units, advance, warn).run()
     else:
         worker = load(job)
         advance(0)
@@ -49,154 +43,63 @@ def run_units(
 
 
 @dataclass(eq=False)
-class _Process:
-    """One worker process. number: its place among the workers, from 0. pipe: units go in; progress, announcements and
-    results come out. units: given to it and not finished. is_ready: whether it has loaded its model."""
+class _Process(WorkerProcess):
+    """pipe: units go in, messages come out."""
 
-    number: int
     process: Any
     pipe: Connection
-    units: list[Unit] = field(default_factory=list)
-    is_ready: bool = False
 
 
-class _WorkerPool:
-    def __init__(self, load: Load, job: Job, advance: Callable[[int], None], warn: Callable[[str], object]) -> None:
-        self._load, self._job, self._advance, self._warn = load, job, advance, warn
+class _LocalPool(WorkerPool[_Process]):
+    most_units = 3  # one is written, one encoded, one read
+    advice = (
+        "the output of the processes is in the log. Exit code -9 is a kill from outside, by the system when memory ran "
+        "out (use fewer --workers) or by a person; any other is a crash"
+    )
+
+    def __init__(self, load: Load, *given: Any) -> None:
+        super().__init__(*given)
+        self._load, self._ending = load, list[_Process]()
         self._context = multiprocessing.get_context("spawn")
-        self._processes: list[_Process] = []
-        self._next: Unit | None = None  # waits for a process with room
-        self._has_more = True
-        self._suspects: deque[Unit] = deque()  # units of processes that died
-        self._deaths: Counter[str] = Counter()  # by unit
-        self._load_failures: Counter[int] = Counter()  # by number: processes that died in a row while they loaded
 
-    def run(self, units: Iterator[Unit]) -> Iterator[UnitResult]:
-        loading = ExitStack()
-        loading.enter_context(activity(f"{self._job.resources.worker_count} worker processes load their models"))
-        try:
-            while True:
-                if any(process.is_ready for process in self._processes):
-                    loading.close()
-                yield from self._hand_out(units)
-                if not self._has_more and not any(process.units for process in self._processes):
-                    return
-                check_stop()
-                by_pipe = {process.pipe: process for process in self._processes}  # idle ones too: they may die
-                for pipe in wait(list(by_pipe), WAIT_S):
-                    yield from self._receive(by_pipe[cast(Connection, pipe)])
-        finally:
-            loading.close()
-            for process in self._processes:
-                process.pipe.close()
-            for process in self._processes:
-                process.process.join(TERMINATE_TIMEOUT_S)
-                process.process.kill()  # no effect on one that has ended
-                process.process.join()
-
-    def _hand_out(self, units: Iterator[Unit]) -> Iterator[UnitResult]:
-        """Hand out units while a process has room; yields the last results of processes that turn out to be dead."""
-        while True:
-            if time.monotonic() >= self._job.until:
-                self._has_more, self._next = False, None
-                return
-            unit = self._next or (self._suspects.popleft() if self._suspects else self._draw(units))
-            process = self._pick_process(unit) if unit is not None else None
-            self._next = unit
-            if unit is None or process is None:
-                return
-            try:
-                process.pipe.send(unit)
-            except (BrokenPipeError, ConnectionResetError):  # it died without having had this unit
-                yield from self._receive(process)
-                continue
-            process.units.append(unit)
-            self._next = None
-
-    def _draw(self, units: Iterator[Unit]) -> Unit | None:
-        unit = next(units, None)
-        self._has_more = unit is not None
-        return unit
-
-    def _pick_process(self, unit: Unit) -> _Process | None:
-        """The process with the fewest units. A suspect goes to an idle one, which then gets no other unit."""
-        best = min(self._processes, key=lambda process: len(process.units), default=None)
-        if best is not None and not best.units:
-            return best
-        if len(self._processes) < self._job.resources.worker_count:
-            return self._start()
-        roomy = [
-            process
-            for process in self._processes
-            if len(process.units) < MAX_UNITS_PER_PROCESS
-            and not any(other.unit_id in self._deaths for other in process.units)
-        ]
-        if unit.unit_id in self._deaths or not roomy:
-            return None
-        return min(roomy, key=lambda process: len(process.units))
-
-    def _start(self) -> _Process:
+    def _start(self, number: int) -> _Process:
         ours, theirs = self._context.Pipe()
-        number = min({*range(self._job.resources.worker_count)} - {process.number for process in self._processes})
-        job = replace(self._job, process_index=number)
-        process = self._context.Process(target=_worker_main, args=(self._load, job, theirs))
+        arguments = (self._load, replace(self._job, process_index=number), theirs)
+        process: Any = self._context.Process(target=_worker_main, args=arguments)
         resource_tracker.ensure_running()  # it would unblock signals
         with signals_blocked(signal.SIGINT):  # Ctrl-C reaches every process; the program decides
             process.start()
         theirs.close()
-        self._processes.append(_Process(number, process, ours))
-        return self._processes[-1]
+        return _Process(number, process, ours)
 
-    def _receive(self, process: _Process) -> Iterator[UnitResult]:
-        """Handle one message (progress, an announcement, a unit's result, an error meant for the user) or the process'
-        death."""
+    def _send(self, process: _Process, unit: Unit) -> bool:
         try:
-            message = process.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            yield from self._lose(process)
-            return
-        if isinstance(message, str):  # perhaps while it loads
-            announce(f"worker {process.number}: {message}")
-            return
-        process.is_ready = True
-        self._load_failures.pop(process.number, None)
-        if isinstance(message, int):
-            self._advance(message)
-        elif isinstance(message, LatentpressError):
-            raise message
-        else:
-            process.units = [unit for unit in process.units if unit.unit_id != message.unit_id]
-            yield message
+            process.pipe.send(unit)
+        except (BrokenPipeError, ConnectionResetError):  # `_receive` notices its death
+            return False
+        return True
 
-    def _lose(self, process: _Process) -> Iterator[UnitResult]:
-        """A process that died: its units are tried again, each alone."""
-        self._processes.remove(process)
-        process.process.join()
+    def _receive(self) -> Iterator[tuple[_Process, Message | Death]]:
+        by_pipe = {process.pipe: process for process in self._processes}
+        for pipe in wait(list(by_pipe), WAIT_S):
+            process = by_pipe[cast(Connection, pipe)]
+            try:
+                yield process, process.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                process.process.join()
+                yield process, Death(f"exit code {process.process.exitcode}")
+
+    def _drop(self, process: _Process) -> None:
         process.pipe.close()
-        if time.monotonic() >= self._job.until:  # it has finished its unit, and the units behind it remain
-            return
-        exit_code = f"exit code {process.process.exitcode}"
-        if not process.is_ready:
-            self._load_failures[process.number] += 1
-            problem = f"a worker process died while it loaded its model ({exit_code})"
-            if self._load_failures[process.number] >= MAX_LOAD_TRIES:
-                raise LatentpressError(
-                    f"{problem}, {MAX_LOAD_TRIES} times in a row; its output is in the log",
-                    "exit code -9 is a kill from outside, by the system when memory ran out (use fewer --workers) or "
-                    "by a person; any other is a crash",
-                )
-            self._warn(f"{problem}; it is started again")
-            self._suspects.extend(process.units)
-            return
-        names = ", ".join(unit.unit_id for unit in process.units) or "none"
-        self._warn(f"a worker process died ({exit_code}); units it had, which are tried alone: {names}")
-        for unit in process.units:
-            self._deaths[unit.unit_id] += len(process.units) == 1  # of several, any may be the cause
-            if self._deaths[unit.unit_id] < MAX_UNIT_TRIES:
-                self._suspects.append(unit)
-            else:
-                problem = f"its process died {MAX_UNIT_TRIES} times; its output is in the log"
-                yield UnitResult(unit.unit_id, None, error=problem)
+        self._ending.append(process)
+
+    def _end_all(self) -> None:
+        for process in self._processes:
+            self._drop(process)
+        for process in self._ending:
+            process.process.join(TERMINATE_TIMEOUT_S)
+            process.process.kill()  # no effect on one that has ended
+            process.process.join()
 
 
 def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
@@ -228,7 +131,7 @@ def _run_worker(load: Load, job: Job, pipe: Connection) -> None:
                 if not wait:
                     return None
 
-    def send(message: Any) -> None:
+    def send(message: Message) -> None:
         check_stop()
         try:
             with sending:

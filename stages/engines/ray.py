@@ -1,53 +1,59 @@
-"""Units on a Ray cluster, by actors that hold the model and have one unit at a time.
+"""Units on a Ray cluster, by actors that hold the model and have one unit at a time (`stages/engines/pool.py`).
 
 Ray restarts no actor and repeats no call: what becomes of a unit whose actor died is decided here. Only units, numbers
 and results go through Ray; media are read and shards are written by the actors.
 
-An actor is placed where there is room for it, loads its model, and gets its first unit when it says that it is ready.
-So a stage runs with as many as there is room for, and an autoscaler sees those that wait. An actor ends where nothing
-is left for it to do.
+An actor is placed where there is room for it, loads its model, and gets its first unit when it is ready. So a stage
+runs with as many actors as there is room for, and an autoscaler sees those that wait. An actor ends when nothing is
+left for it to do. Its worker has a thread of its own, next to which the actor answers: one thread for everything, since
+torch's number of threads belongs to the thread that sets it, and bytes depend on it.
 """
 
+import logging
 import math
+import os
+import signal
+import socket
+import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import ray
+import xxhash
 from ray.exceptions import RayError
+from ray.job_config import JobConfig
 
+import schemas
 from cache.sets.plans import Unit
 from cache.store.store import Store
-from schemas.activities import activity, announce
-from schemas.errors import LatentpressError
-from schemas.interruption import check_stop, pause
+from schemas import remove_working_directory
+from schemas.activities import activity, announce_by
+from schemas.config.encoding import MOST_READERS, Encoding
+from schemas.config.pipeline import PACKAGES
+from schemas.errors import LatentpressError, UsageError
+from schemas.interruption import Stopped, end_at_once
+from schemas.text_format import shorten
 from stages.engines.jobs import Job, Load, UnitResult
-from stages.engines.ray_cluster import (
-    SHARED_ROOT,
-    ActorProgress,
-    ClusterError,
-    DeviceNotChoosable,
-    RootMismatch,
-    UnitActor,
-    actor_options,
-    actor_settings,
-    connect,
-    describe_death,
-    describe_room,
-    digest_code,
-)
+from stages.engines.pool import Death, Message, WorkerPool, WorkerProcess
 
-MAX_UNIT_TRIES = 3  # of a unit whose actors die; a lost node counts, too
-MAX_LOAD_TRIES = 3  # in a row, of an actor that dies before it is ready
-POLL_S = 1.0  # between two questions to an actor how many members it has done, at least
+POLL_S = 1.0  # between two questions to an actor what it has done, at least
 QUESTIONS_PER_S = 50  # to all of them: an answer takes this program 4 ms where there are 1,000
 ROOM_WARNING_S = 30.0  # after which it is said that there is no room for an actor
 STOP_TIMEOUT_S = 30.0  # until an actor that should end is killed
 OWNER_DIED = "its owner has died"  # in Ray's words for the death of an actor whose program is gone
-SHARED_TIMEOUT_S = 10.0  # until a shard that an actor wrote is seen here
+CONNECT_TIMEOUT_S = 20.0
+HEAD_TIMEOUT_S = 45  # until a cluster whose head does not answer is given up; Ray itself ends programs after 60
+SOURCES = Path(schemas.__file__).resolve().parents[1]
+
+
+class ClusterError(LatentpressError):
+    """The cluster can't be reached, or can't do the work."""
 
 
 def run_units(
@@ -57,257 +63,131 @@ def run_units(
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
-    """See stages.engines.jobs.Engine. ClusterError where the cluster can't be reached or has no room for any actor."""
+    """See stages.engines.jobs.Engine. ClusterError if the cluster can't be reached or has no room for any actor."""
     if ":" in job.resources.device:
         kind = job.resources.device.partition(":")[0]
-        raise DeviceNotChoosable(
+        raise UsageError(
             f"Ray chooses the cards of its workers, and the device is {job.resources.device}",
             f"use --device {kind}; num_gpus of the stage says how many cards a worker has",
         )
-    begun_here = not ray.is_initialized()
-    if begun_here:
-        with activity("connecting to the Ray cluster"):
-            connect(job)
-    try:
-        yield from _ActorPool(load, job, units, advance, warn).run()
-    finally:
-        if begun_here:
-            ray.shutdown()
+    with _watching_head(job), _connected(job):
+        yield from _RayPool(load, job, units, advance, warn).run()
 
 
 @dataclass(eq=False)
-class _Actor:
-    """One actor. number: its place among the workers, from 0. call: what it does now. since: when it began that or made
-    progress. counted: members of its unit that were counted."""
+class _Actor(WorkerProcess):
+    """One actor. call: what it does now. question: what it has done. since: when it began the call or made progress.
+    location: "" until it is placed."""
 
-    number: int
     handle: Any
-    call: ray.ObjectRef
-    since: float
-    state: Literal["starting", "loading", "ready", "encoding"] = "starting"
-    location: str = "not placed yet"
-    unit: Unit | None = None
-    counted: int = 0
-    shown: int = 0  # of its announcements
+    call: ray.ObjectRef | None
     question: ray.ObjectRef | None = None
-    asked: float = 0.0
+    location: str = ""
+
+    def __post_init__(self) -> None:
+        self.since = self.asked = time.monotonic()
 
     def __str__(self) -> str:
-        return f"worker {self.number} ({self.location})"
+        return f"worker {self.number} ({self.location or 'not placed yet'})"
 
-    def begin(self, state: Literal["loading", "ready", "encoding"], call: ray.ObjectRef | None) -> None:
-        self.state, self.since, self.question = state, time.monotonic(), None
-        self.asked = self.since
-        if call is not None:
-            self.call = call
+    def begin(self, call: ray.ObjectRef | None) -> None:
+        self.call = call
+        self.since = self.asked = time.monotonic()
 
 
-class _ActorPool:
-    def __init__(
-        self, load: Load, job: Job, units: Iterator[Unit], advance: Callable[[int], None], warn: Callable[[str], object]
-    ) -> None:
-        self._load, self._job, self._advance, self._warn = load, job, advance, warn
-        self._settings = job.config.stages.ray
-        self._code = digest_code()
-        self._options = actor_options(job.resources)
-        self._units, self._has_more = units, True
-        self._waiting = deque[Unit]()  # for an actor; units of actors that died come first
-        self._actors: list[_Actor] = []
-        self._numbers = set(range(job.resources.worker_count))  # of actors that may be made
-        self._made: Counter[int] = Counter()  # by number
-        self._load_failures: Counter[int] = Counter()  # in a row, by number
-        self._deaths: Counter[str] = Counter()  # by unit
-        self._checked_places: set[str] = set()
+class _RayPool(WorkerPool[_Actor]):
+    advice = (
+        "Ray's logs on that node have its output (/tmp/ray/session_latest/logs/worker-*); every node needs the same "
+        "installation of latentpress, and room in memory for the model"
+    )
+
+    def __init__(self, load: Load, *given: Any) -> None:
+        super().__init__(*given)
+        self._load, self._settings, self._code = load, self._job.config.stages.ray, digest_code()
+        self._options = actor_options(self._job.resources)
         self._last_room = time.monotonic()  # when last an actor was placed
         self._said_no_room = False
 
-    def run(self) -> Iterator[UnitResult]:
-        loading = ExitStack()
-        shown = loading.enter_context(activity("waiting for room on the Ray cluster"))
-        try:
-            while True:
-                self._hand_out()
-                if placed := sum(actor.state != "starting" for actor in self._actors):
-                    shown.description = f"{placed} workers on the Ray cluster load their models"
-                if any(actor.state in ("ready", "encoding") for actor in self._actors):
-                    loading.close()
-                if not self._actors:
-                    return
-                calls = self._open_calls()
-                check_stop()
-                finished, _ = ray.wait([*calls], timeout=POLL_S)
-                for call in finished:  # at most one
-                    yield from self._receive(calls[call], call)
-                yield from self._check_times()
-        finally:
-            loading.close()
-            self._end_all()
+    def _describe_loading(self) -> str:
+        placed = sum(bool(actor.location) for actor in self._processes)
+        return f"{placed} workers on the Ray cluster load their models" if placed else "waiting for room on the cluster"
 
-    def _hand_out(self) -> None:
-        """Give units to actors that are ready, make actors for units that wait, and end actors that nothing waits for:
-        one that is idle has no files and no readers at work."""
-        if time.monotonic() >= self._job.until:
-            self._waiting.clear()
-            self._has_more = False
-        while self._has_more and len(self._waiting) + self._busy < len(self._numbers):
-            unit = next(self._units, None)
-            self._has_more = unit is not None
-            self._waiting += [unit] if unit is not None else []
-        for actor in [actor for actor in self._actors if actor.state == "ready"][: len(self._waiting)]:
-            actor.unit = unit = self._waiting.popleft()
-            named = actor.handle.run_unit.options(name=f"{self._job.stage} {unit.unit_id}")
-            actor.begin("encoding", named.remote(unit, actor.shown))
-        while len(self._actors) < min(len(self._numbers), len(self._waiting) + self._busy):
-            self._make_actor(min(self._numbers - {actor.number for actor in self._actors}))
-        if not self._waiting:
-            for actor in [actor for actor in self._actors if actor.unit is None]:
-                self._actors.remove(actor)
-                ray.kill(actor.handle)
-
-    @property
-    def _busy(self) -> int:
-        return sum(actor.unit is not None for actor in self._actors)
-
-    def _make_actor(self, number: int) -> None:
+    def _start(self, number: int) -> _Actor:
         resources = actor_settings(self._job.resources)
         # An actor has one unit at a time, so the time limit is this program's alone; clocks of machines differ.
         job = replace(self._job, process_index=number, resources=resources, until=math.inf)
-        self._made[number] += 1
-        name = f"{self._job.stage} {number}" + (f" ({self._made[number]})" if self._made[number] > 1 else "")
-        # The namespace is this program's own, so that the names of several do not clash.
         remote: Any = ray.remote  # its types lack the groups
-        actor = remote(concurrency_groups={"control": 1})(UnitActor).options(name=name, **self._options)
-        made = actor.remote(self._load, job)
-        placed = made.locate.options(name=f"{name}: place").remote()
-        self._actors.append(_Actor(number, made, placed, time.monotonic()))
+        actor = remote(concurrency_groups={"control": 1})(UnitActor).options(**self._options)
+        handle = actor.remote(self._load, job)
+        return _Actor(number, handle, handle.locate.options(name=f"{self._job.stage} {number}: place").remote())
+
+    def _send(self, actor: _Actor, unit: Unit) -> bool:
+        actor.begin(actor.handle.run_unit.options(name=f"{self._job.stage} {unit.unit_id}").remote(unit))
+        return True
+
+    def _receive(self) -> Iterator[tuple[_Actor, Message | Death]]:
+        calls = self._open_calls()
+        finished, _ = ray.wait([*calls], timeout=POLL_S)
+        for call in finished:
+            actor = calls[call]
+            try:
+                answer: Any = ray.get(call)
+            except RayError as error:
+                yield actor, self._explain_death(actor, error)
+                continue
+            if call == actor.question:
+                actor.question = None
+            elif not actor.location:
+                actor.location = answer
+                load = actor.handle.load.options(name=f"{self._job.stage} {actor.number}: load")
+                actor.begin(load.remote(self._code))
+                continue
+            else:
+                actor.begin(None)
+            for message in answer:
+                if isinstance(message, int) and message:
+                    actor.since = time.monotonic()
+                yield actor, message
+        yield from self._check_times()
 
     def _open_calls(self) -> dict[ray.ObjectRef, _Actor]:
-        now, calls = time.monotonic(), {actor.call: actor for actor in self._actors}
-        between = max(POLL_S, len(self._actors) / QUESTIONS_PER_S)
-        for actor in self._actors:
-            if actor.state != "encoding":
-                continue
-            if actor.question is None and now - actor.asked >= between:
-                actor.question, actor.asked = actor.handle.progress.remote(actor.shown), now
-            if actor.question is not None:
-                calls[actor.question] = actor
+        now, calls = time.monotonic(), dict[ray.ObjectRef, _Actor]()
+        between = max(POLL_S, len(self._processes) / QUESTIONS_PER_S)
+        for actor in self._processes:
+            if actor.units and actor.question is None and now - actor.asked >= between:
+                actor.question, actor.asked = actor.handle.progress.remote(), now
+            calls |= {call: actor for call in (actor.call, actor.question) if call is not None}
         return calls
 
-    def _receive(self, actor: _Actor, call: ray.ObjectRef) -> Iterator[UnitResult]:
-        """Handle the answer to a call, or the actor's death."""
-        try:
-            answer: Any = ray.get(call)
-        except RayError as error:
-            yield from self._lose(actor, describe_death(error))
-            return
-        if call == actor.question:
-            actor.question = None
-            self._show(actor, answer)
-        elif actor.state == "starting":
-            actor.location = answer
-            load = actor.handle.load.options(name=f"{self._job.stage} {actor.number}: load")
-            actor.begin("loading", load.remote(self._code))
-        elif actor.state == "loading":
-            if answer is not None:
-                raise self._place_error(answer, actor)
-            self._load_failures.pop(actor.number, None)
-            self._advance(0)
-            actor.begin("ready", None)
-        else:
-            progress, result = answer
-            self._show(actor, progress)
-            if isinstance(result, LatentpressError):
-                raise self._place_error(result, actor)
-            actor.unit, actor.counted = None, 0
-            actor.begin("ready", None)
-            self._require_shared_root(actor, result)
-            yield result
-
-    def _show(self, actor: _Actor, progress: ActorProgress) -> None:
-        for message in progress.announced[actor.shown - progress.first :]:
-            announce(f"{actor}: {message}")
-            actor.shown += 1
-        if progress.members != actor.counted:
-            self._advance(progress.members - actor.counted)
-            actor.counted, actor.since = progress.members, time.monotonic()
-
-    def _place_error(self, error: LatentpressError, actor: _Actor) -> LatentpressError:
-        error.message = f"{actor}: {error.message}"
-        return error
-
-    def _require_shared_root(self, actor: _Actor, result: UnitResult) -> None:
-        """The first shard that each actor writes must appear here."""
-        if result.shard_path is None or actor.location in self._checked_places:
-            return
-        store, end = Store(self._job.config.root), time.monotonic() + SHARED_TIMEOUT_S
-        while not store.exists(result.shard_path):
-            if time.monotonic() > end:
-                raise RootMismatch(
-                    f"{actor} wrote {result.shard_path} under {self._job.config.root}, and it is not seen here",
-                    SHARED_ROOT,
-                )
-            pause(0.5)
-        self._checked_places.add(actor.location)
-
-    def _lose(self, actor: _Actor, reason: str) -> Iterator[UnitResult]:
-        """An actor that died, or hangs and is killed here: its unit is done again by another, a few times. ClusterError
-        if the cluster took this program for dead, as it does when Ray ends on this machine: it makes no actor then."""
+    def _explain_death(self, actor: _Actor, error: RayError) -> Death:
+        """ClusterError if the cluster took this program for dead, as it does when Ray ends on this machine: it makes no
+        actor then."""
+        reason = describe_death(error)
         if OWNER_DIED in reason:
             raise ClusterError(
                 f"{actor} was lost: {reason}. The cluster takes this program for dead",
                 "look whether Ray runs on this machine (`ray status`), start it there again, and run the same command "
                 "again; what is done is kept",
             )
-        self._actors.remove(actor)
-        ray.kill(actor.handle)
-        self._advance(-actor.counted)
-        if actor.unit is None:
-            self._lose_unready(actor, reason)
-            return
-        name = actor.unit.unit_id
-        self._deaths[name] += 1
-        if self._deaths[name] < MAX_UNIT_TRIES:
-            self._warn(f"{actor} was lost: {reason}. Its unit {name} is done again by another")
-            self._waiting.appendleft(actor.unit)  # next: at the end the other actors would wait for it
-        else:
-            self._warn(f"{actor} was lost: {reason}. Its unit {name} is left")
-            yield UnitResult(name, None, error=f"{MAX_UNIT_TRIES} workers were lost with it; the last: {reason}")
+        return Death(reason)
 
-    def _lose_unready(self, actor: _Actor, reason: str) -> None:
-        self._load_failures[actor.number] += 1
-        problem = f"{actor} was lost before it was ready: {reason}"
-        if self._load_failures[actor.number] < MAX_LOAD_TRIES:
-            self._warn(f"{problem}. Another takes its place")
-            return
-        self._numbers.discard(actor.number)
-        if not self._numbers:
-            raise ClusterError(
-                f"{problem}; so were all others, {MAX_LOAD_TRIES} times in a row each",
-                "Ray's logs on that node have its output (/tmp/ray/session_latest/logs/worker-*); every node needs the "
-                "same installation of latentpress, and room in memory for the model",
-            )
-        self._warn(f"{problem}, {MAX_LOAD_TRIES} times in a row: it is given up. {len(self._numbers)} others go on")
-
-    def _check_times(self) -> Iterator[UnitResult]:
-        """Replace actors that hang; say where there is no room, and end where there never was."""
+    def _check_times(self) -> Iterator[tuple[_Actor, Death]]:
+        """The actors that hang; say where there is no room, and end where there never was."""
         now, settings = time.monotonic(), self._settings
-        for actor in list(self._actors):
-            if actor.state == "encoding" and now - actor.since > settings.stall_timeout_s:
-                yield from self._lose(
-                    actor, f"it made no progress for {settings.stall_timeout_s:g} s (stages.ray.stall_timeout_s)"
-                )
-            elif actor.state == "loading" and now - actor.since > settings.ready_timeout_s:
-                yield from self._lose(
-                    actor, f"it was not ready after {settings.ready_timeout_s:g} s (stages.ray.ready_timeout_s)"
-                )
-        unplaced = [actor for actor in self._actors if actor.state == "starting"]
-        if len(unplaced) < len(self._actors):
+        for actor in list(self._processes):
+            if actor.units and now - actor.since > settings.stall_timeout_s:
+                limit = f"{settings.stall_timeout_s:g} s (stages.ray.stall_timeout_s)"
+                yield actor, Death(f"it made no progress for {limit}")
+            elif actor.location and not actor.is_ready and now - actor.since > settings.ready_timeout_s:
+                limit = f"{settings.ready_timeout_s:g} s (stages.ray.ready_timeout_s)"
+                yield actor, Death(f"it was not ready after {limit}")
+        unplaced = [actor for actor in self._processes if not actor.location]
+        if len(unplaced) < len(self._processes):
             self._last_room = now
-        for actor in unplaced:
-            if now - actor.since > ROOM_WARNING_S and not self._said_no_room:
-                self._said_no_room = True
-                what = f"{len(unplaced)} of {len(self._actors)} workers are not placed yet"
-                self._warn(f"{what}. {describe_room(self._options)}")
+        if not self._said_no_room and any(now - actor.since > ROOM_WARNING_S for actor in unplaced):
+            self._said_no_room = True
+            what = f"{len(unplaced)} of {len(self._processes)} workers are not placed yet"
+            self._warn(f"{what}. {describe_room(self._options)}")
         if unplaced and now - self._last_room > settings.ready_timeout_s:
             raise ClusterError(
                 f"no worker could be placed for {settings.ready_timeout_s:g} s (stages.ray.ready_timeout_s). "
@@ -315,10 +195,242 @@ class _ActorPool:
                 "add nodes, or lower num_cpus, num_gpus or memory_gib of the stage; what is done is kept",
             )
 
+    def _drop(self, actor: _Actor) -> None:
+        ray.kill(actor.handle)
+
     def _end_all(self) -> None:
         with suppress(RayError):
-            stops = [actor.handle.stop.remote() for actor in self._actors if actor.state in ("ready", "encoding")]
+            stops = [actor.handle.stop.remote() for actor in self._processes if actor.is_ready]
             if stops:
                 ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
-        for actor in self._actors:
+        for actor in self._processes:
             ray.kill(actor.handle)
+
+
+@contextmanager
+def _connected(job: Job) -> Iterator[None]:
+    """In the body this program is connected to the cluster."""
+    if ray.is_initialized():
+        yield
+        return
+    with activity("connecting to the Ray cluster"):
+        _connect(job)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _watching_head(job: Job) -> Iterator[None]:
+    """In the body the cluster's head is asked for a sign of life. If there is none for HEAD_TIMEOUT_S, this process
+    ends with an error, since any call to Ray may wait for ever: also one that connects, or ends the connection."""
+    ended, silent_s = threading.Event(), 0
+
+    def ask() -> None:
+        nonlocal silent_s
+        while not ended.wait(POLL_S):
+            with suppress(RayError, RuntimeError):  # no answer, or the connection has just ended
+                if ray.is_initialized():
+                    ray.cluster_resources()
+                    silent_s = 0
+
+    def watch() -> None:
+        nonlocal silent_s
+        while not ended.wait(1.0):  # counted, as this program may have stood still itself
+            silent_s += 1
+            if silent_s > HEAD_TIMEOUT_S:
+                problem = f"the head of the Ray cluster at {_find_address(job)!r} has not answered for {silent_s} s"
+                advice = (
+                    "look whether its machine is reachable and its process gcs_server runs (`ray status`), or start "
+                    "another cluster; then run the same command again, as what is done is kept"
+                )
+                end_at_once(ClusterError(problem, advice))
+
+    for target in (ask, watch):
+        threading.Thread(target=target, name=f"{target.__name__}-head", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _find_address(job: Job) -> str:
+    address = job.config.stages.ray.address
+    return os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+
+
+def _connect(job: Job) -> None:
+    """Join the cluster as a job of it, which the dashboard shows with the program's command line and with these data.
+    Ray puts the working directory on the import path of its workers, where a file could be named like a module: the
+    folder of our packages takes its place. Its SIGTERM handler would end the program without a report."""
+    address = _find_address(job)
+    about = {"job_name": job.stage, "plan": job.generation, "cache": job.fingerprint, "root": job.config.root}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        if address != "auto":  # Ray would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        with chdir(SOURCES):
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                job_config=JobConfig(metadata=about),
+                runtime_env={"worker_process_setup_hook": "latentpress.add_packages"},
+            )
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise ClusterError(
+            f"the Ray cluster at {address!r} can't be used: {shorten(str(error).strip(), 400)}",
+            "start one (`ray start --head` on one machine, `ray start --address HOST:PORT` on the others), "
+            "or give its HOST:PORT with --address",
+        ) from error
+    except SystemExit as error:  # by that handler
+        signal.signal(signal.SIGTERM, on_sigterm)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise Stopped from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def actor_options(resources: Encoding) -> dict[str, Any]:
+    """Return what an actor takes of a node, and that Ray neither restarts it nor repeats a call."""
+    gpus = resources.num_gpus
+    if gpus is None:
+        wants = resources.device != "cpu" and (resources.device != "auto" or "GPU" in ray.cluster_resources())
+        gpus = 1.0 if wants else 0.0
+    return {
+        "num_cpus": _cpus(resources),
+        "num_gpus": gpus,
+        "memory": None if resources.memory_gib is None else int(resources.memory_gib * 2**30),
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }
+
+
+def _cpus(resources: Encoding) -> float:
+    return float(resources.threads) if resources.num_cpus is None else resources.num_cpus
+
+
+def actor_settings(resources: Encoding) -> Encoding:
+    """An actor's own: a node's cores are not all its own, so the readers are as many as the CPUs it asked for."""
+    readers = resources.readers or max(1, min(MOST_READERS, int(_cpus(resources)) - 1))
+    return resources.changed(workers=1, readers=readers)
+
+
+def describe_room(options: dict[str, Any]) -> str:
+    """Describe what an actor needs, and what is free now."""
+    needs = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+    needs |= {"memory in GiB": options["memory"] / 2**30} if options["memory"] else {}
+    free = ray.available_resources()
+    room = {"CPU": free.get("CPU", 0.0), "GPU": free.get("GPU", 0.0), "memory in GiB": free.get("memory", 0) / 2**30}
+    return (
+        f"A worker needs {', '.join(f'{value:g} {key}' for key, value in needs.items() if value)}; free, on all "
+        f"nodes together: {', '.join(f'{room[key]:g} {key}' for key in needs)}"
+    )
+
+
+def describe_death(error: RayError) -> str:
+    """The last line, which says why; those before it name the actor."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return shorten(lines[-1].rstrip(".") if lines else type(error).__name__, 200)
+
+
+class ActorStopped(Exception):
+    """Ends the worker from within `advance`."""
+
+
+class UnitActor:
+    """A worker on a node of the cluster. Errors for the user are returned, not raised: Ray would wrap them."""
+
+    def __init__(self, load: Load, job: Job) -> None:
+        remove_working_directory()  # for the readers, which this process starts
+        self._load, self._job = load, job
+        self._thread = ThreadPoolExecutor(1, "encode")
+        self._units, self._messages = SimpleQueue[Unit | None](), SimpleQueue[Message]()
+        self._results: Iterator[UnitResult] = iter(())
+        self._stopped = threading.Event()
+
+    def __repr__(self) -> str:
+        """In the dashboard and in logs."""
+        return f"{self._job.stage} {self._job.process_index}"
+
+    def locate(self) -> str:
+        return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
+
+    def load(self, code: str) -> list[Message]:
+        """Check that this node has the program's code, and load the model, which reads the plan under the root."""
+        try:
+            if digest_code() != code:
+                raise ClusterError(
+                    f"the sources of latentpress there ({SOURCES}) are not those of this program",
+                    "install the same version, or check out the same commit, on all nodes, and restart Ray there",
+                )
+            if not Store(self._job.config.root).exists(f"plans/{self._job.generation}/plan.json"):
+                raise ClusterError(
+                    f"there is no plan {self._job.generation} under {self._job.config.root} there",
+                    "the root must be the same place on all nodes: mount it at the same path, or give a URL",
+                )
+            self._thread.submit(self._start).result()
+        except LatentpressError as error:
+            return [error]
+        return [*self._take_messages(), 0]
+
+    def run_unit(self, unit: Unit) -> list[Message]:
+        """What it says until the unit ends. The last one is the result; nothing comes of a worker that is stopped."""
+        self._units.put(unit)
+        try:
+            result = self._thread.submit(next, self._results).result()
+            return [*self._take_messages(), result]
+        except LatentpressError as error:
+            return [error]
+        except ActorStopped:
+            return []
+
+    @ray.method(concurrency_group="control", enable_task_events=False)
+    def progress(self) -> list[Message]:
+        """What the worker has said since it was asked last."""
+        return self._take_messages()
+
+    @ray.method(concurrency_group="control", enable_task_events=False)
+    def stop(self) -> None:
+        """Drop the current unit and end the worker; returns when its files are removed and its readers have ended."""
+        self._stopped.set()
+        self._units.put(None)
+        self._thread.submit(self._close)
+        self._thread.shutdown(wait=True)
+
+    def _take_messages(self) -> list[Message]:
+        said = list[Message]()
+        with suppress(Empty):
+            while True:
+                said.append(self._messages.get(block=False))
+        return said
+
+    def _start(self) -> None:
+        announce_by(self._messages.put)
+        self._results = self._load(self._job).run_units(self._take, self._advance)
+
+    def _close(self) -> None:
+        if hasattr(self._results, "close"):
+            self._results.close()
+
+    def _take(self, wait: bool) -> Unit | None:
+        try:
+            return self._units.get(block=wait)
+        except Empty:
+            return None
+
+    def _advance(self, n: int) -> None:
+        if self._stopped.is_set():
+            raise ActorStopped
+        self._messages.put(n)
+
+
+def digest_code() -> str:
+    """Hash the sources that determine what a worker does."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
+        digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

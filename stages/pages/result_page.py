@@ -251,7 +251,7 @@ def compare_samples(
         frames = len(frame_indices(shape.frames)) + given
         pictures += 3 * frames * len(indices)
     max_bytes = MAX_PAGE_BYTES // max(1, pictures)
-    autoencoder = base.load_autoencoder(config, model_loading.select_device(resources))
+    autoencoder = base.load_autoencoder(config.model, config.latents, model_loading.select_device(resources))
     rows = [row for indices in chosen.values() for row in indices]
     with closing(read_samples(encoded.table, rows, make_original_reader, resources.workers)) as originals:
         for item, original in originals:

@@ -74,7 +74,8 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def decoded(home: Project, latent: Path) -> np.ndarray:
-    autoencoder = base.load_autoencoder(home.config(), torch.device("cpu"))
+    config = home.config()
+    autoencoder = base.load_autoencoder(config.model, config.latents, torch.device("cpu"))
     return np.asarray(autoencoder.decode(torch.from_numpy(decode.read_latent(latent)[0])[None])[0, 0])
 
 
@@ -314,7 +315,8 @@ def test_latents_that_are_shifted_already_are_not_shifted_again(project) -> None
 
     home = project("z-image")
     folder = make_tiny(home.folder / "taef")
-    loaded = load_tiny_autoencoder(home.config(f"validation.preview_autoencoder={folder}"), torch.device("cpu"))
+    config = home.config()
+    loaded = load_tiny_autoencoder(config.model, config.latents, str(folder), torch.device("cpu"))
     tiny, latents = AutoencoderTiny.from_pretrained(folder), torch.randn(1, 16, 1, 4, 4)
     expected = tiny.decode(latents[:, :, 0] / tiny.config.scaling_factor + tiny.config.shift_factor).sample
     shown = loaded.decode(latents)[:, 0].permute(0, 3, 1, 2).float() / 255

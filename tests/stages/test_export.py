@@ -10,7 +10,6 @@ from cache.sets.set_lookup import find_set
 from cache.store.store import Store
 from schemas.cli.console import INCOMPLETE, USAGE, Options, run_program
 from stages import bucket, discover, encode_latents, encode_text, export, index, verify
-from stages.encoding.stage_options import UsageError
 
 
 def command(home: Any, capsys: pytest.CaptureFixture, *overrides: str, **own: Any) -> tuple[int, dict]:
@@ -62,9 +61,3 @@ def test_without_a_set_it_names_the_program_that_makes_one(project, capsys) -> N
     home.config()
     code, report = command(home, capsys)
     assert code == INCOMPLETE and "latentpress index" in report["error"]["next_step"]
-
-
-def test_it_is_not_divided(project) -> None:
-    home = project()
-    with pytest.raises(UsageError, match="--shard"):
-        home.run(export.run, shard="0/2")

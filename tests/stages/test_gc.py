@@ -10,8 +10,8 @@ from cache.sets import rejects
 from cache.sets.rejects import make_reject
 from cache.store.layout import is_project_file
 from cache.store.store import Store
+from schemas.errors import UsageError
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
-from stages.encoding.stage_options import UsageError
 
 ENCODE = (encode_text, encode_latents)
 

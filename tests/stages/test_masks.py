@@ -26,13 +26,26 @@ PERSON = {"classes": ["person"]}
 
 
 @pytest.fixture
-def photos(project: Any) -> Project:
+def photos(project: Any, built: Any) -> Project:
     """Six pictures of two shapes."""
-    home = masking(project, **PERSON)
+    return built(masking(project, **PERSON), discover_six)
+
+
+def discover_six(home: Project) -> None:
     for number in range(6):
         home.image(f"{number}.png", (80, 48) if number % 3 else (48, 80), f"picture {number}", number)
     home.run(discover.run)
-    return home
+
+
+@pytest.fixture
+def masked(photos: Project, built: Any) -> Project:
+    """The six pictures with their masks, planned."""
+    return built(photos, mask_six)
+
+
+def mask_six(home: Project) -> None:
+    home.run(masks.run)
+    home.run(bucket.run)
 
 
 def planned(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
@@ -168,9 +181,8 @@ def test_own_masks_win(photos: Project) -> None:
     assert latent_masks(photos)[planned(photos)["1.png"]["sample_id"]].all()
 
 
-def test_other_settings_are_other_masks_and_other_samples(photos: Project) -> None:
-    photos.run(masks.run)
-    photos.run(bucket.run)
+def test_other_settings_are_other_masks_and_other_samples(masked: Project) -> None:
+    photos = masked
     before, first = planned(photos), made(photos)
     inverted = "masks.invert=true"
     photos.run(masks.run, inverted)
@@ -183,9 +195,9 @@ def test_other_settings_are_other_masks_and_other_samples(photos: Project) -> No
     assert planned(photos) == before
 
 
-def test_edges(photos: Project) -> None:
+def test_edges(masked: Project) -> None:
     """Grown by pixels on all sides, and blurred."""
-    photos.run(masks.run)
+    photos = masked
     grown, blurred = ("masks.grow=2", "masks.min_area=0"), ("masks.blur=1.5", "masks.min_area=0")
     for overrides in (grown, blurred):
         photos.run(masks.run, *overrides)
@@ -230,9 +242,8 @@ def test_a_model_or_class_that_is_none(photos: Project, tiny: Any, masked: dict,
     assert step in caught.value.next_step
 
 
-def test_masks_are_verified_repaired_and_kept_by_gc(photos: Project) -> None:
-    photos.run(masks.run)
-    photos.run(bucket.run)
+def test_masks_are_verified_repaired_and_kept_by_gc(masked: Project) -> None:
+    photos = masked
     kept = photos.shards("masks")
     assert photos.run(verify.run).exit_code == 0
     name = max(kept, key=lambda name: len(kept[name]))
@@ -251,13 +262,11 @@ def test_masks_are_verified_repaired_and_kept_by_gc(photos: Project) -> None:
     assert photos.shards("masks") == kept
 
 
-def test_masks_that_are_gone_stop_a_stage_and_change_nothing(photos: Project) -> None:
-    photos.run(masks.run)
-    photos.run(bucket.run)
-    shutil.rmtree(photos.root / "masks")
+def test_masks_that_are_gone_stop_a_stage_and_change_nothing(masked: Project) -> None:
+    shutil.rmtree(masked.root / "masks")
     with pytest.raises(LatentpressError, match="files that were looked for are missing") as caught:
-        photos.run(encode_latents.run)
-    assert "latentpress masks" in caught.value.next_step and not (photos.root / "latents").exists()
+        masked.run(encode_latents.run)
+    assert "latentpress masks" in caught.value.next_step and not (masked.root / "latents").exists()
 
 
 def test_a_damaged_mask_is_made_again_and_then_encoded(photos: Project) -> None:

@@ -39,7 +39,8 @@ def show(home, *overrides: str, **own: Any) -> tuple[Report, Any]:
 
 def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
     """uint8 clips encoded, without drawing from the posterior, and decoded, outside of the program."""
-    autoencoder = base.load_autoencoder(home.config(), torch.device("cpu"))
+    config = home.config()
+    autoencoder = base.load_autoencoder(config.model, config.latents, torch.device("cpu"))
     found = []
     for clip in clips_THWC:
         latents = autoencoder.encode(torch.from_numpy(sample_reader.normalize_pixels(clip))[None], [0], "mode")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.encoding.stage_options import UsageError
+from schemas.errors import UsageError
 from stages.media.files import MediaError
 from stages.pages.html import Section, render_template
 from stages.pages.pictures import Picture

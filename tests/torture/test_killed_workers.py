@@ -171,7 +171,7 @@ def test_a_text_that_always_kills_its_worker_is_named_and_the_rest_is_done(
         # Skipped: published by a worker that died before it had said so.
         assert (report.exit_code, report.remaining, report.done + report.skipped) == (INCOMPLETE, 1, 10)
         (failed,) = report.failed
-        assert f"died {local.MAX_UNIT_TRIES} times" in failed["message"]
+        assert "workers were lost with it" in failed["message"]
         lost = [name for name in expected if failed["item"] in name]
         assert stage.files().items() == {name: expected[name] for name in expected if name not in lost}.items()
 
@@ -188,46 +188,6 @@ def job_of(folder: Path) -> Job:
         {"root": str(folder), "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     )
     return Job(config, "generation", "fingerprint", Encoding(workers=2))
-
-
-class Dying:
-    """A worker that dies of the unit "deadly", and with others waits until one has died."""
-
-    def __init__(self, job: Job) -> None:
-        self.folder = Path(job.config.root)
-
-    def run_units(self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]) -> Iterator[UnitResult]:
-        while (unit := take(True)) is not None:
-            if unit.unit_id == "deadly" and once(self.folder / "dead"):
-                (self.folder / "number").write_text(str(os.getpid()))
-                (self.folder / "number").rename(self.folder / "deceased")
-                die()
-            wait_for((self.folder / "deceased").exists)
-            number = int((self.folder / "deceased").read_text())
-            wait_for(lambda number=number: number not in {each for each, *_ in processes()})
-            yield UnitResult(unit.unit_id, unit.unit_id, encoded=1)
-
-
-def test_a_unit_for_a_worker_that_has_died_meanwhile(tmp_path, workers, monkeypatch) -> None:
-    """Its death is noticed after a unit was sent to it: that one is done by another, too."""
-    pool = local._WorkerPool(Dying, job_of(tmp_path), lambda n: None, lambda message: None)
-    names = ["deadly", *(f"u{number}" for number in range(8))]
-    units = [Unit(name, "latents", "8x8@1", ("a",), 1) for name in names]
-    wait, waited = local.wait, []
-
-    def late(pipes: list[Connection], timeout: float | None = None) -> list:
-        """The first time, only what those say that live."""
-        waited.append(pipes)
-        if len(waited) > 1:
-            return wait(pipes, timeout)
-        wait_for((tmp_path / "deceased").exists)
-        number = int((tmp_path / "deceased").read_text())
-        return wait([each.pipe for each in pool._processes if each.process.pid != number], timeout)
-
-    monkeypatch.setattr(local, "wait", late)
-    held = iter([*units[:2], None, *units[2:]])  # None: no more until a unit is done, so that there is room for more
-    outcomes = list(pool.run(held))  # type: ignore[arg-type]
-    assert sorted(outcome.unit_id for outcome in outcomes) == names and all(outcome.shard_path for outcome in outcomes)
 
 
 class Orphan:
@@ -276,8 +236,7 @@ def test_a_worker_without_its_program_cleans_up_undisturbed(tmp_path, workers, m
     root.mkdir()
 
     def work() -> None:
-        pool = local._WorkerPool(Orphan, job_of(root), lambda n: None, lambda message: None)
-        list(pool.run(iter([Unit("u0", "latents", "8x8@1", ("a",), 1)])))
+        list(local.run_units(Orphan, job_of(root), iter([Unit("u0", "latents", "8x8@1", ("a",), 1)]), lambda n: None))
 
     def late(number: int, sent: int) -> None:
         """The signal comes in the middle of the cleaning up."""

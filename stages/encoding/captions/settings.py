@@ -13,8 +13,8 @@ from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import PIXEL_MULTIPLE, Caption, Model
 from schemas.config.pipeline import Config
+from schemas.errors import UsageError
 from schemas.recipe import caption_settings
-from stages.encoding.stage_options import UsageError
 from stages.planning.candidates import passes_filter
 from stages.planning.items import ItemRequest
 

@@ -60,7 +60,7 @@ class CaptionWorker(UnitWorker):
         try:
             return self._describer.inputs.prepare(shown, self._questions, seed)
         except ValueError as error:
-            path = self._path(name)
+            path = self.path(name)
             raise MediaError("image-shape", path, f"can't be shown to the model ({error})", "crop it") from error
 
     def cost(self, batch: list[PreparedItem]) -> int:
@@ -83,7 +83,7 @@ class CaptionWorker(UnitWorker):
                 faults.append((question, fault))
             if not captions:
                 first = faults[0][1]
-                yield RefusedMember(name, MediaError(first.reason, self._path(name), first.problem, first.advice))
+                yield RefusedMember(name, MediaError(first.reason, self.path(name), first.problem, first.advice))
                 continue
             info = {"captions": captions, **item_info(self.plan.samples[name])}
             if faults:
@@ -95,9 +95,6 @@ class CaptionWorker(UnitWorker):
             yield f"described {UNQUANTIZED}: {', '.join(self._describer.unquantized)}"
         for fault in row.info.get("faults", ()):
             yield f"without the caption of one prompt ({shorten(fault['prompt'])}): {fault['reason']}"
-
-    def _path(self, name: str) -> str:
-        return self.plan.active_rows.get(name, self.plan.samples[name])["path"]
 
 
 MOST_REPEATS = 3  # of a phrase, one after the other, and of a sentence or tag anywhere

@@ -13,8 +13,8 @@ from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Features
 from schemas.config.pipeline import Config
+from schemas.errors import UsageError
 from schemas.recipe import features_settings
-from stages.encoding.stage_options import UsageError
 from stages.encoding.vision.features import PATCH_SIZE, is_dinov2
 from stages.planning.items import ItemRequest
 

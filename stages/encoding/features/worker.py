@@ -155,8 +155,7 @@ class PreparedItem:
     layouts: np.ndarray
     measures: dict[str, Any]
 
-    @property
-    def frame_count(self) -> int:
+    def __len__(self) -> int:
         return 1 if self.frames is None else len(self.frames)
 
 
@@ -192,14 +191,6 @@ class FeaturesWorker(FrameWorker):
         if self._model is not None:
             shown = self._model.show(frames, Bucket.parse(sample["geometry"]["bucket"]))
         return PreparedItem(shown, layouts(frames[len(frames) // 2]).astype(np.float16), measures)
-
-    def cost(self, batch: list[PreparedItem]) -> int:
-        """Frames."""
-        return sum(item.frame_count for item in batch)
-
-    def indivisible(self, batch: list[PreparedItem], limit: int) -> bool:
-        """At one frame a pass: a clip may take several passes of at most `limit` frames."""
-        return min(self.cost(batch), limit) <= 1
 
     def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow]:
         frames = [item.frames for item in batch if item.frames is not None]

@@ -25,7 +25,7 @@ LOGITS = ("logits", "class_queries_logits", "masks_queries_logits", "pred_masks"
 PROBABILITY = 0.5  # where masks.threshold gives none
 #: Model types that a user may expect here, and why they are refused.
 REFUSED = {
-    "vitmatte": "takes a trimap, a rough mask of each picture, which there is none of",
+    "vitmatte": "takes a trimap, a rough mask of each picture",
     "oneformer": "needs a table of classes that is not a part of its checkpoint",
     **dict.fromkeys(
         ("sam2", "sam2_video", "sam3", "sam3_video", "sam3_tracker", "edgetam"), "has no image processor of Pillow"

@@ -12,9 +12,9 @@ from cache.store.store import Store
 from schemas.config.datasets import MAX_CLIP_FRAMES, Dataset
 from schemas.config.encoding import Masks
 from schemas.config.pipeline import Config
+from schemas.errors import UsageError
 from schemas.geometry import Bucket
 from schemas.recipe import masks_settings
-from stages.encoding.stage_options import UsageError
 from stages.planning.items import ItemRequest
 
 ADVICE = (

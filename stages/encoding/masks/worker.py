@@ -30,6 +30,9 @@ class PreparedItem:
     frames: np.ndarray
     box: Box
 
+    def __len__(self) -> int:
+        return len(self.frames)
+
 
 class MasksWorker(FrameWorker):
     """Members are items whose frames are masked one by one."""
@@ -53,18 +56,10 @@ class MasksWorker(FrameWorker):
         if crop is None:
             problem = f"has no box in its picture as x, y, width, height in column {self._masks.box_column!r}"
             step = "write one and run `latentpress discover`"
-            raise MediaError("no-box", self._path(name), problem, step)
+            raise MediaError("no-box", self.path(name), problem, step)
         inside, across, down = Bucket.parse(crop["bucket"]), width / crop["resize_w"], height / crop["resize_h"]
         left, top = crop["x"] * across, crop["y"] * down
         return PreparedItem(read.frames, (left, top, left + inside.width * across, top + inside.height * down))
-
-    def cost(self, batch: list[PreparedItem]) -> int:
-        """Frames."""
-        return sum(len(item.frames) for item in batch)
-
-    def indivisible(self, batch: list[PreparedItem], limit: int) -> bool:
-        """At one frame a pass: a clip may take several passes of at most `limit` frames."""
-        return min(self.cost(batch), limit) <= 1
 
     @torch.no_grad()
     def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow | RefusedMember]:
@@ -89,7 +84,7 @@ class MasksWorker(FrameWorker):
             sought = ", ".join(self._masks.classes) or "what is in the box"
             problem = f"has a mask of which a share of {min(white, 1 - white):.2g} is {color} ({sought})"
             step = "try another masks.threshold or other masks.classes, or draw a mask (mask_data)"
-            yield RefusedMember(name, MediaError(reason, self._path(name), problem, step))
+            yield RefusedMember(name, MediaError(reason, self.path(name), problem, step))
 
     def _finish(self, found_THW: torch.Tensor) -> np.ndarray:
         """uint8 (T, H, W): 255 is trained on."""
@@ -102,9 +97,6 @@ class MasksWorker(FrameWorker):
             blur = ImageFilter.GaussianBlur(self._masks.blur)
             mask_THW = np.stack([np.asarray(Image.fromarray(mask).filter(blur)) for mask in mask_THW])
         return 255 - mask_THW if self._masks.invert else mask_THW
-
-    def _path(self, name: str) -> str:
-        return self.plan.active_rows.get(name, self.plan.samples[name])["path"]
 
 
 def write_png(mask_THW: np.ndarray) -> bytes:

@@ -15,7 +15,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from cache.models.weights import load_pretrained
 from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest, request_error
 from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.qwen_vl import PrefixCroppedEncoder
+from stages.encoding.text.qwen_image import PrefixCroppedEncoder
 from stages.encoding.text.qwen_vl_images import (
     CachedImageProcessor,
     ImagePromptModel,

@@ -1,15 +1,61 @@
-"""Qwen-Image: Qwen2.5-VL's hidden states of the caption and of the template's end, equal to the pipeline's
-`encode_prompt`. An over-long prompt loses its end, that of the template included."""
+"""Qwen2.5-VL as the text encoder of several families: the hidden states of a prompt without the tokens of the
+template's prefix, which is computed once (`prefix_cache.py`).
+
+Qwen-Image: those of the caption and of the template's end, equal to the pipeline's `encode_prompt`. An over-long prompt
+loses its end, the template's end included.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
 
-from stages.encoding.text.base import TextRequest
+from cache.models.weights import WeightsError
+from stages.encoding.text.base import TextEncoder, TextRequest, request_error
 from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.qwen_vl import PrefixCroppedEncoder
 from stages.encoding.text.reader import PreparedPrompt
+
+
+class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
+    """max_length: tokens kept after the template's prefix, whose length the template states."""
+
+    def _load_qwen(self, folder: Path) -> Any:
+        """Qwen2.5-VL, without its vision model where the template has no image. WeightsError for a tokenizer that makes
+        fewer tokens of the template than are cut off."""
+        template, template_tokens = self.template, len(self._ids(self.template.render("")))
+        if not template.with_image and template_tokens <= self.crop:
+            raise WeightsError(
+                f"{self.source}: its tokenizer makes {template_tokens} tokens of the template {template.name} "
+                f"with an empty caption, and the pipeline cuts the first {self.crop} off: no token of a short caption "
+                "would be left",
+                "use tokenizer/ of the repository that the text encoder is from",
+            )
+        # Loaded whole, as by the pipeline, so that the weights' names are understood in any checkpoint; then used
+        # without lm_head, whose output for every token would be far larger than what is kept.
+        unused = ("lm_head",) if template.with_image else ("lm_head", "model.visual")
+        return self._language_model(Qwen2_5_VLForConditionalGeneration, folder, unused)
+
+    @property
+    def crop(self) -> int:
+        assert self.template.crop is not None, f"{self.template.name} names no prefix length"
+        return self.template.crop
+
+    def _check_length(self, ids: list[int], request: TextRequest) -> None:
+        """RequestError where no token would be left."""
+        if len(ids) <= self.crop:
+            problem = f"it has {len(ids)} tokens with its template, of which the first {self.crop} are cut off"
+            raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
+
+    def _embed(
+        self, batch: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """embeds_LD of each prompt, in one forward pass, or another one for prompts that do not begin with the
+        template's own ids; and `others` on the device, which go there in the same copy."""
+        hidden, sent = self._reader.hidden_states(batch, others)
+        embeds = [hidden_LD[self.crop - prompt.shared :] for prompt, hidden_LD in zip(batch, hidden, strict=True)]
+        return embeds, sent
 
 
 class Encoder(PrefixCroppedEncoder):

@@ -2,7 +2,6 @@
 
 import importlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,8 +14,7 @@ from cache.models.compatibility import check_autoencoder, preview_model
 from cache.models.weights import config_errors, load_part, load_pretrained, read_component_config
 from cache.shards.shard import ShardRow
 from cache.store.damage import DamageError
-from schemas.config.encoding import Latents
-from schemas.config.pipeline import Config
+from schemas.config.encoding import Latents, Model
 from schemas.devices import to_device
 from schemas.errors import LatentpressError
 from schemas.family import Family, Normalization
@@ -52,10 +50,11 @@ DEFAULT_MEMORY_OPTIONS = MemoryOptions()
 SCALED = Normalization()  # by the scaling_factor alone
 
 
-class Autoencoder(ABC):
+class Autoencoder:
     """Loads a family's autoencoder once, for inference.
 
-    Each family's `Autoencoder` names the class in diffusers and computes `_parameters` and `_decode` with it.
+    Each family's `Autoencoder` names the class in diffusers. One for images computes `_parameters` and `_decode`
+    without the axis of time.
     """
 
     vae_class: Any
@@ -89,14 +88,9 @@ class Autoencoder(ABC):
                 tile_sample_stride_width=stride,
             )
 
-    def settings(self) -> dict[str, bool | int]:
-        """Return what determines the latents beside weights and dtype, read back from the autoencoder itself."""
-        vae = self._vae
-        if not vae.use_tiling:
-            return {"tiling": False}
-        assert vae.tile_sample_min_height == vae.tile_sample_min_width
-        assert vae.tile_sample_stride_height == vae.tile_sample_stride_width
-        return {"tiling": True, "tile": vae.tile_sample_min_height, "tile_stride": vae.tile_sample_stride_height}
+    def library_settings(self) -> dict[str, bool | int]:
+        """Return the settings in the fingerprint that diffusers decides."""
+        return {}
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: PosteriorMode) -> torch.Tensor:
@@ -119,28 +113,28 @@ class Autoencoder(ABC):
         """C of latents in the model's space."""
         return latent_channels(self._vae.config)
 
-    @abstractmethod
     def _parameters(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:
         """The posterior's parameters of latents_BCTHW: mean and log-variance along the second axis."""
+        return self._vae.encode(pixels_BCTHW).latent_dist.parameters
 
-    @abstractmethod
     def _decode(self, z_BCTHW: torch.Tensor) -> torch.Tensor:
         """pixels_BCTHW in [-1, 1] of the autoencoder's own latents."""
+        return self._vae.decode(z_BCTHW).sample
 
 
-def load_autoencoder(config: Config, where: torch.device) -> Autoencoder:
+def load_autoencoder(model: Model, latents: Latents, device: torch.device) -> Autoencoder:
     """The family's autoencoder, from the file under stages/encoding/vae/ that the catalog names."""
-    family, model = config.model.family_spec, config.model
+    family = model.family_spec
     module = importlib.import_module(f"stages.encoding.vae.{family.autoencoder}")
-    dtype = getattr(torch, config.latents.precision or model.precision)
-    options = MemoryOptions.of(config.latents, family)
+    dtype = getattr(torch, latents.precision or model.precision)
+    options = MemoryOptions.of(latents, family)
     check_autoencoder(model)
     with model_loading.loading_errors(model, "vae"):
-        loaded = module.Autoencoder(model.source, model.revision, dtype, where, options, family.normalization)
-    expected = config.latents.settings(family)
-    if loaded.settings() != expected:
+        loaded = module.Autoencoder(model.source, model.revision, dtype, device, options, family.normalization)
+    found, expected = loaded.library_settings(), latents.settings(family)
+    if not found.items() <= expected.items():
         raise LatentpressError(
-            f"the installed diffusers encodes with {loaded.settings()}, and the cache's fingerprint is of {expected}",
+            f"the installed diffusers encodes with {found}, and the cache's fingerprint is of {expected}",
             "install the tested versions (constraints.txt)",
         )
     return loaded
@@ -307,17 +301,16 @@ class TinyAutoencoder:
         return to_uint8(decoded.unsqueeze(2))
 
 
-def load_tiny_autoencoder(config: Config, where: torch.device) -> TinyAutoencoder:
-    """Load that of `validation.preview_autoencoder`, which `check_preview_autoencoder` has passed."""
+def load_tiny_autoencoder(model: Model, latents: Latents, source: str, device: torch.device) -> TinyAutoencoder:
+    """source: `validation.preview_autoencoder`, which `check_preview_autoencoder` has passed."""
     from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
 
-    model, source = config.model, config.validation.preview_autoencoder
     normalization = model.family_spec.normalization
-    assert source is not None and replace(normalization, mean=None) == Normalization()
+    assert replace(normalization, mean=None) == Normalization()
     large = read_component_config(model.source, model.revision, "vae")
     offset = 0.0 if normalization.mean else (large.get("shift_factor") or 0.0) * large["scaling_factor"]
     folder = preview_model(source).fetch()
-    dtype = getattr(torch, config.latents.precision or model.precision)
+    dtype = getattr(torch, latents.precision or model.precision)
     with model_loading.reading_errors(source, "the tiny autoencoder"):
         vae = load_pretrained(AutoencoderTiny, folder, torch_dtype=dtype)
-    return TinyAutoencoder(vae.to(where).eval(), offset)
+    return TinyAutoencoder(vae.to(device).eval(), offset)

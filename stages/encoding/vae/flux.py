@@ -24,12 +24,6 @@ class Autoencoder(base.Autoencoder):
             vae.tile_latent_min_size = memory_options.tile >> (len(vae.config.block_out_channels) - 1)
             vae.tile_overlap_factor = 1 - memory_options.tile_stride / memory_options.tile
 
-    def settings(self) -> dict[str, bool | int]:
-        side = self._vae.tile_sample_min_size
-        if not self._vae.use_tiling:
-            return {"tiling": False}
-        return {"tiling": True, "tile": side, "tile_stride": int(side * (1 - self._vae.tile_overlap_factor))}
-
     def _parameters(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:
         assert pixels_BCTHW.shape[2] == 1, f"an image has one frame: {tuple(pixels_BCTHW.shape)}"
         return self._vae.encode(pixels_BCTHW[:, :, 0]).latent_dist.parameters.unsqueeze(2)

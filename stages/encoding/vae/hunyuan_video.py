@@ -46,23 +46,13 @@ class Autoencoder(base.Autoencoder):
         if memory_options.chunk_frames is not None:
             apply_chunking(vae, memory_options.chunk_frames)
 
-    def settings(self) -> dict[str, bool | int]:
-        """window, stride, chunk_frames: frames."""
-        chunk = getattr(self._vae, "chunk_frames", None)
+    def library_settings(self) -> dict[str, bool | int]:
+        """window, stride: frames."""
         return {
-            **super().settings(),
             "framewise": self._vae.use_framewise_encoding,
             "window": self._vae.tile_sample_min_num_frames,
             "stride": self._vae.tile_sample_stride_num_frames,
-            **({} if chunk is None else {"chunk_frames": chunk}),
         }
-
-    def _parameters(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:
-        assert pixels_BCTHW.shape[2] % 4 == 1, f"frames: {tuple(pixels_BCTHW.shape)}"
-        return self._vae.encode(pixels_BCTHW).latent_dist.parameters
-
-    def _decode(self, z_BCTHW: torch.Tensor) -> torch.Tensor:
-        return self._vae.decode(z_BCTHW).sample
 
 
 NORM_CHUNKS = 8  # of a group norm: its temporary memory is an eighth of the activation
@@ -79,7 +69,6 @@ def apply_chunking(vae: Any, frames: int) -> None:
             setattr(module, "forward", partial(residual_block, module, frames=frames))  # noqa: B010
         elif isinstance(module, HunyuanVideoMidBlock3D):
             setattr(module, "forward", partial(mid_block, module))  # noqa: B010
-    vae.chunk_frames = frames
 
 
 def chunked_conv(conv: Any, x_BCTHW: torch.Tensor, frames: int, over: bool = False) -> torch.Tensor:

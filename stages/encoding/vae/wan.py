@@ -6,7 +6,6 @@ before. So the memory does not grow with the length of a clip, and `latents.chun
 
 from typing import Any
 
-import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
 from stages.encoding.vae import base
@@ -26,16 +25,3 @@ class Autoencoder(base.Autoencoder):
             patch = vae.config.patch_size or 1
             vae.tile_sample_min_height = vae.tile_sample_min_width = memory_options.tile // patch
             vae.tile_sample_stride_height = vae.tile_sample_stride_width = memory_options.tile_stride // patch
-
-    def settings(self) -> dict[str, bool | int]:
-        """tile, tile_stride: pixels, in encoding."""
-        patch = self._vae.config.patch_size or 1
-        pixels = {"tile", "tile_stride"}
-        return {key: value * patch if key in pixels else value for key, value in super().settings().items()}
-
-    def _parameters(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:
-        assert pixels_BCTHW.shape[2] % 4 == 1, f"frames: {tuple(pixels_BCTHW.shape)}"
-        return self._vae.encode(pixels_BCTHW).latent_dist.parameters
-
-    def _decode(self, z_BCTHW: torch.Tensor) -> torch.Tensor:
-        return self._vae.decode(z_BCTHW).sample

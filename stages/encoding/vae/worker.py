@@ -41,7 +41,7 @@ class LatentsWorker(UnitWorker):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.precision = self.config.latents.precision or self.config.model.precision
-        self._autoencoder = base.load_autoencoder(self.config, self.device)
+        self._autoencoder = base.load_autoencoder(self.config.model, self.config.latents, self.device)
         self.provenance["slicing"] = self.config.latents.slicing
         self._dtype = getattr(torch, self.precision)
         self._stride = self.config.model.family_spec.temporal_stride

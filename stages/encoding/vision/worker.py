@@ -125,14 +125,6 @@ class VisionWorker(FrameWorker):
         assert read is not None and read.frames is not None
         return resize_frames(read.frames, patch_grid(self._bucket(name), self._size), self._threads.map)
 
-    def cost(self, batch: list[np.ndarray]) -> int:
-        """Frames."""
-        return sum(len(frames_FHWC) for frames_FHWC in batch)
-
-    def indivisible(self, batch: list[np.ndarray], limit: int) -> bool:
-        """At one frame a pass: a clip may take several passes of at most `limit` frames."""
-        return min(self.cost(batch), limit) <= 1
-
     def encode(self, names: list[str], batch: list[np.ndarray], limit: int) -> Iterator[ShardRow]:
         grid = stored_grid(self._bucket(names[0]), self._size, self._family.side_multiple)
         clips = self._encoder.clips(batch, grid, self._family.temporal_stride, limit)

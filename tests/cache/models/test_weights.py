@@ -222,7 +222,8 @@ def test_damaged_weights_are_named(tiny, tmp_path, name):
     from stages.encoding.vae import base
 
     with pytest.raises(WeightsError, match="vae") as caught:
-        base.load_autoencoder(config, model_loading.select_device(Resources(device="cpu", threads=1)))
+        device = model_loading.select_device(Resources(device="cpu", threads=1))
+        base.load_autoencoder(config.model, config.latents, device)
     assert "whole copy" in caught.value.next_step
 
 

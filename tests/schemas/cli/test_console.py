@@ -31,14 +31,14 @@ def test_options_reach_the_program(here):
         return Report("probe")
 
     arguments = ["--set", "train.steps=7", "--set", "train.seed=1", "--shard", "1/3", "--device", "cuda:1"]
-    result = call(run, *arguments, "--workers", "4", "--dry-run")
+    result = call(run, *arguments, "--workers", "4", "--dry-run", divided=True)
     assert result.exit_code == OK, result.output
     config, options = seen[0]
     assert (config.train.steps, config.train.seed) == (7, 1)
     overrides = ("train.steps=7", "train.seed=1")
     expected = Options(Path("pipeline.yaml"), overrides, True, False, Partition(1, 3), "cuda:1", 4)
     assert options == expected
-    assert call(run, *options.argv()).exit_code == OK
+    assert call(run, *options.argv(), divided=True).exit_code == OK
     assert seen[1] == seen[0], "argv() gives the same options to another program"
 
 
@@ -58,10 +58,12 @@ def test_options_without_use_are_read_and_not_shown(here):
         seen.append(options)
         return Report("probe")
 
-    text = call(run, "--help", unused=("shard", "workers")).stdout
+    text = call(run, "--help", unused=("workers",)).stdout
     assert "--shard" not in text and "--workers" not in text and "--device" in text
-    assert "--shard" in call(run, "--help").stdout
-    assert call(run, "--shard", "1/3", unused=("shard",)).exit_code == OK and seen[0].partition == Partition(1, 3)
+    assert "--shard" in call(run, "--help", divided=True).stdout
+    assert call(run, "--workers", "3", unused=("workers",)).exit_code == OK and seen[0].workers == 3
+    refused = call(run, "--shard", "1/3")
+    assert refused.exit_code == USAGE and "can't be divided" in refused.stderr and len(seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_options_without_use_are_read_and_not_shown(here):
     ],
 )
 def test_wrong_usage_ends_with_2_and_prints_no_report(here, arguments):
-    result = call(lambda config, options, console: Report("probe"), *arguments)
+    result = call(lambda config, options, console: Report("probe"), *arguments, divided=True)
     assert result.exit_code == USAGE
     assert result.stdout == ""
     assert "Error: " in result.stderr

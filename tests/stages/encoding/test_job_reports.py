@@ -15,12 +15,11 @@ from stages.encoding import job_reports
 from stages.encoding.job_reports import (
     MAX_SHOWN,
     JobReport,
-    JobReporter,
     list_jobs,
     read_reports,
+    reported,
     sum_rates,
 )
-from stages.engines.jobs import UnitResult
 from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
@@ -47,9 +46,9 @@ def rows(home: Project, **options: bool) -> tuple[dict, list[dict]]:
     return row, [row for row in details.get("jobs", []) if row["stage"] == STAGE]
 
 
-def reporter(root: object, stopped_by: str = "", **about: object) -> JobReporter:
-    given = {"program": STAGE, "engine": "local", "workers": 2, "shard": "1/4", "members": 10, "units": 5, **about}
-    return JobReporter(str(root), CACHE, JobReport.model_validate(given), lambda: stopped_by)
+def reporter(root: object, stopped_by: str = "", **counts: object):
+    about = JobReport(program=STAGE, engine="local", workers=2, shard="1/4", members=10, units=5)
+    return reported(str(root), CACHE, about, lambda: counts, lambda: stopped_by)
 
 
 def reports(root: object, now: float | None = None) -> list[JobReport]:
@@ -96,20 +95,13 @@ def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
 
 def test_a_job_runs_and_ends_or_is_lost(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(job_reports, "INTERVAL_S", 0.01)
-    with reporter(tmp_path, shard="0/4") as first, reporter(tmp_path) as second:
-        for job in (first, second):
-            job.advance(1)
-            job.advance(3)
-            job.add(UnitResult("a", "path", set_aside=({"item": "x"},)))
-        second.add(UnitResult("b", None, error="it died"))
-        until(lambda: [job.items_per_second and job.done for job in reports(tmp_path)] == [4, 4])
+    counts = {"done": 4, "units_done": 1, "items_per_second": 2.0}
+    with reporter(tmp_path, **counts), reporter(tmp_path, **counts, units_failed=1):
+        until(lambda: [job.done for job in reports(tmp_path)] == [4, 4])
         running = reports(tmp_path)
         assert [job.state for job in running] == ["running", "running"]
-        assert {job.shard: (job.units_done, job.units_failed, job.set_aside) for job in running} == {
-            "0/4": (1, 0, 1),
-            "1/4": (1, 1, 1),
-        }
-        assert sum_rates(running) == sum(job.items_per_second or 0 for job in running) > 0
+        assert {(job.units_done, job.units_failed) for job in running} == {(1, 0), (1, 1)}
+        assert sum_rates(running) == 4
         lost = reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)
         assert [job.state for job in lost] == ["lost", "lost"] and "no sign of life for" in lost[0].reason
         assert sum_rates(lost) == 0

@@ -5,28 +5,28 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.config.encoding import Encoding
+from schemas.config.encoding import Encoding, EngineName
 from stages import encode_text
-from stages.encoding.stage_options import choose_workers
+from stages.encoding.stage import choose_workers
 from tests.stages.encoded_photos import IMAGE, plan_four
 
 
 @pytest.mark.parametrize(
-    ("cards", "given", "overrides", "workers", "reason"),
+    ("cards", "given", "engine", "workers", "reason"),
     [
-        (4, {}, [], 4, "one for each accelerator"),
-        (0, {}, [], 1, "no accelerator"),
-        (4, {"device": "cpu"}, [], 1, "the device is cpu"),
-        (4, {"device": "cuda:2"}, [], 1, "the device is cuda:2"),
-        (4, {"workers": 2}, [], 2, "as given"),
-        (4, {}, ["stages.engine=ray"], 1, "--workers says how many"),
+        (4, {}, "local", 4, "one for each accelerator"),
+        (0, {}, "local", 1, "no accelerator"),
+        (4, {"device": "cpu"}, "local", 1, "the device is cpu"),
+        (4, {"device": "cuda:2"}, "local", 1, "the device is cuda:2"),
+        (4, {"workers": 2}, "local", 2, "as given"),
+        (4, {}, "ray", 1, "--workers says how many"),
     ],
 )
 def test_one_for_each_card_by_default(
-    project, monkeypatch, cards: int, given: dict[str, Any], overrides: list[str], workers: int, reason: str
+    monkeypatch, cards: int, given: dict[str, Any], engine: EngineName, workers: int, reason: str
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: cards)
-    found, why = choose_workers(project(IMAGE).config(*overrides), Encoding(**given))
+    found, why = choose_workers(engine, Encoding(**given))
     assert found == workers and reason in why
 
 

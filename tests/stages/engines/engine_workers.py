@@ -13,8 +13,7 @@ from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.json_records import format_record
-from stages.encoding.member_reader import NextUnit
-from stages.engines.jobs import Job, UnitResult
+from stages.engines.jobs import Job, NextUnit, UnitResult
 
 
 class Echo:

@@ -1,20 +1,15 @@
 """The local engine: units in this process or in several, and what becomes of a unit whose process dies."""
 
-import multiprocessing
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from cache.sets.plans import Unit
 from schemas.errors import LatentpressError
-from stages.encoding.member_reader import NextUnit
 from stages.engines import local
-from stages.engines.jobs import Job, UnitResult
+from stages.engines.jobs import Job
 from stages.engines.local import run_units
 from tests.processes import ForkedWorkers
 from tests.stages.engines.engine_workers import Echo
@@ -56,35 +51,7 @@ def test_a_process_that_dies_takes_its_unit_alone_which_is_tried_again(tmp_path:
     assert "exit code -9" in warning and "die-once" in warning
     assert all(outcome.shard_path for outcome in outcomes.values())
     numbers = [path.name.split("-")[1] for path in tmp_path.glob("process-*")]
-    assert len(numbers) == 3 and set(numbers) == {"0", "1"}
-
-
-class LastWords(Echo):
-    """Dies when its first unit is done, whatever else it was given."""
-
-    def run_units(self, take: NextUnit, advance: Callable[[int], None]) -> Iterator[UnitResult]:
-        unit = take(True)
-        assert unit is not None
-        yield self.run_unit(unit, advance)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_process_that_has_died_with_nothing_to_do_is_noticed_and_no_unit_blamed(tmp_path: Path) -> None:
-    """The next unit comes when the process that did the first is dead, and its last words may be unread."""
-    said: list[str] = []
-    before = set(multiprocessing.active_children())
-
-    def after_a_death() -> Iterator[Unit]:
-        first, second = units("u0", "u1")
-        yield first
-        while not (tmp_path / "u0").exists() or set(multiprocessing.active_children()) - before:
-            time.sleep(0.01)
-        yield second
-
-    outcomes = list(run_units(LastWords, job(tmp_path, 2), after_a_death(), lambda n: None, said.append))
-    assert sorted(outcome.unit_id for outcome in outcomes if outcome.shard_path) == ["u0", "u1"]
-    assert said and all("units it had, which are tried alone: none" in line for line in said)
+    assert len(numbers) in (3, 4) and set(numbers) == {"0", "1"}  # one that is idle meanwhile ends
 
 
 @pytest.mark.usefixtures("forked")
@@ -110,7 +77,7 @@ def test_a_process_that_dies_while_it_loads_is_started_again_and_no_unit_is_blam
     load = partial(dies_loading, times=2)  # both of the first, or one and its successor
     outcomes = list(run_units(load, job(tmp_path, 2), iter(units(*names)), lambda n: None, said.append))
     assert sorted(outcome.unit_id for outcome in outcomes if outcome.shard_path) == names
-    assert len(said) == 2 and all("while it loaded its model (exit code -9)" in line for line in said)
+    assert len(said) == 2 and all("before it was ready: exit code -9" in line for line in said)
 
 
 @pytest.mark.slow
@@ -118,7 +85,7 @@ def test_a_process_that_dies_while_it_loads_is_started_again_and_no_unit_is_blam
 def test_where_loading_keeps_failing_the_stage_ends_with_the_facts(tmp_path: Path) -> None:
     names = [f"u{number}" for number in range(6)]
     load = partial(dies_loading, times=100)
-    with pytest.raises(LatentpressError, match=r"exit code -9\), 3 times in a row") as caught:
+    with pytest.raises(LatentpressError, match=r"exit code -9, 3 times in a row") as caught:
         list(run_units(load, job(tmp_path, 2), iter(units(*names)), lambda n: None))
     assert "kill from outside" in caught.value.next_step and "--workers" in caught.value.next_step
-    assert 3 <= len((tmp_path / "loads").read_text()) <= 6
+    assert len((tmp_path / "loads").read_text()) == 6

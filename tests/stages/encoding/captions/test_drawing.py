@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from schemas.identity import mix_bits
-from stages.encoding.captions.drawing import GAMMA, gumbel_noise, mix_bits_on_device
+from stages.encoding.captions.describer import GAMMA, gumbel_noise, mix_bits_on_device
 
 CPU = torch.device("cpu")
 

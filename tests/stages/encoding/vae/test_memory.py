@@ -78,7 +78,7 @@ def test_slicing_is_encoding_one_by_one(opened, name) -> None:
     pixels = torch.cat([clip(frames), clip(frames).flip(3)])
     plain, sliced = opened(name), opened(name, slicing=True)
     alone = torch.cat([plain.encode(pixels[i : i + 1], [i], "sample") for i in range(2)])
-    assert torch.equal(sliced.encode(pixels, [0, 1], "sample"), alone) and sliced.settings() == plain.settings()
+    assert torch.equal(sliced.encode(pixels, [0, 1], "sample"), alone)
 
 
 @pytest.mark.slow
@@ -89,7 +89,6 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
     side, stride = family.tile
     assert stride % family.spatial_stride == 0 and side % family.spatial_stride == 0
     plain, tiled = opened(name), opened(name, tile=side, tile_stride=stride)
-    assert tiled.settings() == {**family.latent_settings, "tiling": True, "tile": side, "tile_stride": stride}
     frames = 5 if KINDS[name][2].video else 1
     small, large = clip(frames, 64, 96), clip(frames, side // 2, side + stride // 2)
     assert torch.equal(plain.encode(small, [0], "mode"), tiled.encode(small, [0], "mode"))
@@ -120,8 +119,8 @@ def test_memory_options_are_in_the_caches_name_and_in_force(project) -> None:
     config = home.config("latents.tiling=true", "latents.chunk_frames=3", "latents.slicing=true")
     memory_options = {"tiling": True, "tile": 256, "tile_stride": 192, "chunk_frames": 3}
     assert encode_latents.STAGE.fingerprint_inputs(config)["settings"] == {**plain["settings"], **memory_options}
-    loaded = base.load_autoencoder(config, CPU)
-    assert loaded.settings() == encode_latents.STAGE.fingerprint_inputs(config)["settings"] and loaded._vae.use_slicing
+    loaded = base.load_autoencoder(config.model, config.latents, CPU)
+    assert loaded._vae.use_slicing and loaded._vae.use_tiling and loaded._vae.tile_sample_min_height == 256
     other = project("wan2.1-t2v")
     assert encode_latents.STAGE.fingerprint(other.config("latents.chunk_frames=3")) == encode_latents.STAGE.fingerprint(
         other.config()

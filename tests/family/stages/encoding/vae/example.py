@@ -9,9 +9,6 @@ from stages.encoding.vae import base
 class Autoencoder(base.Autoencoder):
     vae_class = AutoencoderKL
 
-    def settings(self) -> dict[str, bool | int]:
-        return {}
-
     def _parameters(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:
         return torch.stack([self._vae.encode(frame).latent_dist.parameters for frame in pixels_BCTHW.unbind(2)], 2)
 

@@ -1,0 +1,213 @@
+"""Workers in several processes, on this machine or on a cluster: who gets which unit, and what becomes of the units of
+a process that dies.
+
+A process is started for each unit that waits, up to the number of workers, and gets its first unit when it has loaded
+its model. A process that dies while it loads has touched no unit: it is started again, and its place is given up after
+MAX_LOAD_TRIES deaths in a row. The units of a process that dies are tried again, each by a process that has no other
+unit. A unit whose process dies MAX_UNIT_TRIES times is reported as failed.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from cache.sets.plans import Unit
+from schemas.activities import activity, announce
+from schemas.errors import LatentpressError
+from schemas.interruption import check_stop
+from stages.engines.jobs import Job, UnitResult
+
+MAX_UNIT_TRIES = 3  # of a unit that was its process' only one when that died; a lost node counts, too
+MAX_LOAD_TRIES = 3  # in a row, of a process that dies before it is ready
+
+#: What a worker's process says: the number of members that are done, of which the first one, 0, says that it is ready;
+#: an announcement; a unit's result; an error meant for the user.
+Message = int | str | UnitResult | LatentpressError
+
+
+@dataclass(frozen=True)
+class Death:
+    """In place of a message: the process has died, or hangs."""
+
+    reason: str
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """One process of a pool. number: its place among the workers, from 0. units: given to it and not finished. counted:
+    members of these that were counted. is_ready: whether it has loaded its model."""
+
+    number: int
+    units: list[Unit] = field(default_factory=list, init=False)
+    counted: int = field(default=0, init=False)
+    is_ready: bool = field(default=False, init=False)
+
+    def __str__(self) -> str:
+        return f"worker {self.number}"
+
+
+P = TypeVar("P", bound=WorkerProcess)
+
+
+class WorkerPool(ABC, Generic[P]):
+    """most_units: units that a process may have at once. advice: for processes that never get ready."""
+
+    most_units = 1
+    advice: str
+
+    def __init__(
+        self, job: Job, units: Iterator[Unit], advance: Callable[[int], None], warn: Callable[[str], object]
+    ) -> None:
+        self._job, self._units, self._advance, self._warn = job, units, advance, warn
+        self._has_more = True
+        self._waiting = deque[Unit]()  # for a process; units of processes that died come first
+        self._processes = list[P]()
+        self._numbers = set(range(job.resources.worker_count))  # of processes that may be started
+        self._load_failures = Counter[int]()  # in a row, by number
+        self._deaths = Counter[str]()  # by unit
+        self._suspects = set[str]()  # ids of units whose process died
+
+    @abstractmethod
+    def _start(self, number: int) -> P:
+        """Start a process, which says 0 when it has loaded its model."""
+
+    @abstractmethod
+    def _send(self, process: P, unit: Unit) -> bool:
+        """Give a unit to a process that is ready; False if it turns out to be dead."""
+
+    @abstractmethod
+    def _receive(self) -> Iterable[tuple[P, Message | Death]]:
+        """What processes say, waited for for a short time."""
+
+    @abstractmethod
+    def _drop(self, process: P) -> None:
+        """End a process that has no unit, or that has died or hangs, without waiting for its end."""
+
+    @abstractmethod
+    def _end_all(self) -> None:
+        """End all processes. They drop their units, for which they have a limited time."""
+
+    def _describe_loading(self) -> str:
+        return f"{len(self._processes)} worker processes load their models"
+
+    def run(self) -> Iterator[UnitResult]:
+        loading = ExitStack()
+        shown = loading.enter_context(activity(self._describe_loading()))
+        try:
+            while True:
+                self._hand_out()
+                shown.description = self._describe_loading()
+                if any(process.is_ready for process in self._processes):
+                    loading.close()
+                if not self._processes:
+                    return
+                check_stop()
+                for process, message in self._receive():
+                    yield from self._handle(process, message)
+        finally:
+            loading.close()
+            self._end_all()
+
+    def _hand_out(self) -> None:
+        """Give units to processes that are ready, start processes for units that wait, and end processes that nothing
+        waits for."""
+        if self._is_late:
+            self._has_more = False
+            self._waiting.clear()
+        while (unit := self._waiting_unit(0)) and (process := self._pick(unit)) and self._send(process, unit):
+            process.units.append(self._waiting.popleft())
+        for number in sorted(self._numbers - {process.number for process in self._processes}):
+            if self._waiting_unit(self._unready) is None:
+                break
+            self._processes.append(self._start(number))
+        if not self._waiting:
+            for process in [process for process in self._processes if not process.units]:
+                self._processes.remove(process)
+                self._drop(process)
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() >= self._job.until
+
+    @property
+    def _unready(self) -> int:
+        return sum(not process.is_ready for process in self._processes)
+
+    def _waiting_unit(self, place: int) -> Unit | None:
+        """The unit at this place among those that wait, of which more are taken if they are fewer."""
+        while self._has_more and len(self._waiting) <= place:
+            unit = next(self._units, None)
+            self._has_more = unit is not None
+            self._waiting += [unit] if unit is not None else []
+        return self._waiting[place] if len(self._waiting) > place else None
+
+    def _pick(self, unit: Unit) -> P | None:
+        """The ready process with the fewest units. A suspect gets a process of its own."""
+        roomy = [
+            process
+            for process in self._processes
+            if process.is_ready
+            and len(process.units) < self.most_units
+            and not any(other.unit_id in self._suspects for other in process.units)
+        ]
+        best = min(roomy, key=lambda process: len(process.units), default=None)
+        if best is None or not best.units:
+            return best
+        is_needed_elsewhere = unit.unit_id in self._suspects or self._waiting_unit(self._unready) is None
+        return None if is_needed_elsewhere else best
+
+    def _handle(self, process: P, message: Message | Death) -> Iterator[UnitResult]:
+        if isinstance(message, Death):
+            yield from self._lose(process, message.reason)
+        elif isinstance(message, str):  # perhaps while it loads
+            announce(f"{process}: {message}")
+        elif isinstance(message, LatentpressError):
+            message.message = f"{process}: {message.message}"
+            raise message
+        elif isinstance(message, int):
+            process.is_ready = True
+            self._load_failures.pop(process.number, None)
+            process.counted += message
+            self._advance(message)
+        else:
+            [unit] = [unit for unit in process.units if unit.unit_id == message.unit_id]
+            process.units.remove(unit)
+            process.counted -= 0 if message.elsewhere else len(unit.members)
+            yield message
+
+    def _lose(self, process: P, reason: str) -> Iterator[UnitResult]:
+        """A process that has died: its units are tried again, each alone."""
+        self._processes.remove(process)
+        self._drop(process)
+        self._advance(-process.counted)
+        if self._is_late:  # what it had remains
+            return
+        if not process.is_ready:
+            self._lose_unready(process, reason)
+            return
+        names = ", ".join(unit.unit_id for unit in process.units) or "none"
+        self._warn(f"{process} was lost: {reason}. Units that it had, which are tried again alone: {names}")
+        for unit in reversed(process.units):
+            self._suspects.add(unit.unit_id)
+            self._deaths[unit.unit_id] += len(process.units) == 1  # of several, any may be the cause
+            if self._deaths[unit.unit_id] < MAX_UNIT_TRIES:
+                self._waiting.appendleft(unit)  # next: at the end the other processes would wait for it
+            else:
+                problem = f"{MAX_UNIT_TRIES} workers were lost with it; the last: {reason}"
+                yield UnitResult(unit.unit_id, None, error=problem)
+
+    def _lose_unready(self, process: P, reason: str) -> None:
+        self._load_failures[process.number] += 1
+        problem = f"{process} was lost before it was ready: {reason}"
+        if self._load_failures[process.number] < MAX_LOAD_TRIES:
+            self._warn(f"{problem}. Another takes its place")
+            return
+        problem = f"{problem}, {MAX_LOAD_TRIES} times in a row"
+        self._numbers.discard(process.number)
+        if not self._numbers:
+            raise LatentpressError(f"{problem}; so were all others", self.advice)
+        self._warn(f"{problem}: its place is given up. {len(self._numbers)} others continue")
