@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -11,6 +12,7 @@ from schemas.config.loading import ConfigError
 from schemas.errors import LatentpressError, UsageError
 from stages import bucket, discover, encode_latents
 from stages.encoding.stage import choose_engine
+from stages.engines import ray as engine
 from stages.engines.jobs import UnitResult
 from stages.engines.ray import ClusterError, UnitActor, digest_code, run_units
 from tests.stages.engines.engine_workers import Echo, make_job, make_units
@@ -49,6 +51,19 @@ def test_where_there_is_no_cluster_the_next_step_starts_one(tmp_path: Path, monk
     with pytest.raises(ClusterError, match=r"127.0.0.2:9' can't be used: .*refused") as caught:
         next(run_units(Echo, job, iter(()), lambda n: None))
     assert "ray start --head" in caught.value.next_step
+
+
+def test_a_call_that_never_returns_ends_the_program_in_a_bounded_time(tmp_path: Path, monkeypatch) -> None:
+    """tests/torture/test_ray.py has a real head that stands still."""
+    ended, released = list[LatentpressError](), Event()
+    monkeypatch.setattr(engine, "HEAD_TIMEOUT_S", 2)
+    monkeypatch.setattr(engine, "POLL_S", 0.1)
+    monkeypatch.setattr(engine.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(engine.ray, "cluster_resources", released.wait)
+    monkeypatch.setattr(engine, "end_at_once", lambda error: (ended.append(error), released.set()))
+    with engine._watching_head(make_job(tmp_path, 1, engine="ray", ray={"address": "first:6379"})):
+        assert released.wait(60)
+    assert "cluster at 'first:6379' has not answered for 3 s" in str(ended[0]) and "ray status" in ended[0].next_step
 
 
 def test_the_options_choose_engine_and_address(project) -> None:
