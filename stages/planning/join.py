@@ -172,7 +172,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
             {"id": id, "shard": shard, "row": row}
             for id, shard, row in zip(ids, numbered, latents.row[at].tolist(), strict=True)
         ]
-        entries.append(_describe_prompt(prompt, *numbers[2 * i : 2 * i + 2], located))
+        entries.append(_describe_prompt(prompt, numbers[2 * i], numbers[2 * i + 1], located))
     return TrainingSetTables(tables, left_out, entries, numbers[-1] if null else None)
 
 
