@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache.models.compatibility import bucket_side_multiple
-from cache.models.parts import check_parts
+from cache.models.compatibility import bucket_side_multiple, check_parts
 from cache.order.schedule import small_bucket_advice
 from cache.runs.training_checks import check_before_stages
 from cache.sets import plans, rejects

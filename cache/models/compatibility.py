@@ -1,4 +1,5 @@
-"""Checks by its small files that a checkpoint fits the configured family, flavour and task. Imports no torch."""
+"""Checks by its small files that a checkpoint fits the configured family, flavour and task, and that its parts fit each
+other, before any of them is loaded. Imports no torch."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -6,13 +7,14 @@ from contextlib import suppress
 from typing import Any
 
 from cache.models import weights
-from cache.models.single_model import SingleModel
+from cache.models.weights import SingleModel
 from cache.store.json_checks import printable
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from schemas.config.encoding import Model
+from schemas.config.pipeline import Config
 from schemas.errors import USAGE
-from schemas.family import Family, Flavour
+from schemas.family import TEXT_PARTS, Family, Flavour
 
 PREVIEW_KEY = "validation.preview_autoencoder"
 PREVIEW_ADVICE = (
@@ -21,6 +23,9 @@ PREVIEW_ADVICE = (
 )
 MODEL_HINT = "correct model.path, or model.family and model.flavour"
 DISTILLED_MARK = "is_distilled"  # key of model_index.json
+SCHEDULER_CONFIG = "scheduler_config.json"
+#: Keys of a text encoder's config for its width and for its number of layers: of most models, of T5.
+WIDTH_KEYS, LAYER_KEYS = ("hidden_size", "d_model"), ("num_hidden_layers", "num_layers")
 
 
 class CheckpointMismatch(weights.WeightsError):
@@ -115,10 +120,12 @@ def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
     known not to be, and there is one. warn: says if nothing tells which of both it is."""
     published = [flavour for _, flavour in find_published(model.source)]
     distilled = {row.name: row.distilled_from for row in (model.flavour_spec, *published) if row.distilled_from}
-    marked = _is_marked_distilled(model)
-    if not distilled and not marked:
-        _check_not_distilled(model, known=bool(published) or marked is False, warn=warn)
-    elif model.assistant is None:
+    index = find_json(model, "", weights.MODEL_INDEX) if model.family_spec.distilled_mark else None
+    marked = None if index is None else bool(index.get(DISTILLED_MARK, False))
+    few_steps = [flavour.name for flavour in model.family_spec.flavours.values() if flavour.distilled_from]
+    if distilled or marked:
+        if model.assistant is not None:
+            return
         name, original = next(iter(distilled.items()), ("", model.flavour_spec.name))
         base = model.family_spec.flavours[original]
         what = name or f"by {DISTILLED_MARK} in its model_index.json it"
@@ -127,45 +134,39 @@ def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
             f"train {base.name} ({base.repo}) instead: correct model.flavour or model.path; or name an adapter that "
             "takes the distillation back in model.assistant",
         )
-
-
-def _is_marked_distilled(model: Model) -> bool | None:
-    """Whether model_index.json says that the checkpoint is distilled; None if the pipeline reads no such mark, or the
-    file is not there."""
-    if not model.family_spec.distilled_mark:
-        return None
-    index = find_json(model, "", weights.MODEL_INDEX)
-    return None if index is None else bool(index.get(DISTILLED_MARK, False))
-
-
-def _check_not_distilled(model: Model, known: bool, warn: Callable[[str], object]) -> None:
-    """`check_distilled` of a checkpoint that is not known to be distilled. known: it is known not to be."""
-    distilled = [flavour.name for flavour in model.family_spec.flavours.values() if flavour.distilled_from]
-    if known and model.assistant is not None:
-        raise CheckpointMismatch(
-            f"model.assistant: {model.source} is not distilled, and an assistant is for a distilled checkpoint",
-            "remove model.assistant, or name the distilled checkpoint in model.path or model.flavour",
-        )
-    if model.assistant is not None and not known:
+    if published or marked is False:
+        if model.assistant is not None:
+            raise CheckpointMismatch(
+                f"model.assistant: {model.source} is not distilled, and an assistant is for a distilled checkpoint",
+                "remove model.assistant, or name the distilled checkpoint in model.path or model.flavour",
+            )
+    elif model.assistant is not None:
         warn(f"model.assistant: nothing in {model.source} tells whether it is distilled, which an assistant is for")
-    elif distilled and not known:
+    elif few_steps:
         warn(
-            f"model.path: nothing in {model.source} tells whether it is {' or '.join(distilled)}, "
-            "distilled to few steps, which training would undo"
+            f"model.path: nothing in {model.source} tells whether it is {' or '.join(few_steps)}, distilled to few "
+            "steps, which training would undo"
         )
 
 
 def check_transformer(model: Model) -> None:
     """CheckpointMismatch if a transformer's config.json is for another family or task."""
     for part in model.family_spec.components:
-        check_component(model, part)
         config = weights.read_component_config(model.source, model.revision, part)
+        check_component(model, part, config)
         _check_attention(model, config)
-        check_transformer_config(model, part, config)
 
 
-def check_transformer_config(model: Model, part: str, config: Mapping[str, Any]) -> None:
-    for key, wanted in model.family_spec.transformer_config[model.task].items():
+def check_component(model: Model, part: str, config: Mapping[str, Any] | None = None) -> None:
+    """CheckpointMismatch if a component is another kind of model than the family's, a transformer is for another task,
+    or an autoencoder gives latents that the transformer can't read. config: its config.json, read if None."""
+    if config is None:
+        config = weights.read_component_config(model.source, model.revision, part)
+    family, class_name = model.family_spec, config.get("_class_name") or config.get("model_type")
+    if class_name != family.model_classes[part]:
+        what = f"{part} is a {printable(str(class_name))}, and {model.family} has a {family.model_classes[part]}"
+        raise CheckpointMismatch(f"{model.source}: {what}", MODEL_HINT)
+    for key, wanted in (family.transformer_config[model.task] if part in family.components else {}).items():
         stated = config.get(key, False if isinstance(wanted, bool) else wanted)
         if stated != wanted:
             raise CheckpointMismatch(
@@ -173,16 +174,7 @@ def check_transformer_config(model: Model, part: str, config: Mapping[str, Any])
                 f"{model.task} needs {wanted}: the checkpoint is made for something else",
                 MODEL_HINT,
             )
-
-
-def check_autoencoder(model: Model) -> None:
-    """CheckpointMismatch if the autoencoder gives latents that the family's transformer can't read."""
-    check_component(model, "vae")
-    check_autoencoder_config(model, weights.read_component_config(model.source, model.revision, "vae"))
-
-
-def check_autoencoder_config(model: Model, config: Mapping[str, Any]) -> None:
-    for key, wanted in model.family_spec.autoencoder_config.items():
+    for key, wanted in (family.autoencoder_config if part == "vae" else {}).items():
         value = config.get(key, wanted)
         stated = len(value) if isinstance(value, list) else value
         if stated != wanted:
@@ -219,19 +211,6 @@ def check_preview_autoencoder(model: Model, source: str) -> None:
             f"{PREVIEW_KEY}: {source} does not enlarge latents {family.spatial_stride} times, as the autoencoder of "
             f"{model.family} does",
             PREVIEW_ADVICE,
-        )
-
-
-def check_component(model: Model, part: str) -> None:
-    """CheckpointMismatch if a component is another kind of model than the family's."""
-    check_class(model, part, weights.read_component_config(model.source, model.revision, part))
-
-
-def check_class(model: Model, part: str, config: Mapping[str, Any]) -> None:
-    class_name, wanted = config.get("_class_name") or config.get("model_type"), model.family_spec.model_classes[part]
-    if class_name != wanted:
-        raise CheckpointMismatch(
-            f"{model.source}: {part} is a {printable(str(class_name))}, and {model.family} has a {wanted}", MODEL_HINT
         )
 
 
@@ -282,3 +261,100 @@ def pin_revision(model: Model, memo: Store) -> Model:
             return pinned
         _check_attention(pinned, config)
     return pinned
+
+
+# -- parts that fit each other -----------------------------------------------------------------------------------------
+
+
+def check_parts(config: Config, ask_hub: bool) -> None:
+    """CheckpointMismatch if the parts of a checkpoint do not fit its family or each other, by their small files: those
+    in its folder or, if ask_hub, those of its repository. Parts that are absent are not checked."""
+    model, family = config.model, config.model.family_spec
+    check_task(model)
+    local = weights.local_folder(model.source) is not None
+    if not local and not ask_hub:
+        return
+    if not local:
+        index = find_json(model, "", weights.MODEL_INDEX, ask_hub)
+        if index is None:
+            return
+        check_index(model, index)
+    configs = {part: find_json(model, part, ask_hub=ask_hub) or {} for part in family.model_classes}
+    for part, settings in configs.items():
+        if settings:
+            check_component(model, part, settings)
+    for part in family.components:
+        _check_text_widths(model, part, configs)
+    _check_text_layers(model, configs["text_encoder"])
+    for part in family.tokenizers:
+        _check_tokenizer(model, part, ask_hub)
+    check_scheduler(config, ask_hub)
+
+
+def _size_of_text_model(config: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, int]:
+    """(key, value) of the first of `keys` in the config of a text model, or of the text model inside of another; the
+    value 0 if there is none."""
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, dict) else config
+    return next(((key, config[key]) for key in keys if isinstance(config.get(key), int)), (keys[0], 0))
+
+
+def _check_text_widths(model: Model, part: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """CheckpointMismatch if a transformer reads texts of another width than its text encoders make."""
+    for tensor, read in model.family_spec.text_widths.items():
+        encoder, wanted = TEXT_PARTS[tensor], configs[part].get(read)
+        key, width = _size_of_text_model(configs.get(encoder, {}), WIDTH_KEYS)
+        taken = len(model.template.layers) if tensor == "embeds" else 1
+        if not width or not isinstance(wanted, int) or width * taken == wanted:
+            continue
+        joined = f", of {taken} layers {taken * width}" if taken > 1 else ""
+        raise CheckpointMismatch(
+            f"{model.source}: {encoder}/config.json has {key} = {width}{joined}, and {part}/config.json has {read} = "
+            f"{wanted}: the transformer can't read the texts of this text encoder",
+            f"take {encoder}/ and its tokenizer from the repository that {part}/ is from, such as "
+            f"{model.flavour_spec.repo}, or {MODEL_HINT}",
+        )
+
+
+def _check_text_layers(model: Model, config: Mapping[str, Any]) -> None:
+    """CheckpointMismatch if a text encoder has fewer layers than the template takes hidden states of."""
+    needed = max(layer if layer >= 0 else -layer - 1 for layer in model.template.layers)
+    key, layers = _size_of_text_model(config, LAYER_KEYS)
+    if 0 < layers < needed:
+        raise CheckpointMismatch(
+            f"{model.source}: text_encoder/config.json has {key} = {layers}, and the template {model.template.name} "
+            f"takes the hidden states {', '.join(map(str, model.template.layers))}: it needs {needed} layers or more",
+            f"take text_encoder/ from the repository of the transformer, such as {model.flavour_spec.repo}, or "
+            f"{MODEL_HINT}",
+        )
+
+
+def _check_tokenizer(model: Model, part: str, ask_hub: bool) -> None:
+    """CheckpointMismatch if a tokenizer is of the class of another family. Unknown classes pass, since a tokenizer may
+    be saved under a general one."""
+    wanted = model.family_spec.tokenizers[part]
+    settings = find_json(model, part, "tokenizer_config.json", ask_hub) or {}
+    stated = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    if stated != wanted and any(stated in family.tokenizers.values() for family in FAMILIES.values()):
+        raise CheckpointMismatch(
+            f"{model.source}: {part} is a {stated}, and {model.family} has a {wanted}",
+            f"take {part}/ from the repository that its text encoder is from, or {MODEL_HINT}",
+        )
+
+
+def check_scheduler(config: Config, ask_hub: bool = False) -> None:
+    """CheckpointMismatch if the scheduler, with which validation prompts are denoised, is not one of flow matching."""
+    model = config.model
+    settings = find_json(model, "scheduler", SCHEDULER_CONFIG, ask_hub) if config.validation.prompts else None
+    if settings is None:
+        return
+    name = str(settings.get("_class_name"))
+    by_settings = settings.get("use_flow_sigmas") is True and settings.get("prediction_type") == "flow_prediction"
+    if not by_settings and not name.startswith("FlowMatch"):
+        raise CheckpointMismatch(
+            f"{model.source}: scheduler/{SCHEDULER_CONFIG} is of {printable(name)}, and {model.family} is denoised by "
+            "flow matching: a FlowMatch...Scheduler, or one with use_flow_sigmas: true and prediction_type: "
+            "flow_prediction",
+            f"take scheduler/ from the checkpoint's own repository, such as {model.flavour_spec.repo}, or remove "
+            "validation.prompts",
+        )

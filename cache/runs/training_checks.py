@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cache.models import compatibility, parts, weights
+from cache.models import compatibility, weights
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.errors import USAGE, LatentpressError
@@ -51,7 +51,7 @@ def check_before_stages(config: Config, warn: Callable[[str], object], is_run: b
         return
     if is_folder and is_run:
         check_model(config)
-        parts.check_parts(config, ask_hub=False)
+        compatibility.check_parts(config, ask_hub=False)
     elif is_folder or is_run:
         check_readable_model(config, warn)
 
@@ -74,7 +74,7 @@ def check_readable_model(config: Config, warn: Callable[[str], object]) -> None:
     """`check_model`; a warning if the model's small files can't be read, as on a machine that only discovers."""
     try:
         check_model(config)  # one file: if the hub can't be reached, it is not asked for the others
-        parts.check_parts(config, ask_hub=True)
+        compatibility.check_parts(config, ask_hub=True)
     except compatibility.CheckpointMismatch:
         raise
     except weights.WeightsError as error:
@@ -84,7 +84,7 @@ def check_readable_model(config: Config, warn: Callable[[str], object]) -> None:
 def check_model(config: Config) -> None:
     """RunError or CheckpointMismatch for what training refuses by the small files of transformer and scheduler."""
     compatibility.check_transformer(config.model)
-    parts.check_scheduler(config)
+    compatibility.check_scheduler(config)
     check_layers(config, read_shape(config))
 
 

@@ -126,17 +126,14 @@ class UnitWorker(ABC):
             depth=lambda unit: self.job.resources.prefetch or self.prefetch_count(unit),
             processes=lambda: self._processes,
         )
-        try:
-            with ThreadPoolExecutor(1, "write") as writer, prefetcher:
-                is_complete = False
-                try:
-                    yield from self._encode_units(prefetcher, writer, advance)
-                    is_complete = not self._is_time_up
-                finally:  # do not wait for a decoder that hangs, or for members that were read ahead
-                    if not is_complete and (processes := self.__dict__.pop("_processes", None)):
-                        processes.close()
-        finally:
-            self.store.discard_all_temps()
+        with ThreadPoolExecutor(1, "write") as writer, prefetcher:
+            is_complete = False
+            try:
+                yield from self._encode_units(prefetcher, writer, advance)
+                is_complete = not self._is_time_up
+            finally:  # do not wait for a decoder that hangs, or for members that were read ahead
+                if not is_complete and (processes := self.__dict__.pop("_processes", None)):
+                    processes.close()
 
     def _encode_units(
         self, prefetcher: Prefetcher, writer: ThreadPoolExecutor, advance: AdvanceProgress

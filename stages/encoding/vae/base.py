@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from cache.models.compatibility import check_autoencoder, preview_model
+from cache.models.compatibility import check_component, preview_model
 from cache.models.weights import config_errors, load_part, load_pretrained, read_component_config
 from cache.shards.shard import ShardRow
 from cache.store.damage import DamageError
@@ -134,7 +134,7 @@ def load_autoencoder(config: Config, where: torch.device) -> Autoencoder:
     module = importlib.import_module(f"stages.encoding.vae.{family.autoencoder}")
     dtype = getattr(torch, config.latents.precision or model.precision)
     options = MemoryOptions.of(config.latents, family)
-    check_autoencoder(model)
+    check_component(model, "vae")
     with model_loading.loading_errors(model, "vae"):
         loaded = module.Autoencoder(model.source, model.revision, dtype, where, options, family.normalization)
     expected = config.latents.settings(family)

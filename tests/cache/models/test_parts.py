@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache.models.compatibility import CheckpointMismatch
-from cache.models.parts import check_parts
+from cache.models.compatibility import CheckpointMismatch, check_parts
 from schemas.config.pipeline import Config
 from stages import bucket, discover, encode_text
 from tests.project import CHECKPOINTS, SETTINGS

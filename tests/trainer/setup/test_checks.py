@@ -8,7 +8,7 @@ import diffusers
 import pytest
 
 from cache.models.compatibility import CheckpointMismatch
-from cache.models.parts import check_scheduler as check_class
+from cache.models.compatibility import check_scheduler as check_class
 from schemas.config.pipeline import Config
 from tests.project import SETTINGS
 from trainer.families.base import module_of
