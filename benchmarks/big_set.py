@@ -33,7 +33,7 @@ import pyarrow as pa
 
 from benchmarks.common import MIB, make_parser, print_header, print_row
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set, publish_set
+from cache.sets.set_lookup import open_set, update_pointers
 from cache.store.store import Store
 from schemas.cli.starting import leave_out_pandas
 from schemas.config.training import Train
@@ -91,7 +91,11 @@ def make_tables(count: int) -> dict[str, pa.Table]:
 def make_set(root: Path, count: int) -> None:
     record = {"format_version": TABLES_VERSION, "id": SET_ID, "family": FAMILY, "task": TASK, "template": "image"}
     record |= {"flavour": "t2i-lite-sft", "generation": "none", "null_text": 0, "validation": []}
-    publish_set(Store(root), record, make_tables(count))
+    store = Store(root)
+    for name, table in make_tables(count).items():
+        store.write_table(f"sets/{SET_ID}/{name}.arrow", table)
+    store.publish_json(f"sets/{SET_ID}/set.json", record)
+    update_pointers(store, record)
 
 
 def plan_epoch(schedule: BatchSchedule) -> None:

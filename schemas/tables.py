@@ -143,9 +143,6 @@ SET_SHARDS_SCHEMA = pa.schema([("path", _str), ("kind", _str)])
 #: rejects/<stage>/...: everything set aside. retry: whether the next run tries again.
 REJECTS_SCHEMA = pa.schema([*_fields(_str, "stage", "item", "path", "reason", "message"), ("retry", pa.bool_())])
 
-#: rejects/<stage>/<fingerprint>.arrow, on object stores: rows of many lists. list: its name. version: its object's.
-MERGED_REJECTS_SCHEMA = pa.schema([*_fields(_str, "list", "version"), *REJECTS_SCHEMA])
-
 
 def media_schema(sources: int, faces: bool = False) -> pa.Schema:
     """MEDIA_SCHEMA with the columns of so many source images, the first's it has itself, and with that of faces: x, y,

@@ -2,7 +2,7 @@
 
 Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
 <output>/<run>/samples/contact-sheet.png, and adds the pictures to the trackers of `train.trackers`. What is there is
-made again only if it was made from something else (cache/runs/derived.py), or if it is a preview. If a prompt is the
+made again only if it was made from something else (`cache.runs.validations`), or if it is a preview. If a prompt is the
 caption of a training sample, the sample's original and its decoded latents are written too
 (stages/pages/training_samples.py).
 """
@@ -19,9 +19,8 @@ import typer
 
 from cache.models.compatibility import check_preview_autoencoder
 from cache.models.weights import hash_file
-from cache.runs.derived import Mark, read_mark
 from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
-from cache.runs.validations import find_picture, is_current
+from cache.runs.validations import Mark, find_picture, is_current, read_mark
 from cache.store.files import check_folder, check_writable, explained, replacing
 from schemas.activities import activity
 from schemas.cli.console import Console, Options, Report, make_app

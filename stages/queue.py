@@ -7,6 +7,7 @@ The queue is kept under `output` (cache/runs/run_queue.py) and changed by this p
 import os
 import re
 import shlex
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ import typer
 
 from cache.runs.run_queue import EntryState, QueueEntry, RunQueue
 from cache.runs.training_run import is_running, read_failure
-from cache.store.files import check_folder, explained, spool_folder
+from cache.store.files import check_folder, explained
 from cache.store.locks import FileLock
 from schemas.cli.console import INCOMPLETE, LOGS, OK, USAGE, Console, Options, Report, make_app
 from schemas.cli.process_record import ProcessRecord, noted
@@ -138,7 +139,7 @@ class CardLock:
         kind, _, number = (device or "").partition(":")
         cards = [visible[int(number)] if int(number) < len(visible) else number] if number else visible
         names = {"cpu"} if kind == "cpu" else {re.sub(r"[^A-Za-z0-9-]", "_", card) for card in cards}
-        folder = spool_folder().with_name(f"{spool_folder().name}-cards")
+        folder = Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}-cards"
         with explained(str(folder)):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._locks = [FileLock(folder / "all.lock", shared=bool(names))]

@@ -13,10 +13,9 @@ from typing import Annotated
 
 import typer
 
-from cache.runs.derived import Mark
 from cache.runs.scores import SCORES_FILE
 from cache.runs.training_run import METRICS_FILE
-from cache.runs.validations import hash_results
+from cache.runs.validations import Mark, hash_results
 from cache.store.files import check_folder, explained, is_unfinished, replacing
 from schemas.activities import activity
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app

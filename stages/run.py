@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.runs.derived import read_mark
 from cache.runs.training_run import (
     METRICS_FILE,
     OutputLocked,
@@ -27,7 +26,7 @@ from cache.runs.training_run import (
     read_progress,
     record_failure,
 )
-from cache.runs.validations import BEST_KEYS, hash_results
+from cache.runs.validations import BEST_KEYS, hash_results, read_mark
 from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
 from cache.store.files import check_writable

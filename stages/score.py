@@ -18,7 +18,6 @@ import numpy as np
 import typer
 
 from cache.models.weights import hash_file
-from cache.runs.derived import read_mark
 from cache.runs.scores import (
     SCORES_FILE,
     SampleScores,
@@ -29,7 +28,7 @@ from cache.runs.scores import (
     summarize_scores,
 )
 from cache.runs.training_run import METRICS_FILE, read_description, read_last_metrics
-from cache.runs.validations import best_steps, list_validations
+from cache.runs.validations import best_steps, list_validations, read_mark
 from cache.store.files import check_folder
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app

@@ -204,7 +204,6 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("cache.store.files.spool_folder", lambda: tmp_path / "scratch")
     forget_forkserver()
     s3_server.make_bucket(BUCKET)
     s3_server.reset()

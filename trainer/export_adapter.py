@@ -5,6 +5,7 @@ LoKr. Nothing is loaded but the adapter and, to merge, one file of weights at a 
 """
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -12,7 +13,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from cache.models.weights import MODEL_INDEX, fetch_components, local_folder
-from cache.store.files import StoreError, find_shortage, remove_abandoned_folders, replacing_folder
+from cache.store.files import StoreError, find_shortage, is_temporary, replacing
 from cache.store.json_checks import printable
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.cli.report import for_each_expert
@@ -265,13 +266,16 @@ def merge_adapter(
     layers = {name.removeprefix("transformer."): layer for name, layer in load_layers(adapter, scale).items()}
     files = weight_files(folder / part)
     if not report.dry_run:
-        remove_abandoned_folders(to.parent)
+        for left in to.parent.glob(f".{to.name}.*"):  # of a killed process
+            if is_temporary(left.name):
+                shutil.rmtree(left, ignore_errors=True)
     needed = sum(path.stat().st_size for path in (folder.rglob("*") if whole else files))
     if shortage := find_shortage(to, needed):
         raise StoreError(str(to), shortage, "free space there, or choose another place with --to")
     if report.dry_run:
         return [to]
-    with explain_failures(to), replacing_folder(to) as out, console.progress(len(files), "merge", "files") as progress:
+    with explain_failures(to), replacing(to) as out, console.progress(len(files), "merge", "files") as progress:
+        out.mkdir()
         merge_component(folder / part, out / part if whole else out, layers, progress.advance)
         if whole:
             copy_rest(folder, out, [part])

@@ -16,8 +16,7 @@ import diffusers.schedulers
 import numpy as np
 import torch
 
-from cache.sets.samples import ValidationPrompt
-from cache.sets.trainset import TrainSet
+from cache.sets.trainset import TrainSet, ValidationPrompt
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.config.section import listed

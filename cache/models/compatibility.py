@@ -1,5 +1,5 @@
 """Checks by its small files that a checkpoint fits the configured family, flavour and task, and that its parts fit each
-other. Imports no torch."""
+other, before any of them is loaded. Imports no torch."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from cache.models import weights
-from cache.models.single_model import SingleModel
+from cache.models.weights import SingleModel
 from cache.store.json_checks import printable
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
@@ -120,10 +120,12 @@ def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
     known not to be, and there is one. warn: says if nothing tells which of both it is."""
     published = [flavour for _, flavour in find_published(model.source)]
     distilled = {row.name: row.distilled_from for row in (model.flavour_spec, *published) if row.distilled_from}
-    marked = _is_marked_distilled(model)
-    if not distilled and not marked:
-        _check_not_distilled(model, known=bool(published) or marked is False, warn=warn)
-    elif model.assistant is None:
+    index = find_json(model, "", weights.MODEL_INDEX) if model.family_spec.distilled_mark else None
+    marked = None if index is None else bool(index.get(DISTILLED_MARK, False))
+    few_steps = [flavour.name for flavour in model.family_spec.flavours.values() if flavour.distilled_from]
+    if distilled or marked:
+        if model.assistant is not None:
+            return
         name, original = next(iter(distilled.items()), ("", model.flavour_spec.name))
         base = model.family_spec.flavours[original]
         what = name or f"by {DISTILLED_MARK} in its model_index.json it"
@@ -132,45 +134,39 @@ def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
             f"train {base.name} ({base.repo}) instead: correct model.flavour or model.path; or name an adapter that "
             "takes the distillation back in model.assistant",
         )
-
-
-def _is_marked_distilled(model: Model) -> bool | None:
-    """Whether model_index.json says that the checkpoint is distilled; None if the pipeline reads no such mark, or the
-    file is not there."""
-    if not model.family_spec.distilled_mark:
-        return None
-    index = find_json(model, "", weights.MODEL_INDEX)
-    return None if index is None else bool(index.get(DISTILLED_MARK, False))
-
-
-def _check_not_distilled(model: Model, known: bool, warn: Callable[[str], object]) -> None:
-    """`check_distilled` of a checkpoint that is not known to be distilled. known: it is known not to be."""
-    distilled = [flavour.name for flavour in model.family_spec.flavours.values() if flavour.distilled_from]
-    if known and model.assistant is not None:
-        raise CheckpointMismatch(
-            f"model.assistant: {model.source} is not distilled, and an assistant is for a distilled checkpoint",
-            "remove model.assistant, or name the distilled checkpoint in model.path or model.flavour",
-        )
-    if model.assistant is not None and not known:
+    if published or marked is False:
+        if model.assistant is not None:
+            raise CheckpointMismatch(
+                f"model.assistant: {model.source} is not distilled, and an assistant is for a distilled checkpoint",
+                "remove model.assistant, or name the distilled checkpoint in model.path or model.flavour",
+            )
+    elif model.assistant is not None:
         warn(f"model.assistant: nothing in {model.source} tells whether it is distilled, which an assistant is for")
-    elif distilled and not known:
+    elif few_steps:
         warn(
-            f"model.path: nothing in {model.source} tells whether it is {' or '.join(distilled)}, "
-            "distilled to few steps, which training would undo"
+            f"model.path: nothing in {model.source} tells whether it is {' or '.join(few_steps)}, distilled to few "
+            "steps, which training would undo"
         )
 
 
 def check_transformer(model: Model) -> None:
     """CheckpointMismatch if a transformer's config.json is for another family or task."""
     for part in model.family_spec.components:
-        check_component(model, part)
         config = weights.read_component_config(model.source, model.revision, part)
+        check_component(model, part, config)
         _check_attention(model, config)
-        check_transformer_config(model, part, config)
 
 
-def check_transformer_config(model: Model, part: str, config: Mapping[str, Any]) -> None:
-    for key, wanted in model.family_spec.transformer_config[model.task].items():
+def check_component(model: Model, part: str, config: Mapping[str, Any] | None = None) -> None:
+    """CheckpointMismatch if a component is another kind of model than the family's, a transformer is for another task,
+    or an autoencoder gives latents that the transformer can't read. config: its config.json, read if None."""
+    if config is None:
+        config = weights.read_component_config(model.source, model.revision, part)
+    family, class_name = model.family_spec, config.get("_class_name") or config.get("model_type")
+    if class_name != family.model_classes[part]:
+        what = f"{part} is a {printable(str(class_name))}, and {model.family} has a {family.model_classes[part]}"
+        raise CheckpointMismatch(f"{model.source}: {what}", MODEL_HINT)
+    for key, wanted in (family.transformer_config[model.task] if part in family.components else {}).items():
         stated = config.get(key, False if isinstance(wanted, bool) else wanted)
         if stated != wanted:
             raise CheckpointMismatch(
@@ -178,16 +174,7 @@ def check_transformer_config(model: Model, part: str, config: Mapping[str, Any])
                 f"{model.task} needs {wanted}: the checkpoint is made for something else",
                 MODEL_HINT,
             )
-
-
-def check_autoencoder(model: Model) -> None:
-    """CheckpointMismatch if the autoencoder gives latents that the family's transformer can't read."""
-    check_component(model, "vae")
-    check_autoencoder_config(model, weights.read_component_config(model.source, model.revision, "vae"))
-
-
-def check_autoencoder_config(model: Model, config: Mapping[str, Any]) -> None:
-    for key, wanted in model.family_spec.autoencoder_config.items():
+    for key, wanted in (family.autoencoder_config if part == "vae" else {}).items():
         value = config.get(key, wanted)
         stated = len(value) if isinstance(value, list) else value
         if stated != wanted:
@@ -227,17 +214,56 @@ def check_preview_autoencoder(model: Model, source: str) -> None:
         )
 
 
-def check_component(model: Model, part: str) -> None:
-    """CheckpointMismatch if a component is another kind of model than the family's."""
-    check_class(model, part, weights.read_component_config(model.source, model.revision, part))
+def bucket_side_multiple(model: Model) -> int:
+    """The number of pixels that both sides of a bucket must be multiples of; sparse attention needs a larger one.
+
+    For a published repository it comes from the catalog, so that planning needs no network and is the same on every
+    machine; for any other checkpoint from its own config. Raises CheckpointMismatch for another family or task.
+    """
+    check_task(model)
+    sparse, part = model.family_spec.sparse, model.family_spec.components[0]
+    if sparse is None:
+        return model.family_spec.side_multiple
+    if weights.local_folder(model.source) is None and (known := find_published(model.source)):
+        is_sparse = known[0][1].sparse
+    else:
+        is_sparse = sparse.asked(weights.read_component_config(model.source, model.revision, part))
+    return sparse.side_multiple if is_sparse else model.family_spec.side_multiple
 
 
-def check_class(model: Model, part: str, config: Mapping[str, Any]) -> None:
-    class_name, wanted = config.get("_class_name") or config.get("model_type"), model.family_spec.model_classes[part]
-    if class_name != wanted:
+def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
+    """CheckpointMismatch where a published repository asks for sparse attention, and the catalog, and so the plan,
+    does not. Buckets planned for sparse attention suit full attention."""
+    sparse = model.family_spec.sparse
+    if sparse is None or not sparse.asked(transformer_config):
+        return
+    if (multiple := bucket_side_multiple(model)) != sparse.side_multiple:
         raise CheckpointMismatch(
-            f"{model.source}: {part} is a {printable(str(class_name))}, and {model.family} has a {wanted}", MODEL_HINT
+            f"{model.source}: transformer/config.json asks for {sparse.name} attention, which needs sides in multiples "
+            f"of {sparse.side_multiple} pixels; buckets were planned in multiples of {multiple}, as published until "
+            "now",
+            "download the checkpoint and set model.path to its folder, so that bucket reads its own config",
         )
+
+
+def pin_revision(model: Model, memo: Store) -> Model:
+    """The model with its revision's current commit, so that processes started later load the same weights."""
+    if weights.local_folder(model.source) is not None or (
+        model.revision and weights.COMMIT_PATTERN.fullmatch(model.revision)
+    ):
+        return model
+    commit = weights.current_commit(model.source, model.revision, memo)
+    pinned = model.changed(revision=commit)
+    if model.family_spec.sparse is not None and find_published(model.source):
+        try:
+            config = weights.read_component_config(model.source, commit, model.family_spec.components[0])
+        except weights.WeightsError:  # offline, and only other components are here: the trainer checks
+            return pinned
+        _check_attention(pinned, config)
+    return pinned
+
+
+# -- parts that fit each other -----------------------------------------------------------------------------------------
 
 
 def check_parts(config: Config, ask_hub: bool) -> None:
@@ -256,11 +282,7 @@ def check_parts(config: Config, ask_hub: bool) -> None:
     configs = {part: find_json(model, part, ask_hub=ask_hub) or {} for part in family.model_classes}
     for part, settings in configs.items():
         if settings:
-            check_class(model, part, settings)
-        if settings and part in family.components:
-            check_transformer_config(model, part, settings)
-    if configs["vae"]:
-        check_autoencoder_config(model, configs["vae"])
+            check_component(model, part, settings)
     for part in family.components:
         _check_text_widths(model, part, configs)
     _check_text_layers(model, configs["text_encoder"])
@@ -336,52 +358,3 @@ def check_scheduler(config: Config, ask_hub: bool = False) -> None:
             f"take scheduler/ from the checkpoint's own repository, such as {model.flavour_spec.repo}, or remove "
             "validation.prompts",
         )
-
-
-def bucket_side_multiple(model: Model) -> int:
-    """The number of pixels that both sides of a bucket must be multiples of; sparse attention needs a larger one.
-
-    For a published repository it comes from the catalog, so that planning needs no network and is the same on every
-    machine; for any other checkpoint from its own config. Raises CheckpointMismatch for another family or task.
-    """
-    check_task(model)
-    sparse, part = model.family_spec.sparse, model.family_spec.components[0]
-    if sparse is None:
-        return model.family_spec.side_multiple
-    if weights.local_folder(model.source) is None and (known := find_published(model.source)):
-        is_sparse = known[0][1].sparse
-    else:
-        is_sparse = sparse.asked(weights.read_component_config(model.source, model.revision, part))
-    return sparse.side_multiple if is_sparse else model.family_spec.side_multiple
-
-
-def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
-    """CheckpointMismatch where a published repository asks for sparse attention, and the catalog, and so the plan,
-    does not. Buckets planned for sparse attention suit full attention."""
-    sparse = model.family_spec.sparse
-    if sparse is None or not sparse.asked(transformer_config):
-        return
-    if (multiple := bucket_side_multiple(model)) != sparse.side_multiple:
-        raise CheckpointMismatch(
-            f"{model.source}: transformer/config.json asks for {sparse.name} attention, which needs sides in multiples "
-            f"of {sparse.side_multiple} pixels; buckets were planned in multiples of {multiple}, as published until "
-            "now",
-            "download the checkpoint and set model.path to its folder, so that bucket reads its own config",
-        )
-
-
-def pin_revision(model: Model, memo: Store) -> Model:
-    """The model with its revision's current commit, so that processes started later load the same weights."""
-    if weights.local_folder(model.source) is not None or (
-        model.revision and weights.COMMIT_PATTERN.fullmatch(model.revision)
-    ):
-        return model
-    commit = weights.current_commit(model.source, model.revision, memo)
-    pinned = model.changed(revision=commit)
-    if model.family_spec.sparse is not None and find_published(model.source):
-        try:
-            config = weights.read_component_config(model.source, commit, model.family_spec.components[0])
-        except weights.WeightsError:  # offline, and only other components are here: the trainer checks
-            return pinned
-        _check_attention(pinned, config)
-    return pinned

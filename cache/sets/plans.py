@@ -19,19 +19,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import AfterValidator, Field
 
-from cache.sets.table_checks import check_active, check_samples, check_texts, check_units
-from cache.store import arrow_ipc, json_checks
+from cache.sets.table_checks import check_columns
+from cache.store import json_checks
 from cache.store.arrow_ipc import hash_table
 from cache.store.damage import DamageError, as_damage
 from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_bytes, hash_json, id_prefixes
-from schemas.json_records import format_record
 from schemas.tables import TABLES_VERSION, UNITS_SCHEMA, plan_schema
 
-_CHECKS = {"samples": check_samples, "texts": check_texts, "units": check_units, "active": check_active}
-PLAN_TABLES = tuple(_CHECKS)
+PLAN_TABLES = ("samples", "texts", "units", "active")
+_CHECKS = {name: partial(check_columns, partial(plan_schema, name)) for name in PLAN_TABLES}
 KINDS = {"items": ("items",), "samples": ("latents", "text")}  # of plans -> of their units
 MOST_EARLIER = 8  # generations that a plan is read with
 
@@ -215,31 +214,9 @@ class Plan:
 
 
 def list_plans(store: Store) -> list[str]:
-    """Published generations, oldest first. Those that a listing does not show yet are found by the files of the next
-    numbers, which are read themselves."""
+    """Published generations, oldest first."""
     listed = (name for name in store.list_names("plans") if is_project_file(f"plans/{name}"))
-    names = {name.split("/")[0] for name in listed if name.endswith("/plan.json")}
-    number = int(max(names, default="0").partition("-")[0])
-    with suppress(FileNotFoundError):  # at the first number that nobody has taken
-        while number := number + 1:
-            with suppress(DamageError):
-                name = _read_number(store, number)["plan"]
-                if store.exists(f"plans/{name}/plan.json"):
-                    names.add(name)
-    return sorted(names)
-
-
-def _number_file(number: int) -> str:
-    return f"plans/{number:06d}.json"
-
-
-def _read_number(store: Store, number: int) -> dict[str, Any]:
-    """The file that says whose a number is: {"plan": generation, "record": its plan.json}. It stays when the plan is
-    removed."""
-    taken = store.read_json(_number_file(number))
-    with as_damage(store.path(_number_file(number)), "its values can't be right"):
-        _TakenNumber.model_validate(taken)
-    return taken
+    return sorted(name.split("/")[0] for name in listed if name.endswith("/plan.json"))
 
 
 def _filter_kind(units: pa.Table, kind: str) -> pa.Table:
@@ -286,12 +263,6 @@ class _PlanRecord(json_checks.Foreign):
     earlier: _Earlier
     validation: list[_PlannedPrompt]
     null_text: json_checks.Checksum | None
-
-
-class _TakenNumber(json_checks.Foreign):
-    """The file of a number: whose it is."""
-
-    plan: PlanName
 
 
 def load_plan(store: Store, name: str) -> Plan:
@@ -358,8 +329,9 @@ def publish_plan(
     """Write a generation and return it; where the newest one of this key has the same content, return that.
 
     tables: PLAN_TABLES by name. planned_on: the generations that they were made against; None: those of now. Names of
-    plans are <sequence>-<hash of content>: two machines that plan the same at the same time write the same files. Of
-    those that plan something else one gets the number, by `plans/<sequence>.json`; PlanOutdated for the others.
+    plans are <sequence>-<hash of content>: two machines that plan the same at the same time write the same files. If
+    they plan something else within the moment that writing takes, what both have is in a unit of each, and the plan
+    with the greater name is built on.
     """
     current, published = newest_plan(store, key), list_plans(store)
     if planned_on is not None and published != list(planned_on):
@@ -388,34 +360,12 @@ def publish_plan(
         earlier, info = earlier | {kind: []}, info | ({"replaced_units": sorted(replaced)} if replaced else {})
     record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
     record["earlier"] = earlier
-    # The number follows that of the newest plan, also where older ones were removed.
     number = int(parent.partition("-")[0]) + 1 if parent else 1
-    while not _publish_as(store, number, f"{number:06d}-{content[:12]}", cast, record):
-        number += 1
-    return load_plan(store, f"{number:06d}-{content[:12]}")
-
-
-def _publish_as(
-    store: Store, number: int, name: str, tables: Mapping[str, pa.Table], record: Mapping[str, Any]
-) -> bool:
-    """Publish generation `name` under its number; False where the number was taken by a plan that was removed.
-    PlanOutdated where it is another plan's."""
-    for what, table in tables.items():
-        store.create_new(f"plans/{name}/{what}.arrow", partial(arrow_ipc.write_table, table.combine_chunks()))
-    rel, mine = _number_file(number), {"plan": name, "record": dict(record)}
-    made = store.create_new(rel, lambda file: file.write(format_record(mine)))
-    taken: dict[str, Any] = mine if made else _read_number(store, number)
-    other = taken["plan"]
-    removed = not all(store.exists(f"plans/{other}/{what}.arrow") for what in PLAN_TABLES)
-    if not removed and not store.exists(f"plans/{other}/plan.json"):  # also of a process that was killed in between
-        store.publish_json(f"plans/{other}/plan.json", taken["record"])
-    won = _read_number(store, number)["plan"] == name
-    if not won:
-        for what in PLAN_TABLES:
-            store.remove(f"plans/{name}/{what}.arrow")
-        if not removed:
-            raise PlanOutdated(f"plan {other} was published at the same time")
-    return won
+    name = f"{number:06d}-{content[:12]}"
+    for what, table in cast.items():
+        store.write_table(f"plans/{name}/{what}.arrow", table)
+    store.publish_json(f"plans/{name}/plan.json", record)
+    return load_plan(store, name)
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-import pyarrow as pa
-
 from cache.models.compatibility import bucket_side_multiple
 from cache.models.weights import WeightsError, fingerprint_weights, local_folder
 from cache.sets import plans
@@ -324,12 +322,3 @@ def _format_value(value: Any) -> str:
 def _join_first(differences: list[str]) -> str:
     more = f"; and {len(differences) - MAX_DIFFERENCES} more" if len(differences) > MAX_DIFFERENCES else ""
     return "; ".join(differences[:MAX_DIFFERENCES]) + more
-
-
-def publish_set(store: Store, record: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> None:
-    """Publish a set and make it the newest of its family and task."""
-    folder = f"sets/{record['id']}"
-    for name, table in tables.items():
-        store.write_table(f"{folder}/{name}.arrow", table)
-    store.publish_json(f"{folder}/set.json", record)
-    update_pointers(store, record)

@@ -6,9 +6,10 @@ of samples. Every row read is compared with its checksum and with the id that th
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +20,9 @@ from cache.order.section_order import order_by_sections
 from cache.order.set_columns import IntColumn, find_runs
 from cache.sets import plans
 from cache.sets.draws import NO_TEXT, RowTexts
-from cache.sets.samples import Location, Sample, ValidationPrompt
 from cache.sets.table_checks import SET_ROLES, check_set_json, check_set_references, read_set_table
 from cache.shards.shard import ShardRow
-from cache.shards.shard_io import ReaderPool
-from cache.shards.shard_supply import ShardSupply, StoredShards, open_limit
+from cache.shards.shard_io import ReaderPool, ShardSupply, open_limit
 from cache.shards.tensor_checks import SAMPLE, find_shape_problems, find_tensor_problem, own_name
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError, as_damage
@@ -51,6 +50,40 @@ class SetNotFound(SetError):
     exit_code = INCOMPLETE
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One sample. tensors: its own, such as "latent" and "condition" (C, T, h, w). text: those of one caption, "embeds"
+    (L, D) and "pooled" (D2,). Both have whatever tensors the encoding stages write, under the names used there."""
+
+    id: str
+    tensors: dict[str, Array]
+    text: dict[str, Array]
+    regularization: bool = False  # preserves what the model knows instead of teaching it something new
+
+
+@dataclass(frozen=True)
+class ValidationPrompt:
+    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: (C, T, h, w) or None. references:
+    (C, 1, h, w) each, of sizes of their own, in order."""
+
+    name: str
+    prompt: str
+    negative_prompt: str
+    bucket: str
+    text: dict[str, Array]
+    negative: dict[str, Array]
+    condition: Array | None
+    references: tuple[Array, ...] = ()
+
+
+class Location(NamedTuple):
+    """A row of a shard: number of the shard, number of the row, and the row's id where the set names it."""
+
+    shard: int
+    row: int
+    id: str | None
+
+
 class TrainSet:
     """sets/<id> of a store. `meta` is set.json. Rows below `len` are trained on, `eval_rows` are held out.
 
@@ -74,7 +107,7 @@ class TrainSet:
         self._check_file("set.json", check_set_json, meta, self._texts.num_rows, self._shards.num_rows)
         self.row_texts = RowTexts(self._index, meta["null_text"])
         self._readers = ReaderPool(store, open_limit())  # each holds a file handle, a memory map and its list of ids
-        self.supply: ShardSupply = StoredShards(store, self.shard_path)
+        self.supply = ShardSupply(store, self.shard_path)
 
     def _check_file(self, file: str, check: Callable[..., object], *values: Any) -> None:
         """Call `check`; DamageError about a file of the set where it fails."""
@@ -173,17 +206,19 @@ class TrainSet:
             for part, (table, prefix, names) in tables.items()
         }
 
+    def _locate(self, part: str, number: int) -> Location:
+        """The location of a part of row `number`, or of text `number`."""
+        shards, rows, ids = self._columns[part]
+        return Location(shards.get(number), rows.get(number), ids[number].as_py())
+
     def draw_locations(self, row: int, text: int, bucket: str) -> dict[str, Location]:
         """Part -> location of each row that a draw reads: all parts of a sample of this bucket, and "text". SetError if
         the text is NO_TEXT."""
         if text == NO_TEXT:
-            raise missing_null_prompt(self.id, self._columns[SAMPLE][2][row].as_py())
-        locations = {}
-        for part in (*self.sample_parts(bucket), TEXT):
-            shards, rows, ids = self._columns[part]
-            number = text if part == TEXT else row
-            locations[part] = Location(shards.get(number), rows.get(number), ids[number].as_py())
-        return locations
+            sample_id = self._columns[SAMPLE][2][row].as_py()
+            raise SetError(f"set {self.id} has no null prompt for {sample_id}", "Run `latentpress index`.")
+        locations = {part: self._locate(part, row) for part in self.sample_parts(bucket)}
+        return locations | {TEXT: self._locate(TEXT, text)}
 
     def read_draw(self, row: int, text: int, bucket: str) -> dict[str, ShardRow]:
         """The rows of `draw_locations`: checksums, ids and, once `text_widths` are set, shapes and dtypes are checked,
@@ -258,28 +293,18 @@ class TrainSet:
     def part_locations(self, row: int) -> dict[str, Location]:
         """Part -> its location, of all parts of row `row`: "sample", further kinds, "text0", "text1", ... and, where
         there is a null prompt, "null"."""
-        entry = {name: self._index.column(name)[row].as_py() for name in self._index.column_names}
-        id = entry["sample_id"]
-        locations = {SAMPLE: Location(entry["shard"], entry["row"], id)}
-        for kind in self.kinds:
-            locations[kind] = Location(entry.get(f"{kind}_shard", -1), entry.get(f"{kind}_row", -1), id)
-        for part in self.references:
-            if entry[f"{part}_id"] is not None:
-                locations[part] = Location(entry[f"{part}_shard"], entry[f"{part}_row"], entry[f"{part}_id"])
-        return locations | {part: self._text_location(text) for part, text in self.row_texts.parts(row).items()}
+        locations = {part: self._locate(part, row) for part in self.sample_parts(self.bucket(row))}
+        return locations | {part: self._locate(TEXT, text) for part, text in self.row_texts.parts(row).items()}
 
     def prompt_locations(self, number: int) -> dict[str, Location]:
         """The same of the parts of validation prompt `number`: "text", "negative" and perhaps "condition", or its
         references."""
         entry = self.meta["validation"][number]
-        locations = {name: self._text_location(entry[name]) for name in ("text", "negative")}
+        locations = {name: self._locate(TEXT, entry[name]) for name in ("text", "negative")}
         image = entry["condition"]
         for part, given in zip(REFERENCE_PARTS, entry.get("references", ()), strict=False):
             locations[part] = Location(given["shard"], given["row"], given["id"])
         return locations | {"condition": Location(image["shard"], image["row"], None)} if image else locations
-
-    def _text_location(self, number: int) -> Location:
-        return Location(*(self._texts.column(name)[number].as_py() for name in ("shard", "row", "text_id")))
 
     def part_rows(self, row: int, names: Collection[str] | None = None) -> dict[str, ShardRow]:
         """Rows of shards, checksums verified, of parts of row `row`: of those in `names`, by default of all."""
@@ -302,7 +327,7 @@ class TrainSet:
         """Read shards through `supply` from now on; `close` closes it."""
         self._readers.close()
         self.supply = supply
-        supply.on_removal(lambda number: self._readers.forget(self.shard_path(number)))
+        supply.forget = lambda number: self._readers.forget(self.shard_path(number))
 
     def close(self) -> None:
         self._readers.close()
@@ -338,10 +363,6 @@ class TrainSet:
     def damage(self, location: Location, reason: str) -> DamageError:
         """The error about the row at a location."""
         return DamageError(self.store.path(self.shard_path(location.shard)), reason, location.row, location.id)
-
-
-def missing_null_prompt(set_id: str, sample_id: str) -> SetError:
-    return SetError(f"set {set_id} has no null prompt for {sample_id}", "Run `latentpress index`.")
 
 
 def check_distinct_names(parts: Mapping[str, Collection[str]], sample_id: str) -> None:

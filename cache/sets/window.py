@@ -9,6 +9,7 @@ A shard gets its name once every row of it is verified. Shards outside the windo
 from the store itself.
 """
 
+import math
 import os
 import secrets
 import shutil
@@ -18,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from decimal import ROUND_CEILING, Decimal
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,7 @@ from cache.runs.training_run import RunError
 from cache.sets.draws import NO_TEXT
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
-from cache.shards.shard_io import open_reader, verify
-from cache.shards.shard_supply import ShardSupply, SupplyError
+from cache.shards.shard_io import ShardSupply, SupplyError, open_reader, verify
 from cache.store.damage import ANSWERS, DamageError, note_bad_answer
 from cache.store.files import check_folder, explained
 from cache.store.locks import FileLock
@@ -87,19 +86,15 @@ class Section(NamedTuple):
 
 def list_sections(
     data: TrainSet, schedule: BatchSchedule, caption_dropout: float, steps: range, least: int
-) -> Iterator[Callable[[], Section]]:
-    """The sections of the steps of a run, each as a function that finds its shards. least: steps of a section, unless
-    the run ends."""
-
-    def find(part: range) -> Section:
-        needs = needed_shards(data, schedule, caption_dropout, part.start, part.stop)
-        return Section(part, tuple(dict.fromkeys(number for numbers in needs for number in numbers.tolist())))
-
+) -> Iterator[Section]:
+    """The sections of the steps of a run, with their shards. least: steps of a section, unless the run ends."""
     start = steps.start
     for bound in schedule.section_ends(start) if steps else ():
         stop = min(bound, steps.stop)
         if stop - start >= least or stop == steps.stop > start:
-            yield lambda part=range(start, stop): find(part)  # type: ignore[misc]
+            needs = needed_shards(data, schedule, caption_dropout, start, stop)
+            shards = dict.fromkeys(number for numbers in needs for number in numbers.tolist())
+            yield Section(range(start, stop), tuple(shards))
             start = stop
         if bound >= steps.stop:
             return
@@ -120,8 +115,7 @@ def list_files(store: Store, paths: Sequence[str]) -> list[list[tuple[str, int]]
     """The names and sizes of the files of each shard, by one listing of each folder; none if the shard is missing."""
     sizes: dict[str, int] = {}
     for folder in sorted({path.rpartition("/")[0] for path in paths}):
-        names = [path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == folder]
-        sizes |= {f"{folder}/{entry.name}": entry.size for entry in store.list_files(folder, expected=names)}
+        sizes |= {f"{folder}/{entry.name}": entry.size for entry in store.list_files(folder)}
     shards = []
     for path in paths:
         tar = path.endswith(TAR_SUFFIX)
@@ -138,13 +132,14 @@ class Window(ShardSupply):
         self,
         store: Store,
         paths: Sequence[str],
-        sections: Callable[[int], Iterator[Callable[[], Section]]],
+        sections: Callable[[int], Iterator[Section]],
         folder: Path,
         limit: int,
         downloads: int = 4,
         ranks: Ranks = Ranks(),  # noqa: B008 (a tuple)
     ) -> None:
-        self._store, self._paths, self._plan, self._limit = store, paths, sections, limit
+        super().__init__(store, paths.__getitem__)
+        self._paths, self._plan, self._limit = paths, sections, limit
         self._base, self._ranks = folder, ranks
         self.folder = folder / (ranks.token or secrets.token_hex(8))
         self._copies = CopyStore(store, self.folder)
@@ -155,17 +150,16 @@ class Window(ShardSupply):
         self._lock_file: FileLock | None = None
         self._coming: dict[int, Future[None]] = {}  # the shards of the window
         self._present: Section | None = None
-        self._next: Future[Section] | None = None
-        self._rest: Iterator[Callable[[], Section]] = iter(())
+        self._next: Future[Section | None] | None = None
+        self._rest: Iterator[Section] = iter(())
         self._from_store = set[int]()  # a row of their copies was damaged
-        self._listeners: list[Callable[[int], None]] = []
         self._counted, self._moved, self._stopped = Counter[str](), 0.0, False
 
     def check(self, first: int, shuffle_shards: int) -> None:
         """SupplyError if the shards of two sections in a row exceed the limit, as far as the next sections tell."""
         if sum(self.sizes) <= self._limit:
             return
-        sections = [set(find().shards) for find in islice(self._plan(first), CHECKED_SECTIONS)]
+        sections = [set(section.shards) for section in islice(self._plan(first), CHECKED_SECTIONS)]
         pairs = [one | two for one, two in pairwise([*sections, set[int]()])]
         most = max((self._bytes(pair) for pair in pairs), default=0)
         if most > self._limit:
@@ -184,8 +178,7 @@ class Window(ShardSupply):
         if self._lock_file is None and self._ranks.local == 0:
             self._lock_file = make_run_folder(self._base, self.folder)
         self._rest = self._plan(first)
-        find = next(self._rest, None)
-        self._begin(find() if find is not None else None)
+        self._begin(next(self._rest, None))
 
     def open(self, number: int) -> BaseShardReader:
         with self._lock:
@@ -201,7 +194,7 @@ class Window(ShardSupply):
             except DamageError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):  # removed, as its section is over
                     raise
-        return open_reader(self._store, self._paths[number])
+        return super().open(number)
 
     def finished(self, step: int) -> None:
         # A rank that takes a step's batches has ended the step before, which no rank does alone; others may still read.
@@ -216,11 +209,8 @@ class Window(ShardSupply):
             if number in self._from_store or number not in self._coming:
                 return False
             self._from_store.add(number)
-        self._forget(number)
+        self.forget(number)
         return True
-
-    def on_removal(self, forget: Callable[[int], None]) -> None:
-        self._listeners.append(forget)
 
     def metrics(self) -> dict[str, float]:
         with self._lock:
@@ -268,12 +258,12 @@ class Window(ShardSupply):
                 f"{section.steps.start + 1} to {section.steps.stop} have {size / 1e9:.3g} GB",
                 f"Set it to {round_up_gb(size)} or more, or lower train.shuffle_shards.",
             )
-        find = next(self._rest, None)
-        self._next = self._pool.submit(self._prepare, find) if find is not None else None
+        self._next = self._pool.submit(self._prepare, self._rest) if section is not None else None
 
-    def _prepare(self, find: Callable[[], Section]) -> Section:
-        section = find()
-        self._fetch(section)  # what has no room comes when the section begins
+    def _prepare(self, rest: Iterator[Section]) -> Section | None:
+        section = next(rest, None)
+        if section is not None:
+            self._fetch(section)  # what has no room comes when the section begins
         return section
 
     def _fetch(self, section: Section) -> bool:
@@ -313,10 +303,6 @@ class Window(ShardSupply):
     def _is_here(self, number: int) -> bool:
         return Path(self.folder, self._paths[number]).exists()
 
-    def _forget(self, number: int) -> None:
-        for forget in self._listeners:
-            forget(number)
-
     # -- in threads ----------------------------------------------------------------------------------------------------
 
     def _copy(self, number: int) -> None:
@@ -347,7 +333,7 @@ class Window(ShardSupply):
             shutil.rmtree(part, ignore_errors=True)
         self._count(fetched=1, bytes=self.sizes[number])
         self._moved = time.monotonic()
-        self._forget(number)  # a reader of the store itself
+        self.forget(number)  # a reader of the store itself
 
     def _missing(self, number: int) -> DamageError:
         return DamageError(self._store.path(self._paths[number]), "the file is missing")
@@ -360,10 +346,10 @@ class Window(ShardSupply):
                 raise SupplyError(f"{what} for {GIVE_UP_S:.0f} s", "See its messages, and start the program again.")
             time.sleep(POLL_S)
         self._moved = time.monotonic()
-        self._forget(number)
+        self.forget(number)
 
     def _remove(self, number: int) -> None:
-        self._forget(number)
+        self.forget(number)
         with self._lock:
             is_needed_again = number in self._coming
         for name, _ in self._files[number] if self._ranks.local == 0 and not is_needed_again else ():
@@ -420,9 +406,8 @@ def cache_limit(settings: LocalCache, folder: Path) -> int:
 
 
 def round_up_gb(size: int) -> str:
-    """Bytes as 10^9 bytes with three digits, no fewer: for a message that names a limit which is enough."""
-    exact = Decimal(size).scaleb(-9)
-    return f"{exact.quantize(Decimal(1).scaleb(exact.adjusted() - 2), ROUND_CEILING).normalize():f}"
+    """Bytes as 10^9 bytes with two decimals, no fewer: for a message that names a limit which is enough."""
+    return f"{math.ceil(size / 1e7) / 100:g}"
 
 
 def open_window(

@@ -18,7 +18,6 @@ from cache.shards import shard
 from cache.shards.tensors import NUMPY_DTYPES, Array
 from cache.store import arrow_ipc
 from cache.store.damage import DamageError, as_damage
-from cache.store.files import explained
 from cache.store.json_checks import check_name, check_shape, check_text, printable
 from schemas.json_records import parse_json
 
@@ -84,31 +83,29 @@ class ShardWriter(shard.BaseShardWriter):
 
     def finish(self) -> str:
         described = shard.canonical_json(shard.build_description(self.meta, self._ids, self._set_aside))
-        with explained(self.store.path(self.rel)):
+        with self.store.writing(self.rel):
             self._out.close()
-            self._file.close()
             if len(described) > self._room:
                 self._enlarge(len(described))
             described = described.ljust(self._room)
             checksum = xxhash.xxh3_128_hexdigest(described).encode()
             values = {PLACEHOLDER * self._room: described, CHECKSUM_PLACEHOLDER: checksum}
-            arrow_ipc.fill_placeholders(self._file.name, self._blank_schema, values)
+            arrow_ipc.fill_placeholders(self._file, self._blank_schema, values)
         # Before this one appears, or a kill in between could leave two shards; now the unit is encoded again.
         shard.remove_other_format(self.store, self.rel)
-        self.store.publish(self._file.name, self.rel)
+        self.store.publish(self._file, self.rel)
         return self.rel
 
     def _enlarge(self, room: int) -> None:
         """Copy the rows into a new file with more room for the description."""
         narrow, self._room = self._file, room
         try:
-            with pa.memory_map(narrow.name) as source:
-                self._open()
-                batches = pa.ipc.open_file(source)
-                for number in range(batches.num_record_batches):
-                    self._out.write_batch(batches.get_batch(number))
-                self._out.close()
-                self._file.close()
+            narrow.flush()
+            self._open()
+            batches = pa.ipc.open_file(pa.PythonFile(narrow, "r"))
+            for number in range(batches.num_record_batches):
+                self._out.write_batch(batches.get_batch(number))
+            self._out.close()
         finally:
             self.store.discard_temp(narrow)
 

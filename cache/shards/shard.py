@@ -15,12 +15,12 @@ from operator import itemgetter
 from typing import Any, BinaryIO, ClassVar, Self
 
 import pyarrow as pa
-from pydantic import Field
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass as checked
 
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError, as_damage, until_sound
-from cache.store.files import explained
-from cache.store.json_checks import Count, EmptyName, Foreign, Name, Names, check_object, printable
+from cache.store.json_checks import Count, EmptyName, Name, Names, check_object, printable
 from cache.store.layout import STAGE_PROGRAMS
 from cache.store.store import Store
 from schemas.identity import hash_bytes
@@ -30,34 +30,34 @@ ARROW_SUFFIX, TAR_SUFFIX, SIDECAR_SUFFIX = ".arrow", ".tar", ".tar.json"
 SUFFIXES = {"arrow": ARROW_SUFFIX, "webdataset": TAR_SUFFIX}
 
 
-@dataclass(frozen=True)
+@checked(frozen=True)
 class RejectedMember:
     """A member of the unit that could not be encoded."""
 
-    id: str
-    reason: str
+    id: Name
+    reason: Name
     message: str
 
 
-@dataclass(frozen=True)
+@checked(frozen=True)
 class TruncatedText:
     """A row whose text has more tokens than the limit: only the first `kept` of `tokens` are encoded."""
 
-    id: str
-    tokens: int
-    kept: int
+    id: Name
+    tokens: Count
+    kept: Count
 
 
-@dataclass
+@checked(config=ConfigDict(allow_inf_nan=False))
 class ShardMeta:
     """The description of a shard. Given to a writer, `ids` are the unit's planned members (or empty), and `truncated`
     may be added to until `finish`; read from a shard, `ids` are its rows in order."""
 
-    kind: str
-    fingerprint: str
-    unit: str
-    bucket: str
-    ids: list[str] = field(default_factory=list)
+    kind: Name
+    fingerprint: Name
+    unit: Name
+    bucket: EmptyName
+    ids: Names = field(default_factory=list)
     set_aside: list[RejectedMember] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -104,7 +104,7 @@ class BaseShardWriter(ABC):
             announced = self.columns.get(name)
             assert array.dtype == announced, f"row {row.id}: {name} is {array.dtype}, announced as {announced}"
         info = canonical_json(row.info)
-        with explained(self.store.path(self.rel)):
+        with self.store.writing(self.rel):
             self._write(row, info, row_checksum(row.id, info, row.tensors))
         self._ids[row.id] = None
 
@@ -211,10 +211,9 @@ def unit_name(name: str) -> str:
     return name.removesuffix(ARROW_SUFFIX).removesuffix(TAR_SUFFIX)
 
 
-def find_done_units(store: Store, prefix: str, expected: Collection[str] = ()) -> dict[str, str]:
-    """Unit -> path of its shard, for every finished unit in folder `prefix`; one listing. expected: units that may be
-    there, see `Store.list_names`."""
-    names = [name for name in store.list_names(prefix, expected) if "/" not in name]
+def find_done_units(store: Store, prefix: str) -> dict[str, str]:
+    """Unit -> path of its shard, for every finished unit in folder `prefix`; one listing."""
+    names = [name for name in store.list_names(prefix) if "/" not in name]
     done = {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
     return done | {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
 
@@ -243,17 +242,6 @@ def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
     return hash_bytes(*parts)
 
 
-def pack_length(size: int) -> bytes:
-    """The bytes of a length as it precedes each part of a row's checksum."""
-    return size.to_bytes(8, "little")
-
-
-def pack_tensor_head(name: str, dtype: str, shape: tuple[int, ...], size: int) -> bytes:
-    """The part that a row's checksum covers of a tensor before its `size` bytes."""
-    parts = [name.encode(), dtype.encode(), struct.pack(f"<{len(shape)}q", *shape)]
-    return b"".join(pack_length(len(part)) + part for part in parts) + pack_length(size)
-
-
 def build_description(meta: ShardMeta, ids: Collection[str], set_aside: Collection[RejectedMember]) -> dict[str, Any]:
     """The JSON object in a finished shard. Members set aside and truncated texts are found in any order, so sorted."""
     if meta.ids:
@@ -264,28 +252,7 @@ def build_description(meta: ShardMeta, ids: Collection[str], set_aside: Collecti
     return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": aside, "truncated": truncated}
 
 
-class _Rejected(Foreign, extra="forbid"):
-    id: Name
-    reason: Name
-    message: str
-
-
-class _Truncated(Foreign, extra="forbid"):
-    id: Name
-    tokens: Count
-    kept: Count
-
-
-class _Description(Foreign):
-    kind: Name
-    fingerprint: Name
-    unit: Name
-    bucket: EmptyName
-    ids: Names
-    count: Count
-    set_aside: list[_Rejected]
-    truncated: list[_Truncated] = Field(default_factory=list)
-    provenance: dict[str, Any]
+_META = TypeAdapter(ShardMeta)
 
 
 def parse_description(value: Any, path: str) -> ShardMeta:
@@ -295,18 +262,13 @@ def parse_description(value: Any, path: str) -> ShardMeta:
         stored = printable(repr(version))
         raise DamageError(path, f"its format version is {stored}; this program reads {FORMAT_VERSION}")
     try:
-        stated = _Description.model_validate(value)
-        meta = ShardMeta(
-            **{name: getattr(stated, name) for name in ("kind", "fingerprint", "unit", "bucket", "ids", "provenance")},
-            set_aside=[RejectedMember(**member.model_dump()) for member in stated.set_aside],
-            truncated=[TruncatedText(**row.model_dump()) for row in stated.truncated],
-        )
-        if stated.count != len(meta.ids):
-            raise ValueError(f"its count is {stated.count} and it names {len(meta.ids)} rows")
+        meta = _META.validate_python(value)
+        if value.get("count") != len(meta.ids):
+            raise ValueError(f"its count is {value.get('count')} and it names {len(meta.ids)} rows")
         if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
             raise ValueError("a member is both a row and set aside")
         if not {row.id for row in meta.truncated}.issubset(meta.ids):
             raise ValueError("a truncated text is no row")
         return meta
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise DamageError(path, f"its description is incomplete or wrong ({printable(error)})") from error

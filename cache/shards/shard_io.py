@@ -1,8 +1,11 @@
-"""Opening shards by name, in either format, for reading, writing or verification."""
+"""Opening shards by name, in either format, for reading, writing or verification; and by number, in the order in which
+a training set needs them."""
 
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 from cache.shards import arrow, wds
@@ -10,6 +13,8 @@ from cache.shards.shard import ARROW_SUFFIX, SUFFIXES, TAR_SUFFIX, BaseShardRead
 from cache.store import json_checks
 from cache.store.damage import DamageError, until_sound
 from cache.store.store import Store
+from schemas.activities import activity
+from schemas.errors import USAGE, LatentpressError
 
 
 def open_writer(
@@ -118,3 +123,70 @@ class ReaderPool:
         with self._lock:
             while self._open:
                 self._open.popitem()[1][0].close()
+
+
+# -- where the shards of a training set come from ----------------------------------------------------------------------
+
+
+class ShardSupply:
+    """Opens the shards of a training set by their numbers: in their store or, by the window of a remote set
+    (`cache/sets/window.py`), from copies on this machine, fetched before a step needs them. Threads may share it.
+    Messages name shards as the set's store does, wherever their bytes are.
+
+    path_of: number -> path. forget: is called with the number of each shard whose file is about to be removed: whoever
+    has it open lets go of it, so that its disk space becomes free. What was mapped before can still be read.
+    """
+
+    forget: Callable[[int], object] = staticmethod(lambda number: None)
+
+    def __init__(self, store: Store, path_of: Callable[[int], str]) -> None:
+        self._store, self._path_of = store, path_of
+
+    def follow(self, first: int) -> None:
+        """Steps `first`, first + 1, ... are read from now on, in this order."""
+
+    def open(self, number: int) -> BaseShardReader:
+        """A reader of shard `number`, also of one that no step was said to need; waits until its bytes are here.
+        DamageError where it can't be read or is missing, StoreError where the store fails, both naming the shard.
+        """
+        return open_reader(self._store, self._path_of(number))
+
+    def finished(self, step: int) -> None:
+        """Everything of `step` and of those before it has been read."""
+
+    def damaged(self, number: int) -> bool:
+        """Report a shard of which a row is not what was written. True where its bytes were thrown away, so that
+        `open` gives others; False where that is not possible, or was done once already."""
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the metrics of a step, counted since the last call; {} where there is nothing to say."""
+        return {}
+
+    def show_wait(self) -> AbstractContextManager[object]:
+        """While the body waits for what other threads `open`, show what that is and, where bytes are known, the time
+        left. Of the main thread."""
+        return activity(f"waiting for data: shards are read from {self._store.url}")
+
+    def stop_waiting(self) -> None:
+        """End the waits of `open` by an error, so that the threads in it end. Until `follow` is called again."""
+
+    def close(self) -> None:
+        """End its threads. Nothing else is to be called afterwards."""
+
+
+MAX_OPEN, FEWEST_OPEN = 1024, 32  # 1,024 shards of their usual size are 128 GiB
+
+
+def open_limit() -> int:
+    """How many shards may be open: a quarter of the files that this process may open, but at least 32 and at most
+    1,024."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    quarter = MAX_OPEN if files == resource.RLIM_INFINITY else files // 4
+    return max(FEWEST_OPEN, min(MAX_OPEN, quarter))
+
+
+class SupplyError(LatentpressError):
+    """Shards within a limit can't be had in this way."""
+
+    exit_code = USAGE

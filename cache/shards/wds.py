@@ -18,7 +18,6 @@ from cache.shards import shard
 from cache.shards.tensors import Array
 from cache.store import json_checks
 from cache.store.damage import DamageError, as_damage
-from cache.store.files import explained
 from schemas import json_records
 
 #: Names of dtypes in safetensors -> ours.
@@ -116,9 +115,8 @@ class ShardWriter(shard.BaseShardWriter):
     def finish(self) -> str:
         """Publish the sidecar, then the tar; returns the tar's path. StoreError where they can't be written."""
         described = shard.build_description(self.meta, self._ids, self._set_aside)
-        with explained(self.store.path(self.rel)):
+        with self.store.writing(self.rel):
             self._tar.end()
-            self._file.close()
         content = {"size": self._tar.size, "xxh3_128": self._tar.hash.hexdigest(), "rows": self._entries}
         sidecar = add_checksum(described | content)
         # An older tar that this sidecar does not describe would be damage that means "done". A process killed after its
@@ -127,7 +125,7 @@ class ShardWriter(shard.BaseShardWriter):
         if self.store.exists(self.rel) and not self._has_sidecar(sidecar):
             self.store.remove(self.rel)
         self.store.publish_bytes(self.sidecar, sidecar)
-        self.store.publish(self._file.name, self.rel)
+        self.store.publish(self._file, self.rel)
         # Two workers may finish one unit at once, on unlike hardware with unlike bytes. Where the tar is ours and the
         # sidecar is not, put ours back. Where the tar is not ours, its writer does this after us; unless it finished
         # while we put our sidecar back. Then the pair does not match, and the unit is encoded again.

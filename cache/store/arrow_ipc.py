@@ -88,18 +88,17 @@ def read_batch(data: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
     return batch
 
 
-def fill_placeholders(path: str, schema: pa.Schema, values: Mapping[bytes, bytes]) -> None:
+def fill_placeholders(file: BinaryIO, schema: pa.Schema, values: Mapping[bytes, bytes]) -> None:
     """Replace placeholders in the metadata of a finished file by values of the same length that were not known before
     the rows. Arrow writes `schema` twice, before the rows and after them."""
-    with open(path, "r+b") as file:
-        for start, length in ((0, len(FILE_START) + schema.serialize().size), find_footer(file)):
-            file.seek(start)
-            data = file.read(length)
-            for placeholder, value in values.items():
-                assert data.count(placeholder) == 1 and len(placeholder) == len(value)
-                data = data.replace(placeholder, value)
-            file.seek(start)
-            file.write(data)
+    for start, length in ((0, len(FILE_START) + schema.serialize().size), find_footer(file)):
+        file.seek(start)
+        data = file.read(length)
+        for placeholder, value in values.items():
+            assert data.count(placeholder) == 1 and len(placeholder) == len(value)
+            data = data.replace(placeholder, value)
+        file.seek(start)
+        file.write(data)
 
 
 def _follow_offset(data: Any, position: int) -> int:
@@ -127,18 +126,17 @@ def _read_blocks(footer: bytes, root: int, number: int) -> np.ndarray:
 
 @contextmanager
 def open_writer(file: BinaryIO, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
-    """A writer of a table to `file`, a new file with a name. The checksum is filled in when the body ends."""
+    """A writer of a table to `file`, a new file that can be read, too. The checksum is filled in when the body ends."""
     schema = schema.with_metadata({**(schema.metadata or {}), CHECKSUM_KEY: _CHECKSUM_PLACEHOLDER})
     hashed = _HashingFile(file)
     with pa.ipc.new_file(pa.PythonFile(hashed, "w"), schema) as writer:
         yield writer
-    file.flush()
     checksum = _CHECKSUM_PREFIX + hashed.state.hexdigest().encode()
-    fill_placeholders(file.name, schema, {_CHECKSUM_PLACEHOLDER: checksum})
+    fill_placeholders(file, schema, {_CHECKSUM_PLACEHOLDER: checksum})
 
 
 def write_table(table: pa.Table, file: BinaryIO) -> None:
-    """Write a whole table to a new file with a name."""
+    """Write a whole table to a new file that can be read, too."""
     with open_writer(file, table.schema) as writer:
         writer.write_table(table)
 

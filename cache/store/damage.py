@@ -7,11 +7,9 @@ again a few times, with a message; only what stays wrong is an error, or damage.
 import errno
 import re
 import struct
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
@@ -31,7 +29,6 @@ PARSE_ERRORS = (
     *(ValueError, KeyError, TypeError, IndexError, OverflowError, EOFError, struct.error),
 )
 ANSWERS = 3  # to one question; the last one counts
-PAUSE_S = 60.0  # between two messages about a store
 LONGEST = 200  # characters of a reason
 
 #: Which program writes each kind of table, by the end of its path, and what it does about a damaged one.
@@ -123,31 +120,6 @@ class BadAnswer(OSError):
     """The store returned an unexpected number of bytes."""
 
 
-class RetryNotes:
-    """Messages about requests to one kind of store that are made again: the first at once, others at most once in
-    PAUSE_S. Threads may share it."""
-
-    def __init__(self, store: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._clock, self._lock = store, clock, threading.Lock()
-        self._said, self._unsaid = -PAUSE_S, 0
-
-    def note(self, reason: str) -> None:
-        with self._lock:
-            now = self._clock()
-            if now - self._said < PAUSE_S:
-                self._unsaid += 1
-                return
-            more = f", as {self._unsaid} more since the last message" if self._unsaid else ""
-            self._said, self._unsaid = now, 0
-        announce(f"{self._store}: {shorten(' '.join(reason.split()), LONGEST)}: the request is tried again{more}")
-
-
-@cache
-def notes_of(store: str) -> RetryNotes:
-    """The notes of all stores with this protocol."""
-    return RetryNotes(store)
-
-
 def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
     """Return what `read` returns; it is called again where a bad answer of the object store behind `url` made it raise.
     url: "" for files of this machine. file: what `read` reads from; it lets go of the bytes of that answer, if it keeps
@@ -175,8 +147,10 @@ def asked_again(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenat
 
 
 def note_bad_answer(url: str, error: Exception) -> None:
+    """Say that a request is made again."""
     reason = getattr(error, "message", "") or getattr(error, "strerror", "") or str(error)
-    notes_of(url.partition("://")[0]).note(reason if url in reason else f"{url}: {reason}")
+    reason = shorten(" ".join((reason if url in reason else f"{url}: {reason}").split()), LONGEST)
+    announce(f"{reason}: the request is tried again")
 
 
 def _is_of_bad_answer(error: Exception) -> bool:

@@ -1,30 +1,27 @@
 """Local files that appear whole or not at all: written under a temporary name in the same folder, synced, renamed."""
 
 import errno
-import io
-import math
 import os
 import re
 import secrets
 import shutil
 import stat
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from cache.store import locks
+import pyarrow as pa
+
 from schemas.errors import LatentpressError
 from schemas.regular_files import NOT_REGULAR, NotRegular, find_obstacle, open_regular
 from schemas.text_format import format_bytes, shown_path
 
 TEMP_SUFFIX = ".tmp"
 FORMER_SUFFIX = ".former"  # of a folder that is being replaced
-LOCKED_FOLDER = ".folder"  # before the random part of the names of `replacing_folder`
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # names made by `temporary`
-WRITEBACK_BYTES = 8 << 20
+OPEN_TRIES = 5
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}  # of file systems without them
 
 NEXT_STEPS = {
@@ -108,25 +105,12 @@ def check_writable(folder: Path) -> None:
 
 class Entry(NamedTuple):
     """A file: name, size in bytes, time of the last write (seconds since 1970; infinity where it is not known).
-    version: of an object, what changes when it is replaced, as of `object_store.object_version`."""
+    version: changes when it is replaced; "" where it is not known."""
 
     name: str
     size: int
     modified: float
     version: str = ""
-
-
-class FileIdentity(NamedTuple):
-    """While it is the same, no program wrote to the file."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, about: os.stat_result) -> "FileIdentity":
-        return cls(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:
@@ -171,14 +155,6 @@ def is_unfinished(name: str) -> bool:
 def replace(source: str, target: str) -> None:
     """The one step at which a local file appears under its final name."""
     os.replace(source, target)
-
-
-def file_size(path: Path) -> int:
-    """Bytes of a regular file. NotRegular for a folder, a pipe or a device, which could be read for ever."""
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise NotRegular(errno.EINVAL, NOT_REGULAR, str(path))
-    return about.st_size
 
 
 def sync(path: Path) -> None:
@@ -236,11 +212,10 @@ def restore_folders(parent: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, temp: Path | None = None) -> Iterator[Path]:
-    """Write the file or folder `path` in the body under a temporary name, `temp` where one is given; it is renamed, or
-    removed on an error."""
+def replacing(path: Path) -> Iterator[Path]:
+    """Write the file or folder `path` in the body under a temporary name; it is renamed, or removed on an error."""
     make_folders(path.parent)
-    temp = temp or temporary(path)
+    temp = temporary(path)
     try:
         yield temp
         put(temp, path)
@@ -262,38 +237,6 @@ def write_new(path: Path, text: str) -> None:
             raise
 
 
-@contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """`replacing`, with an empty folder to write to, which `remove_abandoned_folders` spares."""
-    name = temporary(path.with_name(path.name + LOCKED_FOLDER))
-    with replacing(path, name) as temp, ExitStack() as held:
-        temp.mkdir()
-        with suppress(OSError):  # a file system without locks of folders
-            held.enter_context(_locked_folder(temp))
-        yield temp
-
-
-def remove_abandoned_folders(parent: Path) -> None:
-    """Remove what killed processes left in `parent` of `replacing_folder`, whatever it was to become."""
-    for left in parent.glob(f".*{LOCKED_FOLDER}.*{TEMP_SUFFIX}"):
-        with suppress(OSError):  # removed meanwhile, or locked
-            if is_temporary(left.name):
-                with _locked_folder(left):
-                    shutil.rmtree(left)
-
-
-@contextmanager
-def _locked_folder(folder: Path) -> Iterator[None]:
-    """BlockingIOError if another process holds its lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if not locks.lock(descriptor):
-            raise BlockingIOError(errno.EWOULDBLOCK, "another process is writing to it", str(folder))
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def make_folders(folder: Path) -> None:
     """Create `folder` and sync each parent with a new entry, against power cuts. StoreError says why it can't be."""
     missing = [folder] if not folder.exists() else []
@@ -309,68 +252,78 @@ def make_folders(folder: Path) -> None:
         sync(created.parent)
 
 
-def spool_folder() -> Path:
-    """The folder, one for each user, where files for object stores are written before they are uploaded. TMPDIR moves
-    it."""
-    return Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}"
+class Folder:
+    """The files of a folder on this machine's disk, by their names relative to it. Methods raise OSError unless
+    `explained` is around them."""
 
+    def __init__(self, root: Path) -> None:
+        self.root = root
 
-class WriteBehind(io.BufferedWriter):
-    """A temporary file that the disk writes while more data comes. Otherwise the kernel keeps most of it in memory
-    until it is synced: 128 MiB took 0.20 s to write and then sync, and 0.13 s this way."""
+    def path(self, rel: str) -> str:
+        return f"{self.root}/{rel}" if rel else str(self.root)
 
-    _unsent = 0
+    def explained(self, rel: str) -> AbstractContextManager[None]:
+        return explained(self.path(rel))
 
-    def write(self, data: Any) -> int:
-        written = super().write(data)
-        self._unsent += written
-        if self._unsent >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
-            span = self.fileno(), self.tell() - self._unsent, self._unsent
-            # In a thread, since the call takes as long as copying the pages.
-            threading.Thread(target=_start_writeback, args=span, daemon=True).start()
-            self._unsent = 0
-        return written
+    writing = explained
 
+    def exists(self, rel: str) -> bool:
+        return (self.root / rel).is_file()
 
-class ScratchFile(WriteBehind):
-    """A temporary file of an object store. Errors of its disk name the file, not the object."""
+    def info(self, rel: str) -> Entry:
+        """NotRegular for a folder, a pipe or a device, which could be read for ever."""
+        about = (self.root / rel).stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise NotRegular(errno.EINVAL, NOT_REGULAR, self.path(rel))
+        version = f"{about.st_dev}:{about.st_ino}:{about.st_size}:{about.st_mtime_ns}"
+        return Entry(rel, about.st_size, about.st_mtime, version)
 
-    def write(self, data: Any) -> int:
-        with explained(f"{self.name} (TMPDIR says where)"):
-            return super().write(data)
+    def entries(self, folder: str) -> Iterator[Entry]:
+        """The files below `folder`, named relative to it, temporary ones included."""
+        for name, entry in walk(self.root / folder):
+            with suppress(FileNotFoundError):
+                yield Entry(name, entry.stat().st_size, entry.stat().st_mtime)
 
-    def flush(self) -> None:
-        with explained(f"{self.name} (TMPDIR says where)"):
-            super().flush()
+    def read(self, rel: str) -> bytes:
+        with open_regular(self.root / rel) as file:
+            return file.read()
 
+    def open(self, rel: str) -> pa.NativeFile:
+        if not self.info(rel).size:  # an empty file can't be mapped
+            return pa.BufferReader(b"")
+        return pa.memory_map(self.path(rel), "r")
 
-def lock(file: Any) -> int:
-    """Mark a new temporary file as one that a living process writes. Returns a descriptor which holds the lock until
-    it is closed, as the system does when the process dies. FileNotFoundError where `remove_abandoned` was faster."""
-    descriptor = os.dup(file.fileno())
-    try:
-        locks.lock(descriptor, wait_s=math.inf)
-        os.stat(file.name)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    def open_whole(self, rel: str, size: int) -> pa.NativeFile:
+        return self.open(rel)
 
+    def open_temp(self, rel: str) -> BinaryIO:
+        """A new file, in the folder of what it will become."""
+        folder, _, name = self.path(rel).rpartition("/")
+        temp = temporary(Path(folder, name))
+        for _ in range(OPEN_TRIES):
+            make_folders(Path(folder))
+            with suppress(FileNotFoundError):  # gc removed the folder, which was empty
+                return open(temp, "x+b")
+        raise FileNotFoundError(errno.ENOENT, "its folder was removed each time it was made", str(temp))
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove the temporary files of processes that died, those that nobody has locked."""
-    for path in folder.glob(f".*{TEMP_SUFFIX}"):
-        with suppress(OSError):  # removed meanwhile, or locked
-            if is_temporary(path.name):
-                with open_regular(path) as file:
-                    if locks.lock(file.fileno()):
-                        path.unlink()
+    def publish(self, file: BinaryIO, rel: str) -> None:
+        file.flush()
+        put(Path(file.name), self.root / rel)
 
+    def publish_new(self, file: BinaryIO, rel: str) -> bool:
+        """By a hard link. If the file system has none, of two processes at the same moment the later one wins."""
+        file.flush()
+        return link(Path(file.name), self.root / rel)
 
-def _start_writeback(file: int, offset: int, length: int) -> None:
-    """Advise Linux that these pages are not needed: it starts to write those that are not on the disk yet."""
-    with suppress(OSError):  # the file was closed meanwhile; this is only a hint
-        os.posix_fadvise(file, offset, length, os.POSIX_FADV_DONTNEED)
+    def move(self, rel: str, target: str) -> None:
+        source, to = self.root / rel, self.root / target
+        make_folders(to.parent)
+        replace(str(source), str(to))
+        sync(to.parent)
+        sync(source.parent)
+
+    def remove(self, rel: str) -> None:
+        (self.root / rel).unlink(missing_ok=True)
 
 
 #: For what is encoded.

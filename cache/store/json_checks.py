@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, StringConstraints, ValidationError
 
 from schemas.family import SOURCE_ROLES
 
@@ -71,10 +71,10 @@ def _check_distinct(values: list[str]) -> list[str]:
     return values
 
 
-Name = Annotated[str, AfterValidator(lambda value: check_name(value, "it"))]
-EmptyName = Annotated[str, AfterValidator(lambda value: check_name(value, "it", empty=True))]
+Name = Annotated[str, Strict(), AfterValidator(lambda value: check_name(value, "it"))]
+EmptyName = Annotated[str, Strict(), AfterValidator(lambda value: check_name(value, "it", empty=True))]
 Names = Annotated[list[Name], AfterValidator(_check_distinct)]
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
 Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$", max_length=32)]
 

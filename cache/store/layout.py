@@ -29,10 +29,9 @@ _PATTERNS = (
     r"captions/edits/[0-9]{6}\.arrow",
     r"damaged/captions/edits/[0-9]{6}\.[0-9]+\.arrow",
     rf"plans/{_PLAN}/{_PLAN_FILES}",
-    r"plans/[0-9]{6,9}\.json",
     rf"sets/{_SET}/(?:(?:index|texts|shards)\.arrow|set\.json)",
     r"sets/current-[a-z0-9-]+\.json",
-    rf"rejects/(?:(?:discover|bucket)/{_DATASET}|{_STAGE_OF_CACHE}(?:/{UNIT_PATTERN})?)\.arrow",
+    rf"rejects/(?:(?:discover|bucket)/{_DATASET}|{_STAGE_OF_CACHE}/{UNIT_PATTERN})\.arrow",
     rf"jobs/{_STAGE_OF_CACHE}/[0-9a-f]{{16}}\.json",
     r"weights/[0-9a-f]{32}\.json",
 )

@@ -1,5 +1,5 @@
 """Objects behind a URL (s3://, gs://, az://, memory://) through obstore: files that need few requests, listings, whole
-uploads. `store_errors` says in words what goes wrong.
+uploads; and what goes wrong with them, in words.
 
 obstore retries a request that fails, with pauses that grow at random, and reads the rest of a body that is cut off. An
 answer that is complete and wrong is a success for obstore: `until_sound` requests it again.
@@ -9,18 +9,21 @@ import errno
 import json
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from cache.store.damage import BadAnswer, note_bad_answer, until_sound
-from cache.store.files import Entry, explained
-from cache.store.store_errors import explained_object
+from cache.store.damage import BadAnswer, until_sound
+from cache.store.files import Entry, StoreError, explained
+from schemas.errors import LatentpressError
+from schemas.text_format import shorten
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "memory": "memory"}  # -> name in messages
 #: Read with the first request that touches the end of a file, where an Arrow file has its description.
@@ -34,7 +37,7 @@ CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
 UPLOAD_TIMEOUT_S = 900.0  # of a put or a part, whose time without an answer includes the time to send it
 ATTEMPTS = 5  # of a request, unless AWS_MAX_ATTEMPTS says otherwise
 PAGE = 1000  # objects of a listing
-AT_ONCE = 10  # parts of a listing
+MAPPED_BYTES = 16 << 20  # smaller objects that are read whole are read into memory
 
 
 def connection_options(upload: bool = False) -> dict[str, Any]:
@@ -68,108 +71,156 @@ def bucket_options(scheme: str) -> dict[str, Any]:
 
 
 class Bucket:
-    """The bucket of a URL. Keys have no leading slash. Methods raise obstore's errors, unless they say otherwise."""
+    """The objects below a URL, by their names relative to it. Methods raise obstore's errors unless `explained` is
+    around them."""
 
     def __init__(self, url: str) -> None:
         scheme, _, rest = url.partition("://")
         self.name, _, self.prefix = rest.strip("/").partition("/")
-        self.url = f"{scheme}://{self.name}"
-        if scheme == "memory":
-            self.reader = self.writer = _open_memory(self.name)
-        else:
-            self.reader, self.writer = _open_bucket(SCHEMES[scheme], self.name, tuple(sorted(os.environ.items())))
+        self.url = url.rstrip("/")
+        try:
+            if scheme == "memory":
+                self.reader = self.writer = _open_memory(self.name)
+            else:
+                self.reader, self.writer = _open_bucket(SCHEMES[scheme], self.name, tuple(sorted(os.environ.items())))
+        except ImportError as error:
+            extra = {"s3": "s3", "gs": "gcs"}.get(SCHEMES[scheme], "s3")
+            raise StoreError(url, f"can't be opened: {error}", f"pip install 'latentpress[{extra}]'") from error
+        except Exception as error:  # obstore's own: a name or a variable of the environment that is not valid
+            step = "correct the URL, or the environment (docs/object-stores.md)"
+            raise StoreError(url, f"can't be opened: {' '.join(str(error).split())}", step) from error
 
-    def info(self, key: str) -> dict[str, Any]:
-        """size, e_tag, last_modified and version of an object, by one request. FileNotFoundError if it is absent."""
-        return dict(self.reader.head(key))
+    def path(self, rel: str) -> str:
+        return f"{self.url}/{rel}" if rel else self.url
 
-    def get(self, key: str, start: int, stop: int, e_tag: str | None = None) -> bytes:
-        """At most the bytes from `start` to `stop`. FileReplaced if the object does not have this ETag any more."""
+    def key(self, rel: str) -> str:
+        return "/".join(part for part in (self.prefix, rel.strip("/")) if part)
+
+    def explained(self, rel: str) -> AbstractContextManager[None]:
+        return explained_object(self.path(rel))
+
+    def writing(self, rel: str) -> AbstractContextManager[None]:
+        """Around writing to a file of `open_temp`."""
+        return explained(f"{tempfile.gettempdir()} (TMPDIR says where)")
+
+    def exists(self, rel: str) -> bool:
+        try:
+            self.info(rel)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def info(self, rel: str) -> Entry:
+        """By one request. FileNotFoundError if there is no such object."""
+        return _entry(self.reader.head(self.key(rel)), rel)
+
+    def entries(self, folder: str) -> Iterator[Entry]:
+        """The objects below `folder`, named relative to it; a request for each PAGE."""
+        prefix = self.key(folder)
+        pages = until_sound(self.url, lambda: list(self.reader.list(prefix or None, chunk_size=PAGE)))
+        for about in (about for page in pages for about in page):
+            yield _entry(about, about["path"][len(prefix) + 1 if prefix else 0 :])
+
+    def get(self, rel: str, start: int, stop: int, e_tag: str | None = None) -> bytes:
+        """The bytes from `start` to `stop`. FileReplaced if the object does not have this ETag any more, BadAnswer if
+        it sends more or fewer."""
         from obstore.exceptions import PreconditionError
 
         options: dict[str, Any] = {"range": (start, stop)} | ({"if_match": e_tag} if e_tag else {})
         try:
-            return self.reader.get(key, options=options).bytes().to_bytes()
+            data = self.reader.get(self.key(rel), options=options).bytes().to_bytes()
         except (FileNotFoundError, PreconditionError) as error:
-            raise FileReplaced(errno.ESTALE, "another process replaced or removed it", key) from error
-
-    def read(self, key: str, size: int | None = None) -> bytes:
-        """A whole object. StoreError if its size is not `size`, also when it is requested again. size: by default the
-        present one."""
-        with explained_object(f"{self.url}/{key}"):
-            return until_sound(f"{self.url}/{key}", partial(self._read_once, key, size))
-
-    def _read_once(self, key: str, size: int | None) -> bytes:
-        data = self.reader.get(key).bytes().to_bytes()
-        _check_length(len(data), size)
+            raise FileReplaced(errno.ESTALE, "another process replaced or removed it", rel) from error
+        _check_length(len(data), stop - start)
         return data
 
-    def copy_to_file(self, key: str, target: str, size: int) -> None:
-        """Copy an object into the local file `target`. StoreError if its size is not `size`, also when it is requested
-        again, or if the disk of `target` is full."""
-        with explained_object(f"{self.url}/{key}"):
-            until_sound(f"{self.url}/{key}", partial(self._copy_once, key, target, size))
+    def read(self, rel: str, size: int | None = None) -> bytes:
+        """A whole object. BadAnswer if its size is not `size`. size: None for the present one."""
 
-    def _copy_once(self, key: str, target: str, size: int) -> None:
-        content = self.reader.get(key)
-        with explained(target), open(target, "wb") as file:
-            for chunk in content.stream(BLOCK_BYTES):
-                file.write(chunk)
-        _check_length(os.stat(target).st_size, size)
+        def read() -> bytes:
+            data = self.reader.get(self.key(rel)).bytes().to_bytes()
+            _check_length(len(data), size)
+            return data
 
-    def put(self, source: Path, key: str, is_new: bool = False) -> None:
-        """Upload a local file, so that the object exists completely or not at all. is_new: raises AlreadyExistsError if
-        the object exists."""
-        with open(source, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > SINGLE_PUT_BYTES and not is_new:
-                self.writer.put(key, file, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
-                return
-            is_mapped = size and self.reader is not self.writer  # a store in memory keeps what it is given
-            content = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if is_mapped else file.read()
-            self.writer.put(key, content, use_multipart=False, mode="create" if is_new else "overwrite")
+        return until_sound(self.path(rel), read)
 
-    def move(self, key: str, target: str) -> None:
-        self.writer.copy(key, target)
-        self.writer.delete(key)
+    def open(self, rel: str) -> pa.NativeFile:
+        file = ObjectFile(self, rel)
+        reader = ObjectReader(file, mode="r")
+        reader.forget = file.forget
+        return reader
 
-    def remove(self, key: str) -> None:
-        self.writer.delete(key)
+    def open_whole(self, rel: str, size: int) -> pa.NativeFile:
+        """An object of `size` bytes, read by one request: into memory, or a large one into a file without a name, which
+        is mapped and goes with the process."""
+        if size < MAPPED_BYTES:
+            return pa.BufferReader(self.read(rel, size))
+        with self.open_temp(rel) as copy:
+            self._copy(rel, copy, size)
+            return pa.BufferReader(pa.py_buffer(mmap.mmap(copy.fileno(), size, access=mmap.ACCESS_READ)))
 
-    def list_objects(self, folder: str, expected: Collection[str] = ()) -> Iterator[Entry]:
-        """The objects below `folder`, named relative to it; a request for each PAGE. expected: names that are likely
-        there. If there is more than a page, parts of the listing are requested at the same time, divided by them."""
-        prefix = folder and folder + "/"
-        first = self._list_page(folder)
-        yield from (_entry(about, prefix) for about in first)
-        if len(first) < PAGE:
+    def copy_to_file(self, rel: str, target: Path, size: int) -> None:
+        """Copy an object into the local file `target`. BadAnswer if its size is not `size`."""
+        with explained(str(target)):
+            file = open(target, "wb")  # noqa: SIM115 (closed below)
+        with file:
+            self._copy(rel, file, size)
+
+    def _copy(self, rel: str, file: BinaryIO, size: int) -> None:
+        def copy() -> None:
+            content = self.reader.get(self.key(rel))
+            file.seek(0)
+            file.truncate()
+            with self.writing(rel) if isinstance(file.name, int) else explained(file.name):
+                for chunk in content.stream(BLOCK_BYTES):
+                    file.write(chunk)
+                file.flush()
+            _check_length(file.tell(), size)
+
+        until_sound(self.path(rel), copy)
+
+    def open_temp(self, rel: str) -> BinaryIO:
+        """A file without a name on a disk of this machine, which goes with the process."""
+        return tempfile.TemporaryFile()
+
+    def publish(self, file: BinaryIO, rel: str, is_new: bool = False) -> None:
+        """Upload a file of `open_temp`, so that the object exists completely or not at all. is_new: raises
+        AlreadyExistsError if the object exists."""
+        size = file.seek(0, os.SEEK_END)
+        if size > SINGLE_PUT_BYTES and not is_new:
+            file.seek(0)
+            options = {"use_multipart": True, "chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
+            self.writer.put(self.key(rel), file, **options)
             return
-        last, ordered = first[-1]["path"], sorted(expected)
-        parts = max(1, min(AT_ONCE, len(ordered) // PAGE))
-        dividers = [prefix + ordered[len(ordered) * part // parts] for part in range(1, parts)]
-        starts = [last, *(key for key in dividers if key > last)]
-        with ThreadPoolExecutor(len(starts)) as threads:
-            for part in threads.map(partial(self._list_part, folder), starts, [*starts[1:], ""]):
-                yield from (_entry(about, prefix) for about in part)
+        is_mapped = size and self.reader is not self.writer  # a store in memory keeps what it is given
+        file.flush()
+        file.seek(0)
+        content = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if is_mapped else file.read()
+        self.writer.put(self.key(rel), content, use_multipart=False, mode="create" if is_new else "overwrite")
 
-    def _list_page(self, folder: str) -> list[Any]:
-        return until_sound(self.url, lambda: next(iter(self._pages(folder, None)), []))
+    def publish_new(self, file: BinaryIO, rel: str) -> bool:
+        """Upload a file of `open_temp` if the object does not exist, by a put with If-None-Match. Of two processes at
+        the same moment the later one wins if the store does not support that."""
+        try:
+            self.publish(file, rel, is_new=True)
+            return True
+        except Exception as error:  # obstore's own can't be imported here
+            if type(error).__name__ == "AlreadyExistsError":
+                return False
+            if error_code(error) not in ("NotImplemented", "501"):
+                raise
+        if self.exists(rel):
+            return False
+        self.publish(file, rel)
+        return True
 
-    def _list_part(self, folder: str, start: str, stop: str) -> list[Any]:
-        """The objects after the key `start`, up to the key `stop`; "" is the end of the listing."""
+    def move(self, rel: str, target: str) -> None:
+        self.writer.copy(self.key(rel), self.key(target))
+        self.writer.delete(self.key(rel))
 
-        def collect() -> list[Any]:
-            objects = []
-            for page in self._pages(folder, start):
-                objects += [about for about in page if not stop or about["path"] <= stop]
-                if stop and page[-1]["path"] >= stop:
-                    break
-            return objects
-
-        return until_sound(self.url, collect)
-
-    def _pages(self, folder: str, start: str | None) -> Any:
-        return self.reader.list(folder or None, offset=start, chunk_size=PAGE)
+    def remove(self, rel: str) -> None:
+        if self.exists(rel):  # in a bucket with versions, removing what is not there leaves a marker
+            self.writer.delete(self.key(rel))
 
 
 @cache
@@ -188,14 +239,10 @@ def _open_bucket(scheme: str, name: str, environment: tuple[tuple[str, str], ...
     return [from_url(f"{scheme}://{name}", **options, **connection_options(upload)) for upload in (False, True)]
 
 
-def _entry(about: Any, prefix: str) -> Entry:
-    return Entry(about["path"][len(prefix) :], about["size"], about["last_modified"].timestamp(), object_version(about))
-
-
-def object_version(about: Any) -> str:
-    """A text that changes when an object is replaced: its size, and its ETag or time."""
-    change = about["e_tag"] or about["last_modified"].timestamp()
-    return f"{about['size']}:{change}"
+def _entry(about: Any, name: str) -> Entry:
+    """version: changes when the object is replaced: its size, and its ETag or time."""
+    modified = about["last_modified"].timestamp()
+    return Entry(name, about["size"], modified, f"{about['size']}:{about['e_tag'] or modified}")
 
 
 def _check_length(came: int, size: int | None) -> None:
@@ -217,10 +264,9 @@ class ObjectFile:
 
     closed = False
 
-    def __init__(self, bucket: Bucket, key: str) -> None:
-        self._bucket, self._key, self._url = bucket, key, f"{bucket.url}/{key}"
-        with explained_object(self._url):
-            about = bucket.info(key)
+    def __init__(self, bucket: Bucket, rel: str) -> None:
+        self._bucket, self._rel, self._url = bucket, rel, bucket.path(rel)
+        about = bucket.reader.head(bucket.key(rel))
         self._size, self._e_tag = about["size"], about["e_tag"]
         self._at = 0
         self._tail: bytes | None = None
@@ -274,21 +320,7 @@ class ObjectFile:
         return joined[start - numbers[0] * BLOCK_BYTES :][: stop - start]
 
     def _get(self, start: int, stop: int) -> bytes:
-        """Exactly these bytes. A server may send fewer than were requested: then the rest is requested."""
-        data = b""
-        while len(data) < stop - start:
-            data += until_sound(self._url, partial(self._ask, start, stop, len(data)))
-        return data
-
-    def _ask(self, start: int, stop: int, came: int) -> bytes:
-        """More of these bytes, of which `came` are here."""
-        data = self._bucket.get(self._key, start + came, stop, self._e_tag)
-        wrong = BadAnswer(errno.EIO, f"it sent {came + len(data)} of {stop - start} bytes")
-        if not 0 < len(data) <= stop - start - came:
-            raise wrong
-        if len(data) < stop - start - came:
-            note_bad_answer(self._url, wrong)
-        return data
+        return until_sound(self._url, lambda: self._bucket.get(self._rel, start, stop, self._e_tag))
 
 
 class ObjectReader(pa.PythonFile):
@@ -297,9 +329,82 @@ class ObjectReader(pa.PythonFile):
     forget: Callable[[], None]
 
 
-def open_object(bucket: Bucket, key: str) -> ObjectReader:
-    """An object for random access."""
-    file = ObjectFile(bucket, key)
-    reader = ObjectReader(file, mode="r")
-    reader.forget = file.forget
-    return reader
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+AGAIN = "run the same command again: what is finished is kept"
+_RIGHTS = (
+    "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for "
+    "Google: GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login) that may list, read, write and "
+    f"delete there, and {AGAIN}"
+)
+_EXPIRED = ("the credentials have expired", f"renew them (for S3: AWS_SESSION_TOKEN or the login) and {AGAIN}")
+_THROTTLED = (
+    "the store is asked too often, also after retries with longer and longer pauses",
+    f"use fewer workers, or raise AWS_MAX_ATTEMPTS, and {AGAIN}",
+)
+NO_BUCKET = ("there is no such bucket", "make the bucket, or correct the URL")
+#: Code of a store, or status of HTTP -> reason and next step.
+_EXPLANATIONS = {
+    **dict.fromkeys(("ExpiredToken", "TokenRefreshRequired", "RequestExpired"), _EXPIRED),
+    **dict.fromkeys(("SlowDown", "ServiceUnavailable", "503", "429"), _THROTTLED),
+    "NoSuchBucket": NO_BUCKET,
+    "301": ("the bucket is in another region", "set AWS_DEFAULT_REGION to the bucket's region"),
+    "401": ("the credentials are missing or have expired", _RIGHTS),
+    "403": ("access is denied", _RIGHTS),
+    # An answer to HEAD has no body, so its reason is not known.
+    "400": ("the request is refused, as with credentials that have expired", _EXPIRED[1]),
+}
+#: How stores refuse a request for its time: S3 and MinIO, signatures of AWS, Google's login; and certificates.
+_CLOCK = re.compile(
+    r"RequestTimeTooSkewed|request time and the|Signature (expired|not yet current)|reasonable timeframe|not yet valid"
+)
+#: What obstore asks last for credentials: the service of a cloud that tells its machines their own.
+_NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|computeMetadata|token request")
+_STATUS, _CODE = re.compile(r"status code: (\d{3})"), re.compile(r"<Code>(\w+)</Code>")
+_LONGEST = 300  # characters of a store's own words
+
+
+@contextmanager
+def explained_object(url: str) -> Iterator[None]:
+    """Turn what obstore raises into a StoreError about `url`. A missing object stays FileNotFoundError."""
+    try:
+        yield
+    except (LatentpressError, MemoryError, AssertionError):
+        raise
+    except FileNotFoundError as error:
+        if error_code(error) == "NoSuchBucket":
+            raise StoreError(url, *explain(error)) from error
+        if error.errno:
+            raise
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", url) from error
+    except Exception as error:  # obstore's own can't be imported here
+        raise StoreError(url, *explain(error)) from error
+
+
+def error_code(error: BaseException) -> str:
+    """The store's code for an error, or the status of HTTP; "" if there is neither."""
+    found = _CODE.search(str(error)) or _STATUS.search(str(error))
+    return found[1] if found else ""
+
+
+def explain(error: Exception) -> tuple[str, str]:
+    """The reason of an error of obstore in words, and the next step."""
+    code = error_code(error)
+    text = str(error).partition("Debug source:")[0].rpartition(" - Server returned non-2xx status code: ")[2]
+    message = shorten(" ".join(re.sub(r"<[^>]*>", " ", text).split()), _LONGEST)
+    message = message or type(error).__name__
+    status = _STATUS.search(str(error))
+    reason, step = _EXPLANATIONS.get(code) or _EXPLANATIONS.get(status[1] if status else "", ("", ""))
+    if _CLOCK.search(str(error)):
+        reason = f"this machine's clock is wrong ({message})"
+        step = f"set this machine's clock, as by NTP (timedatectl set-ntp true), and {AGAIN}"
+    elif _NO_CREDENTIALS.search(str(error)):
+        reason, step = f"there are no credentials ({message})", _RIGHTS
+    elif reason:
+        reason = f"{reason} ({message})"
+    elif isinstance(error, OSError) and error.errno == errno.ESTALE:
+        reason, step = "another process replaced it while it was read", AGAIN
+    else:
+        reason = f"the store can't be reached or broke off ({message})"
+        step = f"check the network and the URL, and {AGAIN}"
+    return reason, step

@@ -96,7 +96,7 @@ class EncodingStage:
             check_before_stages(config, console.warn)
         plan = self.find_plan(store, config, not options.dry_run, console.warn)
         config = self._check_checkpoint(store, config, options.dry_run)
-        state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
+        state = self.state(store, config, plan, retry_set_aside)
         remaining = state.remaining_units(options.partition)
         report = self._begin_report(config, console, state, remaining)
         if options.dry_run:
@@ -117,7 +117,7 @@ class EncodingStage:
             units = remaining if options.partition.total > 1 else order_units(remaining)
             tally = Tally(job, state, units, report, console, options.partition, limit)
             self._encode(job, tally, console)
-            state = self.state(store, config, plan, merge=True)
+            state = self.state(store, config, plan)
             if tally.stopped_by:
                 left = state.remaining_units(options.partition)
                 report.details["stopped"] = f"by {tally.stopped_by}; {len(left)} units remain, what is done is kept"
@@ -151,10 +151,10 @@ class EncodingStage:
     def fingerprint(self, config: Config) -> str:
         return compute_fingerprint(self.fingerprint_inputs(config))
 
-    def state(self, store: Store, config: Config, plan: Plan, retry: bool = False, merge: bool = False) -> StageState:
+    def state(self, store: Store, config: Config, plan: Plan, retry: bool = False) -> StageState:
         """Compare the plan's units with the existing shards: see `find_state`."""
         fingerprint = self.fingerprint(config)
-        return find_state(self, store, config, plan, fingerprint, retry=retry, merge=merge, only=self.only_units)
+        return find_state(self, store, config, plan, fingerprint, retry=retry, only=self.only_units)
 
     def load_elsewhere(self, job: Job) -> Worker:
         """The worker, on another machine: its checkpoint must be the one by which the shards are named."""

@@ -80,11 +80,10 @@ def find_state(
     fingerprint: str,
     *,
     retry: bool = False,
-    merge: bool = False,
     only: frozenset[str] | None = None,
 ) -> StageState:
-    """Compare the plan's units with the existing shards. retry: encode every unit with rejected members again. merge:
-    see `rejects.read_stage`. only: ids of the units to encode; None for all."""
+    """Compare the plan's units with the existing shards. retry: encode every unit with rejected members again.
+    only: ids of the units to encode; None for all."""
     wanted = plan.active_text_ids if stage.member_kind == "text" else plan.active_sample_ids
     units = plan.units(stage.member_kind)
     missing = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=_list_members(units))).as_py() or 0)
@@ -93,9 +92,9 @@ def find_state(
             f"plan {plan.name} wants {missing} items that no unit holds: an older plan was removed",
             "run `latentpress bucket`, which plans them again",
         )
-    done = find_done_units(store, f"{stage.kind}/{fingerprint}", [unit.unit_id for unit in units])
+    done = find_done_units(store, f"{stage.kind}/{fingerprint}")
     damaged: dict[str, DamageError] = {}
-    listed = rejects.read_stage(store, reject_folder(stage.name, fingerprint), damaged, merge)
+    listed = rejects.read_stage(store, reject_folder(stage.name, fingerprint), damaged)
     rejected, locations = wanted_rows(listed, wanted), MediaLocations(config, plan)
     again = {
         unit

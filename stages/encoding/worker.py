@@ -124,17 +124,14 @@ class UnitWorker(ABC):
     def run_units(self, take: NextUnit, advance: AdvanceProgress) -> Iterator[UnitResult]:
         """Make the shards of the units that `take` gives. While one is encoded, the next is read and the previous one
         written, so a unit's result comes after the next unit was encoded, or at the end."""
-        try:
-            with ThreadPoolExecutor(1, "write") as writer, _Prefetcher(self, take) as prefetcher:
-                is_complete = False
-                try:
-                    yield from self._encode_units(prefetcher, writer, advance)
-                    is_complete = not self._is_time_up
-                finally:  # do not wait for a decoder that hangs, or for members that were read ahead
-                    if not is_complete and (processes := self.__dict__.pop("processes", None)):
-                        processes.close()
-        finally:
-            self.store.discard_all_temps()
+        with ThreadPoolExecutor(1, "write") as writer, _Prefetcher(self, take) as prefetcher:
+            is_complete = False
+            try:
+                yield from self._encode_units(prefetcher, writer, advance)
+                is_complete = not self._is_time_up
+            finally:  # do not wait for a decoder that hangs, or for members that were read ahead
+                if not is_complete and (processes := self.__dict__.pop("processes", None)):
+                    processes.close()
 
     def _encode_units(
         self, prefetcher: "_Prefetcher", writer: ThreadPoolExecutor, advance: AdvanceProgress

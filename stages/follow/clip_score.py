@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cache.models.single_model import WEIGHT_FILES, SingleModel
-from cache.models.weights import WeightsError, config_errors, load_pretrained, read_object
+from cache.models.weights import WEIGHT_FILES, SingleModel, WeightsError, config_errors, load_pretrained, read_object
 from cache.runs.scores import Measured
 from cache.store.store import Store
 from schemas.config.validation import Scores

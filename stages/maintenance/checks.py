@@ -236,8 +236,7 @@ def _table_paths(store: Store, top: str) -> list[str]:
     if top not in ("plans", "sets"):
         return names
     folders = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
-    of_folders = (name for name in names if name.count("/") == 2 or top == "sets")  # a plan's number is read once
-    finished = (name for name in of_folders if name.count("/") != 2 or name.rpartition("/")[0] in folders)
+    finished = (name for name in names if name.count("/") != 2 or name.rpartition("/")[0] in folders)
     tables = plans.PLAN_TABLES if top == "plans" else TABLE_CHECKS
     return sorted({*finished, *(f"{folder}/{table}.arrow" for folder in folders for table in tables)})
 
@@ -255,8 +254,7 @@ def _check_file(store: Store, rel: str) -> None:
     elif top == "captions":
         store.read_table(rel, table_checks.check_caption_edits)
     elif top == "rejects":
-        merged = name in STAGE_PROGRAMS.values() and rel.count("/") == 2
-        store.read_table(rel, table_checks.check_merged_rejects if merged else table_checks.check_rejects)
+        store.read_table(rel, table_checks.check_rejects)
     elif top == "plans":
         if table in plans.PLAN_TABLES:
             plans.read_plan_table(store, name, table)

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageFile
 from PIL.PngImagePlugin import PngInfo
 
-from cache.runs.derived import Mark
+from cache.runs.validations import Mark
 from stages.media import profiles
 from stages.media.files import MediaError, MediaPath, media_size, open_media, out_of_memory_error, unreadable_error
 

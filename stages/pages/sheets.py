@@ -9,8 +9,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from cache.runs.derived import Mark, read_mark
 from cache.runs.training_run import spread
+from cache.runs.validations import Mark, read_mark
 from cache.store.files import replacing
 from schemas.config.pipeline import Config
 from schemas.text_format import escape_unprintable

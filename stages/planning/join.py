@@ -145,9 +145,8 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     shown_shards = [find_shards("latents", at) for at in shown]
     conditions = [at for at, prompt in zip(shown_shards, prompts, strict=True) if prompt["condition"]]
     used = [places["latents"], *conditions, text_shards, *places.values(), *shown_shards]
-    shards = _Renumbering(len(files), used)
-    text_ids = texts.wanted_ids.take(pa.array(text_numbers.used))
-    text_columns = [text_ids, shards.of(text_shards), texts.row[text_numbers.used]]
+    shards, used_texts = _Renumbering(len(files), used), text_numbers.used
+    text_columns = [texts.wanted_ids.take(pa.array(used_texts)), shards.of(text_shards), texts.row[used_texts]]
     columns = {name: rows.column(name) for name in ("sample_id", "role", *GROUP_COLUMNS, "regularization")}
     for part, at in members.items():
         encoded, prefix, absent = samples[kind_of[part]], "" if part == "latents" else f"{part}_", at < 0
@@ -155,8 +154,8 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
         columns[f"{prefix}row"] = pa.array(encoded.row[at], pa.int32(), mask=absent)
         if part in REFERENCE_PARTS:
             columns[f"{prefix}id"] = encoded.wanted_ids.take(pa.array(at, mask=absent))
-    numbers = pa.array(text_numbers.of(captions), pa.int32())
-    columns["texts"] = pa.ListArray.from_arrays(pa.array(_list_offsets(rows.column("texts")), pa.int32()), numbers)
+    offsets = pa.array(_list_offsets(rows.column("texts")), pa.int32())
+    columns["texts"] = pa.ListArray.from_arrays(offsets, pa.array(text_numbers.of(captions), pa.int32()))
     absent = null_texts < 0
     columns["null_text"] = pa.array(np.where(absent, 0, text_numbers.of(null_texts)), mask=absent)
     schema = index_schema(sorted(samples.keys() - {"latents"}), len(members) - len(samples))
@@ -165,20 +164,29 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
         "texts": pa.table(text_columns, names=SET_TEXTS_SCHEMA.names).cast(SET_TEXTS_SCHEMA),
         "shards": pa.Table.from_pylist([files[i] for i in shards.used.tolist()], SET_SHARDS_SCHEMA),
     }
-    numbers, entries = text_numbers.of(prompt_texts).tolist(), []
-    for i, prompt in enumerate(prompts):
-        entry = {key: prompt[key] for key in ("name", "prompt", "negative_prompt", "bucket")}
-        entry |= {"text": numbers[2 * i], "negative": numbers[2 * i + 1], "condition": None}
-        at = zip(shards.of(shown_shards[i]).tolist(), latents.row[shown[i]].tolist(), strict=True)
-        rows_shown = [{"shard": shard, "row": row} for shard, row in at]
-        if "image" in prompt:
-            entry["image"] = prompt["image"]
-        if prompt["condition"]:
-            (entry["condition"],) = rows_shown
-        if "references" in prompt:
-            entry["references"] = [{"id": id, **row} for id, row in zip(images[i], rows_shown, strict=True)]
-        entries.append(entry)
+    numbers = text_numbers.of(prompt_texts).tolist()
+    entries = []
+    for i, (prompt, ids, at) in enumerate(zip(prompts, images, shown, strict=True)):
+        numbered = shards.of(shown_shards[i]).tolist()
+        located = [
+            {"id": id, "shard": shard, "row": row}
+            for id, shard, row in zip(ids, numbered, latents.row[at].tolist(), strict=True)
+        ]
+        entries.append(_describe_prompt(prompt, numbers[2 * i], numbers[2 * i + 1], located))
     return TrainingSetTables(tables, left_out, entries, numbers[-1] if null else None)
+
+
+def _describe_prompt(prompt: TableRow, text: int, negative: int, places: list[TableRow]) -> TableRow:
+    """A validation prompt as set.json has it. places: id, shard and row of the image it starts from, or references."""
+    entry = {key: prompt[key] for key in ("name", "prompt", "negative_prompt", "bucket")}
+    entry |= {"text": text, "negative": negative, "condition": None}
+    if "image" in prompt:
+        entry["image"] = prompt["image"]
+    if prompt["condition"]:
+        entry["condition"] = {key: places[0][key] for key in ("shard", "row")}
+    if "references" in prompt:
+        entry["references"] = places
+    return entry
 
 
 class _Renumbering:

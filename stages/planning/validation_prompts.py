@@ -150,8 +150,8 @@ def add_validation_prompts(
             plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, sample]), "sample_id")
             plan.active = pa.concat_tables([plan.active, active_rows(sample)])
             if template.with_image:
-                columns = (sample.column(name).combine_chunks() for name in ("dataset", "path", "media_id"))
-                image = prompt_image_columns(*columns, geometry)
+                dataset, path, media_id = (sample[name].combine_chunks() for name in ("dataset", "path", "media_id"))
+                image = prompt_image_columns(dataset, path, media_id, geometry)
         negative = family.negative_prompt or "" if prompt.negative_prompt is None else prompt.negative_prompt
         rows = (
             plan_text(template, prompt.prompt, image=image),

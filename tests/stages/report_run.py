@@ -9,8 +9,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from cache.models.weights import hash_file
-from cache.runs.derived import Mark
-from cache.runs.validations import latent_path
+from cache.runs.validations import Mark, latent_path
 from schemas.config.loading import dump_yaml
 from stages.media.image import png_info
 from tests.project import Project

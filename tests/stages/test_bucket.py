@@ -4,7 +4,6 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Collection
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -202,20 +201,12 @@ def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_s
     assert len(set(members)) == len(members), "each is in one unit"
 
 
-def test_a_number_is_one_plans(tmp_path):
-    """Of two that were made on the same plans the later one is refused, and what it wrote is removed; a winner that was
-    killed before its plan.json is finished by the other."""
+def test_a_plan_that_was_made_on_other_plans_is_refused(tmp_path):
     store, info = Store(tmp_path), {"null_text": None, "validation": []}
     empty = {name: plan_schema(name, ()).empty_table() for name in plans.PLAN_TABLES}
-    winner = plans.publish_plan(store, "a", empty, info, [])
-    (tmp_path / "plans" / winner.name / "plan.json").unlink()
-    with pytest.raises(plans.PlanOutdated, match=f"plan {winner.name} was published at the same time"):
-        plans.publish_plan(store, "b", empty, info, [])
-    assert plans.list_plans(store) == [winner.name] and not list(tmp_path.glob("plans/000001-*/*"))[5:]
+    plans.publish_plan(store, "a", empty, info, [])
     with pytest.raises(plans.PlanOutdated, match="a plan was published meanwhile"):
         plans.publish_plan(store, "b", empty, info, [])
-    shutil.rmtree(tmp_path / "plans" / winner.name)
-    assert plans.publish_plan(store, "b", empty, info, []).name.startswith("000002-"), "the number of a removed plan"
 
 
 @pytest.mark.slow
@@ -263,33 +254,6 @@ def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) ->
     assert f"{features} without train.methods.crepa" in said
     home.run(encode_latents.run, dry_run=True)
     assert "masks are encoded, but" in home.said and "regularization" not in home.said
-
-
-def test_plans_that_a_listing_does_not_show_yet_are_found(project, monkeypatch) -> None:
-    """As of a store whose listings lag: by the files of their numbers. A plan that was removed hides no later one."""
-    home, shown = project(), []
-    real = Store.list_names
-
-    def lagging(store: Store, prefix: str = "", expected: Collection[str] = ()) -> list[str]:
-        return list(shown) if prefix == "plans" else real(store, prefix, expected)
-
-    monkeypatch.setattr(Store, "list_names", lagging)
-    made = []
-    for number in range(3):
-        home.image(f"{number}.png", seed=number)
-        home.run(discover.run)
-        home.run(bucket.run)
-        assert len(plans.list_plans(Store(home.root))) == number + 1, "planned on top of what is not shown"
-        made.append(plans.list_plans(Store(home.root))[-1])
-        newest = current_plan(Store(home.root), home.config())
-        assert newest.name == made[-1] and newest.name.startswith(f"{number + 1:06d}-")
-        assert len({row["path"] for row in newest.active.to_pylist()}) == number + 1
-    (home.root / "plans" / made[1] / "plan.json").unlink()
-    assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
-    shown += [f"{made[0]}/plan.json"]
-    assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
-    (home.root / "plans" / "000002.json").write_text("{}")
-    assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from cache.models.weights import hash_file
-from cache.runs.derived import Mark
+from cache.runs.validations import Mark
 from schemas.errors import LatentpressError
 from stages import decode
 from stages.encoding.vae import base

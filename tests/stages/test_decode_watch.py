@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import trainer.__main__  # noqa: F401 (programs are forks of this process)
-from cache.runs.derived import read_mark
+from cache.runs.validations import read_mark
 from schemas.config.loading import ConfigError
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, run

@@ -179,4 +179,3 @@ def test_killed_in_an_upload_and_in_trouble(home: Project, s3: S3Server) -> None
         Store(ROOT).remove(f"text/{name}")
     home.run(encode_text.run)
     assert objects("text") == made and sum(name.endswith(".arrow") for name in made) > 1
-    assert Store(ROOT).list_files(temporaries=True) == []

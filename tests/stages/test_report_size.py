@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cache.runs.derived import Mark
+from cache.runs.validations import Mark
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from stages.media.image import png_info

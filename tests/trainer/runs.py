@@ -14,9 +14,8 @@ from accelerate.test_utils.testing import AccelerateTestCase
 from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.samples import Sample
 from cache.sets.set_lookup import open_set
-from cache.sets.trainset import TrainSet
+from cache.sets.trainset import Sample, TrainSet
 from cache.store.store import Store
 from schemas.cli.console import OK, Console, Options, run_program
 from schemas.json_records import read_record

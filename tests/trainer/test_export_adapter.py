@@ -114,7 +114,7 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     close(exact_output(kind, plain), it.wanted)
     merged = it.folder / "merged"
     assert it(merge=True, to=merged, dry_run=True)[0] == OK and not merged.exists()
-    left = temporary(it.folder / "other.folder") / "transformer"  # by a merge to `other` that was killed
+    left = temporary(merged) / "transformer"  # by a merge that was killed
     left.mkdir(parents=True)
     code, report = it(merge=True, to=merged)
     assert not left.parent.exists()

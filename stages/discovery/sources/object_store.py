@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from cache.store.store_errors import error_code, explain
+from cache.store.object_store import error_code, explain
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes
 from stages.discovery.sources.urls import join_url, open_filesystem, scrub_secrets, strip_secrets

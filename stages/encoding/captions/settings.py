@@ -7,8 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.models.single_model import MODEL_FILES, SingleModel
-from cache.models.weights import fingerprint_weights, read_component_config
+from cache.models.weights import MODEL_FILES, SingleModel, fingerprint_weights, read_component_config
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import PIXEL_MULTIPLE, Caption, Model

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cache.models.single_model import WEIGHT_FILES, SingleModel
+from cache.models.weights import WEIGHT_FILES, SingleModel
 from cache.sets.plans import Unit
 from cache.store.store import Store
 from schemas.config.datasets import Dataset

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from cache.models.single_model import CONFIG_FILE
-from cache.models.weights import WeightsError, config_errors, load_pretrained
+from cache.models.weights import CONFIG_FILE, WeightsError, config_errors, load_pretrained
 from cache.sets.item_rows import item_info
 from cache.shards.shard import ShardRow
 from cache.shards.tensors import Array

@@ -13,8 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 from transformers.image_processing_backends import PilBackend
 
-from cache.models.single_model import CONFIG_FILE
-from cache.models.weights import WeightsError, config_errors, load_pretrained, read_object
+from cache.models.weights import CONFIG_FILE, WeightsError, config_errors, load_pretrained, read_object
 from schemas.config.encoding import Masks
 from schemas.devices import to_device
 from stages.encoding import model_loading

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cache.models.single_model import MODEL_FILES, SingleModel
+from cache.models.weights import MODEL_FILES, SingleModel
 from cache.sets.plans import Unit
 from cache.store.store import Store
 from schemas.config.datasets import MAX_CLIP_FRAMES, Dataset

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from cache.models.compatibility import check_autoencoder, preview_model
+from cache.models.compatibility import check_component, preview_model
 from cache.models.weights import config_errors, load_part, load_pretrained, read_component_config
 from cache.shards.shard import ShardRow
 from cache.store.damage import DamageError
@@ -128,7 +128,7 @@ def load_autoencoder(model: Model, latents: Latents, device: torch.device) -> Au
     module = importlib.import_module(f"stages.encoding.vae.{family.autoencoder}")
     dtype = getattr(torch, latents.precision or model.precision)
     options = MemoryOptions.of(latents, family)
-    check_autoencoder(model)
+    check_component(model, "vae")
     with model_loading.loading_errors(model, "vae"):
         loaded = module.Autoencoder(model.source, model.revision, dtype, device, options, family.normalization)
     found, expected = loaded.library_settings(), latents.settings(family)

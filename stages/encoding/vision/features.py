@@ -9,8 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cache.models.single_model import CONFIG_FILE, SingleModel
-from cache.models.weights import WeightsError, read_object
+from cache.models.weights import CONFIG_FILE, SingleModel, WeightsError, read_object
 from cache.store.store import Store
 from schemas.errors import USAGE
 from schemas.geometry import Bucket

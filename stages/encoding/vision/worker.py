@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cache.models.single_model import CONFIG_FILE
-from cache.models.weights import load_pretrained
+from cache.models.weights import CONFIG_FILE, load_pretrained
 from cache.shards.shard import ShardRow
 from schemas.devices import HostCopy, to_device
 from schemas.geometry import Bucket

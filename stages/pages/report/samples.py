@@ -15,9 +15,8 @@ from typing import Any
 from urllib.parse import quote
 
 from cache.models.weights import hash_file
-from cache.runs.derived import read_mark
 from cache.runs.training_run import spread
-from cache.runs.validations import SUFFIXES, describe_sample, latent_path, list_validations
+from cache.runs.validations import SUFFIXES, describe_sample, latent_path, list_validations, read_mark
 from cache.store.files import make_folders, replacing
 from cache.store.json_checks import ImagedPrompt
 from schemas.config.pipeline import Config

@@ -19,9 +19,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute
 
-from cache.runs.derived import read_mark
 from cache.runs.training_run import METRICS_FILE
-from cache.runs.validations import hash_results
+from cache.runs.validations import hash_results, read_mark
 from schemas.cli.report import Report
 from stages.pages.ui.app import DOCUMENTS, Page, Site, get, render, site_of, version_of
 from stages.pages.ui.job_cards import AT_WORK, build_cards, build_job_card

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,31 +100,11 @@ def test_what_is_neither_directory_nor_repository_is_refused(source):
         fingerprint_weights(source, ["vae"], None)
 
 
-CALL = """
-import json, sys
-from cache.models.weights import WeightsError, fetch_components, fingerprint_weights
-call, *arguments = json.loads(sys.argv[1])
-try:
-    print(json.dumps([str({"fingerprint_of": fingerprint_weights, "resolve": fetch_components}[call](*arguments)), ""]))
-except WeightsError as error:
-    print(json.dumps(["", str(error)]))
-assert "torch" not in sys.modules
-"""
-
-
-def offline(home: Path, *call) -> list[str]:
-    """[result, error] of a call in a process that has only the cache at `home`."""
-    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-c", CALL, json.dumps(call)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.fixture
-def home(tmp_path):
+def home(tmp_path, monkeypatch):
     """A Hugging Face cache with one repository: `main` is COMMIT, and OTHER is there as well."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     repo = tmp_path / "hub/models--someone--something"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs/main").write_text(COMMIT)
@@ -135,32 +113,22 @@ def home(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
 def test_a_repository_is_named_by_its_commit(home):
-    result, error = offline(home, "fingerprint_of", "someone/something", ["vae", "tokenizer"], None)
-    expected = {"repo": "someone/something", "commit": COMMIT, "parts": ["tokenizer", "vae"]}
-    assert (result, error) == (str(expected), "")
-    result, _ = offline(home, "fingerprint_of", "someone/something", ["vae"], OTHER)
-    assert OTHER in result and COMMIT not in result
-
-
-@pytest.mark.slow
-def test_a_repository_is_resolved_from_the_cache(home):
+    name = "someone/something"
+    expected = {"repo": name, "commit": COMMIT, "parts": ["tokenizer", "vae"]}
+    assert fingerprint_weights(name, ["vae", "tokenizer"], None) == expected
+    assert fingerprint_weights(name, ["vae"], OTHER)["commit"] == OTHER
     for revision, commit in ((None, COMMIT), ("main", COMMIT), (OTHER, OTHER)):
-        result, error = offline(home, "resolve", "someone/something", revision, ["vae"])
-        assert (Path(result).name, error) == (commit, "")
+        assert fetch_components(name, revision, ["vae"]).name == commit
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["fingerprint_of", "resolve"])
-def test_a_repository_that_is_not_there_says_what_to_do(home, call):
-    arguments = (["vae"], "v2") if call == "fingerprint_of" else ("v2", ["vae"])
-    result, error = offline(home, call, "someone/other", *arguments)
-    assert result == "" and "model.path" in error
-    if call == "resolve":
-        assert "someone/other at revision v2 can't be reached" in error and "HF_ENDPOINT" in error
-    else:
-        assert "the commit of someone/other at revision v2" in error and "model.revision" in error
+def test_a_repository_that_is_not_there_says_what_to_do(home):
+    with pytest.raises(WeightsError, match="the commit of someone/other at revision v2") as caught:
+        fingerprint_weights("someone/other", ["vae"], "v2")
+    assert "model.revision" in caught.value.next_step and "model.path" in caught.value.next_step
+    with pytest.raises(WeightsError, match="someone/other at revision v2 can't be reached") as caught:
+        fetch_components("someone/other", "v2", ["vae"])
+    assert "HF_ENDPOINT" in caught.value.next_step
 
 
 def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ class Place:
 
         def list_sections(first: int) -> Iterator[Any]:
             for step in range(first, len(sections)):
-                yield lambda step=step: Section(range(step, step + 1), tuple(sections[step]))
+                yield Section(range(step, step + 1), tuple(sections[step]))
 
         window = Window(self.store, self.paths, list_sections, self.folder, 0, downloads, Ranks(**ranks))
         window._limit = limit * max(window.sizes)

@@ -11,7 +11,7 @@ import pytest
 from cache.order.set_columns import IntColumn, ListColumn
 from cache.sets.set_lookup import open_set
 from cache.sets.trainset import SetError, TrainSet
-from cache.shards.shard_supply import open_limit
+from cache.shards.shard_io import open_limit
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from tests.cache.sets.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard

@@ -16,7 +16,7 @@ from cache.order.schedule import BatchSchedule
 from cache.sets import window as window_module
 from cache.sets.trainset import TrainSet
 from cache.sets.window import cache_folder, cache_limit, list_sections, needed_shards, open_window, round_up_gb
-from cache.shards.shard_supply import StoredShards, SupplyError
+from cache.shards.shard_io import ShardSupply, SupplyError
 from cache.store.damage import ANSWERS, DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
@@ -209,7 +209,7 @@ def test_a_disk_that_takes_no_more_is_named(place: Place) -> None:
 # -- which shards ------------------------------------------------------------------------------------------------------
 
 
-class Recorder(StoredShards):
+class Recorder(ShardSupply):
     def __init__(self, data: TrainSet) -> None:
         super().__init__(data.store, data.shard_path)
         self.opened = set[int]()
@@ -245,7 +245,7 @@ def test_needs_are_what_reading_opens(tmp_path: Path, form: str, shuffle_shards:
     ]
     assert all((np.diff(need) > 0).all() for need in needs) and len({tuple(need) for need in needs}) > 1
     schedule.first_step = 2
-    sections = [find() for find in list_sections(data, schedule, DROPOUT, range(3, 13), 3)]
+    sections = list(list_sections(data, schedule, DROPOUT, range(3, 13), 3))
     assert [step for section in sections for step in section.steps] == list(range(3, 13))
     assert all(len(section.steps) >= 3 for section in sections[:-1])
     for section in sections:

@@ -126,16 +126,6 @@ def test_an_unfinished_writer_leaves_nothing(tmp_path, format):
     assert [file for _, _, files in os.walk(tmp_path) for file in files] == []
 
 
-def test_members_lost_or_invented_are_our_bug(tmp_path, format):
-    meta = text_meta(ids=["id0", "id1"])
-    with shard_io.open_writer(Store(tmp_path), "u", meta, COLUMNS, format) as out:
-        out.add(make_row(0))
-        with pytest.raises(AssertionError, match="already"):
-            out.add(make_row(0))
-        with pytest.raises(AssertionError, match="id1"):
-            out.finish()
-
-
 def test_the_writer_owns_what_it_was_given(tmp_path, format):
     buffer = np.zeros(4, "f4")
     with shard_io.open_writer(Store(tmp_path), "u", text_meta(), {"a": "float32"}, format) as out:

@@ -1,6 +1,5 @@
 """A set that reads through a supply of shards."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +7,7 @@ import pytest
 
 from cache.sets.set_lookup import open_set
 from cache.shards.shard import ARROW_SUFFIX
-from cache.shards.shard_io import open_reader
-from cache.shards.shard_supply import StoredShards
+from cache.shards.shard_io import ShardSupply, open_reader
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from tests.cache.sets.test_read_draw import FORMS, carefully, make_set, read
@@ -25,25 +23,19 @@ def test_a_set_reads_through_its_supply(tmp_path: Path, form: str) -> None:
     data, other = (open_set(store, "s1", FAMILY, TASK) for _ in range(2))
     opened = []
 
-    class Noted(StoredShards):
+    class Noted(ShardSupply):
         def open(self, number: int):
             opened.append(number)
             return super().open(number)
 
-        def on_removal(self, forget: Callable[[int], None]) -> None:
-            listeners.append(forget)
-
-    listeners: list[Callable[[int], None]] = []
     noted = Noted(store, data.shard_path)
     data.use_supply(noted)
-    assert len(listeners) == 1
     chosen = [0, 4, 11]
     for _ in range(2):
         assert read(data, chosen) == [carefully(other, row) for row in chosen]
     assert sorted(opened) == [0, 1, 2, 4], "each once"
     opened.clear()
-    for forget in listeners:
-        forget(2)
+    noted.forget(2)
     read(data, chosen)
     assert opened == [2]
 
@@ -57,7 +49,7 @@ def test_damage_is_replaced_where_the_supply_can(tmp_path: Path) -> None:
     path.write_bytes(content)
     assert path.suffix == ARROW_SUFFIX
 
-    class Healing(StoredShards):
+    class Healing(ShardSupply):
         healed = False
 
         def open(self, number: int):
@@ -66,18 +58,13 @@ def test_damage_is_replaced_where_the_supply_can(tmp_path: Path) -> None:
         def damaged(self, number: int) -> bool:
             told.append(number)
             was, self.healed = self.healed, True
-            for forget in listeners:
-                forget(number)
+            self.forget(number)
             return not was
 
-        def on_removal(self, forget: Callable[[int], None]) -> None:
-            listeners.append(forget)
-
     told: list[int] = []
-    listeners: list[Callable[[int], None]] = []
-    bad.use_supply(Healing(bad.store, bad.shard_path))
+    bad.use_supply(healing := Healing(bad.store, bad.shard_path))
     assert carefully(bad, 1) == carefully(good, 1) and told == [1]
-    bad.use_supply(StoredShards(bad.store, bad.shard_path))
-    listeners[0](1)
+    bad.use_supply(ShardSupply(bad.store, bad.shard_path))
+    healing.forget(1)
     with pytest.raises(DamageError, match=r"checksum.*"):
         bad.sample(1)

@@ -1,20 +1,11 @@
 """Files and folders that appear whole or not at all."""
 
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from cache.store import files
-from cache.store.files import (
-    is_temporary,
-    remove_abandoned_folders,
-    replacing,
-    replacing_folder,
-    restore_folders,
-    temporary,
-    write_new,
-)
+from cache.store.files import is_temporary, replacing, restore_folders, write_new
 
 
 def names(folder: Path) -> list[str]:
@@ -50,22 +41,6 @@ def test_a_body_that_raises_leaves_what_was_there(tmp_path, folder) -> None:
         (temporary / "b" if folder else temporary).write_text("half")
         raise KeyError
     assert names(tmp_path) == ["a"] and path.read_text() == "old"
-
-
-def test_a_large_folder_that_a_killed_process_left_is_removed_by_the_next(tmp_path) -> None:
-    path = tmp_path / "merged"
-    left, other = [], temporary(tmp_path / "other")
-    for name in ("merged", "merged-before"):  # where they were going to be
-        with suppress(OSError), replacing_folder(tmp_path / name) as killed:
-            left.append(killed)
-            raise OSError
-    for folder in (*left, other):
-        (folder / "transformer").mkdir(parents=True)
-    with replacing_folder(path) as living:
-        remove_abandoned_folders(tmp_path)
-        assert living.is_dir() and not any(folder.exists() for folder in left) and other.is_dir()
-        (living / "weights").touch()
-    assert names(path) == ["weights"]
 
 
 @pytest.mark.parametrize("before", [1, 2, 3, 4])

@@ -23,7 +23,7 @@ def test_shards_as_they_are_named(kind, bucket, anything) -> None:
     for other in (f"{folder}/{unit}.tar.json", f"{folder}/provenance.json"):
         assert is_project_file(other) and not is_shard(other)
     of_stage = f"{ENCODE_PROGRAMS[kind]}/{folder.partition('/')[2]}"
-    for other in (f"rejects/{of_stage}/{unit}.arrow", f"rejects/{of_stage}.arrow", f"jobs/{of_stage}/{'a1' * 8}.json"):
+    for other in (f"rejects/{of_stage}/{unit}.arrow", f"jobs/{of_stage}/{'a1' * 8}.json"):
         assert is_project_file(other) and not is_shard(other)
 
 

@@ -17,11 +17,11 @@ from cache.sets import rejects
 from cache.shards import shard_io
 from cache.shards.shard import BaseShardReader, ShardMeta, ShardRow, find_done_units
 from cache.shards.tensors import Array
-from cache.store import damage, files, object_store
-from cache.store.damage import ANSWERS, PAUSE_S, DamageError, RetryNotes
+from cache.store import object_store
+from cache.store.damage import ANSWERS, DamageError
 from cache.store.files import StoreError
+from cache.store.object_store import explained_object
 from cache.store.store import Store
-from cache.store.store_errors import explained_object
 from schemas.activities import show_activities
 from schemas.cli.console import Console
 from tests.forms import long
@@ -108,23 +108,6 @@ def test_a_listing_is_a_request_for_each_thousand(store: Store, s3: S3Server) ->
     assert store.list_names("text/none") == [] and not store.exists("none")
 
 
-@pytest.mark.parametrize("known", ["all", "none", "others", "half"])
-def test_a_long_listing_in_parts_has_every_object_once(
-    store: Store, s3: S3Server, monkeypatch: pytest.MonkeyPatch, known: str
-) -> None:
-    monkeypatch.setattr(object_store, "PAGE", 10)
-    names = [f"64x{48 + 16 * (i % 3)}@1-{i * 7919 % 65536:04x}" for i in range(95)]
-    for name in (*names, "provenance", "0"):
-        s3.put(f"work/text/{name}.arrow")
-    s3.put("work/textual")
-    expected = {"all": names, "none": [], "others": [f"z{i}" for i in range(500)], "half": names[::2]}[known]
-    s3.reset()
-    there = sorted(f"{name}.arrow" for name in (*names, "provenance", "0"))
-    assert store.list_names("text", expected=expected) == there
-    parts = {request.key for request in s3.requests}
-    assert parts == {"work/text/"} and len(s3.requests) <= 1 + object_store.AT_ONCE
-
-
 def test_an_unchanged_table_is_read_once(store: Store, s3: S3Server) -> None:
     table = pa.table({"x": [1, 2]})
     store.write_table("t.arrow", table)
@@ -135,14 +118,14 @@ def test_an_unchanged_table_is_read_once(store: Store, s3: S3Server) -> None:
 
 
 def test_a_large_table_is_copied_and_mapped(store: Store, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy is made again if the connection is cut, and leaves no file."""
-    monkeypatch.setattr("cache.store.store.MAPPED_BYTES", 1 << 16)
+    """The copy is made again if the connection is cut."""
+    monkeypatch.setattr("cache.store.object_store.MAPPED_BYTES", 1 << 16)
     table = pa.table({"x": range(1 << 16)})
     store.write_table("t.arrow", table)
     before = pa.total_allocated_bytes()
     s3.fail("cut", 2, "GetObject")
     assert store.read_table("t.arrow").equals(table)
-    assert pa.total_allocated_bytes() - before < 1 << 16 and os.listdir(files.spool_folder()) == []
+    assert pa.total_allocated_bytes() - before < 1 << 16
 
 
 def test_every_operation(either: Store) -> None:
@@ -167,7 +150,6 @@ def test_every_operation(either: Store) -> None:
             attempt("a/b")
     with pytest.raises(DamageError, match="missing"):
         shard_io.open_reader(store, f"{CACHE}/none.arrow")
-    assert os.listdir(files.spool_folder()) == []
 
 
 # -- trouble that retries end ------------------------------------------------------------------------------------------
@@ -193,23 +175,6 @@ def test_a_store_in_trouble_for_a_while(either: Store, s3: S3Server, trouble: st
     assert store.list_names(CACHE) == ["text-1.arrow"]
     store.publish_bytes("big", large)
     assert store.read_bytes("big") == large and store.open("big").read() == large
-
-
-def test_retries_are_counted_between_two_messages(capsys) -> None:
-    now = [0.0]
-    notes = RetryNotes("s3", lambda: now[0])
-    show_activities(Console())
-    try:
-        for _ in range(3):
-            notes.note("SlowDown\nPlease")
-        now[0] += PAUSE_S
-        notes.note("503")
-    finally:
-        show_activities(None)
-    assert capsys.readouterr().err.splitlines() == [
-        "s3: SlowDown Please: the request is tried again",
-        "s3: 503: the request is tried again, as 2 more since the last message",
-    ]
 
 
 # -- answers that are complete and wrong -------------------------------------------------------------------------------
@@ -248,7 +213,7 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
 @pytest.mark.long
 def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many wrong answers and no more, damage is damage. What is missing is asked for once."""
-    monkeypatch.setattr("cache.store.store.MAPPED_BYTES", 1 << 12)  # larger tables are copied to this machine
+    monkeypatch.setattr("cache.store.object_store.MAPPED_BYTES", 1 << 12)  # larger tables are copied to this machine
     for name, ask in asks(store).items():
         for wrong in WRONG:
             s3.reset()
@@ -269,28 +234,22 @@ def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, monkeypat
     assert s3.counts() == {"HeadObject": 1}
 
 
-def test_wrong_answers_are_said_and_counted(store: Store, s3: S3Server, monkeypatch, capsys) -> None:
-    now = [0.0]
-    notes = RetryNotes("s3", lambda: now[0])
-    monkeypatch.setattr(damage, "notes_of", {"s3": notes}.__getitem__)
+def test_wrong_answers_are_said(store: Store, s3: S3Server, capsys) -> None:
     store.publish_json("j.json", {"x": 1})
     show_activities(Console())
     try:
-        for wrong in WRONG:
-            s3.fail(wrong, ANSWERS - 1, "GetObject")
-            assert store.read_json("j.json") == {"x": 1}
-            now[0] += 40.0
+        s3.fail("damaged", ANSWERS - 1, "GetObject")
+        assert store.read_json("j.json") == {"x": 1}
     finally:
         show_activities(None)
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and f"s3://{BUCKET}/work/j.json: " in said[0], said
-    assert said[1].endswith(": the request is tried again, as 3 more since the last message")
+    assert len(said) == ANSWERS - 1 and all(f"s3://{BUCKET}/work/j.json: " in line for line in said), said
 
 
 def test_fewer_bytes_than_were_asked_for(store: Store, s3: S3Server) -> None:
-    """As if that were all: the rest is asked for. Nothing of it is taken for damage."""
+    """As if that were all: they are asked for again. Nothing of it is taken for damage."""
     rel = write_shard(store)
-    s3.fail("short", 3, "GetObject")
+    s3.fail("short", ANSWERS - 1, "GetObject")
     with shard_io.open_reader(store, rel) as shard:
         assert shard.read(39).tensors["x"].raw() == content(39, 30_000)
     s3.fail("short", 100, "GetObject")
@@ -305,7 +264,7 @@ STAYING = {
     "throttled": ("is asked too often.*(SlowDown|503)", "fewer workers"),
     "expired": ("credentials .*have expired", "renew them"),
     "denied": ("access is denied", "credentials in the environment"),
-    "skewed": ("clock is wrong: 2:00:05 behind the store's|access is denied", "NTP|credentials"),
+    "skewed": ("clock is wrong|access is denied", "NTP|credentials"),
     "cut": ("can't be reached or broke off", "check the network"),
     "dropped": ("can't be reached or broke off", "check the network"),
     "no bucket": ("no such bucket", "make the bucket"),
@@ -337,27 +296,22 @@ def test_trouble_that_stays_is_explained(impatient: None, either: Store, s3: S3S
         reason, step = STAYING[trouble]
         said = f"{caught.value.message}; {caught.value.next_step}"
         assert re.search(f"://{BUCKET}/work.*({reason}).*({step})", said) and "\n" not in said, (name, said)
-    assert os.listdir(files.spool_folder()) == []
     s3.answer = lambda request: ""
     assert not store.exists("new")
 
 
 @pytest.mark.parametrize(
-    ("refusal", "apart"),
+    "refusal",
     [
-        (
-            "Signature expired: 20150830T123600Z is now earlier than 20150830T144100Z (20150830T144600Z - 5 min.)",
-            ": 2:10:00 behind the store's",
-        ),
-        ("Signature not yet current: 20150830T123600Z is still later than 20150830T122900Z", ": 0:07:00 ahead of"),
-        ("invalid_grant: Invalid JWT: Token must be a short-lived token and in a reasonable timeframe.", ""),
-        ("certificate verify failed: certificate is not yet valid", ""),
+        "Signature expired: 20150830T123600Z is now earlier than 20150830T144100Z (20150830T144600Z - 5 min.)",
+        "invalid_grant: Invalid JWT: Token must be a short-lived token and in a reasonable timeframe.",
+        "certificate verify failed: certificate is not yet valid",
     ],
 )
-def test_a_wrong_clock_is_named(refusal: str, apart: str) -> None:
+def test_a_wrong_clock_is_named(refusal: str) -> None:
     with pytest.raises(StoreError) as caught, explained_object("gs://store/a"):
         raise OSError(refusal)
-    assert f"this machine's clock is wrong{apart}" in caught.value.message and "NTP" in caught.value.next_step
+    assert "this machine's clock is wrong" in caught.value.message and "NTP" in caught.value.next_step
 
 
 def test_a_server_that_is_not_there_and_no_credentials(
@@ -409,7 +363,7 @@ def test_parts_that_fail_leave_no_upload(impatient: None, store: Store, s3: S3Se
             store.publish_bytes(f"{CACHE}/u.arrow", large)
         assert s3.counts()["AbortMultipartUpload"] == 1
         s3.reset()
-        assert store.read_bytes(f"{CACHE}/u.arrow") == b"old" and os.listdir(files.spool_folder()) == []
+        assert store.read_bytes(f"{CACHE}/u.arrow") == b"old"
 
 
 def test_an_upload_whose_last_answer_is_lost(store: Store, s3: S3Server, large: bytes) -> None:
@@ -433,14 +387,11 @@ def test_a_full_scratch_folder_is_named(store: Store, s3: S3Server) -> None:
             except StoreError as error:
                 print(error.message, error.next_step)
     """
-    environment = os.environ | {"TMPDIR": str(files.spool_folder().parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stderr
     for line in lines:
-        assert "/latentpress-" in line and "(TMPDIR says where): a file may not grow larger" in line, line
+        assert "(TMPDIR says where): a file may not grow larger" in line, line
     assert s3.counts()["PutObject"] == 0
 
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 import cache.store.files
-import cache.store.store
+import cache.store.object_store
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
@@ -76,7 +76,7 @@ def test_a_large_table_of_an_object_store_is_mapped_from_a_copy_without_a_name(t
     store.write_table("t.arrow", table)
     mapped = []
     for limit in (1 << 30, 1000):
-        monkeypatch.setattr(cache.store.store, "MAPPED_BYTES", limit)
+        monkeypatch.setattr(cache.store.object_store, "MAPPED_BYTES", limit)
         found = Store(store.url).read_table("t.arrow")
         assert found.equals(table)
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -129,7 +129,8 @@ def test_a_body_that_fails_leaves_nothing(store, tmp_path):
     with pytest.raises(KeyError), store.create("a/b") as file:
         file.write(b"half")
         raise KeyError
-    assert store.list_names("") == [] and not Path(file.name).exists()
+    assert store.list_names("") == [] and file.closed
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 @pytest.mark.slow

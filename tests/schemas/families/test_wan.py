@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cache.models.compatibility import CheckpointMismatch, check_autoencoder, check_task, check_transformer
+from cache.models.compatibility import CheckpointMismatch, check_component, check_task, check_transformer
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.recipe import latents_settings, plan_key
@@ -52,7 +52,7 @@ def test_one_checkpoint_is_for_both_tasks_and_other_families_are_told_apart(tiny
         model = model_of(folder, "wan2.2-5b", flavour)
         check_task(model)
         check_transformer(model)
-        check_autoencoder(model)
+        check_component(model, "vae")
     other = model_of(folder, "wan2.1", "t2v-1.3b")
     with pytest.raises(
         CheckpointMismatch, match=r"has expand_timesteps: true, and the pipeline of wan2\.1 needs false"
@@ -61,7 +61,7 @@ def test_one_checkpoint_is_for_both_tasks_and_other_families_are_told_apart(tiny
     with pytest.raises(CheckpointMismatch, match=r"in_channels = 48, and wan2\.1 t2v needs 16"):
         check_transformer(other)
     with pytest.raises(CheckpointMismatch, match="z_dim = 48"):
-        check_autoencoder(other)
+        check_component(other, "vae")
     with pytest.raises(CheckpointMismatch, match=r"checkpoint for wan2\.1 t2v, wan2\.2-5b t2v"):
         check_task(model_of(folder, "kandinsky5-video", "t2v-lite-sft-5s"))
 

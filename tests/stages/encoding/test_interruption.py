@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 import cache.shards.arrow
 import cache.shards.wds
-import cache.store.files
-import cache.store.store
+from cache.store.files import Folder
 from schemas.errors import INCOMPLETE
 from schemas.interruption import pause
 from stages import bucket, discover, encode_latents
@@ -106,14 +106,15 @@ def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) 
     """A shard's file was opened, and nobody has it yet."""
     opened = []
 
-    class Temp(cache.store.files.WriteBehind):
-        def __init__(self, file) -> None:
-            opened.append(file.name)
-            if len(opened) == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            super().__init__(file)
+    open_temp = Folder.open_temp
 
-    monkeypatch.setattr(cache.store.store, "WriteBehind", Temp)
+    def interrupted(self: Folder, rel: str) -> BinaryIO:
+        opened.append(rel)
+        if len(opened) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return open_temp(self, rel)
+
+    monkeypatch.setattr(Folder, "open_temp", interrupted)
     report = planned.run(encode_latents.run)
     assert report.details["stopped"].startswith("by SIGTERM") and len(opened) >= 3
     assert leftovers(planned.root) == []

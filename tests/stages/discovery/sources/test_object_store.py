@@ -67,7 +67,7 @@ def test_a_check_asks_the_store_again(media) -> None:
 @pytest.mark.slow
 def test_an_object_put_in_parts_has_an_identity_too(media) -> None:
     data = bytes(6 << 20)
-    with obstore.open_writer(Store("s3://media").bucket.writer, "big.bin", buffer_size=5 << 20) as file:
+    with obstore.open_writer(Store("s3://media").place.writer, "big.bin", buffer_size=5 << 20) as file:
         file.write(data)
     blob = RemoteFile("s3://media/big.bin", identity="store")
     assert "-" in blob.info()["e_tag"]

@@ -172,7 +172,7 @@ def offer_csv(place: Place, items: list[Item]) -> dict:
 def offer_urls(place: Place, items: list[Item]) -> dict:
     """Pictures in S3, source images behind a URL with a password, masks behind one that is signed."""
     place.remote(files_of(items))
-    bucket = Store(f"s3://{place.prefix}").bucket
+    bucket = Store(f"s3://{place.prefix}").place
 
     def url(name: str) -> str:
         if name.startswith("media"):
