@@ -254,8 +254,8 @@ class _DatasetDiscovery:
         table = media_table.concat_media(self.rows, schema)
         self.rows.clear()
         self.unsaved.clear()
-        counts = media_table.count_changes(schema.empty_table() if self.before is None else self.before, table)
         table = media_table.write_media_table(self.store, self.dataset.id, table, self.settings)
+        counts = media_table.count_changes(schema.empty_table() if self.before is None else self.before, table)
         for name in media_table.partial_table_paths(self.store, self.dataset.id):
             self.store.remove(name)
         return table, counts

@@ -321,6 +321,8 @@ def write_media_table(store: Store, dataset: str, table: pa.Table, settings: dic
 
 def count_changes(before: pa.Table, table: pa.Table) -> dict[str, int]:
     """How many items of the table are new, are removed, have other content, have other captions than before."""
+    if table.equals(before):
+        return dict.fromkeys(("new", "removed", "changed", "captions_changed"), 0)
     rows, old = KnownRows(before).find(table["path"], ["media_id", "captions"])
     known = pa.array(rows >= 0)
     now, old = table.filter(known), old.filter(known)

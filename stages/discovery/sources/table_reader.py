@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from schemas.errors import LatentpressError
+from schemas.json_records import parse_json
 from schemas.regular_files import open_regular
 from schemas.text_format import shorten
 from stages.discovery.sources.columns import (
@@ -206,12 +207,8 @@ def jsonl_rows(location: str) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if "\\" in line:
-                json.dumps(row, ensure_ascii=False).encode()  # it may hold halves of surrogate pairs
+            row = parse_json(line.encode())
             problem = "" if isinstance(row, dict) else f"is {_json_kind(row)}, not an object"
-        except RecursionError:
-            problem = "is nested too deep"
         except ValueError as error:
             problem = f"is not JSON ({error})"
         if problem:
