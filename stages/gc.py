@@ -240,7 +240,9 @@ class Needed:
                 return True
             if file in REMOVED_LAST:
                 cache = f"{top}/{folder}"
-                return cache in self.caches or any(path.startswith(f"{cache}/") for path in self.shards)
+                return cache in self.caches | self.whole_caches or any(
+                    path.startswith(f"{cache}/") for path in self.shards
+                )
             path = name.removesuffix(".json")
             return path in self.shards or self._has_unit(f"{top}/{folder}", shard.unit_name(file.removesuffix(".json")))
         if top == "rejects" and folder in KINDS:  # a list for each unit or, without a unit, all lists of a cache

@@ -114,19 +114,18 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
             states += stage_registry.item_states(store, config)
             jobs |= _add_states(report, store, states, listed)
         plan = current_plan(store, config)
-        roles = plan.active.column("role")
-        samples = pc.sum(pc.is_in(roles, value_set=pa.array(TRAINED_ROLES))).as_py() or 0
-        rejected = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
-        rows.append(_row("bucket", "samples", samples, 0, len(rejected), listed["plans"]))
-        of_plan = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except DamageError:
         raise
     except LatentpressError as error:
-        if isinstance(error, WeightsError):
-            report.details["checkpoint"] = error.message
-        report.next_steps = [step for step in report.next_steps if step != "latentpress discover"] + [error.next_step]
-        report.remaining = report.remaining or 1
-        return report
+        return _stop_at(report, error)
+    roles = plan.active.column("role")
+    samples = pc.sum(pc.is_in(roles, value_set=pa.array(TRAINED_ROLES))).as_py() or 0
+    rejected = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
+    rows.append(_row("bucket", "samples", samples, 0, len(rejected), listed["plans"]))
+    try:
+        of_plan = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
+    except WeightsError as error:
+        return _stop_at(report, error)
     jobs |= _add_states(report, store, of_plan, listed)
     states += of_plan
     for column in ("units", "jobs", "items_per_second", "left"):
@@ -147,6 +146,15 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     folders = list(output.iterdir()) if output.is_dir() else []
     runs = sorted(path.name for path in folders if any((path / name).exists() for name in RUN_FILES))
     report.details["runs"] = runs or "none yet"
+    return report
+
+
+def _stop_at(report: Report, error: LatentpressError) -> Report:
+    """The report as far as it goes if a plan, a media table or a checkpoint's files are not there."""
+    if isinstance(error, WeightsError):
+        report.details["checkpoint"] = error.message
+    report.next_steps = [step for step in report.next_steps if step != "latentpress discover"] + [error.next_step]
+    report.remaining = report.remaining or 1
     return report
 
 

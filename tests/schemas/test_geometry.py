@@ -131,8 +131,6 @@ def test_resolution_buckets_follow_the_type():
     assert resolution_buckets(1024, "pixel_area", 16, step=64, max_aspect=1.3) == (
         *((896, 1152), (960, 1088), (1024, 1024), (1088, 960), (1152, 896)),
     )
-    with pytest.raises(ValueError, match="pixel, area, pixel_area"):
-        resolution_buckets(512, "edge", 16)
     with pytest.raises(ValueError, match="more than 0"):
         resolution_buckets(float("nan"), "area", 16)
     with pytest.raises(ValueError, match=r"100 megapixels \(resolution_type area: megapixels\); at most 67"):

@@ -128,7 +128,7 @@ def where_the_results_are(home: Project, report: Report) -> None:
         "report"
     ) < keys.index("numbers")
     page = (output / "report.html").read_text()
-    assert page.count("<img ") == 3 and "not decoded yet" not in page and page.count("data-plot=") >= 9
+    assert page.count("<img ") == 3 and "not decoded yet" not in page and page.count('class="lines"') >= 9
     logged = [json.loads(line)["stage"] for line in (output / "stages.jsonl").read_text().splitlines()]
     assert logged == [*STAGES]
     assert f"numbers: {output}/metrics.jsonl" in lines and (output / "metrics.jsonl").exists()

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import cache.store.files
-import cache.store.store
 from cache.shards import shard_io
 from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
 from cache.shards.tensors import Array
@@ -128,10 +127,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
             return half + (super().write(rest[half:]) or 0)
 
     def opened(path, mode: str):
-        if mode != "xb":
-            return open(path, mode)
         taken.step("create", str(path))
-        return io.BufferedWriter(Raw(str(path), mode))
+        return io.BufferedRandom(Raw(str(path), mode))
 
     def synced(descriptor: int) -> None:
         taken.step("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -141,7 +138,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
         taken.step("rename", target)
         replace(source, target)
 
-    monkeypatch.setattr(cache.store.store, "open", opened, raising=False)
+    monkeypatch.setattr(cache.store.files, "open", opened, raising=False)
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(cache.store.files, "replace", replaced)
     return taken

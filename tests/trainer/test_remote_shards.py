@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cache.shards.shard_supply import SupplyError
+from cache.shards.shard_io import SupplyError
 from cache.store.store import Store
 from schemas.cli.console import OK, Console, Options
 from schemas.config.pipeline import Config

@@ -80,7 +80,7 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
     ):
         config = make_config("sana", adapter={"init": str(file), **settings})
         code, report, log = program(config, dry_run=True)
-        assert code == USAGE and said in report["error"]["message"] and "loading" not in log
+        assert code == USAGE and said in report["error"]["message"] and "loading the transformer" not in log
     save_file(held, file)
     for settings, said in (
         ({"targets": [".*to_k"]}, "adapts other modules than this run: only the file has transformer.transformer_bl"),

@@ -9,13 +9,14 @@ import signal
 import pytest
 import torch
 
+from cache.runs.training_run import ResultNote
 from cache.store.files import StoreError
 from schemas.cli.console import INCOMPLETE, OK, USAGE
 from tests.forms import long
 from tests.processes import in_child
 from tests.trainer.runs import moved, train
 from trainer import train as loop
-from trainer.run import checkpoint, run_state
+from trainer.run import checkpoint
 from trainer.run.run_state import DeviceOutOfMemory
 
 
@@ -81,7 +82,7 @@ def test_killed_while_the_result_is_saved(ready, program, monkeypatch, kind, ada
     config = ready(kind, steps=2, adapter=adapter)
 
     def work() -> None:
-        monkeypatch.setattr(run_state, "record_result", lambda *_: os._exit(7))
+        monkeypatch.setattr(ResultNote, "write", lambda *_: os._exit(7))
         train(config)
 
     assert in_child(work) == 7

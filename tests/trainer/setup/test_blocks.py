@@ -94,8 +94,9 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_c
         with pytest.raises(RunError, match=words) as caught:
             prepared(config, Console())
         assert caught.value.next_step and "loading the transformer" not in capsys.readouterr().err
+    settings = make_config("t2i", offload={"blocks": True}).train
     with pytest.raises(RunError, match="2 processes share one model"):
-        blocks.check_offload(make_config("t2i", offload={"blocks": True}).train.offload, 2)
+        blocks.check_offload(settings.offload, settings.parallel, 2)
 
 
 @pytest.mark.long
