@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import typer
@@ -83,7 +84,7 @@ class _DatasetDiscovery:
     accept_removed: bool
     rehash: bool
     discovered: list[Dataset]  # before, by the same program
-    rows: list[pa.Table] = field(default_factory=list)  # of the new table
+    rows: list[pa.Table | np.ndarray] = field(default_factory=list)  # of the new table, or numbers of known rows
     unsaved: list[pa.Table] = field(default_factory=list)  # rows that were read and are in no partial table yet
     rejects: list[pa.Table] = field(default_factory=list)
 
@@ -250,8 +251,13 @@ class _DatasetDiscovery:
 
     def _publish(self) -> tuple[pa.Table, dict[str, int]]:
         """Write the table unless it equals the last one; returns it, and the counts of changes."""
-        schema = media_table.dataset_schema(self.dataset)
-        table = media_table.concat_media(self.rows, schema)
+        schema, none = media_table.dataset_schema(self.dataset), np.empty(0, np.int64)
+        tables = [rows for rows in self.rows if isinstance(rows, pa.Table) and len(rows)]
+        kept = np.concatenate([none, *(rows for rows in self.rows if isinstance(rows, np.ndarray))])
+        known = self.known.table
+        if len(kept):  # all of them, if nothing has changed: then no row is copied
+            tables.append(known if len(kept) == len(known) else self.known.take(np.sort(kept), known.schema.names))
+        table = media_table.concat_media(tables, schema)
         self.rows.clear()
         self.unsaved.clear()
         table = media_table.write_media_table(self.store, self.dataset.id, table, self.settings)

@@ -9,7 +9,8 @@ known rows.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -295,27 +296,17 @@ def concat_permissive(tables: list[pa.Table]) -> pa.Table:
 
 
 def write_media_table(store: Store, dataset: str, table: pa.Table, settings: dict[str, Any]) -> pa.Table:
-    """Write the rows, sorted, as the media table, unless it would equal the present one; returns it. The bytes are a
+    """Write the rows, sorted, as the media table, unless they are the present one's; returns it. The bytes are a
     function of the rows alone. In slices, so that memory holds no second copy."""
-    rows, order = RandomAccessTable(table), pc.sort_indices(table["path"]).to_numpy().astype(np.int64)
-    schema = with_table_metadata(table, settings).schema
-
-    def sorted_slices() -> Iterator[pa.Table]:
-        for start in range(0, len(order), SLICE_ROWS):
-            yield rows.take(order[start : start + SLICE_ROWS], schema.names).cast(schema)
-
-    try:
+    table = with_table_metadata(table, settings)
+    with suppress(DamageError):
         before = find_media_table(store, dataset)
-    except DamageError:
-        before = None
-    if before is not None and len(before) == len(table) and schema.equals(before.schema, check_metadata=True):
-        starts = range(0, len(order), SLICE_ROWS)
-        pairs = zip(starts, sorted_slices(), strict=True)
-        if all(part.equals(before.slice(start, len(part))) for start, part in pairs):
+        if before is not None and before.schema.equals(table.schema, check_metadata=True) and before.equals(table):
             return before
-    with store.create_table(media_table_path(dataset), schema) as writer:
-        for piece in sorted_slices():
-            writer.write_table(piece)
+    rows, order = RandomAccessTable(table), pc.sort_indices(table["path"]).to_numpy().astype(np.int64)
+    with store.create_table(media_table_path(dataset), table.schema) as writer:
+        for start in range(0, len(order), SLICE_ROWS):
+            writer.write_table(rows.take(order[start : start + SLICE_ROWS], table.schema.names).cast(table.schema))
     return read_media_table(store, dataset)
 
 
@@ -340,10 +331,11 @@ def count_changes(before: pa.Table, table: pa.Table) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ListingDiff:
-    """A chunk of a listing in three parts. rows: of the media table, for which nothing must be read. todo: rows of the
-    listing, with what must be read of each, for `assemble_rows`. rejects: rows of schemas.tables.REJECTS_SCHEMA."""
+    """A chunk of a listing in three parts. rows: of the media table, for which nothing must be read; the numbers of
+    known rows, (n,) int64, if all of them equal these. todo: rows of the listing, with what must be read of each, for
+    `assemble_rows`. rejects: rows of schemas.tables.REJECTS_SCHEMA."""
 
-    rows: pa.Table
+    rows: pa.Table | np.ndarray
     todo: pa.Table
     rejects: pa.Table
 
@@ -367,8 +359,10 @@ def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> Listi
     for group, need in needs.items():
         listing = listing.append_column(f"read {group}", pa.array(need))
     todo = np.logical_or.reduce([*needs.values()])
-    rest = assemble_rows(listing.filter(pa.array(~todo)), [], known)
-    return ListingDiff(rest, listing.filter(pa.array(todo)), rejects)
+    rest, kept = assemble_rows(listing.filter(pa.array(~todo)), [], known), rows[~todo]
+    names = rest.schema.names
+    is_known = {*names} <= {*known.table.schema.names} and (kept >= 0).all() and rest.equals(known.take(kept, names))
+    return ListingDiff(kept if is_known else rest, listing.filter(pa.array(todo)), rejects)
 
 
 def null_columns(count: int, names: list[str]) -> pa.Table:
