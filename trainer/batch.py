@@ -106,16 +106,6 @@ def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor]
     return Batch(latent, condition, text, text_mask(lengths), pooled, list(ids), bucket, tensors, [*lengths])
 
 
-def pad_text(texts_LD: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts (L_i, D) of unequal length -> (B, max L, D) zero-padded on the right, (B, max L) bool mask."""
-    if not texts_LD:
-        raise ValueError("no texts to pad; a batch has at least one sample")
-    mask_BL = text_mask([text.shape[0] for text in texts_LD])
-    if len({text.dtype for text in texts_LD}) > 1:
-        texts_LD = [text.float() for text in texts_LD]
-    return torch.nn.utils.rnn.pad_sequence(list(texts_LD), batch_first=True), mask_BL
-
-
 def text_mask(lengths: Sequence[int]) -> torch.Tensor:
     """(B, max L) bool: True for the tokens that texts of these lengths have. ValueError where one is 0."""
     if 0 in lengths:

@@ -469,7 +469,7 @@ class Webhook(Section):
         if isinstance(given, str) and not _ENVIRONMENT_NAME.fullmatch(given):
             if ":" in given or "/" in given:
                 raise ValueError(URL_ADVICE)
-            raise ValueError("is no name of an environment variable: valid are letters, digits and '_'")
+            raise ValueError("is not the name of an environment variable: valid are letters, digits and '_'")
         return given
 
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import diffusers
@@ -13,11 +14,12 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 
 from schemas.catalog import FAMILIES
 from schemas.config.training import Adapter
 from tests.project import SETTINGS
-from trainer.batch import Batch
+from trainer.batch import Batch, text_mask
 from trainer.families.flux2 import Flux2
 from trainer.families.kandinsky5 import Kandinsky5, MaskedAttnProcessor
 from trainer.families.qwen_image import QwenImage
@@ -171,3 +173,10 @@ def _comfyui_change(found: dict[str, torch.Tensor], weight: torch.Tensor) -> tor
         product = torch.kron(left[:, :, None, None] if right.ndim == 4 else left, right)
     strength = 1.0 if alpha is None or rank is None else alpha.item() / rank
     return strength * product.reshape(weight.shape)
+
+
+def pad_text(texts_LD: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts (L_i, D) of unequal length -> (B, max L, D) zero-padded on the right, (B, max L) bool mask."""
+    if len({text.dtype for text in texts_LD}) > 1:
+        texts_LD = [text.float() for text in texts_LD]
+    return pad_sequence(list(texts_LD), batch_first=True), text_mask([len(text) for text in texts_LD])

@@ -20,9 +20,10 @@ from cache.store.store import Store
 from schemas.cli.console import OK, Console, Options, run_program
 from schemas.json_records import read_record
 from tests.processes import free_port, prepare_fork
+from tests.trainer.pipelines import pad_text
 from trainer import train as loop
 from trainer.__main__ import run as program_run
-from trainer.batch import ABSENT, TOKENWISE, Batch, make_batch, pad_text
+from trainer.batch import ABSENT, TOKENWISE, Batch, make_batch
 from trainer.data import to_tensor
 from trainer.run import metrics
 

@@ -52,7 +52,7 @@ def test_a_webhook_is_named_once_by_a_variable(tmp_path: Path) -> None:
     assert found.webhooks[0].events == ("started", "validation", "checkpoint", "finished", "failed")
     with pytest.raises(ConfigError, match="MY_HOOK is the variable of an earlier webhook"):
         load(tmp_path, {"webhooks": [{"url_env": "MY_HOOK"}, {"url_env": "MY_HOOK"}]})
-    with pytest.raises(ConfigError, match="is no name of an environment variable"):
+    with pytest.raises(ConfigError, match="is not the name of an environment variable"):
         load(tmp_path, {"webhooks": [{"url_env": "MY HOOK"}]})
     with pytest.raises(ConfigError, match="valid: started, validation, checkpoint, finished, failed"):
         load(tmp_path, {"webhooks": [{"url_env": "MY_HOOK", "events": ["ended"]}]})

@@ -11,8 +11,8 @@ from PIL import Image
 
 from tests.forms import long
 from tests.trainer.families.batches import check_batch_mates
-from tests.trainer.pipelines import apply_as_comfyui, output, pipeline, random, trained
-from trainer.batch import Batch, pad_text
+from tests.trainer.pipelines import apply_as_comfyui, output, pad_text, pipeline, random, trained
+from trainer.batch import Batch
 from trainer.families import flux2
 from trainer.families.base import KeptTokens
 from trainer.families.flux2 import Flux2

@@ -12,8 +12,8 @@ from diffusers.models.transformers import transformer_kandinsky as stock
 from schemas.catalog import FAMILIES
 from schemas.config.training import Adapter
 from tests.trainer.families.batches import check_batch_mates, sample_losses
-from tests.trainer.pipelines import random
-from trainer.batch import Batch, pad_text
+from tests.trainer.pipelines import pad_text, random
+from trainer.batch import Batch
 from trainer.families import kandinsky5
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.setup import adapters

@@ -9,8 +9,8 @@ import torch
 from schemas.family import REFERENCE_PARTS
 from tests.forms import long
 from tests.trainer.families.batches import alone, check_batch_mates
-from tests.trainer.pipelines import apply_as_comfyui, output, pipeline, random, trained
-from trainer.batch import Batch, pad_text
+from tests.trainer.pipelines import apply_as_comfyui, output, pad_text, pipeline, random, trained
+from trainer.batch import Batch
 from trainer.families import qwen_image
 from trainer.families.base import KeptTokens
 from trainer.families.qwen_image import QwenImage

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.trainer.families.batches import check_batch_mates
-from tests.trainer.pipelines import random
-from trainer.batch import Batch, pad_text
+from tests.trainer.pipelines import pad_text, random
+from trainer.batch import Batch
 from trainer.families.sana import Sana
 from trainer.validation import denoise, load_scheduler
 

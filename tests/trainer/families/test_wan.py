@@ -11,8 +11,8 @@ from stages.encoding.vae.wan import Autoencoder
 from stages.media.sample_reader import normalize_pixels
 from tests.forms import long
 from tests.trainer.families.batches import check_batch_mates
-from tests.trainer.pipelines import random
-from trainer.batch import Batch, pad_text
+from tests.trainer.pipelines import pad_text, random
+from trainer.batch import Batch
 from trainer.families.base import KeptTokens
 from trainer.families.wan import Wan
 from trainer.validation import denoise, load_scheduler

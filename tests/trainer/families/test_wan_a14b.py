@@ -21,9 +21,9 @@ from stages.media.sample_reader import normalize_pixels
 from tests.forms import long
 from tests.trainer import runs
 from tests.trainer.families.batches import check_batch_mates
-from tests.trainer.pipelines import apply_as_comfyui, random
+from tests.trainer.pipelines import apply_as_comfyui, pad_text, random
 from trainer.__main__ import run as train_program
-from trainer.batch import Batch, pad_text
+from trainer.batch import Batch
 from trainer.families import wan_a14b
 from trainer.families.wan_a14b import WanA14B
 from trainer.noise import seeded_noise
