@@ -33,7 +33,7 @@ from cache.sets.trainset import TrainSet
 from cache.shards.shard import SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
 from cache.shards.shard_io import ShardSupply, SupplyError, open_reader, verify
 from cache.store.damage import ANSWERS, DamageError, note_bad_answer
-from cache.store.files import check_folder, explained
+from cache.store.files import StoreError, check_folder, explained
 from cache.store.locks import FileLock
 from cache.store.store import Store
 from schemas.activities import activity
@@ -183,8 +183,8 @@ class Window(ShardSupply):
     def open(self, number: int) -> BaseShardReader:
         with self._lock:
             future = None if number in self._from_store else self._coming.get(number)
-            if future is not None and future.done() and future.exception() is not None:
-                future = self._start(number)  # it failed while nobody waited: the store may be well again
+            if future is not None and future.done() and isinstance(future.exception(), StoreError):
+                future = self._start(number)  # it failed while nobody waited: the store may answer again
         if future is not None:
             began = time.monotonic()
             self._wait(future)

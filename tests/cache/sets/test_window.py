@@ -92,6 +92,7 @@ def test_damage(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w
     window = place.window([(4,)])
     window.follow(0)
     if wrong in ("store", "missing"):
+        until(lambda: window._coming[4].done())  # it failed while nobody waited
         with pytest.raises(DamageError, match="checksum" if wrong == "store" else "missing") as caught:
             window.open(4)
         assert caught.value.path == place.store.path(place.paths[4])
