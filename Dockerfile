@@ -7,7 +7,7 @@
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" -v "$HOME/.cache/huggingface:/home/latentpress/.cache/huggingface" \
 #       --user "$(id -u):$(id -g)" latentpress run --config pipeline.yaml
 #
-# compose.yaml has the same, and docs/containers.md more. ADDRESS: what pytorch.org names for the wheels of the CPU, or of another CUDA.
+# compose.yaml has the same, and docs/install.md more. ADDRESS: what pytorch.org names for the wheels of the CPU, or of another CUDA.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import click
 import typer
@@ -31,7 +32,7 @@ OPTIONS = """\
 
 Made from the code by `make generated`. [Configuration](configuration.md) says how pipeline.yaml is read, and
 [datasets](datasets.md), [encoding](encoding.md), [training](training.md), [methods](methods.md) and
-[validation](validation.md) when to use what.
+[validation](watching.md#validation) when to use what.
 """
 
 PROGRAM_PAGE = """\
@@ -58,24 +59,37 @@ left. Elsewhere each of these is a line, once it has lasted for a second, and ag
 
 
 def options_page() -> str:
-    return OPTIONS + "".join(_tables(Config, ""))
+    return OPTIONS + "".join(_tables(Config, "", {}))
 
 
-def _tables(section: type[Section], path: str) -> Iterator[str]:
-    """The table of a section, and after it those of the sections in it. path: ends with a dot where it is not empty."""
+def _tables(section: type[Section], path: str, defaults: dict[str, Any]) -> Iterator[str]:
+    """Yields the table of a section, then the tables of the sections in it.
+
+    path: prefix of the option names; empty, or ends with a dot. defaults: option name -> default, if the default of the
+    section itself differs from the default of the section's class.
+    """
     rows, below = [], []
     for key, info, inner in options(section):
+        value = defaults.get(key, info.default)
         if inner:
-            below.append((inner, f"{path}{key}"))
-        default = "required" if info.is_required() else f"`{flow(info.default)}`"
-        if inner and isinstance(info.default, Section):
+            below.append((inner, f"{path}{key}", _own_values(value)))
+        default = "required" if info.is_required() else f"`{flow(value)}`"
+        if inner and isinstance(value, Section):
             default = "below"
         what = description(info).replace("|", r"\|").replace("<", "&lt;")
         rows.append(f"| `{key}` | {default} | {what} |")
     heading = f"\n## {path.removesuffix('.')}\n" if path else ""
     yield "\n".join([heading, "| option | default | what |", "|---|---|---|", *rows, ""])
-    for inner, name in below:
-        yield from _tables(inner, f"{name}.")
+    for inner, name, values in below:
+        yield from _tables(inner, f"{name}.", values)
+
+
+def _own_values(value: Any) -> dict[str, Any]:
+    """Returns the values that a default section was constructed with, by option name."""
+    if not isinstance(value, Section):
+        return {}
+    fields = type(value).model_fields
+    return {fields[name].alias or name: getattr(value, name) for name in value.model_fields_set}
 
 
 def programs_page() -> str:

@@ -24,7 +24,7 @@ def main() -> None:
     """The command `latentpress`."""
     if sys.platform == "win32":  # which has no locks of files, limits of memory and forks as programs here use them
         print(
-            "error: latentpress does not run on Windows itself\nUse WSL 2 or a container: docs/platforms.md",
+            "error: latentpress does not run on Windows itself\nUse WSL 2 or a container: docs/install.md",
             file=sys.stderr,
         )
         sys.exit(2)

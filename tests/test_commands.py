@@ -49,7 +49,10 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/configuration.md": {
         "latentpress export-adapter --format lycoris": "of a LoKr; tests/trainer/adapters/ converts them",
     },
-    "docs/containers.md": {
+    "docs/install.md": {
+        "make": MAKE,
+        "pip": PIP,
+        ". .venv/bin/activate": PIP,
         "mkdir": DOCKER,
         "printf": DOCKER,
         "docker": DOCKER,
@@ -58,11 +61,11 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "ssh": ELSEWHERE,
         "rsync": ELSEWHERE,
     },
-    "docs/install.md": {"make": MAKE, "pip": PIP, ". .venv/bin/activate": PIP},
-    "docs/notifications.md": {"export LATENTPRESS_WEBHOOK": SET},
-    "docs/sharing.md": {"hf auth login": "asks for a token; the stand-in's is in the environment"},
-    "docs/ui.md": {"pip": PIP},
-    "docs/validation.md": {"latentpress decode --watch --device cuda:7": CARD},
+    "docs/watching.md": {
+        "export LATENTPRESS_WEBHOOK": SET,
+        "latentpress decode --watch --device cuda:7": CARD,
+        "pip": PIP,
+    },
     "docs/guides/using-the-result.md": {"hf auth login": "asks for a token; the stand-in's is in the environment"},
 }
 #: What a document's words stand for here.

@@ -24,7 +24,7 @@ from tests.documents import DOCUMENTS, ROOT, Block, blocks, shell_commands
 FOLDERS = ("schemas", "cache", "stages", "trainer", "tests", "examples", "benchmarks", "docs")
 SETTINGS = ("Makefile", "pyproject.toml", "pipeline.yaml", "constraints.txt", "compose.yaml", "Dockerfile")
 #: Names of libraries, of the system, or in an example.
-FOREIGN = {"0", "lora_unet_blocks_0_self_attn_q", "fixed_size_binary", "IMG_0012", "IMG", "latent_BCTHW"}
+FOREIGN = {"0", "is_", "has_", "lora_unet_blocks_0_self_attn_q", "fixed_size_binary", "IMG_0012", "IMG", "latent_BCTHW"}
 FOREIGN |= {"CUDA_VISIBLE_DEVICES", "COMPOSE_FILE", "GLOO_SOCKET_IFNAME", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"}
 FOREIGN |= {"TMPDIR", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
 #: Options of torchrun and accelerate launch, as far as the pattern below takes them.

@@ -1,7 +1,7 @@
 """<output>/<run>/scores.jsonl: what `latentpress score` measured of the validation samples of each step.
 
 A line for each step, added when all its samples are scored; a later line of a step replaces the scores that it names.
-docs/results-reference.md describes it. Scores of different models or settings have different fingerprints and are never
+docs/watching.md describes it. Scores of different models or settings have different fingerprints and are never
 compared.
 """
 

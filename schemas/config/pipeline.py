@@ -40,13 +40,14 @@ class Config(Section):
     model: Model
     datasets: tuple[Dataset, ...] = Field(strict=False, description="the media, and how they are cropped")
     features: Features | None = Field(
-        None, description="near-duplicates and measures of items, columns for `where`; docs/captions-and-cleaning.md"
+        None,
+        description="near-duplicates and measures of items, columns for `where`; docs/guides/captions-and-cleaning.md",
     )
     caption: Caption | None = Field(
-        None, description="captions for items that have none; docs/captions-and-cleaning.md"
+        None, description="captions for items that have none; docs/guides/captions-and-cleaning.md"
     )
     masks: Masks | None = Field(
-        None, description="masks for items that have none, by a model; docs/captions-and-cleaning.md"
+        None, description="masks for items that have none, by a model; docs/guides/captions-and-cleaning.md"
     )
     text: Text = Text()
     latents: Latents = Latents()

@@ -1,4 +1,4 @@
-"""How often training makes the host wait for the device: the budgets of docs/speed.md."""
+"""How often training makes the host wait for the device: the budgets of docs/comparison.md."""
 
 from collections import Counter
 from collections.abc import Callable

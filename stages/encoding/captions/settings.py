@@ -30,7 +30,7 @@ def require_caption(config: Config) -> Caption:
     if config.caption is None:
         raise UsageError(
             "caption has nothing to do: the section `caption` is not in the configuration",
-            "add `caption: {}`, which describes the items without a caption, or more of docs/captions-and-cleaning.md",
+            "add `caption: {}`, which describes the items without a caption; see docs/guides/captions-and-cleaning.md",
         )
     return config.caption
 

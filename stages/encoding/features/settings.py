@@ -35,7 +35,7 @@ def require_features(config: Config) -> Features:
     if config.features is None:
         raise UsageError(
             "features has nothing to do: the section `features` is not in the configuration",
-            "add `features: {}`, which looks for near-duplicates, or more of docs/captions-and-cleaning.md",
+            "add `features: {}`, which looks for near-duplicates; see docs/guides/captions-and-cleaning.md",
         )
     return config.features
 

@@ -29,7 +29,7 @@ def require_masks(config: Config) -> Masks:
     if config.masks is None:
         raise UsageError(
             "masks has nothing to do: the section `masks` is not in the configuration",
-            "add `masks: {model: ..., classes: [...]}`, as docs/captions-and-cleaning.md says",
+            "add `masks: {model: ..., classes: [...]}`, as docs/guides/captions-and-cleaning.md says",
         )
     return config.masks
 
