@@ -1,4 +1,4 @@
-"""What knobs of training do to a tiny model: the plots and pictures of docs/knobs.md.
+"""What knobs of training do to a tiny model: the plots and pictures of docs/training.md.
 
     OMP_NUM_THREADS=1 python -m benchmarks.knobs [--work FOLDER] [--out docs/images] [--tiny]
 

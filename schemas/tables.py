@@ -1,6 +1,6 @@
 """Arrow schemas of every table that crosses a machine boundary. Change one, raise TABLES_VERSION.
 
-Tables are Arrow IPC files. docs/cache-format.md describes shards.
+Tables are Arrow IPC files. docs/internals.md describes shards.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,6 +1,6 @@
 """export: copies a training set with its shards to another place, or writes it as WebDataset tars for other programs.
 
-A copy is a root of its own that `train.set` may name; docs/cache-format.md describes both forms.
+A copy is a root of its own that `train.set` may name; docs/internals.md describes both forms.
 """
 
 from contextlib import closing

@@ -36,7 +36,7 @@ SET = "set for all commands of the document"
 NOT_RUN: dict[str, dict[str, str]] = {
     "README.md": {"make": MAKE},
     "CONTRIBUTING.md": {"make": MAKE, ".venv/bin/pre-commit install": "changes this repository"},
-    "docs/cluster.md": {
+    "docs/machines.md": {
         "export RAY_worker_niceness": SET,
         "ray start": RAY,
         "latentpress encode-latents --engine ray": RAY,

@@ -46,7 +46,7 @@ def test_encoded_shards(planned: Home, tiny: Callable[[str], Path]) -> None:
 
 
 def of_arrow(path: Path) -> tuple[Json, Iterator[Json]]:
-    """The description of a shard and its rows, read as docs/cache-format.md says."""
+    """The description of a shard and its rows, read as docs/internals.md says."""
     table = pa.ipc.open_file(pa.OSFile(str(path))).read_all()
     dtypes = {field.name: field.metadata[b"dtype"] for field in table.schema if field.metadata}
     assert set(dtypes.values()) == {b"float32"}, dtypes

@@ -130,7 +130,7 @@ def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None =
     share = config.batch_size * config.accumulate
     for number, micro_batch in enumerate(data.micro_batches, 1):
         synchronized = number == len(data.micro_batches)
-        # A sharded model's gradients are reduced in each micro-batch: see docs/machines-reference.md.
+        # A sharded model's gradients are reduced in each micro-batch: see docs/machines.md.
         with nullcontext() if synchronized else run.accelerator.no_sync(run.denoiser):
             sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
         measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)

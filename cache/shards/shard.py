@@ -1,6 +1,6 @@
 """Shared by both shard formats: rows and their checksum, a shard's description, base classes of writers and readers.
 
-A shard is the output of one unit; once it exists under its final name the unit is done. docs/cache-format.md specifies
+A shard is the output of one unit; once it exists under its final name the unit is done. docs/internals.md specifies
 every byte.
 """
 

@@ -1,4 +1,4 @@
-"""The names that this project gives files under a root, exactly as docs/cache-format.md lists them.
+"""The names that this project gives files under a root, exactly as docs/internals.md lists them.
 
 Programs check names here before they move or remove files: a root may hold other people's files, and a folder called
 media/ or text/ in it may be theirs.

@@ -87,7 +87,7 @@ class Bucket:
             extra = {"s3": "s3", "gs": "gcs"}.get(SCHEMES[scheme], "s3")
             raise StoreError(url, f"can't be opened: {error}", f"pip install 'latentpress[{extra}]'") from error
         except Exception as error:  # obstore's own: a name or a variable of the environment that is not valid
-            step = "correct the URL, or the environment (docs/object-stores.md)"
+            step = "correct the URL, or the environment (docs/machines.md)"
             raise StoreError(url, f"can't be opened: {' '.join(str(error).split())}", step) from error
 
     def path(self, rel: str) -> str:

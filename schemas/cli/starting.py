@@ -176,7 +176,7 @@ NOISE = {
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }
 #: torch says that float32 norms of bfloat16 weights have no fused kernel; bitsandbytes that nothing is paged on a CPU,
-#: as docs/optimizers.md does.
+#: as docs/training.md does.
 IGNORED_WARNINGS = ("Mismatch dtype between input and weight", "Paged optimizers are not supported on CPU")
 
 

@@ -271,7 +271,7 @@ class RayCluster(Section):
 class Stages(Section):
     order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="what `latentpress run` runs")
     engine: EngineName = Field(
-        "local", description="where the encoding stages run: this machine, or a Ray cluster (docs/cluster.md)"
+        "local", description="where the encoding stages run: this machine, or a Ray cluster (docs/machines.md)"
     )
     ray: RayCluster = RayCluster()
     max_reject_fraction: float = Field(

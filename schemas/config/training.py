@@ -183,7 +183,7 @@ class ParameterGroup(Section):
 
 class Optimizer(Section):
     name: str = Field(
-        "adamw", description="one of docs/optimizers.md, or the dotted path of a class, as optimi.StableAdamW"
+        "adamw", description="one of docs/training.md, or the dotted path of a class, as optimi.StableAdamW"
     )
     arguments: dict[str, Any] = Field({}, description="further keyword arguments of the class")
     lr: float = Field(1e-4, gt=0, le=100, description="rate; default of prodigy: 1")

@@ -303,7 +303,7 @@ class Interview:
                 self.console.log(f"found {card['device']}: {card['name']}, {default} GiB")
                 if "bfloat16" not in card["dtypes"]:
                     self.console.warn(
-                        f"{card['name']} does not compute in bfloat16: set model.precision (docs/devices.md)"
+                        f"{card['name']} does not compute in bfloat16: set model.precision (docs/memory.md)"
                     )
         return self.asker.ask("card", default, parse_card)
 

@@ -26,7 +26,7 @@ from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA, texts_sch
 from stages.planning.candidates import drop_duplicate_ids
 from stages.planning.samples import list_ids
 
-TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding-reference.md has what padding costs
+TEXT_GROUP = 4  # units among which texts are sorted by length; docs/internals.md has what padding costs
 MOST_MEMBERS = 256  # of a unit of items, however small its pictures are: what a kill costs at most
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 

@@ -90,9 +90,9 @@ def test_a_copied_recipe_finds_its_schema(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_whole(name: str) -> None:
-    """It stands in docs/cards.md, names its card, and starts from its own folder."""
+    """It stands in docs/memory.md, names its card, and starts from its own folder."""
     config, text = recipe(name), (FOLDER / f"{name}.yaml").read_text()
-    assert name in RECIPES and f"examples/recipes/{name}.yaml" in (ROOT / "docs" / "cards.md").read_text()
+    assert name in RECIPES and f"examples/recipes/{name}.yaml" in (ROOT / "docs" / "memory.md").read_text()
     assert f"{RECIPES[name][0]} GB" in text and text.count(f"--config {name}.yaml") == 2
     assert config.datasets and config.validation.prompts
     assert Path(config.root).parent == Path(config.output).parent == FOLDER

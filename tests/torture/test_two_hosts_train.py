@@ -1,5 +1,5 @@
 """Training over two hosts in network namespaces that see each other's network and the store, and nothing else: started
-by the lines of docs/cluster.md, with one process on each."""
+by the lines of docs/machines.md, with one process on each."""
 
 import json
 import os
@@ -38,8 +38,8 @@ PROMPTS = [{"name": name, "prompt": f"a {name}"} for name in ("tree", "house", "
 
 
 def documented(first_word: str, *words: str) -> list[str]:
-    """The command of docs/cluster.md for several machines that begins so and has these words."""
-    block = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)
+    """The command of docs/machines.md for several machines that begins so and has these words."""
+    block = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "machines.md").read_text(), re.DOTALL)
     lines = "\n".join(block).replace("\\\n", " ").splitlines()
     found = [line for line in lines if line.startswith(first_word) and all(word in line for word in words)]
     assert len(found) == 1, found

@@ -174,7 +174,7 @@ def check_offload(offload: Offload, parallel: Parallel, ranks: int) -> None:
     if ranks == 1 and parallel.cpu_offload:
         raise RunError(
             "train.parallel.cpu_offload: one process trains the whole model and has no shards to keep on the host",
-            "Start several processes (docs/cluster.md), or set it to false. In one process train.offload.blocks, with "
+            "Start several processes (docs/machines.md), or set it to false. In one process train.offload.blocks, with "
             "train.parallel.strategy ddp, keeps an adapter's frozen blocks on the host.",
         )
     if offload.blocks and ranks > 1:
