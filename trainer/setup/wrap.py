@@ -1,4 +1,4 @@
-"""Devices and processes: how the ranks that a launcher started meet (`docs/machines.md`), accelerate, the module that it
+"""Devices and processes: how the ranks that a launcher started meet (docs/machines.md), accelerate, the module that it
 wraps, and FSDP2: torch's `fully_shard` over the family's blocks, then over what else the transformer has.
 
 With FSDP2 every process has a part of each weight, of its gradient and of its optimizer state, and gathers a block's
