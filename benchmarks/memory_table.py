@@ -167,8 +167,12 @@ def candidates(name: str, kind: str) -> list[str]:
     return settings
 
 
-def format_cards(name: str, kind: str) -> str:
-    """A line of the table of cards: the first settings that fit each, and their GiB on the device."""
+def format_cards(name: str, kind: str) -> str | None:
+    """Returns a line of the table of cards, or None if no settings fit any card in full rank.
+
+    A cell has the first settings that fit the card, and their GiB on the device. A LoRA's line ends with the GiB on the
+    host and of a checkpoint with the defaults.
+    """
     cells: dict[int, str] = {}
     for settings in candidates(name, kind):
         for card in CARDS_GB:
@@ -176,15 +180,13 @@ def format_cards(name: str, kind: str) -> str:
                 cells[card] = f"{settings} ({found.device / 2**30:.1f})"
         if len(cells) == len(CARDS_GB):
             break
-    return join([name, *(cells.get(card, "-") for card in CARDS_GB)])
-
-
-def format_parts(name: str) -> str:
-    """A line of the table of parts, in GiB, of a LoRA with the defaults."""
-    found = estimate(name, "LoRA", "defaults")
-    states = found.gradients + found.optimizer
-    parts = (found.device, found.weights, states, found.activations, found.host, found.checkpoint)
-    return join([name, *(f"{part / 2**30:.1f}" for part in parts)])
+    line = [name, *(cells.get(card, "-") for card in CARDS_GB)]
+    if kind == "LoRA":
+        found = estimate(name, kind, "defaults")
+        line += [f"{part / 2**30:.1f}" for part in (found.host, found.checkpoint)]
+    elif not cells:
+        return None
+    return join(line)
 
 
 def join(cells: Iterable[str]) -> str:
@@ -202,9 +204,8 @@ def format_table(heads: Iterable[str], lines: Iterable[str]) -> Iterator[str]:
 def format_tables() -> Iterator[str]:
     for kind in SETTINGS:
         heads = [f"{kind}: transformer, bucket", *(f"{card} GB" for card in CARDS_GB)]
-        yield from format_table(heads, (format_cards(name, kind) for name in CASES))
-    heads = ["LoRA, defaults", "device", "weights", "gradients, states", "activations", "host", "checkpoint"]
-    yield from format_table(heads, (format_parts(name) for name in CASES))
+        heads += ["host", "checkpoint"] if kind == "LoRA" else []
+        yield from format_table(heads, filter(None, (format_cards(name, kind) for name in CASES)))
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def test_the_index_of_results_has_every_file_and_its_command() -> None:
         assert f"python -m benchmarks.{module}" in (RESULTS / name).read_text(), name
 
 
-@pytest.mark.parametrize(("name", "document"), [("buckets", "datasets"), ("waiting", "machines")])
+@pytest.mark.parametrize(("name", "document"), [("buckets", "datasets")])
 def test_a_computed_table_stands_in_the_documentation(measured, name: str, document: str) -> None:
     said = (ROOT / f"docs/{document}.md").read_text()
     rows = measured(name)
