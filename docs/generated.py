@@ -20,8 +20,8 @@ from schemas.cli.command_lines import TABLE, describe_command
 from schemas.config.generated import description, flow, options
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
-from schemas.foreign.trainers import TRAINERS
 from stages.cli import PROGRAMS, program_module
+from stages.importing.trainers import TRAINERS
 
 FOLDER = Path(__file__).resolve().parent
 COLUMNS = 100

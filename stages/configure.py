@@ -5,6 +5,7 @@ task and a card, and facts about the media fit it. A file that exists is changed
 difference is shown first.
 """
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
@@ -20,12 +22,20 @@ from schemas.config.loading import parse_config, read_text
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.libraries import missing_libraries
-from schemas.text_format import escape_lines, format_duration
+from schemas.text_format import escape_lines, format_duration, shorten
 from stages.configuring import text
 from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge
-from stages.configuring.headers import read_media
-from stages.configuring.media import Media
+from stages.configuring.media import Listing, Media, list_folder
 from stages.configuring.questions import QUESTIONS, Asker, Interview
+from stages.discovery.sources.captions import read_caption_file
+from stages.engines.sandbox import SandboxPool, WorkerFailure
+from stages.media.files import MediaError
+
+MOST_READ = 200  # files, spread evenly
+READ_TIMEOUT_S, READ_MEMORY_MIB = 20.0, 4096
+LONGEST_PROMPT = 300  # characters of a caption that becomes a validation prompt
+PROMPTS = 2
+Size = tuple[int, int, float]  # width, height, seconds
 
 
 def option(name: str) -> Any:
@@ -150,6 +160,55 @@ def _commands(answers: Answers, file: Path) -> list[str]:
     commands = [f"latentpress train {config} --dry-run --card {answers.card_gib:g}"]
     commands += [f"latentpress caption {config}"] if answers.needs_captions else []
     return [*commands, f"latentpress run {config}" + (f" --max-time {words}" if words else "")]
+
+
+def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
+    """Read the headers of at most MOST_READ files, in a sandbox, and some captions."""
+    items = sorted(listing.items[kind].items())
+    chosen = [items[number * len(items) // MOST_READ] for number in range(MOST_READ)]
+    paths = [os.fspath(listing.folder / path) for _, path in (chosen if len(items) > MOST_READ else items)]
+    sizes, problems = list[Size](), list[str]()
+    pool: SandboxPool[tuple[str, str], Size] = SandboxPool(
+        _make_reader, workers=2, timeout_s=READ_TIMEOUT_S, memory_mib=READ_MEMORY_MIB
+    )
+    with pool:
+        for (path, _), result in pool.map((path, kind) for path in paths):
+            if isinstance(result, MediaError | WorkerFailure):
+                problems.append(f"{Path(path).name}: {result.reason}")
+            else:
+                sizes.append(result)
+    width, height, duration = np.array(sizes, np.float64).reshape(-1, 3).T
+    stems = [stem for stem, _ in items if stem in listing.captions]
+    source_files = {} if sources is None else list_folder(sources).images
+    picked = dict.fromkeys(stems[number * len(stems) // PROMPTS] for number in range(PROMPTS) if stems)
+    prompts = [(_read_prompt(listing.folder / listing.captions[stem]), source_files.get(stem)) for stem in picked]
+    kept = tuple((text, source) for text, source in prompts if text)
+    return Media(len(items), width, height, duration, len(stems), tuple(problems), kept)
+
+
+def _make_reader() -> Callable[[tuple[str, str]], Size]:
+    return _read_size
+
+
+def _read_size(file: tuple[str, str]) -> Size:
+    from stages.media.image import probe_image
+    from stages.media.video import probe_video
+
+    path, kind = file
+    if kind == "image":
+        image = probe_image(path)
+        return image.width, image.height, 0.0
+    clip = probe_video(path)
+    return clip.width, clip.height, clip.duration
+
+
+def _read_prompt(path: Path) -> str:
+    """The first caption of a file on one line; a long one ends at a word. "" if there is none."""
+    try:
+        text = " ".join(read_caption_file(os.fspath(path))[0].split())
+    except MediaError:
+        return ""
+    return text if len(text) <= LONGEST_PROMPT else shorten(text, LONGEST_PROMPT).removesuffix("...").rpartition(" ")[0]
 
 
 app = make_app(

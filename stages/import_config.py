@@ -4,42 +4,28 @@ became, or its value, if it is not carried over.
 Files are parsed and never run. docs/coming-from.md has a section for each trainer.
 """
 
-import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
-from cache.store.files import explained, replacing, write_new
 from schemas.catalog import FAMILIES
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.starting import print_for_reader
-from schemas.config.generated import flow
-from schemas.config.loading import (
-    dotted_path,
-    explain_error,
-    parse_config,
-    parse_override,
-    section_fields,
-    set_value,
-    type_at,
-)
+from schemas.config.loading import dotted_path, explain_error, parse_config, parse_override, read_text, set_value
 from schemas.config.pipeline import Config
+from schemas.config.yaml_editor import nest, value_at
 from schemas.config.yaml_reader import KeyPath
-from schemas.foreign.rows import Draft, Line, Trainer
-from schemas.foreign.trainers import TRAINERS
+from schemas.text_format import shorten
+from stages.configuring.text import write_file, write_yaml
+from stages.importing.draft import Draft, Line, Trainer
 from stages.importing.files import Beside, ImportConfigError, Parsed, read_file
+from stages.importing.trainers import TRAINERS
 
 #: What the configuration says about a value that has no effect there either.
-_IDLE = ("no effect", "it is an option of", "goes with ", "remove it")
-_PLACES = ("instance_data_dir", "caption_file", "conditioning_data", "mask_data")
-_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
-WIDTH = 120
-COMMENT_COLUMN = 44
+IDLE = ("no effect", "it is an option of", "goes with ", "remove it")
 
 
 def run(
@@ -63,27 +49,25 @@ def run(
     overwrite: Annotated[bool, typer.Option("--overwrite", "--force", help="Replace an existing file.")] = False,
 ) -> Report:
     parsed, target = [read_file(path) for path in files], options.config
-    if not options.dry_run and target.exists() and not overwrite:
-        raise _already(target)
+    before = read_text(target) if target.exists() else None
+    if not options.dry_run and before is not None and not overwrite:
+        step = "Add --overwrite to replace it, or name another file with --config."
+        raise ImportConfigError(f"{target} exists already", step)
     chosen = _choose(trainer, parsed)
-    beside = Beside(files[0], base)
-    draft = Draft()
-    chosen.carry(draft, _roles(chosen, parsed), beside)
+    beside = Beside(files[0], base, target.absolute().parent)
+    draft = Draft(beside, {("root",): "./work", ("output",): "./output"})
+    chosen.carry(draft, _roles(chosen, parsed))
     for file in parsed:
         for location, why in file.problems:
             draft.say(f"{file.path.name}: {location}", "not carried over", why)
-    draft.values.setdefault("root", "./work")
-    draft.values.setdefault("output", "./output")
-    _place_paths(draft, beside, target.absolute().parent)
     _apply(options.overrides, draft)
     _settle(draft)
-    names = [str(path.name) for path in (*files, *beside.read_paths)]
-    text = write_yaml(draft.values, draft.lines, chosen.name, list(dict.fromkeys(names)))
+    text = _write_text(draft, chosen, [*files, *beside.read_paths])
     parse_config(text, target)
     if options.dry_run and not options.json:
         print_for_reader(text, console.stdout)
     elif not options.dry_run:
-        _write(target, text, overwrite)
+        write_file(target, before, text)
     return _report(draft, chosen, target, text, options)
 
 
@@ -117,68 +101,20 @@ def _roles(trainer: Trainer, parsed: Sequence[Parsed]) -> dict[str, Any]:
     return roles
 
 
-def _already(target: Path) -> ImportConfigError:
-    return ImportConfigError(
-        f"{target} exists already", "Add --overwrite to replace it, or name another file with --config."
-    )
-
-
-def _write(target: Path, text: str, overwrite: bool) -> None:
-    with explained(str(target)):
-        if overwrite:
-            with replacing(target) as temporary:
-                temporary.write_text(text, encoding="utf-8")
-            return
-        try:
-            write_new(target, text)
-        except FileExistsError as error:  # since the program began
-            raise _already(target) from error
-
-
-def _place_paths(draft: Draft, beside: Beside, folder: Path) -> None:
-    """Write paths relative to the folder of the written configuration if they are below it, else as absolute ones."""
-    values = draft.values
-
-    def relocate(text: Any, key: str, look: bool = True) -> Any:
-        if isinstance(text, list):
-            return [relocate(item, key, look) for item in text]
-        if not isinstance(text, str) or "://" in text:
-            return text
-        if _WINDOWS.match(text):
-            draft.say(key, "not carried over", f"{text}: a Windows path; name its place on this machine")
-            return text
-        whole = Path(beside.place(text, look))
-        return f"./{whole.relative_to(folder)}" if whole.is_relative_to(folder) else str(whole)
-
-    def move(section: Mapping[str, Any], key: str, name: str, look: bool = True) -> None:
-        if key in section:
-            section[key] = relocate(section[key], name, look)  # type: ignore[index]
-
-    for dataset in values.get("datasets", []):
-        for key in _PLACES if dataset.get("source") != "huggingface" else _PLACES[1:]:
-            move(dataset, key, f"{dataset.get('id')}: {key}")
-    if values["output"] != "./output":
-        move(values, "output", "output", look=False)
-    move(values.get("train", {}).get("adapter", {}), "init", "train.adapter.init")
-    model = values.get("model", {})
-    move(model, "assistant", "model.assistant")
-    if "path" in model and (beside.find(model["path"]) or model["path"].startswith((".", "/", "~"))):
-        move(model, "path", "model.path")
-    for prompt in values.get("validation", {}).get("prompts", []):
-        move(prompt, "image", f"validation prompt {prompt.get('name')}")
-
-
 def _apply(overrides: Sequence[str], draft: Draft) -> None:
     for text in overrides:
         try:
             key, value = parse_override(text)
-            path = set_value(draft.values, key, value)
+            path = set_value(tree := nest(draft.values), key, value)
         except ValueError as error:
             raise ImportConfigError(f"--set {text.partition('=')[0]}: {error}") from error
         for line in draft.lines:
             same_section = line.to.startswith("model.") and key.startswith("model.")
             if line.outcome == "not carried over" and (line.to == key or same_section):
                 line.outcome, line.note = "needs nothing", f"--set {key}"
+        path = next((ours for ours in draft.values if ours == path[: len(ours)]), path)  # a list, such as of prompts
+        draft.values = {ours: item for ours, item in draft.values.items() if ours[: len(path)] != path}
+        draft.values[path] = value_at(tree, path)
         draft.lines.append(Line(f"--set {key}", "carried over", "", key, [path]))
 
 
@@ -187,7 +123,7 @@ def _settle(draft: Draft) -> None:
     ImportConfigError if no configuration can be made without it."""
     problems: list[tuple[KeyPath, str, Any]] = []
     for _ in range(len(draft.lines) + 1):
-        problems = list(_problems(draft.values))
+        problems = list(_problems(nest(draft.values)))
         if not [problem for problem in problems if _mend(draft, *problem)]:
             break
     if problems:
@@ -200,7 +136,7 @@ def _settle(draft: Draft) -> None:
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
     """(path, what is wrong, the nearest valid number or None)."""
     try:
-        Config.model_validate(deepcopy(dict(values)))
+        Config.model_validate(values)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             bounds = detail.get("ctx", {})
@@ -222,8 +158,8 @@ def _mend(draft: Draft, path: KeyPath, message: str, limit: Any) -> bool:
             line.note = "nearest to a value beyond the limit"
         draft.put(path, limit)
         return True
-    is_idle = any(word in message for word in _IDLE)
-    return bool([*draft.take_back(path, "needs nothing" if is_idle else "not carried over", message)])
+    is_idle = any(word in message for word in IDLE)
+    return draft.take_back(path, "needs nothing" if is_idle else "not carried over", message)
 
 
 def _report(draft: Draft, trainer: Trainer, target: Path, text: str, options: Options) -> Report:
@@ -246,71 +182,23 @@ def _report(draft: Draft, trainer: Trainer, target: Path, text: str, options: Op
 
 
 def _becomes(draft: Draft, line: Line) -> str:
-    parts = []
-    for path in line.paths:
-        here: Any = draft.values
-        words = []
-        for step in path:
-            here = here[step]
-            words.append(here.get("id", step) if isinstance(step, int) and isinstance(here, dict) else step)
-        shown = "..." if isinstance(here, dict | list) and len(str(here)) > 60 else str(here)
-        parts.append(f"{'.'.join(map(str, words))}: {shown if len(shown) <= 60 else shown[:57] + '...'}")
+    parts = [f"{dotted_path(path)}: {shorten(str(draft.values[path]))}" for path in line.paths]
     return "; ".join([*parts, *([line.note] if line.note else [])])
 
 
-# -- the written file
-
-
-def write_yaml(values: Mapping[str, Any], lines: Sequence[Line], trainer: str, files: Sequence[str]) -> str:
-    """The values in the order of the configuration's keys, each with its key there; at the end, what is not carried
-    over."""
+def _write_text(draft: Draft, trainer: Trainer, files: Sequence[Path]) -> str:
+    """The configuration, each value with its key there; at the end, what is not carried over."""
     remarks: dict[KeyPath, str] = {}
-    for line in lines:
-        words = [line.key.rpartition(": ")[2], *([f"{trainer}'s default"] if line.default else []), line.note]
+    for line in draft.lines:
+        words = [line.key.rpartition(": ")[2], *([f"{trainer.name}'s default"] if line.default else []), line.note]
         for path in line.paths:
             remarks[path] = ", ".join(filter(None, [remarks.get(path), *words]))
-    head = (
-        f"Imported from {trainer} ({', '.join(files)}) by latentpress import-config. docs/coming-from.md explains it."
-    )
-    out = [*_comment(head), "# Each comment is the key that a value comes from. docs/options.md has all options.", ""]
-    out += _section(values, (), "", remarks)
-    if left := [line for line in lines if line.outcome in ("not carried over", "secret")]:
-        out += ["", "# Not carried over:"]
-        out += [part for line in left for part in _comment(f"{line.key}: {line.note}", "#   ")]
-    return "\n".join(out) + "\n"
-
-
-def _section(values: Mapping[str, Any], path: KeyPath, indent: str, remarks: Mapping[KeyPath, str]) -> Iterator[str]:
-    kind = type_at(path) if path else Config
-    order = list(section_fields(kind)) if isinstance(kind, type) and hasattr(kind, "model_fields") else []
-    for key in sorted(values, key=lambda name: order.index(name) if name in order else len(order)):
-        value, here = values[key], (*path, key)
-        if not path and key not in ("root", "output"):
-            yield ""
-        if isinstance(value, dict) and value and hasattr(type_at(here), "model_fields"):
-            yield f"{indent}{key}:"
-            yield from _section(value, here, f"{indent}  ", remarks)
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            yield _remarked(f"{indent}{key}:", remarks.get(here, ""))
-            for number, item in enumerate(value):
-                lines = _section(item, (*here, number), f"{indent}    ", remarks)
-                first, *rest = [line for line in lines if line.strip()]
-                yield f"{indent}  - {first.lstrip()}"
-                yield from rest
-        else:
-            yield _remarked(f"{indent}{key}: {flow(value, '{} #')}", remarks.get(here, ""))
-
-
-def _remarked(line: str, remark: str) -> str:
-    if not remark:
-        return line
-    room = max(WIDTH - max(COMMENT_COLUMN, len(line) + 2) - 2, 24)
-    return f"{line.ljust(COMMENT_COLUMN - 2)}  # {textwrap.shorten(remark, room, placeholder=' ...')}"
-
-
-def _comment(text: str, start: str = "# ") -> list[str]:
-    below = f"{start.rstrip()}   "
-    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=below, break_on_hyphens=False)
+    names = ", ".join(dict.fromkeys(path.name for path in files))
+    head = f"Imported from {trainer.name} ({names}) by latentpress import-config: docs/coming-from.md.\n"
+    head += "Each comment is the key that a value comes from. docs/options.md has all options."
+    left = [line for line in draft.lines if line.outcome in ("not carried over", "secret")]
+    rest = ["Not carried over:", *(f"  {line.key}: {line.note}" for line in left)] if left else []
+    return write_yaml(draft.values, head, remarks.get, rest, one_line=False)
 
 
 app = make_app(

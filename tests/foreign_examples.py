@@ -1,66 +1,25 @@
 """A configuration of each trainer, by its documented keys: trainer -> files. Media are in `media`."""
 
-import json
-
 SIMPLETUNER = {
-    "config/config.json": json.dumps(
-        {
-            "--model_family": "kandinsky5-image",
-            "--model_flavour": "t2i-lite-sft",
-            "--model_type": "lora",
-            "--lora_rank": 4,
-            "--output_dir": "output/models",
-            "--data_backend_config": "config/multidatabackend.json",
-            "--user_prompt_library": "config/user_prompt_library.json",
-            "--train_batch_size": 2,
-            "--max_train_steps": "2",
-            "--checkpoint_step_interval": 2,
-            "--learning_rate": "1e-4",
-            "--lr_scheduler": "constant",
-            "--optimizer": "optimi-adamw",
-            "--gradient_checkpointing": "true",
-            "--mixed_precision": "no",
-            "--caption_dropout_probability": 0.1,
-            "--flow_schedule_shift": 1.5,
-            "--flow_schedule_auto_shift": "false",
-            "--validation_resolution": "64x64",
-            "--validation_num_inference_steps": 2,
-            "--validation_step_interval": 2,
-            "--validation_guidance": 5.0,
-            "--validation_seed": 42,
-            "--tracker_run_name": "my lora",
-            "--hub_token": "hf_0123456789",
-            "--offload_during_startup": True,
-            "--report_to": "tensorboard",
-        }
-    ),
-    "config/multidatabackend.json": json.dumps(
-        [
-            {
-                "id": "photos",
-                "type": "local",
-                "dataset_type": "image",
-                "instance_data_dir": "media",
-                "cache_dir_vae": "cache/vae/photos",
-                "caption_strategy": "textfile",
-                "metadata_backend": "discovery",
-                "resolution": 64,
-                "resolution_type": "pixel_area",
-                "minimum_image_size": 0,
-                "crop": True,
-                "crop_aspect": "square",
-                "repeats": 10,
-            },
-            {
-                "id": "text-embeds",
-                "type": "local",
-                "dataset_type": "text_embeds",
-                "default": True,
-                "cache_dir": "cache/text",
-            },
-        ]
-    ),
-    "config/user_prompt_library.json": json.dumps({"cat_<token>": "a photo of <token>"}),
+    "config/config.json": """{
+  "--model_family": "kandinsky5-image", "--model_flavour": "t2i-lite-sft", "--model_type": "lora", "--lora_rank": 4,
+  "--output_dir": "output/models", "--data_backend_config": "config/multidatabackend.json",
+  "--user_prompt_library": "config/user_prompt_library.json", "--train_batch_size": 2, "--max_train_steps": "2",
+  "--checkpoint_step_interval": 2, "--learning_rate": "1e-4", "--lr_scheduler": "constant",
+  "--optimizer": "optimi-adamw", "--gradient_checkpointing": "true", "--mixed_precision": "no",
+  "--caption_dropout_probability": 0.1, "--flow_schedule_shift": 1.5, "--flow_schedule_auto_shift": "false",
+  "--validation_resolution": "64x64", "--validation_num_inference_steps": 2, "--validation_step_interval": 2,
+  "--validation_guidance": 5.0, "--validation_seed": 42, "--tracker_run_name": "my lora",
+  "--hub_token": "hf_0123456789", "--offload_during_startup": true, "--report_to": "tensorboard"
+}""",
+    "config/multidatabackend.json": """[
+  {"id": "photos", "type": "local", "dataset_type": "image", "instance_data_dir": "media",
+   "cache_dir_vae": "cache/vae/photos", "caption_strategy": "textfile", "metadata_backend": "discovery",
+   "resolution": 64, "resolution_type": "pixel_area", "minimum_image_size": 0, "crop": true, "crop_aspect": "square",
+   "repeats": 10},
+  {"id": "text-embeds", "type": "local", "dataset_type": "text_embeds", "default": true, "cache_dir": "cache/text"}
+]""",
+    "config/user_prompt_library.json": '{"cat_<token>": "a photo of <token>"}',
 }
 MUSUBI = {
     "train.sh": """#!/bin/bash

@@ -85,7 +85,7 @@ def test_status_imports_neither_pandas_nor_what_only_an_error_needs(tmp_path: Pa
     code = """
 import atexit, sys
 from stages import cli
-atexit.register(lambda: print([name for name in ("pandas", "schemas.foreign") if name in sys.modules]))
+atexit.register(lambda: print([name for name in ("pandas", "stages.importing") if name in sys.modules]))
 sys.argv = ["latentpress", "status"]
 cli.main()
 """

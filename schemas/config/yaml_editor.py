@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -228,6 +229,21 @@ def value_at(value: Any, path: KeyPath) -> Any:
     for step in path:
         value = value[step] if _has(value, step) else None
     return value
+
+
+def nest(values: Mapping[KeyPath, Any], section: type = dict, items: type = list) -> Any:
+    """Values by their paths as nested sections and lists."""
+    tree = section()
+    for path, value in values.items():
+        here = tree
+        for step, following in pairwise(path):
+            if isinstance(here, list) and step == len(here):
+                here.append(section())
+            elif isinstance(here, dict):
+                here.setdefault(step, items() if isinstance(following, int) else section())
+            here = here[step]
+        here[path[-1]] = deepcopy(value)
+    return tree
 
 
 def read_values(text: str, paths: Iterable[KeyPath]) -> dict[KeyPath, str | None]:

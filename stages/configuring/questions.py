@@ -185,7 +185,10 @@ class Interview:
     recipe: str | None
 
     def ask(self) -> tuple[Answers, Listing]:
-        self._check_choices()
+        if self.recipe is not None and self.recipe not in (known := choice.list_recipes()):
+            raise NoAnswer(f"--recipe: there is no {self.recipe!r}; valid: {', '.join(known)}")
+        if self.recipe is not None and self.family is not None:
+            raise NoAnswer("--recipe and --family: a recipe has its family", "Leave one of them out.")
         listing = self.asker.ask("media", shown_path(self._find_media()), _parse_media)
         counts = f"{len(listing.images)} pictures, {len(listing.videos)} clips, {len(listing.captions)} with a caption"
         self.console.log(f"{shown_path(listing.folder)}: {counts} file")
@@ -232,13 +235,6 @@ class Interview:
             return os.fspath(whole)
         inside = whole.relative_to(self._home).as_posix()
         return "." if inside == "." else f"./{inside}"
-
-    def _check_choices(self) -> None:
-        known = choice.list_recipes()
-        if self.recipe is not None and self.recipe not in known:
-            raise NoAnswer(f"--recipe: there is no {self.recipe!r}; valid: {', '.join(known)}")
-        if self.recipe is not None and self.family is not None:
-            raise NoAnswer("--recipe and --family: a recipe has its family", "Leave one of them out.")
 
     def _find_media(self) -> Path:
         if self.current is not None and self.current.datasets:

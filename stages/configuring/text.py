@@ -2,19 +2,29 @@
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from textwrap import wrap
 
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from cache.store.files import explained, make_folders, replacing
-from schemas.config.loading import ConfigError, parse_config, parse_override, read_text, set_value
-from schemas.config.yaml_editor import CannotEdit, YamlEditor, round_trip, value_at
+from schemas.config.loading import (
+    ConfigError,
+    is_section,
+    parse_config,
+    parse_override,
+    read_text,
+    section_fields,
+    set_value,
+    type_at,
+)
+from schemas.config.pipeline import Config
+from schemas.config.yaml_editor import CannotEdit, YamlEditor, nest, round_trip, value_at
 from schemas.config.yaml_reader import KeyPath, parse_yaml
 from schemas.errors import USAGE, LatentpressError
+from schemas.text_format import shorten
 from stages.configuring.choice import DATASET, Settings
 
 HEADER = """\
@@ -22,32 +32,7 @@ HEADER = """\
 By `latentpress configure`; run again, it proposes changes and shows them first.
 Options that are not here have their defaults: docs/configuration.md."""
 COLUMN = 40  # of comments, if lines are short enough
-ORDER = ("root", "output", "model", "datasets", "caption", "text", "latents", "train", "validation")
-#: Path, without numbers -> the comment behind it; of a section on one line the comment of the section.
-REMARKS: dict[tuple[str, ...], str] = {
-    ("root",): "caches; the run itself is in `output`",
-    ("datasets", "instance_data_dir"): "docs/datasets.md",
-    ("datasets", "conditioning_data"): "pictures before the edit, named alike",
-    ("datasets", "instance_prompt"): "of every item, without caption files",
-    ("datasets", "resolution"): "edge of a square of a bucket's area",
-    ("datasets", "buckets"): "the sizes that the model was made with",
-    ("datasets", "eval_fraction"): "held out, for the eval loss",
-    ("caption",): "describes items without a caption",
-    ("text", "offload"): "weights wait on the host",
-    ("text", "storage"): "captions in 8 bits: less disk",
-    ("latents",): "the autoencoder in parts: less memory",
-    ("train", "accumulate"): "as a batch of so many, in less memory",
-    ("train", "shift"): "of the noise levels, as published",
-    ("train", "base_precision"): "of the frozen weights: less memory",
-    ("train", "quantize_via"): "only quantized weights reach the card",
-    ("train", "gradient_checkpointing_interval"): "of every so many blocks",
-    ("train", "offload"): "what waits on the host",
-    ("train", "adapter"): "a higher rank holds more",
-    ("train", "checkpoint_every"): "steps; each checkpoint can be used",
-    ("train", "experts"): "one after the other",
-    ("validation", "prompts"): "of your captions; write what you will ask",
-    ("validation", "every"): "steps",
-}
+WIDTH, MOST_WORDS, SHORT = 120, 90, 50  # characters of a line, of a comment behind a value, and of a description
 #: Of these a file keeps its own values; a proposal only adds them.
 KEPT: tuple[KeyPath, ...] = (
     *(("root",), ("output",), ("caption",), ("validation",), (*DATASET, "id"), (*DATASET, "eval_fraction")),
@@ -72,41 +57,63 @@ class NotChanged(LatentpressError):
 
 def write_text(settings: Settings, what: str) -> str:
     """A new file. what: is trained, for its first line."""
-    tree = CommentedMap((key, None) for key in ORDER if key in {path[0] for path in settings})
-    for path, value in settings.items():
-        here: Any = tree
-        for key, following in pairwise(path):
-            if isinstance(here, list) and key == len(here):
-                here.append(CommentedMap())
-            elif not isinstance(here, list) and here.get(key) is None:
-                here[key] = CommentedSeq() if isinstance(following, int) else CommentedMap()
-            here = here[key]
-        here[path[-1]] = value
-    _add_comments(tree, ())
-    tree.yaml_set_start_comment(HEADER.format(what=what))
+    return write_yaml(settings, HEADER.format(what=what), _describe_option)
+
+
+def _describe_option(path: KeyPath) -> str:
+    """The description of an option, if it is short; none in lists but that of datasets."""
+    kind = type_at(path[:-1]) if path[1:] else Config
+    if path[0] != "datasets" and any(isinstance(step, int) for step in path):
+        return ""
+    known = {info.alias or name: info.description or "" for name, info in kind.model_fields.items()}
+    return known[str(path[-1])] if len(known[str(path[-1])]) <= SHORT else ""
+
+
+def write_yaml(
+    values: Settings,
+    head: str,
+    remark: Callable[[KeyPath], str | None],
+    rest: Sequence[str] = (),
+    one_line: bool = True,
+) -> str:
+    """A configuration with comments, in the order of the options. remark: comment behind a key. rest: comments at the
+    end. one_line: sections below the first level, and short ones in it, are written on one line."""
+
+    def add_comments(section: CommentedMap, path: KeyPath) -> None:
+        for key, value in section.items():
+            words = remark((*path, key))
+            if one_line and isinstance(value, CommentedMap) and (path or key in ("text", "latents", "caption")):
+                value.fa.set_flow_style()
+                words = words or (remark((*path, key, *value)) if len(value) == 1 else "")
+            elif isinstance(value, CommentedMap):
+                add_comments(value, (*path, key))
+            elif isinstance(value, CommentedSeq):
+                for number, item in enumerate(value):
+                    add_comments(item, (*path, key, number))
+            if words:
+                section.yaml_add_eol_comment(shorten(words, MOST_WORDS), key, column=COLUMN)
+
+    tree = nest({path: values[path] for path in sorted(values, key=_position)}, CommentedMap, CommentedSeq)
+    add_comments(tree, ())
+    tree.yaml_set_start_comment(head)
     for key in tree:
         if key not in ("root", "output", "latents") or (key == "latents" and "text" not in tree):
             tree.yaml_set_comment_before_after_key(key, before="\n")
     out = StringIO()
     round_trip().dump(tree, out)
+    for line in ["", *rest] if rest else ():
+        out.write("\n".join([*wrap(line, WIDTH, initial_indent="# ", subsequent_indent="#     "), ""]))
     return out.getvalue()
 
 
-def _add_comments(section: CommentedMap, path: tuple[str, ...]) -> None:
-    """Put sections below the first level, and short ones in it, on one line, and comments behind keys."""
-    for key, value in section.items():
-        here = (*path, key)
-        remark = REMARKS.get(here, "")
-        if isinstance(value, CommentedMap) and (path or key in ("text", "latents", "caption")):
-            value.fa.set_flow_style()
-            remark = remark or next((REMARKS[*here, name] for name in value if (*here, name) in REMARKS), "")
-        elif isinstance(value, CommentedMap):
-            _add_comments(value, here)
-        elif isinstance(value, list):
-            for item in (item for item in value if isinstance(item, CommentedMap)):
-                _add_comments(item, here)
-        if remark:
-            section.yaml_add_eol_comment(remark, key, column=COLUMN)
+def _position(path: KeyPath) -> list[int]:
+    """The places of an option and of the sections above it."""
+    sections = [type_at(path[:depth]) if depth else Config for depth in range(len(path))]
+    known = [list(section_fields(kind)) if is_section(kind) else [] for kind in sections]
+    return [
+        key if isinstance(key, int) else names.index(key) if key in names else 0
+        for key, names in zip(path, known, strict=True)
+    ]
 
 
 def change_text(text: str, settings: Settings, dataset: int, overrides: Sequence[str]) -> tuple[str, list[str]]:

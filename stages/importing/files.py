@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from schemas.config.yaml_reader import MAX_CHARACTERS, YamlError, parse_yaml
+from schemas.config.yaml_reader import MAX_CHARACTERS, parse_yaml
 from schemas.errors import USAGE, LatentpressError
 from schemas.regular_files import open_regular
-from stages.importing.shell import ASSIGNMENT, ScriptError, as_arguments, read_options, read_script
+from stages.importing.shell import ASSIGNMENT, as_arguments, read_options, read_script
 from stages.media.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 
 PROGRAM = "(program)"  # key of a command's program among its options
-MOST_FILES = 1_000_000  # that are counted
 DEEPEST = 50  # levels of lists and sections
 LARGEST = 2**63  # of whole numbers
+WINDOWS_PATH = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 
 
 class ImportConfigError(LatentpressError, ValueError):
@@ -40,30 +40,17 @@ class Parsed:
 
 def read_file(path: Path) -> Parsed:
     """The content of a JSON, TOML, YAML or shell file. Raises ImportConfigError."""
-    step = "Name the configuration's files."
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)
-    except (OSError, ValueError) as error:
-        why = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
-        raise ImportConfigError(f"{path} can't be read: {why}", step) from error
-    if len(text) > MAX_CHARACTERS:
-        raise ImportConfigError(f"{path} is longer than {MAX_CHARACTERS:,} characters", step)
-    try:
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
         parsed = _parse(path, text)
         _check(parsed.content)
-    except YamlError as error:
-        line, why = error.problems[0]
-        raise ImportConfigError(f"{path}:{line}: {why}") from error
-    except json.JSONDecodeError as error:
-        raise ImportConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ImportConfigError(f"{path}: not valid TOML: {error}") from error
-    except ScriptError as error:
-        raise ImportConfigError(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = "lists or sections are nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise ImportConfigError(f"{path}: {why}", step) from error
+        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else why
+        raise ImportConfigError(f"{path} can't be read: {why}", "Name the configuration's files.") from error
     return parsed
 
 
@@ -91,31 +78,30 @@ def _looks_like_shell(text: str) -> bool:
     return text.startswith("#!") or has_options or bool(ASSIGNMENT.match(text.lstrip()))
 
 
-def _check(content: Any) -> None:
-    """ValueError for what no configuration has: deep nesting, very large numbers, a zero byte."""
-    level = [content]
-    for _ in range(DEEPEST):
-        if not level:
-            return
-        for item in level:
-            if isinstance(item, int) and abs(item) > LARGEST:
-                raise ValueError("a whole number has more than 19 digits")
-            if isinstance(item, str) and "\0" in item:
-                raise ValueError("a text has a zero byte")
-        lists = [item for item in level if isinstance(item, list)]
-        sections = [item for item in level if isinstance(item, dict)]
-        level = [inner for item in lists for inner in item]
-        level += [inner for item in sections for pair in item.items() for inner in pair]
-    raise RecursionError
+def _check(value: Any, depth: int = 0) -> None:
+    """ValueError for what no configuration has, RecursionError for deep nesting."""
+    if depth > DEEPEST:
+        raise RecursionError
+    if isinstance(value, dict | list):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check(item, depth + 1)
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError("a whole number has more than 19 digits")
+    elif isinstance(value, str):
+        value.encode()  # no half of a surrogate pair
+        if "\0" in value:
+            raise ValueError("a text has a zero byte")
 
 
 @dataclass
 class Beside:
     """Files that a configuration names, with paths from a folder that it does not say: `base`, if given, else the first
-    of the configuration's folder and the two above it in which the file is."""
+    of the configuration's folder and the two above it in which the file is. target: folder of the configuration that is
+    written."""
 
     configuration: Path
     base: Path | None
+    target: Path
     read_paths: list[Path] = field(default_factory=list)
     found_in: Path | None = None  # the folder from which a path was found
 
@@ -134,6 +120,7 @@ class Beside:
         return beside if os.path.isfile(beside) else None
 
     def read(self, path: str) -> Any:
+        """The content of a file: parsed JSON, TOML or YAML, else its text; None if it is not found."""
         file = self.find(path) or self.find(f"{path}.toml")
         if file is None or not file.is_file():
             return None
@@ -141,23 +128,24 @@ class Beside:
         return read_file(file).content
 
     def place(self, text: str, look: bool = True) -> str:
-        """A path as an absolute one: where it is, if it is looked for, else from the folder that paths start at."""
-        if "://" in text or not text:
+        """A path as it is written: relative if it is below `target`, else absolute. look: for where it is; else, and if
+        it is not found, it is below the folder where paths start."""
+        if "://" in text or not text or WINDOWS_PATH.match(text):
             return text
-        file = self.find(text) if look else None
-        return str(file or os.path.normpath((self.found_in or self.folders[0]) / os.path.expanduser(text)))
+        start = self.found_in or self.folders[0]
+        whole = (self.find(text) if look else None) or Path(os.path.normpath(start / os.path.expanduser(text)))
+        return f"./{whole.relative_to(self.target)}" if whole.is_relative_to(self.target) else str(whole)
 
     def count_media(self, datasets: Sequence[Mapping[str, Any]]) -> float | None:
+        """Draws of an epoch, files x (repeats + 1), of datasets as they are written; None if a folder can't be counted
+        here."""
         total = 0.0
         for dataset in (dataset for dataset in datasets if not dataset.get("disabled")):
-            name, video = str(dataset.get("instance_data_dir", "")), dataset.get("video", {})
-            folder = self.find(name) if "://" not in name else None
-            if folder is None or not folder.is_dir() or video.get("clip") in ("chunks", "slide"):
+            folder, video = self.target / str(dataset.get("instance_data_dir", "")), dataset.get("video", {})
+            if not folder.is_dir() or video.get("clip") in ("chunks", "slide"):
                 return None
             endings = IMAGE_EXTENSIONS + (VIDEO_EXTENSIONS if dataset.get("dataset_type") == "video" else ())
-            count = sum(
-                name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names[:MOST_FILES]
-            )
+            count = sum(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names)
             resolutions = dataset.get("resolution")
             count *= video.get("clips", 1) * (len(resolutions) if isinstance(resolutions, list) else 1)
             total += count * (dataset.get("repeats", 0) + 1) * dataset.get("weight", 1)

@@ -1,30 +1,22 @@
-"""Shell scripts as data: assignments, and the options of a command. Nothing of a script is ever run.
-
-A script is read in one pass, and what its variables grow to is limited, so that a crafted one ends in an error at once.
-"""
+"""Shell scripts as data: assignments, and the options of a command. Nothing of a script is ever run."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from schemas.text_format import shorten
+
 ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-x\s+)?)?([A-Za-z_]\w*)(\+?)=", re.ASCII)
-MAX_CHARACTERS = 4 * 1024 * 1024  # of all words of a script, with the values of its variables
-_TOKEN = re.compile(
-    r"""(?P<join>\\\n) | (?P<space>[ \t\r]+) | (?P<end>[\n;&|]+) | (?P<single>'[^']*')
-    | (?P<double>"[^"\\]*(?:\\.[^"\\]*)*") | (?P<variable>\$(?:\{[A-Za-z_]\w*\}|[A-Za-z_]\w*)) | (?P<escaped>\\.)
-    | (?P<plain>[^\s'"\\$`;&|]+) | (?P<other>.)""",
-    re.VERBOSE | re.DOTALL | re.ASCII,
-)
-_INSIDE = re.compile(
-    r"\\(?P<escaped>[\"\\$`\n])|(?P<variable>\$(?:\{[A-Za-z_]\w*\}|[A-Za-z_]\w*))|(?P<other>[$`])", re.ASCII
-)
+MAX_CHARACTERS = 100_000  # of a script, and of each word with the values of its variables
+_QUOTED_OR_REMARK = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|(?<!\S)\#[^\n]*""", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?", re.ASCII)
+_SEPARATORS = ";&|\n"  # of commands
+_HIDDEN = str.maketrans("$`", "\0\1")  # in single quotes, where they mean nothing
+_SHOWN = str.maketrans("\0\1", "$`")
 #: Words after which a line is only there for the shell.
 _CONTROL = """if then else elif fi for do done while case esac set cd source . echo exit unset true false [ [["""
-
-
-class ScriptError(ValueError):
-    """A script that can't be read."""
 
 
 @dataclass
@@ -37,100 +29,61 @@ class Script:
     problems: list[tuple[str, str]] = field(default_factory=list)
 
 
-class _Reader:
-    """The command that is being read. unknown: its words hold what only a shell knows."""
-
-    def __init__(self) -> None:
-        self.script, self.size, self.line = Script(), 0, 1
-        self.words, self.word, self.unknown = list[str](), list[str](), ""
-
-    def read(self, text: str) -> Script:
-        position, first = 0, 1
-        while position < len(text):
-            token = _TOKEN.match(text, position)
-            assert token is not None, "any character is a token"
-            kind, part, position = token.lastgroup, token[0], token.end()
-            if kind == "plain" and part.startswith("#") and not self.word:
-                end = text.find("\n", position)
-                position = len(text) if end < 0 else end
-            elif kind == "other" and part in "'\"":
-                raise ScriptError(f"line {self.line}: a quotation is not closed")
-            elif kind in ("space", "end", "join"):
-                self._end_word()
-                self.line += part.count("\n")
-                if kind == "end":
-                    self._end_command(first)
-                    first = self.line
-            else:
-                self._add(kind, part)
-                self.line += part.count("\n")
-        self._end_word()
-        self._end_command(first)
-        return self.script
-
-    def _add(self, kind: str | None, part: str) -> None:
-        if kind == "single":
-            part = part[1:-1]
-        elif kind == "double":
-            part = _INSIDE.sub(self._expand, part[1:-1])
-        elif kind == "escaped":
-            part = part[1:]
-        elif kind == "variable":
-            part = self._value(part)
-        elif kind == "other":
-            self.unknown = self.unknown or "the output of a command"
-        self.size += len(part)
-        if self.size > MAX_CHARACTERS:
-            raise ScriptError(f"line {self.line}: its values are longer than {MAX_CHARACTERS:,} characters")
-        self.word.append(part)
-
-    def _expand(self, match: re.Match[str]) -> str:
-        if match["variable"]:
-            return self._value(match["variable"])
-        if match["other"]:
-            self.unknown = self.unknown or "the output of a command"
-        return match["other"] or match["escaped"].removeprefix("\n")
-
-    def _value(self, variable: str) -> str:
-        name = variable.strip("${}")
-        if name not in self.script.values:
-            self.unknown = self.unknown or f"{variable}, which the file does not set"
-        return self.script.values.get(name, variable)
-
-    def _end_word(self) -> None:
-        if self.word:
-            self.words.append("".join(self.word))
-            self.word = []
-
-    def _end_command(self, line: int) -> None:
-        words, unknown, script = self.words, self.unknown, self.script
-        self.words, self.unknown = [], ""
-        if not words:
-            return
-        assigned = [word for word in words if ASSIGNMENT.match(word)]
-        if len(assigned) == len(words) or words[0] in ("export", "declare"):
-            for word in assigned:
-                self._assign(word, unknown)
-        elif any(word.startswith("--") for word in words):
-            if not script.command or _trains(words) or not _trains(script.command):
-                script.command = words
-            if unknown:
-                script.problems.append((f"line {line}", unknown))
-        elif words[0] not in _CONTROL.split():
-            script.problems.append((f"line {line}", "commands are never run"))
-
-    def _assign(self, word: str, unknown: str) -> None:
-        name, _, value = word.partition("=")
-        if unknown:
-            self.script.problems.append((name.rstrip("+"), unknown))
-        else:
-            before = self.script.values.get(name[:-1], "") if name.endswith("+") else ""
-            self.script.values[name.rstrip("+")] = before + value
-
-
 def read_script(text: str) -> Script:
-    """Raises ScriptError."""
-    return _Reader().read(text)
+    """ValueError if quotations are not closed, or if it is too long."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"a script is longer than {MAX_CHARACTERS:,} characters")
+    lexer = shlex.shlex(
+        _QUOTED_OR_REMARK.sub(_hide, text.replace("\\\n", " ")), posix=True, punctuation_chars=_SEPARATORS
+    )
+    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+    try:
+        tokens = [*lexer, "\n"]
+    except ValueError as error:
+        raise ValueError(f"a quotation is not closed: {shorten(lexer.token)}") from error
+    script, words = Script(), list[str]()
+    for word in tokens:
+        if word.strip(_SEPARATORS) or not word:
+            words.append(word)
+        else:
+            _read_command(script, words)
+            words = []
+    return script
+
+
+def _hide(match: re.Match[str]) -> str:
+    """Quoted text as it is; remarks go."""
+    return "" if match[0][0] == "#" else match[0].translate(_HIDDEN) if match[0][0] == "'" else match[0]
+
+
+def _read_command(script: Script, words: Sequence[str]) -> None:
+    unknown, expanded = "", list[str]()
+    for word in words:
+        variables = [match for match in _VARIABLE.finditer(word) if match[1] not in script.values]
+        if sum(len(script.values.get(match[1], "")) for match in _VARIABLE.finditer(word)) > MAX_CHARACTERS:
+            raise ValueError(f"the value of {shorten(word)} is longer than {MAX_CHARACTERS:,} characters")
+        why = f"{variables[0][0]}, which the file does not set" if variables else ""
+        why = why or "the output of a command" * bool(re.search(r"[$`]", _VARIABLE.sub("", word)))
+        word = _VARIABLE.sub(lambda match: script.values.get(match[1], match[0]), word).translate(_SHOWN)
+        unknown = unknown or why
+        expanded.append(word)
+    assigned = [word for word in expanded if ASSIGNMENT.match(word)]
+    if not expanded:
+        return
+    if len(assigned) == len(expanded) or expanded[0] in ("export", "declare"):
+        for word in assigned:
+            name, _, value = word.partition("=")
+            before = script.values.get(name[:-1], "") if name.endswith("+") else ""
+            if unknown:
+                script.problems.append((name.rstrip("+"), unknown))
+            else:
+                script.values[name.rstrip("+")] = before + value
+    elif any(word.startswith("--") for word in expanded):
+        if not script.command or _trains(expanded) or not _trains(script.command):
+            script.command = expanded
+        script.problems += [(f"command {shorten(expanded[0])}", unknown)] if unknown else []
+    elif expanded[0] not in _CONTROL.split():
+        script.problems.append((f"command {shorten(expanded[0])}", "commands are never run"))
 
 
 def _trains(words: Sequence[str]) -> bool:
@@ -142,25 +95,20 @@ def read_options(words: Sequence[str]) -> dict[str, Any]:
     """The options of a command, as argparse reads them: --a 1, --a=1, --flag, --many x y. Of a launcher with a program
     (accelerate launch ... train.py ...) those after the program."""
     program = next((index for index, word in enumerate(words) if word.endswith((".py", "-train"))), -1)
-    options: dict[str, Any] = {}
+    options: dict[str, list[str]] = {}
     given: list[str] = []
     for word in words[program + 1 :]:
         if word.startswith("--") and len(word) > 2:
             key, equals, value = word[2:].partition("=")
-            given = [value] if equals else []
-            options[key.replace("-", "_")] = given
+            given = options[key.replace("-", "_")] = [value] if equals else []
         elif word.startswith(">"):
             break
         else:
             given.append(word)
-    return {key: _single(values) for key, values in options.items()}
-
-
-def _single(values: list[str]) -> Any:
-    return True if not values else values[0] if len(values) == 1 else values
+    return {key: values if len(values) > 1 else values[0] if values else True for key, values in options.items()}
 
 
 def as_arguments(script: Script) -> Mapping[str, Any]:
     """The assignments of config.env, with the options in TRAINER_EXTRA_ARGS."""
     options: dict[str, Any] = dict(script.values)
-    return options | read_options(read_script(options.pop("TRAINER_EXTRA_ARGS", "").replace("\n", " ")).command)
+    return options | read_options(shlex.split(options.pop("TRAINER_EXTRA_ARGS", "")))

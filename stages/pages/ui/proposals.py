@@ -27,11 +27,11 @@ from cache.store.files import explained
 from schemas.config.loading import parse_config, read_text
 from schemas.config.section import NAME_PATTERN
 from schemas.errors import LatentpressError
-from schemas.foreign.trainers import TRAINERS
 from schemas.text_format import escape_lines
 from stages.configuring.choice import list_recipes
 from stages.configuring.questions import QUESTIONS, make_name
 from stages.configuring.text import compare_texts, write_file
+from stages.importing.trainers import TRAINERS
 from stages.pages.ui.app import Form, Moved, Page, action, get, lines_of, render
 from stages.pages.ui.child_programs import Refused, start_detached
 from stages.pages.ui.places import Places, list_asked

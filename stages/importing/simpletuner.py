@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.foreign import conversions as to
-from schemas.foreign.rows import NOTHING, Convert, Draft, Files, Nearest, Rows, Several, Table, Trainer, is_off, shown
+from schemas.config.yaml_reader import KeyPath
+from stages.importing import conversions as to
+from stages.importing.draft import NOTHING, Convert, Draft, Nearest, Rows, Several, Table, Trainer, below, is_off, shown
 
 # -- the model
 
@@ -59,7 +60,7 @@ def _flavour(value: Any, draft: Draft) -> Several:
 
 def _of_lora(convert: Convert) -> Convert:
     """A value that does not apply with lycoris, whose file has its own."""
-    return lambda value, draft: NOTHING if draft.given.get("lora_type") == "lycoris" else convert(value, draft)
+    return to.when(lambda draft: draft.given.get("lora_type") != "lycoris", convert)
 
 
 def _schedule(value: Any, draft: Draft) -> Any:
@@ -70,13 +71,8 @@ def _schedule(value: Any, draft: Draft) -> Any:
     steps, fall = draft.get("train.steps", 1000), to.above_zero(draft.given.get("lr_warmup_steps", 0))
     fall = 1000 if fall is NOTHING else fall
     cycles = max(1, round(steps / fall / (1 if name == "cosine_with_restarts" else 2)))
-    settings = {"schedule": "cosine", "warmup": 0, "cycles": cycles}
-    ours = Several({f"train.optimizer.{key}": item for key, item in settings.items()})
+    ours = below("train.optimizer", schedule="cosine", warmup=0, cycles=cycles)
     return ours if name == "cosine" and fall == steps else Nearest(ours)
-
-
-def _if_schedule(convert: Convert, *names: str) -> Convert:
-    return lambda value, draft: convert(value, draft) if draft.given.get("lr_scheduler") in names else NOTHING
 
 
 def _clipping(value: Any, draft: Draft) -> Any:
@@ -104,26 +100,11 @@ def _timesteps(value: Any, draft: Draft) -> Several:
     items = value.strip("[]").split(",") if isinstance(value, str) else value
     numbers = [to.number(item) for item in items]
     scale = 1000 if max(numbers) > 1 else 1
-    return Several({"train.timesteps.sampling": "list", "train.timesteps.values": [item / scale for item in numbers]})
+    return below("train.timesteps", sampling="list", values=[item / scale for item in numbers])
 
 
 def _masked(convert: Convert) -> Convert:
-    method = "train.methods.masked_loss"
-    return lambda value, draft: NOTHING if draft.get(method) is None else convert(value, draft)
-
-
-def _tread(value: Any, draft: Draft) -> list[dict[str, Any]]:
-    config = json.loads(value) if isinstance(value, str) else value
-    return [dict(route) for route in config["routes"]]
-
-
-def _crepa(option: str, convert: Convert) -> tuple[str, Convert]:
-    path = option if option.startswith("vision.") else f"train.methods.crepa.{option}"
-    return path, to.only_with("crepa_enabled", convert)
-
-
-def _rollout(option: str, convert: Convert) -> tuple[str, Convert]:
-    return f"train.methods.scheduled_sampling.{option}", to.only_with("scheduled_sampling_max_step_offset", convert)
+    return to.when(lambda draft: draft.get("train.methods.masked_loss") is not None, convert)
 
 
 def _sizes(value: Any, draft: Draft) -> Any:
@@ -132,28 +113,6 @@ def _sizes(value: Any, draft: Draft) -> Any:
     edges = [word.strip().partition("x") for word in str(value).split(",")]
     sizes = [to.size(width, height or width, frames) for width, _, height in edges]
     return sizes[0] if len(sizes) == 1 else sizes
-
-
-def _prompt(value: Any, draft: Draft) -> list[dict[str, str]]:
-    return [*draft.get("validation.prompts", []), _library_prompt("validation", to.text(value), draft.given)]
-
-
-def _library_prompt(name: str, item: Any, given: Mapping[str, Any]) -> dict[str, str]:
-    """A prompt of the library: its text, or a section with it."""
-    prompt = {"name": name, "prompt": str(item.get("prompt", "") if isinstance(item, dict) else item)}
-    negative = given.get("validation_negative_prompt", VALIDATION_DEFAULTS["validation_negative_prompt"])
-    return {**prompt, "negative_prompt": str(negative)} if negative else prompt
-
-
-def _trackers(value: Any, draft: Draft) -> list[str]:
-    words = {word.strip() for word in to.text(value).split(",")}
-    return [word for word in ("tensorboard", "wandb") if word in words or "all" in words]
-
-
-def _repo(value: Any, draft: Draft) -> Any:
-    if "/" not in to.text(value):
-        raise ValueError("USER/NAME")
-    return to.text(value)
 
 
 DEFAULTS = {
@@ -165,7 +124,7 @@ DEFAULTS = {
 #: The same, if there are prompts.
 VALIDATION_DEFAULTS = {
     "validation_step_interval": 100, "validation_guidance": 7.5, "validation_num_inference_steps": 30,
-    "validation_resolution": 256, "validation_negative_prompt": "blurry, cropped, ugly",
+    "validation_resolution": 256,
 }  # fmt: skip
 ARGUMENTS: Rows = {
     "model_family": ("model.family", _family),
@@ -191,7 +150,7 @@ ARGUMENTS: Rows = {
     "lora_alpha": ("train.adapter.alpha", _of_lora(to.number)),
     "lora_dropout": ("train.adapter.dropout", _of_lora(to.number)),
     "use_dora": ("train.adapter.dora", to.flag()),
-    "init_lora": ("train.adapter.init", to.text),
+    "init_lora": ("train.adapter.init", to.place),
     "lora_init_type": ("train.adapter.init_weights", to.one_of({
         **{name: name for name in ("gaussian", "pissa", "olora")}, "default": NOTHING}, "default")),
     "lora_format": ("train.adapter.formats", lambda value, draft: [to.text(value)]),
@@ -208,10 +167,10 @@ ARGUMENTS: Rows = {
     "adam_weight_decay": ("train.optimizer.weight_decay", to.number),
     "adam_epsilon": ("train.optimizer.eps", to.number),
     "lr_scheduler": ("train.optimizer.schedule", _schedule),
-    "lr_warmup_steps": ("train.optimizer.warmup", _if_schedule(
+    "lr_warmup_steps": ("train.optimizer.warmup", to.with_schedule(
         to.warmup, "constant_with_warmup", "linear", "polynomial")),
-    "lr_power": ("train.optimizer.power", _if_schedule(to.number, "polynomial")),
-    "lr_end": ("train.optimizer.lr_end", _if_schedule(
+    "lr_power": ("train.optimizer.power", to.with_schedule(to.number, "polynomial")),
+    "lr_end": ("train.optimizer.lr_end", to.with_schedule(
         to.number, "polynomial", "cosine", "cosine_with_restarts", "sine")),
     "max_grad_norm": ("train.optimizer.max_grad_norm", _clipping),
     "gradient_checkpointing": ("train.gradient_checkpointing", to.boolean),
@@ -250,44 +209,18 @@ ARGUMENTS: Rows = {
     "input_perturbation": ("train.methods.input_perturbation.strength", to.only_with("input_perturbation", to.number)),
     "input_perturbation_steps": ("train.methods.input_perturbation.decay_steps", to.only_with(
         "input_perturbation", to.above_zero)),
-    "tread_config": ("train.methods.tread.routes", _tread),
-    "crepa_enabled": _crepa("block_index", lambda value, draft: to.whole(draft.given.get("crepa_block_index", 8))),
-    "crepa_lambda": _crepa("weight", to.number),
-    "crepa_lambda_end": _crepa("weight_end", to.number),
-    "crepa_adjacent_distance": _crepa("adjacent_distance", to.whole),
-    "crepa_cumulative_neighbors": _crepa("cumulative_neighbors", to.flag()),
-    "crepa_normalize_by_frames": _crepa("normalize_by_frames", to.boolean),
-    "crepa_scheduler": _crepa("schedule", to.text),
-    "crepa_warmup_steps": _crepa("warmup", to.whole),
-    "crepa_threshold_mode": _crepa("threshold_mode", to.text),
-    "crepa_decay_steps": _crepa("decay_steps", to.above_zero),
-    "crepa_cutoff_step": _crepa("cutoff_step", to.above_zero),
-    "crepa_adjacent_tau": _crepa("adjacent_tau", to.number),
-    "crepa_power": _crepa("power", to.number),
-    "crepa_similarity_threshold": _crepa("similarity_threshold", to.number),
-    "crepa_similarity_ema_decay": _crepa("similarity_ema_decay", to.number),
-    "crepa_model": _crepa("vision.model", to.one_of({
-        name: name for name in ("dinov2_vitg14", "dinov2_vits14")}, "dinov2_vitg14")),
-    "crepa_encoder_image_size": _crepa("vision.size", to.whole),
-    "crepa_encoder_frames_batch_size": _crepa("vision.batch_size", to.above_zero),
-    "scheduled_sampling_max_step_offset": _rollout("max_step_offset", to.above_zero),
-    "scheduled_sampling_probability": _rollout("probability", to.unless("scheduled_sampling_ramp_steps", to.number)),
-    "scheduled_sampling_prob_end": _rollout("probability", to.only_with("scheduled_sampling_ramp_steps", to.number)),
-    "scheduled_sampling_prob_start": _rollout("prob_start", to.only_with("scheduled_sampling_ramp_steps", to.number)),
-    "scheduled_sampling_start_step": _rollout("start_step", to.whole),
-    "scheduled_sampling_ramp_steps": _rollout("ramp_steps", to.whole),
-    "scheduled_sampling_ramp_shape": _rollout("ramp_shape", to.only_with("scheduled_sampling_ramp_steps", to.text)),
-    "scheduled_sampling_strategy": _rollout("strategy", to.text),
+    "tread_config": ("train.methods.tread.routes", lambda value, draft: [
+        dict(route) for route in (json.loads(value) if isinstance(value, str) else value)["routes"]]),
     **dict.fromkeys(("checkpoint_step_interval", "checkpointing_steps"), ("train.checkpoint_every", to.above_zero)),
     "checkpoint_epoch_interval": ("train.checkpoint_every", to.epochs),
     "checkpoints_total_limit": ("train.keep_checkpoints", to.above_zero),
     "resume_from_checkpoint": ("train.resume", to.one_of({"latest": NOTHING})),
-    "output_dir": ("output", to.text),
-    "report_to": ("train.trackers", _trackers),
+    "output_dir": ("output", to.output_place),
+    "report_to": ("train.trackers", lambda value, draft: [
+        name for name in ("tensorboard", "wandb") if name in to.text(value) or "all" in to.text(value)]),
     "tracker_run_name": ("train.run", to.run_name),
-    "hub_model_id": ("hub.repo", to.only_with("push_to_hub", _repo)),
+    "hub_model_id": ("hub.repo", to.only_with("push_to_hub", to.text)),
     "model_card_private": ("hub.private", to.only_with("push_to_hub", to.boolean)),
-    "validation_prompt": ("validation.prompts", _prompt),
     "validation_resolution": ("validation.size", _sizes),
     "validation_guidance": ("validation.guidance", to.number),
     "validation_num_inference_steps": ("validation.steps", to.whole),
@@ -303,35 +236,21 @@ ARGUMENTS: Rows = {
 }  # fmt: skip
 #: Parts of other keys, what is always so here, and what changes no result.
 IDLE = """
-    lycoris_config data_backend_config user_prompt_library validation_prompt_library validation_negative_prompt
-    validation_num_video_frames ema_decay crepa_block_index crepa_feature_source flow_schedule_auto_shift
-    disable_assistant_lora grad_clip_method group_offload_type push_to_hub pretrained_evaluation_model_name_or_path
-    lr_num_cycles model_card_note model_card_safe_for_work text_encoder_2_precision base_model_default_dtype
-    sana_complex_human_instruction variant trust_remote_code snr_gamma snr_weight use_soft_min_snr
-    soft_min_snr_sigma_data noise_offset noise_offset_probability text_encoder_lr crepa_drop_vae_encoder
-    crepa_spatial_align crepa_use_tae validation_using_datasets eval_dataset_id validation_image_format
-    validation_image_quality validation_stitch_input_location validation_preview validation_preview_steps
-    validation_seed_source validation_lycoris_strength disable_benchmark validation_on_startup eval_steps_interval
-    eval_epoch_interval eval_dataset_pooling eval_timesteps num_validation_images tracker_project_name
-    push_checkpoints_to_hub push_to_hub_background vae_batch_size text_encoder_batch_size vae_cache_ondemand
-    vae_cache_disable text_cache_ondemand text_cache_disable text_embed_full_cache vae_cache_scan_behaviour
-    compress_disk_cache preserve_data_backend_cache override_dataset_config keep_vae_loaded cache_dir cache_dir_text
-    cache_dir_vae offload_during_startup fully_unload_text_encoder offload_during_save delete_model_after_load
-    num_processes num_machines accelerate_config max_workers read_batch_size write_batch_size
-    image_processing_batch_size aspect_bucket_worker_count enable_multiprocessing dataloader_prefetch
-    dataloader_prefetch_qlen metadata_update_interval aspect_bucket_disable_rebuild aspect_bucket_rounding
-    disable_bucket_pruning data_backend_sampling allow_dataset_oversubscription delete_unwanted_images
-    delete_problematic_images delete_nsfw_images ignore_missing_files print_filenames print_sampler_statistics
-    debug_aspect_buckets debug_dataset_loader logging_dir tracker_image_layout disable_tf32 allow_tf32
-    set_grads_to_none accelerator_cache_clear_interval dynamo_mode dynamo_fullgraph dynamo_dynamic
-    dynamo_use_regional_compilation fuse_optimizer gradient_precision optimizer_release_gradients seed_for_each_device
-    ema_cpu_only ema_foreach_disable ema_update_interval ema_warmup_steps training_dynamo_backend save_text_encoder
-    disable_segmented_timestep_sampling strict_epoch_limit enable_model_cpu_offload resolution resolution_type
-    minimum_image_size maximum_image_size target_downsample_size caption_strategy instance_prompt
-    prepend_instance_prompt only_instance_prompt aspect_bucket_alignment max_upscale_threshold skip_file_discovery
-    parquet_caption_column parquet_filename_column disable_multiline_split fuse_qkv_projections sdnq_compile_mode
-    sdnq_group_size sdnq_hadamard_group_size sdnq_use_hadamard sdnq_use_quantized_matmul ramtorch_target_modules
-    ramtorch_transformer_percent ramtorch_disable_extensions validation_adapter_strength
+    lycoris_config data_backend_config user_prompt_library validation_prompt* validation_negative_prompt
+    validation_num_video_frames validation_using_datasets validation_image_* validation_stitch_input_location
+    validation_preview* validation_seed_source validation_lycoris_strength validation_on_startup
+    validation_adapter_strength num_validation_images eval_* ema_*  flow_schedule_auto_shift disable_assistant_lora
+    grad_clip_method group_offload_type push_* pretrained_evaluation_model_name_or_path lr_num_cycles model_card_*
+    text_encoder_2_precision base_model_default_dtype sana_complex_human_instruction variant trust_remote_code snr_*
+    *soft_min_snr* noise_offset* text_encoder_lr disable_benchmark tracker_* *_batch_size vae_cache_* text_cache_*
+    text_embed_full_cache *cache_dir* compress_disk_cache preserve_data_backend_cache override_dataset_config
+    keep_vae_loaded offload_d* fully_unload_text_encoder delete_* num_processes num_machines accelerat* max_workers
+    *_worker_count enable_multiprocessing dataloader_* metadata_* aspect_bucket_* disable_bucket_pruning
+    data_backend_sampling allow_dataset_oversubscription ignore_missing_files print_* debug_* logging_dir *allow_tf32
+    disable_tf32 set_grads_to_none dynamo_* training_dynamo_backend fuse_* gradient_precision
+    optimizer_release_gradients seed_for_each_device save_text_encoder disable_segmented_timestep_sampling
+    strict_epoch_limit enable_model_cpu_offload resolution* *_image_size target_downsample_size caption_strategy
+    *instance_prompt max_upscale_threshold skip_file_discovery parquet_* disable_multiline_split sdnq_* ramtorch_*
 """
 
 # -- datasets
@@ -353,7 +272,7 @@ def _place(value: Any, draft: Draft) -> str:
     if draft.given.get("type") == "aws":
         prefix = str(draft.given.get("aws_data_prefix") or "").strip("/")
         return f"s3://{draft.given['aws_bucket_name']}/{prefix}".rstrip("/")
-    return to.text(value)
+    return to.text(value) if draft.given.get("type") == "huggingface" else to.place(value, draft)
 
 
 def _only_prompt(draft: Draft) -> bool:
@@ -399,21 +318,31 @@ def _filters(value: Any, draft: Draft) -> list[str]:
     return [f"/{word}/" if any(mark in word for mark in r"\^$.*+?[](){}|") else str(word) for word in value]
 
 
-def _columns(value: Any, draft: Draft) -> Several:
-    """The section of a dataset of the hub."""
-    media = value.get("image_column", value.get("video_column"))
-    named = {"caption_column": [value.get("caption_column")], "media_column": media}
-    return Several({key: item for key, item in named.items() if item not in (None, [None])})
-
-
 def _table(value: Any, draft: Draft) -> Several:
     columns = [str(value[key]) for key in ("caption_column", "fallback_caption_column") if value.get(key)]
-    return Several({"caption_file": to.text(value["path"]), **({"caption_column": columns[:1]} if columns else {})})
+    more = {"caption_column": columns[:1]} if columns else {}
+    return Several({"caption_file": to.place(value["path"], draft), **more})
 
 
 def _crop(value: Any, draft: Draft) -> Several:
     usual = {"crop_aspect": "square", "crop_style": "random"} if to.boolean(value) else {}
     return Several({"crop": to.boolean(value), **{key: usual[key] for key in usual if not draft.given.get(key)}})
+
+
+def _paired(value: Any, draft: Draft) -> Several:
+    """The masks and source images that a dataset names join it."""
+    others = [draft.given["(backends)"][name] for name in to.texts(value)]
+    values: dict[str, Any] = {}
+    for option, kind in (("mask_data", "mask"), ("conditioning_data", "reference")):
+        of_kind = [other for other in others if str(other.get("conditioning_type")).startswith(kind)]
+        others = [other for other in others if other not in of_kind]
+        if folders := [to.place(other["instance_data_dir"], draft) for other in of_kind]:
+            values[option] = folders[0] if len(folders) == 1 else folders
+    if others:
+        raise ValueError(value)
+    if "mask_data" in values:
+        to.use_masks(draft)
+    return Several(values)
 
 
 DATASET: Rows = {
@@ -422,10 +351,12 @@ DATASET: Rows = {
     "dataset_type": ("dataset_type", to.one_of({"image": NOTHING, "video": "video"})),
     **dict.fromkeys(("disabled", "disable"), ("disabled", to.flag())),
     **dict.fromkeys(("instance_data_dir", "aws_bucket_name"), ("instance_data_dir", _place)),
-    **dict.fromkeys(("dataset_name", "csv_file"), ("instance_data_dir", to.text)),
+    "dataset_name": ("instance_data_dir", to.text),
+    "csv_file": ("instance_data_dir", to.place),
     **dict.fromkeys(("csv_caption_column", "caption_column", "parquet_caption_column"), ("caption_column", to.texts)),
     **dict.fromkeys(("image_column", "video_column"), ("media_column", to.text)),
     "split": ("split", to.text),
+    "conditioning_data": ("conditioning_data", _paired),
     "caption_strategy": ("caption_strategy", _caption_strategy),
     "disable_multiline_split": ("captions_per_file", _per_file),
     "only_instance_prompt": ("caption_strategy", to.flag("instanceprompt")),
@@ -434,7 +365,10 @@ DATASET: Rows = {
     "caption_filter_list": ("caption_filter", _filters),
     "caption_shuffle": ("tag_shuffle", _shuffle),
     "parquet": ("caption_file", _table),
-    "huggingface": ("media_column", _columns),
+    "huggingface": ("media_column", lambda value, draft: Several({
+        ours: to.text(value[key]) if ours == "media_column" else [to.text(value[key])] for key, ours in (
+            ("image_column", "media_column"), ("video_column", "media_column"), ("caption_column", "caption_column"))
+        if value.get(key)})),
     "resolution": ("resolution", _size),
     "resolution_type": ("resolution_type", to.text),
     **dict.fromkeys(("crop", "crop_enabled"), ("crop", _crop)),
@@ -450,11 +384,8 @@ DATASET: Rows = {
     **dict.fromkeys(("is_regularisation_data", "is_regularization_data"), ("is_regularization_data", to.flag())),
 }  # fmt: skip
 DATASET_IDLE = """
-    cache_dir_vae cache_dir text_embeds image_embeds conditioning_image_embeds cache_dir_conditioning_image_embeds
-    csv_cache_dir default hash_filenames preserve_data_backend_cache vae_cache_clear_each_epoch vae_cache_ondemand
-    vae_cache_disable text_cache_ondemand text_cache_disable write_batch_size text_encoder_batch_size metadata_backend
-    metadata_update_interval parquet_filename_column skip_file_discovery conditioning_type source_dataset_id
-    delete_unwanted_images delete_problematic_images delete_nsfw_images aws_data_prefix aws_endpoint_url aws_region_name
+    *cache_dir* *_embeds default hash_filenames preserve_data_backend_cache vae_cache_* text_cache_* *_batch_size
+    metadata_* parquet_filename_column skip_file_discovery conditioning_type source_dataset_id delete_* aws_*
 """
 DATASET_DEFAULTS = {"crop": False, "max_upscale_threshold": 1, "resolution": 1024, "caption_strategy": "filename"}
 VIDEO: Rows = {
@@ -467,7 +398,7 @@ VIDEO: Rows = {
 
 
 def _carry_datasets(draft: Draft, backends: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
-    """Carry over the datasets; masks and source images join the dataset that names them. common: DATASET_ARGUMENTS."""
+    """common: DATASET_ARGUMENTS."""
     by_id = {str(backend.get("id")): backend for backend in backends}
     for backend in backends:
         label, kind = f"{backend.get('id', 'dataset')}: ", backend.get("dataset_type", "image")
@@ -475,9 +406,9 @@ def _carry_datasets(draft: Draft, backends: Sequence[Mapping[str, Any]], common:
         if kind in NOT_TRAINED or is_cache:
             draft.say(f"{label}dataset_type", "needs nothing")
             continue
-        given, at = {**common, **backend}, ("datasets", len(draft.values.get("datasets", [])))
-        video, paired = given.pop("video", None), given.pop("conditioning_data", None)
-        usual = dict(DATASET_DEFAULTS)
+        at: KeyPath = ("datasets", len(draft.datasets()))
+        given, usual = {**common, **backend, "(backends)": by_id}, dict(DATASET_DEFAULTS)
+        video = given.pop("video", None)
         if given.get("type", "local") not in ("local", "aws"):
             usual.pop("caption_strategy")
         draft.carry(TABLES["datasets"], given, label, at, usual)
@@ -485,23 +416,6 @@ def _carry_datasets(draft: Draft, backends: Sequence[Mapping[str, Any]], common:
             video = draft.section(video, f"{label}video")
             frames = {"min_frames": video["num_frames"]} if "num_frames" in video else {}
             draft.carry(TABLES["video"], {**frames, **video}, f"{label}video.", at)
-        for name in [paired] if isinstance(paired, str) else paired or ():
-            _pair(draft, by_id.get(str(name), {}), str(name), f"{label}conditioning_data", at)
-
-
-def _pair(draft: Draft, other: Mapping[str, Any], name: str, key: str, at: tuple[str, int]) -> None:
-    kind, folder = str(other.get("conditioning_type", "controlnet")), str(other.get("instance_data_dir", ""))
-    if not folder or not (kind == "mask" or kind.startswith("reference")):
-        draft.say(key, "not carried over", shown(name))
-    elif kind == "mask":
-        draft.put((*at, "mask_data"), folder)
-        to.use_masks(draft)
-        draft.say(key, "carried over", "", (*at, "mask_data"), ("train", "methods", "masked_loss"))
-    else:
-        path = (*at, "conditioning_data")
-        before = draft.values["datasets"][at[1]].get("conditioning_data")
-        draft.put(path, [*([before] if isinstance(before, str) else before), folder] if before else folder)
-        draft.say(key, "carried over", "", path)
 
 
 # -- its files
@@ -556,41 +470,37 @@ def _plain(key: Any) -> str:
     return VARIABLES.get(name, name)
 
 
-def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
+def carry(draft: Draft, roles: Mapping[str, Any]) -> None:
     given = {_plain(key): value for key, value in draft.section(roles.get("arguments"), "arguments").items()}
-    backends = roles.get("datasets") or _read(draft, given, files, "data_backend_config")
+    backends = roles.get("datasets") or _read(draft, given, "data_backend_config")
     common = {key: given[key] for key in DATASET_ARGUMENTS if not is_off(given.get(key))}
     _carry_datasets(draft, draft.sections(backends, "datasets"), common)
     if "arguments" not in roles:
         return
-    draft.samples = files.count_media(draft.values.get("datasets", []))
-    library = draft.section(_read(draft, given, files, "user_prompt_library"), "user_prompt_library")
-    prompts: dict[str, Any] = {}
-    for count, (name, item) in enumerate(library.items(), 1):
-        made = to.NAME_CHARACTERS.sub("-", name).strip("-._")[:90] or f"prompt-{count}"
-        prompts[made if made not in prompts else f"{made}-{count}"] = item
-    if prompts:
-        draft.put(("validation", "prompts"), [_library_prompt(name, item, given) for name, item in prompts.items()])
-    usual: dict[str, Any] = dict(DEFAULTS)
-    if prompts or not is_off(given.get("validation_prompt")):
-        usual |= VALIDATION_DEFAULTS
+    draft.samples = draft.files.count_media(draft.datasets())
+    library = draft.section(_read(draft, given, "user_prompt_library"), "user_prompt_library")
+    library |= {"validation": given["validation_prompt"]} if not is_off(given.get("validation_prompt")) else {}
+    usual: dict[str, Any] = {**DEFAULTS, **(VALIDATION_DEFAULTS if library else {})}
     if _family_name(given) == "z_image":
         usual["assistant_lora_path"] = ASSISTANTS.get(given.get("model_flavour", "turbo-ostris-v2"), "")
+    if is_off(given.get("validation_disable")):
+        negative = {"negative_prompt": given.get("validation_negative_prompt", "blurry, cropped, ugly")}
+        sections = {name: item if isinstance(item, dict) else {"prompt": item} for name, item in library.items()}
+        prompts = [{"name": name, "prompt": item.get("prompt", ""), **negative} for name, item in sections.items()]
+        draft.carry_prompts(prompts, {"negative_prompt": ("negative_prompt", to.text)}, "prompts")
     draft.carry(TABLES["arguments"], given, defaults=usual)
-    if given.get("lora_type") == "lycoris" and (lycoris := _read(draft, given, files, "lycoris_config")):
+    if given.get("lora_type") == "lycoris" and (lycoris := _read(draft, given, "lycoris_config")):
         draft.carry(TABLES["lycoris"], draft.section(lycoris, "lycoris_config"), "lycoris_config: ")
     if draft.get("train.adapter.type") == "full":
         to.keep_data_as_target(draft, "is_regularisation_data")
-    if not is_off(given.get("validation_disable")) and draft.get("validation.prompts"):
-        draft.values["validation"].pop("prompts")
 
 
-def _read(draft: Draft, given: Mapping[str, Any], files: Files, key: str) -> Any:
+def _read(draft: Draft, given: Mapping[str, Any], key: str) -> Any:
     """The content of the file that an argument names."""
     name = given.get(key)
     if is_off(name) or isinstance(name, dict | list):
         return name or None
-    content = files.read(str(name))
+    content = draft.files.read(str(name))
     if not isinstance(content, dict | list):
         draft.say(f"{key} (its file)", "not carried over", f"{shown(name)} is not found")
         return None

@@ -2,14 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from schemas.catalog import FAMILIES
-from schemas.foreign.rows import NOTHING, Convert, Draft, Nearest, Path, Several, is_off
-from schemas.text_format import shorten
+from schemas.config.yaml_reader import KeyPath, parse_yaml
+from stages.importing.draft import NOTHING, Convert, Draft, Nearest, Several, below, is_off
 
-NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
 WHOLE_MATRICES = 65_536  # a rank above every side of a matrix: a LoKr then has whole matrices, as in peft
 NO_LIMIT = 1e9  # a norm that no gradient has
 DTYPES = {
@@ -77,7 +76,7 @@ def texts(value: Any, draft: Draft | None = None) -> list[str]:
 
 def run_name(value: Any, draft: Draft | None = None) -> str:
     """The name of a run or dataset, with "-" for characters that it can't have here."""
-    if not (name := NAME_CHARACTERS.sub("-", text(value)).strip("-._")[:100]):
+    if not (name := re.sub(r"[^A-Za-z0-9._-]+", "-", text(value)).strip("-._")[:80]):
         raise ValueError(value)
     return name
 
@@ -104,14 +103,36 @@ def some(value: Any, draft: Draft) -> Any:
     return True if number(value) > 0 else NOTHING
 
 
+def when(test: Callable[[Draft], Any], convert: Convert) -> Convert:
+    """A value that counts only under a condition."""
+    return lambda value, draft: convert(value, draft) if test(draft) else NOTHING
+
+
 def only_with(key: str, convert: Convert) -> Convert:
-    """A value that counts only while another key is on."""
-    return lambda value, draft: NOTHING if is_off(draft.given.get(key)) else convert(value, draft)
+    return when(lambda draft: not is_off(draft.given.get(key)), convert)
 
 
 def unless(key: str, convert: Convert) -> Convert:
-    """A value that counts only while another key is off."""
-    return lambda value, draft: convert(value, draft) if is_off(draft.given.get(key)) else NOTHING
+    return when(lambda draft: is_off(draft.given.get(key)), convert)
+
+
+def with_schedule(convert: Convert, *names: str) -> Convert:
+    return when(lambda draft: draft.given.get("lr_scheduler") in names, convert)
+
+
+def norm_limit(value: Any, draft: Draft) -> float:
+    """0 is "no limit"."""
+    return number(value) or NO_LIMIT
+
+
+def place(value: Any, draft: Draft) -> str:
+    """A path, as the written file has it."""
+    return draft.files.place(text(value))
+
+
+def output_place(value: Any, draft: Draft) -> str:
+    """A folder that is written to, which is not looked for."""
+    return draft.files.place(text(value), look=False)
 
 
 def dtype(value: Any, draft: Draft) -> str:
@@ -175,31 +196,38 @@ def epochs(value: Any, draft: Draft) -> Any:
     return max(1, math.ceil(number(value) * draft.samples / batch))
 
 
+def steps(convert: Convert) -> Convert:
+    """A number of steps there, of which several may be one here."""
+
+    def wrapped(value: Any, draft: Draft) -> Any:
+        count = convert(value, draft)
+        return count if count is NOTHING or draft.parts == 1 else Nearest(max(1, math.ceil(count / draft.parts)))
+
+    return wrapped
+
+
+def largest(values: Any, draft: Draft) -> Any:
+    """The largest of values that each dataset has there, and all have together here."""
+    rates = [number(value) for value in values]
+    return compact(max(rates)) if len({*rates}) == 1 else Nearest(compact(max(rates)))
+
+
 def pairs(value: Any) -> dict[str, Any]:
     """Arguments as "name=value" texts, in a list or divided by commas outside of brackets, or a mapping."""
     if isinstance(value, Mapping):
         return dict(value)
     words = value if isinstance(value, list) else re.split(r",(?=\s*[A-Za-z_]\w*=)", text(value))
-    arguments = {}
-    for word in words:
-        name, right = text(word).split("=", 1)
-        arguments[name.strip()] = literal(right.strip())
-    return arguments
+    sides = [text(word).partition("=") for word in words]
+    if not all(equals for _, equals, _ in sides):
+        raise ValueError(value)
+    return {name.strip(): literal(right.strip()) for name, _, right in sides}
 
 
 def literal(word: str) -> Any:
-    """A value as Python or a shell writes it: numbers, truth values, lists of numbers, else text."""
-    if word.lower() in ("true", "false", "none", "null"):
-        return {"true": True, "false": False}.get(word.lower())
+    """A value as a shell or Python writes it: numbers, truth values, lists in any brackets, else text."""
     inside = word.strip("()[]")
-    if inside != word or ("," in word and re.fullmatch(r"[-+0-9.eE, ]+", word)):
-        return [literal(part.strip()) for part in inside.split(",") if part.strip()]
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word.strip("'\"")
+    items = parse_yaml(f"[{inside}]").value
+    return items[0] if inside == word and len(items) == 1 else items
 
 
 def compiled(value: Any, draft: Draft) -> Any:
@@ -235,7 +263,9 @@ def checkpoint(value: Any, draft: Draft) -> Several:
         return chosen(published)
     if text(value).endswith((".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".sft")):
         raise ValueError("a checkpoint is a folder or repository in diffusers' layout")
-    return Several({"model.path": text(value)})
+    path = text(value)
+    is_here = path.startswith((".", "/", "~")) or draft.files.find(path)
+    return Several({"model.path": draft.files.place(path) if is_here else path})
 
 
 def assistant(value: Any, draft: Draft) -> Any:
@@ -243,7 +273,7 @@ def assistant(value: Any, draft: Draft) -> Any:
     if not (path := text(value)):
         return NOTHING
     is_in_repo = path.count("/") == 2 and not path.startswith((".", "/", "~"))
-    return Nearest(f"./{path.rpartition('/')[2]}") if is_in_repo else path
+    return Nearest(draft.files.place(path.rpartition("/")[2])) if is_in_repo else draft.files.place(path)
 
 
 # -- optimizers and schedules
@@ -268,27 +298,21 @@ OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **dict.fromkeys(("adamw_schedulefree", "adamwschedulefree", "schedulefree.adamwschedulefree"),
                     ("adamw-schedulefree", {})),
 }  # fmt: skip
-NEAREST_OPTIMIZER = {"train.optimizer.name": "adamw", "train.optimizer.lr": 1e-4}
-
-
-def _optimizer_there(draft: Draft) -> str:
-    return str(draft.given.get("optimizer", draft.given.get("optimizer_type", "adamw"))).strip()
 
 
 def optimizer(value: Any, draft: Draft) -> Any:
     name = text(value).strip()
     if name.lower() in OPTIMIZERS:
         ours, settings = OPTIMIZERS[name.lower()]
-        own = {f"train.optimizer.{key}": item for key, item in settings.items()}
-        return Several({"train.optimizer.name": ours, **own})
-    return name if "." in name else Nearest(Several(NEAREST_OPTIMIZER))
+        return below("train.optimizer", name=ours, **settings)
+    return name if "." in name else Nearest(below("train.optimizer", name="adamw", lr=1e-4))
 
 
 def with_optimizer(convert: Convert) -> Convert:
     """A rate or arguments, which mean nothing to the nearest of an optimizer that does not exist here."""
 
     def wrapped(value: Any, draft: Draft) -> Any:
-        name = _optimizer_there(draft)
+        name = str(draft.given.get("optimizer", draft.given.get("optimizer_type", "adamw"))).strip()
         if "." not in name and name.lower() not in OPTIMIZERS:
             raise ValueError(value)
         return convert(value, draft)
@@ -318,9 +342,8 @@ def schedule(value: Any, draft: Draft) -> Any:
     """diffusers' schedules. Its `constant` has no warm-up."""
     name = text(value).strip()
     ours = next((one for one in ("constant", "linear", "cosine", "polynomial") if name.startswith(one)), None)
-    more: dict[str, Any] = {"train.optimizer.warmup": 0} if name == "constant" else {}
-    more |= {"train.optimizer.lr_end": 1e-7} if name == "polynomial" else {}
-    return Several({"train.optimizer.schedule": ours, **more}) if ours else Nearest("cosine")
+    more: dict[str, float] = {"warmup": 0} if name == "constant" else {"lr_end": 1e-7} if name == "polynomial" else {}
+    return below("train.optimizer", schedule=ours, **more) if ours else Nearest("cosine")
 
 
 def warmup(value: Any, draft: Draft) -> Any:
@@ -334,43 +357,30 @@ def warmup(value: Any, draft: Draft) -> Any:
 # -- datasets
 
 
-def new_dataset(draft: Draft, source: Any, ending: str = "") -> tuple[Path, str]:
+def new_dataset(draft: Draft, source: Any, ending: str = "") -> tuple[KeyPath, str]:
     """A further dataset, named as its folder or file `source`: its path, and its id, which no other has."""
     folder = re.split(r"[\\/]", str(source or "").rstrip("\\/"))[-1]
-    name = NAME_CHARACTERS.sub("-", folder).strip("-._")[:80] or "dataset"
-    datasets = draft.values.setdefault("datasets", [])
-    at: Path = ("datasets", len(datasets))
-    taken, count = {dataset.get("id") for dataset in datasets}, 2
-    dataset_id = f"{name}{ending}"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._")[:80] or "dataset"
+    taken = [dataset.get("id") for dataset in draft.datasets()]
+    dataset_id, count = f"{name}{ending}", 2
     while dataset_id in taken:
         dataset_id, count = f"{name}{ending}-{count}", count + 1
+    at: KeyPath = ("datasets", len(taken))
     draft.put((*at, "id"), dataset_id)
     return at, dataset_id
 
 
-def share(draft: Draft, key: str, dotted: str, values: Iterable[Any], default: float) -> None:
-    """Take the largest of values that each dataset has there, and all have together here."""
-    rates = []
-    for value in values:
-        try:
-            rates.append(number(default if value is None else value))
-        except (TypeError, ValueError, OverflowError):
-            draft.say(key, "not carried over", shorten(str(value)))
-    if rates:
-        largest = compact(max(rates))
-        path = tuple(dotted.split("."))
-        draft.put(path, largest if isinstance(default, int) else float(largest))
-        note = f"nearest to {', '.join(f'{rate:g}' for rate in rates)}" if len(set(rates)) > 1 else ""
-        draft.say(key, "carried over", note, path)
-
-
 def use_masks(draft: Draft) -> None:
-    draft.values.setdefault("train", {}).setdefault("methods", {}).setdefault("masked_loss", {})
+    draft.values.setdefault(("train", "methods", "masked_loss"), {})
+
+
+def has_regularization(draft: Draft) -> bool:
+    return any(dataset.get("is_regularization_data") for dataset in draft.datasets())
 
 
 def keep_data_as_target(draft: Draft, key: str) -> None:
     """Regularization data that are trained on as they are, not as the base model predicts them."""
-    if any(dataset.get("is_regularization_data") for dataset in draft.values.get("datasets", [])):
+    if has_regularization(draft):
         path = ("train", "methods", "regularization", "target")
         draft.put(path, "data")
         draft.say(key, "carried over", "", path)

@@ -1,18 +1,20 @@
 """The tables of other trainers' keys: the options that they name exist, and no key has two answers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from schemas.config.loading import type_at
-from schemas.foreign.rows import Draft, Table
-from schemas.foreign.trainers import TRAINERS
+from stages.importing.draft import Draft, Table
+from stages.importing.files import Beside
+from stages.importing.trainers import TRAINERS
 
 
 @pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS)
 def test_every_row_names_an_option_and_every_key_has_one_answer(trainer: Any) -> None:
     for section, table in trainer.tables.items():
-        assert not table.rows.keys() & {*table.idle.split()}
+        assert not table.rows.keys() & {*table.idle.split()}, section
         assert table.defaults.keys() <= table.rows.keys()
         for option in (*(option for option, _ in table.rows.values()), *table.fixed):
             steps = tuple(option.split("."))
@@ -37,7 +39,7 @@ def test_trainers_are_told_apart_by_content() -> None:
 
 
 def test_a_key_without_a_row_is_reported_unless_it_is_off() -> None:
-    draft = Draft()
+    draft = Draft(Beside(Path("a.json"), None, Path()))
     given = {"idle": 3, "hub_token": "hf_1", "other": [1], "place": "s3://me:word@host/x"}
     draft.carry(
         Table({}, "idle"), given | {f"off{number}": value for number, value in enumerate((0.0, "", [], {}, False))}

@@ -1,20 +1,22 @@
 """How the configuration of another trainer is carried over: tables of rows "key there: option here, conversion", and
 the draft of a configuration that is made with them.
 
-A key in a table's rows is converted. A key in its `idle` set needs nothing. Any other key is not carried over, and
-reported with its value, unless its value means "off".
+A key in a table's rows is converted. A key that its `idle` patterns match needs nothing. Any other key is not carried
+over, and reported with its value, unless its value means "off".
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Literal, Protocol
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
+from schemas.config.yaml_editor import nest
+from schemas.config.yaml_reader import KeyPath
 from schemas.text_format import shorten
+from stages.importing.files import WINDOWS_PATH, Beside
 
 Outcome = Literal["carried over", "needs nothing", "not carried over", "secret"]
-Path = tuple[str | int, ...]
 #: (value there, the draft, whose `given` has all keys of the section) -> value here, `Several`, `Nearest` or NOTHING.
 #: ValueError, TypeError and so on for a value that is not usable.
 Convert = Callable[[Any, "Draft"], Any]
@@ -35,6 +37,10 @@ class Several:
     values: Mapping[str, Any]
 
 
+def below(section: str, **values: Any) -> Several:
+    return Several({f"{section}.{key}": value for key, value in values.items()})
+
+
 @dataclass(frozen=True)
 class Nearest:
     """The nearest value that is valid here, or `Several`, for one that has no counterpart."""
@@ -44,24 +50,17 @@ class Nearest:
 
 @dataclass(frozen=True)
 class Table:
-    """The keys of a section. rows: in the order in which they are converted. idle: keys that need nothing, with
-    spaces between. defaults: the
-    other trainer's defaults that differ from ours, by its keys. fixed: what it always does, by our options."""
+    """The keys of a section. rows: in the order in which they are converted. idle: patterns of keys that need nothing,
+    with spaces between. defaults: the other trainer's defaults that differ from ours, by its keys. fixed: what it
+    always does, by our options."""
 
     rows: Rows
     idle: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
-
-class Files(Protocol):
-    """The files next to a configuration; paths are as written in it."""
-
-    def read(self, path: str) -> Any:
-        """The content of a file: parsed JSON, TOML or YAML, else its text; None if it is not found."""
-
-    def count_media(self, datasets: Sequence[Mapping[str, Any]]) -> float | None:
-        """Draws of an epoch, files x (repeats + 1); None if a folder can't be counted here."""
+    def is_idle(self, key: str) -> bool:
+        return any(fnmatchcase(key, pattern) for pattern in self.idle.split())
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Trainer:
     name: str
     tables: Mapping[str, Table]
     claims: Callable[[Any], str]
-    carry: Callable[["Draft", Mapping[str, Any], Files], None]
+    carry: Callable[["Draft", Mapping[str, Any]], None]
 
 
 @dataclass
@@ -84,52 +83,36 @@ class Line:
     outcome: Outcome
     note: str = ""
     to: str = ""
-    paths: list[Path] = field(default_factory=list)
+    paths: list[KeyPath] = field(default_factory=list)
     default: bool = False
 
 
 @dataclass
 class Draft:
-    """values: of the configuration so far. given: the keys of the present section, with the other trainer's defaults.
-    at: path of its dataset. samples: draws of an epoch, if all files could be counted."""
+    """files: next to the configuration. values: of the new configuration. given: the keys of the present section, with
+    the other trainer's defaults. at: path of its dataset. samples: draws of an epoch, if all files could be counted.
+    parts: steps there that are one step here."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    files: Beside
+    values: dict[KeyPath, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     given: Mapping[str, Any] = field(default_factory=dict)
-    at: Path = ()
+    at: KeyPath = ()
     samples: float | None = None
+    parts: int = 1
 
     def get(self, dotted: str, default: Any = None) -> Any:
-        here: Any = self.values
-        for step in dotted.split("."):
-            here = here.get(step) if isinstance(here, dict) else None
-        return default if here is None else here
+        return self.values.get(tuple(dotted.split(".")), default)
 
-    def put(self, path: Path, value: Any) -> None:
-        """Set a value; sections and items of lists that are missing are made."""
+    def put(self, path: KeyPath, value: Any) -> None:
         if isinstance(value, str) and SECRET_ADDRESS.search(value):
             raise ValueError("a password or signature")
-        here: Any = self.values
-        for step, following in pairwise(path):
-            if isinstance(here, list):
-                while len(here) <= int(step):
-                    here.append({})
-                here = here[int(step)]
-            else:
-                here = here.setdefault(step, [] if isinstance(following, int) else {})
-        here[path[-1]] = value
+        self.values[path] = value
 
-    def remove(self, path: Path) -> None:
-        """Remove the value at `path`, and sections that are empty then."""
-        above: list[Any] = [self.values]
-        for step in path[:-1]:
-            above.append(above[-1][step])
-        for section, step in zip(reversed(above), reversed(path), strict=True):
-            section.pop(step, None)
-            if section:
-                break
+    def datasets(self) -> list[dict[str, Any]]:
+        return nest(self.values).get("datasets", [])
 
-    def say(self, key: str, outcome: Outcome, note: str = "", *paths: Path) -> None:
+    def say(self, key: str, outcome: Outcome, note: str = "", *paths: KeyPath) -> None:
         self.lines.append(Line(key, outcome, note, "", list(paths)))
 
     def assume(self, key: str, dotted: str, value: Any) -> None:
@@ -158,7 +141,7 @@ class Draft:
         table: Table,
         given: Mapping[str, Any],
         label: str = "",
-        at: Path = (),
+        at: KeyPath = (),
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """Carry over every key of a section. label: before its keys in the report. at: the dataset's path. defaults: in
@@ -167,64 +150,77 @@ class Draft:
         usual = table.defaults if defaults is None else defaults
         self.given, self.at = {**usual, **there}, at
         for key, row in table.rows.items():
-            if key in there:
-                if not self._convert(label + key, row, there[key]) and key in usual:
-                    self._convert(label + key, row, usual[key], default=True)
-            elif key in usual:
+            if not (key in there and self._convert(label + key, row, there[key])) and key in usual:
                 self._convert(label + key, row, usual[key], default=True)
         for key, value in given.items():
-            if key not in there or key not in table.rows:
-                self._leave(table, key, value, label)
+            if (key in there and key in table.rows) or key.startswith("("):  # "(program)" is not of the file
+                continue
+            if SECRET_NAME.search(key):
+                self.say(label + key, "secret", "secrets stay in the environment")
+            elif table.is_idle(key) or is_off(value):
+                self.say(label + key, "needs nothing")
+            else:
+                self.say(label + key, "not carried over", shown(value))
         for dotted, value in table.fixed.items():
             self.assume(f"{label}always", dotted, value)
-
-    def _leave(self, table: Table, key: str, value: Any, label: str) -> None:
-        """Report a key without a row, or without a value."""
-        if key.startswith("("):  # "(program)" is not of the file
-            return
-        if SECRET_NAME.search(key):
-            self.say(label + key, "secret", "secrets stay in the environment")
-        elif key in table.idle.split() or is_off(value):
-            self.say(label + key, "needs nothing")
-        else:
-            self.say(label + key, "not carried over", shown(value))
 
     def _convert(self, name: str, row: tuple[str, Convert], value: Any, default: bool = False) -> bool:
         """Whether the value is usable."""
         to, convert = row
         try:
             result = convert(value, self)
-            nearest = isinstance(result, Nearest)
+            note = f"nearest to {shown(value)}" if isinstance(result, Nearest) else ""
             result = result.value if isinstance(result, Nearest) else result
             several = {} if result is NOTHING else result.values if isinstance(result, Several) else {to: result}
             paths = []
             for dotted, item in several.items():
-                paths.append(path := self._path(dotted))
-                self.put(path, item)
+                self.put(path := self._path(dotted), item)
+                paths.append(path)
         except UNUSABLE:
             if not default:
                 self.lines.append(Line(name, "not carried over", shown(value), to))
             return False
         if paths or not default:
-            note = f"nearest to {shown(value)}" if nearest else ""
             self.lines.append(Line(name, "carried over" if paths else "needs nothing", note, to, paths, default))
+        if isinstance(value, str) and WINDOWS_PATH.match(value):
+            self.say(name, "not carried over", f"{value}: a Windows path; name its place on this machine")
         return True
 
-    def _path(self, dotted: str) -> Path:
+    def _path(self, dotted: str) -> KeyPath:
         """The path of an option: below the dataset that is carried over, unless it is an option of training."""
         return (*(() if dotted.startswith("train.") else self.at), *dotted.split("."))
 
-    def take_back(self, path: Path, outcome: Outcome, note: str) -> Iterator[Line]:
-        """Remove what stands at `path` or below, which is not valid; yields the lines of its keys."""
+    def carry_prompts(self, items: Iterable[Mapping[str, Any]], rows: Rows, label: str) -> None:
+        """Validation prompts. items: each with `prompt`, perhaps `name`, and keys of `rows`: key here, conversion."""
+        prompts: list[dict[str, Any]] = []
+        for number, item in enumerate(items, 1):
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(item.get("name", ""))).strip("-._")[:90]
+            is_free = name and all(prompt["name"] != name for prompt in prompts)
+            prompt = {"name": name if is_free else f"sample-{number}", "prompt": str(item.get("prompt", ""))}
+            self.given = item
+            for key, (ours, convert) in rows.items():
+                if item.get(key):
+                    try:
+                        prompt[ours] = convert(item[key], self)
+                    except UNUSABLE:
+                        self.say(f"{label} {number}: {key}", "not carried over", shown(item[key]))
+            prompts.append(prompt)
+        if prompts:
+            self.put(path := ("validation", "prompts"), prompts)
+            self.say(label, "carried over", "", path)
+
+    def take_back(self, path: KeyPath, outcome: Outcome, note: str) -> bool:
+        """Remove the value of a key that is at `path`, above it or below it; whether there was one."""
+        changed = False
         for line in self.lines:
-            hit = [ours for ours in line.paths if ours[: len(path)] == path or path[: len(ours)] == ours]
-            if hit:
-                for ours in hit:
-                    self.remove(ours)
-                line.paths = [ours for ours in line.paths if ours not in hit]
-                if not line.paths:
-                    line.outcome, line.note = "needs nothing" if line.default else outcome, note
-                yield line
+            gone = [ours for ours in line.paths if ours[: len(path)] == path or path[: len(ours)] == ours]
+            for ours in gone:
+                self.values.pop(ours, None)
+                line.paths.remove(ours)
+            if gone and not line.paths:
+                line.outcome, line.note = "needs nothing" if line.default else outcome, note
+            changed = changed or bool(gone)
+        return changed
 
 
 def is_off(value: Any) -> bool:

@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign import conversions as to
-from schemas.foreign.rows import NOTHING, Convert, Draft, Files, Nearest, Rows, Several, Table, Trainer, is_off, shown
 from schemas.text_format import split_lines
+from stages.importing import conversions as to
+from stages.importing.draft import NOTHING, Convert, Draft, Nearest, Rows, Several, Table, Trainer, below, is_off, shown
 
 #: Beginning of a training script's name -> the family, and by --task or --model_version the flavour.
 SCRIPTS: dict[str, tuple[str | None, Mapping[str, str]]] = {
@@ -59,26 +59,15 @@ def _weights(value: Any, draft: Draft) -> Any:
     if draft.get("model.family") != "wan2.2-a14b":
         return NOTHING
     if not is_off(draft.given.get("dit_high_noise")):
-        return Several({"train.experts": "both"})
+        return "both"
     lowest, highest = to.number(draft.given.get("min_timestep", 0)), to.number(draft.given.get("max_timestep", 1000))
     is_high = lowest >= 800 or (highest > 900 and "high" in name)
-    return Several({"train.experts": "high" if is_high else "low"})
-
-
-def _with_both(convert: Convert) -> Convert:
-    """A number of steps, which the two experts share there; here each has a run of its own with half of them."""
-
-    def wrapped(value: Any, draft: Draft) -> Any:
-        steps = convert(value, draft)
-        is_shared = not is_off(draft.given.get("dit_high_noise")) and draft.get("model.family") == "wan2.2-a14b"
-        return Nearest(-(-steps // 2)) if is_shared and steps is not NOTHING else steps
-
-    return wrapped
+    return "high" if is_high else "low"
 
 
 def _of_network(convert: Convert) -> Convert:
     """A value of an adapter, if one is trained."""
-    return lambda value, draft: NOTHING if _is_full(draft.given) else convert(value, draft)
+    return to.when(lambda draft: not _is_full(draft.given), convert)
 
 
 def _is_full(given: Mapping[str, Any]) -> bool:
@@ -106,11 +95,6 @@ def _network_arguments(value: Any, draft: Draft) -> Any:
         raise ValueError(value)
     factor = given.get("factor", given.get("lokr_factor"))
     return NOTHING if factor is None else to.whole(factor)
-
-
-def _lr_end(value: Any, draft: Draft) -> Any:
-    with_end = draft.given.get("lr_scheduler") == "cosine_with_min_lr"
-    return to.number(value) * draft.get("train.optimizer.lr", 1e-4) if with_end else NOTHING
 
 
 def _sampling(value: Any, draft: Draft) -> Any:
@@ -156,27 +140,27 @@ ARGUMENTS: Rows = {
     "vae_tiling": ("latents.tiling", to.flag()),
     "vae_chunk_size": ("latents.chunk_frames", to.whole),
     "network_module": ("train.adapter.type", _network),
-    "network_weights": ("train.adapter.init", _of_network(to.text)),
+    "network_weights": ("train.adapter.init", _of_network(to.place)),
     "network_dim": ("train.adapter.rank", _of_network(to.unless("dim_from_weights", to.whole))),
     "network_alpha": ("train.adapter.alpha", _of_network(_alpha)),
     "network_dropout": ("train.adapter.dropout", _of_network(to.number)),
     "network_args": ("train.adapter.decompose_factor", _of_network(_network_arguments)),
     "full_bf16": ("train.weight_precision", to.flag("bfloat16")),
     "gradient_accumulation_steps": ("train.accumulate", to.whole),
-    "max_train_steps": ("train.steps", to.unless("max_train_epochs", _with_both(to.above_zero))),
-    "max_train_epochs": ("train.steps", _with_both(to.epochs)),
+    "max_train_steps": ("train.steps", to.unless("max_train_epochs", to.steps(to.above_zero))),
+    "max_train_epochs": ("train.steps", to.steps(to.epochs)),
     "seed": ("train.seed", to.whole),
     "optimizer_type": ("train.optimizer.name", to.optimizer),
     "learning_rate": ("train.optimizer.lr", to.with_optimizer(to.number)),
     "optimizer_args": ("train.optimizer.arguments", to.with_optimizer(to.arguments)),
-    "max_grad_norm": ("train.optimizer.max_grad_norm", lambda value, draft: to.number(value) or to.NO_LIMIT),
+    "max_grad_norm": ("train.optimizer.max_grad_norm", to.norm_limit),
     "lr_scheduler": ("train.optimizer.schedule", to.schedule),
     "lr_warmup_steps": ("train.optimizer.warmup", to.warmup),
-    "lr_scheduler_num_cycles": ("train.optimizer.cycles", lambda value, draft: max(1, to.whole(value))
-        if draft.given.get("lr_scheduler") == "cosine_with_restarts" else NOTHING),
-    "lr_scheduler_power": ("train.optimizer.power", lambda value, draft: to.number(value)
-        if draft.given.get("lr_scheduler") == "polynomial" else NOTHING),
-    "lr_scheduler_min_lr_ratio": ("train.optimizer.lr_end", _lr_end),
+    "lr_scheduler_num_cycles": ("train.optimizer.cycles", to.with_schedule(
+        lambda value, draft: max(1, to.whole(value)), "cosine_with_restarts")),
+    "lr_scheduler_power": ("train.optimizer.power", to.with_schedule(to.number, "polynomial")),
+    "lr_scheduler_min_lr_ratio": ("train.optimizer.lr_end", to.with_schedule(
+        lambda value, draft: to.number(value) * draft.get("train.optimizer.lr", 1e-4), "cosine_with_min_lr")),
     "gradient_checkpointing": ("train.gradient_checkpointing", to.boolean),
     "gradient_checkpointing_cpu_offload": ("train.offload.activations", to.flag()),
     "cpu_offload_checkpointing": ("train.offload.activations", to.flag()),
@@ -193,14 +177,14 @@ ARGUMENTS: Rows = {
     "weighting_scheme": ("train.loss.weighting", to.one_of({name: name for name in ("cosmap", "sigma_sqrt")} | {
         name: NOTHING for name in ("none", "logit_normal", "mode")})),
     "num_timestep_buckets": ("train.timesteps.low_discrepancy", lambda value, draft: to.number(value) >= 2 or NOTHING),
-    "output_dir": ("output", to.text),
+    "output_dir": ("output", to.output_place),
     "output_name": ("train.run", to.run_name),
-    "save_every_n_steps": ("train.checkpoint_every", _with_both(to.above_zero)),
-    "save_every_n_epochs": ("train.checkpoint_every", _with_both(to.epochs)),
+    "save_every_n_steps": ("train.checkpoint_every", to.steps(to.above_zero)),
+    "save_every_n_epochs": ("train.checkpoint_every", to.steps(to.epochs)),
     "save_last_n_epochs": ("train.keep_checkpoints", to.above_zero),
     "save_last_n_epochs_state": ("train.keep_checkpoints", to.above_zero),
-    "sample_every_n_steps": ("validation.every", _with_both(to.above_zero)),
-    "sample_every_n_epochs": ("validation.every", _with_both(to.epochs)),
+    "sample_every_n_steps": ("validation.every", to.steps(to.above_zero)),
+    "sample_every_n_epochs": ("validation.every", to.steps(to.epochs)),
     "log_with": ("train.trackers", to.one_of({
         "tensorboard": ["tensorboard"], "wandb": ["wandb"], "all": ["tensorboard", "wandb"]})),
     "huggingface_repo_id": ("hub.repo", to.text),
@@ -211,20 +195,12 @@ ARGUMENTS: Rows = {
 }  # fmt: skip
 IDLE = """
     sdpa dataset_config config_file sample_prompts sample_at_first dim_from_weights dit_high_noise discrete_flow_shift
-    sigmoid_scale logit_mean logit_std mode_scale preserve_distribution_shape save_state save_state_on_train_end
-    save_precision save_model_as no_metadata metadata_title metadata_author metadata_description metadata_tags
-    metadata_reso metadata_arch training_comment initial_epoch initial_step skip_until_initial_step
-    base_weights_multiplier lr_scheduler_timescale lr_decay_steps ddp_gradient_as_bucket_view ddp_static_graph
-    num_cpu_threads_per_process num_processes max_data_loader_n_workers persistent_data_loader_workers logging_dir
-    log_prefix log_tracker_name wandb_run_name log_config log_tracker_config huggingface_repo_type
-    huggingface_path_in_repo async_upload save_state_to_huggingface debug_dataset show_timesteps
-    disable_mmap_load_safetensors vae text_encoder text_encoder1 text_encoder2 text_encoder_qwen text_encoder_clip t5
-    clip text_encoder_dtype split_attn block_swap_h2d_only block_swap_ring_size img_in_txt_in_offloading
-    offload_inactive_dit compile_mode compile_dynamic compile_fullgraph compile_cache_size_limit cuda_allow_tf32
-    cuda_cudnn_benchmark disable_numpy_memmap dynamo_mode dynamo_fullgraph dynamo_dynamic vae_cache_cpu no_vae_load
-    offload_dit_during_sampling dit_dtype use_32bit_attention vae_spatial_tile_sample_min_size guidance_scale flow_shift
-    scheduler_scale one_frame timestep_boundary nabla_P nabla_p nabla_wT nabla_wH nabla_wW nabla_method nabla_add_sta
-    no_nabla_add_sta fused_backward_pass mem_eff_save block_swap_optimizer_patch_params
+    sigmoid_scale logit_* mode_scale preserve_distribution_shape save_* no_metadata metadata_* training_comment
+    initial_* skip_until_initial_step base_weights_multiplier lr_scheduler_timescale lr_decay_steps ddp_* num_processes
+    *_workers num_cpu_threads_per_process logging_dir log_* wandb_run_name huggingface_* async_upload debug_dataset
+    show_timesteps disable_* vae* text_encoder* t5 clip split_attn block_swap_* img_in_txt_in_offloading offload_*
+    compile_* cuda_* dynamo_* no_vae_load dit_dtype use_32bit_attention guidance_scale flow_shift scheduler_scale
+    one_frame timestep_boundary nabla_* no_nabla_* fused_backward_pass mem_eff_save
 """
 
 # -- the dataset's TOML
@@ -239,7 +215,7 @@ def _clip(value: Any, draft: Draft) -> Several:
         "chunk": {"clip": "chunks"},
         "head": {"clip": "head"},
     }
-    return Several({f"video.{key}": item for key, item in by_name[name].items()})
+    return below("video", **by_name[name])
 
 
 def _frames(value: Any, draft: Draft) -> Any:
@@ -247,7 +223,7 @@ def _frames(value: Any, draft: Draft) -> Any:
     if draft.given.get("frame_extraction") == "full":
         return NOTHING
     count = to.whole(value[0] if isinstance(value, list) else value)
-    return Several({"video.num_frames": count, "video.min_frames": count})
+    return below("video", num_frames=count, min_frames=count)
 
 
 def _bucket(value: Any, draft: Draft) -> Any:
@@ -260,37 +236,33 @@ def _bucket(value: Any, draft: Draft) -> Any:
         4.0, width / height, height / width)})  # fmt: skip
 
 
-def _rate(value: Any, draft: Draft) -> float:
-    """With source_fps frames are chosen at the model's rate."""
-    return 16.0 if str(draft.get("model.family")).startswith("wan") else 24.0
-
-
 def _table(column: str) -> Convert:
-    return lambda value, draft: Several({"instance_data_dir": to.text(value), "media_column": column})
+    return lambda value, draft: Several({"instance_data_dir": to.place(value, draft), "media_column": column})
 
 
 DATASET: Rows = {
-    "image_directory": ("instance_data_dir", to.text),
-    "video_directory": ("instance_data_dir", to.text),
+    **dict.fromkeys(("image_directory", "video_directory"), ("instance_data_dir", to.place)),
     "image_jsonl_file": ("instance_data_dir", _table("image_path")),
     "video_jsonl_file": ("instance_data_dir", _table("video_path")),
-    "control_directory": ("conditioning_data", to.text),
-    "resolution": (
-        "resolution",
-        lambda value, draft: Several({"resolution": to.area_edge(value), "resolution_type": "pixel_area"}),
-    ),
+    "control_directory": ("conditioning_data", to.place),
+    "resolution": ("resolution", lambda value, draft: to.resolutions([value], draft)),
     "enable_bucket": ("crop_aspect", _bucket),
     "bucket_no_upscale": ("allow_upscale", to.only_with("enable_bucket", to.flag(False, True))),
     "caption_extension": ("caption_strategy", to.text_files),
     "num_repeats": ("repeats", to.repeats),
     "target_frames": ("video.num_frames", _frames),
     "frame_extraction": ("video.clip", _clip),
-    "source_fps": ("video.frame_rate", _rate),
+    "source_fps": (
+        "video.frame_rate",
+        lambda value, draft: (
+            16.0  # the model's rate
+            if str(draft.get("model.family")).startswith("wan")
+            else 24.0
+        ),
+    ),
 }
 DATASET_IDLE = """
-    max_frames frame_stride frame_sample cache_directory batch_size no_resize_control control_resolution
-    flux_kontext_no_resize_control qwen_image_edit_no_resize_control qwen_image_edit_control_resolution
-    fp_latent_window_size fp_1f_clean_indices fp_1f_target_index fp_1f_no_post
+    max_frames frame_stride frame_sample cache_directory batch_size *no_resize_control *control_resolution fp_*
 """
 TABLES: Mapping[str, Table] = {
     "arguments": Table(ARGUMENTS, IDLE, DEFAULTS),
@@ -311,24 +283,30 @@ def claims(content: Any) -> str:
     return "arguments" if known and flat.keys() & {"dataset_config", "network_module", "config_file"} else ""
 
 
-def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
+def carry(draft: Draft, roles: Mapping[str, Any]) -> None:
     given = _flatten(roles.get("arguments", {}))
-    if not is_off(name := given.get("config_file")) and isinstance(inside := files.read(str(name)), dict):
+    if not is_off(name := given.get("config_file")) and isinstance(inside := draft.files.read(str(name)), dict):
         given = {**_flatten(inside), **given}
-    if (family := SCRIPTS.get(_script(given), (None, {}))[0]) is not None:
+    family, flavours = SCRIPTS.get(_script(given), (None, {}))
+    flavour = flavours.get(str(given.get("task", "")).lower())
+    family = to.FLAVOURS[flavour] if flavour else family
+    if family is not None:
         draft.put(("model", "family"), family)
-    named = files.read(str(given["dataset_config"])) if "dataset_config" in given else None
+    named = draft.files.read(str(given["dataset_config"])) if "dataset_config" in given else None
     datasets = roles.get("datasets") or named
-    if (flavour := SCRIPTS.get(_script(given), (None, {}))[1].get(str(given.get("task", "")).lower())) is not None:
-        draft.put(("model", "family"), to.FLAVOURS[flavour])
     _carry_datasets(draft, datasets if isinstance(datasets, dict) else {})
     if "arguments" not in roles:
         return
-    draft.samples = files.count_media(draft.values.get("datasets", []))
+    draft.samples = draft.files.count_media(draft.datasets())
+    if family == "wan2.2-a14b" and not is_off(given.get("dit_high_noise")):
+        draft.parts = 2  # the two experts share the steps there, and each has a run here
     draft.carry(TABLES["arguments"], given)
     draft.assume("no caption dropout", "train.caption_dropout", 0.0)
     if not is_off(name := given.get("sample_prompts")):
-        _carry_prompts(draft, files.read(str(name)), str(name))
+        prompts = _read_prompts(draft, draft.files.read(str(name)))
+        draft.carry_prompts(prompts, PROMPT, "sample_prompts (its file)")
+        if not prompts:
+            draft.say("sample_prompts (its file)", "not carried over", shown(name))
 
 
 def _carry_datasets(draft: Draft, content: Mapping[str, Any]) -> None:
@@ -344,26 +322,28 @@ def _carry_datasets(draft: Draft, content: Mapping[str, Any]) -> None:
             at, name = to.new_dataset(draft, source.removesuffix(".jsonl"), ending)
             more = {"target_frames": [length]} if length and "target_frames" in given else {}
             draft.carry(TABLES["datasets"], {**given, **more}, f"{name}: ", at)
-            always = {"dataset_type": "video"} if video else {}
-            always |= {"video.frame_rate": "source"} if video else {}
+            always = {"dataset_type": "video", "video.frame_rate": "source"} if video else {}
             always |= {} if source.endswith(".jsonl") else {"captions_per_file": "one"}
             for option, value in always.items():
                 draft.assume(f"{name}: always", option, value)
-    to.share(draft, "batch_size", "train.batch_size", [given.get("batch_size") for given in items], 1)
+    sizes = {"batch_size": [given.get("batch_size", 1) for given in items]}
+    draft.carry(Table({"batch_size": ("train.batch_size", to.largest)}), sizes)
 
 
-# -- its files
+# -- its prompts
 
 _OPTION = re.compile(r"\s--([a-z]+)\s+(.*?)(?=\s--[a-z]+\s|$)")
 #: Options of a line of a prompt file.
 _OPTIONS = {"w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "l": "cfg_scale",
             "n": "negative_prompt", "i": "image_path", "ci": "control_image_path"}  # fmt: skip
-#: Keys of a prompt -> keys here.
-_PROMPT: Mapping[str, tuple[str, Convert]] = {
-    "negative_prompt": ("negative_prompt", to.text), "image_path": ("image", to.text),
-    "control_image_path": ("image", to.text), "sample_steps": ("steps", to.whole), "seed": ("seed", to.whole),
+PROMPT: Rows = {
+    "width": ("size", lambda value, draft: to.size(value, draft.given["height"], draft.given.get("frame_count"))),
+    "negative_prompt": ("negative_prompt", to.text),
+    **dict.fromkeys(("image_path", "control_image_path"), ("image", to.place)),
+    "sample_steps": ("steps", to.whole),
+    "seed": ("seed", to.whole),
     "cfg_scale": ("guidance", to.number),
-}  # fmt: skip
+}
 
 
 def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -374,40 +354,20 @@ def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _carry_prompts(draft: Draft, content: Any, name: str) -> None:
+def _read_prompts(draft: Draft, content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
-        items = [_line(line) for line in split_lines(content) if not line.startswith("#")]
-    elif isinstance(content, list):
-        items = [item if isinstance(item, dict) else _line(str(item)) for item in content]
-    else:
-        section = draft.section(content, "sample_prompts").get("prompt", {})
-        common = {key: value for key, value in section.items() if key != "subset"} if section else {}
-        items = [{**common, **item} for item in section.get("subset", [])] if section else []
-    path = ("validation", "prompts")
-    if prompts := [_prompt(draft, item, count) for count, item in enumerate(items, 1)]:
-        draft.put(path, prompts)
-        draft.say("sample_prompts (its file)", "carried over", "", path)
-    else:
-        draft.say("sample_prompts (its file)", "not carried over", shown(name))
+        return [_read_line(line) for line in split_lines(content) if line and not line.startswith("#")]
+    if isinstance(content, list):
+        return [item if isinstance(item, dict) else _read_line(str(item)) for item in content]
+    section = draft.section(draft.section(content, "sample_prompts").get("prompt"), "prompt")
+    subset = draft.sections(section.pop("subset", None), "prompt.subset")
+    return [{**section, **item} for item in subset]
 
 
-def _line(line: str) -> dict[str, Any]:
+def _read_line(line: str) -> dict[str, Any]:
     words = f" {line}"
     options = {_OPTIONS[key]: value.strip() for key, value in _OPTION.findall(words) if key in _OPTIONS}
     return {"prompt": _OPTION.split(words)[0].strip(), **options}
-
-
-def _prompt(draft: Draft, item: Mapping[str, Any], index: int) -> dict[str, Any]:
-    words = str(item.get("prompt", ""))
-    short = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:40].rstrip("-")
-    prompt: dict[str, Any] = {"name": f"{index:02}-{short}".rstrip("-"), "prompt": words}
-    try:
-        if item.get("width") and item.get("height"):
-            prompt["size"] = to.size(item["width"], item["height"], item.get("frame_count"))
-        prompt |= {ours: convert(item[key], draft) for key, (ours, convert) in _PROMPT.items() if item.get(key)}
-    except (TypeError, ValueError, OverflowError):
-        draft.say(f"sample_prompts: {index}", "not carried over", shown(dict(item)))
-    return prompt
 
 
 TRAINER = Trainer("musubi-tuner", TABLES, claims, carry)
