@@ -10,8 +10,10 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,17 +26,14 @@ from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.interruption import check_stop
-from schemas.libraries import LIBRARIES, Library, find_library, is_installed, needed_libraries, needed_stores
+from schemas.libraries import LIBRARIES, find_library, is_installed, needed_libraries, needed_stores
 from schemas.text_format import format_bytes, shown_path
 from stages.discovery.sources.urls import strip_secrets
-from stages.maintenance.probes import TIME_LIMIT_S, kill_probes, run_probe
+from stages.maintenance.probes import TIME_LIMIT_S, UNWRITABLE, find_version, kill_probes, run_probe
 
 MOST_PROBES = 4  # at a time: each may import torch
 LOOK_S = 1.0  # between two looks at those that run
-LEAST_SPACE = 20 << 30  # bytes of a disk; a cache of a few thousand clips takes more
 DEFAULT_CONFIG = Path("pipeline.yaml")
-STORE_ADVICE = "check the address, the network, and the credentials in the environment (docs/machines.md)"
-UNWRITABLE = "nothing can be written there"
 INSTALL_TORCH = "install the torch build for the card (docs/install.md, For a GPU)"
 SLOW_ADVICE = "try again when the machine does nothing else, or with a longer --time-limit"
 MOST_NAMED = 3  # failures in the sentence that the report begins with
@@ -45,8 +44,46 @@ DTYPE_ADVICE = {
 }
 
 Row = dict[str, Any]
-#: Key -> what a probe found: of "devices", of "decoders", of a library's module, of a store's address.
-Findings = Mapping[str, Mapping[str, Any]]
+Finding = Mapping[str, Any]
+
+
+def _row(what: str, finding: str, follows: str = "", remedy: str = "") -> Row:
+    return {"what": what, "found": finding, "what_follows": follows, "remedy": remedy}
+
+
+def _failure(item: str, problem: str, remedy: str) -> Row:
+    return {"item": item, "path": item, "reason": problem, "message": remedy}
+
+
+@dataclass
+class Probe:
+    """section, what: of the report. follows, remedy: if there is a problem. words: of `run_probe`; () if it is not run.
+    options: of the configuration that need it. describe: rows of the finding, if it has several."""
+
+    section: str
+    what: str
+    follows: str
+    remedy: str
+    words: tuple[str, ...]
+    options: Sequence[str] = ()
+    finding: Finding = field(default_factory=dict)
+    describe: Callable[[Finding], Iterator[Row]] | None = None
+
+    def rows(self) -> Iterator[Row]:
+        finding = self.finding
+        if "problem" in finding:
+            yield _row(self.what, finding["problem"], self.follows, SLOW_ADVICE if finding.get("slow") else self.remedy)
+        elif self.describe is not None:
+            yield from self.describe(finding)
+        else:
+            yield _row(self.what, finding["found"], finding.get("follows", ""), finding.get("remedy", ""))
+
+    def failures(self) -> Iterator[Row]:
+        """Options of the configuration that need what is not here."""
+        for row in self.rows():
+            if row["what_follows"] == self.follows:
+                for option in self.options:
+                    yield _failure(option, f"{row['what']}: {row['found']}", row["remedy"])
 
 
 def run(
@@ -60,45 +97,47 @@ def run(
 ) -> Report:
     report = Report("doctor", dry_run=options.dry_run, what="probes")
     configuration = _read_configuration(options, report)
-    tasks = dict(_list_probes(configuration))
+    probes = list(_list_probes(configuration))
+    running = [probe for probe in probes if probe.words]
     if options.dry_run:
-        report.remaining, report.details["probes"] = len(tasks), [*tasks]
+        report.remaining, report.details["probes"] = len(running), [probe.what for probe in running]
         return report
-    findings = _run_probes(tasks, time_limit, console)
-    report.done = len(findings)
-    sections = {
-        "machine": _describe_machine(),
-        "devices": _describe_devices(findings.get("devices", {"problem": "torch is not installed"})),
-        "libraries": _describe_libraries(findings),
-        "decoders": _describe_decoders(findings.get("decoders", {"problem": "av is not installed"})),
-        "disks": _describe_disks(configuration, findings),
-        "stores": _describe_stores(findings),
-    }
-    report.details |= {name: rows for name, section in sections.items() if (rows := list(section))}
+    _run_probes(running, time_limit, console)
+    report.done = len(running)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    report.details["machine"] = [
+        _row("latentpress", version("latentpress")),
+        _row("Python", f"{platform.python_version()}, {sys.executable}"),
+        _row("machine", f"{platform.machine()}, {cores()} cores, {format_bytes(memory)} of memory"),
+    ]
+    for probe in probes:
+        report.details.setdefault(probe.section, []).extend(probe.rows())
+    torch = probes[0].finding
     if configuration is not None:
-        report.failed += _list_failures(configuration, findings)
-    report.answer = _answer(options.config, configuration, report.failed, findings)
+        report.failed += [row for probe in probes for row in probe.failures()]
+        report.failed += _list_device_failures(configuration, torch) if "devices" in torch else ()
+    report.answer = _answer(options.config, configuration, report.failed, probes)
     return report
 
 
-def _answer(config: Path, configuration: Config | None, failed: Sequence[Row], findings: Findings) -> str:
+def _answer(config: Path, configuration: Config | None, failed: Sequence[Row], probes: Sequence[Probe]) -> str:
     """One sentence: ready, or what is missing."""
     if failed:
         first = "; ".join(dict.fromkeys(f"{row['item']}: {row['reason']}" for row in failed[:MOST_NAMED]))
         more = f"; and {len(failed) - MOST_NAMED} more" if len(failed) > MOST_NAMED else ""
         return f"not ready for {shown_path(config)}: {first}{more}"
-    problem = findings.get("devices", {"problem": "it is not installed"}).get("problem")
-    if configuration is None and problem is not None:
-        return f"not ready to encode and train: torch: {problem}"
-    silent = [key for key, finding in findings.items() if finding.get("slow")]
+    torch = probes[0].finding
+    if configuration is None and "problem" in torch:
+        return f"not ready to encode and train: torch: {torch['problem']}"
+    silent = [probe.what for probe in probes if probe.finding.get("slow")]
     rest = f", but without an answer from {', '.join(silent)}" if silent else ""
-    devices = [row["device"] for row in findings.get("devices", {}).get("devices", ())]
+    devices = [row["device"] for row in torch.get("devices", ())]
     where = f", on {', '.join(devices[1:])}" if devices[1:] else ", on the CPU alone, which is for tests"
     return (f"ready for {shown_path(config)}" if configuration is not None else "ready") + where + rest
 
 
 def _read_configuration(options: Options, report: Report) -> Config | None:
-    """The configuration, where there is one. One that is not valid is among the failures, and the probes go on."""
+    """The configuration, if there is one. One that is not valid is among the failures, and the probes are run."""
     if options.config == DEFAULT_CONFIG and not DEFAULT_CONFIG.exists():
         report.details["configuration"] = "none here: nothing is compared with what it needs; --config FILE names one"
         return None
@@ -112,8 +151,35 @@ def _read_configuration(options: Options, report: Report) -> Config | None:
         return None
 
 
-def _failure(item: str, problem: str, remedy: str) -> Row:
-    return {"item": item, "path": item, "reason": problem, "message": remedy}
+def _list_probes(configuration: Config | None) -> Iterator[Probe]:
+    """The one of torch first."""
+    needed = defaultdict[str, list[str]](list)
+    for module, option in dict.fromkeys(needed_libraries(configuration)) if configuration else ():
+        needed[module].append(option)
+    named = dict.fromkeys(name for name, _ in _list_devices(configuration).values()) if configuration else {}
+    for library in dict.fromkeys([*LIBRARIES, *map(find_library, needed)]):
+        words: tuple[str, ...] = ("library", library.module, library.distribution)
+        section, describe = "libraries", None
+        if library.module == "torch":
+            words, section, describe = ("devices", *named), "devices", _describe_devices
+        finding = {} if is_installed(library.module) else {"problem": "not installed"}
+        if not finding and not library.imported:
+            finding = {"found": find_version(library.distribution)}
+        yield Probe(section, library.distribution, f"no {library.purpose}", library.command, () if finding else words,
+                    needed[library.module], finding, describe)  # fmt: skip
+    if is_installed("av"):
+        yield Probe("decoders", "FFmpeg", "no videos are read or written", find_library("av").command, ("decoders",),
+                    describe=_describe_decoders)  # fmt: skip
+    folders = {"root": configuration.root, "output": configuration.output} if configuration else {"this folder": "."}
+    for name, location in folders.items():
+        if "://" not in location:
+            yield Probe("disks", name, UNWRITABLE, "choose another place for it", ("disk", location), (name,))
+    stores = defaultdict[str, list[str]](list)
+    for option, url in needed_stores(configuration) if configuration else ():
+        stores[url].append(option)
+    for url, users in stores.items():
+        remedy = "check the address, the network, and the credentials in the environment (docs/machines.md)"
+        yield Probe("stores", strip_secrets(url), "nothing is read or written there", remedy, ("store", url), users)
 
 
 def _list_devices(configuration: Config) -> dict[str, tuple[str, str]]:
@@ -127,81 +193,38 @@ def _list_devices(configuration: Config) -> dict[str, tuple[str, str]]:
         "caption": configuration.caption,
         "masks": configuration.masks,
     }
-    named: dict[str, tuple[str, str]] = {"train.device": (configuration.train.device, model)}
-    for stage, section in sections.items():
-        if section is not None:
-            named[f"stages.{stage}.device"] = stages.resources(stage).device, section.precision or model
-    return named | {
-        f"stages.{stage}.device": (stages.resources(stage).device, "float32") for stage in ("decode", "score")
+    dtypes: dict[str, str] = {
+        stage: section.precision or model for stage, section in sections.items() if section is not None
+    }
+    dtypes |= {"decode": "float32", "score": "float32"}
+    return {"train.device": (configuration.train.device, model)} | {
+        f"stages.{stage}.device": (stages.resources(stage).device, dtype) for stage, dtype in dtypes.items()
     }
 
 
-def _list_probes(configuration: Config | None) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Key of the findings, and the probe with its arguments; the slowest first."""
-    if is_installed("torch"):
-        named = [name for name, _ in _list_devices(configuration).values()] if configuration else []
-        yield "devices", ("devices", *dict.fromkeys(named))
-    for library in _list_libraries(configuration):
-        if library.imported and library.module != "torch" and is_installed(library.module):
-            yield library.module, ("library", library.module, library.distribution)
-    if is_installed("av"):
-        yield "decoders", ("decoders",)
-    for _, url in needed_stores(configuration) if configuration else ():
-        yield strip_secrets(url), ("store", url)
-    for name, location in _list_disks(configuration).items():
-        yield f"disk of {name}", ("disk", location)
-
-
-def _list_disks(configuration: Config | None) -> dict[str, str]:
-    """Name -> folder."""
-    named = {"this folder": "."}
-    if configuration is not None:
-        named = {"root": configuration.root, "output": configuration.output}
-    return {name: location for name, location in named.items() if "://" not in location}
-
-
-def _list_libraries(configuration: Config | None) -> list[Library]:
-    needed = [find_library(module) for module, _ in needed_libraries(configuration)] if configuration else []
-    return list(dict.fromkeys([*LIBRARIES, *needed]))
-
-
-def _run_probes(tasks: Mapping[str, Sequence[str]], time_limit: float, console: Console) -> dict[str, dict[str, Any]]:
-    """Run the probes; return their findings."""
+def _run_probes(probes: Sequence[Probe], time_limit: float, console: Console) -> None:
+    """Fill in the findings."""
     with (
-        console.progress(len(tasks), "probing", unit="probes") as progress,
+        console.progress(len(probes), "probing", unit="probes") as progress,
         ThreadPoolExecutor(min(MOST_PROBES, cores())) as pool,
     ):
-        futures = {key: pool.submit(run_probe, *words, time_limit=time_limit) for key, words in tasks.items()}
+        futures = [pool.submit(run_probe, *probe.words, time_limit=time_limit) for probe in probes]
         try:
-            while waiting := [key for key, future in futures.items() if not future.done()]:
+            while waiting := [probe.what for probe, future in zip(probes, futures, strict=True) if not future.done()]:
                 check_stop()
-                done = len(tasks) - len(waiting)
-                progress.say(done, f"{done}/{len(tasks)} probes, waiting for {', '.join(waiting[:MOST_NAMED])}")
-                wait(futures.values(), LOOK_S)
-            progress.say(len(tasks), "")
+                done = len(probes) - len(waiting)
+                progress.say(done, f"{done}/{len(probes)} probes, waiting for {', '.join(waiting[:MOST_NAMED])}")
+                wait(futures, LOOK_S)
+            progress.say(len(probes), "")
         except BaseException:  # an interrupt
             pool.shutdown(wait=False, cancel_futures=True)
             kill_probes()
             raise
-    return {key: future.result() for key, future in futures.items()}
+    for probe, future in zip(probes, futures, strict=True):
+        probe.finding = future.result()
 
 
-def _row(what: str, finding: str, follows: str = "", remedy: str = "") -> Row:
-    return {"what": what, "found": finding, "what_follows": follows, "remedy": remedy}
-
-
-def _describe_machine() -> Iterator[Row]:
-    yield _row("latentpress", version("latentpress"))
-    yield _row("Python", f"{platform.python_version()}, {sys.executable}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield _row("machine", f"{platform.machine()}, {cores()} cores, {format_bytes(memory)} of memory")
-
-
-def _describe_devices(finding: Mapping[str, Any]) -> Iterator[Row]:
-    if "problem" in finding:
-        remedy = SLOW_ADVICE if finding.get("slow") else find_library("torch").command
-        yield _row("torch", finding["problem"], "no encoding and no training", remedy)
-        return
+def _describe_devices(finding: Finding) -> Iterator[Row]:
     devices = finding["devices"]
     follows = "encoding and training on the CPU, which is for tests" if len(devices) == 1 else ""
     build = f"{finding['version']}, built for {finding['build']}"
@@ -221,73 +244,14 @@ def _describe_devices(finding: Mapping[str, Any]) -> Iterator[Row]:
     yield _row("C++ compiler", compiler or "none", follows, "" if compiler else "apt install g++, or the like")
 
 
-def _describe_libraries(findings: Findings) -> Iterator[Row]:
-    for library in LIBRARIES:
-        if library.module == "torch":
-            continue
-        finding = findings.get(library.module)
-        if not is_installed(library.module):
-            yield _row(library.distribution, "not installed", f"no {library.purpose}", library.command)
-        elif finding and "problem" in finding:
-            fitting = f"install the version for this torch and driver: {library.command}"
-            remedy = SLOW_ADVICE if finding.get("slow") else fitting
-            yield _row(library.distribution, finding["problem"], f"no {library.purpose}", remedy)
-        else:
-            yield _row(library.distribution, finding["version"] if finding else version(library.distribution))
-
-
-def _describe_decoders(finding: Mapping[str, Any]) -> Iterator[Row]:
-    if "problem" in finding:
-        yield _row("FFmpeg", finding["problem"], "no videos are read or written", find_library("av").command)
-        return
+def _describe_decoders(finding: Finding) -> Iterator[Row]:
+    advice = "install PyAV's own wheel: pip install --force-reinstall av; or convert these videos"
     for codec, present in finding.items():
-        advice = "install PyAV's own wheel: pip install --force-reinstall av; or convert these videos"
         follows = () if present else ("videos of this codec are set aside", advice)
         yield _row(codec, "decoded" if present else "no decoder", *follows)
 
 
-def _describe_disks(configuration: Config | None, findings: Findings) -> Iterator[Row]:
-    for name, location in _list_disks(configuration).items():
-        finding = findings[f"disk of {name}"]
-        if "problem" in finding:
-            yield _row(name, f"{location}: {finding['problem']}", UNWRITABLE, f"choose another place for {name}")
-            continue
-        advice: tuple[str, str] | tuple[()] = ()
-        if not finding["writable"]:
-            advice = UNWRITABLE, f"choose another place for {name}, or allow this user to write"
-        elif finding["free"] < LEAST_SPACE:
-            advice = "little room for caches and checkpoints", "free space, or choose a place on another disk"
-        yield _row(name, f"{finding['folder']}: {format_bytes(finding['free'])} free", *advice)
-
-
-def _describe_stores(findings: Findings) -> Iterator[Row]:
-    for url, finding in findings.items():
-        if "://" in url and "problem" in finding:
-            yield _row(url, finding["problem"], "nothing is read or written there", STORE_ADVICE)
-        elif "://" in url:
-            yield _row(url, f"reached, {finding['entries']} names")
-
-
-def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
-    """Needs of the configuration that this machine lacks, with the option that needs it."""
-    for module, option in dict.fromkeys(needed_libraries(configuration)):
-        library = find_library(module)
-        if not is_installed(module):
-            yield _failure(option, f"{library.distribution} is not installed", library.command)
-        elif "problem" in (finding := findings.get("devices" if module == "torch" else module, {})):
-            remedy = SLOW_ADVICE if finding.get("slow") else library.command
-            yield _failure(option, f"{library.distribution} can't be used: {finding['problem']}", remedy)
-    for option, url in needed_stores(configuration):
-        if "problem" in (finding := findings.get(strip_secrets(url), {})):
-            yield _failure(option, f"{strip_secrets(url)}: {finding['problem']}", STORE_ADVICE)
-    for row in _describe_disks(configuration, findings):
-        if row["what_follows"] == UNWRITABLE:
-            yield _failure(row["what"], f"{row['found']}, and {row['what_follows']}", row["remedy"])
-    if "devices" in findings.get("devices", {}):
-        yield from _list_device_failures(configuration, findings["devices"])
-
-
-def _list_device_failures(configuration: Config, finding: Mapping[str, Any]) -> Iterator[Row]:
+def _list_device_failures(configuration: Config, finding: Finding) -> Iterator[Row]:
     for option, (name, dtype) in _list_devices(configuration).items():
         if name in finding["missing"]:
             yield _failure(option, finding["missing"][name], f"use cpu, or {INSTALL_TORCH}")

@@ -34,6 +34,7 @@ from cache.store.store import STALE, Store
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Progress, Report, make_app
 from schemas.config.loading import load_config, read_text
 from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.yaml_editor import value_at
 from schemas.config.yaml_reader import parse_yaml
 from schemas.errors import LatentpressError, UsageError
 from stages.encoding import stage_registry
@@ -47,7 +48,6 @@ MIB = 1 << 20
 #: Top folders in the order of removal: what refers to others first.
 REMOVAL_ORDER = ("sets", "plans", *stage_registry.SHARD_KINDS, "rejects", "jobs", "items", "media", "damaged", "")
 REMOVED_FIRST, REMOVED_LAST = ("set.json", "plan.json"), ("provenance.json",)  # of one folder
-CHECKPOINT_FOLDER = "checkpoints"  # in the folder of a training run
 KINDS = {program: kind for kind, program in STAGE_PROGRAMS.items()}  # of the caches, by the program that makes them
 DESCRIPTIONS = {
     "": "files that killed processes left half written",
@@ -102,88 +102,77 @@ def run(
             problem = f"{path} has the root {other.root}, not {store.url}"
             raise UsageError(problem, "give --also configurations of this root")
     now = time.time()
-    unused = UnusedFiles(store, configs, now - keep_days * DAY_S)
-    items = unused.items
+    since = now - keep_days * DAY_S
+    listed = store.list_files()
+    ours = [entry for entry in listed if is_project_file(entry.name)]
+    needed = find_needed(store, configs, ours, since)
+    items = list_unused(store, ours, needed, since)
     report = Report(program="gc", dry_run=options.dry_run)
     report.details = {
         "unused": [item.row(now) for item in items] or f"nothing, of what was written more than {keep_days:g} days ago",
         "unused_mib": round(sum(item.total_bytes for item in items) / MIB, 2),
-        "kept_mib": round(unused.kept_bytes / MIB, 2),
     }
-    if unused.other_files:
-        size = sum(entry.size for entry in unused.other_files)
-        report.details["other_files"] = f"{len(unused.other_files)} files, {round(size / MIB, 2)} MiB: left alone"
+    kept = sum(entry.size for entry in ours) - sum(item.total_bytes for item in items if item.path)
+    report.details["kept_mib"] = round(kept / MIB, 2)
+    if others := [entry for entry in listed if not is_project_file(entry.name)]:
+        size = sum(entry.size for entry in others)
+        report.details["other_files"] = f"{len(others)} files, {round(size / MIB, 2)} MiB: left alone"
     if not yes or options.dry_run:
         report.remaining = len(items) if options.dry_run else 0
         arguments = [f"--keep-days {keep_days:g}"] if keep_days != KEEP_DAYS else []
         arguments += [*(f"--also {shlex.quote(str(path))}" for path in also or ()), "--yes"]
         report.next_steps = [f"latentpress gc {' '.join(arguments)}"] if items else []
         return report
-    # Listed again: what came into use meanwhile stays.
-    still = {entry for item in UnusedFiles(store, configs, now - keep_days * DAY_S).items for entry in item.entries}
-    for item in items:
-        item.entries = [entry for entry in item.entries if entry in still]
-        report.done += len(item.entries)
+    report.done = sum(len(item.entries) for item in items)
     with console.progress(report.done, "remove", "files") as progress:
         for item in sorted(items, key=lambda item: REMOVAL_ORDER.index(item.path.partition("/")[0])):
-            if item.entries:
-                console.log(f"removing {item.path}")
-                _remove_item(store, item, unused.needed, progress)
+            console.log(f"removing {item.path or DESCRIPTIONS['']}")
+            _remove_item(store, item, needed, progress)
     report.details["removed_mib"] = round(sum(item.total_bytes for item in items) / MIB, 2)
     return report
 
 
-class UnusedFiles:
-    """The files that nothing uses and that were last written before `since`, of files with a name that this project
-    gives; all others are a user's. LatentpressError where one of the configurations has no plan.
-
-    items: what nothing uses, biggest first. kept_bytes: of the rest of the layout. other_files: outside the layout.
-    """
-
-    def __init__(self, store: Store, configs: Sequence[Config], since: float) -> None:
-        listed = store.list_files()
-        self.other_files = [entry for entry in listed if not is_project_file(entry.name)]
-        entries = [entry for entry in listed if is_project_file(entry.name)]
-        self.needed = find_needed(store, configs, entries, since)
-        newest: dict[str, float] = {}  # folder of two levels (a cache, a plan, a set) -> when it was last written to
-        for entry in entries:
-            newest[_folder(entry.name)] = max(newest.get(_folder(entry.name), 0), entry.modified)
-        now, unused, kept = time.time(), dict[str, list[Entry]](), list[Entry]()
-        for entry in entries:
-            folder = _folder(entry.name)
-            top = folder.partition("/")[0]
-            # What a plan, a set, a media table or a cache of another configuration consists of is of one age.
-            together = top in ("sets", "plans", "media", *stage_registry.SHARD_KINDS) and "/" in folder
-            age = newest[folder] if together and folder not in self.needed.caches else entry.modified
-            limit = min(since, now - IN_PROGRESS_S) if top in ("sets", "plans", "media", "jobs") else since
-            is_unused = age < limit and not self.needed.includes(entry.name)
-            (unused.setdefault(folder, []) if is_unused else kept).append(entry)
-        self.kept_bytes = sum(entry.size for entry in kept)
-        kept_folders = {_folder(entry.name) for entry in kept}
-        self.items = [
-            UnusedItem(name, self._describe(store, name, name in kept_folders), unused[name]) for name in unused
-        ]
-        stale = [entry for entry in store.list_files(temporaries=True) if entry.modified < now - STALE]
-        self.items += [UnusedItem("", DESCRIPTIONS[""], stale)] if stale else []
-        self.items.sort(key=lambda item: (-item.total_bytes, item.path))
-
-    def _describe(self, store: Store, folder: str, partly: bool) -> str:
-        """Describe what an item is and why it is not used. partly: the folder keeps other files."""
+def list_unused(store: Store, entries: Sequence[Entry], needed: "Needed", since: float) -> list[UnusedItem]:
+    """What nothing uses and was last written before `since`, biggest first. entries: files with a name that this
+    project gives; all others are a user's."""
+    newest: dict[str, float] = {}  # folder of two levels (a cache, a plan, a set) -> when it was last written to
+    for entry in entries:
+        newest[_folder(entry.name)] = max(newest.get(_folder(entry.name), 0), entry.modified)
+    now, unused, kept_folders = time.time(), dict[str, list[Entry]](), set[str]()
+    for entry in entries:
+        folder = _folder(entry.name)
         top = folder.partition("/")[0]
-        if top not in stage_registry.SHARD_KINDS:
-            return DESCRIPTIONS[top]
-        why = "what no training set holds" if partly else "no configuration given uses it"
-        if folder in self.needed.caches:
-            why = "units that no plan has any longer"
-        try:
-            record = store.read_json(f"{folder}/provenance.json")
-        except (FileNotFoundError, StoreError, DamageError):
-            return f"a cache of unknown origin: {why}"
-        words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]
-        if isinstance(weights := record.get("weights"), dict):
-            words.append(weights.get("repo") or f"weights {str(weights.get('content', 'unknown'))[:8]}")
-        made_by = f"{record.get('stage', 'a cache')} ({', '.join(str(word) for word in words if word)})"
-        return f"{printable(made_by)}: {why}"  # it may have been copied from elsewhere, so its content is not trusted
+        # What a plan, a set, a media table or a cache of another configuration consists of is of one age.
+        together = top in ("sets", "plans", "media", *stage_registry.SHARD_KINDS) and "/" in folder
+        age = newest[folder] if together and folder not in needed.caches else entry.modified
+        limit = min(since, now - IN_PROGRESS_S) if top in ("sets", "plans", "media", "jobs") else since
+        if age < limit and not needed.includes(entry.name):
+            unused.setdefault(folder, []).append(entry)
+        else:
+            kept_folders.add(folder)
+    items = []
+    for folder, files in unused.items():
+        description = DESCRIPTIONS.get(folder.partition("/")[0])
+        if description is None:
+            why = "what no training set holds" if folder in kept_folders else "no configuration given uses it"
+            why = "units that no plan has any longer" if folder in needed.caches else why
+            description = f"{_describe_cache(store, folder)}: {why}"
+        items.append(UnusedItem(folder, description, files))
+    if stale := [entry for entry in store.list_files(temporaries=True) if entry.modified < now - STALE]:
+        items.append(UnusedItem("", DESCRIPTIONS[""], stale))
+    return sorted(items, key=lambda item: (-item.total_bytes, item.path))
+
+
+def _describe_cache(store: Store, folder: str) -> str:
+    """What a cache was made by; it may have been copied from elsewhere, so its content is not trusted."""
+    try:
+        record = store.read_json(f"{folder}/provenance.json")
+    except (FileNotFoundError, StoreError, DamageError):
+        return "a cache of unknown origin"
+    words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]
+    if isinstance(weights := record.get("weights"), dict):
+        words.append(weights.get("repo") or f"weights {str(weights.get('content', 'unknown'))[:8]}")
+    return printable(f"{record.get('stage', 'a cache')} ({', '.join(str(word) for word in words if word)})")
 
 
 def _folder(name: str) -> str:
@@ -347,16 +336,12 @@ def _sets_of_runs(output: Path, since: float) -> set[str]:
         if max(written) < since:
             continue
         try:
-            record = parse_yaml(read_text(settings)).value
+            name = value_at(parse_yaml(read_text(settings)).value, ("train", "set"))
         except ValueError as error:
-            if not (settings.parent / CHECKPOINT_FOLDER).is_dir():
-                continue  # not a run's: a run writes it atomically
             raise LatentpressError(
                 f"{settings} can't be read, so which training set that run needs is not known: {printable(error)}",
                 "correct it, or move the run out of the output folder",
             ) from error
-        train = record.get("train") if isinstance(record, dict) else None
-        name = train.get("set") if isinstance(train, dict) else None
         sets.add(_set_id(name if isinstance(name, str) else ""))
     return sets
 

@@ -5,6 +5,7 @@ Its cost grows with the number of shards: names, sizes and times are listed, and
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,7 +82,7 @@ def run(
     ] = None,
 ) -> Report:
     if rejects_too or csv_file is not None:
-        return report_rejects(config, options.dry_run, everything, csv_file)
+        return report_rejects(config, options, everything, csv_file)
     everything = everything or options.json
     if watch and not options.dry_run:
         return refresh_until_done(lambda: build_report(config, options, everything), console, every)
@@ -216,14 +217,13 @@ def _library_versions(
     rows = []
     for stage, state in states:
         modified = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
-        paths = [path for _, path in sorted((modified.get(path, 0.0), path) for path in state.done.values())]
+        paths = sorted(state.done.values(), key=lambda path: (modified.get(path, 0.0), path))
         opened = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS)
-        versions: dict[str, set[str]] = {}
-        damaged = []
+        versions, damaged = defaultdict[str, set[str]](set), list[str]()
         for path in opened:
             try:
                 for key, value in _flatten(readers.meta(path).provenance):
-                    versions.setdefault(key, set()).add(value)
+                    versions[key].add(value)
             except DamageError:
                 damaged.append(f"{path} can't be read: latentpress verify")
         mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(versions.items()) if len(values) > 1]
@@ -238,10 +238,7 @@ def _library_versions(
 
 def _flatten(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in provenance.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value)
-        else:
-            yield key, str(value)
+        yield from _flatten(value) if isinstance(value, Mapping) else [(key, str(value))]
 
 
 def _mib(entries: Sequence[Entry]) -> float:
@@ -249,31 +246,25 @@ def _mib(entries: Sequence[Entry]) -> float:
 
 
 def refresh_until_done(build_report: Callable[[], Report], console: Console, every: float) -> Report:
-    """Show a new report every `every` seconds until nothing remains, training is finished and no `run` goes on, less
-    often where building one takes long. Ctrl-C ends with exit code 0."""
+    """Show a new report every `every` seconds, less often if building one takes long, until nothing remains, training
+    is finished and no `run` goes on. Ctrl-C ends with exit code 0."""
     report = Report(program="status")
     try:
         with console.live_display() as show:
             while True:
                 started = time.monotonic()
                 report = build_report()
-                lines = {}  # each stage's line -> the same with its rate, which changes at every refresh
-                stages = report.details.get("stages", [])
+                stages, training = (report.details.get(key, []) for key in ("stages", "training"))
+                lines = []
                 for row in stages:
                     line = f"{row['stage']}: {row['done']} {row['what']} done, {row['remaining']} remaining"
                     line += f", {row['set_aside']} set aside" if row["set_aside"] else ""
-                    line += f", jobs: {row['jobs']}" if row.get("jobs") else ""
-                    rate = f", {row['items_per_second']} {row['what']}/s, {row['left']} left" if row.get("left") else ""
-                    lines[line] = line + rate
-                training = report.details.get("training", [])
-                for row in training:
-                    line = f"train: {row['state']}, step {row['step']}, loss {row['loss'] or 'unknown'}"
-                    speed = f", {row['samples_per_second']} samples/s, {row['left']} left" if row["left"] else ""
-                    lines[line] = line + speed
+                    lines.append(line + (f", jobs: {row['jobs']}" if row.get("jobs") else ""))
+                lines += [f"train: {row['state']}, step {row['step']}" for row in training]
                 running = any(row["state"] == "running" for row in training) or report.details.get("run_goes_on", False)
                 if not running and not any("running" in row.get("jobs", "") for row in stages):
-                    lines[NOTHING_RUNS] = NOTHING_RUNS
-                show(lines, report.summary())
+                    lines.append(NOTHING_RUNS)
+                show(dict(zip(lines, lines, strict=True)), report.summary())
                 if not report.remaining and not running and all(row["state"] == "finished" for row in training):
                     return report
                 took = time.monotonic() - started

@@ -3,13 +3,11 @@
 Several shards are checked at once, in threads: reading, hashing and searching for NaN all release Python's lock.
 """
 
-import os
 import shlex
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from math import ceil
-from time import sleep
 from typing import Annotated, Any
 
 import typer
@@ -19,9 +17,9 @@ from cache.sets.plans import list_plans
 from cache.shards import shard
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
-from cache.store.layout import STAGE_PROGRAMS
 from cache.store.store import STALE, Store
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.config.encoding import cores
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages import bucket, index
@@ -29,10 +27,9 @@ from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_state import StageState
 from stages.maintenance import checks
-from stages.maintenance.checks import DamageByPath, ExpectedShards, UnmappedStore
+from stages.maintenance.checks import DamageByPath, UnmappedStore
 
 MAX_WORKERS = 8  # by default: a disk is faster with a few requests at once, not with many
-SETTLE_S = 2.0  # seconds before a missing shard is looked for again
 MIB = 1 << 20
 
 
@@ -51,7 +48,7 @@ def run(
     ] = False,
 ) -> Report:
     store = UnmappedStore(config.root)
-    present = checks.list_shards(store, tuple(STAGE_PROGRAMS))
+    present = checks.list_shards(store)
     report = Report(program="verify", dry_run=options.dry_run)
     report.details = {"shards": len(present), "mib": round(sum(present.values()) / MIB, 2)}
     if options.dry_run:
@@ -69,15 +66,12 @@ def run(
         _repair_tables(config, options, console, damaged_tables, "plans")
     damaged_shards, report.failed = check_shards(store, present, options.workers, console)
     report.done = len(present) - len(report.failed) - len(damaged_shards)
-    missing = checks.find_missing_shards(store, present)
-    if not all(store.exists(rel) for rel in missing):  # a stage that replaces a tar removes the old one first
-        sleep(SETTLE_S)
     damaged_shards |= {
         rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
-        for rel, name in missing.items()
+        for rel, name in checks.find_missing_shards(store, present).items()
         if not store.exists(rel)
     }
-    if damaged_shards and repair:
+    if damaged_shards and repair and not _is_copy(store):  # its other rows can still be read
         damaged_shards = _repair_shards(store, config, options, console, damaged_shards, report)
     if damaged_tables and repair:
         _repair_tables(config, options, console, damaged_tables, "sets")
@@ -89,9 +83,12 @@ def run(
             row = {"path": rel, "row": damage.row, "item": damage.id, "reason": "damaged", "message": message}
             report.damage.append(row)
     commands = checks.rebuild_commands(damaged_tables)
-    if damaged_shards and not repair:
+    if damaged_shards and _is_copy(store):
+        again = f"latentpress export --to {shlex.quote(store.url)}"
+        commands = [f"{again}   # from the root of the set: it replaces damaged shards; or copy the set again"]
+    elif damaged_shards or "damaged_shards" in report.details:
         commands = [line for line in commands if line != "latentpress index"]
-        commands += _repair_commands(store, ["latentpress verify --repair", "latentpress index"])
+        commands += [*([] if repair else ["latentpress verify --repair"]), "latentpress index"]
     report.next_steps += [line for line in commands if line not in report.next_steps]
     return report
 
@@ -101,14 +98,6 @@ def _is_copy(store: Store) -> bool:
     return not list_plans(store) and bool(store.list_names("sets"))
 
 
-def _repair_commands(store: Store, commands: list[str]) -> list[str]:
-    """`commands` for damaged shards, or the command for a copied set."""
-    if not _is_copy(store):
-        return commands
-    again = f"latentpress export --to {shlex.quote(store.url)}"
-    return [f"{again}   # from the root of the set: it replaces damaged shards; or copy the set again"]
-
-
 def check_shards(
     store: Store, present: dict[str, int], workers: int | None, console: Console
 ) -> tuple[DamageByPath, list[dict[str, Any]]]:
@@ -116,17 +105,14 @@ def check_shards(
 
     Returns the damage, and rows about shards that the disk or its permissions kept from being read.
     """
-    expected, damaged, unread = ExpectedShards(store), DamageByPath(), list[dict[str, Any]]()
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    checker, damaged, unread = checks.ShardChecker(store), DamageByPath(), list[dict[str, Any]]()
 
     def check(rel: str) -> list[DamageError]:
-        damages = checks.check_shard(store, rel, expected)
-        if not damages or store.remote_url:  # a store was asked several times
-            return damages
-        return checks.check_shard(store, rel, expected)  # a stage may just have replaced a tar and its sidecar
+        # Twice, as a stage may just have replaced a tar and its sidecar.
+        return checker.check(rel) and checker.check(rel)
 
     with (
-        ThreadPoolExecutor(workers or min(MAX_WORKERS, processors), "verify") as pool,
+        ThreadPoolExecutor(workers or min(MAX_WORKERS, cores()), "verify") as pool,
         console.progress(ceil(sum(present.values()) / MIB), "verify", "MiB") as progress,
     ):
         read_bytes = 0
@@ -150,11 +136,7 @@ def check_shards(
 def _repair_shards(
     store: Store, config: Config, options: Options, console: Console, damaged: DamageByPath, report: Report
 ) -> DamageByPath:
-    """Move the damaged shards away and encode their units again; returns the damage that remains. Shards of a copied
-    set stay in place: their other rows can still be read, and `export` replaces them."""
-    if _is_copy(store):
-        report.next_steps += _repair_commands(store, [])
-        return damaged
+    """Move the damaged shards away and encode their units again; returns the damage that remains."""
     stages = dict[str, str]()  # damaged shard -> its unit's stage
     states = _find_states(store, config, console)
     for stage, state in states:
@@ -175,7 +157,6 @@ def _repair_shards(
             _encode_units(stage, units, config, options, console, report)
             made |= units & set(shard.find_done_units(store, f"{stage.kind}/{state.fingerprint}"))
     report.details["encoded_again"] = len(made)
-    report.next_steps.append("latentpress index")
     return {rel: found for rel, found in damaged.items() if rel not in stages or _unit_of_shard(rel) not in made}
 
 

@@ -20,7 +20,6 @@ import pyarrow as pa
 from cache.sets import plans, table_checks
 from cache.sets.caption_edits import FOLDER as EDITS
 from cache.sets.item_rows import check_caption_row, check_features_row, check_mask_row
-from cache.sets.plans import Unit
 from cache.sets.set_lookup import read_pointer
 from cache.sets.table_checks import TABLE_CHECKS, read_set_table
 from cache.sets.trainset import TrainSet
@@ -34,11 +33,23 @@ from cache.store.layout import STAGE_PROGRAMS, is_project_file, is_shard
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from schemas.config.encoding import STAGE_ORDER
-from schemas.tables import UNITS_SCHEMA
 from stages.discovery import media_table
 
 #: Of what item stages make, by the kind of the cache: ValueError where a row is not such.
-ROW_CHECKS = {"captions": check_caption_row, "features": check_features_row, "masks": check_mask_row}
+ROW_CHECKS: dict[str, Callable[[ShardRow], object]] = {
+    "captions": check_caption_row,
+    "features": check_features_row,
+    "masks": check_mask_row,
+}
+#: Top folder -> the check of its tables; of plans and sets, whose files belong together, the names of the tables.
+_TABLES: dict[str, Callable[[pa.Table], object]] = {
+    "media": media_table.check_media_table,
+    "items": table_checks.check_items,
+    "captions": table_checks.check_caption_edits,
+    "rejects": table_checks.check_rejects,
+}
+_OF_FOLDER = {"plans": tuple(plans.PLAN_TABLES), "sets": tuple(TABLE_CHECKS)}
+_TOPS = [*_TABLES, *_OF_FOLDER, *(name for name in STAGE_PROGRAMS if name not in _TABLES)]
 
 
 class UnmappedStore(Store):
@@ -57,13 +68,11 @@ class UnmappedStore(Store):
 @dataclass(frozen=True)
 class CacheSpec:
     """How the shards of one cache were made. strides: of the autoencoder, (spatial, temporal); None if it is not known.
-    channels: of its latents. condition_frames: latent frames of a condition, None for as many as the clip has.
-    check_row: of what item stages make; ValueError for a wrong row."""
+    channels: of its latents. condition_frames: latent frames of a condition, None for as many as the clip has."""
 
     strides: tuple[int, int] | None = None
     channels: int = 0
     condition_frames: int | None = 1
-    check_row: Callable[[ShardRow], object] | None = None
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "CacheSpec":
@@ -77,94 +86,70 @@ class CacheSpec:
             raise ValueError(f"{frames} is not a number of frames")
         return cls((spatial, temporal), channels, frames)
 
-
-class ExpectedShards:
-    """The demands that the root's plans and provenance require of its shards."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._units = plans.all_units(store)
-        self._rows = {name: row for row, name in enumerate(self._units.column("unit_id").to_pylist())}
-        self._specs: dict[str, CacheSpec] = {}
-
-    def unit(self, name: str) -> Unit | None:
-        """The unit of that name in any plan; None where no plan has it any longer."""
-        if name not in self._rows:
-            return None
-        (row,) = self._units.slice(self._rows[name], 1).to_pylist()
-        return Unit(**{key: row[key] for key in UNITS_SCHEMA.names} | {"members": tuple(row["members"])})
-
-    def cache_spec(self, cache: str) -> CacheSpec:
-        """Return that of the cache `<kind>/<fingerprint>`; empty where its provenance.json can't be read."""
-        if check := ROW_CHECKS.get(cache.partition("/")[0]):
-            return CacheSpec(check_row=check)
-        if cache not in self._specs:
-            try:
-                self._specs[cache] = CacheSpec.of(self._store.read_json(f"{cache}/provenance.json"))
-            except (OSError, StoreError, DamageError, ValueError, KeyError, TypeError):
-                self._specs[cache] = CacheSpec()
-        return self._specs[cache]
-
-
-def check_shard(store: Store, rel: str, expected: ExpectedShards) -> list[DamageError]:
-    """Everything that is wrong with the shard at `rel`; nothing where it was removed meanwhile."""
-    cache, _, name = rel.rpartition("/")
-    tensors = TensorChecker(expected.cache_spec(cache))
-
-    def check_meta(meta: ShardMeta) -> Iterator[str]:
-        """Return where the shard differs from its unit. Opening it checks for duplicate ids."""
-        tensors.bucket = meta.bucket
-        unit = expected.unit(shard.unit_name(name))
-        if unit is None:
-            return
-        present, members = set(meta.ids) | {member.id for member in meta.set_aside}, set(unit.members)
-        if meta.bucket != unit.bucket:
-            yield f"it is of bucket {meta.bucket!r}, and its unit of {unit.bucket!r}"
-        if lacking := members - present:
-            yield f"it lacks {len(lacking)} of its unit's {len(members)} members, such as {min(lacking)}"
-        if extra := present - members:
-            yield f"it has {len(extra)} members that its unit has not, such as {min(extra)}"
-
-    damages = shard_io.verify(store, rel, check_meta, tensors.check)
-    return damages if not damages or store.exists(rel) else []
-
-
-class TensorChecker:
-    """Checks the rows of one shard, one after another. `bucket` is set once the shard's description is read."""
-
-    def __init__(self, spec: CacheSpec) -> None:
-        self.bucket = ""
-        self._spec = spec
-
-    def check(self, row: ShardRow) -> None:
-        """ValueError with what is wrong with a row's tensors, or with its captions or measures."""
-        spec = self._spec
-        if spec.check_row:
-            spec.check_row(row)
-        elif not row.tensors:
+    def check(self, row: ShardRow, bucket: str) -> None:
+        """ValueError with what is wrong with a row's tensors."""
+        if not row.tensors:
             raise ValueError("it has no tensors")
         for name, array in row.tensors.items():
             base = name.rpartition(".")[2]  # an export's rows hold several texts: text0.embeds, text1.embeds, ...
             if base == "embeds" and (problem := find_scale_problem(row.tensors, name.removesuffix(base))):
                 raise ValueError(problem)
-            if spec.strides is not None or base not in ("latent", "condition", "mask"):
-                strides, frames = spec.strides or (1, 1), spec.condition_frames
-                given = (array.shape, self.bucket, strides, spec.channels)
-                if problem := find_shape_problem(base, *given, condition_frames=frames):
+            if self.strides is not None or base not in ("latent", "condition", "mask"):
+                given = (array.shape, bucket, self.strides or (1, 1), self.channels)
+                if problem := find_shape_problem(base, *given, condition_frames=self.condition_frames):
                     raise ValueError(f"{name} {problem}")
             if not array.is_finite():
                 raise ValueError(f"{name} has numbers that are NaN or infinite")
 
 
-def list_shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
+class ShardChecker:
+    """Compares shards with the units of the root's plans, and rows with what the cache's provenance.json says."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._units = plans.all_units(store).select(["unit_id", "bucket", "members"])
+        self._rows = {name: row for row, name in enumerate(self._units.column("unit_id").to_pylist())}
+
+    def check(self, rel: str) -> list[DamageError]:
+        """Everything that is wrong with the shard at `rel`; nothing if it was removed meanwhile."""
+        cache, _, name = rel.rpartition("/")
+        row_check, buckets = ROW_CHECKS.get(cache.partition("/")[0]), [""]
+        spec = CacheSpec() if row_check else self._read_spec(cache)
+
+        def check_meta(meta: ShardMeta) -> Iterator[str]:
+            """What differs from the shard's unit. Opening the shard checks for duplicate ids."""
+            buckets[0] = meta.bucket
+            number = self._rows.get(shard.unit_name(name))
+            if number is None:  # no plan has it any longer
+                return
+            (unit,) = self._units.slice(number, 1).to_pylist()
+            present, members = set(meta.ids) | {member.id for member in meta.set_aside}, set(unit["members"])
+            if meta.bucket != unit["bucket"]:
+                yield f"it is of bucket {meta.bucket!r}, and its unit of {unit['bucket']!r}"
+            if lacking := members - present:
+                yield f"it lacks {len(lacking)} of its unit's {len(members)} members, such as {min(lacking)}"
+            if extra := present - members:
+                yield f"it has {len(extra)} members that its unit has not, such as {min(extra)}"
+
+        def check_row(row: ShardRow) -> None:
+            row_check(row) if row_check else spec.check(row, buckets[0])
+
+        damages = shard_io.verify(self._store, rel, check_meta, check_row)
+        return damages if not damages or self._store.exists(rel) else []
+
+    def _read_spec(self, cache: str) -> CacheSpec:
+        """Of the cache `<kind>/<fingerprint>`; it demands nothing if its provenance.json can't be read."""
+        try:
+            return CacheSpec.of(self._store.read_json(f"{cache}/provenance.json"))
+        except (OSError, StoreError, DamageError, ValueError, KeyError, TypeError):
+            return CacheSpec()
+
+
+def list_shards(store: Store) -> dict[str, int]:
     """Path -> bytes of every shard under the root; a tar's bytes include its sidecar's."""
-    shards: dict[str, int] = {}
-    for kind in kinds:
-        sizes = {f"{kind}/{entry.name}": entry.size for entry in store.list_files(kind)}
-        for rel, size in sizes.items():
-            if is_shard(rel):  # a folder called text/ may also hold a user's files
-                shards[rel] = size + sizes.get(rel.removesuffix(shard.TAR_SUFFIX) + shard.SIDECAR_SUFFIX, 0)
-    return shards
+    sizes = {entry.name: entry.size for entry in store.list_files()}
+    sidecars = {name: name.removesuffix(shard.TAR_SUFFIX) + shard.SIDECAR_SUFFIX for name in sizes}
+    return {name: size + sizes.get(sidecars[name], 0) for name, size in sizes.items() if is_shard(name)}
 
 
 def find_missing_shards(store: Store, present: dict[str, int]) -> dict[str, str]:
@@ -215,11 +200,15 @@ DamageByPath = dict[str, list[DamageError]]
 
 
 def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
-    """How many files were checked, and what is wrong with them. A file that is removed meanwhile is skipped."""
+    """How many files were checked, and what is wrong with them: of plans and sets only those that have their plan.json
+    or set.json, and for these also the tables that are missing. A file that is removed meanwhile is skipped."""
+    names = {entry.name for entry in store.list_files() if is_project_file(entry.name)}
+    finished = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
+    names = {name for name in names if _is_table(name, finished)}
+    for folder in finished:
+        names |= {f"{folder}/{table}.arrow" for table in _OF_FOLDER.get(folder.partition("/")[0], ())}
     damaged = DamageByPath()
-    names = [name for top in ("media", "items", EDITS, "plans", "sets", "rejects") for name in _table_paths(store, top)]
-    names += [name for top in STAGE_PROGRAMS for name in _table_paths(store, top) if name.endswith("/provenance.json")]
-    for name in names:
+    for name in sorted(names, key=lambda name: (_TOPS.index(name.partition("/")[0]), name)):
         try:
             _check_file(store, name)
         except FileNotFoundError:
@@ -229,16 +218,11 @@ def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
     return len(names), damaged
 
 
-def _table_paths(store: Store, top: str) -> list[str]:
-    """The project's files under `top`. Of plans and sets only those that have their plan.json or set.json, and for
-    these also the tables that are missing."""
-    names = [f"{top}/{name}" for name in store.list_names(top) if is_project_file(f"{top}/{name}")]
-    if top not in ("plans", "sets"):
-        return names
-    folders = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
-    finished = (name for name in names if name.count("/") != 2 or name.rpartition("/")[0] in folders)
-    tables = plans.PLAN_TABLES if top == "plans" else TABLE_CHECKS
-    return sorted({*finished, *(f"{folder}/{table}.arrow" for folder in folders for table in tables)})
+def _is_table(name: str, finished: set[str]) -> bool:
+    top, folder = name.partition("/")[0], name.rpartition("/")[0]
+    if top in STAGE_PROGRAMS:
+        return name.endswith("/provenance.json") or name.startswith(f"{EDITS}/")
+    return top in _TOPS and (top not in _OF_FOLDER or folder == top or folder in finished)
 
 
 def _check_file(store: Store, rel: str) -> None:
@@ -247,14 +231,8 @@ def _check_file(store: Store, rel: str) -> None:
     table = file.removesuffix(".arrow")
     if file == "provenance.json":
         store.read_json(rel)
-    elif top == "media":
-        store.read_table(rel, media_table.check_media_table)
-    elif top == "items":
-        store.read_table(rel, table_checks.check_items)
-    elif top == "captions":
-        store.read_table(rel, table_checks.check_caption_edits)
-    elif top == "rejects":
-        store.read_table(rel, table_checks.check_rejects)
+    elif top in _TABLES:
+        store.read_table(rel, _TABLES[top])
     elif top == "plans":
         if table in plans.PLAN_TABLES:
             plans.read_plan_table(store, name, table)
@@ -264,7 +242,7 @@ def _check_file(store: Store, rel: str) -> None:
         read_pointer(store, rel)
     elif table in TABLE_CHECKS:
         read_set_table(store, name, table)
-    else:  # set.json: it must fit its tables, where each of these is sound
+    else:  # set.json: it must fit its tables, if each of these is sound
         meta = store.read_json(f"sets/{name}/set.json")
         for table in TABLE_CHECKS:
             try:

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schemas.cli.starting import start_program
-from schemas.text_format import describe_exit, shorten
+from schemas.text_format import describe_exit, format_bytes, shorten
 
 if TYPE_CHECKING:
     import torch
 
 TIME_LIMIT_S = 120.0  # torch from a cold disk and the first use of a card take a minute
+LEAST_SPACE = 20 << 30  # bytes of a disk; a cache of a few thousand clips takes more
+UNWRITABLE = "nothing can be written there"
 DTYPES = ("float32", "bfloat16", "float16")
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 #: train.attention_backend -> torch's name of the kernels of scaled_dot_product_attention
@@ -143,9 +145,14 @@ def _describe(name: str, model: str, device: "torch.device") -> dict[str, Any]:
 def probe_library(module: str, distribution: str) -> dict[str, Any]:
     """Import a library; its version."""
     importlib.import_module(module)
-    with suppress(PackageNotFoundError):
-        return {"version": version(distribution)}
-    return {"version": "of unknown version"}
+    return {"found": find_version(distribution)}
+
+
+def find_version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "of unknown version"
 
 
 def probe_decoders() -> dict[str, Any]:
@@ -161,16 +168,23 @@ def probe_store(url: str) -> dict[str, Any]:
 
     filesystem, path = open_filesystem(url)
     try:
-        return {"entries": len(filesystem.ls(path, detail=False))}
+        return {"found": f"reached, {len(filesystem.ls(path, detail=False))} names"}
     except FileNotFoundError:
-        return {"entries": 0}
+        return {"found": "reached, 0 names"}
 
 
 def probe_disk(location: str) -> dict[str, Any]:
     """Find the disk of a folder, which need not be there yet, and its free space."""
     path = Path(location).absolute()
     folder = next(part for part in (path, *path.parents) if part.is_dir())
-    return {"folder": str(folder), "free": shutil.disk_usage(folder).free, "writable": os.access(folder, os.W_OK)}
+    free = shutil.disk_usage(folder).free
+    finding = {"found": f"{folder}: {format_bytes(free)} free"}
+    if not os.access(folder, os.W_OK):
+        return finding | {"follows": UNWRITABLE, "remedy": "choose another place, or allow this user to write"}
+    if free < LEAST_SPACE:
+        advice = "free space, or choose a place on another disk"
+        return finding | {"follows": "little room for caches and checkpoints", "remedy": advice}
+    return finding
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {

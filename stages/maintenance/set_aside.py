@@ -3,8 +3,8 @@
 import csv
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
@@ -14,7 +14,7 @@ from cache.sets.set_lookup import current_plan
 from cache.store.files import check_folder, explained, replacing
 from cache.store.store import Store
 from schemas.activities import activity
-from schemas.cli.report import WIDTH, Report, fold
+from schemas.cli.console import Options, Report
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable
@@ -23,6 +23,8 @@ from stages.encoding import stage_registry
 CSV_COLUMNS = ("stage", "dataset", "item", "path", "reason", "message", "remedy")
 #: Of a cell that spreadsheets take for a formula; tabs and line breaks are escaped before.
 FORMULA_STARTS = ("=", "+", "-", "@")
+EXAMPLES = 5  # items of a reason that are shown
+MAX_REMEDIES = 3  # of a reason that are shown
 UNKNOWN_ADVICE = "see docs/datasets.md, or leave it set aside"
 
 
@@ -113,48 +115,33 @@ def _parse(dataset: str, row: dict[str, Any]) -> SetAside:
     return SetAside(row["stage"], dataset, row["item"], row["path"], row["reason"], problem, remedy)
 
 
-EXAMPLES = 5  # items of a reason that are shown
-MAX_REMEDIES = 3  # of a reason that are shown
-
-
-@dataclass
-class RejectsReport(Report):
-    """A report whose summary shows the items by reason; the document has all of them. shown: of each reason, None for
-    all."""
-
-    shown: int | None = EXAMPLES
-
-    def summary(self, complete: Callable[[str], str] = str, width: int = WIDTH) -> str:
-        items = [SetAside(**row) for row in self.details["rejects"]]
-        groups = group_by_reason(items)
-        if not groups:
-            return "status: nothing was set aside"
-        reasons = f"{len(groups)} reason{'s' if len(groups) > 1 else ''}"
-        lines = [f"status: {len(items):,} items set aside, for {reasons}"]
-        for group in groups:
-            lines += ["", *_describe_group(group, self.shown, width)]
-        if "csv" in self.details:
-            lines += ["", f"all of them as CSV: {self.details['csv']}"]
-        return "\n".join([*lines, "", "Next:", *(f"  {step}" for step in self.next_steps)])
-
-    def to_dict(self) -> dict:
-        document = super().to_dict()
-        del document["shown"]
-        return document
-
-
-def report_rejects(config: Config, dry_run: bool, every: bool, csv_file: Path | None) -> Report:
-    """Report what discover, bucket and, for the current plan, the encoding stages set aside. every: show all items."""
+def report_rejects(config: Config, options: Options, every: bool, csv_file: Path | None) -> Report:
+    """What discover, bucket and, for the current plan, the encoding stages set aside: reasons with their remedies, and
+    items. every: all items, not EXAMPLES of a reason."""
     with activity("reading what was set aside"):
         items = list_set_aside(Store(config.root), config)
-    report = RejectsReport(program="status", dry_run=dry_run, shown=None if every else EXAMPLES)
-    groups = [
-        {"stage": group.stage, "reason": group.reason, "items": len(group.items), "remedies": list(group.remedies)}
-        for group in group_by_reason(items)
-    ]
-    rows = [{column: getattr(item, column) for column in CSV_COLUMNS} for item in items]
-    report.details = {"reasons": groups, "rejects": rows}
-    if csv_file is not None and not dry_run:
+    groups = group_by_reason(items)
+    report = Report("status", dry_run=options.dry_run)
+    report.answer = f"{len(items):,} items set aside, for {len(groups)} reasons" if items else "nothing was set aside"
+    rows = [{"stage": group.stage, "reason": group.reason, "items": len(group.items)} for group in groups]
+    if options.json:
+        report.details["reasons"] = [
+            row | {"remedies": list(group.remedies)} for row, group in zip(rows, groups, strict=True)
+        ]
+        report.details["rejects"] = [asdict(item) for item in items]
+    elif items:
+        report.details["reasons"] = [
+            row | {"remedy": "; or: ".join([*group.remedies][:MAX_REMEDIES])}
+            for row, group in zip(rows, groups, strict=True)
+        ]
+        shown = [item for group in groups for item in (group.items if every else group.items[:EXAMPLES])]
+        report.details["items"] = [
+            {"reason": item.reason, "item": f"{item.dataset}/{item.path or item.item}", "message": item.message}
+            for item in shown
+        ]
+        if len(shown) < len(items):
+            report.details["more"] = f"{len(items) - len(shown):,} items: --all shows them, --csv FILE writes them"
+    if csv_file is not None and not options.dry_run:
         check_folder(csv_file.parent)
         with (
             explained(str(csv_file)),
@@ -167,23 +154,3 @@ def report_rejects(config: Config, dry_run: bool, every: bool, csv_file: Path | 
         option = "" if name in ("discover", "bucket") else " --retry-set-aside"
         report.next_steps.append(f"latentpress {name}{option}   # once the cause is corrected")
     return report
-
-
-def _describe_group(group: RejectGroup, shown: int | None, width: int) -> Iterator[str]:
-    count = f"{len(group.items):,} item{'s' if len(group.items) > 1 else ''}"
-    yield f"{group.stage}: {group.reason}, {count}"
-    remedies = list(group.remedies.items())[:MAX_REMEDIES]
-    for remedy, items in remedies:
-        of = f" ({items:,} of them)" if len(remedies) > 1 else ""
-        yield from _indent(f"{escape_unprintable(remedy)}{of}", "  -> ", "     ", width)
-    for item in group.items[:shown]:
-        name = escape_unprintable(item.path or item.item)
-        folder = f"{item.dataset}/" if item.dataset and not name.startswith("/") else ""
-        yield from _indent(f"{folder}{name}: {escape_unprintable(item.message)}", "  ", "    ", width)
-    if more := len(group.items) - len(group.items[:shown]):
-        yield f"  ... and {more:,} more: --all shows them, --csv FILE writes them"
-
-
-def _indent(text: str, first: str, others: str, width: int) -> Iterator[str]:
-    for number, line in enumerate(fold(text, width - len(first), divide_paths=True)):
-        yield (others if number else first) + line

@@ -55,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     def find(probe: str, *given: str, time_limit: float) -> dict[str, Any]:
         if probe == "disk":
             return found.get("disk") or probes.probe_disk(*given)
-        return found.get(given[0] if probe == "library" else probe, {"version": "1.0"})
+        return found.get(given[0] if probe == "library" else probe, {"found": "1.0"})
 
     monkeypatch.setattr(doctor, "run_probe", find)
     return found
@@ -97,9 +97,9 @@ def test_every_line_that_something_follows_from_has_a_remedy(quick, tmp_path, mo
     [
         ("model.precision=bfloat16", "train.device", "cuda:0 does not compute in bfloat16"),
         ("train.base_precision=fp8-torchao", "train.device", "cuda:0 does not compute in float8"),
-        ("train.attention_backend=xformers", "train.attention_backend xformers", "xformers is not installed"),
-        ("train.optimizer.name=lion_pytorch.Lion", "train.optimizer.name lion_pytorch.Lion", "lion_pytorch is not"),
-        ("text.quantization=nf4-bnb", "text.quantization nf4-bnb", "bitsandbytes can't be used: no driver"),
+        ("train.attention_backend=xformers", "train.attention_backend xformers", "xformers: not installed"),
+        ("train.optimizer.name=lion_pytorch.Lion", "train.optimizer.name lion_pytorch.Lion", "lion_pytorch: not"),
+        ("text.quantization=nf4-bnb", "text.quantization nf4-bnb", "bitsandbytes: no driver"),
     ],
 )
 def test_what_the_configuration_needs_and_this_machine_lacks(

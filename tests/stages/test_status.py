@@ -112,10 +112,10 @@ def test_watching_prints_a_line_for_each_change_and_ends_when_nothing_remains() 
     report = status.refresh_until_done(look(9, 9, 4, 0), Console(stderr=out), 0.0)
     assert report.exit_code == 0
     assert out.getvalue().splitlines() == [
-        "encode-text: 0 texts done, 9 remaining, 3 texts/s, 0:00:01 left",
+        "encode-text: 0 texts done, 9 remaining",
         status.NOTHING_RUNS,
-        "encode-text: 5 texts done, 4 remaining, 3 texts/s, 0:00:01 left",
-        "encode-text: 9 texts done, 0 remaining, 3 texts/s, 0:00:01 left",
+        "encode-text: 5 texts done, 4 remaining",
+        "encode-text: 9 texts done, 0 remaining",
     ]
 
 
@@ -129,12 +129,12 @@ def test_watching_goes_on_until_training_is_finished() -> None:
     out = io.StringIO()
     assert status.refresh_until_done(now, Console(stderr=out), 0.0).details["training"][0]["state"] == "finished"
     assert out.getvalue().splitlines() == [
-        "train: not started, step 5 of 9, loss 1, 2 samples/s, 0:00:09 left",
+        "train: not started, step 5 of 9",
         status.NOTHING_RUNS,
-        "train: running, step 5 of 9, loss 1, 2 samples/s, 0:00:09 left",
-        "train: stopped, step 5 of 9, loss 1, 2 samples/s, 0:00:09 left",
+        "train: running, step 5 of 9",
+        "train: stopped, step 5 of 9",
         status.NOTHING_RUNS,
-        "train: finished, step 5 of 9, loss 1, 2 samples/s, 0:00:09 left",
+        "train: finished, step 5 of 9",
     ]
 
 
@@ -149,12 +149,13 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     home = project("sana")
     for number in range(12):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    assert home.run(status.run, rejects_too=True).details["rejects"] == []
+    assert "nothing was set aside" in home.run(status.run, rejects_too=True).summary()
     (home.media / "0.txt").unlink()
     home.image("small.png", (32, 32), "small")
     for program in (discover, bucket):
         home.run(program.run, "datasets.photos.allow_upscale=false")
-    report = home.run(status.run, "datasets.photos.allow_upscale=false", rejects_too=True)
+    settings = "datasets.photos.allow_upscale=false"
+    report = home.run(status.run, settings, rejects_too=True, json=True)
     rows = {row["path"]: row for row in report.details["rejects"]}
     assert {path: (row["stage"], row["reason"]) for path, row in rows.items()} == {
         "0.png": ("discover", "no-caption"),
@@ -162,13 +163,13 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     }
     assert rows["small.png"]["message"] == "is 32x32, smaller than its bucket 64x64"
     assert "set allow_upscale: true" in rows["small.png"]["remedy"] and rows["0.png"]["remedy"]
-    text = " ".join(report.summary().split())
-    assert all(row[key] in text for row in rows.values() for key in ("item", "reason", "message"))
-    assert rows["small.png"]["remedy"] in text and "into <name>.txt" in text
+    text = " ".join(home.run(status.run, settings, rejects_too=True).summary().split())
+    assert all(row[key] in text for row in rows.values() for key in ("path", "reason"))
+    assert rows["small.png"]["message"] in text and "set allow_upscale: true" in text and "into <name>.txt" in text
     table = home.folder / "new" / "aside.csv"
-    assert home.run(status.run, "datasets.photos.allow_upscale=false", csv_file=table, dry_run=True).exit_code == 0
+    assert home.run(status.run, settings, csv_file=table, dry_run=True).exit_code == 0
     assert not table.exists()
-    home.run(status.run, "datasets.photos.allow_upscale=false", csv_file=table)
+    home.run(status.run, settings, csv_file=table)
     with table.open(newline="", encoding="utf-8") as file:
         assert {row["path"]: row for row in csv.DictReader(file)} == rows
     assert any(step.startswith("latentpress discover ") for step in report.next_steps) and report.exit_code == 0
