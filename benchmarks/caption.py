@@ -38,7 +38,7 @@ from schemas.config.encoding import PRESETS
 from schemas.config.loading import load_config
 from schemas.geometry import Bucket
 from stages import caption, discover
-from stages.encoding.captions.inputs import QWEN_CHAT, PreparedItem
+from stages.encoding.captions.describer import QWEN_CHAT, PreparedItem
 from stages.encoding.stage_registry import CAPTION
 
 KIND = "kandinsky5-image-t2i"

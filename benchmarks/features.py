@@ -40,9 +40,9 @@ from cache.store.store import Store
 from schemas.config.loading import load_config
 from stages import discover, features
 from stages.discovery.media_table import read_configured_media
-from stages.encoding.feature_columns import find_item_table
 from stages.encoding.features.confirmation import LocalFeatures, are_copies, find_local_features
 from stages.encoding.features.settings import EDGE
+from stages.encoding.item_plans import find_item_table
 
 SIZES = ((1152, 896), (896, 1152), (1024, 1024))
 #: Photographs and scans of scikit-image, without drawings, and without the right one of a stereo pair.

@@ -112,7 +112,7 @@ def count_step(case: Flavour, tokens: int) -> tuple[int, int]:
     family, settings = module_of(config.model.family_spec), config.train
     with META:
         model = family.untrained(case.shape, torch.float32)
-    batch = make_batch(config, model, case.bucket, tokens)
+    batch = make_batch(model, config.model, config.train.batch_size, case.bucket, tokens)
 
     def compute_loss() -> torch.Tensor:
         noise, sigma_B = torch.empty_like(batch.latents_BCTHW), torch.empty(settings.batch_size)

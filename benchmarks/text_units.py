@@ -101,7 +101,10 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 0])
     options = parser.parse_args()
     config, plan = make_plan(options.samples, options.unit_mib)
-    latents = place(units.sample_units(config, plan.samples))
+    sizes = units.sample_tensor_bytes(config.model, config.latents, plan.samples)
+    limit = int(options.unit_mib * 2**20)
+    latents = place(units.sample_units(plan.samples, sizes, limit))
+    text_sizes = units.text_tensor_bytes(config.model, config.text, plan.texts)
     length = (8 + length // 4 for length in map(len, plan.texts.column("text").to_pylist()))
     tokens = dict(zip(plan.texts.column("text_id").to_pylist(), length, strict=True))
     print_header(
@@ -110,7 +113,7 @@ def main() -> None:
     )
     for group in options.groups:
         units.TEXT_GROUP = group or ALL
-        table = units.text_units(config, plan.texts, plan.active)
+        table = units.text_units(plan.texts, plan.active, text_sizes, limit)
         spans, own, texts = training_shards(plan, latents, place(table))
         order = order_by_sections(IntColumn(pa.chunked_array([pa.array(own, pa.int32())])), options.shuffle_shards)
         schedule = BatchSchedule(spans, 0, BATCH_SIZE, GLOBAL_BATCH, order)

@@ -47,7 +47,7 @@ def train_describer(captions: dict[Path, str], checkpoint: Path) -> None:
     """Train the checkpoint's text encoder, in place, to describe these photographs and parts of them."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    from stages.encoding.captions.inputs import QwenInputs, Shown
+    from stages.encoding.captions.describer import QwenInputs, Shown
     from stages.planning.items import fit_sizes
 
     torch.manual_seed(0)

@@ -6,11 +6,13 @@ identifies the encoders' weights, which have to be read.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
 
 from schemas.config.datasets import Dataset
+from schemas.config.encoding import Caption, Features, Latents, Masks, Model, Text, Vision
 from schemas.config.filters import feature_columns
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
@@ -62,11 +64,13 @@ def build_recipe(config: Config, side_multiple: int) -> Settings:
         "flavour": config.model.flavour_spec.name,
         "task": config.model.task,
         "plan": plan_settings(config, side_multiple),
-        "text": text_settings(config),
-        "latents": latents_settings(config),
+        "text": text_settings(config.model, config.text),
+        "latents": latents_settings(config.model, config.latents),
     }
     if config.vision.source:  # the model's name alone, as another machine may have it in another folder
-        recipe["vision"] = vision_settings(config) | {"model": PurePath(config.vision.source).name}
+        recipe["vision"] = vision_settings(config.model, config.vision, config.latents) | {
+            "model": PurePath(config.vision.source).name
+        }
     return json.loads(json.dumps(recipe))  # of the types that a set.json that is read has
 
 
@@ -98,26 +102,29 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         settings["sources"] = "as their targets"  # how they are cropped
     if config.model.condition is not None and config.model.condition.size is not None:
         settings["references"] = asdict(config.model.condition.size)
-    if uses_features(config) and config.features is not None:
+    if config.features is not None and uses_features(config.features, config.datasets):
         model = config.features.source and PurePath(config.features.source).name
         compared = {"duplicates": config.features.duplicates, "clusters": config.features.clusters}
-        settings["features"] = features_settings(config) | {"model": model} | compared
+        settings["features"] = (
+            features_settings(config.model, config.features, config.latents) | {"model": model} | compared
+        )
     used = {name for dataset in config.datasets if not dataset.disabled for name in dataset.used_caption_sets}
     if config.caption is not None and "current" in used:
         # The model's name alone, as another machine may have it in another folder; None: the checkpoint's text encoder.
         model = config.caption.model and PurePath(config.caption.model).name
-        settings["caption"] = caption_settings(config) | {"model": model}
+        settings["caption"] = caption_settings(config.model, config.caption, config.latents) | {"model": model}
     if config.masks is not None and any(row.makes_masks for row in config.datasets if not row.disabled):
-        settings["masks"] = masks_settings(config) | {"model": PurePath(config.masks.model).name}
+        settings["masks"] = masks_settings(config.model, config.masks, config.latents)
+        settings["masks"] |= {"model": PurePath(config.masks.model).name}
     return settings
 
 
-def uses_features(config: Config) -> bool:
+def uses_features(features: Features | None, datasets: Sequence[Dataset]) -> bool:
     """Whether a plan depends on what `features` makes: by filters, and where a share is held out, of which
     near-duplicates are on one side."""
-    used = [dataset for dataset in config.datasets if not dataset.disabled]
+    used = [dataset for dataset in datasets if not dataset.disabled]
     named = any(feature_columns(getattr(dataset, option)) for dataset in used for option in FILTERS)
-    return config.features is not None and (named or any(dataset.eval or dataset.eval_fraction for dataset in used))
+    return features is not None and (named or any(dataset.eval or dataset.eval_fraction for dataset in used))
 
 
 def dataset_settings(dataset: Dataset) -> Settings:
@@ -158,10 +165,10 @@ def discovery_settings(dataset: Dataset) -> Settings:
 QUANTIZATION_NAMES = {"nf4-bnb": "nf4-bnb: matrices of the language model's blocks, multiples of 32x64"}
 
 
-def text_settings(config: Config) -> Settings:
+def text_settings(model: Model, text: Text) -> Settings:
     """Settings that determine the bytes of a shard of embeddings, beside the texts and the encoder's weights."""
-    model, family, template = config.model, config.model.family_spec, config.text.stored_template(config.model.template)
-    precision, quantization = config.text.precision or model.precision, config.text.quantization
+    family, template = model.family_spec, text.stored_template(model.template)
+    precision, quantization = text.precision or model.precision, text.quantization
     if quantization == "bf16" and precision == "bfloat16":
         quantization = "no_change"
     settings = {
@@ -170,13 +177,13 @@ def text_settings(config: Config) -> Settings:
         "encoder": family.text_encoder,
         "precision": precision,
         "quantization": QUANTIZATION_NAMES.get(quantization, quantization),
-        "attention": config.text.attention or family.text_attention,
+        "attention": text.attention or family.text_attention,
         "template": {"name": template.name, "text": template.text, "crop": template.crop},
-        "max_length": config.text.max_length or template.max_length,
+        "max_length": text.max_length or template.max_length,
         "layers": template.layers,
         "padded": template.padded,
-        "positions": config.text.positions,
-        "storage": config.text.embeds_dtype(precision),
+        "positions": text.positions,
+        "storage": text.embeds_dtype(precision),
     }
     if template.image_size is not None:
         settings |= {
@@ -191,21 +198,19 @@ def text_settings(config: Config) -> Settings:
     return settings
 
 
-def latents_settings(config: Config) -> Settings:
+def latents_settings(model: Model, latents: Latents) -> Settings:
     """Settings that determine the bytes of a shard of latents, beside the samples and the autoencoder's weights."""
-    model, family = config.model, config.model.family_spec
+    family = model.family_spec
     settings = {
         "stage": "encode-latents",
         "version": LATENTS_VERSION,
         "autoencoder": family.autoencoder,
-        "settings": config.latents.settings(family),
-        "precision": config.latents.precision or model.precision,
-        "posterior": config.latents.posterior if family.posterior else None,
-        "decoder": config.latents.decoder if family.video else None,
-        "resize": RESIZE,
-        "color": COLOR,
+        "settings": latents.settings(family),
+        "precision": latents.precision or model.precision,
+        "posterior": latents.posterior if family.posterior else None,
         "mask": MASK,
         "normalization": asdict(family.normalization),
+        **_pixel_settings(model, latents),
     }
     # Tasks whose conditions are encoded as one frame share the latents of tasks that have none.
     if model.condition is not None and (model.condition.frames != 1 or model.condition.padded):
@@ -215,10 +220,14 @@ def latents_settings(config: Config) -> Settings:
     return settings
 
 
-def caption_settings(config: Config) -> Settings:
+def _pixel_settings(model: Model, latents: Latents) -> Settings:
+    """How pictures and clips become pixels."""
+    return {"decoder": latents.decoder if model.family_spec.video else None, "resize": RESIZE, "color": COLOR}
+
+
+def caption_settings(model: Model, caption: Caption, latents: Latents) -> Settings:
     """Settings that determine captions, beside the items and the model's weights."""
-    caption, has_sources = config.caption, has_source_images(config)
-    assert caption is not None
+    has_sources = has_source_images(model)
     settings: Settings = {
         "stage": "caption",
         "version": CAPTION_VERSION,
@@ -228,74 +237,62 @@ def caption_settings(config: Config) -> Settings:
         "repetition_penalty": caption.repetition_penalty,
         "prefix": caption.prefix,
         "forbidden": list(caption.forbidden),
-        "precision": caption.precision or config.model.precision,
+        "precision": caption.precision or model.precision,
         "quantization": QUANTIZATION_NAMES.get(caption.quantization, caption.quantization),
         "attention": caption.attention,
-        "decoder": config.latents.decoder if config.model.family_spec.video else None,
-        "resize": RESIZE,
-        "color": COLOR,
+        **_pixel_settings(model, latents),
     }
     if caption.temperature:
         settings["drawn"] = {name: getattr(caption, name) for name in ("temperature", "top_p", "seed")}
     return settings
 
 
-def features_settings(config: Config) -> Settings:
+def features_settings(model: Model, features: Features, latents: Latents) -> Settings:
     """Settings that determine features and measures, beside the items and the model's weights."""
-    features = config.features
-    assert features is not None
     settings: Settings = {
         "stage": "features",
         "version": FEATURES_VERSION,
         "frames": features.frames,
         "measures": MEASURES,
-        "decoder": config.latents.decoder if config.model.family_spec.video else None,
-        "resize": RESIZE,
-        "color": COLOR,
+        **_pixel_settings(model, latents),
     }
     if features.source is not None:
         settings["shown"] = {
             "size": features.pixels,
-            "precision": features.precision or config.model.precision,
+            "precision": features.precision or model.precision,
             "pixels": VISION_PIXELS,
             "pooling": FEATURES_POOLING,
         }
     return settings
 
 
-def masks_settings(config: Config) -> Settings:
+def masks_settings(model: Model, masks: Masks, latents: Latents) -> Settings:
     """Settings that determine made masks, beside the items and the model's weights."""
-    masks = config.masks
-    assert masks is not None
     names = ("classes", "box_column", "threshold", "grow", "blur", "invert", "min_area", "resolution")
     return masks.model_dump(include={*names}, mode="json") | {
         "stage": "masks",
         "version": MASKS_VERSION,
-        "precision": masks.precision or config.model.precision,
-        "decoder": config.latents.decoder if config.model.family_spec.video else None,
-        "resize": RESIZE,
-        "color": COLOR,
+        "precision": masks.precision or model.precision,
+        **_pixel_settings(model, latents),
     }
 
 
-def has_source_images(config: Config) -> bool:
+def has_source_images(model: Model) -> bool:
     """Whether the task makes a picture of others."""
-    return config.model.condition is not None and config.model.condition.kind in ("source", "references")
+    return model.condition is not None and model.condition.kind in ("source", "references")
 
 
-def vision_settings(config: Config) -> Settings:
+def vision_settings(model: Model, vision: Vision, latents: Latents) -> Settings:
     """Settings that determine the bytes of a shard of vision features, beside the samples and the model's weights."""
-    vision, family = config.vision, config.model.family_spec
+    family = model.family_spec
     return {
         "stage": "encode-vision",
         "version": VISION_VERSION,
         "size": vision.pixels,
-        "precision": vision.precision or config.model.precision,
+        "precision": vision.precision or model.precision,
         "pixels": VISION_PIXELS,
         "pooling": VISION_POOLING,
         # Instead of the family: families with tokens of the same size share their features.
         "token": [family.temporal_stride, family.side_multiple],
-        "decoder": config.latents.decoder if family.video else None,
-        "resize": RESIZE,
-        "color": COLOR,
+        **_pixel_settings(model, latents),
     }

@@ -4,6 +4,7 @@ The planning itself is pure (`stages/planning/`). A plan contains only samples a
 the complete list of active samples. If nothing changed, nothing is published.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,18 +21,19 @@ from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.activities import activity
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
+from schemas.config.datasets import Dataset
 from schemas.config.filters import feature_columns
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
 from schemas.tables import ACTIVE_SCHEMA
 from schemas.text_format import escape_unprintable
-from stages.encoding.feature_columns import read_media
+from stages.encoding.item_plans import read_media
 from stages.encoding.made_items import read_made_captions, read_made_masks
 from stages.media.files import MediaError
 from stages.planning import summary, units
 from stages.planning.plan_builder import DraftPlan, build_plan
-from stages.planning.units import find_open_members
+from stages.planning.units import find_open_members, sample_tensor_bytes, text_tensor_bytes
 from stages.planning.validation_prompts import add_validation_prompts, describe_image
 
 TableRow = dict[str, Any]
@@ -92,7 +94,7 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     }
     report.details = _report_details(config, plan, new_samples, new_texts)
     if config.features is not None:
-        report.details["near_duplicates"] = _count_near_duplicates(config, media, items)
+        report.details["near_duplicates"] = _count_near_duplicates(config.datasets, media, items)
     if edited := sum(_count_edited(table, edits) for table in media.values()):
         report.details["edited_captions"] = edited
     needed = int(sum(row["new_mib"] for row in report.details["disk"]) * 2**20)
@@ -106,15 +108,14 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         report.remaining = new_samples.num_rows + new_texts.num_rows
         report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.remaining
         return report
-    divided = find_open_members(plans.newest_plan(store, key) if divide_again else None, config.cache.unit_mib)
-    new_units = pa.concat_tables(
-        [
-            units.sample_units(config, pa.concat_tables([new_samples, divided.samples])),
-            units.text_units(
-                config, pa.concat_tables([new_texts, divided.texts], promote_options="default"), plan.active
-            ),
-        ]
-    )
+    limit = int(config.cache.unit_mib * 2**20)
+    divided = find_open_members(plans.newest_plan(store, key) if divide_again else None, limit)
+    samples = pa.concat_tables([new_samples, divided.samples])
+    texts = pa.concat_tables([new_texts, divided.texts], promote_options="default")
+    sizes = sample_tensor_bytes(config.model, config.latents, samples)
+    text_sizes = text_tensor_bytes(config.model, config.text, texts)
+    parts = units.sample_units(samples, sizes, limit), units.text_units(texts, plan.active, text_sizes, limit)
+    new_units = pa.concat_tables(parts)
     if divided.unit_ids:
         info["replaced_units"] = divided.unit_ids
         report.details["divided_again"] = len(divided.unit_ids)
@@ -178,12 +179,14 @@ def _count_edited(media: pa.Table, edits: pa.Table) -> int:
     return pc.sum(pc.is_in(media["media_id"], value_set=edits["media_id"].combine_chunks())).as_py() or 0
 
 
-def _count_near_duplicates(config: Config, media: dict[str, pa.Table], items: pa.Table | None) -> list[TableRow] | str:
+def _count_near_duplicates(
+    datasets: Sequence[Dataset], media: dict[str, pa.Table], items: pa.Table | None
+) -> list[TableRow] | str:
     """Rows of the datasets that have any, with what to write."""
     if items is None:
         return "not known; run `latentpress features`"
     copies, rows = items["media_id"].filter(items["duplicate_of"].is_valid()).combine_chunks(), []
-    for dataset in config.datasets:
+    for dataset in datasets:
         if dataset.disabled:
             continue
         count = pc.sum(pc.is_in(media[dataset.id]["media_id"], value_set=copies)).as_py() or 0
@@ -209,15 +212,15 @@ def _latest_active(store: Store, info: TableRow) -> pa.Table:
 
 
 def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_texts: pa.Table) -> TableRow:
-    latent_bytes = [units.sample_tensor_bytes(config, samples) for samples in (plan.samples, new_samples)]
-    text_bytes = [units.text_tensor_bytes(config, texts) for texts in (plan.texts, new_texts)]
-    trained = plan.samples.select(["geometry", "condition", "mask_id", "role"])
-    trained = summary.only_trained(trained)
+    model, latents = config.model, config.latents
+    latent_bytes = [sample_tensor_bytes(model, latents, samples) for samples in (plan.samples, new_samples)]
+    text_bytes = [text_tensor_bytes(model, config.text, texts) for texts in (plan.texts, new_texts)]
+    trained = summary.only_trained(plan.samples.select(["geometry", "condition", "mask_id", "role"]))
     crops = [row for notes in plan.notes.values() for row in notes.crop_statistics]
     return {
-        "buckets": summary.bucket_table(config, plan.active, trained, crops),
+        "buckets": summary.bucket_table(model, latents, plan.active, trained, crops),
         "excluded": summary.count_excluded(plan.rejects) or "nothing",
-        "datasets": summary.dataset_table(config.model, config.datasets, plan),
+        "datasets": summary.dataset_table(model, config.datasets, plan),
         "texts": plan.texts.num_rows,
         "disk": [summary.disk_row("latents", *latent_bytes), summary.disk_row("text", *text_bytes)],
     }

@@ -11,8 +11,8 @@ from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
-from stages.encoding.feature_columns import item_table_name
 from stages.encoding.features.settings import require_features
+from stages.encoding.item_plans import item_table_name
 from stages.encoding.stage_registry import FEATURES as STAGE
 from stages.encoding.stage_state import StageState
 

@@ -38,7 +38,7 @@ from schemas.config.yaml_editor import value_at
 from schemas.config.yaml_reader import parse_yaml
 from schemas.errors import LatentpressError, UsageError
 from stages.encoding import stage_registry
-from stages.encoding.feature_columns import item_table_name
+from stages.encoding.item_plans import item_table_name
 from stages.maintenance.checks import set_pointer_paths, shards_of_set
 
 DAY_S = 24 * 3600

@@ -29,7 +29,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError, UsageError
 from schemas.geometry import Bucket
 from stages.discovery import media_locations
-from stages.encoding.feature_columns import read_media
+from stages.encoding.item_plans import read_media
 from stages.media.files import MediaError
 from stages.pages.html import Caption, Card, Figure, Gallery, Section, render_template
 from stages.pages.pictures import Picture

@@ -41,8 +41,8 @@ from schemas.interruption import MaxTimeOption, StopHandler
 from schemas.libraries import require_libraries
 from schemas.text_format import describe_exit, shown_path
 from stages.discovery.media_table import OtherSettings
-from stages.encoding.feature_columns import NoFeatures
-from stages.encoding.stage_registry import NoCaptions, NoMasks
+from stages.encoding.item_plans import NoFeatures
+from stages.encoding.made_items import NoCaptions, NoMasks
 from stages.engines.stage_processes import StageFailed, StageProcesses, find_folders, remove_unfinished, sort_results
 from stages.follow.watchers import Watchers, check_models
 

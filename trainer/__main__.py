@@ -102,7 +102,7 @@ def run(
         check_text_width(config, data, shape or {})
         summary: dict[str, Any] = {"done": 0, "skipped": state.step if state else 0}
         with (
-            stop.on_signals(config, main),
+            stop.on_signals(config.run_folder, config.train, main),
             lock_output(config.run_folder, console) if main else nullcontext(),
             console.keep_log(config.run_folder if main else None),
             noting_failure(config.run_folder, "train", RunFinished) if main else nullcontext(),
@@ -149,7 +149,7 @@ def _predict(
     checks of training first. shape: the transformer's config.json."""
     check_text_width(config, data, shape)
     with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
-        from trainer.attention import describe_backends
+        from trainer.attention import try_backends
         from trainer.families.base import module_of
         from trainer.memory.card_fit import predict_step
         from trainer.setup.checks import check_training
@@ -164,7 +164,12 @@ def _predict(
         return predict_step(config, shape, buckets, ranks, console.warn) | {"attention": []}
     check_training(config, family, chosen, console.warn, buckets, data, ranks)
     details = predict_step(config, shape, buckets, ranks, console.warn)
-    return details | {"attention": describe_backends(config, family, chosen, console)}
+    backends = list[dict[str, Any]]()
+    for option, name, error in try_backends(config, family, chosen):
+        backends.append({"option": option, "backend": name, "device": str(chosen), "usable": error is None})
+        if error is not None:
+            console.warn(f"{error.message} Training here would end with that. {error.next_step}")
+    return details | {"attention": backends}
 
 
 def _report_training(report: Report, config: Config, summary: dict[str, Any], stop: StopRequest) -> Report:
@@ -210,7 +215,7 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
     for bucket in schedule.buckets:
         buckets.append({"bucket": bucket.name, "samples": bucket.samples, "draws": bucket.draws, "fill": bucket.fill})
         if config.train.timesteps.auto_shift:
-            buckets[-1]["shift"] = round(train_shift(config, bucket.name), 3)
+            buckets[-1]["shift"] = round(train_shift(config.train, config.model, bucket.name), 3)
     return {
         "run": str(config.run_folder),
         "set": f"sets/{data.id}",

@@ -17,7 +17,6 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from cache.models.weights import config_errors, read_component_config
 from cache.runs.training_run import RunError
 from cache.sets.training_checks import train_precision
-from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer.families.base import ModelFamily
 
@@ -29,54 +28,40 @@ TOLERANCE_8_BITS = 0.15
 
 
 def check_attention(config: Config, family: ModelFamily, device: torch.device) -> None:
-    """RunError where train.attention_backend or that of the validation prompts can't compute this model's attention on
-    the device."""
-    for option in chosen_backends(config):
-        try_backend(config, option, family, device)
+    """RunError if train.attention_backend or the backend of the validation prompts can't compute this model's attention
+    on the device."""
+    for _, _, error in try_backends(config, family, device):
+        if error is not None:
+            raise error
 
 
-def chosen_backends(config: Config) -> dict[str, str]:
-    """Option -> the backend that it names, of those that are in force."""
+def try_backends(
+    config: Config, family: ModelFamily, device: torch.device
+) -> Iterator[tuple[str, str, RunError | None]]:
+    """Each option in force, the backend that it names, and why that can't compute this model's attention."""
     chosen: dict[str, str] = {"train.attention_backend": config.train.attention_backend}
     if config.validation.attention_backend and config.validation.prompts:
         chosen["validation.attention_backend"] = config.validation.attention_backend
-    return chosen
-
-
-def try_backend(config: Config, option: str, family: ModelFamily, device: torch.device) -> None:
-    """RunError where the backend of one of `chosen_backends` can't compute this model's attention on the device."""
-    name = chosen_backends(config)[option]
-    if name == NATIVE:
-        return
-    part = config.part
-    shape = read_component_config(config.model.source, config.model.revision, part)
-    with torch.device("meta"), config_errors(f"{config.model.source}/{part}/config.json"):
-        model = family.untrained(shape)
-    try:
-        head_size = family.dense_attention(model)[1]
-    except ValueError as error:
-        raise RunError(f"{option} {name}: {error}", f"Set {option} to {NATIVE}.") from error
     dtype = torch.float32 if train_precision(config) == "float32" else torch.bfloat16
-    if problem := find_problem(name, head_size, dtype, device, gradient=option.startswith("train")):
+    for option, name in chosen.items():
+        if name == NATIVE:
+            yield option, name, None
+            continue
+        shape = read_component_config(config.model.source, config.model.revision, config.part)
+        with torch.device("meta"), config_errors(f"{config.model.source}/{config.part}/config.json"):
+            model = family.untrained(shape)
+        try:
+            head_size = family.dense_attention(model)[1]
+        except ValueError as error:
+            yield option, name, RunError(f"{option} {name}: {error}", f"Set {option} to {NATIVE}.")
+            continue
+        problem = find_problem(name, head_size, dtype, device, gradient=option.startswith("train"))
         where = f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {head_size}"
-        raise RunError(
+        refusal = RunError(
             f"{option}: {name} can't compute attention on {where}: {problem}",
             f"Install what it needs, or set {option} to {NATIVE}, which is torch's choice for the device.",
         )
-
-
-def describe_backends(config: Config, family: ModelFamily, device: torch.device, console: Console) -> list[dict]:
-    """For a dry run: each option, its backend and whether that can be used on the device; a warning with the reason
-    where it can't."""
-    rows = []
-    for option, name in chosen_backends(config).items():
-        rows.append({"option": option, "backend": name, "device": str(device), "usable": True})
-        try:
-            try_backend(config, option, family, device)
-        except RunError as error:
-            rows[-1]["usable"] = False
-            console.warn(f"{error.message} Training here would end with that. {error.next_step}")
-    return rows
+        yield option, name, refusal if problem else None
 
 
 def find_problem(name: str, head_size: int, dtype: torch.dtype, device: torch.device, gradient: bool) -> str | None:
@@ -120,10 +105,9 @@ def use_backend(model: Any, family: ModelFamily, name: str) -> None:
 
 
 @contextmanager
-def validation_backend(model: Any, family: ModelFamily, config: Config) -> Iterator[None]:
-    """Within the body, the backend of the validation prompts."""
-    training, wanted = config.train.attention_backend, config.validation.attention_backend
-    if wanted in (None, training):
+def validation_backend(model: Any, family: ModelFamily, training: str, wanted: str | None) -> Iterator[None]:
+    """Within the body, the backend of the validation prompts, `wanted`, in place of the one of training."""
+    if wanted is None or wanted == training:
         yield
         return
     use_backend(model, family, wanted)

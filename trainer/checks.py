@@ -37,7 +37,11 @@ def run(config: Config, options: Options, console: Console) -> Report:
             from trainer.memory.card_fit import list_buckets
             from trainer.setup.checks import check_options, check_training
 
-        buckets = [bucket.name for bucket in schedule.buckets] if schedule else list_buckets(config, None)[0]
+        buckets = (
+            [bucket.name for bucket in schedule.buckets]
+            if schedule
+            else list_buckets(config.model, config.datasets, None)[0]
+        )
         family, device = module_of(config.model.family_spec), find_device(options.device or config.train.device)
         if knows_model:
             check_training(config, family, device, console.warn, buckets, data)

@@ -135,7 +135,7 @@ def write_validation_latents(
     samples = list_samples(config, data)
     if not samples:
         return 0
-    prompts, task = data.validation, config.model.task
+    prompts, task, training = data.validation, config.model.task, config.train.attention_backend
     scheduler = load_scheduler(config.model.source, config.model.revision, config.validation.shift)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,8 @@ def write_validation_latents(
                     denoising = Denoising(current, family, task, *inputs, deepcopy(scheduler), sample.steps)
                 scale = sample.guidance if sample.guidance_low is None or lowest else sample.guidance_low
                 precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
-                with precision, validation_backend(current, family, config), assistant_off(current):
+                backend = validation_backend(current, family, training, config.validation.attention_backend)
+                with precision, backend, assistant_off(current):
                     denoising.take_steps(current, scale, lowest, advance)
                 if lowest:
                     started[number] = denoising

@@ -6,36 +6,36 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.config.pipeline import Config
+from schemas.config.encoding import Model, Text
 from schemas.geometry import Bucket
 
 TEMPLATE_TOKENS = 64  # more than a template adds behind the caption
 TOKENS_AROUND_REFERENCE = 48  # more than are before and after it, and than its area may be short of
 
 
-def most_tokens(config: Config, texts: pa.Table) -> np.ndarray:
+def most_tokens(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
     """(n,) of rows of schemas.tables.TEXTS_SCHEMA: a token for every byte, those of images and of the template, and at
     most as many as are kept, which a padded text always has."""
-    template = config.text.stored_template(config.model.template)
-    most = config.text.max_length or template.max_length
-    tokens = np.asarray(pc.binary_length(texts.column("text"))) + image_tokens(config, texts) + TEMPLATE_TOKENS
+    template = text.stored_template(model.template)
+    most = text.max_length or template.max_length
+    tokens = np.asarray(pc.binary_length(texts.column("text"))) + image_tokens(model, texts) + TEMPLATE_TOKENS
     return np.full_like(tokens, most) if template.padded else np.minimum(tokens, most)
 
 
-def image_tokens(config: Config, texts: pa.Table) -> np.ndarray:
+def image_tokens(model: Model, texts: pa.Table) -> np.ndarray:
     """(n,) tokens of the images in prompts: of a reference about as many as its area has."""
-    if config.model.template.image_size is not None:
-        return np.asarray(pc.list_value_length(texts.column("references"))).astype(np.int64) * reference_tokens(config)
-    side = config.model.family_spec.image_token
+    if model.template.image_size is not None:
+        return np.asarray(pc.list_value_length(texts.column("references"))).astype(np.int64) * reference_tokens(model)
+    side = model.family_spec.image_token
     buckets = image_buckets(texts)
     sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]  # 1x1: no image, 0 tokens
     tokens = np.array([size.width // side * (size.height // side) for size in sizes], np.int64)
     return tokens[np.asarray(buckets.indices)]
 
 
-def reference_tokens(config: Config) -> int:
+def reference_tokens(model: Model) -> int:
     """Tokens of a reference in a prompt, and around it; 0 where prompts have none."""
-    size, side = config.model.template.image_size, config.model.family_spec.image_token
+    size, side = model.template.image_size, model.family_spec.image_token
     return 0 if size is None else TOKENS_AROUND_REFERENCE + math.ceil(size.area / side**2)
 
 

@@ -5,35 +5,38 @@ import pyarrow as pa
 from cache.sets.item_rows import list_masks, read_captions
 from cache.store.damage import DamageError
 from cache.store.store import Store
-from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from stages.encoding.captions.settings import request_of
+from stages.encoding.captions.settings import caption_request, request_of
 from stages.encoding.masks.settings import masks_request
-from stages.encoding.stage_registry import CAPTION, MASKS, require_done
+from stages.encoding.stage_registry import CAPTION, MASKS
+from stages.encoding.stage_state import StageState
 from stages.planning.items import CaptionSet, MadeCaptions, MadeMasks
 
 
+class NoCaptions(LatentpressError):
+    """Items are still to be described."""
+
+
+class NoMasks(LatentpressError):
+    """Items are still to be masked."""
+
+
 def read_made_captions(store: Store, config: Config, edits: pa.Table) -> dict[str, MadeCaptions]:
-    """Made captions of each dataset that uses any. edits: of schemas.tables.CAPTION_EDITS_SCHEMA. NoCaptions where some
-    are still to be made, DamageError where some are damaged."""
-    using = [dataset for dataset in config.datasets if not dataset.disabled and dataset.used_caption_sets]
-    sets = {name: _read_set(store, config, name) for dataset in using for name in dataset.used_caption_sets}
-    if "current" in sets:
-        step = "to go on with those that have one, set make_captions: none for their datasets"
-        require_done(store, config, CAPTION, step)
+    """Made captions of each dataset that uses any. edits: of schemas.tables.CAPTION_EDITS_SCHEMA. NoCaptions if some
+    are still to be made, DamageError if some are damaged."""
+    using = {dataset.id: dataset.used_caption_sets for dataset in config.datasets if not dataset.disabled}
+    sets = {name: _read_set(store, config, name) for names in using.values() for name in names}
     edited = edits["media_id"].combine_chunks()
-
-    def of(dataset: Dataset) -> MadeCaptions:
-        return MadeCaptions([sets[name] for name in dataset.used_caption_sets], edited)
-
-    return {dataset.id: of(dataset) for dataset in using}
+    return {id: MadeCaptions([sets[name] for name in names], edited) for id, names in using.items() if names}
 
 
 def _read_set(store: Store, config: Config, name: str) -> CaptionSet:
     if name == "current":
-        assert CAPTION.item_request is not None
-        return CaptionSet(CAPTION.item_request(config), read_captions(store, CAPTION.fingerprint(config)))
+        step = "to go on with those that have one, set make_captions: none for their datasets"
+        state = CAPTION.state(store, config, CAPTION.find_plan(store, config))
+        _require_all(state, NoCaptions, "described", step)
+        return CaptionSet(caption_request(config), read_captions(store, state.fingerprint))
     rel = f"captions/{name}/provenance.json"
     try:
         request = request_of(store.read_json(rel))
@@ -52,11 +55,22 @@ def _read_set(store: Store, config: Config, name: str) -> CaptionSet:
 
 
 def read_made_masks(store: Store, config: Config) -> dict[str, MadeMasks]:
-    """Made masks of each dataset that uses any. NoMasks where some are still to be made, DamageError where some
-    are damaged."""
+    """Made masks of each dataset that uses any. NoMasks if some are still to be made, DamageError if some are
+    damaged."""
     using = [dataset.id for dataset in config.datasets if not dataset.disabled and dataset.makes_masks]
     if not using:
         return {}
-    step = "to go on without made masks, set make_masks: none for their datasets"
-    fingerprint = require_done(store, config, MASKS, step)
-    return dict.fromkeys(using, MadeMasks(masks_request(config), fingerprint, list_masks(store, fingerprint)))
+    state = MASKS.state(store, config, MASKS.find_plan(store, config))
+    _require_all(state, NoMasks, "masked", "to go on without made masks, set make_masks: none for their datasets")
+    made = MadeMasks(masks_request(config), state.fingerprint, list_masks(store, state.fingerprint))
+    return dict.fromkeys(using, made)
+
+
+def _require_all(state: StageState, error: type[LatentpressError], done: str, step: str) -> None:
+    """Raise the error if items remain: a training set would silently lack what is made of them. step: how to go on
+    without."""
+    if count := sum(state.counts[unit.unit_id] for unit in state.remaining_units()):
+        raise error(
+            f"{count} of {len(state.wanted_ids)} items are not {done} yet",
+            f"run `latentpress {state.stage.name}`, then `latentpress bucket`; or, {step}",
+        )

@@ -38,7 +38,7 @@ from schemas.interruption import MaxTimeOption
 from schemas.json_records import format_record
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.item_plans import find_item_plan
-from stages.encoding.stage_state import RejectLimit, StageState, count_members, find_state, report_set_aside
+from stages.encoding.stage_state import RejectLimit, StageNames, StageState, count_members, find_state, report_set_aside
 from stages.encoding.tally import Tally
 from stages.engines.jobs import Job, Worker, load_engine
 from stages.planning.items import ItemRequest
@@ -91,11 +91,14 @@ class EncodingStage:
         """Encode what remains of this process' partition, and report."""
         until = math.inf if max_time is None else time.monotonic() + max_time
         config, store = choose_engine(config, options, engine, address), Store(config.root)
-        load_engine(config.stages.engine)  # or an error, before anything is read
+        run_units = load_engine(config.stages.engine).run_units  # or an error, before anything is read
         if options.dry_run:
             check_before_stages(config, console.warn)
         plan = self.find_plan(store, config, not options.dry_run, console.warn)
-        config = self._check_checkpoint(store, config, options.dry_run)
+        if self.reads_checkpoint:
+            if not options.dry_run:
+                config = config.changed(model=pin_revision(config.model, store))
+            check_parts(config, ask_hub=not options.dry_run)
         state = self.state(store, config, plan, retry_set_aside)
         remaining = state.remaining_units(options.partition)
         report = self._begin_report(config, console, state, remaining)
@@ -113,10 +116,19 @@ class EncodingStage:
             report.details["workers"] = f"{workers}, {reason}"
             if resources.workers is None:
                 console.log(f"workers: {workers}, {reason}")
-            job = self._make_job(config, resources.changed(workers=workers), state, remaining, until)
+            probed = select_probed_members(plan, self.kind, state.wanted_members(remaining))
+            require_media(MediaLocations(config, plan), self.kind, probed)
+            self._write_provenance(store, config, state.fingerprint)
+            resources, again = resources.changed(workers=workers), frozenset(state.retry_units)
+            job = Job(config, plan.name, state.fingerprint, resources, 0, probed, self.name, again, until)
             units = remaining if options.partition.total > 1 else order_units(remaining)
             tally = Tally(job, state, units, report, console, options.partition, limit)
-            self._encode(job, tally, console)
+            load = self.load_worker if config.stages.engine == "local" else self.load_elsewhere
+            tasks = run_units(load, job, tally.open_units(), tally.advance, console.warn)
+            with tally.shown(), closing(tasks) as results:
+                for result in results:  # a worker has written the shard, which marks the unit as done
+                    tally.add(result)
+            tally.finish()
             state = self.state(store, config, plan)
             if tally.stopped_by:
                 left = state.remaining_units(options.partition)
@@ -125,19 +137,6 @@ class EncodingStage:
                 report.next_steps += [f"latentpress {self.name}"] if left else []
         report_set_aside(store, state, report)
         return report
-
-    def _encode(self, job: Job, tally: Tally, console: Console) -> None:
-        """Encode each unit: a worker writes its shard, whose existence says that the unit is done."""
-        self._write_provenance(Store(job.config.root), job.config, job.fingerprint)
-        engine = load_engine(job.config.stages.engine)
-        load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
-        with (
-            tally.shown(),
-            closing(engine.run_units(load, job, tally.open_units(), tally.advance, console.warn)) as results,
-        ):
-            for result in results:
-                tally.add(result)
-        tally.finish()
 
     def find_plan(
         self, store: Store, config: Config, publish: bool = False, warn: Callable[[str], object] = lambda _: None
@@ -153,8 +152,9 @@ class EncodingStage:
 
     def state(self, store: Store, config: Config, plan: Plan, retry: bool = False) -> StageState:
         """Compare the plan's units with the existing shards: see `find_state`."""
-        fingerprint = self.fingerprint(config)
-        return find_state(self, store, config, plan, fingerprint, retry=retry, only=self.only_units)
+        names = StageNames(self.name, self.kind, self.member_kind)
+        locations = MediaLocations(config, plan)
+        return find_state(names, self.fingerprint(config), plan, locations, retry, self.only_units)
 
     def load_elsewhere(self, job: Job) -> Worker:
         """The worker, on another machine: its checkpoint must be the one by which the shards are named."""
@@ -167,16 +167,6 @@ class EncodingStage:
                 "put the same checkpoint there, at the same path",
             )
         return self.load_worker(job)
-
-    def _check_checkpoint(self, store: Store, config: Config, dry_run: bool) -> Config:
-        """Check the parts of the model's checkpoint. Returns the configuration with the revision pinned, unless
-        dry_run."""
-        if not self.reads_checkpoint:
-            return config
-        if not dry_run:
-            config = config.changed(model=pin_revision(config.model, store))
-        check_parts(config, ask_hub=not dry_run)
-        return config
 
     def _begin_report(self, config: Config, console: Console, state: StageState, remaining: Sequence[Unit]) -> Report:
         """remaining: units of this process' partition."""
@@ -197,23 +187,6 @@ class EncodingStage:
             "to_encode_mib": round(needed / 2**20, 2),
         }
         return report
-
-    def _make_job(
-        self, config: Config, resources: Encoding, state: StageState, units: Sequence[Unit], until: float
-    ) -> Job:
-        """The job that encodes `units`. LatentpressError if media are missing, as far as a few of them show."""
-        probed = select_probed_members(state.plan, self.kind, state.wanted_members(units))
-        require_media(MediaLocations(config, state.plan), self.kind, probed)
-        return Job(
-            config,
-            state.plan.name,
-            state.fingerprint,
-            resources,
-            probed_members=probed,
-            stage=self.name,
-            again=frozenset(state.retry_units),
-            until=until,
-        )
 
     def _write_provenance(self, store: Store, config: Config, fingerprint: str) -> None:
         """Write the settings behind the fingerprint, unless they exist; damaged ones again."""

@@ -13,8 +13,9 @@ from cache.store.store import Store
 from schemas.activities import activity
 from schemas.catalog import VISION_MODELS
 from schemas.cli.starting import garbage_collection_paused
+from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError, UsageError
+from schemas.errors import UsageError
 from schemas.geometry import Bucket
 from schemas.recipe import latents_settings, text_settings, vision_settings
 from stages.encoding.captions.settings import caption_fingerprint_inputs, caption_request
@@ -33,15 +34,17 @@ CAPTION_BYTES = 2048  # of one item's captions in a shard, about
 
 
 def text_fingerprint_inputs(config: Config) -> dict[str, Any]:
-    return text_settings(config) | {"weights": _weights(config, config.model.family_spec.text_components)}
+    weights = fingerprint_components(config.model, config.model.family_spec.text_components, config.root)
+    return text_settings(config.model, config.text) | {"weights": weights}
 
 
 def latents_fingerprint_inputs(config: Config) -> dict[str, Any]:
-    return latents_settings(config) | {"weights": _weights(config, config.model.family_spec.latent_components)}
+    weights = fingerprint_components(config.model, config.model.family_spec.latent_components, config.root)
+    return latents_settings(config.model, config.latents) | {"weights": weights}
 
 
-def _weights(config: Config, components: tuple[str, ...]) -> dict[str, Any]:
-    return fingerprint_weights(config.model.source, components, config.model.revision, Store(config.root))
+def fingerprint_components(model: Model, components: tuple[str, ...], root: str) -> dict[str, Any]:
+    return fingerprint_weights(model.source, components, model.revision, Store(root))
 
 
 def vision_fingerprint_inputs(config: Config) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def vision_fingerprint_inputs(config: Config) -> dict[str, Any]:
             f"set vision.model to {', '.join(VISION_MODELS)}, or to the local directory or repository of a DINOv2",
         )
     weights = features.fingerprint_weights(vision.source, vision.revision, Store(config.root))
-    return vision_settings(config) | {"weights": weights}
+    return vision_settings(config.model, vision, config.latents) | {"weights": weights}
 
 
 def estimate_vision_bytes(config: Config, unit: Unit) -> int:
@@ -139,24 +142,3 @@ def all_states(store: Store, config: Config, plan: Plan) -> list[tuple[EncodingS
     """Every stage that this configuration has work for, with its state. plan: that of `bucket`."""
     required = [(stage, stage.state(store, config, plan)) for stage in required_stages(config)]
     return item_states(store, config) + required
-
-
-class NoCaptions(LatentpressError):
-    """Items are still to be described."""
-
-
-class NoMasks(LatentpressError):
-    """Items are still to be masked."""
-
-
-def require_done(store: Store, config: Config, stage: EncodingStage, step: str) -> str:
-    """The fingerprint of CAPTION or MASKS. NoCaptions or NoMasks where it still has items to do: a training set would
-    silently lack what it makes of them. step: how to go on without."""
-    error, done = {CAPTION.name: (NoCaptions, "described"), MASKS.name: (NoMasks, "masked")}[stage.name]
-    state = stage.state(store, config, stage.find_plan(store, config))
-    if count := sum(state.counts[unit.unit_id] for unit in state.remaining_units()):
-        raise error(
-            f"{count} of {len(state.wanted_ids)} items are not {done} yet",
-            f"run `latentpress {stage.name}`, then `latentpress bucket`; or, {step}",
-        )
-    return state.fingerprint

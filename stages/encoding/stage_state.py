@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,6 @@ from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.cli.console import Report
 from schemas.cli.options import NOT_PARTITIONED, Partition
-from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
 from stages.discovery.media_locations import MediaLocations
@@ -25,22 +24,19 @@ MEMBER_NAMES = {"text": "texts", "latents": "samples", "items": "items"}
 MIN_REJECT_BASE = 10  # members that max_reject_fraction is a fraction of, at least: one of three stops nothing
 
 
-class NamedStage(Protocol):
-    """An encoding stage. kind: the folder of its shards. member_kind: a key of MEMBER_NAMES."""
+class StageNames(NamedTuple):
+    """What an encoding stage is called. kind: the folder of its shards. member_kind: a key of MEMBER_NAMES."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def member_kind(self) -> str: ...
+    name: str
+    kind: str
+    member_kind: str
 
 
 @dataclass(frozen=True)
 class StageState:
     """The state of one stage for one plan."""
 
-    stage: NamedStage
+    stage: StageNames
     plan: Plan
     fingerprint: str
     units: list[Unit]
@@ -73,17 +69,10 @@ class StageState:
 
 
 def find_state(
-    stage: NamedStage,
-    store: Store,
-    config: Config,
-    plan: Plan,
-    fingerprint: str,
-    *,
-    retry: bool = False,
-    only: frozenset[str] | None = None,
+    stage: StageNames, fingerprint: str, plan: Plan, locations: MediaLocations, retry: bool, only: frozenset[str] | None
 ) -> StageState:
-    """Compare the plan's units with the existing shards. retry: encode every unit with rejected members again.
-    only: ids of the units to encode; None for all."""
+    """Compare the plan's units with the existing shards. locations: of the plan's media. retry: encode every unit with
+    rejected members again. only: ids of the units to encode; None for all."""
     wanted = plan.active_text_ids if stage.member_kind == "text" else plan.active_sample_ids
     units = plan.units(stage.member_kind)
     missing = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=_list_members(units))).as_py() or 0)
@@ -92,10 +81,10 @@ def find_state(
             f"plan {plan.name} wants {missing} items that no unit holds: an older plan was removed",
             "run `latentpress bucket`, which plans them again",
         )
-    done = find_done_units(store, f"{stage.kind}/{fingerprint}")
+    done = find_done_units(plan.store, f"{stage.kind}/{fingerprint}")
     damaged: dict[str, DamageError] = {}
-    listed = rejects.read_stage(store, reject_folder(stage.name, fingerprint), damaged)
-    rejected, locations = wanted_rows(listed, wanted), MediaLocations(config, plan)
+    listed = rejects.read_stage(plan.store, reject_folder(stage.name, fingerprint), damaged)
+    rejected = wanted_rows(listed, wanted)
     again = {
         unit
         for unit, rows in rejected.items()

@@ -107,7 +107,7 @@ class PlanTable:
         known = pa.array(self.width > 0)
         columns = (pa.array(values).filter(known) for values in (self.stretched, self.cropped_share))
         crops = crop_statistics(self.active.column("bucket").filter(known), *columns)
-        return summary.bucket_table(self.config, self.active, self.samples, crops)
+        return summary.bucket_table(self.config.model, self.config.latents, self.active, self.samples, crops)
 
 
 def bucket_anchor(bucket: str) -> str:

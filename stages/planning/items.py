@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from schemas import identity
 from schemas.config.datasets import Dataset
 from schemas.config.filters import feature_columns
-from schemas.config.pipeline import Config
+from schemas.family import Family
 from schemas.geometry import Crop
 from schemas.identity import hash_json
 from schemas.recipe import item_dataset_settings
@@ -53,12 +53,12 @@ class ItemRequest:
     box_column: str | None = None
 
 
-def item_plan_key(config: Config, request: ItemRequest) -> str:
+def item_plan_key(family: Family, datasets: Sequence[Dataset], request: ItemRequest) -> str:
     """The key by which a configuration finds its item plans of a stage."""
-    family, used = config.model.family_spec, [dataset for dataset in config.datasets if not dataset.disabled]
     settings = [
         item_dataset_settings(dataset, request.options) | {"strides": frame_strides(family, dataset.video)}
-        for dataset in sorted(used, key=lambda dataset: dataset.id)
+        for dataset in sorted(datasets, key=lambda dataset: dataset.id)
+        if not dataset.disabled
     ]
     if request.whole:
         settings = [{key: row[key] for key in row if key not in ("video", "strides")} for row in settings]
@@ -68,11 +68,13 @@ def item_plan_key(config: Config, request: ItemRequest) -> str:
     return hash_json({"tables": TABLES_VERSION, "items": of_model, "datasets": settings})
 
 
-def plan_items(config: Config, request: ItemRequest, media: Mapping[str, pa.Table]) -> tuple[pa.Table, pa.Table]:
+def plan_items(
+    family: Family, datasets: Sequence[Dataset], request: ItemRequest, media: Mapping[str, pa.Table]
+) -> tuple[pa.Table, pa.Table]:
     """Rows of SAMPLES_SCHEMA, each id once, and of ACTIVE_SCHEMA, one for each item or clip. media: as of
     `build_plan`."""
     samples = [SAMPLES_SCHEMA.empty_table()]
-    for dataset in sorted(config.datasets, key=lambda dataset: dataset.id):
+    for dataset in sorted(datasets, key=lambda dataset: dataset.id):
         if dataset.disabled:
             continue
         table = media[dataset.id]
@@ -83,7 +85,7 @@ def plan_items(config: Config, request: ItemRequest, media: Mapping[str, pa.Tabl
         if request.whole:
             samples.append(item_samples(request, select_whole_items(items, request.frames)))
         else:
-            samples.append(item_samples(request, select_members(config.model.family_spec, dataset, items)))
+            samples.append(item_samples(request, select_members(family, dataset, items)))
     active = [ACTIVE_SCHEMA.empty_table(), *map(active_rows, samples[1:])]
     return drop_duplicate_ids(pa.concat_tables(samples), "sample_id"), pa.concat_tables(active)
 

@@ -11,8 +11,7 @@ import pyarrow.compute as pc
 
 from cache.order.schedule import BatchSchedule, Span
 from schemas.config.datasets import Dataset
-from schemas.config.encoding import Model
-from schemas.config.pipeline import Config
+from schemas.config.encoding import Latents, Model
 from schemas.geometry import Bucket
 from schemas.tables import ACTIVE_SCHEMA, TRAINED_ROLES
 from stages.planning.crop_selection import StepCost
@@ -23,13 +22,14 @@ TableRow = dict[str, Any]
 SCALE_CLASS = "scale_class"  # the column of families with a scale window
 
 
-def bucket_table(config: Config, active: pa.Table, samples: pa.Table, crops: Iterable[TableRow]) -> list[TableRow]:
+def bucket_table(
+    model: Model, latents: Latents, active: pa.Table, samples: pa.Table, crops: Iterable[TableRow]
+) -> list[TableRow]:
     """One row for each bucket of the training set. crops: rows of `plan_builder.crop_statistics`; the shares
     of a bucket without any are NaN."""
-    family = config.model.family_spec
+    family, sizes = model.family_spec, sample_tensor_bytes(model, latents, samples)
     buckets = pc.struct_field(samples.column("geometry"), "bucket")
-    sizes = pa.table({"bucket": buckets, "bytes": sample_tensor_bytes(config, samples)})
-    means = sizes.group_by("bucket").aggregate([("bytes", "mean")]).to_pylist()
+    means = pa.table({"bucket": buckets, "bytes": sizes}).group_by("bucket").aggregate([("bytes", "mean")]).to_pylist()
     mean_bytes = {Bucket.parse(row["bucket"]): row["bytes_mean"] for row in means}
     unknown = {"samples": 1, "distortion": math.nan, "lost": math.nan, "mean": math.nan}
     crops_of: dict[str, list[TableRow]] = {}

@@ -18,7 +18,8 @@ from cache.sets.text_lengths import image_buckets, image_tokens
 from cache.shards.shard import unit_name
 from cache.store.layout import ENCODE_PROGRAMS
 from schemas import identity
-from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.encoding import Latents, Model, Text
+from schemas.config.pipeline import VALIDATION
 from schemas.family import SOURCE_ROLES
 from schemas.geometry import Bucket
 from schemas.identity import mix_bits
@@ -31,10 +32,10 @@ MOST_MEMBERS = 256  # of a unit of items, however small its pictures are: what a
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
-def sample_tensor_bytes(config: Config, samples: pa.Table) -> np.ndarray:
+def sample_tensor_bytes(model: Model, latents: Latents, samples: pa.Table) -> np.ndarray:
     """(n,) bytes of samples' tensors in their shard: latent, condition and mask."""
-    family = config.model.family_spec
-    moments = family.posterior and config.latents.posterior == "moments"
+    family = model.family_spec
+    moments = family.posterior and latents.posterior == "moments"
     channels = family.latent_channels * (2 if moments else 1)
     buckets = pc.struct_field(samples.column("geometry"), "bucket").combine_chunks().dictionary_encode()
     shapes = [
@@ -42,56 +43,47 @@ def sample_tensor_bytes(config: Config, samples: pa.Table) -> np.ndarray:
         for name in buckets.dictionary.to_pylist()
     ]
     frames, height, width = np.array(shapes, np.int64).reshape(-1, 3)[np.asarray(buckets.indices)].T
-    frame_bytes = height * width * _DTYPE_BYTES[config.latents.precision or config.model.precision]
+    frame_bytes = height * width * _DTYPE_BYTES[latents.precision or model.precision]
     conditioned = np.asarray(pc.is_in(samples.column("condition"), value_set=pa.array(["source", "first-frame"])))
-    given = family.condition_frames(config.model.task)
+    given = family.condition_frames(model.task)
     condition_frames = conditioned * (frames if given is None else max(1, given))
     mask_frames = np.asarray(pc.is_valid(samples.column("mask_id"))) * frames
     return ((frames + condition_frames) * channels + mask_frames) * frame_bytes
 
 
-def text_tensor_bytes(config: Config, texts: pa.Table) -> np.ndarray:
+def text_tensor_bytes(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
     """(n,) estimated bytes of texts' tensors: a token for every four characters, and the tokens of the image."""
-    tokens = 8 + np.asarray(pc.utf8_length(texts.column("text"))) // 4 + image_tokens(config, texts)
-    family, precision = config.model.family_spec, config.text.precision or config.model.precision
-    template = config.text.stored_template(config.model.template)
+    tokens = 8 + np.asarray(pc.utf8_length(texts.column("text"))) // 4 + image_tokens(model, texts)
+    template = text.stored_template(model.template)
     if template.padded:
-        tokens = np.full_like(tokens, config.text.max_length or template.max_length)
-    return tokens * _token_bytes(config, precision, family.published_text_width(config.model.flavour_spec))
+        tokens = np.full_like(tokens, text.max_length or template.max_length)
+    width = model.family_spec.published_text_width(model.flavour_spec)
+    scale = 0 if text.storage == "exact" else _DTYPE_BYTES["float32"]
+    return tokens * (width * _DTYPE_BYTES[text.embeds_dtype(text.precision or model.precision)] + scale)
 
 
-def _token_bytes(config: Config, precision: str, width: int) -> int:
-    """Bytes of a stored text's token of this width, its scale included where it has one."""
-    scale = 0 if config.text.storage == "exact" else _DTYPE_BYTES["float32"]
-    return width * _DTYPE_BYTES[config.text.embeds_dtype(precision)] + scale
-
-
-def sample_units(config: Config, samples: pa.Table) -> pa.Table:
-    """Divide samples into units of one bucket each, in the order of their ids; those of references, and of validation
-    prompts, get their own."""
+def sample_units(samples: pa.Table, sizes: np.ndarray, limit: int) -> pa.Table:
+    """Divide samples of these sizes into units of at most `limit` bytes and one bucket each, in the order of their ids;
+    those of references, and of validation prompts, get their own."""
     bucket = pc.struct_field(samples.column("geometry"), "bucket")
     validation = pc.cast(pc.equal(samples.column("role"), VALIDATION), pa.string())
     references = pc.is_in(samples.column("role"), value_set=pa.array(SOURCE_ROLES))
     kind = pc.if_else(references, "reference", validation)
     group = pc.binary_join_element_wise(bucket, kind, samples.column("condition"), "|")
-    return _divide_groups("latents", samples, group, sample_tensor_bytes(config, samples), _limit(config))
+    return _divide_groups("latents", samples, group, sizes, limit)
 
 
-def item_units(config: Config, samples: pa.Table) -> pa.Table:
+def item_units(samples: pa.Table, limit: int) -> pa.Table:
     """Divide the members of an item plan into units of pictures of one size, in the order of their ids: of about
-    cache.unit_mib of pixels, and of at most MOST_MEMBERS."""
+    `limit` bytes of pixels, and of at most MOST_MEMBERS."""
     buckets = pc.struct_field(samples.column("geometry"), "bucket")
     sources = pc.fill_null(pc.struct_field(samples.column("source_geometry"), "bucket"), "")
     group = pc.binary_join_element_wise(buckets, sources, "|")
-    coded, limit = group.combine_chunks().dictionary_encode(), _limit(config)
+    coded = group.combine_chunks().dictionary_encode()
     pictures = ([Bucket.parse(part) for part in name.split("|") if part] for name in coded.dictionary.to_pylist())
     pixels = [sum(picture.width * picture.height * picture.frames for picture in sizes) for sizes in pictures]
     sizes = np.maximum(3 * np.array(pixels, np.int64), -(-limit // MOST_MEMBERS))[np.asarray(coded.indices)]
     return _divide_groups("items", samples, group, sizes, limit)
-
-
-def _limit(config: Config) -> int:
-    return int(config.cache.unit_mib * 2**20)
 
 
 def _divide_groups(kind: str, samples: pa.Table, group: pa.ChunkedArray, sizes: np.ndarray, limit: int) -> pa.Table:
@@ -107,14 +99,13 @@ def _divide_groups(kind: str, samples: pa.Table, group: pa.ChunkedArray, sizes: 
     return pa.concat_tables(units)
 
 
-def text_units(config: Config, texts: pa.Table, active: pa.Table) -> pa.Table:
-    """Divide texts into units. Without an image: in the order of the first of the `active` samples that use them, and
-    sorted by length among about TEXT_GROUP units. Texts with an image are sorted by its size, or the number of
-    references, then in the order of the image's first sample, and those of one image share a unit where they fit: it is
-    then read and encoded once."""
+def text_units(texts: pa.Table, active: pa.Table, sizes: np.ndarray, limit: int) -> pa.Table:
+    """Divide texts of these sizes into units of at most `limit` bytes. Texts without an image are in the order of the
+    first of the `active` samples that use them, and sorted by length among about TEXT_GROUP units. Texts with an image
+    are sorted by its size, or the number of references, then in the order of the image's first sample, and texts of one
+    image share a unit if they fit: the image is then read and encoded once."""
     if not len(texts):
         return UNITS_SCHEMA.empty_table()
-    sizes, limit = text_tensor_bytes(config, texts), _limit(config)
     ids = texts.column("text_id").combine_chunks()
     buckets = image_buckets(texts)
     bucket = np.argsort(np.argsort(buckets.dictionary.to_pylist()))[np.asarray(buckets.indices)]
@@ -229,8 +220,8 @@ class OpenMembers:
     unit_ids: list[str]
 
 
-def find_open_members(plan: Plan | None, unit_mib: float) -> OpenMembers:
-    """The plan's units that are larger than unit_mib, have more than one member and no shard in any cache, of
+def find_open_members(plan: Plan | None, limit: int) -> OpenMembers:
+    """The plan's units that are larger than `limit` bytes, have more than one member and no shard in any cache, of
     whatever fingerprint. One listing for each kind of shard."""
     if plan is None:
         return OpenMembers(SAMPLES_SCHEMA.empty_table(), TEXTS_SCHEMA.empty_table(), [])
@@ -238,7 +229,7 @@ def find_open_members(plan: Plan | None, unit_mib: float) -> OpenMembers:
     done = {unit_name(name) for name in names}
 
     def is_open(unit: Unit) -> bool:
-        return unit.estimated_bytes > unit_mib * 2**20 and len(unit.members) > 1 and unit.unit_id not in done
+        return unit.estimated_bytes > limit and len(unit.members) > 1 and unit.unit_id not in done
 
     own_texts = texts_schema("references" in plan.own_table("texts").column_names)
     units = {kind: [unit for unit in plan.units(kind) if is_open(unit)] for kind in ("latents", "text")}

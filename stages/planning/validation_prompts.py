@@ -4,7 +4,7 @@ A prompt without an image starts from one of the data: for i2v the first frames 
 prompt's name and the samples' contents choose it, so other prompts and moved items change nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.clips import frames_available
+from schemas.config.datasets import Dataset
+from schemas.config.encoding import Model
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.section import listed
 from schemas.config.validation import Prompt, sized_prompts
 from schemas.errors import LatentpressError
-from schemas.family import SOURCE_ROLES, Condition
+from schemas.family import SOURCE_ROLES, Condition, Family
 from schemas.geometry import Bucket, cover_crop
 from schemas.identity import derive_seeds
 from schemas.tables import SAMPLES_SCHEMA, TRAINED_ROLES, active_schema
@@ -75,18 +77,16 @@ def choose_references(plan: DraftPlan, name: str) -> tuple[list[str], list[Table
     return ids, [{key: rows[id][key] for key in ("dataset", "role", "path")} for id in ids]
 
 
-def plan_references(
-    plan: DraftPlan, config: Config, prompt: Prompt, probe: Callable[[Path, str], TableRow]
-) -> list[str]:
+def plan_references(plan: DraftPlan, model: Model, prompt: Prompt, probe: Callable[[Path, str], TableRow]) -> list[str]:
     """Plan the references that a prompt names, and return their ids in order."""
-    condition = config.model.condition
+    condition = model.condition
     assert condition is not None and condition.size is not None
     images = [probe(Path(image), "image") for image in listed(prompt.image)]
     for image, path in zip(images, listed(prompt.image), strict=True):
         if condition.size.refused(np.array([image["width"]]), np.array([image["height"]]))[0]:
             raise LatentpressError(
                 f"validation prompt {prompt.name}: {path} has {image['width']}x{image['height']} pixels; "
-                f"{config.model.family} takes references with {condition.size.limits}",
+                f"{model.family} takes references with {condition.size.limits}",
                 "give another image",
             )
     columns = {name: [image[name] for image in images] for name in ("media_id", "width", "height")}
@@ -124,14 +124,14 @@ def add_validation_prompts(
     family, template = config.model.family_spec, config.model.template
     prompts = {prompt.name: prompt for prompt in config.validation.prompts}
     for name, size in sized_prompts(config.validation):
-        prompt, bucket = prompts[name], validation_bucket(config, multiple, size)
+        prompt, bucket = prompts[name], validation_bucket(family, multiple, size)
         references_of: TableRow = {}
         condition, image, chosen = None, None, None
         if config.model.condition is not None and config.model.condition.kind == "references":
             if prompt.image is None:
                 references_of["references"], references_of["image"] = choose_references(plan, name)
             else:
-                references_of["references"] = plan_references(plan, config, prompt, probe)
+                references_of["references"] = plan_references(plan, config.model, prompt, probe)
             if template.with_image:
                 shown = references_of.get("image", [{"dataset": VALIDATION}])
                 image = prompt_reference_columns(
@@ -141,7 +141,9 @@ def add_validation_prompts(
             given = Bucket(bucket.width, bucket.height, config.model.condition.frames)
             if prompt.image is None:
                 chosen = choose_image(plan, media, config.model.condition, name)
-            start = _probe_image(config, prompt, probe, given) if chosen is None else chosen.media
+            start = (
+                _probe_image(config.model, config.datasets, prompt, probe, given) if chosen is None else chosen.media
+            )
             bucket_of = bucket if config.model.condition.padded else given
             covering = cover_crop(start["width"], start["height"], bucket_of.width, bucket_of.height)
             geometry = geometry_numbers(bucket_of.width, bucket_of.height, bucket_of.frames, covering)
@@ -175,9 +177,8 @@ def add_validation_prompts(
             plan.validation[-1]["image"] = chosen.described
 
 
-def validation_bucket(config: Config, multiple: int, size: str | None) -> Bucket:
+def validation_bucket(family: Family, multiple: int, size: str | None) -> Bucket:
     """The bucket of a size of validation prompts. LatentpressError if the model can't have it."""
-    family = config.model.family_spec
     if size is None:
         edge = max(multiple, round(family.resolution / multiple) * multiple)
         return Bucket(edge, edge, family.frames)
@@ -189,18 +190,20 @@ def validation_bucket(config: Config, multiple: int, size: str | None) -> Bucket
     return bucket
 
 
-def _probe_image(config: Config, prompt: Prompt, probe: Callable[[Path, str], TableRow], bucket: Bucket) -> TableRow:
+def _probe_image(
+    model: Model, datasets: Sequence[Dataset], prompt: Prompt, probe: Callable[[Path, str], TableRow], bucket: Bucket
+) -> TableRow:
     """A prompt's image, or a clip's first frames at the rate of the first video dataset."""
     (path,) = listed(prompt.image)
     clip: TableRow = {"kind": "image"}
     if bucket.frames > 1:
-        own = config.model.family_spec.frame_rate
-        rates = [dataset.video.rate_or(own) for dataset in config.datasets if dataset.dataset_type == "video"]
+        own = model.family_spec.frame_rate
+        rates = [dataset.video.rate_or(own) for dataset in datasets if dataset.dataset_type == "video"]
         clip = {"kind": "video", "start": 0.0, "rate": rates[0]}
     image = probe(Path(path), clip["kind"])
     if clip["kind"] == "video" and frames_available(image["duration"], clip["rate"]) < bucket.frames:
         raise LatentpressError(
-            f"validation prompt {prompt.name}: {config.model.task} of {config.model.family} starts from "
+            f"validation prompt {prompt.name}: {model.task} of {model.family} starts from "
             f"{bucket.frames} frames, and {path} has fewer at {clip['rate']:g} per second",
             "give a longer clip",
         )

@@ -12,7 +12,7 @@ from cache.store.store import Store
 from examples import demo, demo_data
 from schemas.config.loading import load_config
 from stages.discovery.media_table import read_configured_media
-from stages.encoding.feature_columns import find_item_table
+from stages.encoding.item_plans import find_item_table
 from tests.stages.describing import captions_by_path
 
 pytestmark = [

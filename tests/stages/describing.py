@@ -13,7 +13,7 @@ from PIL import Image
 from cache.sets.item_rows import iter_item_rows
 from cache.store.store import Store
 from schemas.config.pipeline import Config
-from stages.encoding.captions.inputs import QWEN_CHAT
+from stages.encoding.captions.describer import QWEN_CHAT
 from stages.encoding.stage_registry import CAPTION
 from tests.project import Project
 from tests.qwen_processor import Processor

@@ -19,7 +19,7 @@ from schemas.clips import clip_times
 from schemas.config.encoding import PRESETS
 from schemas.geometry import Bucket
 from stages import bucket, caption, discover
-from stages.encoding.captions.inputs import QWEN_CHAT
+from stages.encoding.captions.describer import QWEN_CHAT
 from stages.encoding.stage_registry import CAPTION
 from stages.media.video import read_frames
 from tests.forms import long

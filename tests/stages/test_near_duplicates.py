@@ -17,8 +17,8 @@ from schemas.identity import derive_seeds, to_unit_interval
 from schemas.recipe import plan_key
 from stages import bucket, discover, features, gc, preview, verify
 from stages.discovery.media_table import read_configured_media
-from stages.encoding.feature_columns import NoFeatures, find_item_table
 from stages.encoding.features import comparison, neighbors
+from stages.encoding.item_plans import NoFeatures, find_item_table
 from tests.project import Project
 from tests.stages.encoding.features.photographs import photograph
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from trainer.step_metrics import StepLosses, StepNumbers
+from trainer.train import StepLosses, StepNumbers
 
 
 def test_losses_are_means_by_bucket_and_quarter() -> None:

@@ -30,7 +30,7 @@ from cache.store.store import Store
 from schemas.activities import activity
 from schemas.cli.report import Report
 from schemas.config.datasets import Dataset
-from schemas.config.encoding import Model, Text
+from schemas.config.encoding import Latents, Model, Text
 from schemas.config.pipeline import Config
 from schemas.config.section import Section, listed
 from schemas.config.training import Train
@@ -57,7 +57,7 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     size, report = int(card * 2**30), Report("train", dry_run=True)
     shapes, assumed = read_shapes(config.model)
     plan = find_plan(config)
-    buckets, where = list_buckets(config, plan)
+    buckets, where = list_buckets(config.model, config.datasets, plan)
     largest = max(buckets, key=_numbers)
     settings = config.train.changed(device="cuda")  # as if the card were here
     config = config.changed(train=settings)
@@ -67,16 +67,16 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
         return estimate_memory(changed, shapes["transformer"], buckets, length, ranks)
 
     def text(changed: Config) -> EncoderMemory:
-        return estimate_text(changed, shapes, length)
+        return estimate_text(changed.model, changed.text, shapes, length)
 
     def latents(changed: Config) -> EncoderMemory:
-        return estimate_latents(changed, shapes, largest)
+        return estimate_latents(changed.model, changed.latents, shapes, largest)
 
     rows: list[dict[str, Any]] = []
     elsewhere = "It runs on the CPU with stages.{}.device: cpu, or on another machine."
     for program, subject, predict, changes, otherwise in (
-        ("encode-text", "encode-text", text, text_changes(config), elsewhere),
-        ("encode-latents", "encode-latents", latents, latent_changes(config), elsewhere),
+        ("encode-text", "encode-text", text, text_changes(config.text), elsewhere),
+        ("encode-latents", "encode-latents", latents, latent_changes(config.model, config.latents), elsewhere),
         ("train", "the run", train, train_changes(config.train, ranks), OTHERWISE),
     ):
         with activity(f"predicting {program}"):
@@ -229,13 +229,13 @@ def find_plan(config: Config) -> plans.Plan | None:
     return plans.newest_plan(Store(config.root), plan_key(config, _side_multiple(config.model)))
 
 
-def list_buckets(config: Config, plan: plans.Plan | None) -> tuple[list[str], str]:
+def list_buckets(model: Model, datasets: Sequence[Dataset], plan: plans.Plan | None) -> tuple[list[str], str]:
     """The buckets, and where they are from: the plan, or the sizes and frames of the datasets."""
     if plan is not None:
         alone = pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES))  # which are not trained on
         if buckets := pc.unique(plan.active.filter(pc.invert(alone)).column("bucket")).to_pylist():
             return buckets, "the plan"
-    return sorted(set(_possible_buckets(config))), "the datasets' sizes, as there is no plan yet"
+    return sorted(set(_possible_buckets(model, datasets))), "the datasets' sizes, as there is no plan yet"
 
 
 def longest_text(config: Config, plan: plans.Plan | None) -> int:
@@ -243,8 +243,8 @@ def longest_text(config: Config, plan: plans.Plan | None) -> int:
     most = config.text.max_length or config.model.template.max_length
     if plan is not None:
         active = plan.text_table.filter(pc.is_in(plan.text_table.column("text_id"), value_set=plan.active_text_ids))
-        return int(most_tokens(config, active).max(initial=1))
-    if of_each := reference_tokens(config):
+        return int(most_tokens(config.model, config.text, active).max(initial=1))
+    if of_each := reference_tokens(config.model):
         given = [len(dataset.source_roles) for dataset in config.datasets if not dataset.disabled]
         given += [len(listed(prompt.image)) for prompt in config.validation.prompts]
         return min(most, max(given, default=1) * of_each + CAPTION_TOKENS)
@@ -261,21 +261,21 @@ def _side_multiple(model: Model) -> int:
         return published
 
 
-def _possible_buckets(config: Config) -> Iterator[str]:
-    spec, multiple = config.model.family_spec, _side_multiple(config.model)
-    for dataset in config.datasets:
+def _possible_buckets(model: Model, datasets: Sequence[Dataset]) -> Iterator[str]:
+    spec, multiple = model.family_spec, _side_multiple(model)
+    for dataset in datasets:
         if dataset.disabled:
             continue
         frames = largest_valid_frames(dataset.video.num_frames, spec.temporal_stride)
         frames = frames if dataset.dataset_type == "video" else 1
         if dataset.buckets == "family":
-            sizes = [size for size in config.model.flavour_spec.sizes if not any(side % multiple for side in size)]
+            sizes = [size for size in model.flavour_spec.sizes if not any(side % multiple for side in size)]
         else:
             make = partial(resolution_buckets, step=dataset.bucket_step, max_aspect=dataset.max_aspect)
             edges = dataset.resolutions(spec.resolution)
             sizes = [size for edge in edges for size in make(edge, dataset.resolution_type, multiple)]
         yield from (
-            str(Bucket(width, height, frames, _references(config.model.condition, dataset))) for width, height in sizes
+            str(Bucket(width, height, frames, _references(model.condition, dataset))) for width, height in sizes
         )
 
 
@@ -308,12 +308,13 @@ class EncoderMemory:
         return self.weights + self.activations
 
 
-def estimate_text(config: Config, shapes: Shapes, length: int) -> EncoderMemory:
+def estimate_text(base: Model, text: Text, shapes: Shapes, length: int) -> EncoderMemory:
     """Predict encode-text: the language model, other text models beside it, and a pass with texts of which the longest
-    has `length` tokens that are stored; before it one of the vision model where prompts have images."""
-    text, template = config.text, config.model.template
-    dtype = torch.bfloat16 if text.quantization == "bf16" else getattr(torch, text.precision or config.model.precision)
-    types = config.model.family_spec.model_classes
+    has `length` tokens that are stored; before it one of the vision model where prompts have images. base: the model
+    that is trained."""
+    template = base.template
+    dtype = torch.bfloat16 if text.quantization == "bf16" else getattr(torch, text.precision or base.precision)
+    types = base.family_spec.model_classes
     model = _untrained(types["text_encoder"], shapes["text_encoder"], dtype)
     if not template.with_image and hasattr(model, "visual"):
         del model.visual
@@ -330,12 +331,12 @@ def estimate_text(config: Config, shapes: Shapes, length: int) -> EncoderMemory:
     longest = (template.crop or 0) + length
     tokens = max(text.batch_tokens, longest)
     inner = settings.d_ff if hasattr(settings, "d_ff") else settings.intermediate_size
-    eager = (text.attention or config.model.family_spec.text_attention) == "eager"
+    eager = (text.attention or base.family_spec.text_attention) == "eager"
     heads = settings.num_attention_heads if eager else 0  # whose scores are stored, and in float32
     activations = _pass_bytes(tokens, settings.hidden_size, inner, dtype) + tokens * longest * _scores(heads, dtype)
     if not template.with_image:
         return EncoderMemory(weights, activations)
-    vision, of_each = model.config.vision_config, reference_tokens(config) or length
+    vision, of_each = model.config.vision_config, reference_tokens(base) or length
     patches, heads = of_each * vision.spatial_merge_size**2, vision.num_heads if eager else 0
     seen = _pass_bytes(patches, vision.hidden_size, vision.intermediate_size, dtype)
     seen += patches**2 * _scores(heads, dtype)
@@ -386,12 +387,12 @@ def _sizes_outside(model: Any, layers: Sequence[torch.nn.Module]) -> Iterable[in
     return (sum_bytes(part.parameters(recurse=False)) for part in parts)
 
 
-def estimate_latents(config: Config, shapes: Shapes, bucket: str) -> EncoderMemory:
+def estimate_latents(model: Model, latents: Latents, shapes: Shapes, bucket: str) -> EncoderMemory:
     """Predict encode-latents: the autoencoder, and a batch of the bucket."""
     import diffusers
 
-    family, latents, size = config.model.family_spec, config.latents, Bucket.parse(bucket)
-    dtype = getattr(torch, latents.precision or config.model.precision)
+    family, size = model.family_spec, Bucket.parse(bucket)
+    dtype = getattr(torch, latents.precision or model.precision)
     with META:
         vae = getattr(diffusers, family.model_classes["vae"]).from_config(dict(shapes["vae"])).eval()
         torch.nn.Module.to(vae, dtype)  # the class's own warns of a conversion
@@ -410,19 +411,19 @@ def estimate_latents(config: Config, shapes: Shapes, bucket: str) -> EncoderMemo
     return EncoderMemory(weights, int(activations) + count * 3 * pixels * dtype.itemsize)
 
 
-def text_changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
+def text_changes(text: Text) -> list[tuple[str, dict[str, Any]]]:
     """Options with which encode-text needs less, in the order in which they are tried. The first ones give the same."""
     return [
-        ("text.batch_tokens 1024", {"text": {"batch_tokens": min(1024, config.text.batch_tokens)}}),
+        ("text.batch_tokens 1024", {"text": {"batch_tokens": min(1024, text.batch_tokens)}}),
         ("text.offload blocks", {"text": {"offload": "blocks"}}),
         ("text.quantization int8-quanto", {"text": {"offload": "none", "quantization": "int8-quanto"}}),
         ("text.quantization nf4-bnb", {"text": {"offload": "none", "quantization": "nf4-bnb"}}),
     ]
 
 
-def latent_changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
+def latent_changes(model: Model, latents: Latents) -> list[tuple[str, dict[str, Any]]]:
     """Options with which encode-latents needs less. Tiles give other latents, and come last."""
     changes: list[tuple[str, dict[str, Any]]] = [("latents.slicing true", {"latents": {"slicing": True}})]
-    if config.model.family_spec.frame_chunks and not config.latents.chunk_frames:
+    if model.family_spec.frame_chunks and not latents.chunk_frames:
         changes.append(("latents.chunk_frames 4", {"latents": {"chunk_frames": 4}}))
     return [*changes, ("latents.tiling true", {"latents": {"tiling": True}})]

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from cache.models.weights import config_errors
+from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.config.training import Adapter, Offload, Parallel, Train
 from schemas.family import REFERENCE_PARTS, Family
@@ -128,7 +129,7 @@ def estimate_memory(
     bucket = max(buckets, key=lambda name: count_latents(config.model.family_spec, name))
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
-    moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
+    moved, peak = step_memory(model, family, config.model, settings, bucket, text_length, kernels)
     activations = max(peak - weights - sum_bytes(trainable), trained.working)
     sharded = uses_sharding(settings.parallel, ranks)
     # Gradients that DistributedDataParallel does not send yet are apart from those that it sends.
@@ -228,19 +229,25 @@ def sum_bytes(weights: Iterable[torch.nn.Parameter]) -> int:
 
 
 def step_memory(
-    model: Any, family: ModelFamily, config: Config, bucket: str, text_length: int, kernels: KernelMode
+    model: Any,
+    family: ModelFamily,
+    about: Model,
+    settings: Train,
+    bucket: str,
+    text_length: int,
+    kernels: KernelMode,
 ) -> tuple[int, int]:
     """(bytes of activations on the host at most, bytes on the device at most, weights included) of the forward and
-    backward passes of one step."""
-    settings, offload = config.train, config.train.offload
-    denoiser = Denoiser(model, family, config.model.task, None, {}, Offload(blocks=offload.blocks))
+    backward passes of one step. about: the section `model` of the configuration."""
+    offload = settings.offload
+    denoiser = Denoiser(model, family, about.task, None, {}, Offload(blocks=offload.blocks))
     meter, moved = MemoryMeter(), SavedOnHost()
     for parameter in model.parameters():
         meter.add(parameter)
     with META, ExitStack() as stack:
         stack.enter_context(meter)
         for _ in range(min(2, settings.accumulate)):  # with more than one, there are gradients in the next one's passes
-            batch = make_batch(config, model, bucket, text_length)
+            batch = make_batch(model, about, settings.batch_size, bucket, text_length)
             noise, sigma_B = torch.empty_like(batch.latents_BCTHW), torch.empty(settings.batch_size)
             with kernels, ExitStack() as saving:
                 if offload.activations:
@@ -248,15 +255,15 @@ def step_memory(
                 noisy = flow.interpolate(batch.latents_BCTHW, noise, sigma_B)
                 predicted = denoiser(noisy, sigma_B, batch)
                 target = flow.velocity(batch.latents_BCTHW, noise)
-                loss = flow.loss_per_sample(predicted, target, family.clean_frames(config.model.task)).sum()
+                loss = flow.loss_per_sample(predicted, target, family.clean_frames(about.task)).sum()
             loss.backward()
     model.zero_grad(set_to_none=True)
     return moved.peak, meter.peak
 
 
-def make_batch(config: Config, model: Any, bucket: str, text_length: int) -> Batch:
-    """A batch of the settings' size on the meta device, all but the texts' mask, whose values are looked at."""
-    spec, size, task = config.model.family_spec, config.train.batch_size, config.model.task
+def make_batch(model: Any, about: Model, size: int, bucket: str, text_length: int) -> Batch:
+    """A batch of `size` samples on the meta device, all but the texts' mask, whose values are looked at."""
+    spec, task = about.family_spec, about.task
     widths = {name: model.config[key] for name, key in spec.text_widths.items()}
     latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(spec, bucket), device=META)
     given, references, stride = spec.condition_frames(task), Bucket.parse(bucket).references, spec.spatial_stride

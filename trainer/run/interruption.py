@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from cache.runs.training_run import METRICS_FILE, clear_failure, read_metrics
 from schemas.cli.console import Console
-from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.errors import INTERRUPTED, LatentpressError
 from schemas.interruption import StopHandler, speak_by
@@ -62,13 +61,13 @@ class StopRequest:
         return self._handler.reason or "a signal to another rank"
 
     @contextmanager
-    def on_signals(self, config: Config, main: bool) -> Iterator[None]:
+    def on_signals(self, folder: Path, settings: Train, main: bool) -> Iterator[None]:
         """Receive signals in the body, which ends early, without an error, if nothing has been trained yet. main:
         whether this process reports what a second Ctrl-C ends."""
 
         def end_at_once() -> TrainingInterrupted:
-            clear_failure(config.run_folder)
-            return TrainingInterrupted(config.run_folder, config.train)
+            clear_failure(folder)
+            return TrainingInterrupted(folder, settings)
 
         if main:
             self._handler.error = end_at_once

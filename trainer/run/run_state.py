@@ -23,10 +23,11 @@ from cache.shards.shard import canonical_json
 from cache.store.files import StoreError, check_folder, check_writable, explained, replacing, restore_folders
 from cache.store.locks import NO_LOCKS, FileLock
 from schemas.cli.console import Console
+from schemas.config.encoding import Model
 from schemas.config.loading import dump_yaml
 from schemas.config.methods import Method
 from schemas.config.pipeline import Config
-from schemas.config.training import FILE_NAMES
+from schemas.config.training import FILE_NAMES, Train
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from trainer.adapters.header import find_adapter
@@ -83,7 +84,7 @@ def config_signature(config: Config) -> dict[str, Any]:
         "batch size": config.train.batch_size,
         "methods": _method_terms(config.train.methods.used),
         "caption_dropout": config.train.caption_dropout,
-        "shift": None if config.train.timesteps.auto_shift else train_shift(config, ""),
+        "shift": None if config.train.timesteps.auto_shift else train_shift(config.train, config.model, ""),
         "timesteps": config.train.timesteps.model_dump(mode="json"),
         "loss": config.train.loss.model_dump(mode="json"),
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
@@ -132,11 +133,11 @@ def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
         digest.update(part)
 
 
-def train_shift(config: Config, bucket: str) -> float:
+def train_shift(settings: Train, model: Model, bucket: str) -> float:
     """The shift of sigma for samples of a bucket ("WxH@F"), of which only train.timesteps.auto_shift makes use."""
-    if not config.train.timesteps.auto_shift:
-        return config.train.shift or config.model.flavour_spec.shift
-    size, family = Bucket.parse(bucket), config.model.family_spec
+    if not settings.timesteps.auto_shift:
+        return settings.shift or model.flavour_spec.shift
+    size, family = Bucket.parse(bucket), model.family_spec
     token = family.side_multiple  # pixels
     return family.shift_by_tokens((size.width // token) * (size.height // token))
 

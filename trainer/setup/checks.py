@@ -69,7 +69,7 @@ def check_training(
     """
     check_options(config, device, buckets, ranks, sharded)
     with explain_checkpoint_errors(config.model.source):
-        model = empty_transformer(config, choose_dtypes(config)[0])
+        model = empty_transformer(config.model, config.part, choose_dtypes(config)[0])
         family.check(config.model.source, model.config)
         if is_stored and (folder := local_folder(config.model.source)):
             shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
@@ -184,7 +184,7 @@ def check_noise_levels(config: Config, buckets: Iterable[str]) -> None:
     if expert is None:
         return
     for bucket in buckets:
-        first, last = flow.draws_within(settings, train_shift(config, bucket), expert.range)
+        first, last = flow.draws_within(settings, train_shift(config.train, config.model, bucket), expert.range)
         if abs(last - first) < flow.LEAST_SHARE:
             raise RunError(
                 f"train.timesteps: of samples of {bucket} almost none of its noise levels is in {expert.lowest:g} to "

@@ -13,6 +13,7 @@ from cache.models.weights import config_errors, fetch_components, fingerprint_we
 from cache.runs.training_run import RunError
 from cache.sets.training_checks import train_precision
 from cache.store.store import Store
+from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from trainer.families.base import ModelFamily, module_of
@@ -44,9 +45,9 @@ def choose_dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
     return (torch.float32, torch.bfloat16) if masters else (torch.bfloat16, None)
 
 
-def empty_transformer(config: Config, dtype: torch.dtype = torch.float32) -> Any:
-    """The transformer on the meta device, as the family makes it by its config.json: names and shapes, no weights."""
-    model, part = config.model, config.part
+def empty_transformer(model: Model, part: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformer on the meta device, as the family makes it by its config.json: names and shapes, no weights.
+    part: its folder in the checkpoint."""
     settings = read_component_config(model.source, model.revision, part)
     with torch.device("meta"), config_errors(f"{model.source}/{part}/config.json"):
         return module_of(model.family_spec).untrained(settings, dtype)
@@ -69,9 +70,8 @@ def explain_checkpoint_errors(source: str) -> Iterator[None]:
         raise RunError(f"{source}: {str(error) or type(error).__name__}", step) from error
 
 
-def fingerprint_base(config: Config) -> str:
+def fingerprint_base(model: Model, part: str, root: str) -> str:
     """A hash of the files of the transformer that is trained, made as the hash of an encoder's files is."""
-    parts = (config.part,)
-    folder = fetch_components(config.model.source, config.model.revision, parts)
-    memo = Store(config.root) if "://" in config.root or Path(config.root).is_dir() else None
-    return fingerprint_weights(str(folder), parts, None, memo)["content"]
+    folder = fetch_components(model.source, model.revision, (part,))
+    memo = Store(root) if "://" in root or Path(root).is_dir() else None
+    return fingerprint_weights(str(folder), (part,), None, memo)["content"]

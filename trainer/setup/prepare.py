@@ -237,7 +237,9 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     with explain_checkpoint_errors(config.model.source):
         widths = config.model.family_spec.text_widths.items()
         run.loader.data.text_widths = {name: model.config[key] for name, key in widths}
-        run.signature["base weights"] = fingerprint_base(config) if load is None else None
+        run.signature["base weights"] = (
+            fingerprint_base(config.model, config.part, config.root) if load is None else None
+        )
         if settings.quantized:
             run.watch.note("quantizing the base", alone=True)
             with console.activity(f"quantizing the base to {settings.base_precision}", keep=True):

@@ -56,12 +56,12 @@ def caption_fingerprint_inputs(config: Config) -> dict[str, Any]:
         weights = single_model(caption).fingerprint(memo)
     else:
         weights = fingerprint_weights(config.model.source, encoder_parts(config.model), config.model.revision, memo)
-    return caption_settings(config) | {"weights": weights}
+    return caption_settings(config.model, caption, config.latents) | {"weights": weights}
 
 
 def caption_request(config: Config) -> ItemRequest:
     """Media that the stage reads."""
-    return request_of(caption_settings(config))
+    return request_of(caption_settings(config.model, require_caption(config), config.latents))
 
 
 def request_of(settings: dict[str, Any]) -> ItemRequest:

@@ -12,8 +12,7 @@ from schemas.geometry import Bucket
 from schemas.identity import derive_seed
 from schemas.recipe import has_source_images
 from schemas.text_format import shorten
-from stages.encoding.captions.describer import Written, load_describer
-from stages.encoding.captions.inputs import PreparedItem, Shown
+from stages.encoding.captions.describer import PreparedItem, Shown, Written, load_describer
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text.base import UNQUANTIZED
 from stages.encoding.worker import RefusedMember, UnitWorker
@@ -33,7 +32,7 @@ class CaptionWorker(UnitWorker):
         caption = self.config.caption
         assert caption is not None
         self._caption = caption
-        self._questions = caption.questions(has_source_images(self.config))
+        self._questions = caption.questions(has_source_images(self.config.model))
         self.precision = caption.precision or self.config.model.precision
         pinned = caption.changed(revision=self.pinned_revision(caption.revision))
         self._describer = load_describer(pinned, self.config.model, self.device)

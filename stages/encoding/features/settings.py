@@ -49,7 +49,7 @@ def features_model(features: Features, revision: str | None) -> SingleModel:
 
 def features_fingerprint_inputs(config: Config) -> dict[str, Any]:
     features = require_features(config)
-    settings: dict[str, Any] = features_settings(config) | {"weights": None}
+    settings: dict[str, Any] = features_settings(config.model, features, config.latents) | {"weights": None}
     if features.source is not None:
         model = features_model(features, features.revision)
         settings["weights"] = model.fingerprint(Store(config.root))

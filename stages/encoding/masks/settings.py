@@ -39,8 +39,9 @@ def single_model(masks: Masks) -> SingleModel:
 
 
 def masks_fingerprint_inputs(config: Config) -> dict[str, Any]:
-    weights = single_model(require_masks(config)).fingerprint(Store(config.root))
-    return masks_settings(config) | {"weights": weights}
+    masks = require_masks(config)
+    weights = single_model(masks).fingerprint(Store(config.root))
+    return masks_settings(config.model, masks, config.latents) | {"weights": weights}
 
 
 def masks_request(config: Config) -> ItemRequest:

@@ -20,8 +20,7 @@ from schemas.family import Template
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from schemas.text_format import shorten
 from stages.encoding import model_loading
-from stages.encoding.text.prefix_cache import PrefixCachedModel, find_prefix_ids
-from stages.encoding.text.reader import EncoderStats, TextReader
+from stages.encoding.text.reader import EncoderStats, PrefixCachedModel, TextReader, find_prefix_ids
 from stages.media.files import MediaError
 
 UNQUANTIZED = "with some matrices unquantized, since nf4-bnb can't pack their sides or the model needs them whole"

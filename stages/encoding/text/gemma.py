@@ -13,8 +13,7 @@ import torch
 from transformers import Gemma2Model
 
 from stages.encoding.text.base import TextEncoder, TextRequest, request_error
-from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.reader import PreparedPrompt
+from stages.encoding.text.reader import PrefixCachedModel, PreparedPrompt
 
 
 @dataclass(frozen=True)

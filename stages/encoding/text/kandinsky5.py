@@ -1,6 +1,6 @@
 """Kandinsky 5: Qwen2.5-VL's hidden states and CLIP's pooled output, equal to the pipelines' `encode_prompt`.
 
-The template's prefix is computed once (`prefix_cache.py`), and so are Qwen2.5-VL's vision features of each distinct
+The template's prefix is computed once (`reader.py`), and so are Qwen2.5-VL's vision features of each distinct
 image inside prompts (`qwen_vl_images.py`).
 """
 
@@ -14,7 +14,6 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from cache.models.weights import load_pretrained
 from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest, request_error
-from stages.encoding.text.prefix_cache import PrefixCachedModel
 from stages.encoding.text.qwen_image import PrefixCroppedEncoder
 from stages.encoding.text.qwen_vl_images import (
     CachedImageProcessor,
@@ -22,6 +21,7 @@ from stages.encoding.text.qwen_vl_images import (
     PreparedImagePrompt,
     ProcessedImage,
 )
+from stages.encoding.text.reader import PrefixCachedModel
 
 # After the caption, in addition to the image's own tokens: <|vision_start|>, <|vision_end|>, <|im_end|>.
 IMAGE_SUFFIX_TOKENS = 3

@@ -13,8 +13,7 @@ from transformers import Qwen3Model
 
 from cache.models.weights import WeightsError
 from stages.encoding.text.base import OptionError, TextEncoder, TextRequest
-from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.reader import PaddedModel, PreparedPrompt, TextReader
+from stages.encoding.text.reader import PaddedModel, PrefixCachedModel, PreparedPrompt, TextReader
 
 PROBE = "a caption"
 

@@ -1,5 +1,5 @@
 """Qwen2.5-VL as the text encoder of several families: the hidden states of a prompt without the tokens of the
-template's prefix, which is computed once (`prefix_cache.py`).
+template's prefix, which is computed once (`reader.py`).
 
 Qwen-Image: those of the caption and of the template's end, equal to the pipeline's `encode_prompt`. An over-long prompt
 loses its end, the template's end included.
@@ -14,8 +14,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from cache.models.weights import WeightsError
 from stages.encoding.text.base import TextEncoder, TextRequest, request_error
-from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.reader import PreparedPrompt
+from stages.encoding.text.reader import PrefixCachedModel, PreparedPrompt
 
 
 class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from stages.encoding.text.base import TextRequest, request_error
-from stages.encoding.text.prefix_cache import PrefixCachedModel
 from stages.encoding.text.qwen_image import Encoder as QwenImageEncoder
 from stages.encoding.text.qwen_vl_images import CachedImageProcessor, ImagePromptModel, PreparedImagePrompt
+from stages.encoding.text.reader import PrefixCachedModel
 
 
 class Encoder(QwenImageEncoder):

@@ -19,8 +19,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from cache.models.weights import WeightsError
 from schemas.devices import to_device_together
-from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.reader import PreparedPrompt
+from stages.encoding.text.reader import PrefixCachedModel, PreparedPrompt
 
 
 class QwenImageProcessor(Qwen2VLImageProcessorPil):

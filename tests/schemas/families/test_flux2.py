@@ -80,13 +80,16 @@ def test_every_text_takes_the_whole_length():
     """Also an empty one, in estimates."""
     config = made(text={"precision": "bfloat16"})
     texts = pa.Table.from_pylist([{"text": text} for text in ("", "a cat", "word " * 3000)], TEXTS_SCHEMA)
-    assert text_tensor_bytes(config, texts).tolist() == [2 * 512 * 7680] * 3
+    assert text_tensor_bytes(config.model, config.text, texts).tolist() == [2 * 512 * 7680] * 3
     shorter = made(text={"precision": "bfloat16", "max_length": 128})
-    assert text_tensor_bytes(shorter, texts).tolist() == [2 * 128 * 7680] * 3
-    others = text_tensor_bytes(made("z-image"), texts).tolist()
+    assert text_tensor_bytes(shorter.model, shorter.text, texts).tolist() == [2 * 128 * 7680] * 3
+    other = made("z-image")
+    others = text_tensor_bytes(other.model, other.text, texts).tolist()
     assert others[0] < others[1] < others[2]
 
 
 def test_padding_is_in_the_name_of_a_cache_where_it_is_stored():
-    assert text_settings(made())["padded"] is True
-    assert not any(text_settings(made(family))["padded"] for family in ("z-image", "qwen-image", "sana"))
+    flux = made()
+    assert text_settings(flux.model, flux.text)["padded"] is True
+    for other in map(made, ("z-image", "qwen-image", "sana")):
+        assert not text_settings(other.model, other.text)["padded"]

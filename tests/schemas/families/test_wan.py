@@ -35,9 +35,10 @@ def test_more_tokens_than_the_transformer_reads_are_refused():
 
 
 def test_a_condition_of_the_mean_is_in_the_caches_name_and_no_other_is():
-    assert latents_settings(made("wan2.2-5b", "i2v-5b"))["condition_posterior"] == "mode"
+    config = made("wan2.2-5b", "i2v-5b")
+    assert latents_settings(config.model, config.latents)["condition_posterior"] == "mode"
     for config in (made("wan2.2-5b", "t2v-5b"), made("kandinsky5-video", "i2v-lite-5s")):
-        assert "condition_posterior" not in latents_settings(config)
+        assert "condition_posterior" not in latents_settings(config.model, config.latents)
 
 
 def model_of(folder, family, flavour):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from schemas.config.pipeline import Config
 from schemas.tables import MEDIA_SCHEMA
 from stages.planning.plan_builder import DraftPlan, build_plan
+from stages.planning.units import sample_tensor_bytes, sample_units, text_tensor_bytes, text_units
 
 VIDEO = {"num_frames": 9, "frame_rate": 10.0, "min_frames": 5}
 
@@ -55,6 +56,13 @@ def planned(settings_: Config, rows: list[dict], multiple: int = 16) -> DraftPla
 
 def ids(plan: DraftPlan) -> dict[str, dict]:
     return {row["sample_id"]: row for row in plan.samples.to_pylist()}
+
+
+def units_of(plan: DraftPlan, limit: int = 2**19) -> tuple[pa.Table, pa.Table]:
+    """The units of samples, and the units of texts."""
+    model, latents, text = (getattr(config(), name) for name in ("model", "latents", "text"))
+    samples = sample_units(plan.samples, sample_tensor_bytes(model, latents, plan.samples), limit)
+    return samples, text_units(plan.texts, plan.active, text_tensor_bytes(model, text, plan.texts), limit)
 
 
 def reasons(plan: DraftPlan) -> dict[str, str]:

@@ -29,7 +29,7 @@ def table(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def planned(config: Config, rows: list[dict[str, Any]], asked: ItemRequest | None = None) -> list[dict[str, Any]]:
-    samples, active = plan_items(config, asked or request(), {"a": table(rows)})
+    samples, active = plan_items(config.model.family_spec, config.datasets, asked or request(), {"a": table(rows)})
     assert set(active.column("sample_id").to_pylist()) == set(samples.column("sample_id").to_pylist())
     return samples.to_pylist()
 
@@ -59,9 +59,12 @@ def test_a_picture_keeps_its_shape_and_is_not_enlarged_much(width: int, height: 
     ],
 )
 def test_a_box_is_a_crop_of_its_picture_and_a_part_of_what_is_planned(text, box) -> None:
+    config = draft_plans.config()
     media = table([row(1, 640, 480)]).append_column("extra.box", pa.array([text], pa.string()))
     samples = [
-        plan_items(draft_plans.config(), replace(request(), box_column=name), {"a": media})[0].to_pylist()[0]
+        plan_items(config.model.family_spec, config.datasets, replace(request(), box_column=name), {"a": media})[
+            0
+        ].to_pylist()[0]
         for name in ("box", "absent", None)
     ]
     found = samples[0]["mask_geometry"]
@@ -106,7 +109,8 @@ def test_a_source_image_is_read_at_its_own_shape_where_it_is_asked_for() -> None
 
 def test_equal_files_are_one_member_and_filtered_items_none() -> None:
     same = row(1) | {"path": "copy.jpg"}
-    samples, active = plan_items(draft_plans.config(), request(), {"a": table([row(1), same])})
+    config = draft_plans.config()
+    samples, active = plan_items(config.model.family_spec, config.datasets, request(), {"a": table([row(1), same])})
     assert len(samples) == 1 and active.column("path").to_pylist() == ["001.jpg", "copy.jpg"]
     config = draft_plans.config(where="width > 100")
     assert [each["path"] for each in planned(config, [row(1, 64, 64), row(2, 640, 480)])] == ["002.jpg"]
@@ -114,9 +118,9 @@ def test_equal_files_are_one_member_and_filtered_items_none() -> None:
 
 def test_units_are_of_one_size_and_bounded() -> None:
     rows = [row(number, *((640, 480) if number % 3 else (480, 640))) for number in range(300)]
-    config = draft_plans.config(unit_mib=1)
-    samples, _ = plan_items(config, request(), {"a": table(rows)})
-    units = item_units(config, samples).to_pylist()
+    config = draft_plans.config()
+    samples, _ = plan_items(config.model.family_spec, config.datasets, request(), {"a": table(rows)})
+    units = item_units(samples, 2**20).to_pylist()
     sizes = dict(zip(samples.column("sample_id").to_pylist(), samples.column("geometry").to_pylist(), strict=True))
     assert {unit["kind"] for unit in units} == {"items"}
     assert all({sizes[name]["bucket"] for name in unit["members"]} == {unit["bucket"]} for unit in units)
@@ -124,15 +128,15 @@ def test_units_are_of_one_size_and_bounded() -> None:
     assert max(len(unit["members"]) for unit in units) == most < 200
     assert sorted(name for unit in units for name in unit["members"]) == sorted(sizes)
     shuffled = samples.take(np.random.default_rng(0).permutation(len(samples)))
-    assert item_units(config, shuffled).to_pylist() == units
-    large = item_units(draft_plans.config(unit_mib=1000), samples).to_pylist()
+    assert item_units(shuffled, 2**20).to_pylist() == units
+    large = item_units(samples, 1000 * 2**20).to_pylist()
     assert max(len(unit["members"]) for unit in large) <= 256
 
 
 def test_the_key_depends_on_what_is_read_and_on_how_clips_are_cut() -> None:
     keys = [
-        item_plan_key(*given)
-        for given in (
+        item_plan_key(config.model.family_spec, config.datasets, asked)
+        for config, asked in (
             (draft_plans.videos(), request()),
             (draft_plans.videos(num_frames=5), request()),
             (draft_plans.videos(), request(frames=5)),
@@ -141,4 +145,4 @@ def test_the_key_depends_on_what_is_read_and_on_how_clips_are_cut() -> None:
     ]
     assert len(set(keys)) == 4
     repeated = draft_plans.config("kandinsky5-video", dataset_type="video", video=draft_plans.VIDEO, repeats=3)
-    assert item_plan_key(repeated, request()) == keys[0]
+    assert item_plan_key(repeated.model.family_spec, repeated.datasets, request()) == keys[0]

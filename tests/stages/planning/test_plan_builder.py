@@ -14,7 +14,6 @@ from schemas.recipe import plan_key
 from schemas.tables import MEDIA_SCHEMA
 from stages.planning.plan_builder import build_plan
 from stages.planning.summary import dataset_table
-from stages.planning.units import sample_units, text_units
 from tests.stages.planning.draft_plans import (
     captions,
     config,
@@ -25,6 +24,7 @@ from tests.stages.planning.draft_plans import (
     row,
     sizes,
     source,
+    units_of,
 )
 
 
@@ -37,8 +37,7 @@ def test_the_order_of_listing_changes_no_sample_text_or_unit(found: list[tuple[i
     shuffler.shuffle(shuffled)
     first, second = planned(config(), rows), planned(config(), shuffled)
     assert ids(first) == ids(second)
-    assert sample_units(config(), first.samples).equals(sample_units(config(), second.samples))
-    assert text_units(config(), first.texts, first.active).equals(text_units(config(), second.texts, second.active))
+    assert all(one.equals(other) for one, other in zip(units_of(first), units_of(second), strict=True))
 
 
 @pytest.mark.slow
@@ -56,15 +55,15 @@ def test_an_added_file_changes_no_other_sample(found, added, style):
 @settings(max_examples=30, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=40), st.floats(0.01, 4))
 def test_units_hold_each_sample_once_in_one_bucket_and_within_the_size(found: list, unit_mib: float):
-    settings_ = config(unit_mib=unit_mib)
-    plan = planned(settings_, [row(n, *size) for n, size in enumerate(found)])
-    samples, units = ids(plan), sample_units(settings_, plan.samples).to_pylist()
+    plan = planned(config(), [row(n, *size) for n, size in enumerate(found)])
+    of_samples, of_texts = units_of(plan, int(unit_mib * 2**20))
+    samples, units = ids(plan), of_samples.to_pylist()
     assert sorted(name for unit in units for name in unit["members"]) == sorted(samples)
     for unit in units:
         assert {samples[name]["geometry"]["bucket"] for name in unit["members"]} == {unit["bucket"]}
         assert len(unit["members"]) == 1 or unit["estimated_bytes"] <= unit_mib * 2**20
     texts = {row["text_id"]: row["text"] for row in plan.texts.to_pylist()}
-    units = text_units(settings_, plan.texts, plan.active).to_pylist()
+    units = of_texts.to_pylist()
     assert sorted(name for unit in units for name in unit["members"]) == sorted(texts)
     for unit in units:
         lengths = [len(texts[name]) for name in unit["members"]]

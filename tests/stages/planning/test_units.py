@@ -26,6 +26,15 @@ def text(image: int, size: int, shift: int, length: int) -> dict[str, Any]:
     return row | {"text_id": hash_json([image, size, shift, length])}
 
 
+def sizes_of(texts: pa.Table) -> np.ndarray:
+    config = edits()
+    return text_tensor_bytes(config.model, config.text, texts)
+
+
+def units_of(texts: pa.Table, limit: int, active: pa.Table | None = None) -> pa.Table:
+    return text_units(texts, ACTIVE_SCHEMA.empty_table() if active is None else active, sizes_of(texts), limit)
+
+
 def shown(row: dict[str, Any]) -> str:
     return hash_json([row["image_id"], row["image_geometry"]])
 
@@ -39,7 +48,7 @@ images = st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.s
 def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuffler: random.Random) -> None:
     rows = {row["text_id"]: row for *image, lengths in found for row in (text(*image, n) for n in {0, *lengths})}
     table = pa.Table.from_pylist([*rows.values()], schema=TEXTS_SCHEMA)
-    units = text_units(edits(unit_mib=unit_mib), table, ACTIVE_SCHEMA.empty_table())
+    units = units_of(table, int(unit_mib * 2**20))
     members = [[rows[name] for name in unit] for unit in units.column("members").to_pylist()]
     order = [row for unit in members for row in unit]
     assert len(order) == len(rows) == len({row["text_id"] for row in order})
@@ -49,7 +58,7 @@ def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuf
         lengths = [len(row["text"]) for row in run]
         assert lengths == sorted(lengths)
 
-    sizes = dict(zip(table["text_id"].to_pylist(), text_tensor_bytes(edits(unit_mib=1), table), strict=True))
+    sizes = dict(zip(table["text_id"].to_pylist(), sizes_of(table), strict=True))
     limit = int(unit_mib * 2**20)
     for unit in members:
         assert len({row["image_geometry"]["bucket"] for row in unit}) == 1
@@ -61,15 +70,15 @@ def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuf
     shuffled = [*rows.values()]
     shuffler.shuffle(shuffled)
     again = pa.Table.from_pylist(shuffled, schema=TEXTS_SCHEMA)
-    assert text_units(edits(unit_mib=unit_mib), again, ACTIVE_SCHEMA.empty_table()).equals(units)
+    assert units_of(again, int(unit_mib * 2**20)).equals(units)
 
 
 def test_texts_without_an_image_are_cut_where_a_unit_is_full() -> None:
     blank = {"image_dataset": None, "image_path": None, "image_id": None, "image_geometry": None}
     rows = [text(number, 0, 0, 9) | blank for number in range(100)]
     table = pa.Table.from_pylist(rows, schema=TEXTS_SCHEMA)
-    each = int(text_tensor_bytes(edits(unit_mib=1), table)[0])
-    units = text_units(edits(unit_mib=each * 30.5 / 2**20), table, ACTIVE_SCHEMA.empty_table())
+    each = int(sizes_of(table)[0])
+    units = units_of(table, int(each * 30.5))
     assert np.diff(units.column("members").combine_chunks().offsets).tolist() == [30, 30, 30, 10]
 
 
@@ -93,8 +102,8 @@ def test_texts_are_in_the_order_of_the_samples_that_use_them(with_image: bool) -
     rows = [text(number, 0, 0, length) | blank for number, length in enumerate(lengths)]
     active, table = active_rows(rows[:-1], order), pa.Table.from_pylist(rows, schema=TEXTS_SCHEMA)
     ranks = dict(zip((row["text_id"] for row in rows), [*order, -1], strict=True))
-    limit = int(text_tensor_bytes(edits(unit_mib=1), table).sum()) // 24
-    units = text_units(edits(unit_mib=limit / 2**20), table, active)
+    limit = int(sizes_of(table).sum()) // 24
+    units = units_of(table, limit, active)
     found = [[ranks[name] for name in unit] for unit in units.column("members").to_pylist()]
     assert 24 <= len(found) <= 32 and max(units.column("estimated_bytes").to_pylist()) <= limit
     members, groups, taken = [rank for unit in found for rank in unit], 0, 0

@@ -79,14 +79,14 @@ def test_published_shapes_have_the_published_numbers_of_parameters(flavour: str,
         (folder / part).mkdir(parents=True)
         (folder / part / "config.json").write_text(json.dumps(shape))
     local = configured(family, tmp_path, flavour, model={"path": str(folder)})
-    numbers = sum(weight.numel() for weight in empty_transformer(local).parameters()) / 1e9
+    numbers = sum(weight.numel() for weight in empty_transformer(local.model, local.part).parameters()) / 1e9
     assert numbers == pytest.approx(billions, rel=0.03) and not assumed
     if flavour not in ("t2i-lite-sft", "i2i-lite-sft", "sana-1.6b-1024px"):  # those of the others are the same
         return
     half = config.model_copy(update={"text": config.text.model_copy(update={"precision": "bfloat16"})})
     with_image = 0.68 if config.model.template.with_image else 0  # the vision model
     expected = ENCODERS[family] + with_image
-    assert card_fit.estimate_text(half, shapes, 512).weights / 2e9 == pytest.approx(expected, rel=0.01)
+    assert card_fit.estimate_text(half.model, half.text, shapes, 512).weights / 2e9 == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.long
@@ -99,7 +99,7 @@ def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path
     latents = {"precision": "float32", "batch_pixels": 2 * 9 * 64 * 96}
     config = configured(family, tmp_path, latents=latents)
     frames = 9 if config.model.family_spec.video else 1
-    found = card_fit.estimate_latents(config, {"vae": SHAPES["tiny"][part]}, f"96x64@{frames}")
+    found = card_fit.estimate_latents(config.model, config.latents, {"vae": SHAPES["tiny"][part]}, f"96x64@{frames}")
     vae, meter = make_untrained(part).eval(), MemoryMeter()
     assert found.weights == sum_bytes(vae.parameters())
     count = 2 * 9 // frames
@@ -108,7 +108,8 @@ def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path
         vae.encode(torch.zeros(shape))
     assert meter.peak <= found.activations <= 1.5 * meter.peak
     smaller = card_fit.estimate_latents(
-        config.model_copy(update={"latents": config.latents.model_copy(update={"slicing": True})}),
+        config.model,
+        config.latents.model_copy(update={"slicing": True}),
         {"vae": SHAPES["tiny"][part]},
         f"96x64@{frames}",
     )
@@ -118,7 +119,7 @@ def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path
 def test_a_text_encoder_takes_no_more_than_is_predicted(tmp_path) -> None:
     config = configured("sana", tmp_path, text={"batch_tokens": 4096, "precision": "float32"})
     shape = SHAPES["tiny"]["gemma"] | {"vocab_size": 300}
-    found = card_fit.estimate_text(config, {"text_encoder": shape}, config.model.template.max_length)
+    found = card_fit.estimate_text(config.model, config.text, {"text_encoder": shape}, config.model.template.max_length)
     model, meter = make_untrained("gemma", vocab_size=300).eval(), MemoryMeter()
     assert found.weights == sum_bytes(model.parameters())
     longest = config.model.template.max_length
@@ -133,7 +134,9 @@ def test_references_in_prompts_are_counted_for_text_encoder_and_transformer(tmp_
     text = {"batch_tokens": 256, "precision": "float32"}
     config = configured("qwen-image-edit-plus", tmp_path, text=text, dataset={"conditioning_data": ["b", "c"]})
     assert longest_text(config, None) == 512 + 2 * 237
-    found = card_fit.estimate_text(config, {"text_encoder": SHAPES["tiny"]["qwen"] | {"vocab_size": 300}}, 1)
+    found = card_fit.estimate_text(
+        config.model, config.text, {"text_encoder": SHAPES["tiny"]["qwen"] | {"vocab_size": 300}}, 1
+    )
     visual, meter = make_untrained("qwen").eval().model.visual, MemoryMeter()
     grid = torch.tensor([[1, 26, 28]])
     with torch.no_grad(), meter:
@@ -145,12 +148,19 @@ def test_references_in_prompts_are_counted_for_text_encoder_and_transformer(tmp_
 
 def test_buckets_are_those_of_the_datasets_or_of_the_plan(project, tmp_path) -> None:
     config = configured("kandinsky5-image", tmp_path, dataset={"resolution": [256, 512], "max_aspect": 1})
-    assert list_buckets(config, None)[0] == ["256x256@1", "512x512@1"]
+    assert list_buckets(config.model, config.datasets, None)[0] == ["256x256@1", "512x512@1"]
     family = configured("kandinsky5-image", tmp_path, dataset={"buckets": "family"})
-    assert "1024x1024@1" in list_buckets(family, None)[0] and len(list_buckets(family, None)[0]) == 7
+    assert (
+        "1024x1024@1" in list_buckets(family.model, family.datasets, None)[0]
+        and len(list_buckets(family.model, family.datasets, None)[0]) == 7
+    )
     video = configured("kandinsky5-video", tmp_path, "t2v-pro-sft-5s-hd", dataset={"resolution": 512})
-    assert all(name.endswith("@9") for name in list_buckets(video, None)[0])
-    assert all(int(side) % 128 == 0 for name in list_buckets(video, None)[0] for side in name[:-2].split("x"))
+    assert all(name.endswith("@9") for name in list_buckets(video.model, video.datasets, None)[0])
+    assert all(
+        int(side) % 128 == 0
+        for name in list_buckets(video.model, video.datasets, None)[0]
+        for side in name[:-2].split("x")
+    )
     from stages import bucket, discover
 
     home = project()
@@ -159,7 +169,7 @@ def test_buckets_are_those_of_the_datasets_or_of_the_plan(project, tmp_path) -> 
         home.run(program, "model.path=null")
     config = home.config("model.path=null")
     plan = find_plan(config)
-    assert list_buckets(config, plan) == (["64x64@1"], "the plan")
+    assert list_buckets(config.model, config.datasets, plan) == (["64x64@1"], "the plan")
     assert (longest_text(config, None), longest_text(config, plan)) == (512, 64 + len("a picture"))
 
 

@@ -36,7 +36,7 @@ def test_encoded_conditions_equal_the_pipelines(project, tiny, record_property, 
         assert not report.remaining and not report.set_aside
     assert home.run(verify.run).exit_code == 0
     config = home.config()
-    assert latents_settings(config)["condition_frames"] is None
+    assert latents_settings(config.model, config.latents)["condition_frames"] is None
     plan, data = current_plan(Store(config.root), config), open_configured_set(config, lambda _: None)
     vae = diffusers.AutoencoderKLWan.from_pretrained(tiny("wan2.2-a14b-i2v") / "vae")
     pipe = diffusers.WanImageToVideoPipeline(None, None, vae, None)

@@ -7,8 +7,7 @@ import torch
 from transformers import Gemma2Model
 
 from stages.encoding.text.base import TextEncoder, TextRequest
-from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.reader import PreparedPrompt
+from stages.encoding.text.reader import PrefixCachedModel, PreparedPrompt
 
 
 class Encoder(TextEncoder[PrefixCachedModel]):
