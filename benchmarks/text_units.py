@@ -41,7 +41,7 @@ def make_plan(samples: int, unit_mib: float) -> tuple[Config, DraftPlan]:
     model = {"family": "kandinsky5-image", "flavour": "t2i-lite-sft"}
     settings = {"root": "work", "model": model, "cache": {"unit_mib": unit_mib}, "datasets": [dataset]}
     config = Config.model_validate(settings)
-    return config, build_plan(config, {"items": table}, 16)
+    return config, build_plan(config.model, config.datasets, {"items": table}, 16)
 
 
 def place(table: pa.Table) -> dict[str, int]:

@@ -25,7 +25,6 @@ from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from trainer.run.run_state import result_folder
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for config in configs:
         if not config.model.family_spec.pipelines:
             sys.exit(f"error: diffusers has no pipeline of {config.model.family}")
-        if not result_folder(config).is_dir():
-            sys.exit(f"error: {result_folder(config)} is not there; train it first: latentpress train")
+        if not config.result_folder.is_dir():
+            sys.exit(f"error: {config.result_folder} is not there; train it first: latentpress train")
         if arguments.prompt is None:
             check_output_changes(config)
         else:
@@ -99,7 +98,7 @@ def base_pipeline(config: Config, **components: Any) -> Any:
 
 def load_trained(pipeline: Any, config: Config) -> None:
     """Load the trained weights into the pipeline."""
-    result, base = result_folder(config), getattr(pipeline, config.part)
+    result, base = config.result_folder, getattr(pipeline, config.part)
     if config.train.adapter.type == "full":
         trained = type(base).from_pretrained(result, use_safetensors=True, dtype=base.dtype)
         pipeline.register_modules(**{config.part: trained})

@@ -1,11 +1,12 @@
 """Libraries that an installation may lack: what each is for, how it is installed, and which options need it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from schemas.cli.starting import install_command
+from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.config.training import DISTRIBUTIONS, find_optimizer
@@ -147,7 +148,7 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
         yield "faiss", "features.duplicates"
     if config.features is not None and config.features.source is not None:
         yield "faiss", "features.model"
-    for option, url in needed_stores(config):
+    for option, url in needed_stores(config.root, config.datasets):
         for scheme, module in (("s3", "obstore"), ("gs", "obstore"), ("gcs", "obstore"), ("http", "aiohttp")):
             if url.startswith((f"{scheme}://", f"{scheme}a://", f"{scheme}s://")):
                 yield module, f"{option} {scheme}://"
@@ -174,11 +175,11 @@ def require_libraries(config: Config, training: bool) -> None:
         raise LatentpressError(f"not installed: {names}", ", ".join(commands) + ", or change what needs it")
 
 
-def needed_stores(config: Config) -> Iterator[tuple[str, str]]:
+def needed_stores(root: str, datasets: Iterable[Dataset]) -> Iterator[tuple[str, str]]:
     """(option, URL) of what is read and written over the network."""
-    if "://" in str(config.root):
-        yield "root", str(config.root)
-    for dataset in config.datasets:
+    if "://" in root:
+        yield "root", root
+    for dataset in datasets:
         for key in ("instance_data_dir", "conditioning_data", "mask_data"):
             for url in listed(getattr(dataset, key)):
                 if "://" in url and not dataset.disabled:

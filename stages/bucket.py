@@ -74,7 +74,8 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         media, items = read_media(store, config)
         media = {name: apply_edits(table, edits) for name, table in media.items()}
         made = read_made_captions(store, config, edits)
-        plan = build_plan(config, media, multiple, made, read_made_masks(store, config))
+        masks = read_made_masks(store, config)
+        plan = build_plan(config.model, config.datasets, media, multiple, made, masks)
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training_samples(plan)
     add_validation_prompts(plan, config, multiple, probe_prompt_image, media)

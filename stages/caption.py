@@ -7,6 +7,7 @@ They are kept under the root, where `bucket` finds them, and the user's folders 
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import PurePosixPath
@@ -39,7 +40,7 @@ def run(
     """more: the options of every encoding stage."""
     require_caption(config)
     began = time.time()
-    writable = list_writable(config, console) if write_files else []
+    writable = list_writable(config.datasets, console) if write_files else []
     report = STAGE.run(config, options, console, **more)
     if writable and not options.dry_run:
         counts = write_caption_files(Store(config.root), config, writable, began)
@@ -68,9 +69,9 @@ class WrittenFiles:
     sharing: list[str] = field(default_factory=list)
 
 
-def list_writable(config: Config, console: Console) -> list[Dataset]:
+def list_writable(datasets: Sequence[Dataset], console: Console) -> list[Dataset]:
     """The datasets whose captions are files in a folder of this machine; the others are named. UsageError for none."""
-    used = [dataset for dataset in config.datasets if not dataset.disabled and dataset.describes_missing]
+    used = [dataset for dataset in datasets if not dataset.disabled and dataset.describes_missing]
     writable, others = list[Dataset](), list[str]()
     for dataset in used:
         if (dataset.resolved_source, dataset.resolved_caption_strategy) == ("folder", "textfile"):

@@ -175,7 +175,7 @@ def _list_probes(configuration: Config | None) -> Iterator[Probe]:
         if "://" not in location:
             yield Probe("disks", name, UNWRITABLE, "choose another place for it", ("disk", location), (name,))
     stores = defaultdict[str, list[str]](list)
-    for option, url in needed_stores(configuration) if configuration else ():
+    for option, url in needed_stores(configuration.root, configuration.datasets) if configuration else ():
         stores[url].append(option)
     for url, users in stores.items():
         remedy = "check the address, the network, and the credentials in the environment (docs/machines.md)"

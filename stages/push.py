@@ -22,7 +22,7 @@ from schemas.cli.report import for_each_expert
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import PATTERNS, REPO
-from schemas.config.training import FILE_NAMES, Hub
+from schemas.config.training import FILE_NAMES, Adapter, Hub
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_bytes
 from schemas.json_records import Record, parse_json
@@ -78,14 +78,14 @@ def run(
     if repo is None:
         raise NoRepository("no repository is named", "Set hub.repo to user/name, or give --repo user/name.")
     repo += f"-{config.train.experts}" if config.train.experts else ""  # of two runs none replaces the other's
-    trained = _read_trained(config, folder)
+    trained = _read_trained(folder, config.run_name)
     import jinja2  # noqa: F401  # so that a missing library is named at once
     import PIL  # noqa: F401
 
     step = _finished_step(folder)
     written = write_card(trained, config.hub, repo, step, folder, folder / CARD_FOLDER)
     files: dict[str, Path | bytes] = {str(path.relative_to(folder / CARD_FOLDER)): path for path in written}
-    files |= result_files(trained, folder, base_model(trained))
+    files |= result_files(trained.train.adapter, trained.part, folder, base_model(trained.model))
     report.details = {"repo": repo, "private": config.hub.private, "card": str(folder / CARD_FOLDER / CARD)}
     report.details["files"] = [{"file": name, "bytes": count_bytes(content)} for name, content in sorted(files.items())]
     digest = digest_files(repo, files, Store(config.root))
@@ -106,14 +106,14 @@ def run(
     return report
 
 
-def _read_trained(config: Config, folder: Path) -> Config:
+def _read_trained(folder: Path, name: str) -> Config:
     """The configuration that the run was trained with."""
     if not (folder / "config.yaml").exists():
         raise HubError(f"there is no trained run in {folder}", "Train it first: latentpress run")
     try:
         return load_config(folder / "config.yaml")
     except ConfigError as error:
-        message = f"the configuration of run {config.run_name} is not one of this version: {error.message}"
+        message = f"the configuration of run {name} is not one of this version: {error.message}"
         raise HubError(message, "use the version that trained it") from error
 
 
@@ -126,18 +126,17 @@ def _finished_step(folder: Path) -> int:
         raise HubError(f"{folder / RESULT_NOTE} can't be read: {printable(error)}", AGAIN_SAVED) from error
 
 
-def result_files(config: Config, folder: Path, base_model: str) -> dict[str, Path | bytes]:
-    """The weights of a run's result, as its configuration names them. HubError if a file is missing, or is a link to a
-    place outside of the run's folder."""
-    adapter = config.train.adapter
+def result_files(adapter: Adapter, part: str, folder: Path, base_model: str) -> dict[str, Path | bytes]:
+    """The weights of a run's result, as its configuration names them. part: the transformer's folder. HubError if a
+    file is missing, or is a link to a place outside of the run's folder."""
     if adapter.type != "full":
         names = [FILE_NAMES[form] for form in adapter.formats]
         beside = FILE_NAMES["lycoris"]  # which training may write, too
         names += [beside] if adapter.type == "lokr" and (folder / "adapter" / beside).is_file() else []
         paths = {name: folder / "adapter" / name for name in names}
     else:
-        model = folder / "model" / config.part
-        paths = {f"{config.part}/{path.name}": path for name in MODEL_FILES for path in sorted(model.glob(name))}
+        model = folder / "model" / part
+        paths = {f"{part}/{path.name}": path for name in MODEL_FILES for path in sorted(model.glob(name))}
     if missing := [str(path) for path in paths.values() if not path.is_file()]:
         raise HubError(f"{', '.join(missing)}: missing", AGAIN_SAVED)
     if not any(name.endswith(".safetensors") for name in paths):

@@ -73,7 +73,7 @@ def run(
     if verb == "run" and not options.dry_run:
         _work_off(queue, options, console, report)
     elif not options.dry_run:
-        _change(queue, verb, numbers, config, options)
+        _change(queue, verb, numbers, options, config.run_folder)
     state, worker = queue.read(), queue.worker()
     report.details["entries"] = [_row(entry, worker is not None) for entry in state.entries] or "none"
     report.details["worked_off"] = f"by process {worker.process} on {worker.host}" if worker else "no"
@@ -84,9 +84,9 @@ def run(
     return report
 
 
-def _change(queue: RunQueue, verb: str, numbers: Sequence[int], config: Config, options: Options) -> None:
+def _change(queue: RunQueue, verb: str, numbers: Sequence[int], options: Options, run_folder: Path) -> None:
     if verb == "add":
-        queue.add(options.config, options.overrides, config.run_folder)
+        queue.add(options.config, options.overrides, run_folder)
     elif verb == "remove":
         queue.remove(numbers)
     elif verb == "clear":

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -99,7 +100,7 @@ def run(
             if (folder / METRICS_FILE).exists() and (page := _make_report(options, console, processes)):
                 console.log(f"the report of what was done: {shown_path(page)}")
             raise
-        if not options.dry_run and (page := _find_report(config, report, options, console, processes, stop_handler)):
+        if not options.dry_run and (page := _find_report(folder, report, options, console, processes, stop_handler)):
             report.details["report"] = page
         if not (options.dry_run or stop_handler.reason):
             if config.hub.repo and "train" in order and not report.remaining:
@@ -176,7 +177,8 @@ def _run_stages(
         report.failed += document["failed"]
         report.damage += document["damage"]
         if not options.dry_run:
-            _add_details(report, config, stage, document["details"], stop_handler)
+            kind = config.train.adapter.type
+            _add_details(report, kind, stage, document["details"], stop_handler)
         if code != OK:  # what a stage before advises is not enough
             report.next_steps.clear()
         for step in document["next_steps"]:  # `run` has this option, too
@@ -191,14 +193,14 @@ def _run_stages(
 
 
 def _add_details(
-    report: Report, config: Config, stage: StageName, details: Mapping[str, Any], stop_handler: StopHandler
+    report: Report, kind: str, stage: StageName, details: Mapping[str, Any], stop_handler: StopHandler
 ) -> None:
-    """Add what a stage made, and why it stopped."""
+    """Add what a stage made, and why it stopped. kind: train.adapter.type."""
     if stop_handler.reason and "stopped" in details:
         lost_or_kept = details["stopped"].partition("; ")[2]
         report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {lost_or_kept}"
     if stage == "train" and "saved" in details:
-        report.details["model" if config.train.adapter.type == "full" else "adapter"] = details["saved"]
+        report.details["model" if kind == "full" else "adapter"] = details["saved"]
         names = (*chain(*BEST_KEYS.values()), "numbers", "tensorboard", "wandb")
         report.details |= {name: details[name] for name in names if name in details}
     elif stage == "decode" and "contact_sheet" in details:
@@ -211,7 +213,7 @@ def _add_details(
 
 
 def _find_report(
-    config: Config,
+    folder: Path,
     report: Report,
     options: Options,
     console: Console,
@@ -220,8 +222,8 @@ def _find_report(
 ) -> str:
     """The run's page, made again if anything was done or it was made from other results; "" if there is none. If `run`
     was stopped, it is made within STOPPED_S, or stays as it was."""
-    page = config.run_folder / "report.html"
-    if report.done or report.remaining or read_mark(page).source != hash_results([config.run_folder]):
+    page = folder / "report.html"
+    if report.done or report.remaining or read_mark(page).source != hash_results([folder]):
         if not stop_handler.reason:
             _make_report(options, console, processes)
         elif (page.parent / METRICS_FILE).exists():

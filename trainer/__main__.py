@@ -39,7 +39,6 @@ from trainer.run.run_state import (
     find_resume_state,
     is_finished,
     lock_output,
-    result_folder,
     train_shift,
 )
 
@@ -121,7 +120,13 @@ def run(
         return _report_damage(report, damage)
     finally:
         ending.close()
-    return _report_training(report, config, summary, stop)
+    report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
+    report.details |= summary
+    if "saved" not in summary:
+        report.remaining = max(1, config.train.steps - report.done - report.skipped)  # the result is missing, at least
+        report.details["stopped"] = f"by {stop.reason}; {describe_progress(config.run_folder, config.train.steps)}"
+        report.next_steps = ["latentpress train"]
+    return report
 
 
 def report_card(config: Config, options: Options, card: float, ranks: int) -> Report:
@@ -172,17 +177,6 @@ def _predict(
     return details | {"attention": backends}
 
 
-def _report_training(report: Report, config: Config, summary: dict[str, Any], stop: StopRequest) -> Report:
-    """Add what was done, and where no result is saved what remains."""
-    report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
-    report.details |= summary
-    if "saved" not in summary:
-        report.remaining = max(1, config.train.steps - report.done - report.skipped)  # the result is missing, at least
-        report.details["stopped"] = f"by {stop.reason}; {describe_progress(config.run_folder, config.train.steps)}"
-        report.next_steps = ["latentpress train"]
-    return report
-
-
 def _report_damage(report: Report, damage: DamageError) -> Report:
     message = damage.reason if damage.row is None else f"row {damage.row}: {damage.reason}"
     location = {"item": damage.id, "path": damage.path, "row": damage.row}
@@ -193,7 +187,7 @@ def _report_damage(report: Report, damage: DamageError) -> Report:
 
 def report_finished(report: Report, config: Config) -> Report:
     report.skipped = config.train.steps
-    report.details["saved"] = str(result_folder(config))
+    report.details["saved"] = str(config.result_folder)
     report.details |= describe_results(config.run_folder, config.train.trackers)
     return report
 
@@ -227,7 +221,7 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
         "epochs": round(config.train.steps / schedule.steps_per_epoch, 3),
         "adapter": config.train.adapter.type,
         "methods": ", ".join(used_methods(config, data)) or "none",
-        "precision": train_precision(config),
+        "precision": train_precision(config.train, config.model),
         "base_precision": config.train.base_precision,
     }
 

@@ -42,7 +42,7 @@ def try_backends(
     chosen: dict[str, str] = {"train.attention_backend": config.train.attention_backend}
     if config.validation.attention_backend and config.validation.prompts:
         chosen["validation.attention_backend"] = config.validation.attention_backend
-    dtype = torch.float32 if train_precision(config) == "float32" else torch.bfloat16
+    dtype = torch.float32 if train_precision(config.train, config.model) == "float32" else torch.bfloat16
     for option, name in chosen.items():
         if name == NATIVE:
             yield option, name, None

@@ -30,7 +30,6 @@ from trainer.adapters.header import (
     read_adapter,
     resolve_names,
 )
-from trainer.run.run_state import result_folder
 
 
 class ExportError(LatentpressError):
@@ -79,7 +78,14 @@ def run(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> Report:
     check_options(options, form, merge, whole, to, scale, overwrite)
-    adapter = read_adapter(find_source(config) if source is None else source)
+    if source is None and not config.result_folder.is_dir():
+        raise ExportError(
+            f"{config.run_folder} has no result yet",
+            "Run `latentpress train`, or name an adapter: latentpress export-adapter --from PATH",
+        )
+    # The folder of a full-rank run, so that the error says what it holds.
+    own = config.run_folder if config.train.adapter.type == "full" else config.result_folder
+    adapter = read_adapter(source or own)
     check_family(adapter, config.model.family)
     if (flavour := adapter.notes.get("flavour", "")) not in ("", config.model.flavour_spec.name):
         console.warn(f"{adapter.path} was trained on flavour {flavour}, not on {config.model.flavour_spec.name}")
@@ -119,16 +125,6 @@ def check_options(
         raise ExportError("--whole belongs to --merge", "Add --merge, or leave out --whole.")
     if scale == 0:
         raise ExportError("--scale 0 leaves nothing of the adapter", "Give another strength: 1 is the trained one.")
-
-
-def find_source(config: Config) -> Path:
-    """The folder of the result of the configuration's run."""
-    if not result_folder(config).is_dir():
-        raise ExportError(
-            f"{config.run_folder} has no result yet",
-            "Run `latentpress train`, or name an adapter: latentpress export-adapter --from PATH",
-        )
-    return config.run_folder if config.train.adapter.type == "full" else result_folder(config)
 
 
 def describe(adapter: AdapterFile, scale: float) -> dict[str, Any]:

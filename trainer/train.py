@@ -389,16 +389,22 @@ def export(
     run: TrainState, done: int, folder: Path | None, formats: Sequence[AdapterFormat]
 ) -> dict[str, dict[str, str]]:
     """Write the adapter or model after `done` steps; see `export_weights`."""
-    notes = {"set": run.loader.data.id, "steps": str(done), "flavour": run.config.model.flavour_spec.name}
+    notes = {
+        "family": run.config.model.family,
+        "set": run.loader.data.id,
+        "steps": str(done),
+        "flavour": run.config.model.flavour_spec.name,
+    }
     if run.config.train.experts:
         notes["expert"] = run.config.train.experts
     with inference_weights(run.trainable, run.optimizer, run.average) as notes["weights"]:
-        return export_weights(run.model, run.family, run.config, folder, notes, formats)
+        adapter, part = run.config.train.adapter, run.config.part
+        return export_weights(run.model, run.family, adapter, part, folder, notes, formats)
 
 
 def save_result(run: TrainState, done: int) -> Path:
-    """Write the result after `done` steps to `run_state.result_folder`, and record it last."""
-    path = run_state.result_folder(run.config)
+    """Write the result after `done` steps to the run's `result_folder`, and record it last."""
+    path = run.config.result_folder
     folder = path.parent if run.config.train.adapter.type == "full" else path
     with activity(f"writing {shown_path(path)}"):
         export(run, done, folder if run.is_main else None, run.config.train.adapter.formats)

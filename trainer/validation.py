@@ -18,6 +18,7 @@ import torch
 
 from cache.sets.trainset import TrainSet, ValidationPrompt
 from schemas.catalog import FAMILIES
+from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.config.validation import SizedPrompt, Validation, ValidationSample
@@ -158,7 +159,7 @@ def write_validation_latents(
                 if lowest:
                     started[number] = denoising
                 elif folder is not None and counts:
-                    metadata = describe_sample(config, data, prompt, sample)
+                    metadata = describe_sample(config.model, data, prompt, sample)
                     temp = folder / f".{sample.name}.{os.getpid()}.tmp"
                     latent = denoising.finish()[0].float().cpu().contiguous()
                     write_tensors({"latent": latent}, temp, {"latentpress": json.dumps(metadata)})
@@ -187,15 +188,13 @@ def draw_inputs(
     return batch, negative, seeded_noise([sample.draw], "validation", shape, device)
 
 
-def describe_sample(
-    config: Config, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample
-) -> dict[str, Any]:
+def describe_sample(model: Model, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample) -> dict[str, Any]:
     """The description in a file of validation latents: all that it depends on beside the weights."""
     image = data.meta["validation"][sample.planned].get("image")
     return ({} if image is None else {"image": image}) | {
-        "family": config.model.family,
-        "flavour": config.model.flavour_spec.name,
-        "task": config.model.task,
+        "family": model.family,
+        "flavour": model.flavour_spec.name,
+        "task": model.task,
         "name": sample.name,
         "group": sample.group,
         "prompt_name": sample.prompt,

@@ -15,6 +15,7 @@ from cache.sets.trainset import SetNotFound, TrainSet
 from cache.sets.window import cache_folder, cache_limit, needs_sections, open_window
 from cache.shards.tensor_checks import kind_of
 from cache.store.files import StoreError
+from schemas.config.encoding import Model
 from schemas.config.methods import Method, Regularization
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
@@ -49,7 +50,7 @@ def check_before_stages(config: Config, warn: Callable[[str], object], is_run: b
 
 def check_settings(config: Config) -> None:
     """RunError for what training refuses by the configuration alone."""
-    if train_precision(config) != "bfloat16" and config.train.weight_precision == "bfloat16":
+    if train_precision(config.train, config.model) != "bfloat16" and config.train.weight_precision == "bfloat16":
         raise RunError(
             "train.weight_precision is bfloat16 and the transformer computes in float32",
             "Set train.precision to bfloat16, or train.weight_precision to float32.",
@@ -141,12 +142,12 @@ def check_text_width(config: Config, data: TrainSet, shape: Mapping[str, Any]) -
                 )
 
 
-def train_precision(config: Config) -> str:
+def train_precision(settings: Train, model: Model) -> str:
     """The transformer's compute dtype: train.precision, else model.precision; bfloat16 with bfloat16 base weights.
     RunError for float16."""
-    if config.train.base_precision == "bf16":
+    if settings.base_precision == "bf16":
         return "bfloat16"
-    name = config.train.precision or config.model.precision
+    name = settings.precision or model.precision
     if name == "float16":
         raise RunError(
             "training does not support the float16 of model.precision: it needs loss scaling",

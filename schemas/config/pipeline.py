@@ -136,6 +136,11 @@ class Config(Section):
         return Path(self.output) / self.run_name
 
     @property
+    def result_folder(self) -> Path:
+        """adapter/ of a LoRA or LoKr in the run's folder, of a full-rank run model/ with the transformer's folder."""
+        return self.run_folder / (f"model/{self.part}" if self.train.adapter.type == "full" else "adapter")
+
+    @property
     def eval_sigmas(self) -> tuple[float, ...]:
         """Noise levels of the eval loss, in the range of the expert that is trained: the defaults are
         shares of it, of others those in it are used."""

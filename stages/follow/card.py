@@ -13,6 +13,7 @@ from cache.runs.training_run import METRICS_FILE, read_metrics, step_of
 from cache.runs.validations import best_evaluation, loss_name
 from cache.store.files import replacing
 from cache.store.store import Store
+from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.config.training import Hub
 from schemas.errors import LatentpressError
@@ -64,12 +65,12 @@ def write_card(config: Config, hub: Hub, repo: str, step: int, run: Path, folder
     return [folder / CARD, *(folder / picture_name(picture) for picture in pictures)]
 
 
-def _read_counts(config: Config) -> list[str]:
+def _read_counts(root: str, set_id: str) -> list[str]:
     """The counts of the set that the run was trained on, in words; none if it can't be read from here."""
-    if "/" in config.train.set:
+    if "/" in set_id:
         return []
     try:
-        counts = Store(config.root).read_json(f"sets/{config.train.set}/set.json").get("counts", {})
+        counts = Store(root).read_json(f"sets/{set_id}/set.json").get("counts", {})
     except (LatentpressError, OSError):
         return []
     return [f"{counts[key]} {words}" for key, words in COUNTED.items() if type(counts.get(key)) is int and counts[key]]
@@ -87,7 +88,7 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
     tags = ["diffusers", "latentpress", "diffusers-training", *([adapter] if adapter != "full" else []), *hub.tags]
     widget = [{"text": _one_line(shown.prompt), "output": {"url": picture_name(shown)}} for shown in pictures]
     data = ModelCardData(
-        base_model=base_model(config),
+        base_model=base_model(model),
         base_model_relation="finetune" if adapter == "full" else "adapter",
         library_name="diffusers",
         license=hub.license,
@@ -100,9 +101,9 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
         data,
         template_path=str(TEMPLATE),
         adapter=adapter,
-        arguments=_pipeline_arguments(config, about),
+        arguments=_pipeline_arguments(model, about),
         cell=_cell,
-        counts=_read_counts(config),
+        counts=_read_counts(config.root, config.train.set),
         expert=config.expert,
         family=model.family_spec,
         fps=round(config.clip_rate),
@@ -122,16 +123,16 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
     return str(card)
 
 
-def base_model(config: Config) -> str:
+def base_model(model: Model) -> str:
     """The hub's name of the checkpoint; of a local copy that of its flavour."""
-    source = config.model.source
+    source = model.source
     is_repo = source.count("/") == 1 and not source.startswith((".", "~")) and not Path(source).exists()
-    return source if is_repo else config.model.flavour_spec.repo
+    return source if is_repo else model.flavour_spec.repo
 
 
-def _pipeline_arguments(config: Config, about: Mapping[str, Any]) -> dict[str, Any]:
+def _pipeline_arguments(model: Model, about: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the pipeline's call that makes the first prompt's picture or clip, as Python source."""
-    family, condition = config.model.family_spec, config.model.condition
+    family, condition = model.family_spec, model.condition
     arguments: dict[str, Any] = {}
     if condition is not None:
         arguments["image"] = f'load_image("{"reference" if condition.kind == "references" else "source"}.png")'

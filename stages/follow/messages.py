@@ -66,7 +66,8 @@ def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tu
 
     if _has_started(progress, phase, folder):
         add("started", progress.step, sum(e.event == "started" for e in known))
-    ready, pending = _find_validations(config, folder, progress, watching)
+    scores = "score" in config.stage_order
+    ready, pending = _find_validations(folder, progress, scores, watching)
     rows: list[tuple[int, EventName]] = [(step, "validation") for step in ready]
     rows += [(step, "checkpoint") for step, _ in _find_steps(folder / CHECKPOINTS)]
     for step, event in sorted(rows, key=lambda row: (row[0], row[1] == "checkpoint")):
@@ -88,15 +89,16 @@ def _has_started(progress: RunProgress, phase: Event | None, folder: Path) -> bo
     return phase.event == "failed" and progress.state in ("running", "finished")
 
 
-def _find_validations(config: Config, folder: Path, progress: RunProgress, watching: bool) -> tuple[list[int], int]:
-    """(steps of validations that can be sent, number of validations that wait for pictures or scores)."""
+def _find_validations(folder: Path, progress: RunProgress, scores: bool, watching: bool) -> tuple[list[int], int]:
+    """(steps of validations that can be sent, number of validations that wait for pictures or scores). scores: whether
+    pictures get scores."""
     lines = read_last_metrics(folder / METRICS_FILE)
     trained = max((line["step"] for line in lines if "loss" in line), default=0)
     evaluated = {line["step"] for line in lines if "eval_loss" in line}
     latents = {step: list(path.glob("*.safetensors")) for step, path in _find_steps(folder / "validation")}
     ready, pending = [], 0
     steps = sorted(evaluated | {step for step, files in latents.items() if files})
-    scored = {line.step for line in read_lines(folder)} if "score" in config.stage_order else set(steps)
+    scored = {line.step for line in read_lines(folder)} if scores else set(steps)
     for step in steps:
         if not (trained > step or progress.state == "finished"):
             continue  # the trainer may still be denoising prompts

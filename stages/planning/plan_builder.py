@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 from schemas import identity
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Model
-from schemas.config.pipeline import Config
 from schemas.tables import REJECTS_SCHEMA, active_schema, texts_schema
 from stages.planning import crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids, first_rows, message_column, passes_filter
@@ -59,7 +58,8 @@ class DraftPlan:
 
 
 def build_plan(
-    config: Config,
+    model: Model,
+    datasets: Sequence[Dataset],
     media: Mapping[str, pa.Table],
     side_multiple: int,
     made: Mapping[str, MadeCaptions] = MappingProxyType({}),
@@ -67,8 +67,7 @@ def build_plan(
 ) -> DraftPlan:
     """Plan all datasets. `media` maps a dataset's id to its table of schemas.tables.MEDIA_SCHEMA, sorted by path; made,
     masks: those of datasets that use captions or masks which a model made."""
-    model = config.model
-    used = sorted((dataset for dataset in config.datasets if not dataset.disabled), key=lambda dataset: dataset.id)
+    used = sorted((dataset for dataset in datasets if not dataset.disabled), key=lambda dataset: dataset.id)
     held_out = [pa.array([], pa.string())]  # content ids, which other datasets may not train on
     for dataset in used:
         if dataset.eval or dataset.eval_fraction:

@@ -108,7 +108,7 @@ def test_run_makes_a_page_of_other_results_again(home: Project, monkeypatch: pyt
 
     def find() -> int:
         known = Report("run"), Options(Path()), Console(), run.StageProcesses({}), StopHandler()
-        run._find_report(made.config, *known)
+        run._find_report(made.config.run_folder, *known)
         return len(pages)
 
     assert find() == 1, "there is none"

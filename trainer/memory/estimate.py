@@ -103,7 +103,7 @@ def estimate_memory(
     RunError where the optimizer is not installed. Any train.device but cpu counts as a GPU.
     """
     settings, family = config.train, module_of(config.model.family_spec)
-    dtype, autocast = choose_dtypes(config)
+    dtype, autocast = choose_dtypes(settings, config.model)
     # Its values change no size.
     adapter = settings.adapter.changed(init_weights="default")
     file = read_initial(adapter)

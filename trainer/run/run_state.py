@@ -142,11 +142,6 @@ def train_shift(settings: Train, model: Model, bucket: str) -> float:
     return family.shift_by_tokens((size.width // token) * (size.height // token))
 
 
-def result_folder(config: Config) -> Path:
-    """adapter/ for a LoRA or LoKr, for a full-rank run model/ with the transformer's folder."""
-    return config.run_folder / (f"model/{config.part}" if config.train.adapter.type == "full" else "adapter")
-
-
 def find_checkpoint(folder: Path, may_resume: bool) -> Checkpoint | None:
     """The checkpoint to continue from. Errors as of `find_resume_state`."""
     checkpoint, _ = newest_checkpoint(folder / "checkpoints")
@@ -185,7 +180,7 @@ def write_config(config: Config, data: TrainSet) -> None:
 
 def is_finished(config: Config, state: CheckpointState | None) -> bool:
     """Whether the run, whose newest checkpoint has this state, has done its steps and saved its result."""
-    folder, adapter = result_folder(config), config.train.adapter
+    folder, adapter = config.result_folder, config.train.adapter
     if state is None or state.step < config.train.steps or not folder.is_dir():
         return False
     if adapter.type != "full" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):

@@ -22,7 +22,9 @@ from cache.sets.training_checks import used_methods
 from cache.sets.trainset import TrainSet
 from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
+from schemas.config.training import Train
 from schemas.devices import device_name
+from schemas.family import Expert
 from schemas.identity import derive_seed
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer import flow
@@ -69,12 +71,20 @@ def check_training(
     """
     check_options(config, device, buckets, ranks, sharded)
     with explain_checkpoint_errors(config.model.source):
-        model = empty_transformer(config.model, config.part, choose_dtypes(config)[0])
+        model = empty_transformer(config.model, config.part, choose_dtypes(config.train, config.model)[0])
         family.check(config.model.source, model.config)
         if is_stored and (folder := local_folder(config.model.source)):
             shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
             check_stored(folder / config.part, shapes, type(model)._keys_to_ignore_on_load_unexpected or ())
-    methods = set_up_methods(config, family, model, data)
+    used = config.train.methods.used if data is None else used_methods(config, data)
+    methods = make_methods(used)
+    # Without a set the methods' own weights have other sizes than later.
+    shapes: dict[str, tuple[int, ...]] = {name: (1,) for section in used.values() for name in section.needs}
+    if data is not None and methods:
+        shapes = {name: tuple(array.shape) for name, array in data.sample(0).tensors.items()}
+    for name, method in methods.items():
+        torch.manual_seed(derive_seed(f"{config.train.seed}/{name}", "method"))
+        method.setup(model, family, shapes)
     own = {name: module for name, method in methods.items() if (module := method.modules()) is not None}
     added = dict(torch.nn.ModuleDict(own).named_parameters(prefix="methods"))
     trainable = check_trained(config, family, model) | added
@@ -94,25 +104,12 @@ def check_options(
     check_offload(settings.offload, settings.parallel, ranks)
     check_compile(settings)
     check_optimizer(settings, device, sharded)
-    check_noise_levels(config, buckets)
+    for bucket in buckets if config.expert else ():
+        check_noise_levels(config.expert, settings, config.model, bucket)
     if initial := read_initial(settings.adapter):
         check_family(initial, config.model.family)
     if settings.quantized:
         check_precision(settings.base_precision, device)
-
-
-def set_up_methods(config: Config, family: ModelFamily, model: Any, data: TrainSet | None) -> dict[str, Method]:
-    """The methods in force. model: on the meta device. Without a set their own weights have other sizes than later."""
-    used = config.train.methods.used if data is None else used_methods(config, data)
-    methods = make_methods(used)
-    if data is None:
-        shapes: dict[str, tuple[int, ...]] = {name: (1,) for section in used.values() for name in section.needs}
-    else:
-        shapes = {name: tuple(array.shape) for name, array in data.sample(0).tensors.items()} if methods else {}
-    for name, method in methods.items():
-        torch.manual_seed(derive_seed(f"{config.train.seed}/{name}", "method"))
-        method.setup(model, family, shapes)
-    return methods
 
 
 def check_precision(name: str, device: torch.device) -> None:
@@ -148,7 +145,7 @@ def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, 
         )
     with explain_checkpoint_errors(config.model.source), torch.device("meta"):
         if assistant := read_assistant(config.model):
-            dtype, autocast = choose_dtypes(config)
+            dtype, autocast = choose_dtypes(config.train, config.model)
             add_assistant(model, assistant, autocast or dtype)
         # Other first values would be computed from weights that are not there.
         make_trainable(model, family, adapter.changed(init_weights="default"), settings.weight_precision)
@@ -178,16 +175,13 @@ def check_scheduler(model: Model, shift: float | None, family: ModelFamily) -> N
         ) from error
 
 
-def check_noise_levels(config: Config, buckets: Iterable[str]) -> None:
-    """RunError where hardly any of the configured noise levels is one of the expert that is trained."""
-    expert, settings = config.expert, config.train.timesteps
-    if expert is None:
-        return
-    for bucket in buckets:
-        first, last = flow.draws_within(settings, train_shift(config.train, config.model, bucket), expert.range)
-        if abs(last - first) < flow.LEAST_SHARE:
-            raise RunError(
-                f"train.timesteps: of samples of {bucket} almost none of its noise levels is in {expert.lowest:g} to "
-                f"{expert.highest:g}, with which the expert {config.train.experts} is trained",
-                "Choose another train.timesteps.sampling, or correct its options or train.shift.",
-            )
+def check_noise_levels(expert: Expert, settings: Train, model: Model, bucket: str) -> None:
+    """RunError if hardly any of the configured noise levels is one of the expert that is trained."""
+    shift = train_shift(settings, model, bucket)
+    first, last = flow.draws_within(settings.timesteps, shift, expert.range)
+    if abs(last - first) < flow.LEAST_SHARE:
+        raise RunError(
+            f"train.timesteps: of samples of {bucket} almost none of its noise levels is in {expert.lowest:g} to "
+            f"{expert.highest:g}, with which the expert {settings.experts} is trained",
+            "Choose another train.timesteps.sampling, or correct its options or train.shift.",
+        )

@@ -10,7 +10,6 @@ from peft import PeftType
 from safetensors import safe_open
 
 from schemas.catalog import FAMILIES
-from schemas.config.pipeline import Config
 from schemas.config.training import Adapter, AdapterFormat
 from trainer.adapters.files import write_formats
 from trainer.adapters.header import DIFFUSERS_NAMES
@@ -30,30 +29,31 @@ from trainer.setup.load import model_shape
 def export_weights(
     model: Any,
     family: ModelFamily,
-    config: Config,
+    adapter: Adapter,
+    part: str,
     folder: Path | None,
     notes: Mapping[str, str],
     formats: Sequence[AdapterFormat],
 ) -> dict[str, dict[str, str]]:
-    """Write an adapter in each format, with `notes` in its header, or of a full-rank run the transformer, in a folder
-    named as its own in the checkpoint, to `folder`. Returns each file of weights, relative to `folder`: its keys and
+    """Write an adapter in each format, with `notes` in its header, or of a full-rank run the transformer, in the folder
+    `part`, to `folder`. Returns each file of weights, relative to `folder`: its keys and
     the parameters that they hold.
 
     folder: None on processes that only take part in gathering a sharded model."""
     if is_sharded(model.parameters()):
-        model = gather_model(model, family, config.train.adapter, folder is not None)
+        model = gather_model(model, family, adapter, folder is not None)
     if folder is None:
         return {}
-    if config.train.adapter.type != "full":
-        save_lora(model, folder, config.model.family, notes, formats)
+    if adapter.type != "full":
+        save_lora(model, folder, notes["family"], notes, formats)
         names = {weight.data_ptr(): name for name, weight in trainable_parameters(model).items()}
         held = {f"transformer.{key}": names[tensor.data_ptr()] for key, tensor in lora_state(model).items()}
         return {LORA_WEIGHT_NAME_SAFE: held} if "diffusers" in formats else {}
-    save_full(model, folder / config.part)
+    save_full(model, folder / part)
     written: dict[str, dict[str, str]] = {}
-    for path in sorted((folder / config.part).glob("*.safetensors")):
+    for path in sorted((folder / part).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            written[f"{config.part}/{path.name}"] = {key: key for key in file.keys()}  # noqa: SIM118 (no mapping)
+            written[f"{part}/{path.name}"] = {key: key for key in file.keys()}  # noqa: SIM118 (no mapping)
     return written
 
 

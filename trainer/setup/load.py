@@ -15,6 +15,7 @@ from cache.sets.training_checks import train_precision
 from cache.store.store import Store
 from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
+from schemas.config.training import Train
 from schemas.errors import LatentpressError
 from trainer.families.base import ModelFamily, module_of
 
@@ -27,7 +28,7 @@ def load_transformer(
     A base that is going to be quantized is on the CPU: `quantize_base` moves it. load: in place of the family's
     function of this name, with the same parameters.
     """
-    dtype, autocast = choose_dtypes(config)
+    dtype, autocast = choose_dtypes(config.train, config.model)
     with explain_checkpoint_errors(config.model.source):
         where = torch.device("cpu") if config.train.quantized else device
         load = load or partial(family.load, part=config.part)
@@ -35,13 +36,13 @@ def load_transformer(
     return model, autocast
 
 
-def choose_dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
+def choose_dtypes(settings: Train, model: Model) -> tuple[torch.dtype, torch.dtype | None]:
     """The dtype of the weights, and of autocast, None without it. Full-rank weights stay float32 and compute under
     autocast, as steps of 1e-5 vanish in bfloat16 weights, unless the optimizer sums what they lose
     (train.weight_precision)."""
-    if train_precision(config) != "bfloat16":
+    if train_precision(settings, model) != "bfloat16":
         return torch.float32, None
-    masters = config.train.adapter.type == "full" and config.train.weight_precision == "float32"
+    masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
     return (torch.float32, torch.bfloat16) if masters else (torch.bfloat16, None)
 
 

@@ -42,7 +42,6 @@ from trainer.run import checkpoint, resume, run_state
 from trainer.run.interruption import StopRequest
 from trainer.run.ranks import RankWatch, RunFiles, describe_rank, find_changed_settings, refuse_differences
 from trainer.run.resume import describe_changes, first_step, list_changes
-from trainer.run.run_state import result_folder
 from trainer.run.sharded import is_sharded
 from trainer.setup.adapters import add_assistant, make_trainable
 from trainer.setup.blocks import compile_blocks, loading_device, reduce_memory
@@ -231,7 +230,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     config, console, family, device = run.config, run.console, run.family, run.accelerator.device
     settings, home = config.train, loading_device(config.train.offload, sharded, device)
     run.watch.note("loading the transformer", alone=True)
-    where = f"on {device}, computing in {train_precision(config)}"
+    where = f"on {device}, computing in {train_precision(config.train, config.model)}"
     with console.activity(f"loading the transformer of {config.model.source} {where}", keep=True):
         model, autocast = load_transformer(config, family, home, load)
     with explain_checkpoint_errors(config.model.source):
@@ -246,7 +245,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
                 remark = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
             run.log(remark)
         if assistant := read_assistant(config.model):
-            add_assistant(model, assistant, autocast or choose_dtypes(config)[0])
+            add_assistant(model, assistant, autocast or choose_dtypes(config.train, config.model)[0])
             run.log(f"with the assistant {shown_path(assistant.path)}, off in samples")
         run.watch.note("adding what is trained", alone=True)
         with activity("adding what is trained"):
@@ -318,8 +317,8 @@ def other_expert(run: TrainState) -> Iterator[Any]:
     moves = not (sharded or run.config.train.offload.blocks)  # else the device has a part of it alone
     [name] = run.config.experts.keys() - {run.config.train.experts}
     config = run.config.changed(train=run.config.train.changed(experts=name))
-    found = ResultNote.try_read(config.run_folder / RESULT_NOTE) is not None and result_folder(config).is_dir()
-    result = result_folder(config) if run.files.from_main(found) else None
+    found = ResultNote.try_read(config.run_folder / RESULT_NOTE) is not None and config.result_folder.is_dir()
+    result = config.result_folder if run.files.from_main(found) else None
     which = "that of the checkpoint" if result is None else f"with {shown_path(result)}"
     run.log(f"samples: the expert {config.train.experts} is {which}")
     try:

@@ -51,7 +51,7 @@ def planned(settings_: Config, rows: list[dict], multiple: int = 16) -> DraftPla
     for name in extra:
         assert table is not None
         media = media.append_column(name, table.column(name))
-    return build_plan(settings_, {"a": media}, multiple)
+    return build_plan(settings_.model, settings_.datasets, {"a": media}, multiple)
 
 
 def ids(plan: DraftPlan) -> dict[str, dict]:

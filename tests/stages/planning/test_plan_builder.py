@@ -215,7 +215,7 @@ def test_what_one_dataset_holds_out_no_other_trains_on():
     media = pa.Table.from_pylist(
         [{key: row(n).get(key) for key in MEDIA_SCHEMA.names} for n in range(50)], schema=MEDIA_SCHEMA
     )
-    plan = build_plan(settings_, {"a": media, "b": media}, 16)
+    plan = build_plan(settings_.model, settings_.datasets, {"a": media, "b": media}, 16)
     by_role = {role: {r["path"] for r in plan.active.to_pylist() if r["role"] == role} for role in ("train", "eval")}
     assert by_role["eval"] and by_role["train"] and not by_role["eval"] & by_role["train"]
     assert set(reasons(plan).values()) == {"held-out"}
