@@ -21,10 +21,11 @@ from stages import bucket, discover, encode_latents, encode_text, index
 from tests.forms import long
 from tests.project import Project
 from tests.qwen_processor import Processor
+from tests.trainer.pipelines import denoise
 from trainer.data import to_tensor
 from trainer.families import qwen_image
 from trainer.families.qwen_image import QwenImage
-from trainer.validation import denoise, draw_inputs, list_samples, load_scheduler
+from trainer.validation import draw_inputs, list_samples, load_scheduler
 
 STAGES = (discover.run, bucket.run, encode_text.run, encode_latents.run, index.run)
 SIZES = {"first": (97, 65), "second": (65, 211)}  # of the source images, which are stretched

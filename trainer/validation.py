@@ -233,32 +233,13 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
     return scheduler_class.from_config(config, **{key: shift}, **fixed)
 
 
-@torch.no_grad()
-def denoise(
-    model: torch.nn.Module,
-    family: ModelFamily,
-    task: Task,
-    batch: Batch,
-    negative: Batch | None,
-    noise_BCTHW: torch.Tensor,
-    scheduler: Any,
-    steps: int,
-    guidance: float,
-    advance: Callable[[], object] = lambda: None,
-) -> torch.Tensor:
-    """Latents (B, C, T, h, w) in model space, on the model's device, from noise; equal to those of the pipelines'
-    `output_type="latent"` for equal weights, embeddings and noise.
+class Denoising:
+    """Latents (B, C, T, h, w) in model space, on the model's device, on their way from noise; at the end equal to those
+    of the pipelines' `output_type="latent"` for equal weights, embeddings and noise. Several models may take steps.
 
     model: in eval mode. batch, negative: their texts and conditions are used, their latents are not; the negative only
-    above the family's UNGUIDED_SCALE. advance: called after each step.
+    above the family's UNGUIDED_SCALE.
     """
-    denoising = Denoising(model, family, task, batch, negative, noise_BCTHW, scheduler, steps)
-    denoising.take_steps(model, guidance, advance=advance)
-    return denoising.finish()
-
-
-class Denoising:
-    """Latents on their way from noise, with the arguments of `denoise`. Several models may take steps of it."""
 
     def __init__(
         self,
@@ -287,7 +268,7 @@ class Denoising:
         lowest: float = 0.0,
         advance: Callable[[], object] = lambda: None,
     ) -> None:
-        """Take the steps from noise levels of at least `lowest` that were not taken yet."""
+        """Take the steps from noise levels of at least `lowest` that were not taken yet. advance: called after each."""
         family, task, dtype, given = self._family, self._task, self._dtype, self._family.clean_frames(self._task)
         timesteps, x = self._scheduler.timesteps, self._x
         last = int((timesteps >= 1000 * lowest).sum()) if lowest else len(timesteps)  # waits for the device

@@ -28,6 +28,7 @@ from trainer.families.wan import Wan
 from trainer.families.z_image import ZImage
 from trainer.setup import adapters
 from trainer.setup.adapters import make_trainable
+from trainer.validation import Denoising
 
 KINDS = {
     "kandinsky5-image-t2i": (Kandinsky5(), "t2i"),
@@ -71,6 +72,13 @@ def output(kind: str, model) -> torch.Tensor:
     with torch.no_grad():
         made = model(**arguments, return_dict=False)[0]
     return torch.stack(made) if isinstance(made, list) else made
+
+
+def denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps: int, guidance: float) -> torch.Tensor:
+    """The latents that one model makes of noise."""
+    denoising = Denoising(model, family, task, batch, negative, noise_BCTHW, scheduler, steps)
+    denoising.take_steps(model, guidance)
+    return denoising.finish()
 
 
 def pipeline_class(kind: str):

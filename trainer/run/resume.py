@@ -8,13 +8,12 @@ anew. state.json has the changes, oldest first, and the `held_out_digest` that w
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
@@ -24,7 +23,7 @@ from cache.runs.training_run import checkpoint_step, list_checkpoints
 from cache.sets import plans
 from cache.sets.trainset import TrainSet
 from cache.store.damage import DamageError
-from cache.store.files import StoreError, explained
+from cache.store.files import explained
 from cache.store.json_checks import printable
 from schemas.errors import DAMAGE, USAGE, LatentpressError
 from schemas.identity import hash_bytes
@@ -203,16 +202,10 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def check_signature(
-    checkpoint: Checkpoint,
-    signature: Mapping[str, Any],
-    new_data: bool = False,
-    describe_data: Callable[[str], Iterable[str]] = lambda before: (),
-) -> None:
+def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
     """ResumeError with every difference between the checkpoint's signature and this one. Keys that `signature` lacks
     are not compared, so most can be compared before a model is loaded; but for "assistant", which means that there is
-    none. new_data: whether the data may be others. describe_data: lines that say how the data differ from the set with
-    this id."""
+    none. new_data: whether the data may be others."""
     saved = checkpoint.state.terms
     current = {"assistant": None} | json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
     if new_data:
@@ -222,8 +215,6 @@ def check_signature(
     different = [key for key in sorted(current) if _comparable(key, saved.get(key)) != _comparable(key, current[key])]
     if different:
         lines = [line for key in different for line in _describe_difference(key, saved.get(key), current[key])]
-        if "data" in different and isinstance(saved.get("data"), dict):
-            lines += [f"    {line}" for line in describe_data(str(saved["data"].get("set")))]
         hints = {key: f"Set {setting} back." for key, setting in SETTINGS.items()} | HINTS
         steps = dict.fromkeys(hints[key] for key in different if key in hints)
         message = f"{checkpoint.path} can't be continued with this configuration:"
@@ -319,41 +310,6 @@ def check_new_data(checkpoint: Checkpoint, data: TrainSet, changes: Sequence[Dat
             "Set `eval` and `eval_fraction` of the datasets back and run `latentpress run`, so that its losses stay "
             f"those of samples that it never saw. {NEW_RUN_HINT}",
         )
-
-
-def describe_changes(data: TrainSet, id: str) -> list[str]:
-    """How the samples of a training set and their captions differ from those of the set `id`: counts, and MOST_NAMED
-    names of each. Empty where that set can't be read."""
-    try:
-        before = _open(data, id)
-        return [] if before is None else [*_list_differences(before, data)]
-    except (DamageError, StoreError):
-        return []
-
-
-def _list_differences(before: TrainSet, data: TrainSet) -> Iterator[str]:
-    (old_ids, old_texts), (ids, texts) = _texts_by_sample(before), _texts_by_sample(data)
-    rows = pc.index_in(ids, value_set=old_ids)
-    changed = pc.fill_null(pc.not_equal(old_texts.take(rows), texts), False)
-    gone = old_ids.filter(pc.invert(pc.is_in(old_ids, value_set=ids)))
-    groups = [(data, ids.filter(changed), "with other captions"), (data, ids.filter(pc.is_null(rows)), "new")]
-    groups = [group for group in [*groups, (before, gone, "no longer in it")] if len(group[1])]
-    for of, samples, what in groups:
-        named = ", ".join(_name_samples(of, samples[:MOST_NAMED].to_pylist()))
-        more = ", ..." if len(samples) > MOST_NAMED else ""
-        yield f"{len(samples)} sample{'s' * (len(samples) > 1)} {what}: {named}{more}"
-    if not groups:
-        yield "the samples and captions are the same; their repeats, weights or encoders are not"
-
-
-def _texts_by_sample(data: TrainSet) -> tuple[pa.Array, pa.Array]:
-    """The ids of the samples that are trained on, and of each the ids of its texts, joined by commas."""
-    rows = data.tables["index"].slice(0, len(data))
-    ids, lists = rows.column("sample_id").combine_chunks(), rows.column("texts").combine_chunks()
-    texts = data.tables["texts"].column("text_id").take(lists.flatten()).combine_chunks()
-    ends = np.cumsum(np.asarray(pc.list_value_length(lists)))
-    joined = pc.binary_join(pa.ListArray.from_arrays(pa.array([0, *ends.tolist()], pa.int32()), texts), ",")
-    return ids, joined
 
 
 def _open(data: TrainSet, id: str) -> TrainSet | None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from trainer.run.resume import (
     ResumeError,
     check_new_data,
     check_signature,
-    describe_changes,
     file_checksum,
     list_changes,
     newest_checkpoint,
@@ -161,7 +159,7 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
     if (checkpoint := find_checkpoint(config.run_folder, config.train.resume)) is None:
         return None
     signature, may_change = resume_signature(config, data, schedule), config.train.on_new_data == "continue"
-    check_signature(checkpoint, signature, may_change, partial(describe_changes, data))
+    check_signature(checkpoint, signature, may_change)
     changes = list_changes(checkpoint, signature["data"]["digest"])
     check_new_data(checkpoint, data, changes)
     return checkpoint.state.model_copy(update={"data_changes": changes})

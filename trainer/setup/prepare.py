@@ -14,7 +14,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from trainer.methods.base import Method, Predict
 from trainer.run import checkpoint, resume, run_state
 from trainer.run.interruption import StopRequest
 from trainer.run.ranks import RankWatch, RunFiles, describe_rank, find_changed_settings, refuse_differences
-from trainer.run.resume import describe_changes, first_step, list_changes
+from trainer.run.resume import first_step, list_changes
 from trainer.run.sharded import is_sharded
 from trainer.setup.adapters import add_assistant, make_trainable
 from trainer.setup.blocks import compile_blocks, loading_device, reduce_memory
@@ -279,8 +278,7 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
     run.watch.note("resuming")
     newest = run.files.checkpoint(newest)
     if newest is not None:
-        may_change, describe = run.config.train.on_new_data == "continue", partial(describe_changes, run.loader.data)
-        resume.check_signature(newest, run.signature, may_change, describe)
+        resume.check_signature(newest, run.signature, run.config.train.on_new_data == "continue")
         run.data_changes = list_changes(newest, run.signature["data"]["digest"])
         run.loader.schedule.first_step = begun = first_step(run.data_changes)
         run.new_set = run.loader.data.id if run.data_changes and begun == newest.step else None

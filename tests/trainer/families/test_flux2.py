@@ -11,14 +11,14 @@ from PIL import Image
 
 from tests.forms import long
 from tests.trainer.families.batches import check_batch_mates
-from tests.trainer.pipelines import apply_as_comfyui, output, pad_text, pipeline, random, trained
+from tests.trainer.pipelines import apply_as_comfyui, denoise, output, pad_text, pipeline, random, trained
 from trainer.batch import Batch
 from trainer.families import flux2
 from trainer.families.base import KeptTokens
 from trainer.families.flux2 import Flux2
 from trainer.methods.tread import begin, end
 from trainer.setup import export
-from trainer.validation import denoise, load_scheduler
+from trainer.validation import load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,13 +12,13 @@ from diffusers.models.transformers import transformer_kandinsky as stock
 from schemas.catalog import FAMILIES
 from schemas.config.training import Adapter
 from tests.trainer.families.batches import check_batch_mates, sample_losses
-from tests.trainer.pipelines import pad_text, random
+from tests.trainer.pipelines import denoise, pad_text, random
 from trainer.batch import Batch
 from trainer.families import kandinsky5
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.setup import adapters
 from trainer.setup.adapters import make_trainable
-from trainer.validation import denoise, load_scheduler
+from trainer.validation import load_scheduler
 
 KINDS = {
     "t2i": "kandinsky5-image-t2i",

@@ -9,14 +9,14 @@ import torch
 from schemas.family import REFERENCE_PARTS
 from tests.forms import long
 from tests.trainer.families.batches import alone, check_batch_mates
-from tests.trainer.pipelines import apply_as_comfyui, output, pad_text, pipeline, random, trained
+from tests.trainer.pipelines import apply_as_comfyui, denoise, output, pad_text, pipeline, random, trained
 from trainer.batch import Batch
 from trainer.families import qwen_image
 from trainer.families.base import KeptTokens
 from trainer.families.qwen_image import QwenImage
 from trainer.methods.tread import begin, end
 from trainer.setup import export
-from trainer.validation import denoise, load_scheduler
+from trainer.validation import load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,11 +11,11 @@ from stages.encoding.vae.wan import Autoencoder
 from stages.media.sample_reader import normalize_pixels
 from tests.forms import long
 from tests.trainer.families.batches import check_batch_mates
-from tests.trainer.pipelines import pad_text, random
+from tests.trainer.pipelines import denoise, pad_text, random
 from trainer.batch import Batch
 from trainer.families.base import KeptTokens
 from trainer.families.wan import Wan
-from trainer.validation import denoise, load_scheduler
+from trainer.validation import load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = {

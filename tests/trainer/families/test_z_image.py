@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.trainer.families.batches import check_batch_mates
-from tests.trainer.pipelines import pad_text, random
+from tests.trainer.pipelines import denoise, pad_text, random
 from trainer.batch import Batch
 from trainer.families.z_image import ZImage
-from trainer.validation import denoise, load_scheduler
+from trainer.validation import load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,17 +7,15 @@ import pytest
 import torch
 
 from cache.runs.validations import best_evaluation
-from cache.sets.set_lookup import open_set
 from cache.store.store import Store
 from schemas.tables import SAMPLES_SCHEMA
-from stages import bucket, discover, encode_latents, encode_text, index
 from tests.forms import long
 from tests.stages.planning.draft_plans import config as plan_config
 from tests.stages.planning.draft_plans import planned, row
 from tests.trainer.run.test_resume import kill_at
 from tests.trainer.runs import lines, opened, plan_batches, train, trained_weights
 from trainer.run import metrics, resume
-from trainer.run.resume import ResumeError, describe_changes
+from trainer.run.resume import ResumeError
 
 pytestmark = pytest.mark.slow
 
@@ -78,28 +76,6 @@ def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, ma
     with pytest.raises(ResumeError, match=r"train\.seed: 0 in"):
         train(make_config("t2i", steps=3, seed=1, on_new_data="continue"))
     assert train(make_config("t2i", steps=3, on_new_data="continue"))["done"] == 1
-
-
-def test_which_samples_and_captions_differ_is_said(project) -> None:
-    home = project()
-    for number in range(6):
-        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    programs = (discover, bucket, encode_text, encode_latents, index)
-    first = [home.run(program.run) for program in programs][-1].details["set"].rpartition("/")[2]
-    for number in range(4):
-        (home.media / f"{number}.txt").write_text(f"other {number}")
-    (home.media / "5.png").unlink()
-    home.image("6.png", (64, 64), "picture 6", 6)
-    second = [home.run(program.run) for program in programs][-1].details["set"].rpartition("/")[2]
-    model = home.config().model
-    data = open_set(Store(home.root), second, model.family, model.task)
-    changed, new, gone = describe_changes(data, first)
-    assert changed.startswith("4 samples with other captions: photos/") and changed.endswith(", ...")
-    assert changed.count(".png") == 3
-    assert new == "1 sample new: photos/6.png" and gone == "1 sample no longer in it: photos/5.png"
-    assert describe_changes(data, "absent") == []
-    (same,) = describe_changes(data, second)
-    assert "are the same" in same
 
 
 def test_losses_of_before_are_not_compared(make_config, make_set, made) -> None:
