@@ -159,17 +159,6 @@ def test_overlong_i2i_captions_lose_their_end_and_keep_the_image(loaded):
     assert (result.embeds - embeds).abs().max() <= LIMIT
 
 
-def test_a_result_does_not_depend_on_what_it_is_batched_with(loaded):
-    for kind in ("kandinsky5-image-t2i", "kandinsky5-image-i2i"):
-        encoder, _ = loaded(kind)
-        image = picture(224, 128) if encoder.template.with_image else None
-        requests = [request(encoder.template, caption, image) for caption in CAPTIONS]
-        for together, one in zip(encoded(encoder, requests), requests, strict=True):
-            alone = encoded(encoder, [one])[0]
-            assert (together.embeds - alone.embeds).abs().max() <= LIMIT
-            assert (together.pooled - alone.pooled).abs().max() <= LIMIT
-
-
 def test_what_cannot_be_encoded_is_refused_with_a_reason(loaded):
     encoder, _ = loaded("kandinsky5-image-i2i", 16)
     with pytest.raises(RequestError, match=r"image takes \d+ tokens and text.max_length is 16") as caught:
