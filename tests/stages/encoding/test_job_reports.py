@@ -22,7 +22,6 @@ from stages.encoding.job_reports import (
 )
 from tests.background import until
 from tests.project import Project
-from tests.s3_server import BUCKET, S3Server
 
 STAGE, CACHE = "encode-latents", "0" * 24
 
@@ -139,24 +138,6 @@ def test_gc_removes_reports_of_jobs_that_ended_long_ago(planned) -> None:
     (row,) = planned.run(gc.run, yes=True).details["unused"]
     assert row["path"].startswith("jobs/encode-text") and not path.exists()
     assert not (planned.root / "jobs" / "encode-text").exists()
-
-
-@pytest.mark.slow
-def test_on_a_store_reports_are_a_put_each_time_and_a_request_each_to_read(s3: S3Server) -> None:
-    root = f"s3://{BUCKET}/work"
-    with reporter(root):
-        pass
-    (name,) = Store(root).list_names("jobs")
-    data = Store(root).read_bytes(f"jobs/{name}")
-    for number in range(20):
-        Store(root).publish_bytes(f"jobs/{STAGE}/{CACHE}/{number:016x}.json", data)
-    s3.reset()
-    assert len(reports(root)) == 21
-    assert s3.counts() == {"ListObjectsV2": 1, "GetObject": 21}
-    s3.reset()
-    with reporter(root):
-        pass
-    assert s3.counts() == {"PutObject": 2}, "at its begin and at its end"
 
 
 def job(**about: object) -> JobReport:

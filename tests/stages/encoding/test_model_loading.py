@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text
 from stages.encoding.text import kandinsky5
 from stages.encoding.vae import flux
@@ -54,43 +54,28 @@ def test_a_tokenizer_whose_template_is_shorter_than_the_crop_is_refused(altered)
     assert not made.shards("text")
 
 
+FOREIGN, UNUSABLE = "take vae/ from the repository", "replace it"
+
+
 @pytest.mark.parametrize(
-    ("kind", "key", "value", "said"),
+    ("kind", "part", "values", "said", "step"),
     [
-        ("kandinsky5-image-t2i", "latent_channels", 4, "latent_channels = 4"),
-        ("sana", "latent_channels", 16, "latent_channels = 16"),
+        (TEXT, "vae", {"latent_channels": 4}, "latent_channels = 4", FOREIGN),
+        ("sana", "vae", {"latent_channels": 16}, "latent_channels = 16", FOREIGN),
+        (TEXT, "vae", {"norm_num_groups": 0}, "vae/config.json has a value that no model can be made", UNUSABLE),
+        (TEXT, "vae", {"scaling_factor": {}}, "vae/config.json has a value that no model can be made", UNUSABLE),
+        (TEXT, "text_encoder_2", {"hidden_size": "x"}, "text_encoder_2/config.json has a value that no", UNUSABLE),
     ],
 )
-def test_an_autoencoder_that_the_transformer_cant_read_is_refused_before_anything_is_encoded(
-    altered, kind, key, value, said
-):
+def test_a_part_that_does_not_fit_or_cant_be_made_is_refused_by_name(altered, kind, part, values, said, step):
+    """Before anything is encoded."""
     made, folder = altered(kind)
-    file = folder / "vae" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(LatentpressError) as caught:
-        made.run(encode_latents.run)
-    assert said in caught.value.message and caught.value.exit_code == USAGE
-    assert "take vae/ from the repository" in caught.value.next_step
-    assert not made.shards("latents")
-
-
-@pytest.mark.parametrize(
-    ("part", "key", "value", "run"),
-    [
-        ("vae", "norm_num_groups", 0, encode_latents.run),
-        ("vae", "scaling_factor", {}, encode_latents.run),
-        ("text_encoder_2", "hidden_size", "x", encode_text.run),
-    ],
-)
-def test_a_config_that_the_library_cant_use_is_named(altered, part, key, value, run):
-    made, folder = altered(TEXT)
     file = folder / part / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(
-        WeightsError, match=rf"{part}/config\.json has a value that no model can be made with"
-    ) as caught:
-        made.run(run)
-    assert "replace it" in caught.value.next_step and "\n" not in caught.value.message
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    with pytest.raises(LatentpressError) as caught:
+        made.run(encode_latents.run if part == "vae" else encode_text.run)
+    assert said in caught.value.message and step in caught.value.next_step and "\n" not in caught.value.message
+    assert not made.shards("latents") and not made.shards("text")
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
 """What every engine does, by processes of this machine and by actors on a Ray cluster of two nodes."""
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,11 +16,12 @@ from schemas.config.encoding import EngineName
 from schemas.errors import LatentpressError, UsageError
 from stages.engines import local
 from stages.engines.jobs import Engine, Job, load_engine
+from tests.forms import long
 from tests.processes import ForkedWorkers
 from tests.ray_cluster import ray_cluster
 from tests.stages.engines.engine_workers import Echo, make_job, make_units
 
-ENGINES = get_args(EngineName)
+ENGINES = [name if name == "local" else long(name) for name in get_args(EngineName)]
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +30,13 @@ def cluster() -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "multiprocessing", ForkedWorkers().multiprocessing)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, forked: None) -> Engine:
     return load_engine(request.param)
 
 
@@ -40,7 +48,6 @@ def job(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Job:
     return make_job(tmp_path, 2, engine="ray", ray={"address": request.getfixturevalue("cluster").address})
 
 
-@pytest.mark.long
 def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_left(
     engine: Engine, job: Job, tmp_path: Path
 ) -> None:
@@ -56,7 +63,6 @@ def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_le
     assert sum("die-once" in line for line in said) == 1 and sum("die-always" in line for line in said) >= tries - 1
 
 
-@pytest.mark.long
 def test_an_error_for_the_user_reaches_the_caller_and_the_workers_clean_up(
     engine: Engine, job: Job, tmp_path: Path
 ) -> None:
@@ -68,7 +74,6 @@ def test_an_error_for_the_user_reaches_the_caller_and_the_workers_clean_up(
     assert len(list(tmp_path.glob("cleaned-*"))) == 2
 
 
-@pytest.mark.long
 def test_one_that_is_closed_early_drops_what_is_under_way(engine: Engine, job: Job, tmp_path: Path) -> None:
     with closing(engine.run_units(Echo, job, iter(make_units("u0", "slow-1", "slow-2")), lambda n: None)) as results:
         assert next(results).unit_id == "u0"
@@ -76,7 +81,6 @@ def test_one_that_is_closed_early_drops_what_is_under_way(engine: Engine, job: J
     assert len(list(tmp_path.glob("cleaned-*"))) == len({path.read_text() for path in tmp_path.glob("tried-*")})
 
 
-@pytest.mark.long
 def test_what_workers_announce_is_announced_by_the_program(engine: Engine, job: Job) -> None:
     said = list[str]()
     announce_by(said.append)
@@ -87,6 +91,46 @@ def test_what_workers_announce_is_announced_by_the_program(engine: Engine, job: 
     found = sorted(line.partition(": ")[2] for line in said)
     assert found == [f"announced-{number}: the request is tried again" for number in (0, 2)], said
     assert all(line.startswith("worker ") for line in said)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
+    """One worker is this process."""
+    counted, names = list[int](), [f"u{number}" for number in range(6)]
+    results = local.run_units(Echo, make_job(tmp_path, workers), iter(make_units(*names)), counted.append)
+    assert sorted(result.unit_id for result in results) == names and sum(counted) == 12
+    processes = {(tmp_path / name).read_text() for name in names}
+    assert len(processes) <= workers and (str(os.getpid()) in processes) == (workers == 1)
+
+
+def dies_loading(job: Job, times: int) -> Echo:
+    """Dies while it loads, the first few times; the file has a letter for each load."""
+    loads = Path(job.config.root) / "loads"
+    with open(loads, "a") as file:
+        file.write("x")
+    if loads.stat().st_size <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Echo(job)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_process_that_dies_while_it_loads_is_started_again_and_no_unit_is_blamed(tmp_path: Path) -> None:
+    names, said = [f"u{number}" for number in range(6)], []
+    load = partial(dies_loading, times=2)  # both of the first, or one and its successor
+    outcomes = list(local.run_units(load, make_job(tmp_path, 2), iter(make_units(*names)), lambda n: None, said.append))
+    assert sorted(outcome.unit_id for outcome in outcomes if outcome.shard_path) == names
+    assert len(said) == 2 and all("before it was ready: exit code -9" in line for line in said)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_where_loading_keeps_failing_the_stage_ends_with_the_facts(tmp_path: Path) -> None:
+    names = [f"u{number}" for number in range(6)]
+    load = partial(dies_loading, times=100)
+    with pytest.raises(LatentpressError, match=r"exit code -9, 3 times in a row") as caught:
+        list(local.run_units(load, make_job(tmp_path, 2), iter(make_units(*names)), lambda n: None))
+    assert "kill from outside" in caught.value.next_step and "--workers" in caught.value.next_step
+    assert len((tmp_path / "loads").read_text()) == 6
 
 
 def test_the_extra_of_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
