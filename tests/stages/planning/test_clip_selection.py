@@ -15,15 +15,15 @@ from tests.stages.media_files import video
 BITS = 8
 
 
-def film(path: Path, rate: Fraction, frames: int, stamps: list[int] | None = None) -> None:
-    """Frames that carry their numbers as eight black or white bars. stamps: milliseconds, where the rate varies."""
+def film(path: Path, rate: Fraction, frames: int) -> None:
+    """Frames that carry their numbers as eight black or white bars."""
 
     def barred(number: int) -> np.ndarray:
         bars = np.array([255 * (number >> bit & 1) for bit in range(BITS)], np.uint8).repeat(16)
         return np.ascontiguousarray(np.broadcast_to(bars[None, :, None], (64, 128, 3)))
 
     codec = "libx264", "yuv420p", {"preset": "ultrafast", "g": "24"}
-    video(path, map(barred, range(frames)), codec, rate=rate, stamps=stamps)
+    video(path, map(barred, range(frames)), codec, rate=rate)
     path.with_suffix(".txt").write_text("film")
 
 
@@ -71,18 +71,3 @@ def check_clips(found: dict[str, list[list[int]]]) -> None:
         assert first == [61 * step * number for number in range(len(clips))], path
         for clip in clips:
             assert clip == list(range(clip[0], clip[0] + step * len(clip), step)), path
-
-
-@pytest.mark.slow
-def test_a_variable_rate_of_that_average_is_followed_by_time_at_the_rate_asked_for(project) -> None:
-    home = project("kandinsky5-video-t2v")
-    home.settings["datasets"][0] |= {"video": {"num_frames": 61, "frame_rate": 24.0}, "resolution": 96}
-    stamps = [0] + [round(1001 * number / 24) + (3, 2, 9, 2)[number % 4] for number in range(1, 90)]
-    film(home.media / "varies.mkv", Fraction(24000, 1001), 90, stamps)
-    home.run(discover.run)
-    home.run(bucket.run)
-    assert "clips that repeat frames, as " in home.said
-    [sample] = current_plan(Store(home.config().root), home.config()).sample_table.to_pylist()
-    assert sample["rate"] == 24.0
-    expected = [max(n for n, stamp in enumerate(stamps) if stamp <= 1000 * time / 24 + 1) for time in range(61)]
-    assert taken(home, "pyav") == {"varies.mkv": [expected]}

@@ -33,7 +33,7 @@ def window(geometry: dict[str, Any]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.tuples(st.integers(64, 4000), st.integers(64, 4000)),
     st.floats(0.2, 4),
@@ -55,7 +55,7 @@ def test_source_and_target_show_the_same_part(target, scale, aspect, style, crop
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.tuples(st.integers(64, 4000), st.integers(64, 4000)), st.floats(1.05, 3), st.booleans())
 def test_a_source_of_another_aspect_is_cut_for_itself_and_named(target, aspect, downsampled: bool) -> None:
     source = round(target[0] * aspect), target[1]

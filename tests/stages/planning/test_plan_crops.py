@@ -20,16 +20,10 @@ def test_sizes_are_measured_as_the_resolution_is():
 
 
 def test_what_is_scaled_down_first_keeps_more_around_the_cut():
-    plan = planned(
-        config(maximum_image_size=200, target_downsample_size=128, resolution_type="pixel"), [row(0, 1000, 1000)]
-    )
-    cut = plan.samples.to_pylist()[0]["geometry"]
-    assert (cut["bucket"], cut["resize_w"], cut["resize_h"]) == ("64x64@1", 128, 128)
-    assert (cut["x"], cut["y"]) == (32, 32)
-    whole = planned(
-        config(maximum_image_size=1000, target_downsample_size=128, resolution_type="pixel"), [row(0, 1000, 1000)]
-    )
-    assert whole.samples.to_pylist()[0]["geometry"]["resize_w"] == 64
+    for most, cut in ((200, (128, 128, 32, 32)), (1000, (64, 64, 0, 0))):
+        options = config(maximum_image_size=most, target_downsample_size=128, resolution_type="pixel")
+        (sample,) = planned(options, [row(0, 1000, 1000)]).samples.to_pylist()
+        assert tuple(sample["geometry"].values()) == ("64x64@1", *cut)
 
 
 def test_nothing_is_enlarged_unless_allowed():
