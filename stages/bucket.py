@@ -96,7 +96,9 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     report.details = _report_details(config, plan, new_samples, new_texts)
     if config.features is not None:
         report.details["near_duplicates"] = _count_near_duplicates(config.datasets, media, items)
-    if edited := sum(_count_edited(table, edits) for table in media.values()):
+    changed = edits["media_id"].combine_chunks()  # of items with captions that a person edited
+    counts = [pc.sum(pc.is_in(table["media_id"], value_set=changed)).as_py() or 0 for table in media.values()]
+    if edited := sum(counts):
         report.details["edited_captions"] = edited
     needed = int(sum(row["new_mib"] for row in report.details["disk"]) * 2**20)
     if shortage := find_shortage(config.root, needed):
@@ -173,11 +175,6 @@ def _require_training_samples(plan: DraftPlan) -> None:
 
 def _new_rows(table: pa.Table, key: str, known: pa.Array) -> pa.Table:
     return table.filter(pc.invert(pc.is_in(table.column(key), value_set=known))) if len(known) else table
-
-
-def _count_edited(media: pa.Table, edits: pa.Table) -> int:
-    """Items with captions that a person edited."""
-    return pc.sum(pc.is_in(media["media_id"], value_set=edits["media_id"].combine_chunks())).as_py() or 0
 
 
 def _count_near_duplicates(

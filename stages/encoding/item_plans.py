@@ -7,6 +7,7 @@ machines that start at different moments agree; what is new is in a generation o
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +19,6 @@ from cache.sets.item_rows import join_item_table, read_item_table
 from cache.sets.plans import Plan, PlanOutdated
 from cache.store.store import Store
 from schemas.activities import activity
-from schemas.config.datasets import Dataset
 from schemas.config.encoding import Features
 from schemas.config.filters import feature_columns
 from schemas.config.pipeline import Config
@@ -106,9 +106,13 @@ def read_media(store: Store, config: Config) -> tuple[dict[str, pa.Table], pa.Ta
     LatentpressError where a dataset was not discovered."""
     media = {dataset.id: read_configured_media(store, dataset) for dataset in config.datasets if not dataset.disabled}
     if config.features is None:
-        for dataset in config.datasets:
-            if dataset.id in media:
-                _refuse_their_columns(dataset, media[dataset.id])
+        for dataset, option in product((each for each in config.datasets if each.id in media), FILTERS):
+            if columns := feature_columns(getattr(dataset, option), media[dataset.id].column_names):
+                raise LatentpressError(
+                    f"datasets.{dataset.id}.{option}: {columns[0]} is a column that `features` makes, and that is not "
+                    "configured",
+                    "add `features: {}` to the configuration and run `latentpress features`",
+                )
         return media, None
     try:
         items = read_item_table(store, find_item_table(config, media))
@@ -141,13 +145,3 @@ def item_table_name(features: Features, fingerprint: str, sample_ids: pa.Array |
     members = hash_json(ids.take(pc.sort_indices(ids)).to_pylist())
     compared = {"version": COMPARISON_VERSION, "duplicates": features.duplicates, "clusters": features.clusters}
     return hash_json({"cache": fingerprint, "compared": compared, "items": members})[:24]
-
-
-def _refuse_their_columns(dataset: Dataset, table: pa.Table) -> None:
-    for option in FILTERS:
-        if columns := feature_columns(getattr(dataset, option), table.column_names):
-            raise LatentpressError(
-                f"datasets.{dataset.id}.{option}: {columns[0]} is a column that `features` makes, and that is not "
-                "configured",
-                "add `features: {}` to the configuration and run `latentpress features`",
-            )

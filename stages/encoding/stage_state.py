@@ -91,21 +91,16 @@ def find_state(
         if any(retry or (row["retry"] and locations.all_present(stage.member_kind, row["item"])) for row in rows)
     }
     again = (again | damaged.keys()) & done.keys()
-    counts = _count_wanted(units, wanted)
+    is_wanted = pc.is_in(_list_members(units), value_set=wanted).to_numpy(zero_copy_only=False)
+    wanted_before = np.concatenate([[0], np.cumsum(is_wanted)])  # of the members of all units in a row
+    numbers = np.diff(wanted_before[np.cumsum([0, *(len(unit.members) for unit in units)])]).tolist()
+    counts = {unit.unit_id: count for unit, count in zip(units, numbers, strict=True)}
     units = [unit for unit in units if only is None or unit.unit_id in only]
     return StageState(stage, plan, fingerprint, units, wanted, counts, done, again, rejected, damaged)
 
 
 def _list_members(units: Sequence[Unit]) -> pa.Array:
     return pa.array([name for unit in units for name in unit.members], pa.string())
-
-
-def _count_wanted(units: Sequence[Unit], wanted: pa.Array) -> dict[str, int]:
-    """unit id -> number of its members that are among `wanted`."""
-    is_wanted = pc.is_in(_list_members(units), value_set=wanted).to_numpy(zero_copy_only=False)
-    wanted_before = np.concatenate([[0], np.cumsum(is_wanted)])  # of the members of all units in a row
-    counts = np.diff(wanted_before[np.cumsum([0, *(len(unit.members) for unit in units)])]).tolist()
-    return {unit.unit_id: count for unit, count in zip(units, counts, strict=True)}
 
 
 def wanted_rows(rows_by_unit: Mapping[str, Sequence[dict]], wanted: pa.Array) -> dict[str, list[dict]]:

@@ -51,6 +51,18 @@ LEAST_SAVED = 0.01  # share of what is needed, by an option that is named
 OTHERWISE = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
 
 
+@dataclass(frozen=True)
+class EncoderMemory:
+    """Bytes on the device."""
+
+    weights: int
+    activations: int
+
+    @property
+    def device(self) -> int:
+        return self.weights + self.activations
+
+
 def check_card(config: Config, card: float, ranks: int) -> Report:
     """The report: of each program its prediction in GiB and whether it fits `card` GiB; what does not fit has failed,
     with the options that help."""
@@ -156,41 +168,37 @@ def explain(
     card: tuple[str, int],
     need: int,
     changes: Iterable[tuple[str, dict[str, Any]]],
-    predict: Callable[[Config], Any],
+    predict: Callable[[Config], MemoryEstimate | EncoderMemory],
     otherwise: str,
 ) -> str:
-    """Say what is needed, which of `changes` help (see `try_changes`), and `otherwise` where they are not enough."""
-    name, size = card
-    shown, least = try_changes(config, changes, need, size - RESERVED, lambda changed: predict(changed).device)
+    """Say what is needed, which of `changes` help, and `otherwise` if they are not enough. The changes that need fewer
+    bytes than the ones before add up, and the last one is the first that fits. changes: (label, section of the
+    configuration -> keys). need: bytes, without changes."""
+    (name, size), least, shown = card, need, list[str]()
+    for label, sections in changes:
+        try:
+            values = {section: _change_settings(getattr(config, section), keys) for section, keys in sections.items()}
+            changed = config.changed(**values)
+        except ValidationError:  # such as block offload of full rank
+            continue
+        if changed == config or (smaller := predict(changed).device) > least * (1 - LEAST_SAVED):
+            continue
+        least, config = smaller, changed
+        shown.append(f"{label} ({gib(least + RESERVED)})")
+        if least + RESERVED <= size:
+            break
     message = f"{subject} would need {gib(need + RESERVED)} on the device, 1 GiB of it for CUDA and its kernels, "
     message += f"and {name} has {gib(size)}."
     message += f" It would need less with {', and with '.join(shown)}." if shown else ""
     return message + (f" {otherwise}" if least + RESERVED > size else "")
 
 
-def try_changes(
-    config: Config,
-    changes: Iterable[tuple[str, dict[str, Any]]],
-    need: int,
-    limit: int,
-    predict: Callable[[Config], int],
-) -> tuple[list[str], int]:
-    """(the changes that each need fewer bytes than those before, with what they need; the least need). They add up, and
-    the last one is the first within `limit`. changes: (label, section of the configuration -> keys)."""
-    shown = []
-    for label, sections in changes:
-        try:
-            values = {name: change_settings(getattr(config, name), keys) for name, keys in sections.items()}
-            changed = config.changed(**values)
-        except ValidationError:  # such as block offload of full rank
-            continue
-        if changed == config or (smaller := predict(changed)) > need * (1 - LEAST_SAVED):
-            continue
-        need, config = smaller, changed
-        shown.append(f"{label} ({gib(need + RESERVED)})")
-        if need <= limit:
-            break
-    return shown, need
+def _change_settings(settings: Section, values: Mapping[str, Any]) -> Section:
+    """`settings` with `values`, in which a section has the keys that change. ValidationError if they don't fit."""
+    given = settings.model_dump(by_alias=True)
+    for key, value in values.items():
+        given[key] = {**given[key], **value} if isinstance(value, dict) else value
+    return type(settings).model_validate(given)
 
 
 def train_changes(settings: Train, ranks: int) -> list[tuple[str, dict[str, Any]]]:
@@ -209,14 +217,6 @@ def train_changes(settings: Train, ranks: int) -> list[tuple[str, dict[str, Any]
         changes.append(("parallel.reshard_after_forward true", {"parallel": {"reshard_after_forward": True}}))
         changes.append(("parallel.cpu_offload true", {"parallel": {"cpu_offload": True}}))
     return [(f"train.{label}", {"train": values}) for label, values in changes]
-
-
-def change_settings(settings: Section, values: Mapping[str, Any]) -> Section:
-    """`settings` with `values`, in which a section has the keys that change. ValidationError where they don't fit."""
-    given = settings.model_dump(by_alias=True)
-    for key, value in values.items():
-        given[key] = {**given[key], **value} if isinstance(value, dict) else value
-    return type(settings).model_validate(given)
 
 
 def gib(size: int) -> str:
@@ -294,18 +294,6 @@ HIDDEN_TENSORS, INNER_TENSORS = 8, 3
 CHUNKED_SHARE = 0.5
 
 CACHED_IMAGES = 64  # of whose features encode-text keeps those of the last ones
-
-
-@dataclass(frozen=True)
-class EncoderMemory:
-    """Bytes on the device."""
-
-    weights: int
-    activations: int
-
-    @property
-    def device(self) -> int:
-        return self.weights + self.activations
 
 
 def estimate_text(base: Model, text: Text, shapes: Shapes, length: int) -> EncoderMemory:

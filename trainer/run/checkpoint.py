@@ -141,7 +141,12 @@ def _restore_weights(
         weights[TRAINABLE_FILE] = {name: name for name in file.keys()}  # noqa: SIM118 (no mapping)
     shards = {}
     if checkpoint.state.shards:
-        shards = load_shards(checkpoint.path / SHARDS_FOLDER, lambda key: find_owner(key, trainable))
+
+        def find_owner(key: str) -> torch.Tensor | None:
+            first, _, rest = key.partition("/")
+            return trainable.get(rest if first in ("ema", WEIGHTS_PREFIX[:-1]) else first)
+
+        shards = load_shards(checkpoint.path / SHARDS_FOLDER, find_owner)
     sharded = {name: shards.pop(WEIGHTS_PREFIX + name) for name in trainable if WEIGHTS_PREFIX + name in shards}
     if different := sorted({*sharded, *(name for names in weights.values() for name in names)} ^ trainable.keys()):
         names = ", ".join(different[:5]) + (" ..." if len(different) > 5 else "")
@@ -165,12 +170,6 @@ def _copy(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
             f"in {target.dtype}"
         )
     copy_values(target.data, value)
-
-
-def find_owner(key: str, trainable: Mapping[str, torch.nn.Parameter]) -> torch.Tensor | None:
-    """The weight that a sharded tensor belongs to, by its name in a checkpoint."""
-    first, _, rest = key.partition("/")
-    return trainable.get(rest if first in ("ema", WEIGHTS_PREFIX[:-1]) else first)
 
 
 def find_shortage(folder: Path, trainable: Mapping[str, torch.nn.Parameter]) -> str | None:

@@ -209,12 +209,8 @@ def checkpoint_block(block: torch.nn.Module, *args: Any) -> Any:
 def checkpoint_blocks(model: Any, blocks: Sequence[torch.nn.Module]) -> None:
     """Gradient checkpointing of these blocks, and of no other. A transformer that needs more than
     torch.utils.checkpoint to compute a block again has a `checkpoint_block` of its own."""
-    chosen = set(blocks)
-    model.enable_gradient_checkpointing(select_blocks(getattr(model, "checkpoint_block", checkpoint_block), chosen))
-
-
-def select_blocks(run: Callable[..., Any], chosen: set[torch.nn.Module]) -> Callable[..., Any]:
-    return lambda block, *args: run(block, *args) if block in chosen else block(*args)
+    chosen, run = set(blocks), getattr(model, "checkpoint_block", checkpoint_block)
+    model.enable_gradient_checkpointing(lambda block, *args: run(block, *args) if block in chosen else block(*args))
 
 
 def around_forward(offload: Offload, device: torch.device) -> ExitStack:

@@ -172,7 +172,9 @@ def _make(
     arguments = {**find_optimizer(settings.name).arguments, **given, **settings.arguments}
     groups = list(groups)
     device = groups[0]["params"][0].device
-    if kind is torch.optim.AdamW and device.type in fused_devices() and not {"fused", "foreach"} & arguments.keys():
+    # The accelerators for which torch has a kernel for a whole step of AdamW, which is the fastest there.
+    fused = {*torch.utils._foreach_utils._get_fused_kernels_supported_devices()} - {"cpu", "mps"}
+    if kind is torch.optim.AdamW and device.type in fused and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
     # Some of optimi's take Triton's kernels wherever it is installed, as it is beside torch for CUDA.
     takes_triton = "triton" in inspect.signature(kind.__init__).parameters
@@ -185,11 +187,6 @@ def _make(
     if averages_weights(optimizer):
         optimizer.train()
     return optimizer
-
-
-def fused_devices() -> set[str]:
-    """The accelerators for which torch has a kernel for a whole step of AdamW, which is the fastest there."""
-    return {*torch.utils._foreach_utils._get_fused_kernels_supported_devices()} - {"cpu", "mps"}
 
 
 class DivergedError(LatentpressError):

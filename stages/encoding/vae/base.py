@@ -102,7 +102,9 @@ class Autoencoder:
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 pixels_BTHWC on the CPU, of latents in the model's space or of the mean of moments."""
-        latents_BCTHW = posterior_means(latents_BCTHW, self._channels())
+        channels, stored = self._channels(), latents_BCTHW.shape[1]
+        assert stored in (channels, 2 * channels), f"{tuple(latents_BCTHW.shape)} for {channels} channels"
+        latents_BCTHW = latents_BCTHW[:, :channels]
         z_BCTHW = self._normalizer.undo(latents_BCTHW.to(self._vae.device, self._vae.dtype))
         return to_uint8(self._decode(z_BCTHW))
 
@@ -268,12 +270,6 @@ def posterior_moments(parameters: torch.Tensor, normalizer: Normalizer) -> torch
     posterior = make_posterior(parameters.float())
     both = torch.cat([normalizer.apply(posterior.mean), normalizer.logvar(posterior.logvar)], dim=1)
     return both.to(parameters.dtype)
-
-
-def posterior_means(latents: torch.Tensor, channels: int) -> torch.Tensor:
-    """Stored latents, or the mean where moments are stored; the second axis holds the channels."""
-    assert latents.shape[1] in (channels, 2 * channels), f"{tuple(latents.shape)} for {channels} channels"
-    return latents[:, :channels]
 
 
 def to_uint8(pixels_BCTHW: torch.Tensor) -> torch.Tensor:

@@ -140,29 +140,13 @@ def test_gc_removes_reports_of_jobs_that_ended_long_ago(planned) -> None:
     assert not (planned.root / "jobs" / "encode-text").exists()
 
 
-def job(**about: object) -> JobReport:
-    usual = {
-        "program": "encode-latents",
-        "host": "vm",
-        "process": 21341,
-        "engine": "local",
-        "workers": 1,
-        "shard": "0/1",
-        "members": 7,
-        "done": 7,
-    }
-    usual |= {"units": 1, "units_done": 1, "items_per_second": 53.2, "seconds": 11, "exit_code": 0}
-    return JobReport.model_validate(usual | about)
-
-
 def test_programs_get_every_job_and_people_the_most_interesting() -> None:
-    many = {
-        "encode-text": [job(process=i + 1, exit_code=0) for i in range(MAX_SHOWN)]
-        + [job(exit_code=None, reason="gone")]
-    }
+    about = {"program": STAGE, "engine": "local", "workers": 1, "shard": "0/1", "host": "vm"}
+    ended = [JobReport(**about, process=number + 1, exit_code=0) for number in range(MAX_SHOWN)]
+    many = {STAGE: [*ended, JobReport(**about, process=21341, reason="gone")]}
     found = list_jobs(many, for_people=True)
     assert len(found["jobs"]) == MAX_SHOWN and found["jobs"][0]["state"] == "lost" and found["more_jobs"] == 1
     assert found["why_jobs_stopped"] == [{"where": "vm, 21341", "reason": "gone"}]
     rows = list_jobs(many)["jobs"]
     assert len(rows) == MAX_SHOWN + 1 and rows[0]["state"] == "lost" and rows[0]["workers"] == "1"
-    assert list_jobs({"encode-text": []}) == {}
+    assert list_jobs({STAGE: []}) == {}

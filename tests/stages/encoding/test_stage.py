@@ -1,14 +1,19 @@
-"""Processes that are started with the same command share the units; with --max-time what is begun is finished."""
+"""Processes that are started with the same command share the units; with --max-time what is begun is finished; how many
+workers a stage has if no number is given."""
 
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
+import torch
 
+from schemas.config.encoding import Encoding, EngineName
 from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents
 from stages.encoding import stage
+from stages.encoding.stage import choose_workers
 from stages.encoding.vae.worker import LatentsWorker
 from stages.engines import local
 from tests.conftest import own_order
@@ -47,6 +52,7 @@ def test_time_that_is_up_ends_the_stage_between_two_units(project, monkeypatch) 
     monkeypatch.setattr(LatentsWorker, "encode", last)
     report = home.run(encode_latents.run, max_time=3600.0)
     assert (report.exit_code, report.done, report.remaining) == (INCOMPLETE, 1, 7)
+    assert report.details["workers"] == "1, as torch sees no accelerator" and "workers: 1, as torch" in home.said
     assert report.details["stopped"] == "by --max-time; 7 units remain, what is done is kept"
     assert len(home.shards("latents")) == 1 and not list(home.root.rglob("*.tmp"))
     monkeypatch.undo()
@@ -102,3 +108,22 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
     assert len(done) == 3 and sum(map(bool, done)) >= 2, done
     assert sum(done) < 2 * 30, "a process does not see what the others have in work"
     assert home.run(encode_latents.run).done == 0
+
+
+@pytest.mark.parametrize(
+    ("cards", "given", "engine", "workers", "reason"),
+    [
+        (4, {}, "local", 4, "one for each accelerator"),
+        (0, {}, "local", 1, "no accelerator"),
+        (4, {"device": "cpu"}, "local", 1, "the device is cpu"),
+        (4, {"device": "cuda:2"}, "local", 1, "the device is cuda:2"),
+        (4, {"workers": 2}, "local", 2, "as given"),
+        (4, {}, "ray", 1, "--workers says how many"),
+    ],
+)
+def test_one_for_each_card_by_default(
+    monkeypatch, cards: int, given: dict[str, Any], engine: EngineName, workers: int, reason: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: cards)
+    found, why = choose_workers(engine, Encoding(**given))
+    assert found == workers and reason in why

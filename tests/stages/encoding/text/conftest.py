@@ -14,16 +14,7 @@ from schemas.config.encoding import Text
 from schemas.family import Template
 from stages.encoding.text import gemma, kandinsky5, umt5
 from stages.encoding.text.base import TextRequest, TextResult
-
-TEMPLATES = {
-    "kandinsky5-image-t2i": FAMILIES["kandinsky5-image"].templates["t2i"],
-    "kandinsky5-image-i2i": FAMILIES["kandinsky5-image"].templates["i2i"],
-    "kandinsky5-image-i2i-prefix49": FAMILIES["kandinsky5-image"].templates["i2i"],
-    "kandinsky5-video-t2v": FAMILIES["kandinsky5-video"].templates["t2v"],
-    "kandinsky5-video-i2v": FAMILIES["kandinsky5-video"].templates["i2v"],
-    "sana": FAMILIES["sana"].templates["t2i"],
-    "wan2.1-t2v": FAMILIES["wan2.1"].templates["t2v"],
-}
+from tests.project import SETTINGS
 
 
 @pytest.fixture
@@ -54,7 +45,9 @@ def make(tiny) -> Callable[..., Any]:
     torch.set_num_threads(1)
 
     def encoder(kind: str, dtype: torch.dtype = torch.float32, folder: Path | None = None, **options: Any) -> Any:
-        template, module = TEMPLATES[kind], {"sana": gemma, "wan2.1-t2v": umt5}.get(kind, kandinsky5)
+        family, task = FAMILIES[SETTINGS[kind]["family"]], kind.rpartition("-")[2]
+        template = family.templates[task if task in family.templates else "t2i"]
+        module = {"sana": gemma, "wan2.1-t2v": umt5}.get(kind, kandinsky5)
         where, shared = str(folder or tiny(kind)), options.pop("share_prefix", True)
         cpu = torch.device("cpu")
         return module.Encoder(where, None, template, template.max_length, dtype, cpu, Text(**options), shared)

@@ -1,4 +1,5 @@
-"""Quantization and offload: each option loads, runs and stays within its error; unsupported ones say what to do."""
+"""Quantization and offload: each option loads, runs and stays within its error; unsupported ones say what to do. And
+passes of neighboring lengths."""
 
 import shutil
 from copy import copy
@@ -9,11 +10,14 @@ import bitsandbytes
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schemas.errors import USAGE
 from stages import bucket, discover, encode_text
 from stages.encoding.stage_registry import text_fingerprint_inputs as parts
 from stages.encoding.text.base import OptionError
+from stages.encoding.text.reader import split_by_length
 from tests.forms import long
 
 CAPTIONS = ["", "A small grey cat looks at the camera with green eyes.", "words that go on " * 20]
@@ -140,3 +144,17 @@ def test_what_gives_the_same_numbers_has_the_same_fingerprint(
     for one, other in zip(results, others, strict=True):
         assert torch.equal(one.embeds, other.embeds)
         assert one.pooled is other.pooled is None or torch.equal(one.pooled, other.pooled)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(0, 300))
+def test_a_batch_is_divided_with_the_least_padding(costs, overhead):
+    passes = split_by_length(costs, overhead)
+    assert sorted(row for rows in passes for row in rows) == list(range(len(costs)))
+
+    def tokens(passes):
+        return sum(overhead + len(rows) * max(costs[row] for row in rows) for rows in passes)
+
+    order = sorted(range(len(costs)), key=costs.__getitem__)
+    cuts = [[order], [[row] for row in order], *([order[:cut], order[cut:]] for cut in range(1, len(order)))]
+    assert all(tokens(passes) <= tokens(other) for other in cuts)
+    assert len(split_by_length(costs, 300 * 40)) == 1
