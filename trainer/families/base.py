@@ -1,6 +1,7 @@
 """The base class of the families in `trainer/families/`, with defaults."""
 
 import importlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,24 +46,12 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class BlockTokens:
-    """The places where a call of a visual block has the hidden states (B, L, D) of the visual tokens: its first
-    argument, which may be passed by the name `keyword`, and its output, of several tensors that at the index `output`.
-    last: a text is before them along the second axis; else they are the first, and a text may follow."""
+    """The places of the visual tokens in the hidden states (B, L, D) that a visual block has as its first argument and
+    as its output, or one of several outputs, at the index `output`. last: whether a text is before the visual tokens
+    along the second axis; else they are the first, and a text may follow."""
 
-    keyword: str = "hidden_states"
     output: int | None = None
     last: bool = False
-
-    def read(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> torch.Tensor:
-        return named[self.keyword] if self.keyword in named else inputs[0]
-
-    def replace(
-        self, inputs: tuple[Any, ...], named: Mapping[str, Any], hidden: torch.Tensor
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other hidden states, as a forward pre-hook returns them."""
-        if self.keyword in named:
-            return inputs, {**named, self.keyword: hidden}
-        return (hidden, *inputs[1:]), dict(named)
 
     def read_output(self, output: Any) -> torch.Tensor:
         return output if self.output is None else output[self.output]
@@ -85,6 +74,21 @@ class BlockTokens:
 
 
 FIRST_TOKENS = BlockTokens()
+
+
+def change_arguments(block: torch.nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> RemovableHandle:
+    """A hook by which a block gets all arguments by name, some of them changed. change: from its arguments by name to
+    the ones that change. A block that is checkpointed is called with arguments in order, others with some by name."""
+    signature = inspect.signature(type(block).forward)
+
+    def by_name(
+        block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments = signature.bind(block, *inputs, **named).arguments
+        arguments.pop("self")
+        return (), {**arguments, **change(arguments)}
+
+    return block.register_forward_pre_hook(by_name, with_kwargs=True)
 
 
 @dataclass

@@ -19,14 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from schemas.families.flux2 import FAMILIES, compute_mu
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid
+from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments
 
 FAMILY = FAMILIES["flux2-klein"]
 DOUBLE, SINGLE = BlockTokens(output=1, last=True), BlockTokens(last=True)
 
-
-# The place of image_rotary_emb among the arguments of a block that is checkpointed; joint_attention_kwargs follows.
-DOUBLE_ROTARY, SINGLE_ROTARY = 4, 3
 
 REFERENCE_DISTANCE = 10  # of the first reference's frame from the image's, and of each from the one before
 
@@ -103,10 +100,6 @@ def install_processors(model: Any) -> None:
         block.attn.set_processor(SingleAttention())
 
 
-def is_single(block: torch.nn.Module) -> bool:
-    return isinstance(block, Flux2SingleTransformerBlock)
-
-
 def pack(latents_BC1HW: torch.Tensor) -> torch.Tensor:
     """(B, N, C): each latent is a token."""
     return latents_BC1HW.flatten(2).transpose(1, 2)
@@ -147,7 +140,7 @@ class Flux2(ModelFamily):
         return [*model.transformer_blocks, *model.single_transformer_blocks]
 
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
-        return SINGLE if is_single(block) else DOUBLE
+        return SINGLE if isinstance(block, Flux2SingleTransformerBlock) else DOUBLE
 
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
         _, _, frames, height, width = batch.latents_BCTHW.shape
@@ -157,26 +150,17 @@ class Flux2(ModelFamily):
         return [block.attn for block in self.blocks(model)], model.config.attention_head_dim
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: list[Any] = []  # the same for all of them: rotary embeddings, and the mask of padded texts
+        taken: dict[str, Any] = {}  # the same for all of them: rotary embeddings, and the mask of padded texts
 
-        def take(
-            block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            position = SINGLE_ROTARY if is_single(block) else DOUBLE_ROTARY
-            by_name = "image_rotary_emb" in named
-            rotary, options = (
-                (named["image_rotary_emb"], named["joint_attention_kwargs"])
-                if by_name
-                else inputs[position : position + 2]
-            )
+        def take(arguments: dict[str, Any]) -> dict[str, Any]:
             if not taken:
-                taken.append(tuple(kept.take(values[None], SINGLE) for values in rotary))
-                taken.append(options and {"attention_mask": options["attention_mask"][..., : taken[0][0].shape[1]]})
-            if by_name:
-                return inputs, named | {"image_rotary_emb": taken[0], "joint_attention_kwargs": taken[1]}
-            return (*inputs[:position], *taken, *inputs[position + 2 :]), named
+                options = arguments["joint_attention_kwargs"]
+                rotary = tuple(kept.take(values[None], SINGLE) for values in arguments["image_rotary_emb"])
+                mask = options and {"attention_mask": options["attention_mask"][..., : rotary[0].shape[1]]}
+                taken.update(image_rotary_emb=rotary, joint_attention_kwargs=mask)
+            return taken
 
-        return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
+        return [change_arguments(block, take) for block in blocks]
 
     def compute_dtype(self, model: Any) -> torch.dtype:
         """The dtype of frozen weights; adapters may be float32."""

@@ -27,7 +27,7 @@ from schemas.catalog import FAMILIES
 from schemas.devices import to_device
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import KeptTokens, ModelFamily, TokenGrid
+from trainer.families.base import KeptTokens, ModelFamily, TokenGrid, change_arguments
 
 BLOCK_TOKENS = 64  # tokens of one NABLA block: 8x8 patches of one latent frame
 BLOCK_PIXELS = 128  # its edge: 8 patches of 2x2 latents of 8x8 pixels
@@ -349,13 +349,14 @@ class Kandinsky5(ModelFamily):
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         taken: dict[str, Any] = {}  # the same for all of them
 
-        def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            visual_BKD, text, time, rope_BN, sparse = inputs
+        def take(arguments: dict[str, Any]) -> dict[str, Any]:
             if not taken:
-                taken["rope"], taken["sparse"] = kept.take(rope_BN), sparse and take_blocks(sparse, kept.positions_BK)
-            return visual_BKD, text, time, taken["rope"], taken["sparse"]
+                sparse = arguments["sparse_params"]
+                taken["rope"] = kept.take(arguments["rope"])
+                taken["sparse_params"] = sparse and take_blocks(sparse, kept.positions_BK)
+            return taken
 
-        return [block.register_forward_pre_hook(take) for block in blocks]
+        return [change_arguments(block, take) for block in blocks]
 
     def compute_dtype(self, model: Any) -> torch.dtype:
         """The dtype of frozen weights; adapters and modulations may be float32."""

@@ -13,15 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, set_linear_sigmas
+from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments, set_linear_sigmas
 
 FAMILY = FAMILIES["qwen-image"]
 BLOCK_TOKENS = BlockTokens(output=1)  # blocks return text and image
-
-
-# The places of image_rotary_emb, joint_attention_kwargs and modulate_index among the arguments of a block that is
-# checkpointed.
-ROTARY, OPTIONS, MODULATION = 4, 5, 6
 
 
 class JointAttnProcessor:
@@ -77,20 +72,14 @@ def install_processors(model: Any) -> None:
     if model.zero_cond_t:
         model.zero_cond_t = False  # of the forward pass; the blocks have their own
         for block in model.transformer_blocks:
-            block.register_forward_pre_hook(give_index, with_kwargs=True)
+            change_arguments(block, give_index)
         model.norm_out.register_forward_pre_hook(leave_zero_out)
 
 
-def give_index(
-    block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def give_index(arguments: dict[str, Any]) -> dict[str, Any]:
     """Pass the tokens that have the noise level 0 from the options of attention to a block's own argument."""
-    by_name = "joint_attention_kwargs" in named
-    options = dict(named["joint_attention_kwargs"] if by_name else inputs[OPTIONS])
-    index_BN = options.pop("modulate_index")
-    if by_name:
-        return inputs, named | {"joint_attention_kwargs": options, "modulate_index": index_BN}
-    return (*inputs[:OPTIONS], options, index_BN, *inputs[MODULATION + 1 :]), named
+    options = dict(arguments["joint_attention_kwargs"])
+    return {"modulate_index": options.pop("modulate_index"), "joint_attention_kwargs": options}
 
 
 def leave_zero_out(norm: torch.nn.Module, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -142,30 +131,16 @@ class QwenImage(ModelFamily):
         raise ValueError("Qwen-Image attends to image and text at once, and the text's padding needs a mask")
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: list[Any] = []  # the same for all of them: rotary embeddings, and which tokens have noise, or None
+        taken: dict[str, Any] = {}  # the same for all of them: rotary embeddings, and which tokens have noise, or None
 
-        def take(
-            block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            by_name = "image_rotary_emb" in named
-            (image, text), index_BN = (
-                (named["image_rotary_emb"], named["modulate_index"])
-                if by_name
-                else (inputs[ROTARY], inputs[MODULATION])
-            )
+        def take(arguments: dict[str, Any]) -> dict[str, Any]:
             if not taken:
-                taken.extend([(kept.take(image[None]), text), None if index_BN is None else kept.take(index_BN)])
-            if by_name:
-                return inputs, named | {"image_rotary_emb": taken[0], "modulate_index": taken[1]}
-            return (
-                *inputs[:ROTARY],
-                taken[0],
-                *inputs[ROTARY + 1 : MODULATION],
-                taken[1],
-                *inputs[MODULATION + 1 :],
-            ), named
+                (image, text), index_BN = arguments["image_rotary_emb"], arguments.get("modulate_index")
+                taken["image_rotary_emb"] = kept.take(image[None]), text
+                taken["modulate_index"] = None if index_BN is None else kept.take(index_BN)
+            return taken
 
-        return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
+        return [change_arguments(block, take) for block in blocks]
 
     def compute_dtype(self, model: Any) -> torch.dtype:
         """The dtype of frozen weights; adapters may be float32."""

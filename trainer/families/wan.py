@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import KeptTokens, ModelFamily, TokenGrid
+from trainer.families.base import KeptTokens, ModelFamily, TokenGrid, change_arguments
 
 TEXT_LENGTH = FAMILIES["wan2.1"].templates["t2v"].max_length
 
@@ -55,15 +55,15 @@ class Wan(ModelFamily):
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         taken: list[tuple[torch.Tensor, ...]] = []  # the same for all of them
 
-        def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            visual_BKD, text, time, rotary = inputs
+        def take(arguments: dict[str, Any]) -> dict[str, Any]:
             if not taken:
-                taken.append(tuple(kept.take(values) for values in rotary))
+                taken.append(tuple(kept.take(values) for values in arguments["rotary_emb"]))
             # (B, 6, D), or if given frames have a time of their own (B, N, 6, D). It may have a gradient, and what is
             # computed once would be missing when gradient checkpointing computes a block again.
-            return visual_BKD, text, kept.take(time) if time.ndim == 4 else time, taken[0]
+            time = arguments["temb"]
+            return {"temb": kept.take(time) if time.ndim == 4 else time, "rotary_emb": taken[0]}
 
-        return [block.register_forward_pre_hook(take) for block in blocks]
+        return [change_arguments(block, take) for block in blocks]
 
     def compute_dtype(self, model: Any) -> torch.dtype:
         """The dtype of frozen weights; adapters, modulations and norms may be float32."""

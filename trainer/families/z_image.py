@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import KeptTokens, ModelFamily, TokenGrid, set_linear_sigmas
+from trainer.families.base import KeptTokens, ModelFamily, TokenGrid, change_arguments, set_linear_sigmas
 
 PATCH = 2
 
@@ -51,13 +51,14 @@ class ZImage(ModelFamily):
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         taken: dict[str, Any] = {}  # the same for all of them
 
-        def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden, mask, rotary, *others = inputs
+        def take(arguments: dict[str, Any]) -> dict[str, Any]:
             if not taken:
-                taken["mask"], taken["rotary"] = None if mask is None else kept.take(mask), kept.take(rotary)
-            return hidden, taken["mask"], taken["rotary"], *others
+                mask = arguments["attn_mask"]
+                taken["attn_mask"] = None if mask is None else kept.take(mask)
+                taken["freqs_cis"] = kept.take(arguments["freqs_cis"])
+            return taken
 
-        return [block.register_forward_pre_hook(take) for block in blocks]
+        return [change_arguments(block, take) for block in blocks]
 
     def compute_dtype(self, model: Any) -> torch.dtype:
         """The dtype of frozen weights; adapters may be float32."""

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import Route, Tread
 from schemas.devices import to_device
-from trainer.families.base import BlockTokens, KeptTokens, TokenGrid
+from trainer.families.base import BlockTokens, KeptTokens, TokenGrid, change_arguments
 from trainer.methods.base import Method, MethodStep
 
 
@@ -50,7 +50,7 @@ class TreadMethod(Method):
         layers = route.layers(len(blocks))
         routed = [blocks[layer] for layer in layers]
         first, last = (step.family.block_tokens(block) for block in (routed[0], routed[-1]))
-        handles += [routed[0].register_forward_pre_hook(partial(begin, kept, first), with_kwargs=True)]
+        handles += [change_arguments(routed[0], partial(begin, kept, first))]
         handles += step.family.route_blocks(routed, kept)
         handles += [routed[-1].register_forward_hook(partial(end, kept, last))]
         step.kept_tokens |= dict.fromkeys(layers, positions_BK)
@@ -94,13 +94,11 @@ def covered_squares(mask_BTHW: torch.Tensor, grid: TokenGrid) -> torch.Tensor:
     return covered_BS & ~covered_BS.all(1, keepdim=True)
 
 
-def begin(
-    kept: KeptTokens, where: BlockTokens, block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    hidden = where.read(inputs, named)
+def begin(kept: KeptTokens, where: BlockTokens, arguments: dict[str, Any]) -> dict[str, Any]:
+    name, hidden = next(iter(arguments.items()))
     assert hidden.shape[1] >= kept.tokens, "routes do not overlap"
     kept.waiting_BND, _ = where.divide(hidden, kept.tokens)
-    return where.replace(inputs, named, kept.take(hidden, where))
+    return {name: kept.take(hidden, where)}
 
 
 def end(kept: KeptTokens, where: BlockTokens, block: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:

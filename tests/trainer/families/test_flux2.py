@@ -14,7 +14,7 @@ from tests.trainer.families.batches import check_batch_mates
 from tests.trainer.pipelines import apply_as_comfyui, denoise, output, pad_text, pipeline, random, trained
 from trainer.batch import Batch
 from trainer.families import flux2
-from trainer.families.base import KeptTokens
+from trainer.families.base import KeptTokens, change_arguments
 from trainer.families.flux2 import Flux2
 from trainer.methods.tread import begin, end
 from trainer.setup import export
@@ -203,7 +203,7 @@ def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, recor
     places = torch.tensor([[0, 3, 4, 9, 14], [1, 2, 7, 8, 13]])
     kept, (first, last) = KeptTokens(places, 15), Flux2().blocks(model)[1:3]
     hooks = [
-        first.register_forward_pre_hook(partial(begin, kept, Flux2().block_tokens(first)), with_kwargs=True),
+        change_arguments(first, partial(begin, kept, Flux2().block_tokens(first))),
         last.register_forward_hook(partial(end, kept, Flux2().block_tokens(last))),
         *Flux2().route_blocks([first, last], kept),
     ]

@@ -12,7 +12,7 @@ from tests.trainer.families.batches import alone, check_batch_mates
 from tests.trainer.pipelines import apply_as_comfyui, denoise, output, pad_text, pipeline, random, trained
 from trainer.batch import Batch
 from trainer.families import qwen_image
-from trainer.families.base import KeptTokens
+from trainer.families.base import KeptTokens, change_arguments
 from trainer.families.qwen_image import QwenImage
 from trainer.methods.tread import begin, end
 from trainer.setup import export
@@ -150,7 +150,7 @@ def test_a_route_past_references_equals_its_blocks_by_hand(tiny, record_property
     model, sigma = QwenImage().load(str(tiny(PLUS))), torch.tensor([0.3, 0.7])
     batch, places = make_batch([7, 4], references=TWO), torch.tensor([[0, 3, 4, 9, 11], [1, 2, 7, 8, 10]])
     kept, (first, last) = KeptTokens(places, 12), QwenImage().blocks(model)[1:]
-    first.register_forward_pre_hook(partial(begin, kept, QwenImage().block_tokens(first)), with_kwargs=True)
+    change_arguments(first, partial(begin, kept, QwenImage().block_tokens(first)))
     last.register_forward_hook(partial(end, kept, QwenImage().block_tokens(last)))
     QwenImage().route_blocks([first, last], kept)
     if checkpointing:
