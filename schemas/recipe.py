@@ -114,8 +114,8 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         model = config.caption.model and PurePath(config.caption.model).name
         settings["caption"] = caption_settings(config.model, config.caption, config.latents) | {"model": model}
     if config.masks is not None and any(row.makes_masks for row in config.datasets if not row.disabled):
-        settings["masks"] = masks_settings(config.model, config.masks, config.latents)
-        settings["masks"] |= {"model": PurePath(config.masks.model).name}
+        model = PurePath(config.masks.model).name
+        settings["masks"] = masks_settings(config.model, config.masks, config.latents) | {"model": model}
     return settings
 
 

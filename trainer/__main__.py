@@ -170,10 +170,10 @@ def _predict(
     check_training(config, family, chosen, console.warn, buckets, data, ranks)
     details = predict_step(config, shape, buckets, ranks, console.warn)
     backends = list[dict[str, Any]]()
-    for option, name, error in try_backends(config, family, chosen):
-        backends.append({"option": option, "backend": name, "device": str(chosen), "usable": error is None})
-        if error is not None:
-            console.warn(f"{error.message} Training here would end with that. {error.next_step}")
+    for option, name, refusal in try_backends(config, family, chosen):
+        backends.append({"option": option, "backend": name, "device": str(chosen), "usable": refusal is None})
+        if refusal is not None:
+            console.warn(f"{refusal.message} Training here would end with that. {refusal.next_step}")
     return details | {"attention": backends}
 
 

@@ -168,7 +168,7 @@ def explain(
     card: tuple[str, int],
     need: int,
     changes: Iterable[tuple[str, dict[str, Any]]],
-    predict: Callable[[Config], MemoryEstimate | EncoderMemory],
+    predict: Callable[[Config], Any],
     otherwise: str,
 ) -> str:
     """Say what is needed, which of `changes` help, and `otherwise` if they are not enough. The changes that need fewer

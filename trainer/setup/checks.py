@@ -74,8 +74,8 @@ def check_training(
         model = empty_transformer(config.model, config.part, choose_dtypes(config.train, config.model)[0])
         family.check(config.model.source, model.config)
         if is_stored and (folder := local_folder(config.model.source)):
-            shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-            check_stored(folder / config.part, shapes, type(model)._keys_to_ignore_on_load_unexpected or ())
+            weights = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+            check_stored(folder / config.part, weights, type(model)._keys_to_ignore_on_load_unexpected or ())
     used = config.train.methods.used if data is None else used_methods(config, data)
     methods = make_methods(used)
     # Without a set the methods' own weights have other sizes than later.
@@ -104,8 +104,9 @@ def check_options(
     check_offload(settings.offload, settings.parallel, ranks)
     check_compile(settings)
     check_optimizer(settings, device, sharded)
-    for bucket in buckets if config.expert else ():
-        check_noise_levels(config.expert, settings, config.model, bucket)
+    if config.expert is not None:
+        for bucket in buckets:
+            check_noise_levels(config.expert, settings, config.model, bucket)
     if initial := read_initial(settings.adapter):
         check_family(initial, config.model.family)
     if settings.quantized:
