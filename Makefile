@@ -33,7 +33,7 @@ help:
 	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
 	@echo "make golden               record what tests/golden.json compares anew, after a change of a format"
 	@echo "make lint                 ruff, mypy and the import contracts"
-	@echo "make generated            pipeline.schema.json, pipeline.yaml, the tables in docs/, docs/options.md, docs/programs.md,"
+	@echo "make generated            pipeline.schema.json, pipeline.yaml, docs/options.md, docs/programs.md, keys in docs/coming-from.md,"
 	@echo "                          schemas/cli/command_lines.json"
 	@echo "make docs                 the documents as a site, in site/"
 	@echo "make constraints [UPGRADE=all|\"name name\"]  constraints.txt of pyproject.toml: pins that are there stay, others"

@@ -1,9 +1,7 @@
-"""Files written from the sections of the configuration: the JSON Schema, the options' tables in docs/, pipeline.yaml.
+"""Files written from the sections of the configuration: the JSON Schema and pipeline.yaml.
 
-`python -m schemas.config.generated` (`make generated`) writes them in the source tree. Each keeps what people write in
-it: pipeline.yaml its values in force and its remarks between the options, a document everything around its tables. A
-table stands between `<!-- options: KEY -->` and `<!-- end -->`, and has the options of a section from KEY on, as far as
-the next table of that section; columns other than option, default and what keep their cells.
+`python -m schemas.config.generated` (`make generated`) writes them in the source tree. pipeline.yaml keeps what people
+write in it: its values in force and its remarks between the options. docs/generated.py writes the tables of options.
 """
 
 import json
@@ -23,7 +21,6 @@ from schemas.config.yaml_reader import YamlError, parse_yaml
 
 WIDTH = 120
 COMMENT_COLUMN = 28  # after the indentation
-_TABLE = re.compile(r"(<!-- options: (\S+) -->\n)\n(.*?)\n(<!-- end -->)", re.DOTALL)
 _OPTION = re.compile(r"( *)(?:# )?(?:- )?([a-z][\w-]*):( |$)")
 OptionPath = tuple[str, ...]  # keys, without the numbers of lists
 
@@ -46,9 +43,6 @@ def write_all(root: Path) -> list[Path]:
     folders = (root / "schemas", root / "examples" / "recipes")  # a copy, as a folder of recipes is copied by itself
     texts = {folder / "pipeline.schema.json": schema for folder in folders}
     texts[root / "pipeline.yaml"] = commented_example((root / "pipeline.yaml").read_text())
-    documents = {path: path.read_text() for path in sorted((root / "docs").glob("*.md"))}
-    starts = [match[2] for text in documents.values() for match in _TABLE.finditer(text)]
-    texts |= {path: with_tables(text, starts) for path, text in documents.items()}
     changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in changed:
         path.write_text(texts[path])
@@ -194,36 +188,6 @@ def _commented(line: str, indent: str, words: str) -> Iterator[str]:
         yield line
         parts = textwrap.wrap(words, room, break_on_hyphens=False)
         yield from (f"{indent}#{' ' * (column - len(indent) + 1)}{part}" for part in parts)
-
-
-# -- tables in documents
-
-
-def with_tables(text: str, starts: list[str]) -> str:
-    """The document with its tables written anew. starts: the first options of all tables."""
-    return _TABLE.sub(lambda match: f"{match[1]}\n{_table(match[2], match[3], starts)}\n{match[4]}", text)
-
-
-def _table(start: str, old: str, starts: list[str]) -> str:
-    *above, first = start.split(".")
-    section: type[Section] = Config
-    for step in above:
-        section = next(inner for key, _, inner in options(section) if key == step and inner)
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in old.strip().splitlines()]
-    header, cells = rows[0], {row[0].strip("`"): dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
-    keys = [key for key, _, _ in options(section)]
-    others = {keys.index(other.rpartition(".")[2]) for other in starts if other.rpartition(".")[0] == ".".join(above)}
-    begin = keys.index(first)
-    end = min((position for position in others if position > begin), default=len(keys))
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for key, info, inner in list(options(section))[begin:end]:
-        if inner and isinstance(info.default, Section):
-            continue  # it has a table of its own
-        default = "required" if info.is_required() else f"`{flow(info.default)}`"
-        what = description(info).replace(" | ", ", ").replace("|", r"\|").replace("<", "&lt;")
-        written = {"option": f"`{key}`", "default": default, "what": what}
-        lines.append("| " + " | ".join({**cells.get(key, {}), **written}.get(name, "") for name in header) + " |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Files generated from the configuration's sections: pipeline.yaml, the JSON schema and the tables in docs/."""
+"""Files generated from the configuration's sections: pipeline.yaml and the JSON schema."""
 
 import re
 import shutil
 from pathlib import Path
 
-from schemas.config.generated import commented_example, description, json_schema, options, with_tables, write_all
+from schemas.config.generated import commented_example, description, json_schema, options, write_all
 from schemas.config.loading import is_section, load_config, section_fields
 from schemas.config.pipeline import Config
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 
 
 def test_the_example_is_valid_and_for_people_with_one_card():
@@ -61,7 +60,7 @@ def test_the_example_points_editors_at_the_schema():
 
 def test_the_generated_files_are_up_to_date(tmp_path):
     schemas = ("schemas/pipeline.schema.json", "examples/recipes/pipeline.schema.json")
-    for name in (*schemas, "pipeline.yaml", *(f"docs/{path.name}" for path in DOCUMENTS)):
+    for name in (*schemas, "pipeline.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     assert write_all(tmp_path) == [], "run: make generated"
@@ -85,22 +84,6 @@ def test_the_example_keeps_values_and_remarks_and_gets_what_is_missing():
     again = commented_example(changed)
     assert again == text.replace("rank: 32 ", "rank: 8  ").replace("# -- captions", "# -- what is said of them")
     assert load_config(ROOT / "pipeline.yaml").train.adapter.rank == 32
-
-
-def test_a_table_has_the_options_from_its_first_to_the_next_table_and_keeps_other_columns():
-    head = "| option | default | what | others |\n|---|---|---|---|\n"
-    first, second = "datasets.tag_shuffle.variants", "datasets.tag_shuffle.keep"
-    tables = [
-        f"<!-- options: {start} -->\n\n{head}| `keep` | 7 | old | theirs |\n<!-- end -->" for start in (first, second)
-    ]
-    text = with_tables("\n\n".join(("before", *tables, "after")), [first, second])
-    assert text.startswith("before\n\n") and text.endswith("\n\nafter")
-    assert re.findall(r"^\| `(\w+)` \| `(.*?)` ", text, re.MULTILINE) == [
-        ("variants", "4"),
-        ("delimiter", '","'),
-        ("keep", "0"),
-    ]
-    assert "keep their place | theirs |" in text
 
 
 def test_the_json_schema_knows_families_flavours_and_every_key():
