@@ -78,7 +78,7 @@ def run(
         check_settings(config)
         data = open_configured_set(config, console.warn)
         ending.callback(data.close)
-        check_methods(config, data)
+        check_methods(config.train, data)
         schedule = data.make_schedule(config.train, world)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule) if main else None
@@ -98,7 +98,7 @@ def run(
                 device = options.device or config.train.device
                 report.details |= _predict(config, device, shape, data, schedule, console, world)
             return report
-        check_text_width(config, data, shape or {})
+        check_text_width(config.model, data, shape or {})
         summary: dict[str, Any] = {"done": 0, "skipped": state.step if state else 0}
         with (
             stop.on_signals(config.run_folder, config.train, main),
@@ -152,7 +152,7 @@ def _predict(
 ) -> dict[str, Any]:
     """Details of a dry run: the memory of a step of the largest bucket, by part, and the attention backends. Makes the
     checks of training first. shape: the transformer's config.json."""
-    check_text_width(config, data, shape)
+    check_text_width(config.model, data, shape)
     with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
         from trainer.attention import try_backends
         from trainer.families.base import module_of
@@ -220,7 +220,7 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
         "steps": config.train.steps,
         "epochs": round(config.train.steps / schedule.steps_per_epoch, 3),
         "adapter": config.train.adapter.type,
-        "methods": ", ".join(used_methods(config, data)) or "none",
+        "methods": ", ".join(used_methods(config.train, data)) or "none",
         "precision": train_precision(config.train, config.model),
         "base_precision": config.train.base_precision,
     }

@@ -37,8 +37,8 @@ def check_before_stages(config: Config, warn: Callable[[str], object], is_run: b
         return shape is not None
     try:
         with closing(open_configured_set(config, warn)) as data:
-            check_methods(config, data)
-            check_text_width(config, data, shape or {})
+            check_methods(config.train, data)
+            check_text_width(config.model, data, shape or {})
             if is_run:  # whether the window's shards fit the disk
                 open_window(config.train, data, data.make_schedule(config.train), range(config.train.steps))
     except (SetNotFound, StoreError) as error:
@@ -73,7 +73,11 @@ def check_model(config: Config, warn: Callable[[str], object], is_run: bool = Tr
             return None
         compatibility.check_transformer(model)  # one file: if the hub can't be reached, it is not asked for more
         shape = weights.read_component_config(model.source, model.revision, part)
-        check_layers(config, shape)
+        count = model.family_spec.count_layers(shape)
+        for name, method in config.train.methods.used.items():
+            for key, problem in method.layer_problems(count) if count is not None else ():  # blocks that there are not
+                option = ".".join(map(str, ("train.methods", name, *key)))
+                raise RunError(f"{option}: {problem}", f"{model.source} has {count} blocks; correct {option}.")
         compatibility.check_parts(config, ask_hub=not is_folder)
         return shape
     except weights.WeightsError as error:
@@ -99,45 +103,34 @@ def check_prepared(config: Config) -> None:
                 raise RunError(f"train.methods.{name} needs {tensor}, which no dataset has", advice)
 
 
-def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
-    """RunError where a method names blocks that a transformer with this config.json does not have."""
-    count = config.model.family_spec.count_layers(shape)
-    if count is None:
-        return
-    for name, method in config.train.methods.used.items():
-        for key, problem in method.layer_problems(count):
-            option = ".".join(map(str, ("train.methods", name, *key)))
-            raise RunError(f"{option}: {problem}", f"{config.model.source} has {count} blocks; correct {option}.")
-
-
-def used_methods(config: Config, data: TrainSet) -> dict[str, Method]:
+def used_methods(settings: Train, data: TrainSet) -> dict[str, Method]:
     """The sections of train.methods in force: those configured, and that of regularization data where there is some."""
-    used = config.train.methods.used
+    used = settings.methods.used
     return {"regularization": Regularization(), **used} if data.regularization else used
 
 
-def check_methods(config: Config, data: TrainSet) -> None:
+def check_methods(settings: Train, data: TrainSet) -> None:
     """RunError where a method lacks its data or does not go with other settings."""
-    for name, method in used_methods(config, data).items():
+    for name, method in used_methods(settings, data).items():
         for tensor, advice in method.needs.items():
             if not data.has_tensor(tensor):
                 raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
-        for reason in method.find_conflicts(config.train):
+        for reason in method.find_conflicts(settings):
             what, _, step = reason.partition("; ")
             raise RunError(f"train.methods.{name}: {what}", f"{step[:1].upper()}{step[1:]}.")
 
 
-def check_text_width(config: Config, data: TrainSet, shape: Mapping[str, Any]) -> None:
+def check_text_width(model: Model, data: TrainSet, shape: Mapping[str, Any]) -> None:
     """RunError if a transformer with this config.json reads texts of another width than the set has, by its first text;
     of a set whose shards are encoded meanwhile the encoding stages check it."""
     names = [name for name in data.part_locations(0) if kind_of(name) == "text"][:1]
-    for tensor, key in config.model.family_spec.text_widths.items():
+    for tensor, key in model.family_spec.text_widths.items():
         for row in data.part_rows(0, names).values():
             width = row.tensors[tensor].shape[-1] if tensor in row.tensors and row.tensors[tensor].shape else None
             if isinstance(shape.get(key), int) and width not in (None, shape[key]):
                 raise RunError(
                     f"the texts of set {data.id} are {width} wide ({tensor}), and the transformer of "
-                    f"{config.model.source} reads {shape[key]} ({key}): they were encoded for another model",
+                    f"{model.source} reads {shape[key]} ({key}): they were encoded for another model",
                     "Correct model.path or model.flavour, or name a set that was made for this model in train.set.",
                 )
 

@@ -60,7 +60,7 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "data": data_signature(data, needs),
         "global batch": schedule.global_batch,
         "shuffle_shards": shards and {"shards": shards, "rows of shards": schedule.order.digest},
-        "methods": _method_terms(used_methods(config, data)),
+        "methods": _method_terms(used_methods(config.train, data)),
     }
 
 

@@ -76,7 +76,7 @@ def check_training(
         if is_stored and (folder := local_folder(config.model.source)):
             weights = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
             check_stored(folder / config.part, weights, type(model)._keys_to_ignore_on_load_unexpected or ())
-    used = config.train.methods.used if data is None else used_methods(config, data)
+    used = config.train.methods.used if data is None else used_methods(config.train, data)
     methods = make_methods(used)
     # Without a set the methods' own weights have other sizes than later.
     shapes: dict[str, tuple[int, ...]] = {name: (1,) for section in used.values() for name in section.needs}
