@@ -288,7 +288,8 @@ def check_parts(config: Config, ask_hub: bool) -> None:
     _check_text_layers(model, configs["text_encoder"])
     for part in family.tokenizers:
         _check_tokenizer(model, part, ask_hub)
-    check_scheduler(config, ask_hub)
+    if config.validation.prompts:
+        check_scheduler(model, ask_hub)
 
 
 def _size_of_text_model(config: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, int]:
@@ -342,10 +343,9 @@ def _check_tokenizer(model: Model, part: str, ask_hub: bool) -> None:
         )
 
 
-def check_scheduler(config: Config, ask_hub: bool = False) -> None:
+def check_scheduler(model: Model, ask_hub: bool) -> None:
     """CheckpointMismatch if the scheduler, with which validation prompts are denoised, is not one of flow matching."""
-    model = config.model
-    settings = find_json(model, "scheduler", SCHEDULER_CONFIG, ask_hub) if config.validation.prompts else None
+    settings = find_json(model, "scheduler", SCHEDULER_CONFIG, ask_hub)
     if settings is None:
         return
     name = str(settings.get("_class_name"))
