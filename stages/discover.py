@@ -84,7 +84,8 @@ class _DatasetDiscovery:
     accept_removed: bool
     rehash: bool
     discovered: list[Dataset]  # before, by the same program
-    rows: list[pa.Table | np.ndarray] = field(default_factory=list)  # of the new table, or numbers of known rows
+    unchanged: list[np.ndarray] = field(default_factory=list)  # numbers of known rows that stay as they are
+    rows: list[pa.Table] = field(default_factory=list)  # other rows of the new table
     unsaved: list[pa.Table] = field(default_factory=list)  # rows that were read and are in no partial table yet
     rejects: list[pa.Table] = field(default_factory=list)
 
@@ -132,15 +133,16 @@ class _DatasetDiscovery:
         }
 
     def _compare_listing(self, source: Source) -> list[pa.Table]:
-        """Rows of the listing of which something must be read. Items for which nothing must be read are in `rows` and
-        `rejects` then."""
+        """Rows of the listing of which something must be read. Other items are in `unchanged`,
+        `rows` and `rejects` then."""
         todo = list[pa.Table]()
         with self.console.progress(None, f"list {self.dataset.id}", "files") as progress:
             try:
                 for chunk in source.scan(self.known.table):
                     self.removal_check.count(chunk)
                     part = media_table.diff_listing(chunk, self.known, self.dataset)
-                    self.rows.append(part.rows)
+                    self.unchanged.append(part.unchanged)
+                    self.rows += [part.rows] if len(part.rows) else []
                     self.rejects.append(part.rejects)
                     todo += [part.todo] if len(part.todo) else []
                     progress.advance(len(chunk))
@@ -164,7 +166,7 @@ class _DatasetDiscovery:
         again = sum(_sum_values(pc.is_in(rows["path"], value_set=aside)) for rows in (*self.rejects, *todo))
         unread, problems = sum(map(len, todo)), sum(map(len, self.rejects))
         size = sum(_sum_values(rows.filter(rows["read media"])["size"]) for rows in todo)
-        total, remaining = sum(map(len, self.rows)) + unread + problems, problems + unread - again
+        total, remaining = sum(map(len, (*self.unchanged, *self.rows))) + unread + problems, problems + unread - again
         report.remaining += remaining
         report.skipped += total - remaining
         return {
@@ -212,7 +214,9 @@ class _DatasetDiscovery:
         good = pa.array([isinstance(result, dict) for result in results])
         listed, bad = part.filter(good), part.filter(pc.invert(good))
         if len(listed):
-            rows = media_table.assemble_rows(listed, [r for r in results if isinstance(r, dict)], self.known)
+            rows = media_table.assemble_rows(
+                listed, [r for r in results if isinstance(r, dict)], self.known, self.dataset
+            )
             self.rows.append(rows)
             self.unsaved.append(rows)
         aside = []
@@ -232,7 +236,7 @@ class _DatasetDiscovery:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _check_limit(self, aside: pa.Table) -> None:
-        total = sum(map(len, self.rows)) + len(aside)
+        total = sum(map(len, (*self.unchanged, *self.rows))) + len(aside)
         limit = self.config.stages.max_reject_fraction
         if not len(aside) or len(aside) <= limit * max(total, MIN_REJECT_BASE):
             return
@@ -251,13 +255,11 @@ class _DatasetDiscovery:
 
     def _publish(self) -> tuple[pa.Table, dict[str, int]]:
         """Write the table unless it equals the last one; returns it, and the counts of changes."""
-        schema, none = media_table.dataset_schema(self.dataset), np.empty(0, np.int64)
-        tables = [rows for rows in self.rows if isinstance(rows, pa.Table) and len(rows)]
-        kept = np.concatenate([none, *(rows for rows in self.rows if isinstance(rows, np.ndarray))])
-        known = self.known.table
+        schema, known = media_table.dataset_schema(self.dataset), self.known.table
+        kept = np.concatenate([np.empty(0, np.int64), *self.unchanged])
         if len(kept):  # all of them, if nothing has changed: then no row is copied
-            tables.append(known if len(kept) == len(known) else self.known.take(np.sort(kept), known.schema.names))
-        table = media_table.concat_media(tables, schema)
+            self.rows.append(known if len(kept) == len(known) else self.known.take(np.sort(kept), known.schema.names))
+        table = media_table.concat_media(self.rows, schema)
         self.rows.clear()
         self.unsaved.clear()
         table = media_table.write_media_table(self.store, self.dataset.id, table, self.settings)

@@ -58,11 +58,11 @@ def list_folder(folder: Path) -> Listing:
     """LatentpressError if a folder in it can't be read."""
     listing = Listing(folder)
     for files in walk(os.fspath(folder), KINDS, Counter(), texts=True):
-        for name, kind in zip(files.names, files.kinds, strict=True):
-            stem = name.rpartition(".")[0]
-            listing.items[kind][files.prefix + stem] = files.prefix + name
+        for path, kind, *_ in files.rows:
+            stem = path.rpartition(".")[0]
+            listing.items[kind][stem] = path
             if stem in files.texts:
-                listing.captions[files.prefix + stem] = files.prefix + files.texts[stem][0]
+                listing.captions[stem] = files.texts[stem][0]
     return listing
 
 

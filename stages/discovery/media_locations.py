@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -121,15 +121,6 @@ class MediaLocations:
             files.append(RequiredFile(dataset_of_mask, "mask", row["mask_path"], sample["mask_id"]))
         return files
 
-    def backing_file(self, file: RequiredFile) -> MediaPath:
-        """The file itself, also of a made mask, or the archive that holds it. Raises MediaError if it is not there,
-        LatentpressError if its whole place is not."""
-        planned = self._resolve(file)
-        if not isinstance(planned, RequiredFile):
-            return planned
-        role = "" if planned.role == "media" else planned.role
-        return self._source(planned.dataset).backing_file(role, planned.path)
-
     def location_option(self, dataset: str, role: str) -> tuple[str, str]:
         """`location_option` of a dataset by its id, or of made masks, or of the validation prompts' images."""
         if dataset == MADE_MASKS:
@@ -153,9 +144,18 @@ class MediaLocations:
         if not isinstance(planned, RequiredFile):
             return planned
         source = self._source(planned.dataset)
-        if planned.role == "media":
-            return source.open(planned.path)
-        return source.open_companion(planned.role, planned.path)
+        return (
+            source.open(planned.path) if planned.role == "media" else source.open_companion(planned.role, planned.path)
+        )
+
+    def backing_file(self, file: RequiredFile) -> MediaPath:
+        """The file itself, also of a made mask, or the archive that holds it. Raises MediaError if it is missing,
+        LatentpressError if its whole place is."""
+        planned = self._resolve(file)
+        if not isinstance(planned, RequiredFile):
+            return planned
+        role = "" if planned.role == "media" else planned.role
+        return self._source(planned.dataset).backing_file(role, planned.path)
 
     def _resolve(self, file: RequiredFile) -> MediaPath | RequiredFile:
         """Return a made mask, the path of a validation prompt's image, or the file of the data chosen for it; else
@@ -252,37 +252,31 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
         else:
             option = key.rpartition(".")[2].replace("instance_data_dir", "media_root")
             step = (
-                "mount the disk, restore the files, or say where they are on this machine: --set "
-                f"datasets.{dataset}.{option}=PLACE; nothing was rejected. Files deleted for good leave the plan by "
-                "`latentpress discover` and then `latentpress bucket`"
+                f"mount the disk, restore the files, or say where they are: --set datasets.{dataset}.{option}=PLACE; "
+                "nothing was rejected. Files deleted for good leave the plan by `latentpress discover`, then "
+                "`latentpress bucket`"
             )
-        missing: list[MediaError] = []
-        present: list[MediaPath] = []
         try:
-            for need in needs.values():
-                try:
-                    present.append(places.backing_file(need))
-                except MediaError as error:
-                    missing.append(error)
+            with ThreadPoolExecutor(MAX_PROBED_FILES) as pool:
+                missing = [error for error in pool.map(partial(_absence_error, places), needs.values()) if error]
         except LatentpressError as error:
             raise MissingMediaError(f"{key}: {error.message}", step) from error
-        with ThreadPoolExecutor(MAX_PROBED_FILES) as pool:
-            missing += [error for error in pool.map(_absence_error, present) if error]
         if 2 * len(missing) > len(needs):
             first = f"{escape_unprintable(str(missing[0].path))}: {missing[0].problem}"
             place = f"{display_location(location)}: " if location else ""
-            problem = (
-                f"{place}{len(missing)} of {len(needs)} files that were looked for are missing; the first: {first}"
-            )
-            raise MissingMediaError(f"{key}: {problem}", step)
+            problem = f"{place}{len(missing)} of {len(needs)} files that were looked for are missing"
+            raise MissingMediaError(f"{key}: {problem}; the first: {first}", step)
 
 
-def _absence_error(file: MediaPath) -> MediaError | None:
-    """Why a file is missing, None if it is there. A store that doesn't answer or denies access counts as empty."""
+def _absence_error(places: MediaLocations, need: RequiredFile) -> MediaError | None:
+    """Why a file is missing, None if it exists. A store that doesn't answer or denies access counts as empty."""
+    file: MediaPath | None = None
     try:
+        file = places.backing_file(need)
         media_size(file)
     except MediaError as error:
-        return error if error.reason == "missing" or (error.reason == "unreadable" and isinstance(file, Blob)) else None
+        if file is None or error.reason == "missing" or (error.reason == "unreadable" and isinstance(file, Blob)):
+            return error
     return None
 
 

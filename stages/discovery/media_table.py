@@ -9,7 +9,7 @@ known rows.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ from stages.media.files import MediaError, hash_file
 #: Columns of MEDIA_SCHEMA by what must be read for them.
 COLUMN_GROUPS = {
     "media": (
-        *("media_id", "kind", "width", "height", "frames", "rate", "duration"),
+        *("size", "media_id", "kind", "width", "height", "frames", "rate", "duration"),
         *("constant_rate", "track", "scenes", FACE),
     ),
     "captions": ("captions",),
@@ -287,12 +287,7 @@ def concat_media(tables: list[pa.Table], schema: pa.Schema | None = None) -> pa.
     schema = schema or media_schema_of({name for table in tables for name in table.schema.names})
     further = {*media_schema(MOST_REFERENCES, faces=True).names} - {*schema.names}
     kept = (table.select([name for name in table.schema.names if name not in further]) for table in tables)
-    return concat_permissive([schema.empty_table(), *kept])
-
-
-def concat_permissive(tables: list[pa.Table]) -> pa.Table:
-    """All rows; a column that only some tables have is null in the others."""
-    return pa.concat_tables(tables, promote_options="permissive")
+    return pa.concat_tables([schema.empty_table(), *kept], promote_options="permissive")
 
 
 def write_media_table(store: Store, dataset: str, table: pa.Table, settings: dict[str, Any]) -> pa.Table:
@@ -331,11 +326,12 @@ def count_changes(before: pa.Table, table: pa.Table) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ListingDiff:
-    """A chunk of a listing in three parts. rows: of the media table, for which nothing must be read; the numbers of
-    known rows, (n,) int64, if all of them equal these. todo: rows of the listing, with what must be read of each, for
-    `assemble_rows`. rejects: rows of schemas.tables.REJECTS_SCHEMA."""
+    """A chunk of a listing in four parts. unchanged: numbers of known rows that are rows of the new table as they are,
+    (n,) int64. rows: other rows of the media table, for which nothing must be read. todo: rows of the listing, with
+    what must be read of each, for `assemble_rows`. rejects: rows of schemas.tables.REJECTS_SCHEMA."""
 
-    rows: pa.Table | np.ndarray
+    unchanged: np.ndarray
+    rows: pa.Table
     todo: pa.Table
     rejects: pa.Table
 
@@ -346,34 +342,31 @@ def dataset_schema(dataset: Dataset) -> pa.Schema:
 
 
 def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> ListingDiff:
-    listing = listing.combine_chunks()
     usable = pc.is_null(listing["problem"])
     rejects = rejects_of_listing(listing.filter(pc.invert(usable)), dataset.id)
-    listing = listing.filter(usable).drop_columns(["problem", "advice"])
-    roles = dataset.roles
-    compared = [*_listed_columns(roles), "size", "kind", "scenes", *(f"{role}_id" for role in roles)]
-    compared += [FACE] if dataset.crop_style == "face" else []
-    rows, before = known.find(listing["path"], compared)
+    listing = listing.filter(usable).drop_columns(["problem", "advice"]).combine_chunks()
+    schema, extra = dataset_schema(dataset), _extra_columns(listing)
+    listed = [*_listed_columns(dataset), *(name for name in extra if name in known.table.schema.names)]
+    compared = [*listed, "size", "kind", "scenes", "captions", *(f"{role}_id" for role in dataset.roles)]
+    rows, before = known.find(listing["path"], compared + ([FACE] if FACE in schema.names else []))
     needs = _required_reads(listing, before, dataset)
+    todo = np.logical_or.reduce([*needs.values()])
     listing = listing.append_column(_KNOWN_ROW, pa.array(rows))
     for group, need in needs.items():
         listing = listing.append_column(f"read {group}", pa.array(need))
-    todo = np.logical_or.reduce([*needs.values()])
-    rest, kept = assemble_rows(listing.filter(pa.array(~todo)), [], known), rows[~todo]
-    names = rest.schema.names
-    is_known = {*names} <= {*known.table.schema.names} and (kept >= 0).all() and rest.equals(known.take(kept, names))
-    return ListingDiff(kept if is_known else rest, listing.filter(pa.array(todo)), rejects)
+    left, rest = listing.filter(pa.array(todo)), listing.filter(pa.array(~todo))
+    before, unchanged, none = before.filter(pa.array(~todo)), rows[~todo], np.empty(0, np.int64)
+    captions = pc.if_else(pc.is_valid(rest["captions_at"]), before["captions"], rest["captions"])
+    same = {*known.table.schema.names} == {*schema.names, *extra} and captions.equals(before["captions"])
+    if same and rest.select(listed).equals(before.select(listed)):
+        return ListingDiff(unchanged, schema.empty_table(), left, rejects)
+    return ListingDiff(none, assemble_rows(rest, [], known, dataset), left, rejects)
 
 
-def null_columns(count: int, names: list[str]) -> pa.Table:
-    """Columns of a media table that are all null."""
-    schema = media_schema(MOST_REFERENCES, faces=True)
-    return pa.table({name: pa.nulls(count, schema.field(name).type) for name in names})
-
-
-def _listed_columns(roles: Sequence[str]) -> list[str]:
+def _listed_columns(dataset: Dataset) -> list[str]:
     """Columns of a media table that a listing has, too."""
-    return ["path", "version", "captions_version", *(name for role in roles for name in (role, f"{role}_version"))]
+    companions = (name for role in dataset.roles for name in (role, f"{role}_version"))
+    return ["path", "version", "captions_version", *companions]
 
 
 def equal_mask(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
@@ -399,7 +392,7 @@ def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> di
         same &= ~was_video | _valid_mask(before["scenes"])
     if dataset.crop_style == "face":
         same &= _valid_mask(before[FACE])
-    captions = _valid_mask(listing["captions_at"]) & ~_valid_mask(listing["captions"])
+    captions = _valid_mask(listing["captions_at"])
     captions &= ~equal_mask(listing["captions_version"], before["captions_version"])
     needs = {"media": ~same, "captions": captions}
     for role in dataset.roles:
@@ -409,29 +402,23 @@ def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> di
     return needs
 
 
-def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: KnownRows) -> pa.Table:
-    """Rows of the media table from rows of `ListingDiff.todo` and what was read of each, if anything."""
-    sources = sum(role in listing.schema.names for role in SOURCE_ROLES)
-    schema = media_schema(sources, FACE in known.table.schema.names)
-    roles = [role for role in (*SOURCE_ROLES, "mask") if role in schema.names]
-    columns_of = {group: [name for name in names if name in schema.names] for group, names in COLUMN_GROUPS.items()}
-    groups = {name: columns_of[name] for name in ("media", "captions", *roles)}
+def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: KnownRows, dataset: Dataset) -> pa.Table:
+    """Rows of the media table from rows of `ListingDiff.todo` and what was read of each, if anything. Of a companion or
+    a file of captions that was removed nothing stays."""
+    schema = dataset_schema(dataset)
     before = known.take(listing[_KNOWN_ROW].to_numpy(), schema.names)
-    names = ["size", *(name for members in groups.values() for name in members)]
-    read = null_columns(len(listing), names)
-    if results:
-        read = pa.table({name: pa.array([row.get(name) for row in results], read.field(name).type) for name in names})
-    columns: dict[str, Any] = {name: listing[name] for name in _listed_columns(roles)}
-    for group, members in groups.items():
-        columns |= {name: pc.if_else(listing[f"read {group}"], read[name], before[name]) for name in members}
-    size = pc.if_else(listing["read media"], read["size"], before["size"])
-    columns["size"] = pc.coalesce(listing["size"], size)
-    has_captions = pc.or_(pc.is_valid(listing["captions"]), pc.is_valid(listing["captions_at"]))
-    captions = pc.coalesce(listing["captions"], columns["captions"])
-    columns["captions"] = pc.if_else(has_captions, captions, None)  # nor does a file of them that was removed
-    for role in roles:  # a companion that was removed leaves nothing behind
-        for name in COLUMN_GROUPS[role]:
-            columns[name] = pc.if_else(pc.is_valid(listing[role]), columns[name], None)
+    columns: dict[str, Any] = {name: listing[name] for name in _listed_columns(dataset)}
+    for group in ("media", "captions", *dataset.roles):
+        for name in COLUMN_GROUPS[group]:
+            if name not in schema.names:
+                continue
+            column = before[name]
+            if results:
+                read = pa.array([row.get(name) for row in results], column.type)
+                column = pc.if_else(listing[f"read {group}"], read, column)
+            is_listed = listing["captions_at" if group == "captions" else "path" if group == "media" else group]
+            columns[name] = pc.if_else(pc.is_valid(is_listed), column, listing[name] if group == "captions" else None)
+    columns["size"] = pc.coalesce(listing["size"], columns["size"])
     table = pa.table({name: columns[name] for name in schema.names}, schema=schema)
     for name in _extra_columns(listing):
         table = table.append_column(listing.schema.field(name), listing[name])

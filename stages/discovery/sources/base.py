@@ -131,12 +131,6 @@ def open_source(dataset: Dataset) -> Source:
 
 # -- companions ------------------------------------------------------------------------------------------------------
 
-#: Paths and URLs in a table outside its base, which have no name relative to it.
-_ABSOLUTE = r"^/|^[A-Za-z][A-Za-z0-9+.-]*://"
-_NO_RELATIVE_NAME_ADVICE = (
-    "set media_root to the folder or URL that holds the media, or name the companions in a column"
-)
-
 
 def companion_name(role: str) -> str:
     """The name of a companion in messages."""
@@ -145,27 +139,20 @@ def companion_name(role: str) -> str:
 
 
 class CompanionFinder:
-    """The companions of one role in a folder or below a URL.
+    """The companions of one role in a folder or below a URL. listed_by: a finder in the same place, which lists it for
+    both."""
 
-    role: that of a source image, or "mask", which may be a video. key: the option that named the place, for messages.
-    number, most: of several source images in one place, what its name has after the item's, and the largest number.
-    listed_by: a finder in the same place, which lists it for both. needed: an item without is set aside.
-    """
-
-    def __init__(
-        self,
-        location: str,
-        role: str,
-        key: str = "",
-        follow_links: bool = False,
-        number: int = 0,
-        most: int = 0,
-        listed_by: "CompanionFinder | None" = None,
-        needed: bool = True,
-    ) -> None:
-        self.location, self.role, self._key, self._follow_links = location, role, key, follow_links
+    def __init__(self, dataset: Dataset, role: str, listed_by: "CompanionFinder | None" = None) -> None:
+        self.role, self._listed_by, self._follow_links = role, listed_by or self, dataset.follow_links
+        self._needed = is_needed(dataset, role)
+        option = "mask_data" if role == "mask" else "conditioning_data"
+        self._key, places = f"datasets.{dataset.id}.{option}", listed(getattr(dataset, option))
         self._kinds = extensions_of_kinds(("image", "video") if role == "mask" else ("image",))
-        self._number, self._most, self._listed_by, self._needed = number, most, listed_by or self, needed
+        index = 0 if role == "mask" else SOURCE_ROLES.index(role)
+        # The number at the end of a name, and the largest, if all source images are in one place.
+        self._most = 0 if role == "mask" else dataset.conditioning_count or 0
+        self._number = index + 1 if self._most else 0
+        self.location = places[0 if self._most else index]
 
     def add(self, columns: Columns) -> None:
         """Add the companion of each item to the columns of a listing, given its "path". A row keeps the problem that it
@@ -181,7 +168,6 @@ class CompanionFinder:
             columns["mask_kind"] = take_rows(table.column("kind"), row)
         name, folder = companion_name(self.role), display_location(self.location).rstrip("/")
         step = pc.binary_join_element_wise(f"put one at {folder}/", stems, ".png", "")
-        step = pc.if_else(pc.match_substring_regex(stems, _ABSOLUTE), _NO_RELATIVE_NAME_ADVICE, step)
         several = pa.array(counts > 1)
         problems = pc.if_else(pa.array((counts == 0) & self._needed), f"no-{self.role}: has no {name}", None)
         problems = pc.if_else(several, f"several-{self.role}s: has {name}s of several extensions", problems)
@@ -198,36 +184,21 @@ class CompanionFinder:
 
     @cached_property
     def _listed(self) -> tuple[pa.Table, TextLookup]:
-        """stem, path, version and kind of all companions, and the rows by stem. A name that is not UTF-8 is left out:
-        no item has it."""
-        schema = pa.schema([(name, _text) for name in ("path", "version", "kind")])
-        batches = []
-        for folder in walk(self.location, self._kinds, Counter(), key=self._key, follow_links=self._follow_links):
-            paths = [folder.prefix + name for name in folder.names]
-            rows = zip(paths, folder.full_versions(), folder.kinds, strict=True)
-            named = [row for row in rows if row[0].isascii() or row[0].encode(errors="replace").decode() == row[0]]
-            batches += [pa.record_batch([*zip(*named, strict=True)], schema)] if named else []
-        table = pa.Table.from_batches(batches, schema).combine_chunks()
+        """path, version and kind of all companions, and the rows by path without extension."""
+        parts = [pa.table({name: pa.array([], _text) for name in ("path", "version", "kind")})]
+        for files in walk(self.location, self._kinds, Counter(), key=self._key, follow_links=self._follow_links):
+            columns = files.columns() | {"version": pa.array(files.full_versions(), _text)}
+            parts.append(pa.table({name: columns[name] for name in parts[0].column_names}))
+        table = pa.concat_tables(parts).combine_chunks()
         return table, TextLookup(strip_extensions(table["path"]))
 
 
 def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
     """The roles of a dataset whose companions are found by name -> their finders."""
-    links, key, finders = dataset.follow_links, f"datasets.{dataset.id}", dict[str, CompanionFinder]()
-    places = listed(dataset.conditioning_data)
-    for number, role in enumerate(dataset.source_roles if places else ()):
-        option = f"{key}.conditioning_data"
-        if dataset.conditioning_count:
-            most = dataset.conditioning_count
-            finders[role] = CompanionFinder(
-                places[0], role, option, links, number + 1, most, finders.get("source"), is_needed(dataset, role)
-            )
-        else:
-            finders[role] = CompanionFinder(places[number], role, option, links, needed=is_needed(dataset, role))
-    if dataset.mask_data:
-        needed = is_needed(dataset, "mask")
-        finders["mask"] = CompanionFinder(dataset.mask_data, "mask", f"{key}.mask_data", links, needed=needed)
-    return finders
+    finders = dict[str, CompanionFinder]()
+    for role in dataset.source_roles if dataset.conditioning_data else ():
+        finders[role] = CompanionFinder(dataset, role, finders.get("source") if dataset.conditioning_count else None)
+    return finders | ({"mask": CompanionFinder(dataset, "mask")} if dataset.mask_data else {})
 
 
 def is_needed(dataset: Dataset, role: str) -> bool:

@@ -18,7 +18,6 @@ from stages.media.files import extensions_of_kinds
 
 #: At most this many items are Python objects at a time.
 CHUNK_ROWS = 16384
-_NUMBER = r"^-?\d+(\.\d*)?([eE][+-]?\d+)?$"
 _str, _long = pa.string(), pa.int64()
 
 #: One row an item. path, size, version, kind: as in schemas.tables.MEDIA_SCHEMA; size and version are null where
@@ -127,20 +126,6 @@ def extra_columns(table: pa.Table, used: Sequence[str], ignored: Counter[str] | 
     if ignored is not None and len(scalars) < len(others):
         ignored["column that is neither text nor number"] = len(others) - len(scalars)
     return {EXTRA_PREFIX + name: take_rows(column, None) for name, column in scalars.items()}
-
-
-def cast_to_kind(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """A column of texts, numbers or truth values as another such type; null where a text can't be read as that type."""
-    if column.type == kind or pa.types.is_null(column.type):
-        return column.cast(kind)
-    if is_number(column.type) and is_number(kind):
-        return column
-    texts = column.cast(pa.string())
-    if pa.types.is_string(kind):
-        return texts
-    is_boolean = pa.types.is_boolean(kind)
-    readable = pc.match_substring_regex(texts, r"^(true|false)$" if is_boolean else _NUMBER)
-    return pc.if_else(readable, texts, None).cast(kind if is_boolean else pa.float64())
 
 
 class TextLookup:

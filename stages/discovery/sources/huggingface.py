@@ -8,7 +8,6 @@ The library keeps its copies in its own cache (HF_HOME) and takes HF_TOKEN from 
 
 import io
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,13 +36,7 @@ from stages.discovery.sources.columns import (
     take_rows,
 )
 from stages.discovery.sources.object_store import RemoteFile
-from stages.discovery.sources.table_reader import (
-    USUAL_MEDIA_COLUMNS,
-    check_for_datasets,
-    jsonl_rows,
-    list_files,
-    read_table,
-)
+from stages.discovery.sources.table_reader import USUAL_MEDIA_COLUMNS, check_for_datasets
 from stages.discovery.sources.urls import scrub_secrets
 from stages.media.files import RESTORE_ADVICE, Blob, MediaError, MediaPath
 
@@ -220,7 +213,7 @@ def load_rows(location: DatasetLocation) -> Any:
     except LatentpressError:
         raise
     except Exception as error:  # the library's builders and its HTTP client have exceptions of their own
-        raise _loading_error(datasets, location, error) from None
+        raise _loading_error(location, error) from None
     return rows.with_format("arrow")
 
 
@@ -247,17 +240,10 @@ def _load_uncached(datasets: Any, location: DatasetLocation) -> Any:
     return datasets.load_dataset(name, configuration or None, split=split)
 
 
-def _loading_error(datasets: Any, location: DatasetLocation, error: Exception) -> LatentpressError:
-    """Raises a more exact one for a table that can't be read."""
-    is_local = os.path.exists(location.root)
-    if is_local and location.root.lower().endswith(".jsonl"):
-        deque(jsonl_rows(location.root), 0)
-    if is_local and isinstance(error, datasets.exceptions.DatasetGenerationError):
-        for file in list_files(location.root, (".parquet",)):
-            read_table(file)
+def _loading_error(location: DatasetLocation, error: Exception) -> LatentpressError:
     message = scrub_secrets(f"{type(error).__name__}: {error}").strip().partition("\n")[0]
     step = "check its files and split; a folder is one of parquet, arrow, images or videos with a metadata.csv"
-    if not is_local:
+    if not os.path.exists(location.root):
         step = (
             "check the name, the split, the configuration (user/name:configuration) and the network; a private or "
             "gated dataset needs HF_TOKEN in the environment; without a network, name a downloaded folder"

@@ -55,7 +55,7 @@ class ManifestSource(Source):
         if "://" not in self._base:
             require_folder(self._base, f"datasets.{self._dataset.id}.media_root")
         names, location = self._dataset.caption_column, self._dataset.instance_data_dir
-        table, media = self._read(None)
+        table, media = self._read()
         if self._own_captions:
             require_columns(table.column_names, names, "caption_column", location)
         paths = pa.chunked_array(
@@ -94,15 +94,15 @@ class ManifestSource(Source):
 
     # -- the table -----------------------------------------------------------------------------------------------
 
-    def _read(self, columns: list[str] | None) -> tuple[pa.Table, str]:
+    def _read(self) -> tuple[pa.Table, str]:
         """The table and the name of its column of media."""
         dataset, location = self._dataset, self._dataset.instance_data_dir
         roles = self._columns_by_role
         named = [name for name in (dataset.media_column, *roles.values()) if name]
-        texts = [*named, *dataset.caption_column, *table_reader.USUAL_MEDIA_COLUMNS, "url"]
+        texts = [*named, *dataset.caption_column, *table_reader.USUAL_MEDIA_COLUMNS]
         in_table = dataset.caption_file is None and dataset.caption_strategy in TABLE_STRATEGIES
-        table = table_reader.read_table(location, columns, texts, dataset.caption_strategy if in_table else None)
-        media = table_reader.find_media_column(table, dataset.media_column, location, also=("url",))
+        table = table_reader.read_table(location, texts, dataset.caption_strategy if in_table else None)
+        media = table_reader.find_media_column(table, dataset.media_column, location)
         for role, column in roles.items():
             option = "mask_column" if role == "mask" else "conditioning_column"
             table_reader.require_names(table, column, option, location)
@@ -178,9 +178,7 @@ class ManifestSource(Source):
         """The URLs in the table's column for a role, and their rows by path; read once in each process that needs
         them."""
         if role not in self._secrets:
-            dataset = self._dataset
-            named = [dataset.media_column] if dataset.media_column else [*table_reader.USUAL_MEDIA_COLUMNS, "url"]
-            table, media = self._read([*named, *self._columns_by_role.values()])
+            table, media = self._read()
             column = table.column(self._columns_by_role.get(role, media)).cast(_text)
             urls = column.filter(pc.match_substring(column, "://"))
             paths = [captions.normalize_paths(chunk, self._base) for chunk in urls.chunks]

@@ -18,10 +18,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from schemas.errors import LatentpressError
 from schemas.json_records import parse_json
@@ -35,64 +33,51 @@ from stages.discovery.sources.columns import (
     simplify_column,
 )
 from stages.discovery.sources.urls import display_location, open_filesystem, scrub_secrets
-from stages.media.files import BACKSLASH_ADVICE
 
 TABLE_EXTENSIONS = (".csv", ".jsonl", ".parquet")
 #: The column of the media if none is configured: the first of these that a table has.
-USUAL_MEDIA_COLUMNS = ("file_name", "path", "file", "image", "video", "filename")
+USUAL_MEDIA_COLUMNS = ("file_name", "path", "file", "image", "video", "filename", "url")
 
 _text = pa.string()
 MAX_DEPTH = 100  # levels of arrays and objects in a line of JSON
 #: Cells that mean "no value" in a column of numbers, besides empty ones.
 _NULL_NUMBERS = pa.array(["NA", "N/A", "n/a", "null", "NULL", "None", "-"])
 MAX_CELL_BYTES = 1 << 24
-_DELIMITER_NAMES = {";": "';'", "\t": "tab", "|": "'|'"}
-_DOUBLE_QUOTES = 'write a quote within quotes as ""'
 _BOM = b"\xef\xbb\xbf"
-_FILE_NAME = re.compile(r"\S+(\.[A-Za-z0-9]{2,5})")
 
 
-def read_table(
-    location: str, columns: Sequence[str] | None = None, text: Sequence[str] = (), kind: str | None = None
-) -> pa.Table:
+def read_table(location: str, text: Sequence[str] = (), kind: str | None = None) -> pa.Table:
     """The table at a path or fsspec URL, in the order of its rows.
 
-    columns: read only these; None: all. Columns of bytes are null. text: columns that are text even if all their cells
-    look like numbers (file names). kind: "csv", "jsonl" or "parquet", for a location without such an extension. Raises
-    LatentpressError.
+    Columns of bytes are null. text: columns that are text even if all their cells look like numbers (file names). kind:
+    "csv", "jsonl" or "parquet", for a location without such an extension. Raises LatentpressError.
     """
     kind = _table_format(location, kind)
     try:
         if kind == "csv":
-            table = _read_csv(location, columns, text)
-        elif kind == "jsonl":
-            table = _read_jsonl(location, columns)
+            table = _read_csv(location, text)
         else:
-            table = _read_parquet(location, columns)
+            table = _read_jsonl(location) if kind == "jsonl" else _read_parquet(location)
     except pa.ArrowInvalid as error:
         message = scrub_secrets(str(error).partition("\n")[0])
         problem = f"{display_location(location)}: can't be read as {kind} ({message})"
         raise LatentpressError(problem, "correct it, or make the table again") from None
     except OSError as error:
         raise not_opened(location, error) from None
-    columns_read = {name: simplify_column(table.column(name)) for name in table.column_names}
-    columns_read |= {
-        name: columns_read[name].cast(pa.string())
-        for name in text
-        if name in columns_read and is_scalar(columns_read[name].type)
-    }
-    return pa.table(columns_read).combine_chunks()  # of which rows are taken fast
+    columns = {name: simplify_column(table.column(name)) for name in table.column_names}
+    for name in (name for name in text if name in columns and is_scalar(columns[name].type)):
+        columns[name] = columns[name].cast(_text)
+    return pa.table(columns).combine_chunks()  # of which rows are taken fast
 
 
-def find_media_column(table: pa.Table, configured: str | None, location: str, also: Sequence[str] = ()) -> str:
+def find_media_column(table: pa.Table, configured: str | None, location: str) -> str:
     """The column of the media: the configured one, or the first usual one of text. Raises LatentpressError."""
-    usual = (*USUAL_MEDIA_COLUMNS, *also)
-    present = [name for name in usual if name in table.column_names]
+    present = [name for name in USUAL_MEDIA_COLUMNS if name in table.column_names]
     texts = [name for name in present if is_scalar(table.schema.field(name).type)]
     name = configured or next(iter([*texts, *present]), None)
     if name is None:
         raise LatentpressError(
-            f"{display_location(location)}: no column is called {', '.join(usual)}; there are: "
+            f"{display_location(location)}: no column is called {', '.join(USUAL_MEDIA_COLUMNS)}; there are: "
             f"{', '.join(table.column_names)}",
             "name the column of the media files with media_column",
         )
@@ -114,7 +99,7 @@ def require_names(table: pa.Table, name: str, option: str, location: str) -> Non
 # -- formats ---------------------------------------------------------------------------------------------------------
 
 
-def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str]) -> pa.Table:
+def _read_csv(location: str, text: Sequence[str]) -> pa.Table:
     """The type of a column follows from all its cells; an empty cell is null."""
     rows = csv_rows(location, detect_delimiter(location))
     names = next(rows, None)
@@ -123,12 +108,10 @@ def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str])
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         problem = f"{display_location(location)}: two columns are called {twice[0]!r}"
         raise LatentpressError(problem, "rename one of them")
-    included = [name for name in names if columns is None or name in columns]
-    chunks: dict[str, list[pa.Array]] = {name: [] for name in included}
+    chunks: dict[str, list[pa.Array]] = {name: [] for name in names}
     while part := list(islice(rows, CHUNK_ROWS)):
-        cells = dict(zip(names, zip(*part, strict=True), strict=True))
-        for name in included:
-            chunks[name].append(pa.array([cell or None for cell in cells[name]], _text))
+        for name, cells in zip(names, zip(*part, strict=True), strict=True):
+            chunks[name].append(pa.array([cell or None for cell in cells], _text))
     table = {name: pa.chunked_array(arrays, _text) for name, arrays in chunks.items()}
     return pa.table({name: column if name in text else _infer_type(column) for name, column in table.items()})
 
@@ -166,35 +149,19 @@ def csv_rows(location: str, delimiter: str) -> Iterator[list[str]]:
                 content = scrub_secrets(shorten(delimiter.join(row), 200))
                 step = "put a cell that holds the separator into quotes, or correct the row"
                 raise line_error(location, start, f"has {cells}, and the header has {count}: {content}", step)
-            if reader.line_num > start and (line := _merged_line(row, delimiter)):
-                problem = f"a quoted cell continues over line {start + line}, which is a row of its own"
-                raise line_error(location, start, problem, f"close it; {_DOUBLE_QUOTES}")
             if row:
                 yield row
             start = reader.line_num + 1
     except csv.Error as error:
         problem = f"the quotes are wrong between here and line {reader.line_num} ({error})"
-        step = f'close each quote, {_DOUBLE_QUOTES}, not as \\", and save the file with line ends of one kind'
+        step = 'close each quote, write a quote within quotes as "", and save the file with line ends of one kind'
         raise line_error(location, start, problem, step) from None
 
 
-def _merged_line(row: list[str], delimiter: str) -> int:
-    """The line of a multi-line cell that looks like a row: as many cells, and a file name where this row has one; 0
-    for none. Two rows that each lack a quote make one row that no reader refuses."""
-    for cell in row:
-        for number, line in enumerate(cell.split("\n")[1:], 1):
-            cells = line.split(delimiter)
-            endings = [(_FILE_NAME.fullmatch(a), _FILE_NAME.fullmatch(b)) for a, b in zip(cells, row, strict=False)]
-            if len(cells) == len(row) and any(a and b and a[1] == b[1] for a, b in endings):
-                return number
-    return 0
-
-
-def _read_jsonl(location: str, columns: Sequence[str] | None) -> pa.Table:
-    rows = jsonl_rows(location)
-    parts = [pa.table({})]
+def _read_jsonl(location: str) -> pa.Table:
+    rows, parts = jsonl_rows(location), [pa.table({})]
     while part := list(islice(rows, CHUNK_ROWS)):
-        parts.append(record_table([{k: v for k, v in row.items() if columns is None or k in columns} for row in part]))
+        parts.append(record_table(part))
     return pa.concat_tables(parts, promote_options="permissive")
 
 
@@ -257,15 +224,15 @@ def replace_surrogates(text: str) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-def _read_parquet(location: str, columns: Sequence[str] | None) -> pa.Table:
+def _read_parquet(location: str) -> pa.Table:
     import pyarrow.parquet as pq
 
     with open_location(location) as file, pq.ParquetFile(file) as parquet:
-        fields = [field for field in parquet.schema_arrow if columns is None or field.name in columns]
-        table = parquet.read([field.name for field in fields if not _has_bytes(field.type)])
+        has_bytes = {field.name: _has_bytes(field.type) for field in parquet.schema_arrow}
+        table = parquet.read([name for name, found in has_bytes.items() if not found])
     refuse_invalid_text(table, location)
-    for field in fields:  # of files in the table only the column is known
-        table = table.append_column(field.name, pa.nulls(len(table), pa.binary())) if _has_bytes(field.type) else table
+    for name in (name for name, found in has_bytes.items() if found):  # of files in the table only the column is known
+        table = table.append_column(name, pa.nulls(len(table), pa.binary()))
     return table
 
 
@@ -298,9 +265,11 @@ def check_for_datasets(root: str) -> None:
     for file in list_files(root, (".csv",)):
         if (delimiter := detect_delimiter(file)) != ",":
             step = "separate them by commas, or use source: manifest, which takes the file as it is"
-            raise line_error(file, 1, f"the cells are separated by {_DELIMITER_NAMES[delimiter]}", step)
+            raise line_error(file, 1, f"the cells are separated by {delimiter!r}", step)
         deque(csv_rows(file, delimiter), 0)
-    for file in list_files(root, (".json", ".jsonl")):
+    for file in list_files(root, (".jsonl",)):
+        deque(jsonl_rows(file), 0)
+    for file in list_files(root, (".json",)):
         _refuse_depth(file)
 
 
@@ -313,21 +282,13 @@ def list_files(root: str, endings: tuple[str, ...]) -> list[str]:
 def _refuse_depth(location: str) -> None:
     """Raise LatentpressError that names the line where values are nested more than MAX_DEPTH levels deep: pyarrow
     crashes at 3,000 levels and stalls at 8,000, on one line or on several."""
-    depth, by_lines = 0, True  # by_lines: no value has gone on beyond a line; one that did could not be followed by "{"
+    depth = 0
     for number, line in lines_of(location):
-        text = line.strip()
-        by_lines = by_lines and (not text or text[:1] + text[-1:] == b"{}")
-        if by_lines and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
-            continue
-        marks = np.frombuffer(re.sub(rb'"(?:[^"\\]|\\.)*"|[^"\[{\]}]+', b"", text), np.uint8)
-        depths: NDArray[np.int64] = depth + np.cumsum(
-            np.isin(marks, list(b"[{")) - np.isin(marks, list(b"]}")).astype(np.int32)
-        )
-        depths -= np.minimum.accumulate(np.minimum(depths, 0))  # what is closed was opened
-        if len(depths) and depths.max() > MAX_DEPTH:
-            problem = f"is nested more than {MAX_DEPTH} levels deep"
-            raise line_error(location, number, problem, "keep what is nested so deep out of the table")
-        depth = int(depths[-1]) if len(depths) else depth
+        for match in re.finditer(rb'"(?:[^"\\]|\\.)*"|[\[{\]}]', line):
+            depth = max(0, depth + (match[0] in b"[{") - (match[0] in b"]}"))  # what is closed was opened
+            if depth > MAX_DEPTH:
+                problem = f"is nested more than {MAX_DEPTH} levels deep"
+                raise line_error(location, number, problem, "keep what is nested so deep out of the table")
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
@@ -348,8 +309,7 @@ def open_location(location: str) -> BinaryIO:
 
 def not_opened(location: str, error: Exception) -> LatentpressError:
     if isinstance(error, FileNotFoundError):
-        step = BACKSLASH_ADVICE if "\\" in location else "correct the path in the configuration"
-        return LatentpressError(f"{display_location(location)}: is not there", step)
+        return LatentpressError(f"{display_location(location)}: is not there", "correct the path in the configuration")
     reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
     reason = scrub_secrets(reason, location if "://" in location else "")
     step = "check the place and the right to read it, then run again"
@@ -388,16 +348,8 @@ def refuse_encoding(location: str) -> None:
 
 
 def detect_delimiter(location: str) -> str:
-    """A comma, unless the header has none and exactly one of ; tab |. Raises LatentpressError if the header has none
-    and several of these, or is not UTF-8."""
+    """A comma, unless the header has none and one of ; tab |. Raises LatentpressError if it is not UTF-8."""
     refuse_encoding(location)
     header = next((line for _, line in decode_lines(location) if line.strip()), "")
     text = re.sub(r'"[^"]*("|$)', "", header)
-    delimiters = [delimiter for delimiter in _DELIMITER_NAMES if delimiter in text]
-    if "," in text or not delimiters:
-        return ","
-    if len(delimiters) > 1:
-        named = " and ".join(_DELIMITER_NAMES[delimiter] for delimiter in delimiters)
-        problem = f"the separator is ambiguous: the header has no comma, but {named}"
-        raise line_error(location, 1, problem, "separate the cells by commas")
-    return delimiters[0]
+    return next((delimiter for delimiter in ",;\t|" if delimiter in text), ",")

@@ -1,11 +1,13 @@
 """Local and remote tars: which ones a dataset's settings name, and their members by their offsets.
 
-Nothing is unpacked, and no tar is trusted.
+Nothing is unpacked, and no tar is trusted: `tarfile` parses single headers, and the way from one to the next is ours.
+Some headers would keep its own reader busy for ever, or make it read any amount into memory.
 """
 
 import glob
 import os
 import re
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,34 +16,26 @@ from functools import lru_cache
 from itertools import islice
 from typing import BinaryIO, NamedTuple
 
+from schemas.cli.report import printable
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes
 from schemas.text_format import shorten
 from stages.discovery.sources.object_store import RemoteFile, listing_errors, object_version
-from stages.discovery.sources.urls import join_url, open_filesystem, strip_secrets
-from stages.discovery.sources.walk import walk
-from stages.media.files import (
-    BACKSLASH_ADVICE,
-    RESTORE_ADVICE,
-    Blob,
-    FileWindow,
-    MediaError,
-    MediaPath,
-    media_size,
-    open_media,
-)
+from stages.discovery.sources.urls import join_url, open_filesystem
+from stages.discovery.sources.walk import require_folder, walk
+from stages.media.files import RESTORE_ADVICE, Blob, FileWindow, MediaError, MediaPath, media_size, open_media
 
-#: Blocks and types of members, from POSIX.1-2001 (ustar and pax) and GNU tar.
-_BLOCK = 512
-_FILE_TYPES = (b"0", b"\0", b"7")
-_EMPTY_TYPES = (b"1", b"2", b"3", b"4", b"5", b"6")
+_BLOCK = tarfile.BLOCKSIZE
+#: Types of headers about the next member, of pax and of GNU tar.
 _EXTENDED_TYPES = (b"x", b"X", b"g", b"L", b"K")
 #: The largest extended header that is read. Long names take some hundred bytes; a larger one is damaged or hostile.
 _MAX_HEADER_BYTES = 1 << 16
 #: A process keeps the members' offsets of so many tars. 10,000 members take about 2 MB; reading their headers again
-#: takes about 0.1 s.
+#: takes about 0.2 s.
 _MAX_CACHED_TARS = 64
+MAX_TARS = 1_000_000  # that a brace expression may stand for
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}", re.ASCII)
 
 
 class DamagedTarError(MediaError):
@@ -54,20 +48,15 @@ class MemberEntry(NamedTuple):
     size: int
 
 
-class _InvalidHeader(ValueError):
-    """Not a header."""
-
-
 def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) -> Iterator[MemberEntry]:
     """Every regular file in a tar of `size` bytes, in its order. `ignored` counts links, devices, sparse files,
     absolute names and names with "..".
 
     After the readable members of a damaged tar it raises DamagedTarError, "truncated" or "unreadable", about `name`.
-    Every step goes forward and reads little, whatever a header claims. (tarfile takes three times as long, and some
-    headers keep it busy for ever.)
+    Every step goes forward and reads little, whatever a header claims.
     """
     at = 0
-    extended: dict[bytes, bytes] = {}  # from extended headers: about the next member
+    extended: dict[str, str] = {}  # from extended headers: about the next member
     while True:
         start, block = at, _read_at(file, at, _BLOCK)
         if len(block) == _BLOCK and not block.strip(b"\0"):
@@ -75,38 +64,40 @@ def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) ->
         if len(block) < _BLOCK:
             raise _truncated_error(name, "in the middle of a header" if block else "without the mark of its end")
         try:
-            path, length, kind = _parse_header(block)
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            is_extended = header.type in _EXTENDED_TYPES
+            path = extended.get("path", header.name)
+            length = header.size if is_extended else int(extended.get("size", header.size))
+            if length < 0 or (is_extended and length > _MAX_HEADER_BYTES):
+                raise ValueError(f"a size of {length} bytes")
             at += _BLOCK
-            if kind in _EXTENDED_TYPES and length > _MAX_HEADER_BYTES:
-                raise _InvalidHeader(f"a header of {length} bytes")
-            more = kind == b"S" and bool(block[482])
+            more = header.type == tarfile.GNUTYPE_SPARSE and bool(block[482])
             while more:  # the map of a sparse file of the old format
                 block = _read_at(file, at, _BLOCK)
                 at, more = at + _BLOCK, len(block) == _BLOCK and bool(block[504])
-            if kind in _EXTENDED_TYPES:
-                if at + length > size:
-                    raise _truncated_error(name, "in the middle of a header")
-                extended |= _parse_extended_header(kind, _read_at(file, at, length))
-                at += _pad_to_block(length)
-                continue
-            path = extended.get(b"path", path)
-            length = _parse_decimal(extended[b"size"]) if b"size" in extended else length
-        except _InvalidHeader as error:
+            if is_extended and at + length <= size:
+                extended |= _parse_extended_header(header.type, _read_at(file, at, length))
+        except (tarfile.HeaderError, ValueError) as error:
             problem = f"is no tar from byte {start} on ({error})"
             step = "copy it again, or unpack it if it is compressed"
             raise DamagedTarError("unreadable", name, problem, step) from error
-        sparse = any(key.startswith(b"GNU.sparse.") for key in extended)
-        extended = {}
-        if kind in _EMPTY_TYPES:
-            ignored["member that is no plain file"] += kind != b"5"
+        has_data = header.isreg() or header.type not in tarfile.SUPPORTED_TYPES or is_extended
+        if has_data and at + length > size:
+            raise _truncated_error(name, f"in the middle of {'a header' if is_extended else printable(path)}")
+        if is_extended:
+            at += _pad_to_block(length)
             continue
-        if at + length > size:
-            raise _truncated_error(name, f"in the middle of {path.decode(errors='replace')}")
-        if reason := _refusal_reason(kind, path, sparse):
-            ignored[reason] += 1
-        elif not (kind == b"\0" and path.endswith(b"/")):  # a folder, in the oldest format
-            yield MemberEntry(path.removeprefix(b"./").decode(), at, length)
-        at += _pad_to_block(length)
+        is_sparse = header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in extended)
+        extended = {}
+        if not header.isreg() or is_sparse:
+            ignored["member that is no plain file"] += header.type != tarfile.DIRTYPE
+        elif path.startswith("/") or ".." in path.split("/") or "\0" in path:
+            ignored["member with an unsafe name"] += 1
+        elif printable(path) != path:
+            ignored["member with a name that is not UTF-8"] += 1
+        else:
+            yield MemberEntry(path.removeprefix("./"), at, length)
+        at += _pad_to_block(length) if has_data else 0
 
 
 def _read_at(file: BinaryIO, at: int, size: int) -> bytes:
@@ -118,61 +109,21 @@ def _pad_to_block(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _parse_header(block: bytes) -> tuple[bytes, int, bytes]:
-    """The name, the size in bytes of the content behind the header, and the type of a member."""
-    checksum = _parse_number(block[148:156])
-    if sum(block) - sum(block[148:156]) + 8 * 32 != checksum:
-        raise _InvalidHeader("no header there")
-    name, prefix = block[:100].split(b"\0", 1)[0], b""
-    if block[257:263] == b"ustar\0":
-        prefix = block[345:500].split(b"\0", 1)[0]
-    return prefix + b"/" + name if prefix else name, _parse_number(block[124:136]), block[156:157]
-
-
-def _parse_number(field: bytes) -> int:
-    """Octal digits, or binary where the first bit is set."""
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    text = field.split(b"\0", 1)[0].strip()
-    if text.strip(b"01234567"):
-        raise _InvalidHeader("no header there")
-    return int(text or b"0", 8)
-
-
-def _parse_decimal(text: bytes) -> int:
-    if not text.isdigit() or len(text) > 19:
-        raise _InvalidHeader("a size that is no number")
-    return int(text)
-
-
-def _parse_extended_header(kind: bytes, content: bytes) -> dict[bytes, bytes]:
-    """Path, size and sparseness of the next member from an extended header."""
+def _parse_extended_header(kind: bytes, content: bytes) -> dict[str, str]:
+    """Path, size and sparseness of the next member from an extended header. Raises ValueError."""
     if kind == b"L":
-        return {b"path": content.rstrip(b"\0")}
+        return {"path": content.rstrip(b"\0").decode(errors="surrogateescape")}
     fields, at = {}, 0
     while kind in b"xX" and at < len(content):
         space = content.find(b" ", at, at + 20)
-        length = _parse_decimal(content[at:space]) if space > at else 0
+        length = int(content[at:space]) if space > at else 0
         if space < 0 or length <= space - at + 1 or at + length > len(content):
-            raise _InvalidHeader("an extended header that is none")
+            raise ValueError("an extended header that is none")
         key, _, value = content[space + 1 : at + length - 1].partition(b"=")
         if key in (b"path", b"size") or key.startswith(b"GNU.sparse."):
-            fields[key] = value
+            fields[key.decode(errors="replace")] = value.decode(errors="surrogateescape")
         at += length
     return fields
-
-
-def _refusal_reason(kind: bytes, name: bytes, sparse: bool) -> str:
-    """Why a member is left out; "" if it is not."""
-    if sparse or kind not in _FILE_TYPES:
-        return "member that is no plain file"
-    if name.startswith(b"/") or b".." in name.split(b"/") or b"\0" in name:
-        return "member with an unsafe name"
-    try:
-        name.decode()
-    except UnicodeDecodeError:
-        return "member with a name that is not UTF-8"
-    return ""
 
 
 def _truncated_error(name: str, where: str) -> DamagedTarError:
@@ -224,13 +175,6 @@ def _member_offsets(location: str, version: str, name: str) -> dict[str, tuple[i
     return offsets
 
 
-_LOCATION_ADVICE = "mount its disk, or correct instance_data_dir (media_root: where media are on this machine)"
-_COMPRESSED_EXTENSIONS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-
-MAX_TARS = 1_000_000  # that a brace expression may stand for
-_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}", re.ASCII)
-
-
 def parse_patterns(dataset: Dataset) -> tuple[str, list[str]]:
     """The folder or URL to which tar names are relative, and names or globs below it; none: all tars.
 
@@ -245,27 +189,22 @@ def parse_patterns(dataset: Dataset) -> tuple[str, list[str]]:
 
 
 def _split_pattern(root: str, key: str) -> tuple[str, list[str]]:
-    head = root.partition("::")[0]
-    is_http = head.startswith("http")
-    path = head.partition("?")[0] if is_http else head
-    if path.lower().endswith(_COMPRESSED_EXTENSIONS):
-        problem = f"{key}: {strip_secrets(root)} is compressed, so its members can't be read one by one"
-        step = "decompress it (gunzip shards/*.tar.gz); the media inside are compressed already"
-        raise LatentpressError(problem, step)
-    first = min((at for mark in ("{*[" if is_http else "{*?[") if (at := path.find(mark)) >= 0), default=-1)
+    path = root.partition("::")[0]
+    marks = "{*?["
+    if path.startswith("http"):
+        path, marks = path.partition("?")[0], "{*["
+    first = min((at for mark in marks if (at := path.find(mark)) >= 0), default=-1)
     if first < 0 and not path.lower().endswith(".tar"):
         return root, []
     cut = path.rfind("/", 0, first if first >= 0 else len(path))
     base = (path[:cut] if cut > 0 else "." if cut < 0 else "/") + root[len(path) :]
     pattern = path[cut + 1 :]
-    if "{" not in pattern:
-        return base, [pattern]
-    return base, _expand_braces(pattern, key)
+    return base, _expand_braces(pattern, key) if "{" in pattern else [pattern]
 
 
 def _expand_braces(pattern: str, key: str) -> list[str]:
     """The names that a brace expression stands for, each once."""
-    shown = shorten(pattern, 100)
+    shown = f"{key}: {shorten(pattern, 100)}"
     try:
         from braceexpand import braceexpand
 
@@ -278,7 +217,7 @@ def _expand_braces(pattern: str, key: str) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise LatentpressError(f"{shown}: {error}", "write it as shards/{00000..00012}.tar") from None
     if not 0 < len(names) <= MAX_TARS:
-        problem = f"{key}: {shown} stands for more than {MAX_TARS:,} names"
+        problem = f"{shown} stands for more than {MAX_TARS:,} names"
         raise LatentpressError(problem, f"name at most {MAX_TARS:,} tars, or the folder that they are in")
     return list(dict.fromkeys(names))
 
@@ -288,27 +227,22 @@ def file_version(path: MediaPath) -> str:
     return f"{status.st_size}:{status.st_mtime_ns}"
 
 
-def find_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[tuple[str, str]]:
+def find_tars(base: str, patterns: list[str], ignored: Counter[str], key: str) -> Iterator[tuple[str, str]]:
     """The tars that match `patterns` below `base`, a folder or URL; all if there are no patterns: names below it, and
-    versions. Raises LatentpressError."""
-    if "://" not in base and not os.path.isdir(base):
-        step = BACKSLASH_ADVICE if "\\" in base else _LOCATION_ADVICE
-        raise LatentpressError(f"there is no folder {base}", step)
+    versions. key: the option that names them. Raises LatentpressError."""
+    if "://" not in base:
+        require_folder(base, key)
     versions: dict[str, str | None] = {}
-    for folder in walk(base, {".tar": "tar"}, ignored, follow_links=True) if not patterns else ():
-        names = [folder.prefix + name for name in folder.names]
-        versions |= dict(zip(names, folder.full_versions(), strict=True))
+    for files in walk(base, {".tar": "tar"}, ignored, follow_links=True) if not patterns else ():
+        versions |= dict(zip((path for path, *_ in files.rows), files.full_versions(), strict=True))
     for pattern in patterns:
-        versions |= dict.fromkeys([pattern]) if not _is_glob(base, pattern) else _find_matches(base, pattern)
+        is_glob = any(mark in pattern for mark in ("*[" if "://" in base else "*?["))
+        versions |= _find_matches(base, pattern) if is_glob else {pattern: None}
     for name in sorted(versions):
         if not name.lower().endswith(".tar"):
             ignored[os.path.splitext(name)[1].lower()] += 1
             continue
         yield name, versions[name] or _tar_version(join_url(base, name) if "://" in base else os.path.join(base, name))
-
-
-def _is_glob(base: str, pattern: str) -> bool:
-    return any(mark in pattern for mark in ("*[" if "://" in base else "*?["))
 
 
 def _find_matches(base: str, pattern: str) -> dict[str, str | None]:
@@ -331,4 +265,5 @@ def _tar_version(location: str) -> str:
     try:
         return file_version(location)
     except OSError as error:
-        raise LatentpressError(f"{location}: {error.strerror}", f"restore it; {_LOCATION_ADVICE}") from error
+        step = "restore it; mount its disk, or correct instance_data_dir (media_root: on this machine)"
+        raise LatentpressError(f"{location}: {error.strerror}", step) from error

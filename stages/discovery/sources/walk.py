@@ -11,24 +11,21 @@ import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
 
+import pyarrow as pa
+
+from schemas.cli.report import printable
 from schemas.config.datasets import Dataset, MediaKind
 from schemas.errors import LatentpressError
 from schemas.regular_files import NOT_REGULAR
+from stages.discovery.sources.columns import CHUNK_ROWS, Columns
 from stages.discovery.sources.object_store import RemoteFile, listing_errors, object_version
 from stages.discovery.sources.urls import join_url, open_filesystem
-from stages.media.files import BACKSLASH_ADVICE, MediaError, extensions_of_kinds
+from stages.media.files import MediaError, extensions_of_kinds
 
 CAPTION_KIND = "text"
 OUTSIDE, BACK = "link that leads outside", "link that leads back"
 MAX_CONNECTIONS = 16  # concurrent requests for sizes and versions
-
-#: A folder and the chain of folders through which it was reached.
-_ParentChain = tuple[str, "_ParentChain | None"]
-#: A folder to walk: its path, its path below the top, whether a link was followed on the way, its parents.
-_PendingFolder = tuple[str, str, bool, _ParentChain | None]
 
 
 def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
@@ -36,43 +33,50 @@ def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
     return extensions_of_kinds(("video", "image") if dataset.dataset_type == "video" else ("image",))
 
 
-@dataclass
-class FolderFiles:
-    """The files in one folder, row for row: names, kinds, sizes in bytes, versions; None if unknown.
+class FileList:
+    """Files below a place, of whole folders.
 
-    prefix: the folder's path below the top, "" or with a "/" at its end. texts: stem -> name and version of the caption
-    files. problems: row -> problem and advice of a file that can't be used. Versions are modification times in
-    nanoseconds, of objects size and ETag.
+    rows: path below the place, kind, size in bytes and version of each; None if unknown. A version is the modification
+    time in nanoseconds, of objects size and ETag. texts: path without extension -> path and version of a caption file.
+    problems: row -> problem and advice of a file that can't be used.
     """
 
-    prefix: str
-    names: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    sizes: list[int | None] = field(default_factory=list)
-    versions: list[str | None] = field(default_factory=list)
-    texts: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    problems: dict[int, tuple[str, str]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, int | None, str | None]] = []
+        self.texts: dict[str, tuple[str, str | None]] = {}
+        self.problems: dict[int, tuple[str, str]] = {}
 
-    def add(self, name: str, kind: str, size: int | None, version: str | None) -> None:
-        self.names.append(name)
-        self.kinds.append(kind)
-        self.sizes.append(size)
-        self.versions.append(version)
+    def add(self, path: str, kind: str, size: int | None, version: str | None) -> None:
+        """Of "a.txt" and "a.TXT" the former is the caption file of "a". A path that is not UTF-8, which can't be in a
+        table, is rejected."""
+        if kind == CAPTION_KIND:
+            stem, _, ending = path.rpartition(".")
+            if ending == "txt" or stem not in self.texts:
+                self.texts[stem] = path, version
+        elif (printed := printable(path)) != path:
+            self.add_problem(printed, kind, "name-not-utf8: has a name that is not UTF-8", "rename it")
+        else:
+            self.rows.append((path, kind, size, version))
 
-    def add_problem(self, name: str, kind: str, problem: str, advice: str) -> None:
-        self.problems[len(self.names)] = problem, advice
-        self.add(name, kind, None, None)
+    def add_problem(self, path: str, kind: str, problem: str, advice: str) -> None:
+        self.problems[len(self.rows)] = problem, advice
+        self.rows.append((path, kind, None, None))
 
-    def add_text(self, name: str, version: str | None) -> None:
-        """Of "a.txt" and "a.TXT" the former is the caption file of "a"."""
-        stem, _, ending = name.rpartition(".")
-        if ending == "txt" or stem not in self.texts:
-            self.texts[stem] = name, version
+    def columns(self) -> Columns:
+        """As columns of a listing."""
+        values = list(zip(*self.rows, strict=True)) or [(), (), (), ()]
+        types = {"path": pa.string(), "kind": pa.string(), "size": pa.int64(), "version": pa.string()}
+        columns = {name: pa.array(column, types[name]) for name, column in zip(types, values, strict=True)}
+        if self.problems:
+            rows = [self.problems.get(row, (None, None)) for row in range(len(self.rows))]
+            columns["problem"], columns["advice"] = (
+                pa.array(column, pa.string()) for column in zip(*rows, strict=True)
+            )
+        return columns
 
     def full_versions(self) -> list[str | None]:
         """Versions that begin with the size, also of local files."""
-        pairs = zip(self.sizes, self.versions, strict=True)
-        return [f"{size}:{version}" if version and ":" not in version else version for size, version in pairs]
+        return [f"{size}:{version}" if version and ":" not in version else version for _, _, size, version in self.rows]
 
 
 def caption_version(status: os.stat_result) -> str:
@@ -82,30 +86,17 @@ def caption_version(status: os.stat_result) -> str:
     return str(modified) if modified == changed else f"{modified}:{changed}"
 
 
-#: What to do with a file that is probably a table, by its extension.
-_TABLE_ADVICE = {
-    ".ndjson": "rename it: a table of JSON lines ends with .jsonl",
-    ".json": "a table is JSON lines: write one object a line, into a file that ends with .jsonl",
-    ".tsv": "rename it: a table with tabs between its cells ends with .csv, too",
-    ".xlsx": "save it as .csv",
-    ".zip": "unpack it, and name the folder",
-}
-
-
 def require_folder(folder: str, key: str) -> None:
     """Raise LatentpressError, naming the option, unless `folder` is one."""
     if os.path.isdir(folder):
         return
-    key = f"{key}: " if key else ""
+    problem, step = f"there is no folder {folder}", "mount its disk, or correct the path (media_root: on this machine)"
     if os.path.exists(folder):
-        step = _TABLE_ADVICE.get(os.path.splitext(folder)[1].lower(), "name the folder that it is in")
-        raise LatentpressError(f"{key}{folder} is a file, not a folder", step)
-    if "\\" in folder:
-        raise LatentpressError(f"{key}there is no folder {folder}", BACKSLASH_ADVICE)
-    step = "mount its disk, or correct the path (media_root: where media are on this machine)"
-    if key.endswith(".instance_data_dir: "):
+        problem = f"{folder} is a file, not a folder"
+        step = "name the folder that it is in; a table ends with .csv, .jsonl or .parquet"
+    elif key.endswith(".instance_data_dir"):
         step += "; for a dataset of the Hugging Face Hub set source: huggingface"
-    raise LatentpressError(f"{key}there is no folder {folder}", step)
+    raise LatentpressError(f"{key}: {problem}" if key else problem, step)
 
 
 class _KindByExtension(dict[str, str | None]):
@@ -123,9 +114,9 @@ def walk(
     key: str = "",
     follow_links: bool = False,
     texts: bool = False,
-) -> Iterator[FolderFiles]:
-    """Every folder below `top`, a local folder or a URL, with its files of `kinds` (extension with dot -> kind), in no
-    order.
+) -> Iterator[FileList]:
+    """The files of `kinds` (extension with dot -> kind) below `top`, a local folder or a URL, some folders at a time,
+    in no order.
 
     key: the option that names `top`, for messages. texts: look for caption files too (".txt"). `ignored` counts what is
     left alone, by extension or reason. Raises LatentpressError for a folder that can't be read: its files would leave
@@ -140,17 +131,18 @@ def walk(
     return _walk_folder(top, endings, follow_links, ignored)
 
 
-def _walk_folder(
-    top: str, endings: _KindByExtension, follow_links: bool, ignored: Counter[str]
-) -> Iterator[FolderFiles]:
+def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignored: Counter[str]) -> Iterator[FileList]:
     real_top = os.path.join(os.path.realpath(top), "")
-    todo: list[_PendingFolder] = [(top, "", False, None)]
+    files = FileList()
+    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [(top, "", ())]  # with the folders on the way there
     while todo:  # one loop, since another call a file costs 3 %
-        path, prefix, linked, above = todo.pop()
-        files, chain = FolderFiles(prefix), (path, above)
-        add_name, add_kind = files.names.append, files.kinds.append
-        add_size, add_version = files.sizes.append, files.versions.append
+        path, prefix, above = todo.pop()
         try:
+            status = os.stat(path)
+            folder = status.st_dev, status.st_ino
+            if folder in above:
+                ignored[BACK] += 1
+                continue
             with os.scandir(path) as entries:
                 for entry in entries:
                     name = entry.name
@@ -163,10 +155,7 @@ def _walk_folder(
                             ignored[OUTSIDE] += 1
                             continue
                     if os.path.isdir(entry.path) if link else entry.is_dir():
-                        if (link or linked) and _is_ancestor(entry.path, chain):
-                            ignored[BACK] += 1
-                        else:
-                            todo.append((entry.path, f"{prefix}{name}/", link or linked, chain))
+                        todo.append((entry.path, f"{prefix}{name}/", (*above, folder)))
                         continue
                     stem, _, ending = name.rpartition(".")
                     kind = endings[ending]
@@ -177,35 +166,27 @@ def _walk_folder(
                         status = entry.stat()
                     except OSError as error:
                         removed = isinstance(error, FileNotFoundError) and not link  # since the folder was listed
-                        if kind != CAPTION_KIND and not removed:  # a broken link is no caption
-                            files.add_problem(name, kind, *_stat_problem(error))
+                        if kind != CAPTION_KIND and not removed:  # a broken link is not a caption
+                            files.add_problem(printable(prefix + name), kind, *_stat_problem(error))
                         continue
                     if kind == CAPTION_KIND:
-                        files.add_text(name, f"{status.st_size}:{caption_version(status)}")
-                    elif status.st_size or stat.S_ISREG(status.st_mode):
-                        add_name(name)
-                        add_kind(kind)
-                        add_size(status.st_size)
-                        add_version(str(status.st_mtime_ns))
+                        files.add(prefix + name, kind, None, f"{status.st_size}:{caption_version(status)}")
+                    elif not status.st_size and not stat.S_ISREG(status.st_mode):
+                        step = "point the dataset at files"
+                        files.add_problem(printable(prefix + name), kind, f"unreadable: {NOT_REGULAR}", step)
+                    elif name.isascii() and prefix.isascii():
+                        files.rows.append((prefix + name, kind, status.st_size, str(status.st_mtime_ns)))
                     else:
-                        files.add_problem(name, kind, f"unreadable: {NOT_REGULAR}", "point the dataset at files")
+                        files.add(prefix + name, kind, status.st_size, str(status.st_mtime_ns))
         except OSError as error:
-            if above is not None and isinstance(error, FileNotFoundError):  # removed since its parent was listed
+            if above and isinstance(error, FileNotFoundError):  # removed since its parent was listed
                 continue
             step = "give read permission to the folder, or run again if it was being moved"
             raise LatentpressError(f"{path}: {error.strerror}", step) from error
-        yield files
-
-
-def _is_ancestor(folder: str, chain: _ParentChain | None) -> bool:
-    """Whether `folder` is one of those through which it was reached."""
-    with suppress(FileNotFoundError):  # removed meanwhile
-        status = os.stat(folder)
-        while chain is not None:
-            parent, chain = chain
-            if os.path.samestat(status, os.stat(parent)):
-                return True
-    return False
+        if len(files.rows) >= CHUNK_ROWS:
+            yield files
+            files = FileList()
+    yield files
 
 
 def _stat_problem(error: OSError) -> tuple[str, str]:
@@ -214,16 +195,15 @@ def _stat_problem(error: OSError) -> tuple[str, str]:
     return f"unreadable: can't be read ({error.strerror})", "check its permissions and the disk, then run again"
 
 
-def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) -> Iterator[FolderFiles]:
+def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) -> Iterator[FileList]:
     """The objects of each folder below `url`, as the store names folders."""
     fs, root = open_filesystem(url)
     root = root.rstrip("/")
-    todo = [root]
+    files, todo = FileList(), [root]
     while todo:
         folder = todo.pop()
         fs.invalidate_cache()  # so that changes are seen, and listings are not kept
-        prefix = f"{folder[len(root) + 1 :]}/" if folder != root else ""
-        files, is_empty = FolderFiles(prefix), True
+        is_empty = True
         found: list[tuple[str, str, int | None, str | None]] = []
         with listing_errors(url):
             for info in fs.ls(folder, detail=True):
@@ -238,32 +218,29 @@ def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) ->
                 is_empty = False
                 stem, _, ending = last.rpartition(".")
                 kind = endings[ending] if stem else None
-                if not name.isascii() and name.encode(errors="replace").decode() != name:
-                    ignored["name that is not UTF-8"] += 1
-                elif is_folder:
+                if is_folder:
                     todo.append(name)
                 elif kind is None:
                     ignored[f".{ending.lower()}" if stem and ending else ""] += 1
                 else:
-                    found.append((last, kind, info.get("size"), object_version(info)))
+                    found.append((name[len(root) + 1 :], kind, info.get("size"), object_version(info)))
             if folder == root and is_empty and not fs.exists(root):
                 raise FileNotFoundError
         if any(size is None for _, _, size, _ in found):  # a web server's page has names only
-            places = [join_url(url, prefix + name) for name, *_ in found]
             with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
-                stats = pool.map(_object_stats, places)
-            found = [(name, kind, *stat) for (name, kind, _, _), stat in zip(found, stats, strict=True)]
-        for name, kind, size, version in found:
-            if kind == CAPTION_KIND:
-                files.add_text(name, version)
-            else:
-                files.add(name, kind, size, version)
-        yield files
+                stats = pool.map(_object_stats, [join_url(url, path) for path, *_ in found])
+            found = [(path, kind, *stat) for (path, kind, _, _), stat in zip(found, stats, strict=True)]
+        for row in found:
+            files.add(*row)
+        if len(files.rows) >= CHUNK_ROWS:
+            yield files
+            files = FileList()
+    yield files
 
 
 def _object_stats(url: str) -> tuple[int | None, str | None]:
     try:
         info = RemoteFile(url).info()
-    except MediaError:  # opening it fails again, which sets it aside by name
+    except MediaError:  # opening it fails again, which rejects it by name
         return None, None
     return info.get("size"), object_version(info)

@@ -29,8 +29,8 @@ from stages.discovery.sources.columns import (
     LISTING_SCHEMA,
     Columns,
     add_problems,
-    cast_to_kind,
     extra_columns,
+    is_number,
     require_columns,
 )
 from stages.discovery.sources.object_store import file_below
@@ -72,23 +72,35 @@ class WebDatasetSource(Source):
     def items(self, known: pa.Table | None) -> Iterator[Columns]:
         extra_kinds: dict[str, pa.DataType] = {}
         has_tars = False
-        for tar, version in tars.find_tars(self._base, self._patterns, self.ignored):
+        key = f"datasets.{self._dataset.id}.instance_data_dir"
+        for tar, version in tars.find_tars(self._base, self._patterns, self.ignored, key):
             has_tars = True
             rows = None if known is None else _known_rows(known, tar, version, self._settings)
             for columns in [rows] if rows is not None else self._read(tar, version):
-                for name in (name for name in columns if name.startswith(EXTRA_PREFIX)):
-                    column = columns[name]
-                    if not pa.types.is_null(column.type):  # a table's column has one type: that of the first tar's
-                        columns[name] = cast_to_kind(column, extra_kinds.setdefault(name, column.type))
-                    if lost := columns[name].null_count - column.null_count:
-                        field = name.removeprefix(EXTRA_PREFIX)
-                        self.ignored[f"{field} of another kind than in the first tar that has it"] += lost
+                self._unify_extras(columns, extra_kinds)
                 yield columns
         if not has_tars:
             raise LatentpressError(
-                f"datasets.{self._dataset.id}.instance_data_dir: {strip_secrets(self._dataset.root)} names no tar",
+                f"{key}: {strip_secrets(self._dataset.root)} names no tar",
                 "name a folder of *.tar, tars such as shards/{00000..00012}.tar, or choose another source",
             )
+
+    def _unify_extras(self, columns: Columns, kinds: dict[str, pa.DataType]) -> None:
+        """A column of a table has one type: that of the first tar that has it. kinds: these types so far. Columns of
+        numbers may differ; any other column that can't be read as that type is left out, and counted."""
+        for name in [name for name in columns if name.startswith(EXTRA_PREFIX)]:
+            column = columns[name]
+            if pa.types.is_null(column.type):
+                continue
+            kind = kinds.setdefault(name, column.type)
+            if kind == column.type or (is_number(kind) and is_number(column.type)):
+                continue
+            try:
+                columns[name] = column.cast(pa.float64() if is_number(kind) else kind)
+            except pa.ArrowInvalid:
+                del columns[name]
+                field = name.removeprefix(EXTRA_PREFIX)
+                self.ignored[f"{field} of another kind than in the first tar that has it"] += len(column)
 
     def _place(self, name: str) -> MediaPath:
         return file_below(self._base, name, self._dataset.identity)

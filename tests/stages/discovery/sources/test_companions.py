@@ -18,10 +18,15 @@ def place(folder: Path, *names: str) -> str:
     return str(folder)
 
 
-def found_by(finder: CompanionFinder, *paths: str) -> dict[str, list]:
+def finder(where: str, role: str = "source") -> CompanionFinder:
+    option = {"mask_data" if role == "mask" else "conditioning_data": where}
+    return CompanionFinder(Dataset(id="d", instance_data_dir="x", **option), role)
+
+
+def found_by(companions: CompanionFinder, *paths: str) -> dict[str, list]:
     """The columns of a listing that the companions of these items add, with the problems' reasons alone."""
     columns = {"path": pa.array(paths)}
-    finder.add(columns)
+    companions.add(columns)
     found = {name: column.to_pylist() for name, column in columns.items()}
     return found | {"reason": [text and text.partition(":")[0] for text in found["problem"]]}
 
@@ -29,7 +34,7 @@ def found_by(finder: CompanionFinder, *paths: str) -> dict[str, list]:
 def test_the_companion_has_the_very_name_of_its_item(tmp_path: Path) -> None:
     where = place(tmp_path, "one.jpg", "deep/two.v2.PNG", "three.png", "three.jpg", "four.mp4", ".five.png", "six.txt")
     items = ["one.png", "deep/two.v2.png", "two.v2.png", "deep/two.png", "three.png", "four.mp4", "six.png"]
-    found = found_by(CompanionFinder(where, "source"), *items)
+    found = found_by(finder(where), *items)
     assert found["source"] == ["one.jpg", "deep/two.v2.PNG", None, None, None, None, None]
     assert found["reason"] == [None, None, "no-source", "no-source", "several-sources", "no-source", "no-source"]
     assert found["advice"][3:5] == [f"put one at {where}/deep/two.png", "keep one source image"]
@@ -38,18 +43,18 @@ def test_the_companion_has_the_very_name_of_its_item(tmp_path: Path) -> None:
 
 def test_masks_may_be_videos(tmp_path: Path) -> None:
     where = place(tmp_path, "a.mp4", "b.png")
-    found = found_by(CompanionFinder(where, "mask"), "a.mov", "b.mov", "c.mov")
+    found = found_by(finder(where, "mask"), "a.mov", "b.mov", "c.mov")
     assert found["mask_kind"] == ["video", "image", None]
     assert found["problem"] == [None, None, "no-mask: has no mask"]
 
 
 def test_a_changed_companion_has_another_version_and_the_place_is_listed_once(tmp_path: Path) -> None:
     where = place(tmp_path, "a.png")
-    companions = CompanionFinder(where, "source")
+    companions = finder(where)
     before = found_by(companions, "a.png")["source_version"]
     (tmp_path / "a.png").write_bytes(b"longer than before")
     assert found_by(companions, "a.png")["source_version"] == before
-    assert found_by(CompanionFinder(where, "source"), "a.png")["source_version"] != before
+    assert found_by(finder(where), "a.png")["source_version"] != before
     assert Path(companions.open("a.png")) == tmp_path / "a.png"
 
 
@@ -58,7 +63,7 @@ def test_an_absent_place_is_named_with_its_option(tmp_path: Path) -> None:
     with pytest.raises(LatentpressError, match=r"datasets\.d\.conditioning_data: there is no folder .*no"):
         found_by(companion_finders(dataset)["source"], "a.png")
     with pytest.raises(LatentpressError, match=r"holds nothing|is not there"):
-        found_by(CompanionFinder("memory://nowhere-at-all", "mask"), "a.png")
+        found_by(finder("memory://nowhere-at-all", "mask"), "a.png")
 
 
 def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
@@ -80,13 +85,6 @@ def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
     assert known.items() <= rows[0].items()
 
 
-def test_media_elsewhere_have_no_name_that_a_companion_could_share(tmp_path: Path) -> None:
-    where = place(tmp_path, "a.png")
-    found = found_by(CompanionFinder(where, "source"), "/data/a.png", "https://host/a.png", "a.png")
-    assert found["reason"] == ["no-source", "no-source", None]
-    assert all(text.startswith("set media_root") for text in found["advice"][:2])
-
-
 def test_a_place_in_a_store_is_listed_level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
@@ -94,7 +92,7 @@ def test_a_place_in_a_store_is_listed_level_by_level(monkeypatch: pytest.MonkeyP
     for name in ("a.png", "deep/b.png", ".hidden/c.png", "d.txt"):
         fs.pipe_file(f"/levels/{name}", b"x")
     monkeypatch.setattr(type(fs), "find", lambda *_, **__: pytest.fail("the whole place was listed at once"))
-    companions = CompanionFinder("memory://levels", "source")
+    companions = finder("memory://levels")
     found = found_by(companions, "a.jpg", "deep/b.jpg", ".hidden/c.jpg", "d.jpg")
     assert found["source"] == ["a.png", "deep/b.png", None, None]
     assert read(companions.open("deep/b.png")) == b"x"

@@ -210,17 +210,6 @@ def test_a_table_at_a_url_is_the_base_of_its_paths(tmp_path: Path, server: tuple
     assert read(where.open_companion("source", "s/a.png")) == b"set/s/a.png"
 
 
-def test_a_table_without_rows_has_an_empty_listing(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("path,caption,score\n")
-    assert list(source(tmp_path / "t.csv").scan()) == []
-
-
-def test_an_absent_place_of_the_media_is_no_million_missing_files(tmp_path: Path) -> None:
-    table = write_table(tmp_path, [{"path": "a.png", "caption": "x"}])
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: there is no folder .*none"):
-        listed(source(table, media_root=str(tmp_path / "none")))
-
-
 def test_a_table_of_another_ending_is_read_as_the_caption_strategy_says(tmp_path: Path) -> None:
     put(tmp_path, "a.png")
     table = write_table(tmp_path, [{"path": "a.png", "caption": "x"}], "jsonl").rename(tmp_path / "table.txt")
@@ -232,7 +221,7 @@ def test_a_table_of_another_ending_is_read_as_the_caption_strategy_says(tmp_path
         listed(source(table, **settings))
 
 
-@pytest.mark.parametrize("place", ["reference://x", "jupyter://x", "dir://x", "zip://x", "github://x", "nowhere://x"])
+@pytest.mark.parametrize("place", ["jupyter://x", "zip://x", "nowhere://x"])
 def test_a_row_of_a_scheme_that_can_not_be_opened_is_set_aside(tmp_path: Path, place: str) -> None:
     """And the other rows are listed; as the place of a dataset it is an error in words."""
     put(tmp_path, "a.png")

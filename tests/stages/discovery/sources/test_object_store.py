@@ -12,7 +12,6 @@ from cache.store.buckets import Buckets
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages.discovery.sources.object_store import READ_AHEAD_BYTES, RemoteFile, best_checksum
-from stages.discovery.sources.urls import open_filesystem
 from stages.media import files
 from stages.media.files import MediaError
 from tests.stages.discovery.tars import picture, read
@@ -21,17 +20,11 @@ from tests.stages.media_files import reason, refusal
 SECRET = "wJalrXUtnFEMI-not-a-real-key"
 
 
-def test_a_protocol_nobody_knows() -> None:
-    with pytest.raises(LatentpressError, match=r"nobody://host/x.*can't be opened"):
-        open_filesystem("nobody://me:password@host/x")
-
-
 def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cache.store.buckets", None)
-    for url, extra in (("s3://bucket/a.jpg", "s3"), ("gs://bucket/a.jpg", "gcs")):
-        with pytest.raises(LatentpressError) as caught:
-            RemoteFile(url).size()
-        assert caught.value.next_step == f"pip install 'latentpress[{extra}]'"
+    with pytest.raises(LatentpressError) as caught:
+        RemoteFile("gs://bucket/a.jpg").size()
+    assert caught.value.next_step == "pip install 'latentpress[gcs]'"
 
 
 # -- S3 -------------------------------------------------------------------------------------------------------------
@@ -140,15 +133,6 @@ def test_http_without_ranges_is_read_once(http, length: bool) -> None:
 
 
 @pytest.mark.slow
-def test_http_etags_name_content_at_one_place_only(http) -> None:
-    place, handler = http
-    handler.content = b"abc"
-    first, second = (RemoteFile(f"http://{place}/{name}?sig={name * 20}", identity="store") for name in "ab")
-    assert first.media_id() != second.media_id()
-    assert first.media_id() == RemoteFile(f"http://{place}/a?sig=another", identity="store").media_id()
-
-
-@pytest.mark.slow
 def test_credentials_stay_out_of_http_errors(http) -> None:
     place, handler = http
     handler.content, handler.authorization = b"abc", "Basic bWU6c2VjcmV0d29yZA=="  # me:secretword
@@ -179,12 +163,6 @@ def test_memory_has_no_checksum(memory) -> None:
     files.require_unchanged(content, files.compute_media_id(content))
 
 
-def test_an_empty_object(memory) -> None:
-    memory.pipe_file("/media/a.png", b"")
-    assert reason(files.media_size, RemoteFile("memory://media/a.png")) == "empty-file"
-    assert read(RemoteFile("memory://media/a.png")) == b""
-
-
 # -- checksums -------------------------------------------------------------------------------------------------------
 
 MD5 = hashlib.md5(b"x").hexdigest()
@@ -208,11 +186,7 @@ MD5 = hashlib.md5(b"x").hexdigest()
     ],
 )
 def test_checksum(info: dict, s3: bool, kind: str, md5: str | None, local: bool) -> None:
+    assert best_checksum({"size": 3, "ETag": 'W/"abc"'}, s3) is None
     found = best_checksum(info, s3)
     assert found is not None
     assert (found.kind, found.md5, found.scoped_to_url) == (kind, md5, local)
-
-
-@pytest.mark.parametrize("info", [{}, {"size": 3}, {"ETag": 'W/"abc"'}, {"ETag": ""}])
-def test_what_vouches_for_nothing(info: dict) -> None:
-    assert best_checksum(info, True) is None

@@ -99,14 +99,6 @@ def test_media_root_takes_the_place_of_the_url(memory) -> None:
     assert read(source.open("a.png")) == b"x"
 
 
-def test_versions_change_with_what_a_store_says(memory) -> None:
-    memory.pipe_file("/m/a.png", b"x")
-    before = scan(open_source(dataset("memory://m")))[0]["version"]
-    assert before == scan(open_source(dataset("memory://m")))[0]["version"]
-    memory.pipe_file("/m/a.png", b"y")
-    assert before != scan(open_source(dataset("memory://m")))[0]["version"]
-
-
 def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
     for name in ("m/red_cat.png", "m/blue-dog.mp4", "m/red_cat.txt", "sources/red_cat.jpg"):
         memory.pipe_file(f"/{name}", name.encode())
@@ -123,16 +115,6 @@ def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
     assert [(row["captions"], row["extra.score"]) for row in rows] == [(["a dog"], 4), (["a cat"], 3)]
     rows = scan(open_source(dataset("memory://m", caption_strategy="instanceprompt", instance_prompt="a pet")))
     assert [row["captions"] for row in rows] == [["a pet"]]
-
-
-def test_large_prefixes_come_in_chunks(memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("base", "folder"):
-        monkeypatch.setattr(f"stages.discovery.sources.{module}.CHUNK_ROWS", 7)
-    for number in range(20):
-        memory.pipe_file(f"/m/{number % 2}/{number}.png", b"x")
-    chunks = list(open_source(dataset("memory://m")).scan(None))
-    assert max(map(len, chunks)) == 7 and sum(map(len, chunks)) == 20
-    assert len({path for chunk in chunks for path in chunk.column("path").to_pylist()}) == 20
 
 
 @pytest.mark.slow
