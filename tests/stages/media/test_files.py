@@ -60,15 +60,6 @@ def test_a_file_and_a_blob_of_its_bytes_have_one_id(tmp_path: Path) -> None:
         assert first.read() == second.read()
 
 
-def test_what_can_not_be_read(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    assert reason(files.media_size, tmp_path / "empty") == reason(files.media_size, Held(b"")) == "empty-file"
-    assert reason(files.media_size, tmp_path / "none") == "missing"
-    assert reason(files.media_size, tmp_path) == "unreadable"
-    assert reason(files.hash_file, tmp_path / "none") in ("unreadable", "missing")
-    assert reason(files.open_media, tmp_path / "none") in ("unreadable", "missing")
-
-
 def test_check_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"one")

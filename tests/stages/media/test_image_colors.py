@@ -19,13 +19,6 @@ def heif():
     pillow_heif.register_heif_opener()
 
 
-def test_srgb_and_broken_profiles_change_nothing(tmp_path):
-    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    for name, profile in (("srgb.png", srgb), ("broken.png", b"no profile at all"), ("cut.png", srgb[:200])):
-        quarters().save(tmp_path / name, icc_profile=profile)
-        np.testing.assert_array_equal(np.asarray(load_image(tmp_path / name)), np.asarray(quarters()))
-
-
 P3 = np.array([[0.51512, 0.29198, 0.15710], [0.24120, 0.69225, 0.06657], [-0.00105, 0.04189, 0.78407]])
 SRGB = np.array([[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [0.01392, 0.09708, 0.71410]])
 
@@ -54,12 +47,12 @@ def encode(light):
     return np.where(light <= 0.0031308, light * 12.92, 1.055 * np.maximum(light, 0) ** (1 / 2.4) - 0.055)
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif", "avif", "heic"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "heic"])
 def test_display_p3_is_converted_to_srgb(tmp_path, suffix, heif):
     path = tmp_path / f"p3.{suffix}"
-    options = {"jpg": {"quality": 100, "subsampling": 0}, "webp": {"lossless": True}}.get(suffix, {"quality": 100})
+    options = {"quality": 100} | ({"subsampling": 0} if suffix == "jpg" else {})
     quarters().save(path, icc_profile=display_p3(), **options)
-    assert_narrowed(load_image(path), 2 if suffix in ("png", "webp", "tif") else 5)
+    assert_narrowed(load_image(path), 2 if suffix in ("png", "tif") else 5)
 
 
 @pytest.mark.parametrize("suffix", ["png", "avif", "heic"])
@@ -97,9 +90,8 @@ def change_code_points(path, primaries, transfer):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("transfer", [16, 18])
 @pytest.mark.parametrize("suffix", ["png", "avif", "heic"])
-@pytest.mark.parametrize("distance", [0, 200_000])
+@pytest.mark.parametrize(("distance", "transfer"), [(0, 18), (200_000, 16)])
 def test_high_dynamic_range_is_refused_wherever_it_is_declared(tmp_path, distance, suffix, transfer, heif):
     path = tmp_path / f"hdr.{suffix}"
     quarters().save(path)
@@ -136,7 +128,7 @@ def av_transfer(path):
         return opened.streams.video[0].codec_context.color_trc
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif", "avif"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "avif"])
 def test_a_profile_of_high_dynamic_range_is_refused(tmp_path, suffix):
     """The tag cicp of ICC.1:2022, in place of one that does not matter."""
     profile = bytearray(display_p3())
@@ -154,14 +146,6 @@ def test_a_profile_whose_name_stands_for_pq_is_refused(tmp_path):
     content[33:33] = media_files.chunk(b"iCCP", b"ITUR_2100_PQ_FULL\0\0" + zlib.compress(b"no matter"))
     (tmp_path / "a.png").write_bytes(content)
     assert_hdr(tmp_path / "a.png")
-
-
-def test_cut_marks_are_no_errors(tmp_path):
-    quarters().save(tmp_path / "a.png")
-    content = bytearray((tmp_path / "a.png").read_bytes())
-    content[33:33] = media_files.chunk(b"cICP", b"\1")
-    (tmp_path / "a.png").write_bytes(content)
-    assert load_image(tmp_path / "a.png").size == (64, 64)
 
 
 def test_a_profile_for_other_colors_than_the_image_has_is_ignored(tmp_path):

@@ -54,7 +54,7 @@ def test_probing_agrees_with_loading_and_does_not_decode(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "bmp", "tif"])
-@pytest.mark.parametrize("share", [0.4, 0.7, 0.97])
+@pytest.mark.parametrize("share", [0.4, 0.97])
 def test_a_truncated_image_is_never_filled_up(tmp_path, suffix, share):
     path = tmp_path / f"cut.{suffix}"
     noise(256, 192).save(path, **({"progressive": True} if suffix == "jpg" else {}))
@@ -68,7 +68,7 @@ def test_damage_gives_a_picture_or_a_media_error_and_nothing_else(tmp_path, suff
     path = tmp_path / f"damaged.{suffix}"
     noise().save(path)
     whole, draw = path.read_bytes(), random.Random(1)
-    for _ in range(60):
+    for _ in range(30):
         damaged = bytearray(whole)
         for _ in range(3):
             damaged[draw.randrange(min(400, len(damaged)))] = draw.randrange(256)
@@ -102,7 +102,7 @@ def heif():
     return pillow_heif
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", [3, 5, 6, 7])
 def test_avif_and_heic_come_upright(tmp_path, orientation, heif):
     stored = Image.fromarray(media_files.scene(size=(64, 40)))
     tagged = stored.copy()
@@ -120,13 +120,6 @@ def test_avif_and_heic_come_upright(tmp_path, orientation, heif):
         info, picture = probe_image(path), load_image(path)
         assert (info.width, info.height) == picture.size == upright.size
         assert np.abs(np.asarray(picture).astype(int) - np.asarray(upright)).mean() < 4
-
-
-def test_in_heic_the_properties_turn_the_picture_and_exif_alone_does_not(tmp_path, heif):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (64, 40)).save(tmp_path / "exif.heic", exif=exif)
-    assert (probe_image(tmp_path / "exif.heic").width, load_image(tmp_path / "exif.heic").width) == (64, 64)
 
 
 def test_heic_transparency_is_laid_over_white_and_a_cut_file_is_refused(tmp_path, heif):

@@ -42,15 +42,12 @@ def see_through(path, codec, *, frames=30, hidden=0):
 TRANSPARENT = {
     "vp8.webm": ("libvpx", "yuva420p", {"auto-alt-ref": "0", "b": "2M"}),
     "vp9.webm": ("libvpx-vp9", "yuva420p", {"cpu-used": "8", "deadline": "realtime"}),
-    "vp9.mkv": ("libvpx-vp9", "yuva420p", {"cpu-used": "8", "deadline": "realtime"}),
     "prores.mov": ("prores_ks", "yuva444p10le", {"profile": "4444"}),
     "animation.mov": ("qtrle", "argb", {}),
     "ffv1.mkv": ("ffv1", "yuva420p", {}),
     "deep.mkv": ("ffv1", "rgba64le", {}),
     "gray.mkv": ("ffv1", "ya8", {}),
-    "png.mov": ("png", "rgba", {}),
     "png.avi": ("png", "rgba", {}),
-    "utvideo.avi": ("utvideo", "gbrap", {}),
     "raw.avi": ("rawvideo", "bgra", {}),
 }
 
@@ -186,7 +183,6 @@ JOINED = {
     "turned.webm": ("libvpx-vp9", [(256, 64), (64, 256)], {"cpu-used": "8", "deadline": "realtime"}),
     "turned.mp4": ("libx264", [(256, 64), (64, 256)], X264),
     "wider.mkv": ("libx264", [(256, 64), (320, 64)], X264),
-    "larger.webm": ("libvpx-vp9", [(256, 64), (512, 128)], {"cpu-used": "8", "deadline": "realtime"}),
     "turned.avi": ("mjpeg", [(256, 64), (64, 256)], {"strict": "-1"}),
 }
 
@@ -252,9 +248,7 @@ def several(path, tracks):
     ("marks", "heights", "track"),
     [
         ((False, True), (128, 64), 1),  # the marked one, though it is smaller
-        ((True, True), (64, 128), 1),  # the largest of the marked ones
         ((False, False, False), (64, 128, 96), 1),
-        ((False, False), (64, 64), 0),
         ((False,), (64,), None),
     ],
 )
