@@ -6,7 +6,8 @@ And the paths of such a table, as those of a listing.
 
 import os
 import posixpath
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -17,15 +18,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from schemas.config.datasets import Dataset
+from schemas.errors import LatentpressError
 from schemas.text_format import split_lines
 from stages.discovery.sources import table_reader
 from stages.discovery.sources.columns import (
     Columns,
     TextLookup,
     add_problems,
-    caption_lists,
     extra_columns,
-    group_texts,
+    is_scalar,
     require_columns,
     take_rows,
     to_mask,
@@ -39,6 +40,8 @@ MAX_CAPTION_BYTES = 1 << 20
 CAPTION_READER_VERSION = 1
 
 _WRITE_ADVICE = "write a caption, one alternative a line"
+_COUNTERS = re.compile(r"(?:[\s_-]*\(\d+\)|[_-]+\d+)+\Z|^\d+\Z", re.ASCII)
+_SPACES = re.compile(r"[\s_-]+", re.ASCII)
 ZERO_BYTES_ADVICE = "save it as UTF-8: it is probably UTF-16 without a byte order mark"
 _text = pa.string()
 PerFile = Literal["one", "lines"]
@@ -132,7 +135,8 @@ class CaptionLookup:
         LatentpressError for a table that can't be used."""
         paths, strategy = columns["path"], self._dataset.resolved_caption_strategy
         if strategy == "filename":
-            _add_captions(columns, captions_from_names(paths), "no-caption: has a name without words", "rename it")
+            words = [[caption_from_name(path)] for path in paths.to_pylist()]
+            _add_captions(columns, words, "no-caption: has a name without words", "rename it")
         elif strategy == "instanceprompt":
             prompt, offsets = (self._dataset.instance_prompt or "").strip(), np.arange(len(paths) + 1, dtype=np.int32)
             columns["captions"] = pa.ListArray.from_arrays(pa.array(offsets), pa.repeat(prompt, len(paths)))
@@ -175,13 +179,11 @@ def add_table_captions(
     add_row_captions(columns, pa.table({name: take_rows(table[name], rows) for name in names}), owner, location)
 
 
-def captions_from_names(paths: pa.Array) -> pa.Array:
-    """list<string>: the words of each file's name. "_" and "-" are spaces, the extension and counters at the end
-    ("_0001", "-2", " (3)") are left out; a name of nothing else has an empty list."""
-    words = strip_extensions(pc.replace_substring_regex(paths, r"(?s)^.*/", ""))
-    words = pc.replace_substring_regex(words, r"(?:[\s_-]*\(\d+\)|[_-]+\d+)+$|^\d+$", "")
-    words = pc.replace_substring_regex(words, r"[\s_-]+", " ")
-    return group_texts(np.arange(len(paths)), words, len(paths))
+def caption_from_name(path: str) -> str:
+    """The words of a file's name. "_" and "-" are spaces, the extension and counters at the end ("_0001", "-2", " (3)")
+    are left out."""
+    stem, _ = os.path.splitext(path.rpartition("/")[2])
+    return _SPACES.sub(" ", _COUNTERS.sub("", stem)).strip()
 
 
 def strip_extensions(paths: pa.Array) -> pa.Array:
@@ -196,19 +198,18 @@ def normalize_paths(cells: pa.Array, root: str) -> pa.Array:
     `public_path`.
     """
     below = root.rstrip("/") + "/"
-    cells = pc.replace_substring_regex(pc.if_else(pc.equal(cells, ""), None, cells), "^file://", "")
-    rest = pc.utf8_slice_codeunits(cells, len(below))
-    paths = pc.if_else(pc.starts_with(cells, below), rest, cells)
-    odd = to_mask(pc.match_substring_regex(paths, r"(^|/)\.{0,2}(/|$)|//"))
-    if not odd.any():
-        return paths
-    normal = []
-    for path in paths.filter(pa.array(odd)).to_pylist():
-        path = path if "://" in path else posixpath.normpath(path)
+
+    def normalize(cell: str | None) -> str | None:
+        if not cell:
+            return None
+        path = cell.removeprefix("file://").removeprefix(below)
+        if "://" not in path:
+            path = posixpath.normpath(path)
         if path == ".." or path.startswith("../"):
             path = resolve_path(root, path)
-        normal.append(public_path(path) if "://" in path else posixpath.normpath(path))
-    return pc.replace_with_mask(paths, pa.array(odd), pa.array(normal, _text))
+        return public_path(path) if "://" in path else posixpath.normpath(path)
+
+    return pa.array(map(normalize, cells.to_pylist()), _text)
 
 
 def resolve_path(root: str, path: str) -> str:
@@ -230,17 +231,28 @@ def public_path(url: str) -> str:
 
 
 def add_row_captions(columns: Columns, rows: pa.Table, owner: NDArray[np.int64], location: str) -> None:
-    """Add captions to the columns of a listing: `rows` are of the table at `location`, all their columns are captions;
-    owner: the item of each row."""
-    texts = caption_lists(rows, rows.column_names, location)
-    parents = pc.list_parent_indices(texts).to_numpy(zero_copy_only=False)
-    captions = group_texts(owner[parents], texts.flatten(), len(columns["path"]))
-    step = f"write a caption into {location}"
-    _add_captions(columns, captions, "empty-caption: has no text in its row", step)
+    """Add captions to the columns of a listing: `rows` are of the table at `location`, all their columns are captions,
+    each a text or a list of texts; owner: the item of each row. Raises LatentpressError for a column of another type.
+    """
+    texts: list[list[str | None]] = [[] for _ in range(len(columns["path"]))]
+    cells = []
+    for field in rows.schema:
+        is_list = pa.types.is_list(field.type)
+        if not is_scalar(field.type.value_type if is_list else field.type):
+            raise LatentpressError(
+                f"{display_location(location)}: column {field.name!r} holds {field.type}, not captions",
+                "set caption_column to a column of text, or of lists of texts",
+            )
+        column = rows.column(field.name).cast(pa.list_(_text) if is_list else _text).to_pylist()
+        cells.append(column if is_list else [[text] for text in column])
+    for number, row in zip(owner.tolist(), zip(*cells, strict=True), strict=True):
+        texts[number] += [text for cell in row for text in cell or ()]
+    _add_captions(columns, texts, "empty-caption: has no text in its row", f"write a caption into {location}")
 
 
-def _add_captions(columns: Columns, captions: pa.Array, problem: str, advice: str) -> None:
-    """An empty list of captions becomes null, with this problem and advice."""
-    empty = pc.equal(pc.list_value_length(captions), 0)
-    columns["captions"] = pc.if_else(empty, None, captions)
-    add_problems(columns, pc.if_else(empty, problem, None), advice)
+def _add_captions(columns: Columns, texts: Iterable[Iterable[str | None]], problem: str, advice: str) -> None:
+    """Add the alternatives of each item, trimmed, without empty and repeated ones; none gives this problem."""
+    trimmed = ((text.strip() for text in row if text) for row in texts)
+    captions = [list(dict.fromkeys(text for text in row if text)) or None for row in trimmed]
+    columns["captions"] = pa.array(captions, pa.list_(_text))
+    add_problems(columns, pc.if_else(pc.is_null(columns["captions"]), problem, None), advice)

@@ -64,47 +64,6 @@ def require_columns(available: Collection[str], names: Sequence[str], option: st
         )
 
 
-def caption_lists(table: pa.Table, columns: Sequence[str], location: str = "the table") -> pa.Array:
-    """list<string>, one list a row: the alternatives in `columns`, in their order, each text or a list of texts.
-
-    Whitespace around them is removed; empty texts and repetitions within a row are dropped. A row without captions has
-    an empty list. Raises LatentpressError for a column that is missing or holds no text.
-    """
-    require_columns(table.column_names, columns, "caption_column", location)
-    rows, values = [], []
-    for name in columns:
-        column = take_rows(table.column(name), None)
-        if pa.types.is_list(column.type) and is_scalar(column.type.value_type):
-            rows.append(pc.list_parent_indices(column).to_numpy(zero_copy_only=False).astype(np.int64))
-            column = column.flatten()
-        elif is_scalar(column.type):
-            rows.append(np.arange(len(column)))
-        else:
-            raise LatentpressError(
-                f"{display_location(location)}: column {name!r} holds {column.type}, not captions",
-                "set caption_column to a column of text, or of lists of texts",
-            )
-        values.append(column.cast(pa.string()))
-    return group_texts(np.concatenate(rows), pa.concat_arrays(values), table.num_rows)
-
-
-def group_texts(rows: NDArray[np.int64], values: pa.Array, count: int) -> pa.Array:
-    """list<string> of `count` lists: `values` (text) by the row that each belongs to, trimmed, without empty texts and
-    repetitions within a row, otherwise in the order given."""
-    trimmed = pc.utf8_trim_whitespace(values.cast(pa.string()))
-    keep = np.flatnonzero(to_mask(pc.greater(pc.binary_length(trimmed), 0)))
-    rows = rows[keep]
-    if np.any(np.diff(rows) <= 0):  # a row has several, or rows are not in order
-        order = np.argsort(rows, kind="stable")
-        keep, rows = keep[order], rows[order]
-        codes = trimmed.take(pa.array(keep)).dictionary_encode().indices.to_numpy().astype(np.int64)
-        first = np.sort(np.unique(rows * (len(keep) + 1) + codes, return_index=True)[1])
-        keep, rows = keep[first], rows[first]
-    offsets = np.zeros(count + 1, np.int32)
-    np.cumsum(np.bincount(rows, minlength=count), out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), trimmed.take(pa.array(keep)))
-
-
 def refuse_invalid_text(table: pa.Table, location: str) -> None:
     """LatentpressError that names the first column with text that is not UTF-8: Arrow does not check it when it reads a
     file."""

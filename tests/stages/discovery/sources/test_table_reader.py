@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
-from stages.discovery.sources.columns import TextLookup, caption_lists, extra_columns
+from stages.discovery.sources.captions import add_row_captions
+from stages.discovery.sources.columns import TextLookup, extra_columns
 from stages.discovery.sources.table_reader import find_media_column, read_table
 from tests.stages.discovery.listings import write_table
+
+
+def captions_of(table: pa.Table, *names: str) -> list[list[str]]:
+    columns = {"path": pa.nulls(len(table))}
+    add_row_captions(columns, table.select(names), np.arange(len(table)), "t.parquet")
+    return [captions or [] for captions in columns["captions"].to_pylist()]
+
 
 ROWS = [
     {"file_name": "0001", "caption": 'a "quoted", text', "score": 5, "rate": 0.5, "good": True},
@@ -172,7 +180,7 @@ def test_a_column_of_bytes_is_named_as_that(tmp_path: Path) -> None:
             find_media_column(table, wanted, path)
         assert "source: huggingface" in said.value.next_step
     with pytest.raises(LatentpressError, match=r"'caption' holds binary, not captions"):
-        caption_lists(table, ["caption"])
+        captions_of(table, "caption")
     pq.write_table(pa.table({"file_name": ["a.png"], "image": image}), path)
     assert find_media_column(read_table(path), None, path) == "file_name"
 
@@ -193,8 +201,8 @@ def test_captions_equal_those_of_a_plain_loop(rows) -> None:
         list(dict.fromkeys(text.strip() for text in [a, *(b or [])] if text is not None and text.strip()))
         for a, b in rows
     ]
-    assert caption_lists(table, ["a", "b"]).to_pylist() == expected
-    assert caption_lists(table.slice(1), ["a", "b"]).to_pylist() == expected[1:]
+    assert captions_of(table, "a", "b") == expected
+    assert captions_of(table.slice(1), "a", "b") == expected[1:]
 
 
 def test_extras_are_what_can_be_compared() -> None:
