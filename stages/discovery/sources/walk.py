@@ -137,6 +137,7 @@ def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignore
     todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [(top, "", ())]  # with the folders on the way there
     while todo:  # one loop, since another call a file costs 3 %
         path, prefix, above = todo.pop()
+        rows, texts, is_ascii = files.rows, files.texts, prefix.isascii()
         try:
             status = os.stat(path)
             folder = status.st_dev, status.st_ino
@@ -170,12 +171,14 @@ def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignore
                             files.add_problem(printable(prefix + name), kind, *_stat_problem(error))
                         continue
                     if kind == CAPTION_KIND:
-                        files.add(prefix + name, kind, None, f"{status.st_size}:{caption_version(status)}")
+                        version = f"{status.st_size}:{caption_version(status)}"
+                        if ending == "txt" or prefix + stem not in texts:
+                            texts[prefix + stem] = prefix + name, version
                     elif not status.st_size and not stat.S_ISREG(status.st_mode):
                         step = "point the dataset at files"
                         files.add_problem(printable(prefix + name), kind, f"unreadable: {NOT_REGULAR}", step)
-                    elif name.isascii() and prefix.isascii():
-                        files.rows.append((prefix + name, kind, status.st_size, str(status.st_mtime_ns)))
+                    elif is_ascii and name.isascii():
+                        rows.append((prefix + name, kind, status.st_size, str(status.st_mtime_ns)))
                     else:
                         files.add(prefix + name, kind, status.st_size, str(status.st_mtime_ns))
         except OSError as error:
