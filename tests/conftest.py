@@ -67,9 +67,8 @@ def _cpu_s() -> float:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more process than there are cores, as some tests wait: on two cores all took 11 min with two processes, and
-    10 min with three, which left them idle for a hundredth of the time."""
-    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
+    """A process for each core: one more would import the libraries, and make what the tests share, once more."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -1,4 +1,4 @@
-"""What a change of each option does: a row for every option of the configuration."""
+"""What a change of each option does: a row for every option of the sections that something is made of."""
 
 from typing import NamedTuple
 
@@ -28,8 +28,8 @@ VISION = Kind(again=("encode-vision",), trains=False)
 FEATURES = Kind(of_items=("features",))  # of items, before there is a plan
 MACHINE = Kind()  # where and how fast, not what: places and resources of this machine, sizes of what is still to come
 RUN = Kind(next_run=True)  # of training, validation and decoding, on the same set
-FULL = "train.adapter.type=full"
-ENCODING = ("features", "caption", "masks", "encode-text", "encode-latents", "encode-vision")
+#: Sections that no stage makes anything of: training, notifications and uploads, resources of this machine.
+WITHOUT_ROWS = ("train.", "notify.", "hub.", "stages.")
 TABLE: dict[str, tuple[Kind, str]] = {
     "root": (MEDIA, "root=elsewhere"),
     "output": (MACHINE, "output=elsewhere"),
@@ -174,179 +174,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "vision.size": (VISION, "vision.size=28"),
     "vision.batch_size": (MACHINE, "vision.batch_size=1"),
     "vision.precision": (VISION, "vision.precision=bfloat16"),
-    "stages.order": (MACHINE, "stages.order=[discover]"),
-    "stages.engine": (MACHINE, "stages.engine=ray"),
-    "stages.ray.address": (MACHINE, "stages.ray.address=head:6379"),
-    "stages.ray.ready_timeout_s": (MACHINE, "stages.ray.ready_timeout_s=60"),
-    "stages.ray.stall_timeout_s": (MACHINE, "stages.ray.stall_timeout_s=3600"),
-    "stages.max_reject_fraction": (MACHINE, "stages.max_reject_fraction=0.5"),
     "stages.item_timeout_s": (MACHINE, "stages.item_timeout_s=5"),
-    "stages.item_memory_mib": (MACHINE, "stages.item_memory_mib=4096"),
-    **{
-        f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}={value}")
-        for stage in ("discover", *ENCODING, "decode", "score")
-        for option, value in (("workers", 2), ("threads", 3), ("device", "auto" if stage == "score" else "cpu"))
-    },
-    **{
-        f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}=2")
-        for stage in ENCODING
-        for option in ("readers", "prefetch", "num_cpus", "num_gpus", "memory_gib")
-    },
-    "stages.decode.while_training": (MACHINE, "stages.decode.while_training=true"),
-    "train.run": (RUN, "train.run=other"),
-    "train.experts": (REFUSED, "train.experts=high"),  # of a model with one transformer
-    "train.set": (REFUSED, "train.set=0123456789abcdef"),
-    "train.optimizer.name": (REFUSED, "train.optimizer.name=lion"),
-    "train.optimizer.arguments": (RUN, "train.optimizer.arguments={foreach: false}"),
-    "train.optimizer.groups.0.match": (REFUSED, "train.optimizer.groups=[{match: '('}]"),
-    "train.optimizer.groups.0.lr": (RUN, "train.optimizer.groups=[{match: .*bias, lr: 1e-5}]"),
-    "train.optimizer.groups.0.weight_decay": (RUN, "train.optimizer.groups=[{match: .*bias, weight_decay: 0.5}]"),
-    "train.weight_precision": (
-        MACHINE,
-        f"{FULL} train.optimizer.name=optimi-adamw train.precision=bfloat16 train.weight_precision=bfloat16",
-    ),
-    "train.ema.decay": (RUN, "train.ema={decay: 0.9}"),
-    "train.ema.warmup": (RUN, "train.ema={warmup: power}"),
-    "train.ema.device": (RUN, "train.ema={device: cpu}"),
-    "train.ema.validate": (RUN, "train.ema={validate: true}"),
-    "train.optimizer.betas": (RUN, "train.optimizer.betas=[0.8, 0.9]"),
-    "train.optimizer.schedule": (RUN, "train.optimizer.schedule=polynomial"),
-    "train.timesteps.sampling": (MACHINE, "train.timesteps.sampling=uniform"),
-    "train.timesteps.mean": (RUN, "train.timesteps.mean=0.5"),
-    "train.timesteps.std": (RUN, "train.timesteps.std=0.5"),
-    "train.timesteps.mode_scale": (MACHINE, "train.timesteps={sampling: mode, mode_scale: 0.5}"),
-    "train.timesteps.alpha": (MACHINE, "train.timesteps={sampling: beta, alpha: 3}"),
-    "train.timesteps.beta": (REFUSED, "train.timesteps.beta=3"),  # sampling is logit_normal
-    "train.timesteps.values": (MACHINE, "train.timesteps={sampling: list, values: [0.5]}"),
-    "train.timesteps.auto_shift": (MACHINE, "train.timesteps.auto_shift=true"),  # not with train.shift
-    "train.timesteps.low_discrepancy": (RUN, "train.timesteps.low_discrepancy=true"),
-    "train.loss.type": (RUN, "train.loss.type=huber"),
-    "train.loss.huber_c": (RUN, "train.loss.huber_c=0.2"),
-    "train.loss.huber_schedule": (RUN, "train.loss.huber_schedule=snr"),
-    "train.loss.weighting": (RUN, "train.loss.weighting=min_snr"),
-    "train.loss.snr_gamma": (RUN, "train.loss.snr_gamma=3"),
-    "train.methods.masked_loss.unmasked_weight": (REFUSED, "train.methods.masked_loss={}"),  # the set has no masks
-    "train.methods.masked_loss.unmasked_probability": (
-        REFUSED,
-        "train.methods.masked_loss={unmasked_probability: 0.5}",
-    ),
-    "train.methods.masked_loss.prior_weight": (REFUSED, "train.methods.masked_loss={prior_weight: 1}"),
-    "train.methods.masked_loss.normalize_area": (REFUSED, "train.methods.masked_loss={normalize_area: true}"),
-    **{
-        f"train.methods.tread.{name}": (RUN, "train.methods.tread={routes: [{" + route + "}]" + more + "}")
-        for name, route, more in (
-            ("routes.0.selection_ratio", "selection_ratio: 0.5, start_layer_idx: 0, end_layer_idx: 1", ""),
-            ("routes.0.start_layer_idx", "selection_ratio: 0, start_layer_idx: -1, end_layer_idx: 1", ""),
-            ("routes.0.end_layer_idx", "selection_ratio: 0, start_layer_idx: 0, end_layer_idx: -1", ""),
-            (
-                "drop_first_frame",
-                "selection_ratio: 0, start_layer_idx: 0, end_layer_idx: 0",
-                ", drop_first_frame: true",
-            ),
-            ("keep_masked", "selection_ratio: 0, start_layer_idx: 0, end_layer_idx: 0", ", keep_masked: false"),
-        )
-    },
-    **{
-        f"train.methods.crepa.{name}": (RUN, f"train.methods.crepa={{block_index: 1{more}}}")
-        for name, more in {
-            "block_index": "",
-            "weight": ", weight: 1",
-            "adjacent_distance": ", adjacent_distance: 2",
-            "adjacent_tau": ", adjacent_tau: 2",
-            "cumulative_neighbors": ", cumulative_neighbors: true",
-            "normalize_by_frames": ", normalize_by_frames: false",
-            "schedule": ", schedule: cosine",
-            "warmup": ", warmup: 3",
-            "decay_steps": ", decay_steps: 9, schedule: linear",
-            "weight_end": ", weight_end: 0.1, schedule: linear",
-            "power": ", power: 2, schedule: polynomial",
-            "cutoff_step": ", cutoff_step: 5",
-            "similarity_threshold": ", similarity_threshold: 0.9",
-            "similarity_ema_decay": ", similarity_ema_decay: 0.5, similarity_threshold: 0.9",
-            "threshold_mode": ", threshold_mode: recoverable, similarity_threshold: 0.9",
-        }.items()
-    },
-    **{
-        f"train.methods.input_perturbation.{option}": (RUN, f"train.methods.input_perturbation={{{option}: {value}}}")
-        for option, value in (("strength", 0.2), ("decay_steps", 9))
-    },
-    "train.methods.regularization.target": (REFUSED, "train.methods.regularization={}"),  # nor regularization data
-    "train.methods.regularization.weight": (REFUSED, "train.methods.regularization={weight: 2}"),
-    **{
-        f"train.methods.scheduled_sampling.{option}": (RUN, f"train.methods.scheduled_sampling={{{option}: {value}}}")
-        for option, value in (
-            *dict.fromkeys(("probability", "correction"), 0.1).items(),
-            *dict.fromkeys(("start_step", "ramp_steps", "max_step_offset", "schedule_steps"), 7).items(),
-            *(("prob_start", "0.1, start_step: 7"), ("ramp_shape", "cosine, ramp_steps: 7")),
-            ("strategy", "biased_late"),
-        )
-    },
-    "train.adapter.formats": (RUN, "train.adapter.formats=[diffusers, comfyui]"),
-    "train.adapter.init": (REFUSED, "train.adapter.init=absent.safetensors"),
-    # MACHINE: not with other options of an adapter.
-    "train.adapter.type": (MACHINE, FULL),
-    "train.adapter.decompose_factor": (MACHINE, "train.adapter.type=lokr train.adapter.decompose_factor=4"),
-    "train.adapter.decompose_both": (MACHINE, "train.adapter.type=lokr train.adapter.decompose_both=true"),
-    "train.adapter.rank_pattern": (RUN, "train.adapter.rank_pattern={'.*': 2}"),
-    "train.adapter.alpha_pattern": (RUN, "train.adapter.alpha_pattern={'.*': 2}"),
-    "train.adapter.rslora": (RUN, "train.adapter.rslora=true"),
-    "train.adapter.dora": (MACHINE, "train.adapter.dora=true"),
-    "train.adapter.init_weights": (RUN, "train.adapter.init_weights=gaussian"),
-    "train.base_precision": (RUN, "train.base_precision=nf4-bnb"),
-    "train.quantize_via": (RUN, "train.base_precision=nf4-bnb train.quantize_via=cpu"),
-    "train.adapter.targets": (RUN, "train.adapter.targets=[.*to_query]"),
-    "train.precision": (RUN, "train.precision=bfloat16"),
-    "train.device": (RUN, "train.device=cpu"),
-    "train.trackers": (RUN, "train.trackers=[]"),
-    **{f"train.{name}": (RUN, f"train.{name}=2") for name in ("steps", "batch_size", "accumulate", "seed", "shift")},
-    **{f"train.{name}": (RUN, f"train.{name}=false") for name in ("gradient_checkpointing", "resume")},
-    "train.gradient_checkpointing_interval": (MACHINE, "train.gradient_checkpointing_interval=2"),
-    "train.parallel.strategy": (MACHINE, "train.parallel.strategy=fsdp2"),
-    "train.parallel.cpu_offload": (REFUSED, "train.parallel={strategy: fsdp2, cpu_offload: true}"),  # in one process
-    "train.parallel.gradient_compression": (MACHINE, "train.parallel.gradient_compression=bfloat16"),
-    "train.parallel.timeout": (MACHINE, "train.parallel.timeout=60"),
-    "train.parallel.reshard_after_forward": (MACHINE, "train.parallel={strategy: fsdp2, reshard_after_forward: false}"),
-    "train.offload.blocks": (MACHINE, "train.offload.blocks=true"),
-    "train.offload.blocks_per_group": (MACHINE, "train.offload={blocks: true, blocks_per_group: 2}"),
-    "train.offload.streams": (MACHINE, "train.offload={blocks: true, streams: true}"),
-    "train.offload.activations": (MACHINE, "train.offload.activations=true"),
-    "train.offload.to": (REFUSED, "train.offload.to=disk"),
-    "train.shuffle_shards": (RUN, "train.shuffle_shards=2"),
-    "train.on_new_data": (RUN, "train.on_new_data=continue"),
-    "train.reading.threads": (RUN, "train.reading.threads=3"),
-    "train.local_cache.folder": (MACHINE, "train.local_cache.folder=COPY"),  # of a local root there are no copies
-    "train.local_cache.max_gb": (MACHINE, "train.local_cache.max_gb=1e-6"),
-    "train.local_cache.downloads": (MACHINE, "train.local_cache.downloads=1"),
-    "train.attention_backend": (RUN, "train.attention_backend=_native_flash"),
-    "train.compile": (RUN, "train.compile=blocks"),
-    "train.compile_backend": (RUN, "train.compile=blocks train.compile_backend=eager"),
-    **{
-        f"train.{name}": (RUN, f"train.{name}=7")
-        for name in ("checkpoint_every", "keep_checkpoints", "keep_every", "log_every")
-    },
-    **{f"train.{name}": (RUN, f"train.{name}=3") for name in ("threads", "max_bad_steps", "adapter.rank")},
-    **{f"train.{name}": (RUN, f"train.{name}=0.5") for name in ("caption_dropout", "adapter.alpha", "adapter.dropout")},
-    **{
-        f"train.optimizer.{name}": (RUN, f"train.optimizer.{name}={value}")
-        for name, value in {
-            "lr": 0.1,
-            "weight_decay": 0.1,
-            "eps": 0.1,
-            "warmup": 3,
-            "max_grad_norm": 0.5,
-            "lr_end": 0.01,
-            "cycles": 2,
-            "power": 3,
-        }.items()
-    },
-    "notify.webhooks.0.url_env": (RUN, "notify.webhooks=[{url_env: A_HOOK}]"),
-    "notify.webhooks.0.events": (RUN, "notify.webhooks=[{url_env: A_HOOK, events: [failed]}]"),
-    "hub.repo": (RUN, "hub.repo=me/tabby"),
-    "hub.private": (RUN, "hub.private=false"),
-    "hub.license": (RUN, "hub.license=cc0-1.0"),
-    "hub.tags": (RUN, "hub.tags=[cat]"),
-    "notify.pictures": (RUN, "notify.pictures=3"),
-    "notify.picture_size": (RUN, "notify.picture_size=300"),
     "validation.prompts.one.name": (PLAN, "validation.prompts.0.name=two"),
     "validation.prompts.one.prompt": (PLAN, "validation.prompts.one.prompt=something else"),
     "validation.prompts.one.negative_prompt": (PLAN, "validation.prompts.one.negative_prompt=ugly"),
@@ -370,3 +198,9 @@ TABLE: dict[str, tuple[Kind, str]] = {
         for name in ("every", "steps", "guidance", "shift", "seed", "eval_samples", "fps")
     },
 }
+#: Changes of the other sections, all at once.
+CHANGES = [
+    *("train.run=other", "train.steps=2", "train.seed=2", "train.shuffle_shards=2", "train.ema={decay: 0.9}"),
+    *("train.adapter.rank=3", "train.optimizer.lr=0.1", "train.base_precision=nf4-bnb", "train.loss.type=huber"),
+    *("train.methods.crepa={block_index: 1}", "notify.pictures=3", "hub.repo=me/tabby", "stages.encode-text.workers=2"),
+]

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -139,16 +138,6 @@ def processes() -> Iterator[tuple[int, int, int]]:
 def in_child(work: Callable[[], object]) -> int:
     """Fork and do `work`, whose limits stay in the child: its exit status, 1 where it raised, or minus the signal."""
     return Child(work).wait()
-
-
-def kill_when(arrived: threading.Semaphore, work: Callable[[], object]) -> None:
-    """Fork and do `work`; kill it by SIGKILL once `arrived` is released."""
-    child = Child(work)
-    try:
-        assert arrived.acquire(timeout=120)
-    finally:
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
 
 
 class ForkedWorkers:

@@ -1,11 +1,7 @@
 """A Ray cluster of several nodes on this machine, on the loopback address, without dashboard and statistics."""
 
-import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -46,61 +42,6 @@ def ray_cluster(*nodes: int) -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
-            _end_processes_of(folder)
-
-
-@contextmanager
-def autoscaling_cluster(most_nodes: int, idle_s: float) -> Iterator[str]:
-    """A head without room for workers, and Ray's autoscaler (v2), which starts up to `most_nodes` nodes of one CPU on
-    this machine while something waits for a place and ends those that were idle for so long. Gives the address.
-
-    As ray.cluster_utils.AutoscalingCluster, which can't be used: the wheel lacks a file that it reads, and it ends all
-    Ray processes of the machine, also other people's.
-    """
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.2", 0))
-        address = f"127.0.0.2:{probe.getsockname()[1]}"
-        probe.close()
-        head = "f" * 51 + "00000"  # as Ray's provider of such nodes calls it
-        module = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
-        provider = {"type": "external", "module": module, "gcs_address": address, "head_node_id": head}
-        provider |= {"disable_node_updaters": True, "launch_multiple": True}
-        node = {"resources": {"CPU": 1, "object_store_memory": 80 << 20}, "node_config": {}, "min_workers": 0}
-        steps = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
-        config = {
-            **{f"{name}_commands": [] for name in steps},
-            **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
-            "file_mounts": {},
-            "cluster_name": "test",
-            "max_workers": most_nodes,
-            "idle_timeout_minutes": idle_s / 60,
-            "provider": provider,
-            "head_node_type": "ray.head.default",
-            "available_node_types": {
-                "ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0},
-                "worker": node | {"max_workers": most_nodes},
-            },
-        }
-        path = Path(folder, "autoscaler.json")
-        path.write_text(json.dumps(config))
-        environment = {
-            **os.environ,
-            "RAY_FAKE_CLUSTER": "1",
-            "RAY_enable_autoscaler_v2": "1",
-            "RAY_CLOUD_INSTANCE_ID": head,
-            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": head,
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # nodes have the loopback address
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",
-            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-        }
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--num-cpus=0", "--num-gpus=0"]
-        command += [f"--port={address.partition(':')[2]}", "--node-ip-address=127.0.0.2", f"--temp-dir={folder}"]
-        command += ["--object-store-memory=80000000", f"--autoscaling-config={path}", "--include-dashboard=false"]
-        try:
-            subprocess.run(command, env=environment, check=True, capture_output=True)
-            yield address
-        finally:
             _end_processes_of(folder)
 
 

@@ -98,7 +98,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     ("kind", "version", "small"),
     [
         ("qwen-image-edit-plus", "2511", True),
-        ("qwen-image-edit-plus", "2509", True),
+        long("qwen-image-edit-plus", "2509", True),
         ("qwen-image-edit", "first", True),
         long("qwen-image-edit-plus", "2511", False),
         long("qwen-image-edit", "first", False),
@@ -181,6 +181,7 @@ def test_what_is_cached_and_sampled_is_the_pipelines(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_units_are_divided_again_and_a_damaged_reference_sets_its_samples_aside(referenced, monkeypatch) -> None:
     """Of texts with references, in a root in which another family was planned before."""
     kind = "qwen-image-edit-plus"

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.set_lookup import find_set, open_configured_set, open_set
@@ -81,32 +80,7 @@ def test_an_invented_tensor_reaches_the_batch(project: Callable, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_masks_reach_the_batch_and_a_sample_without_one_is_trained_everywhere(project: Callable, tmp_path) -> None:
-    home = project()
-    home.settings["datasets"][0]["mask_data"] = "masks"
-    home.settings["datasets"].append(home.settings["datasets"][0] | {"id": "plain", "instance_data_dir": "plain"})
-    del home.settings["datasets"][1]["mask_data"]
-    (home.folder / "masks").mkdir()
-    for number in range(2):
-        home.image(f"{number}.png", (64, 64), seed=number)
-        home.image(f"../plain/{number}.png", (64, 64), seed=10 + number)
-        shade = np.random.default_rng(number).integers(0, 256, (64, 64), dtype=np.uint8)
-        Image.fromarray(shade).save(home.folder / "masks" / f"{number}.png")
-    assert [home.run(program.run).exit_code for program in STAGES] == [0] * len(STAGES)
-    mixed = 0
-    for data in sets(home, tmp_path / "elsewhere"):
-        stored = [data.sample(row) for row in range(len(data))]
-        masks = {sample.id: sample.tensors["mask"].numpy() for sample in stored if "mask" in sample.tensors}
-        assert len(stored) == 4 and len(masks) == 2
-        for batch in batches(data):
-            assert batch.extras.keys() == ({"mask"} if masks.keys() & set(batch.ids) else set())
-            for id, mask in zip(batch.ids, batch.extras.get("mask", ()), strict=False):
-                assert np.array_equal(mask.numpy(), masks.get(id, np.ones((1, 8, 8)))), id
-            mixed += len(masks.keys() & set(batch.ids)) == 1
-    assert mixed
-
-
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tensor_that_half_of_a_batch_lacks_is_named(project: Callable, monkeypatch) -> None:
     monkeypatch.setattr("stages.encoding.vae.worker.LatentsWorker", Deeper)
     home = project()

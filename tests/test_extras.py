@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tarfile
 import urllib.request
 from collections.abc import Callable
@@ -24,10 +23,9 @@ from stages.cli import PROGRAMS
 from tests.project import Project
 from tests.s3_server import BUCKET
 from tests.webhook_server import serve_webhook
-from tests.wheels import ROOT, clean_environment, make_environment
+from tests.wheels import clean_environment, make_environment
 
 pytestmark = pytest.mark.long
-UV = Path(sys.executable).with_name("uv")
 #: Of these a project that is trained leaves something to do, or they end before they look.
 NEEDING = ("discover", "preview", "encode-text", "encode-latents", "train", "decode", "score", "report", "ui")
 WITHOUT = [name for name in PROGRAMS if name not in EXTRAS]
@@ -250,42 +248,3 @@ def test_a_library_that_only_a_larger_set_up_uses_is_there(
 ) -> None:
     """decord reads clips of a video family; tests/test_wheel.py has a Ray cluster."""
     assert re.search(rf"{library} +\d", start(python_of(extra), tmp_path, "doctor"))
-
-
-@pytest.fixture
-def index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package index, reached with the system's certificates, as pip does."""
-    monkeypatch.setenv("UV_SYSTEM_CERTS", "1")
-    asked = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "idna"], capture_output=True)
-    if asked.returncode:
-        pytest.skip("no package index is reached")
-
-
-@pytest.mark.usefixtures("index")
-@pytest.mark.parametrize("extra", ["", "media", "report", "ui"])
-def test_an_extra_is_installed_from_the_index(wheel: Path, tmp_path: Path, extra: str) -> None:
-    """Those without torch; the others are installed from links above. By uv, as pip takes minutes."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "environment"], check=True)
-    folder = tmp_path / "environment" / "bin"
-    install = (UV, "pip", "install", "--quiet", "--python", folder / "python", "--constraint", ROOT / "constraints.txt")
-    subprocess.run([*install, f"latentpress[{extra}] @ {wheel.as_uri()}"], check=True, cwd=tmp_path)
-    command = [folder / "latentpress", {"media": "bucket"}.get(extra, extra) or "run", "--help"]
-    assert subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True).returncode == 0
-
-
-@pytest.mark.usefixtures("index")
-def test_uv_runs_the_wheel_without_installing_it(wheel: Path, tmp_path: Path) -> None:
-    """As `uvx` does."""
-    command = [
-        UV,
-        "tool",
-        "run",
-        "--quiet",
-        "--from",
-        wheel,
-        "latentpress",
-        "--version",
-    ]
-    folders = {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_TOOL_DIR": str(tmp_path / "tools")}
-    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(**folders), capture_output=True, text=True)
-    assert done.stdout.startswith("latentpress "), done.stderr

@@ -8,14 +8,9 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-
-from cache.runs.training_run import read_metrics
-from stages import bucket, discover, encode_latents, encode_text, encode_vision, index
-from tests.project import SETTINGS, Project
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +37,6 @@ NEEDED = {
     "huggingface-hub",
     "jinja2",
 }
-ENCODERS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "clip", "gemma", "gemma2")
 
 
 def run_code(code: str, *arguments: str) -> list[str]:
@@ -98,6 +92,7 @@ def test_every_machine_has_what_it_imports() -> None:
     assert missing("", loaded("import stages.cli, stages.verify, stages.doctor, stages.maintenance.probes")) == set()
 
 
+@pytest.mark.long
 def test_what_reads_media_has_what_it_imports() -> None:
     programs = "import stages.discover, stages.bucket, stages.preview"
     assert (
@@ -106,15 +101,6 @@ def test_what_reads_media_has_what_it_imports() -> None:
     )
 
 
-TEXT_AND_VISION = """
-import stages.encode_text, stages.encoding.text.worker, stages.encoding.text.kandinsky5, stages.encoding.text.gemma
-import stages.encode_vision, stages.encoding.vision.worker
-"""
-LATENTS = """
-import stages.encoding.vae.flux, stages.encoding.vae.hunyuan_video, stages.encoding.vae.dc_ae
-import stages.encode_latents, stages.encoding.vae.worker
-import stages.decode, stages.index, stages.status, stages.run
-"""
 TRAINER = """
 import importlib, pkgutil, sys
 from pathlib import Path
@@ -134,65 +120,11 @@ for family, folder in ((Kandinsky5(), sys.argv[1]), (Sana(), sys.argv[2])):
     load_scheduler(folder)
 """
 
-ALIGNED = """
-import os, sys
-from pathlib import Path
-from schemas.cli.console import Console, Options
-from schemas.config.loading import load_config
-from trainer.__main__ import run
-quiet = open(os.devnull, "w")
-for path in map(Path, sys.argv[1:]):
-    assert run(load_config(path), Options(path), Console(stdout=quiet, stderr=quiet)).exit_code == 0, path
-"""
-
-
-@pytest.fixture(scope="module")
-def aligned(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Project]:
-    """Clips, and pictures, from their files to a training set with vision features, to be trained with CREPA."""
-    homes = []
-    for kind in ("kandinsky5-video-t2v", "sana"):
-        dataset: dict[str, Any] = {"id": "made", "instance_data_dir": "media", "resolution": 64, "allow_upscale": True}
-        if kind != "sana":
-            dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}
-        settings = {
-            "root": "work",
-            "model": {**SETTINGS[kind], "path": str(tiny(kind)), "precision": "float32"},
-            "datasets": [dataset],
-            "vision": {"model": str(tiny("dinov2")), "size": 42},
-            "train": {"steps": 2, "device": "cpu", "threads": 1, "methods": {"crepa": {"block_index": 1}}},
-            "validation": {"eval_samples": 1, "eval_sigmas": [0.5]},
-        }
-        home = Project(tmp_path_factory.mktemp(kind), settings)
-        for name in ("one", "two"):
-            home.image(f"{name}.png", (64, 64), seed=len(homes)) if kind == "sana" else home.video(f"{name}.mp4", 12)
-        for program in (discover, bucket, encode_text, encode_latents, encode_vision, index):
-            assert home.run(program.run).exit_code == 0
-        homes.append(home)
-    return homes
-
-
-@pytest.mark.long
-def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transformer() -> None:
-    modules = loaded(TEXT_AND_VISION)
-    assert "transformers.models.qwen2_5_vl" in modules
-    assert within(modules, "diffusers") == set()
-    assert missing("encode", modules) == set()
-
-
-@pytest.mark.long
-def test_the_latents_program_loads_no_text_encoder_and_no_pipeline() -> None:
-    """Importing an autoencoder imports transformers, but none of its models, and no diffusers pipeline."""
-    modules = loaded(LATENTS)
-    assert "diffusers.models.autoencoders.autoencoder_dc" in modules
-    encoders = (f"transformers.models.{name}" for name in ENCODERS)
-    assert within(modules, "diffusers.pipelines", *encoders) == set()
-    assert missing("encode", modules) == set()
-
-
 # What diffusers' loaders and peft import: tables (auto), a configuration (encoder_decoder), a helper (bloom).
 ALLOWED = {"auto", "encoder_decoder", "bloom"}
 
 
+@pytest.mark.long
 def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -208,21 +140,6 @@ def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(
     assert within(modules, *unwanted) == set()
     assert {name for name in modules if "autoencoder" in name} == set()
     assert missing("train", modules) == set()
-
-
-@pytest.mark.long
-def test_a_run_with_crepa_loads_no_vision_model_and_no_autoencoder(aligned: list[Project]) -> None:
-    modules = loaded(ALIGNED, *(home.folder / "pipeline.yaml" for home in aligned))
-    assert {"trainer.methods.crepa", "diffusers.models.transformers.transformer_kandinsky"} <= modules
-    models = within(modules, "transformers.models") - {"transformers.models"}
-    assert {name.split(".")[2] for name in models} - ALLOWED == set()
-    assert within(modules, "stages", "av", "diffusers.pipelines", "torchvision") == set()
-    assert {name for name in modules if "autoencoder" in name or "dinov2" in name} == set()
-    for home in aligned:
-        rows = read_metrics(home.folder / "output/run/metrics.jsonl")
-        steps = [row for row in rows if "loss" in row]
-        assert len(steps) == 2 and {row["crepa_weight"] for row in steps} == {0.5}
-        assert [row["crepa_loss"] for row in steps] == pytest.approx([-row["crepa_similarity"] / 2 for row in steps])
 
 
 def test_the_trainer_has_no_pandas_unless_it_asks_for_it() -> None:

@@ -1,14 +1,14 @@
 """CONTRIBUTING's "Add a family" followed to the letter: from files to a trained adapter by own files and rows alone.
 
 The packages are copied, the files of tests/family/ are added to the copy, its rows are joined in the catalog, and
-the programs run from there, so whatever another file would have to know of the family is missing here. Their processes
-are forks of this one, which share its libraries and none of its own modules.
+the programs run from there, so whatever another file would have to know of the family is missing here. They run in a
+fork of this process, which shares its libraries and none of its own modules.
 """
 
 import importlib.util
+import io
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import ForkedProgram, in_child
+from tests.processes import in_child
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "tests" / "family"
+STAGES = ("discover", "bucket", "encode_text", "encode_latents", "index")
 PACKAGES = ("schemas", "cache", "stages", "trainer")
 MEANS, DEVIATIONS = [0.5, -0.25, 0.0, 1.0], [0.5, 2.0, 1.0, 4.0]
 
@@ -87,17 +88,21 @@ def import_from(tree: Path) -> None:
     sys.path.insert(0, str(tree))
 
 
-@pytest.fixture
-def run(tree: Path, forked_programs: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """run(program, *arguments): a program of the copy; its report."""
+def run_all(tree: Path, config: Path) -> None:
+    """All programs of the copy, one after the other."""
+    import_from(tree)
+    from schemas.cli.console import Console, Options
+    from schemas.config.loading import load_config
 
-    def report(*arguments: str) -> Any:
-        done = subprocess.run([sys.executable, "-m", *arguments, "--json"], cwd=tree, text=True, stdout=subprocess.PIPE)
-        assert done.returncode == 0, done.stdout
-        return json.loads(done.stdout)
-
-    monkeypatch.setattr(ForkedProgram, "prepare", partial(import_from, tree))
-    return report
+    for name in (*(f"stages.{stage}" for stage in STAGES), "trainer.__main__", "stages.decode"):
+        program = importlib.import_module(name)
+        settings = load_config(config)
+        for one in settings.expert_runs if name == "stages.decode" else [settings]:
+            report = program.run(one, Options(config), Console(stderr=io.StringIO()))
+            assert report.exit_code == 0, report
+        if name == "stages.bucket":
+            planned = json.dumps(report.to_dict())
+            assert "orientation" in planned and "scale_class" not in planned, "that is another family's note"
 
 
 def rows(root: Path, kind: str) -> list[dict[str, np.ndarray]]:
@@ -115,7 +120,7 @@ def rows(root: Path, kind: str) -> list[dict[str, np.ndarray]]:
 
 
 def test_a_family_of_its_own_files_and_rows_is_trained(
-    run: Callable[..., Any], checkpoint: Path, project: Callable[..., Any]
+    tree: Path, checkpoint: Path, project: Callable[..., Any]
 ) -> None:
     home = project("kandinsky5-video-t2v")
     for name in ("a.mp4", "b.mp4"):
@@ -143,9 +148,7 @@ def test_a_family_of_its_own_files_and_rows_is_trained(
     home.settings["datasets"][0]["video"]["num_frames"] = 5
     config = home.folder / "pipeline.yaml"
     config.write_text(json.dumps(home.settings))
-    run("stages.run", "--config", str(config))
-    planned = json.dumps(run("stages.bucket", "--config", str(config)))
-    assert "orientation" in planned and "scale_class" not in planned, "that is another family's note"
+    assert in_child(partial(run_all, tree, config)) == 0
     check_latents(home.root)
     check_texts(home.root, checkpoint)
     for expert in ("high", "low"):

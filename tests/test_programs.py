@@ -22,6 +22,7 @@ from stages.cli import PROGRAMS, TRAINER_PROGRAMS, program_module
 from tests.forms import long
 
 ROOT = Path(__file__).resolve().parent.parent
+ABSENT = "root: work\nmodel: {family: sana, path: nowhere}\ndatasets: [{id: a, instance_data_dir: absent}]\n"
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "av", "decord", "datasets")
 
 
@@ -109,7 +110,7 @@ def test_the_table_answers_as_the_program_does(program: str, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["discover", "import-config", "train"])
+@pytest.mark.parametrize("program", ["discover", "import-config", long("train")])
 def test_wrong_use_ends_with_2(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,9 +146,7 @@ def test_every_number_of_the_command_line_has_both_bounds(program: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "many"), long("WORLD_SIZE", "0"), long("RANK", "9" * 5000)])
 def test_a_launcher_that_says_no_number_is_named(tmp_path: Path, name: str, value: str) -> None:
-    (tmp_path / "pipeline.yaml").write_text(
-        "root: work\nmodel: {family: sana, path: nowhere}\ndatasets: [{id: a, instance_data_dir: absent}]\n"
-    )
+    (tmp_path / "pipeline.yaml").write_text(ABSENT)
     environment = {"PYTHONPATH": str(ROOT), "PATH": "", name: value}
     command = [sys.executable, "-m", "trainer"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
@@ -211,30 +210,25 @@ def test_a_configuration_without_its_option_is_answered_with_the_command() -> No
     assert done.returncode == 2 and "latentpress train --config 'my photos.yaml' --dry-run" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_next_step_has_the_configuration_that_was_given(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "root: work\nmodel: {family: sana, path: org/name}\ndatasets: [{id: a, instance_data_dir: absent}]\n"
-    )
+@pytest.mark.parametrize("program", ["status", "index"])
+def test_a_next_step_has_the_configuration_that_was_given(tmp_path: Path, monkeypatch, capsys, program: str) -> None:
+    (tmp_path / "mine.yaml").write_text(ABSENT.replace("nowhere", "org/name"))
+    monkeypatch.chdir(tmp_path)
     given = "--config mine.yaml --set train.steps=5"
-    for program in ("status", "index"):
-        done = python("-m", f"stages.{program}", *given.split(), cwd=tmp_path)
-        assert done.returncode == 3, done.stderr
-        assert f"`latentpress discover {given}`, then `latentpress bucket {given}`" in done.stdout + done.stderr
+    assert import_module(f"stages.{program}").app(given.split(), standalone_mode=False) == 3
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert f"`latentpress discover {given}`, then `latentpress bucket {given}`" in said
+
+
+def test_an_error_is_one_json_document_on_standard_output(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "pipeline.yaml").write_text(ABSENT)
+    monkeypatch.chdir(tmp_path)
+    assert import_module("stages.discover").app(["--json"], standalone_mode=False) == 3
+    assert "there is no folder" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 @pytest.mark.slow
-def test_an_error_is_one_json_document_on_standard_output(tmp_path: Path) -> None:
-    (tmp_path / "pipeline.yaml").write_text(
-        "root: work\nmodel: {family: sana, path: nowhere}\ndatasets: [{id: a, instance_data_dir: absent}]\n"
-    )
-    done = python("-m", "stages.discover", "--json", cwd=tmp_path)
-    assert done.returncode == 3
-    assert "there is no folder" in json.loads(done.stdout)["error"]["message"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["stages.cli", long("stages.bucket"), "trainer", long("trainer.export_adapter")])
+@pytest.mark.parametrize("module", [*map(long, ("stages.cli", "stages.bucket", "trainer.export_adapter")), "trainer"])
 def test_interrupted_while_it_imports_a_program_ends_without_a_traceback(tmp_path: Path, module: str) -> None:
     """By the signal, as other programs do; a library that comes first on the path interrupts it."""
     (tmp_path / "pydantic.py").write_text(

@@ -66,12 +66,6 @@ def test_what_a_workflow_calls_exists(path: Path) -> None:
             assert not uses.startswith("./") or (ROOT / uses / "action.yml").exists()
 
 
-def test_the_parts_of_the_long_tests_are_all_of_them() -> None:
-    (job,) = jobs(GITHUB / "workflows" / "long.yml").values()
-    parts = job["strategy"]["matrix"]["part"]
-    assert parts == list(range(len(parts))) and f"/{len(parts)}" in job["steps"][-1]["run"]
-
-
 def test_release_notes_are_the_changelog_of_a_version() -> None:
     def notes(version: str) -> subprocess.CompletedProcess[str]:
         command = ["make", "--silent", "release-notes", f"VERSION={version}"]
@@ -80,7 +74,3 @@ def test_release_notes_are_the_changelog_of_a_version() -> None:
     newest = notes("0.1.0").stdout
     assert newest.startswith("## [0.1.0]") and "\n## " not in newest and "### Added" in newest
     assert notes("0.1").returncode != 0 and "CHANGELOG.md has no version 0.1" in notes("0.1").stderr
-
-
-def test_the_citation_names_the_version() -> None:
-    assert f'\nversion = "{read(ROOT / "CITATION.cff")["version"]}"\n' in (ROOT / "pyproject.toml").read_text()

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
+from schemas.devices import HostCopy, to_device_together
 from stages import caption, decode, discover, encode_latents, encode_text, encode_vision, masks, score
 from stages.media.image import png_info
 from tests.accelerator.counts import counting
@@ -190,7 +192,9 @@ LATENTS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "preview"), [*((kind, False) for kind in LATENTS), ("kandinsky5-image-t2i", True)])
+@pytest.mark.parametrize(
+    ("kind", "preview"), [("kandinsky5-video-t2v", False), long("sana", False), ("kandinsky5-image-t2i", True)]
+)
 def test_validation_latents(project, monkeypatch, kind, preview) -> None:
     """preview: decoded by a tiny autoencoder."""
     home = project(kind)
@@ -229,3 +233,21 @@ def test_scores(project, tiny) -> None:
     figures = [[float(number) for number in NUMBER.findall(text)] for text in found]
     words = [NUMBER.sub("", text) for text in found]
     assert figures[0] == pytest.approx(figures[1], rel=1e-4) and words[0] == words[1]
+
+
+def test_tensors_that_go_together() -> None:
+    host = [
+        torch.arange(3),
+        torch.tensor(2.5),
+        torch.zeros(0, 4),
+        torch.arange(6.0).reshape(2, 3).T,
+        torch.tensor([True]),
+    ]
+    with counting() as counts:
+        moved = to_device_together(host, torch.device(NAME))
+    assert sum(counts.copies.values()) == 1 and not counts.waits
+    with counting() as counts:
+        copied = HostCopy(*moved).wait_all()
+    assert sum(counts.copies.values()) == len(host) and sum(counts.waits.values()) == 1
+    for tensor, there, back in zip(host, moved, copied, strict=True):
+        assert there.device.type == NAME and back.dtype == tensor.dtype and torch.equal(back, tensor)

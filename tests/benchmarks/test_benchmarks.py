@@ -1,23 +1,15 @@
 """Every benchmark runs, at a size that says nothing about speed: in this process, where torch is imported."""
 
 import importlib
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from diffusers import AutoencoderKL
-
-from benchmarks import device_usage, latents, text
-from schemas.catalog import FAMILIES
-from stages.encoding.text.kandinsky5 import Encoder
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 #: Name -> its options.
 SMALL = {
     "big_set": ["--samples", "300", "2000", "--repeat", "1"],
@@ -84,71 +76,8 @@ def test_every_benchmark_is_run_here() -> None:
     assert programs | {"gpu"} == set(SMALL) | OTHERS
 
 
-def test_the_index_of_results_has_every_file_and_its_command() -> None:
-    row = r"^\| \[(\w+\.md)\]\((\w+\.md)\) \| .+ \| `python -m benchmarks\.(\w+)` \| .+ \|$"
-    rows = re.findall(row, (RESULTS / "index.md").read_text(), re.MULTILINE)
-    there = {path.name for path in RESULTS.glob("*.md") if not path.name.startswith("gpu-")} - {"index.md"}
-    assert sorted(name for name, _, _ in rows) == sorted(there)
-    for name, target, module in rows:
-        assert name == target and (RESULTS.parent / f"{module}.py").is_file()
-        assert f"python -m benchmarks.{module}" in (RESULTS / name).read_text(), name
-
-
 @pytest.mark.parametrize(("name", "document"), [("buckets", "datasets")])
 def test_a_computed_table_stands_in_the_documentation(measured, name: str, document: str) -> None:
     said = (ROOT / f"docs/{document}.md").read_text()
     rows = measured(name)
     assert len(rows) > 3 and all(f"| {' | '.join(row)} |" in said for row in rows)
-
-
-def test_pictures_of_the_documentation_are_small() -> None:
-    sizes = [path.stat().st_size for path in (ROOT / "docs/images").glob("knob-*")]
-    assert max(sizes) < 60_000 and sum(sizes) < 400_000
-
-
-@pytest.mark.long
-def test_pictures_of_the_documentation_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import knobs
-
-    monkeypatch.setattr(sys, "argv", ["knobs", "--tiny", "--out", str(tmp_path)])
-    knobs.main()
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (ROOT / "docs/images").glob("knob-*")}
-
-
-@pytest.mark.long
-def test_both_sides_encode_every_picture_in_the_same_batches(tmp_path: Path, monkeypatch) -> None:
-    path = latents.make_project(tmp_path / "all", 3, 64, latents.make_checkpoint(tmp_path / "model", 8))
-    shapes: list[tuple[int, ...]] = []
-    encode = AutoencoderKL.encode
-
-    def noted(self, pixels, *rest, **more):
-        shapes.append(tuple(pixels.shape))
-        return encode(self, pixels, *rest, **more)
-
-    monkeypatch.setattr(AutoencoderKL, "encode", noted)
-    latents.run_bare(path)
-    alone, shapes[:] = sorted(shapes), []
-    latents.run_stage(path)
-    assert sorted(shapes) == alone == sorted((b, 3, h, w) for b, _, h, w in latents.batch_shapes(path))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("budget", [40, 10_000])
-def test_both_ways_encode_the_same_tokens(tiny, budget) -> None:
-    folder, cpu = tiny("kandinsky5-video-t2v"), torch.device("cpu")
-    template = FAMILIES["kandinsky5-video"].templates["t2v"]
-    encoder = Encoder(str(folder), None, template, template.max_length, torch.float32, cpu)
-    pipe = text.make_pipeline(folder, "kandinsky5-video-t2v", torch.float32, cpu)
-    captions = text.make_captions(folder, 12, 40)
-    tokens = text.encode_with_pipeline(pipe, captions, cpu)
-    assert tokens == text.encode_with_encoder(encoder, captions, budget) > 12 * 10
-
-
-def test_operations_of_a_product(monkeypatch) -> None:
-    cpu = torch.device("cpu")
-    monkeypatch.setitem(device_usage.MATRIX_SIDE, "cpu", 16)
-    left, right = torch.ones(8, 16), torch.ones(16, 4)
-    usage = device_usage.measure_usage(lambda: left @ right, cpu, seconds=2.0)
-    assert usage == device_usage.DeviceUsage(2.0, 2 * 8 * 16 * 4, None, None)
-    assert device_usage.DeviceUsage(1.0, 10**12, 0.75, 3 << 30).cells(4e12) == ["1", "25%", "25%", "3.0"]
-    assert device_usage.covered_length([(3, 9), (0, 4), (1, 2), (11, 12)]) == 10

@@ -1,9 +1,7 @@
 """`make gpu` without a card: parts that end in every way, and each part's own code on tiny shapes."""
 
 import json
-import os
 import re
-import subprocess
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +12,7 @@ from accelerate.test_utils.testing import AccelerateTestCase
 
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import equality, marked_tests, ranks, results, sana, summary, training, video_lite, waits
-from benchmarks.gpu.parts import CARD, CARD_SECONDS, PARTS, Part, PartOptions
+from benchmarks.gpu.parts import CARD, PARTS, Part, PartOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = PartOptions("cpu", tiny=True, seconds=300, peak_flops=1e10)
@@ -55,15 +53,6 @@ def is_gone(process: int) -> bool:
         return True
 
 
-def test_every_part_begins_if_all_take_what_they_may() -> None:
-    left, waiting = 9.5 * 60 - CARD_SECONDS, [*PARTS.values()]
-    while waiting:
-        assert left >= waiting[0].least
-        left -= program.share_time(waiting, left)
-        waiting.pop(0)
-    assert left == pytest.approx(0, abs=1e-6)
-
-
 def test_without_a_card_it_says_so(tmp_path: Path, capsys) -> None:
     assert program.run_parts({}, PartOptions(seconds=30), tmp_path, part("no_card")) == 2
     assert "torch 9 finds no CUDA device" in capsys.readouterr().err and not [*tmp_path.iterdir()]
@@ -74,15 +63,6 @@ def test_without_a_card_it_says_so(tmp_path: Path, capsys) -> None:
         with pytest.raises(SystemExit):
             program.main(words)
         assert said in capsys.readouterr().err
-
-
-def test_make_takes_the_environment_that_is_there(tmp_path: Path) -> None:
-    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    command = ["make", "-n", "gpu", "ONLY=nabla,vae", "MINUTES=5", "PYTHON=/usr/bin/its-python"]
-    said = subprocess.run(command, cwd=tmp_path, env=ours, text=True, capture_output=True, check=True).stdout
-    words = ["/usr/bin/its-python", "-m", "benchmarks.gpu", "--only", "nabla,vae", "--minutes", "5"]
-    assert said.replace("\\\n", "").split() == words
 
 
 def test_every_part_is_there() -> None:
@@ -177,33 +157,6 @@ def test_tests_that_fail_or_hang_are_named(capfd, monkeypatch) -> None:
     printed = capfd.readouterr().out
     assert "a number differs" in printed and "KeyboardInterrupt" in printed and printed.count("```") == 2
     assert summary.count_tests(printed) == "1 passed, 1 failed, 0 skipped (test_that_fails)"
-
-
-def test_the_first_lines_say_what_was_found() -> None:
-    def table(*lines: tuple[object, ...]) -> str:
-        head, *others = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
-        return "\n".join([head, "|---" * len(lines[0]) + "|", *others])
-
-    def case(name: str, ratio: str, rate: str) -> tuple[str, ...]:
-        return name, "9.0", "9.5", "9.9", ratio, "1.5", "1.00", rate, "4%"
-
-    sections = {
-        "tests": "tests/a.py::test_one[cuda] PASSED [ 1%]\ntests/a.py::test_two SKIPPED (no) [ 2%]\n",
-        "equality": table(equality.COLUMNS, ("t2i", 1, 2, "2e-06", 0), ("sana", 1, 2, "3e-05", 0)),
-        "waits": table(waits.COLUMNS, ("t2i", "training step", 0, ""), ("t2i", "text batch", 2, "")),
-        "sana": table(training.COLUMNS, case("LoRA", "1.04", "30%"), case("full", "0.90", "55%"))
-        + "\n\n**Not whole**: a",
-    }
-    parts = {name: PARTS[name] for name in (*sections, "nabla")}
-    said = summary.summarize(sections, parts)
-    assert said[:4] == [
-        "- Parts: 3 of 5 passed; failed: sana; not run: nabla",
-        "- Tests: 1 passed, 0 failed, 1 skipped",
-        "- Losses beside the CPU's: differ by 3e-05 at most (sana; 2 flavours), bound 0.001",
-        "- Waits of a training step: t2i 0",
-    ]
-    assert "- Predicted memory / peak: 0.90 at worst (sana, full), of 2 cases" in said
-    assert all(line.endswith("not measured") for line in summary.summarize({}, PARTS)[1:])
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """examples/kubernetes: documents that Kubernetes accepts, whose commands are ours; the image; submit.sh."""
 
-import re
 import shutil
 import subprocess
 from itertools import pairwise
@@ -15,7 +14,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 FILES = {path.name: path for path in EXAMPLES.glob("*.yaml") if path.name != "kustomization.yaml"}
 DOCUMENTS = [(name, document) for name, path in sorted(FILES.items()) for document in YAML(typ="safe").load_all(path)]
 JOBS = [document for _, document in DOCUMENTS if document["kind"] == "Job"]
-KUSTOMIZATION = YAML(typ="safe").load(EXAMPLES / "kustomization.yaml")
 STEPS = ("plan", "encode", "train", "decode")  # of submit.sh without arguments; "vision" is asked for
 
 
@@ -59,19 +57,6 @@ def test_the_jobs_run_every_stage() -> None:
         "report",
     ]
     assert [ran.count(stage) for stage in stages] == [1] * len(stages)
-
-
-def test_the_commands_of_the_readme_name_files_that_are_there() -> None:
-    readme = (EXAMPLES / "README.md").read_text()
-    own = {"pipeline.yaml", "credentials.env"}  # the user's
-    named = {*re.findall(r"[\w./-]+\.(?:yaml|sh|env)\b", readme)} - own
-    named |= {link for link in re.findall(r"\]\(([^)]+)\)", readme) if "://" not in link}
-    assert {"./submit.sh", "kustomization.yaml"} <= named
-    assert [name for name in named if not (EXAMPLES / name).exists()] == []
-    commands = [line for block in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) for line in block.splitlines()]
-    for words in (line.partition("#")[0].split() for line in commands):
-        assert words[:1] != ["./submit.sh"] or {*words[1:]} <= {*STEPS, "vision"}, words
-    assert {job["metadata"]["labels"]["latentpress/step"] for job in JOBS} == {*STEPS, "vision"}
 
 
 KUBECTL = """#!/bin/sh

@@ -33,8 +33,8 @@ RUNS = {
     "qwen-image-edit": ("qwen-image-edit", "qwen-image-edit", "lora", "64x64"),
     "qwen-image-edit-plus": ("qwen-image-edit-plus", "qwen-image-edit-2511", "lora", "64x64"),
 }
-#: One of each family in the short form.
-SHORT = ("kandinsky5-image-t2i", "kandinsky5-video-i2v", "sana", "z-image", "flux2-klein", "qwen-image", "wan2.1-t2v")
+#: In the short form: a picture, a clip that is made of a picture, and a model in full rank.
+SHORT = ("kandinsky5-video-i2v", "sana", "z-image")
 KINDS = [kind if kind in SHORT else long(kind) for kind in RUNS]
 
 

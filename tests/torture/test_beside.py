@@ -146,39 +146,6 @@ def test_gc_at_every_step_of_a_stage(home, between, steps, name, format) -> None
 
 
 @pytest.mark.parametrize(("name", "format"), CASES)
-def test_gc_again_and_again_beside_a_stage(home, steps, tmp_path, name, format) -> None:
-    """In another process, from its third step on the disk to after its last."""
-    stage, override = Stage(home, PROGRAMS[name]), f"cache.format={format}"
-    refuse = Refuse(home, stage, override)
-    for turn in range(15):
-        stage.forget()
-        refuse.renew()
-        begun, seen = tmp_path / f"begun{turn}", tmp_path / f"seen{turn}"
-
-        def first(begun: Path = begun, seen: Path = seen) -> None:
-            begun.touch()
-            wait_for(seen.exists)
-
-        def work(first: Callable[[], None] = first) -> None:
-            steps.arm(2, first)
-            report = stage.run(override)
-            assert (report.exit_code, report.remaining) == (0, 0)
-
-        running = Child(work)
-
-        def collect(begun: Path = begun, seen: Path = seen) -> bool:
-            if begun.exists():  # not sooner: running a program writes the configuration, which the other loads first
-                refuse.renew()
-                assert home.run(gc.run, override, yes=True, keep_days=0.0).exit_code == 0
-                seen.touch()
-            return False
-
-        assert not running.until(collect)
-        assert seen.exists(), "gc never ran beside it"
-        refuse.check()
-
-
-@pytest.mark.parametrize(("name", "format"), CASES)
 def test_verify_at_every_step_of_a_stage(home, between, steps, name, format) -> None:
     """Also where its shards are replaced, as a picture came back."""
     another_picture(home)

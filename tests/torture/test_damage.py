@@ -199,7 +199,7 @@ def test_a_flipped_bit_of_any_byte(tmp_path, shards, forked, often, name) -> Non
     store, name = Store(tmp_path), f"text/f00d/{name}"
     rel = shards.write(store, "arrow" if name.endswith(".arrow") else "webdataset")
     data, path = store.read_bytes(name), store.local(name)
-    step = often(13, 1)
+    step = often(41, 1)
 
     def work() -> None:
         unseen = 0

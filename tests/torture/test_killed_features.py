@@ -2,10 +2,8 @@
 
 import importlib
 import io
-import random
 import shutil
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -77,35 +75,6 @@ def whole(home: Project) -> dict[str, bytes]:
     assert sum(name.endswith(".arrow") and name.startswith("features/") for name in made) > 3
     forget(home)
     return made
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_at_random_moments(home: Project, workers: int) -> None:
-    """Of every second start only once all shards are there: in the comparison."""
-    expected = whole(home)
-    shards = sum(name.endswith(".arrow") and name.startswith("features/") for name in expected)
-    uninterrupted = start(home, workers=workers)
-    assert uninterrupted.wait() == 0
-    took, times = time.monotonic() - uninterrupted.began, 12 if workers == 1 else 6
-    assert files(home) == expected
-    draw, turn, cut_off, in_comparison = random.Random(11), 0, 0, 0
-    while turn < times or cut_off < times // 3 or not in_comparison:
-        forget(home)
-        running = start(home, workers=workers)
-        if turn % 2:
-            assert running.until(lambda: len([*home.root.glob("features/*/*.arrow")]) == shards)
-            time.sleep(draw.random())
-        else:
-            time.sleep(took * (turn % times + draw.random()) / times)
-        running.kill()
-        left = files(home)
-        assert left.items() <= expected.items(), "what is not whole stands under its final name"
-        cut_off += len(left) < len(expected)
-        in_comparison += len(left) == len(expected) - 1
-        assert running.alone()
-        assert start(home, workers=workers).wait() == 0
-        assert files(home) == expected
-        turn += 1
 
 
 def test_while_pairs_are_confirmed_and_at_every_step_of_the_table(home: Project, monkeypatch: Any, steps: Any) -> None:

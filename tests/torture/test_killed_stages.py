@@ -1,10 +1,11 @@
-"""Every stage but encode-latents of pictures (test_killed.py), killed and started again: the same files, byte for byte.
+"""Every stage, killed and started again: the same files, byte for byte, as if it never was.
 
-Encoding stages are killed at named points and at random moments, with members that are set aside among them; index and
-export, which are quick, at every step that they take on the disk.
+Encoding stages are killed at named points and at random moments, with members that are set aside among them; discover,
+bucket, index and export, which are quick, at every step that they take on the disk.
 """
 
 import importlib
+import os
 import random
 import shutil
 import signal
@@ -24,6 +25,8 @@ from cache.sets.trainset import SetError
 from cache.shards.tensors import Array
 from cache.store.store import Store
 from stages import bucket, caption, discover, encode_latents, encode_text, encode_vision, export, features, index, masks
+from stages.encoding import member_reader
+from stages.encoding.member_reader import ReadRequest
 from stages.encoding.text.worker import TextWorker
 from tests.forms import long
 from tests.processes import Child
@@ -93,6 +96,7 @@ def another_clip(home: Project) -> None:
 CASES = {
     "text of Kandinsky": Case("kandinsky5-image-t2i", encode_text, pictures),
     "text of Sana, one NaN": Case("sana", encode_text, pictures, nan="picture 3", aside=1),
+    "latents of pictures": Case("kandinsky5-image-t2i", encode_latents, pictures),
     "text with images, one gone": Case("kandinsky5-image-i2i", encode_text, edits, no_source, aside=2),
     "latents of clips and first frames, one changed": Case(
         "kandinsky5-video-i2v", encode_latents, clips, another_clip, aside=1
@@ -154,7 +158,10 @@ def planned(project, tiny, spoil) -> Callable[[str], Stage]:
     return make
 
 
-@pytest.mark.parametrize("name", [long(name) if name.startswith("text of") else name for name in CASES])
+SHORT = ("text with images, one gone", "latents of clips and first frames, one changed", "captions")
+
+
+@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in CASES])
 def test_at_a_named_point(planned, steps, forked, is_long, name) -> None:
     """In the short form at one for each case, in turn."""
     stage, every = planned(name), [*product(POINTS, FORMATS)]
@@ -211,7 +218,49 @@ def test_at_random_moments(planned, name) -> None:
         turn += 1
 
 
-# -- index and export ----------------------------------------------------------------------------------------
+SLOW = "slow.png"
+
+
+def stuck(wanted: ReadRequest) -> member_reader.MemberPixels:
+    """What a reading process does, but not done with the slow picture for as long as a file stands there: half of it
+    is read, and that file says so."""
+    path, _ = wanted.files[0]
+    if Path(str(path)).name == SLOW:
+        with open(str(path), "rb") as file:
+            file.read(os.path.getsize(str(path)) // 2)
+        begun = Path(f"{path}.begun")
+        begun.touch()
+        while begun.exists():
+            time.sleep(0.02)
+    return member_reader.read_member(wanted)
+
+
+def stuck_reader() -> Callable[[ReadRequest], member_reader.MemberPixels]:
+    return stuck
+
+
+@pytest.mark.long
+def test_while_a_picture_is_decoded(planned, monkeypatch) -> None:
+    """One process decodes while this one encodes what came before: the machine loses both at once."""
+    latents = planned("latents of pictures")
+    home = latents.home
+    home.image(SLOW, (64, 64), "slow", 11)
+    home.run(discover.run)
+    home.run(bucket.run)
+    expected = latents.whole()
+    with monkeypatch.context() as changed:
+        changed.setattr(
+            member_reader, "make_member_reader", stuck_reader
+        )  # the readers' processes import it by its name
+        running = Child(latents.run)
+    assert running.until((home.media / f"{SLOW}.begun").exists)
+    assert running.kill()
+    assert latents.check(expected) > 0
+    (home.media / f"{SLOW}.begun").unlink()
+    assert running.alone(), "a process that decodes outlives the program and its item"
+
+
+# -- before and after the encoding --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -306,3 +355,39 @@ def test_export_at_every_step(encoded, steps, forked, often) -> None:
         shutil.rmtree(place)
     assert False in ends
     assert {0, shards} <= skipped, "what was whole is made again, or never was"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", [discover, bucket])
+def test_discover_and_bucket_at_every_rename(project, steps, forked, program, often) -> None:
+    home = project("kandinsky5-image-t2i")
+    for number in range(3):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    renames = lambda step, path: step == "rename"  # noqa: E731
+    after = lambda step, path: step == "fsync" and not path.endswith(".tmp")  # noqa: E731
+
+    def plan() -> dict[str, bytes]:
+        home.run(discover.run)
+        home.run(bucket.run)
+        return everything(home.root)
+
+    expected, found = plan(), home.folder / "discovered"
+    shutil.rmtree(home.root)
+    if program is bucket:
+        home.run(discover.run)
+        shutil.copytree(home.root, found)
+    for only in (renames, after)[: often(1, 2)]:
+        at, ended = 0, signal.SIGKILL
+        while ended:
+            shutil.rmtree(home.root, ignore_errors=True)
+            if program is bucket:
+                shutil.copytree(found, home.root)
+
+            def work(at: int = at, only=only) -> None:
+                steps.arm(at, die, only)
+                home.run(program.run)
+
+            ended = forked(work)
+            assert plan() == expected
+            at += often(4, 1)
+        assert at > 0

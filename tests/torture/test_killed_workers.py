@@ -16,7 +16,7 @@ from cache.sets.plans import Unit
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE
-from stages import bucket, discover, encode_latents, encode_text, status
+from stages import bucket, discover, encode_latents, encode_text
 from stages.encoding.text.worker import TextWorker
 from stages.engines import local
 from stages.engines.jobs import Job, UnitResult
@@ -253,38 +253,3 @@ def test_a_worker_without_its_program_cleans_up_undisturbed(tmp_path, workers, m
 
 
 # -- parts of the work ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(("of_text", "of_latents"), [FORMATS, FORMATS[::-1]])
-def test_two_parts_of_which_one_is_killed_and_started_again(home, steps, tmp_path, point, of_text, of_latents) -> None:
-    """While the other is in the midst of its own."""
-    for program, format in ((encode_text, of_text), (encode_latents, of_latents)):
-        stage, override = Stage(home, program), f"cache.format={format}"
-        expected = stage.whole(override)
-        only, at = stage.points[point]
-        midst, go_on = tmp_path / f"{stage.kind}-midst", tmp_path / f"{stage.kind}-on"
-
-        def wait(midst: Path = midst, go_on: Path = go_on) -> None:
-            midst.touch()
-            wait_for(go_on.exists)
-
-        def work(part: str, act, only=only, at: int = at, stage: Stage = stage, override: str = override) -> None:
-            steps.arm(at, act, only)
-            report = stage.run(override, shard=part)
-            assert (report.exit_code, report.remaining) == (0, 0)
-
-        second = Child(lambda work=work, wait=wait: work("1/2", wait))
-        assert second.until(midst.exists), "it ended before it was in the midst"
-        first = Child(lambda work=work: work("0/2", die))
-        assert first.wait() == -signal.SIGKILL
-        assert 0 < stage.left(expected) < len(expected)
-        again = Child(lambda work=work: work("0/2", lambda: None))
-        assert again.wait() == 0
-        assert stage.left(expected) > 0
-        go_on.touch()
-        assert second.wait() == 0
-        assert stage.files() == expected
-    report = home.run(status.run)
-    assert report.remaining == 0 and not [step for step in report.next_steps if "encode" in step]

@@ -16,11 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from schemas.errors import INCOMPLETE, LatentpressError
 from stages import bucket, caption, discover, encode_latents, encode_text
 from stages.engines import ray as engine
 from stages.engines.jobs import Job, UnitResult
-from stages.engines.ray import SOURCES
 from tests.project import Project
 from tests.ray_cluster import NODE, ray_cluster
 from tests.stages.describing import describing
@@ -137,18 +135,6 @@ def test_a_worker_that_never_gets_ready_is_replaced_and_no_unit_blamed(
     assert said in line and [len(run.tries(name)) for name in ("u0", "u1")] == [1, 1]
 
 
-def load_never(job: Job) -> Echo:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def test_where_loading_keeps_failing_the_stage_ends_with_the_facts(cluster, tmp_path) -> None:
-    run = Run(cluster, tmp_path, "u0", "u1", load=load_never, workers=1)
-    with pytest.raises(LatentpressError, match=r"before it was ready.*3 times in a row"):
-        run.results()
-    assert len(run.said) == 2
-
-
 def test_where_there_is_no_room_for_a_worker_it_is_said(cluster, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(engine, "ROOM_WARNING_S", 1.0)
     run = Run(cluster, tmp_path, "u0", "u1", resources={"num_gpus": 1.0, "memory_gib": 0.1}, ready_timeout_s=4.0)
@@ -156,12 +142,6 @@ def test_where_there_is_no_room_for_a_worker_it_is_said(cluster, tmp_path, monke
         run.results()
     (line,) = run.said
     assert "2 of 2 workers are not placed yet" in line
-
-
-def test_other_code_on_a_node_is_refused(cluster, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "digest_code", lambda: "other")
-    with pytest.raises(LatentpressError, match=r"worker \d \(process \d+ on .*sources of latentpress there"):
-        Run(cluster, tmp_path, "u0").results()
 
 
 # -- the stages ----------------------------------------------------------------------------------------------
@@ -196,14 +176,6 @@ def test_the_stages_make_the_same_shards_as_local_ones(home, project, tiny, clus
         report = stage.run(address=cluster.address, workers=2)
         assert (report.exit_code, report.remaining) == (0, 0)
         assert stage.files() == expected
-
-
-def test_max_time_ends_it_with_what_is_done(home, cluster) -> None:
-    stage = Stage(home, encode_text)
-    expected = stage.whole()
-    report = stage.run(address=cluster.address, max_time=0.5)
-    assert report.exit_code == INCOMPLETE and report.details["stopped"].startswith("by --max-time")
-    assert stage.left(expected) == report.remaining
 
 
 @contextmanager
@@ -279,52 +251,3 @@ def test_the_head_is_lost_and_another_cluster_goes_on(home) -> None:
     with ray_cluster(0, 1) as second, program(stage, second) as started:
         assert started.wait(400) == 0
     assert stage.files() == expected
-
-
-def test_ray_ends_on_the_machine_of_the_program(home) -> None:
-    """The workers go with it, and no other can be made: it is said at once."""
-    stage = Stage(home, encode_latents)
-    expected = stage.whole()
-    with ray_cluster(0, 1) as cluster, program(stage, cluster) as started:
-        wait_for_shards(stage, started)
-        [raylet] = cluster.head_node.all_processes["raylet"]
-        with stopped_workers(cluster):
-            raylet.process.kill()
-            _, said = started.communicate(timeout=200)
-        assert started.returncode == INCOMPLETE and "takes this program for dead" in said and "Traceback" not in said
-    assert stage.left(expected) > 0
-    assert stage.run().remaining == 0 and stage.files() == expected
-
-
-#: folder, address, seconds: a program whose second unit does not end.
-PROGRAM = """
-import sys
-from pathlib import Path
-from schemas.interruption import Speaker, speak_by
-from stages.engines import ray
-from tests.stages.engines.engine_workers import Echo, make_job, make_units
-ray.HEAD_TIMEOUT_S = int(sys.argv[3])
-speak_by(Speaker(print, lambda error: print(error, flush=True)))
-job = make_job(Path(sys.argv[1]), 1, engine="ray", ray={"address": sys.argv[2]}, item_timeout_s=1.0)
-for result in ray.run_units(Echo, job, iter(make_units("u0", "slow-1", "u2")), lambda n: None):
-    print(result.unit_id, flush=True)
-"""
-
-
-@pytest.mark.parametrize("frozen", [("gcs_server",), ("gcs_server", "raylet")])
-def test_a_head_that_does_not_answer_ends_the_program(tmp_path, frozen: tuple[str, ...]) -> None:
-    """Processes of the head stand still: no connection breaks, and nothing else tells the program."""
-    with ray_cluster(0, 1) as cluster:
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path), cluster.address, "10"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=SOURCES) as started:
-            wait_for((tmp_path / "tried-slow-1").exists)
-            heads = [psutil.Process(cluster.head_node.all_processes[name][0].process.pid) for name in frozen]
-            for process in heads:
-                process.suspend()
-            try:
-                said, _ = started.communicate(timeout=120)
-            finally:
-                started.kill()
-                for process in heads:
-                    process.resume()
-        assert started.returncode == INCOMPLETE and f"cluster at '{cluster.address}' has not answered" in said

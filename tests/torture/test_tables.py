@@ -1,21 +1,18 @@
 """Tables that a disk, or somebody, has changed: what is read is what was written, or DamageError that names the file
 and the command. Never another value, a raw exception, or a signal: the readers run in a forked process."""
 
-import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-import xxhash
 
 from cache.sets import plans, rejects, table_checks
 from cache.sets.set_lookup import newest_pointer, open_set
 from cache.sets.table_checks import TABLE_CHECKS as SET_TABLES
 from cache.sets.table_checks import read_set_table
-from cache.store import arrow_ipc
-from cache.store.damage import PARSE_ERRORS, DamageError
+from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.identity import hash_bytes
 from schemas.tables import (
@@ -191,69 +188,6 @@ def test_a_file_that_was_cut_or_emptied(store, rel, forked) -> None:
     assert forked(work, memory=MEMORY) == 0
 
 
-def resealed(data: bytes) -> bytes:
-    """The file with the checksum that whoever changed it would give it."""
-    plain = arrow_ipc._CHECKSUM_PATTERN.sub(arrow_ipc._CHECKSUM_PLACEHOLDER, data)
-    return plain.replace(
-        arrow_ipc._CHECKSUM_PLACEHOLDER, arrow_ipc._CHECKSUM_PREFIX + xxhash.xxh3_128_hexdigest(plain).encode()
-    )
-
-
-@pytest.mark.long
-def test_nothing_kills_a_process_though_the_checksum_is_right(store, rel, forked, often) -> None:
-    if rel.endswith(".json"):
-        pytest.skip("has no buffers")
-    data = store.read_bytes(rel)
-
-    def work() -> None:
-        whole = 0
-        for changed in flips(data, often(100, 1 << 30)):
-            put(store, rel, resealed(changed))
-            try:
-                found = read(Store(store.root), rel)
-            except DamageError as damage:
-                assert is_named(damage, store, rel)
-            else:
-                whole += 1
-                json.dumps(found.to_pylist())  # every value can be had
-        assert whole, "the checksums were right"
-
-    assert resealed(data) == data
-    assert forked(work, memory=MEMORY) == 0
-
-
-def _compressed(found: pa.Table) -> tuple[pa.Table, pa.ipc.IpcWriteOptions]:
-    return found, pa.ipc.IpcWriteOptions(compression="zstd")
-
-
-def _dictionaries(found: pa.Table) -> tuple[pa.Table, pa.ipc.IpcWriteOptions]:
-    column = found.column(0).combine_chunks().dictionary_encode()
-    return found.set_column(0, found.schema.names[0], column), pa.ipc.IpcWriteOptions()
-
-
-def _views(found: pa.Table) -> tuple[pa.Table, pa.ipc.IpcWriteOptions]:
-    return found.append_column("extra.x", pa.nulls(COUNT, pa.string_view())), pa.ipc.IpcWriteOptions()
-
-
-@pytest.mark.parametrize("how", [_compressed, _dictionaries, _views])
-def test_what_no_table_is_made_of(store, forked, how: Callable) -> None:
-    rel = "media/photos/media.arrow"
-    found, options = how(store.read_table(rel))
-    schema = found.schema.with_metadata(
-        {**found.schema.metadata, arrow_ipc.CHECKSUM_KEY: arrow_ipc._CHECKSUM_PLACEHOLDER}
-    )
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema, options=options) as out:
-        out.write_table(found)
-    put(store, rel, resealed(sink.getvalue().to_pybytes()))
-
-    def work() -> None:
-        with pytest.raises(DamageError):
-            read(Store(store.root), rel)
-
-    assert forked(work, memory=MEMORY) == 0
-
-
 @pytest.mark.parametrize(
     ("file", "column", "value"),
     [
@@ -287,20 +221,6 @@ def test_a_table_is_read_again_when_another_takes_its_place(store) -> None:
     )
     assert store.read_table(rel, table_checks.check_rejects).column("path").to_pylist() == ["y.png"]
     assert first.column("path").to_pylist() == ["x.png"], "an open table stays as it was"
-
-
-def test_the_checksum_stands_at_both_ends(store, rel) -> None:
-    if rel.endswith(".json"):
-        pytest.skip("stands there once")
-    with store.open(rel) as file:
-        found = arrow_ipc.verify_checksum(file)
-        place, _ = arrow_ipc.find_footer(file)
-    data = store.read_bytes(rel)
-    assert data.count(found.encode()) == 2 and data.index(found.encode()) < place < data.rindex(found.encode())
-    assert xxhash.xxh3_128_hexdigest(data.replace(found.encode(), b"\xff" * 32)) == found
-    put(store, rel, data.replace(found.encode(), b"0" * 32))
-    with store.open(rel) as file, pytest.raises(PARSE_ERRORS, match="does not match"):
-        arrow_ipc.verify_checksum(file)
 
 
 @pytest.mark.parametrize("what", ["flipped", "cut", "gone"])

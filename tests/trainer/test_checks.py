@@ -18,6 +18,7 @@ from schemas.config.methods import InputPerturbation, Methods
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, OK, USAGE, LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index
+from tests.forms import long
 from tests.project import Project
 from tests.trainer.runs import moved, train
 from trainer import checks
@@ -75,7 +76,7 @@ def run_checks(config: Config, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["missing", "surplus", "larger", "cut", "renamed"])
+@pytest.mark.parametrize("change", ["missing", long("surplus"), "larger", long("cut"), long("renamed")])
 def test_weights_that_are_not_the_models_are_found_by_their_headers(ready, program, tmp_path, change) -> None:
     config = ready("t2i")
     folder = shutil.copytree(config.model.path, tmp_path / "model")

@@ -6,13 +6,10 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
-from schemas.json_records import format_record
-from tests.forms import long
 from tests.trainer.runs import LOADS, moved
 from trainer.__main__ import warn_of_learning_rate
 from trainer.run import metrics
@@ -76,30 +73,6 @@ def test_what_needs_no_model_is_compared_before_one_is_loaded(ready, make_config
             assert "another train.run" in report["error"]["next_step"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["a caption", "a repeat", "a sample less", "null prompt", "another id"])
-def test_other_data_is_refused_in_words(make_config, make_set, made, program, change) -> None:
-    config = make_config("t2i", steps=1)
-    items, null, prompts = made.mixed_items(config)
-    make_set(config, items, null, prompts)
-    assert program(config)[0] == OK
-    if change == "a caption":
-        items[0].texts.append(items[0].texts[0])
-    elif change == "a repeat":
-        items[0].repeats = 1
-    elif change == "a sample less":
-        items.pop()
-    make_set(config, items, null, prompts, name="set2", ids="set1" if change != "another id" else "set2")
-    if change == "null prompt":
-        path = Path(config.root) / "sets" / "set2" / "set.json"
-        path.write_bytes(format_record(json.loads(path.read_text()) | {"null_text": 1}))
-    code, report, log = program(make_config("t2i", steps=2))
-    assert code == USAGE and LOADS not in log
-    assert "training data: set set1 with 12 samples and 18 captions in" in report["error"]["message"]
-    assert "set train.set" in report["error"]["next_step"]
-    assert log.count("can't be continued") == 1
-
-
 @pytest.mark.parametrize("output", ["a file", "below a file", "/proc/nowhere", "a dangling link"])
 def test_an_output_that_cant_be_written_is_found_before_a_model_is_loaded(ready, program, tmp_path, output) -> None:
     config = ready("t2i")
@@ -126,10 +99,8 @@ def test_a_second_trainer_in_the_folder_refuses(ready, program) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "damage", [long(b"\xff\xfe\n"), b'{"step": 1, "lo', long(b"[1]\n{}\n"), b"[" * 99_999 + b"\n", long(b"\0" * 9)]
-)
-def test_lines_that_cant_be_read_are_passed_over(ready, make_config, program, damage) -> None:
+def test_lines_that_cant_be_read_are_passed_over(ready, make_config, program) -> None:
+    damage = b"\xff\xfe\n[1]\n{}\n" + b"[" * 99_999 + b"\n" + b"\0" * 9 + b'\n{"step": 1, "lo'
     config = ready("t2i", steps=1)
     assert program(config)[0] == OK
     path = config.run_folder / "metrics.jsonl"

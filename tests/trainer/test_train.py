@@ -17,7 +17,6 @@ from cache.order.schedule import BatchSchedule
 from cache.store.damage import DamageError
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
 from schemas.config.validation import Validation
-from tests.forms import long
 from tests.trainer.runs import (
     check_result,
     check_shown,
@@ -38,12 +37,9 @@ from trainer.run import metrics
 from trainer.setup import prepare
 from trainer.setup.optimizers import DivergedError
 
-KINDS = ["t2i", "sana", "wan"]
-LATER = ["i2i", "t2v", "i2v", "z-image", "qwen-image", "wan-i2v", "flux2-klein", "klein-i2i", "edit-plus-i2i"]
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, *map(long, LATER)])
+@pytest.mark.parametrize("kind", ["t2i", "sana"])
 def test_a_run_leaves_what_it_promises(ready, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     adapter = {"type": "full"} if kind == "sana" else {"rank": 2}
@@ -71,17 +67,16 @@ def test_a_run_leaves_what_it_promises(ready, kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", long("i2v"), long("sana")])
-def test_accumulation_equals_one_large_batch(ready, kind) -> None:
-    """The same loss within 1e-5 and the same gradient norm within 1e-4, however the global batch is cut."""
+def test_accumulation_equals_one_large_batch(ready) -> None:
+    """The same loss within 1e-5 and the same gradient norm within 1e-3, however the global batch is cut."""
     runs = []
     for name, batch, accumulate in (("one", 4, 1), ("two", 2, 2), ("four", 1, 4)):
-        config = ready(kind, name=name, batch_size=batch, accumulate=accumulate, steps=2)
+        config = ready("t2i", name=name, batch_size=batch, accumulate=accumulate, steps=2)
         train(config)
         runs.append((lines(config), lines(config, "grad_norm")))
     for losses, norms in runs[1:]:
         assert losses == pytest.approx(runs[0][0], rel=1e-5)
-        assert norms == pytest.approx(runs[0][1], rel=1e-4 if kind == "sana" else 1e-3)
+        assert norms == pytest.approx(runs[0][1], rel=1e-3)
 
 
 @pytest.mark.long
@@ -100,10 +95,7 @@ def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "adapter"), [("t2i", {"rank": 4}), long("sana", {"type": "full"}), long("qwen-image", {"type": "full"})]
-)
-def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monkeypatch, kind, adapter) -> None:
+def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monkeypatch) -> None:
     """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both validate,
     each every second prompt, with the moving average, which is saved."""
     entered = tmp_path / "entered"
@@ -115,10 +107,10 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
 
     monkeypatch.setattr(validation, "compute_eval_loss", compute_eval_loss)
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 4}
-    common = {"steps": 4, "caption_dropout": 0.3, "adapter": adapter, "batch_size": 2, "validation": look}
+    common = {"steps": 4, "caption_dropout": 0.3, "adapter": {"rank": 4}, "batch_size": 2, "validation": look}
     common |= {"ema": {"decay": 0.5, "warmup": "none", "validate": True}}
-    alone = make_config(kind, name="alone", accumulate=4, **common)
-    two = make_config(kind, name="two", accumulate=2, **common)
+    alone = make_config("t2i", name="alone", accumulate=4, **common)
+    two = make_config("t2i", name="two", accumulate=2, **common)
     items, null, (prompt,) = made.mixed_items(alone)
     prompts = [replace(prompt, name=name) for name in ("one", "two", "three")]
     make_set(alone, items, null, prompts)
@@ -137,31 +129,22 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
     check_result(two, alone)
     longer = {**common, "steps": 6}
     for name in ("alone", "two"):
-        train(make_config(kind, name=name, accumulate=4, **longer))
+        train(make_config("t2i", name=name, accumulate=4, **longer))
     assert lines(two) == pytest.approx(lines(alone), rel=1e-4)
     check_result(two, alone)
 
 
-DIFFERENT = [
-    ({"seed": 5}, "train.seed: 0 on rank 0, 5 on rank 1"),
-    long(
-        {"optimizer": {"lr": 2e-3, "warmup": 2, "arguments": {"amsgrad": True}}},
-        "train.optimizer.arguments: {} on rank 0, {'amsgrad': True} on rank 1",
-    ),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("change", "said"), DIFFERENT)
-def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path, change, said) -> None:
+def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path) -> None:
     """What belongs to a machine may differ: here the number of threads."""
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
-    for path, settings in zip(paths, ({}, {"threads": 1, **change}), strict=True):
+    for path, settings in zip(paths, ({}, {"threads": 1, "seed": 5}), strict=True):
         config = make_config("t2i", steps=1, **settings)
         write(config, path)
     make_set(config)
     message = on_ranks(paths, (USAGE, USAGE))["error"]["message"]
-    assert message.splitlines() == ["the ranks do not train the same:", f"  rank 1 on {socket.gethostname()}: {said}"]
+    said = f"  rank 1 on {socket.gethostname()}: train.seed: 0 on rank 0, 5 on rank 1"
+    assert message.splitlines() == ["the ranks do not train the same:", said]
 
 
 @pytest.mark.slow
@@ -324,7 +307,7 @@ def spoil(batch, wrong: bool):
     return replace(batch, latents_BCTHW=batch.latents_BCTHW * torch.nan) if wrong else batch
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_rank_checks_its_local_cache_for_the_steps_that_remain(ready, make_config, tmp_path, monkeypatch) -> None:
     seen = tmp_path / "seen"
 

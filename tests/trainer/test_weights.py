@@ -43,17 +43,17 @@ def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -
     """A resumed run and one that never validates end with the same weights and state; the result is the average, and
     says so."""
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-    settings = {"checkpoint_every": 3, "adapter": {"rank": 2}, **AVERAGES[weights]}
-    whole = ready("t2i", name="whole", steps=6, validation=look, **settings)
+    settings = {"checkpoint_every": 2, "adapter": {"rank": 2}, **AVERAGES[weights]}
+    whole = ready("t2i", name="whole", steps=4, validation=look, **settings)
     result = loop.train_loop(prepared(whole))
-    cut = ready("t2i", name="cut", steps=3, **settings)
+    cut = ready("t2i", name="cut", steps=2, **settings)
     loop.train_loop(prepared(cut))
-    more = make_config("t2i", name="cut", steps=6, **settings)
-    assert loop.train_loop(prepared(more))["skipped"] == 3
-    for one, other in zip(checkpoint(whole, 6), checkpoint(more, 6), strict=True):
+    more = make_config("t2i", name="cut", steps=4, **settings)
+    assert loop.train_loop(prepared(more))["skipped"] == 2
+    for one, other in zip(checkpoint(whole, 4), checkpoint(more, 4), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
-    trained, state = checkpoint(whole, 6)
+    trained, state = checkpoint(whole, 4)
     with safe_open(Path(result["saved"]) / "pytorch_lora_weights.safetensors", framework="pt") as file:
         assert file.metadata()["latentpress.weights"] == weights
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -67,9 +67,9 @@ def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -
     if weights == "ema":
         with pytest.raises(ResumeError, match=r"train\.ema"):
             loop.train_loop(prepared(more.model_copy(update={"train": more.train.model_copy(update={"ema": None})})))
-        plain = ready("t2i", name="plain", steps=6, validation=look, **{**settings, "ema": {"decay": 0.6}})
+        plain = ready("t2i", name="plain", steps=4, validation=look, **{**settings, "ema": {"decay": 0.6}})
         loop.train_loop(prepared(plain))
-        assert all(torch.equal(value, checkpoint(plain, 6)[0][name]) for name, value in trained.items())
+        assert all(torch.equal(value, checkpoint(plain, 4)[0][name]) for name, value in trained.items())
         ours, theirs = eval_losses(whole), eval_losses(plain)
         assert ours[0] == theirs[0] and ours[-1] != theirs[-1], "with the average, if that is asked for"
 

@@ -1,57 +1,16 @@
-"""An adapter means the same in every format: each file is applied as its reader does, against the trained model."""
+"""An adapter file between its formats: ranks and strengths stay, and numbers that can't be held are named."""
 
 import json
-from itertools import product
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.forms import long
-from tests.project import SETTINGS
-from tests.trainer.pipelines import KINDS, apply_as_comfyui, exact_output, output, pipeline, trained
+from tests.trainer.pipelines import KINDS, apply_as_comfyui, output, pipeline
 from trainer.adapters.files import adapter_contents, load_layers, write_file
 from trainer.adapters.header import AdapterError, read_adapter
-from trainer.setup import export
 from trainer.setup.adapters import choose_targets
-
-ALPHAS = {"above": {"rank": 3, "alpha": 7.5}, "below": {"rank": 4, "alpha": 1.5}}
-BOTH = ("diffusers", "comfyui")
-ROUNDING = 2e-6  # of numbers above 1: a layer adds an adapter's output, and a merged one has it in its weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "alpha"),
-    [
-        *product(["kandinsky5-image-i2i", "kandinsky5-video-t2v", "sana"], ALPHAS),
-        ("wan2.1-t2v", "above"),
-        long("wan2.1-t2v", "below"),
-        long("wan2.2-5b-i2v", "above"),
-    ],
-)
-def test_every_format_gives_the_output_of_training(tiny, tmp_path, kind, alpha, record_property) -> None:
-    """The diffusers file through its pipeline, though ComfyUI's is in the same folder; ComfyUI's by its rule. diffusers
-    reads Wan's in ComfyUI, too."""
-    model = trained(kind, tiny(kind), **ALPHAS[alpha])
-    family = SETTINGS[kind]["family"]
-    assert export.save_lora(model, tmp_path, family, formats=BOTH).name == "pytorch_lora_weights.safetensors"
-    if kind == "sana":
-        assert any(key.endswith("ff.conv_point.alpha") for key in load_file(tmp_path / "comfyui_lora.safetensors"))
-    trained_output, theirs = output(kind, model), pipeline(kind, tiny(kind))
-    base = output(kind, theirs.transformer)
-    assert (trained_output - base).abs().max() > 1e-2
-    theirs.load_lora_weights(tmp_path)
-    torch.testing.assert_close(output(kind, theirs.transformer), trained_output, rtol=0, atol=ROUNDING)
-    plain = pipeline(kind, tiny(kind)).transformer
-    apply_as_comfyui(plain, tmp_path / "comfyui_lora.safetensors")
-    torch.testing.assert_close(exact_output(kind, plain), exact_output(kind, model), rtol=0, atol=1e-5)
-    if kind.startswith("wan"):
-        record_property("comfyui", (output(kind, plain) - trained_output).abs().max().item())
-        other = pipeline(kind, tiny(kind))
-        other.load_lora_weights(tmp_path / "comfyui_lora.safetensors")
-        torch.testing.assert_close(output(kind, other.transformer), trained_output, rtol=0, atol=ROUNDING)
 
 
 def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_path) -> None:

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from schemas.catalog import FAMILIES
-from schemas.config.training import Adapter
-from tests.trainer.pipelines import KINDS, output, trained
+from tests.trainer.pipelines import KINDS
 from trainer.adapters.header import (
     COMFYUI_PREFIX,
     AdapterError,
@@ -18,8 +17,6 @@ from trainer.adapters.header import (
     rename,
     resolve_names,
 )
-from trainer.setup import export
-from trainer.setup.adapters import make_trainable
 
 KIND = "wan2.1-t2v"
 NAMES = FAMILIES["wan2.1"].comfyui_names
@@ -37,21 +34,6 @@ def test_every_linear_layer_has_a_name_and_it_means_the_layer(tiny):
     assert len({*named.values()}) == len(layers)
     assert all(from_comfyui(name, NAMES) == path for path, name in named.items())
     assert all(from_comfyui(path, NAMES) == path for path in layers), "diffusers' own are left"
-
-
-@pytest.mark.slow
-def test_training_starts_from_a_file_with_comfyuis_names(tiny, tmp_path):
-    """Of another program: without a header, and without the prefix."""
-    first = trained(KIND, tiny(KIND), alpha=2.5)
-    path = export.save_lora(first, tmp_path, "wan2.1", formats=["comfyui"])
-    held = load_file(path)
-    assert any(key.startswith(f"{COMFYUI_PREFIX}blocks.0.cross_attn.o.") for key in held)
-    bare = {key.removeprefix(COMFYUI_PREFIX): value for key, value in held.items()}
-    for number, tensors in enumerate((held, bare)):
-        save_file(tensors, tmp_path / f"{number}.safetensors")
-        model = KINDS[KIND][0].load(str(tiny(KIND)))
-        make_trainable(model, KINDS[KIND][0], Adapter(init=str(tmp_path / f"{number}.safetensors")))
-        torch.testing.assert_close(output(KIND, model.eval()), output(KIND, first), rtol=0, atol=1e-6)
 
 
 def test_a_module_by_both_of_its_names_is_refused(tmp_path):

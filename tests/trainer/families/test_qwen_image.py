@@ -9,13 +9,12 @@ import torch
 from schemas.family import REFERENCE_PARTS
 from tests.forms import long
 from tests.trainer.families.batches import alone, check_batch_mates
-from tests.trainer.pipelines import apply_as_comfyui, denoise, output, pad_text, pipeline, random, trained
+from tests.trainer.pipelines import denoise, pad_text, random
 from trainer.batch import Batch
 from trainer.families import qwen_image
 from trainer.families.base import KeptTokens, change_arguments
 from trainer.families.qwen_image import QwenImage
 from trainer.methods.tread import begin, end
-from trainer.setup import export
 from trainer.validation import load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,24 +175,6 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     for kind, references in ((PLUS, TWO), (EDIT, TWO[:1])) if not checkpointing else ():
         model = QwenImage().load(str(tiny(kind)))
         check_batch_mates(QwenImage(), model, make_batch([3, 8], references=references), record_property, task="i2i")
-
-
-@pytest.mark.parametrize("kind", ["qwen-image", PLUS, long(EDIT)])
-def test_an_adapter_is_the_trained_model_in_the_pipeline_and_in_comfyui(tiny, tmp_path, record_property, kind):
-    """Whose names are diffusers' here; each of them is one of the transformer."""
-    folder = tiny(kind)
-    model, pipe = trained(kind, folder, alpha=2.5), pipeline(kind, folder)
-    wanted, before = output(kind, model), output(kind, pipe.transformer)
-    assert (wanted - before).abs().max() > 1e-2
-    comfyui = export.save_lora(model, tmp_path / "comfyui", kind, formats=["comfyui"])
-    apply_as_comfyui(pipe.transformer, comfyui)
-    gaps = {"ComfyUI": (output(kind, pipe.transformer) - wanted).abs().max().item()}
-    pipe = pipeline(kind, folder)
-    export.save_lora(model, tmp_path / "diffusers", kind)
-    pipe.load_lora_weights(tmp_path / "diffusers")
-    gaps["load_lora_weights"] = (output(kind, pipe.transformer) - wanted).abs().max().item()
-    record_property("largest differences", gaps)
-    assert max(gaps.values()) <= 1e-6
 
 
 def test_what_it_can_not_compute_is_refused(tiny):

@@ -239,46 +239,6 @@ def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(make_conf
     assert all(one < other for one, other in pairwise(sorted(runs.lines(whole))))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings", "atol"),
-    [
-        long(1, {"offload": {"blocks": True}}, 1e-5),
-        long(1, {"base_precision": "int8-torchao"}, None),
-        long(2, {}, 1e-3),
-        long(2, {"parallel": {"strategy": "fsdp2"}}, 1e-3),
-        long(1, {"adapter": {"type": "full"}}, None),
-        long(1, {"adapter": {"type": "lokr"}}, None),
-        long(1, {"base_precision": "nf4-bnb", "adapter": {"rank": 4, "dora": True}}, None),
-        long(1, {"adapter": {"rank": 4, "init_weights": "pissa"}, "ema": {"decay": 0.5, "validate": True}}, None),
-    ],
-    ids=["offload", "int8", "ddp", "fsdp2", "full", "lokr", "nf4 and dora", "pissa and average"],
-)
-def test_both_experts_are_there_for_samples_however_the_model_is_stored(
-    make_config, make_set, made, tmp_path, capsys, ranks, settings, atol
-):
-    """atol: of samples and, relative, of losses beside a plain run's; None where these are others."""
-    look = {"eval_samples": 0, "every": 2, "steps": 4, "guidance_low": 2.0}
-    common = {"steps": 2, "experts": "both", "validation": look, "adapter": {"rank": 4}, "caption_dropout": 0.0}
-    plain = make_config("wan-a14b", name="plain", accumulate=ranks, **common)
-    stored = make_config("wan-a14b", name="stored", **common | settings)
-    for config in (plain, stored):
-        make_set(config, *made.mixed_items(config))
-    if ranks > 1:
-        assert runs.on_two_ranks(runs.write(stored, tmp_path))["done"] == 4
-    else:
-        assert ended(stored, tmp_path) == 0
-    latents = [load_file(run.run_folder / "validation/step-000002/one.safetensors")["latent"]
-               for run in stored.expert_runs]  # fmt: skip
-    assert all(latent.isfinite().all() for latent in latents) and not torch.equal(*latents)
-    if atol is None:
-        return
-    assert ended(plain, tmp_path) == 0
-    for one, other, latent in zip(plain.expert_runs, stored.expert_runs, latents, strict=True):
-        assert runs.lines(other) == pytest.approx(runs.lines(one), rel=atol)
-        wanted = load_file(one.run_folder / "validation/step-000002/one.safetensors")["latent"]
-        torch.testing.assert_close(latent, wanted, rtol=0, atol=atol)
-
-
 def test_what_does_not_go_with_the_experts_is_refused(make_config):
     def problem(kind="wan-a14b", **train) -> str:
         with pytest.raises(ValueError) as caught:

@@ -1,10 +1,7 @@
 """`train --dry-run --card`: what fits is known before anything is discovered, without a network."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from examples.tiny_shapes import SHAPES
 from schemas.catalog import FAMILIES
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
-from schemas.errors import INCOMPLETE, OK
+from schemas.errors import INCOMPLETE, OK, USAGE
 from stages.encoding.text.qwen_vl_images import MAX_CACHED_FEATURES
 from trainer.memory import card_fit
 from trainer.memory.card_fit import check_card, find_plan, list_buckets, longest_text, read_shapes
@@ -185,20 +182,11 @@ def test_of_another_checkpoint_the_shape_is_its_own_or_said_to_be_assumed(tmp_pa
     assert len(assumed) == 3
 
 
-@pytest.mark.slow
-def test_the_program(tmp_path, tiny, forked_programs) -> None:
-    model = {"path": str(tiny("sana"))}
-    config = configured("sana", tmp_path, dataset={"resolution": 256}, model=model).model_dump(
-        mode="json", exclude_unset=True
-    )
-    (tmp_path / "p.yaml").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "trainer", "--config", "p.yaml", "--json", "--card", "0.5"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    refused = subprocess.run(command, **options)
-    assert refused.returncode == 2 and "--dry-run" in refused.stdout
-    found = subprocess.run([*command, "--dry-run"], **options)
-    report = json.loads(found.stdout)
-    assert found.returncode == report["exit_code"] == INCOMPLETE, found.stderr
+def test_the_program(tmp_path, tiny, program) -> None:
+    config = configured("sana", tmp_path, dataset={"resolution": 256}, model={"path": str(tiny("sana"))})
+    code, report, _ = program(config, {"card": 0.5})
+    assert code == USAGE and "--dry-run" in report["error"]["message"] + report["error"]["next_step"]
+    code, report, _ = program(config, {"card": 0.5}, dry_run=True)
+    assert code == report["exit_code"] == INCOMPLETE
     assert {row["item"] for row in report["failed"]} >= {"encode-text", "train"}
     assert not (tmp_path / "work").exists()

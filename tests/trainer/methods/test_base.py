@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,25 +58,6 @@ def tapping(monkeypatch: pytest.MonkeyPatch) -> Tapping:
 
 def test_every_method_has_a_section_of_its_own() -> None:
     assert [*Methods.model_fields] == [*METHODS], "in the same order"
-
-
-def test_the_loop_names_no_method_and_stays_short() -> None:
-    text = Path(loop.__file__).read_text()
-    assert len(text.splitlines()) < 350
-    assert not [name for name in METHODS if name in text.lower()]
-
-
-def test_the_documents_say_of_each_method_which_others_it_goes_with() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "methods.md").read_text()
-    table = text[text.index("\n| | ") :].split("\n\n", 1)[0].strip().splitlines()
-    (_, *columns), _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in table)
-    assert [title for title, *_ in rows][: len(columns)] == columns
-    for name in (field.alias or name for name, field in Methods.model_fields.items()):
-        assert name in {title.lower().replace(" ", "_").removesuffix("_data") for title in columns}, name
-        assert f"train.methods.{name}" in text, name
-    for title, *cells in rows:
-        empty = [column for column, cell in zip(columns, cells, strict=True) if not cell]
-        assert empty == [title] * (title in columns)
 
 
 @pytest.mark.slow

@@ -34,7 +34,6 @@ def marked(made, config, every: int = 2):
 @pytest.mark.parametrize(
     ("kind", "adapter", "options"),
     [
-        ("t2i", {}, {}),
         ("t2i", {"type": "lokr"}, {"target": "data", "weight": 3.0}),
         ("i2v", {"dora": True}, {"weight": 0.25}),
         ("sana", {"type": "lokr"}, {}),
@@ -111,7 +110,6 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     ("every", "settings", "said"),
     [
         (2, {"adapter": {"type": "full"}}, "train.adapter.type full changes the model itself"),
-        (2, {"adapter": {"type": "full", "targets": [".*to_query"]}}, "train.adapter.type full changes"),
         (2, {"adapter": {"init_weights": "olora"}}, "olora has moved a part of the base weights into the adapter"),
         (99, {"methods": {"regularization": {}}}, "needs regularization, which no sample of set set1 has"),
     ],

@@ -108,33 +108,6 @@ def sana_by_hand(model, noisy_CHW, sigma, text_LD, kept: list[list[int]]) -> tor
     return out[0].T.unflatten(1, (height, width))[:, None]
 
 
-def z_image_by_hand(model, noisy_CTHW, sigma, text_LD, kept: list[list[int]]) -> torch.Tensor:
-    """One sample: visual tokens, those that pad them, text, those that pad it; a route drops of the first."""
-    time = model.t_embedder((1 - sigma[None]) * model.t_scale)
-    images, texts, sizes, places, text_places, padded, text_padded = model.patchify_and_embed(
-        [noisy_CTHW], [text_LD], 2, 1
-    )
-    count = noisy_CTHW.shape[2] // 2 * (noisy_CTHW.shape[3] // 2)
-    rope, text_rope = (
-        model.rope_embedder(where[0])[None, : len(tokens[0])]
-        for where, tokens in ((places, images), (text_places, texts))
-    )
-    x = torch.where(padded[0][:, None], model.x_pad_token, model.all_x_embedder["2-1"](images[0]))[None]
-    text = torch.where(text_padded[0][:, None], model.cap_pad_token, model.cap_embedder(texts[0]))[None]
-    for block in model.noise_refiner:
-        x = block(x, None, rope, time)
-    for block in model.context_refiner:
-        text = block(text, None, text_rope)
-    joint, rope = torch.cat([x, text], 1), torch.cat([rope, text_rope], 1)
-    others = [*range(count, joint.shape[1])]
-    for number, block in enumerate(model.layers):
-        tokens = [*(kept[ROUTED[number]] if number in ROUTED else range(count)), *others]
-        new = block(joint[:, tokens], None, rope[:, tokens], time)[0]
-        joint = put_back(joint[0], tokens, new)[None]
-    out = model.all_final_layer["2-1"](joint, c=time)
-    return -model.unpatchify([*out], sizes, 2, 1)[0]
-
-
 class NablaByHand:
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None):
         return nabla_by_hand(attn, hidden_states, sparse_params, rotary_emb)
@@ -182,8 +155,6 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
         single = alone(batch, number)
         if kind == "sana":
             predicted = sana_by_hand(run.model, noisy[number, :, 0], sigma[number], single.text_BLD[0], kept)
-        elif kind == "z-image":
-            predicted = z_image_by_hand(run.model, noisy[number], sigma[number], single.text_BLD[0], kept)
         else:
             task = run.config.model.task
             arguments = Kandinsky5().model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)

@@ -96,12 +96,11 @@ def test_a_crafted_validation_prompt_is_named(make_config, make_set, made, part)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("crafted", [NO_TEXT, SWAPPED, NOT_A_NUMBER], ids=["text", "swapped", "NaN"])
-def test_training_ends_as_damage_does(make_config, make_set, made, program, crafted) -> None:
+def test_training_ends_as_damage_does(make_config, make_set, made, program) -> None:
     """Not one step was taken on it."""
     config = make_config("t2i", steps=40, caption_dropout=0.0, validation={"eval_samples": 0})
     items, null, _ = made.mixed_items(config)
-    craft(items, null, *crafted)
+    craft(items, null, *NOT_A_NUMBER)
     make_set(config, items, null, [])
     code, report, _ = program(config)
     assert code == DAMAGE

@@ -78,6 +78,7 @@ def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, ma
     assert train(make_config("t2i", steps=3, on_new_data="continue"))["done"] == 1
 
 
+@pytest.mark.long
 def test_losses_of_before_are_not_compared(make_config, make_set, made) -> None:
     settings = CONTINUE | {"validation": {"eval_samples": 4, "eval_sigmas": [0.5], "every": 2, "steps": 1}}
     config = make_config("t2i", steps=4, **settings)
@@ -101,7 +102,9 @@ def change(store: Store, rel: str, edit) -> None:
     store.write_table(rel, pa.Table.from_pylist(rows, table.schema))
 
 
-@pytest.mark.parametrize("case", ["other encoders", "trained sample", "trained media", "set is gone", "gone before"])
+@pytest.mark.parametrize(
+    "case", ["other encoders", "trained sample", "trained media", "set is gone", long("gone before")]
+)
 def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case: str) -> None:
     config, longer = (make_config("t2i", steps=steps, on_new_data="continue") for steps in (2, 3))
     store = Store(config.root)

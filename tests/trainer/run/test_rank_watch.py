@@ -111,6 +111,7 @@ def test_a_rank_that_hangs_in_its_turn_to_load(run_ranks, monkeypatch) -> None:
     assert "has made no progress for 20 s (train.parallel.timeout) at adding what is trained" in message
 
 
+@pytest.mark.long
 def test_a_rank_that_can_not_read_its_shards(run_ranks, monkeypatch, tmp_path) -> None:
     """While it resumes; torch.distributed.checkpoint raises the same on both."""
     weights = {"weight": torch.ones(2)}

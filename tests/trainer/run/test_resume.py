@@ -25,9 +25,9 @@ pytestmark = pytest.mark.slow
 DROPOUT = {"rank": 4, "dropout": 0.3}
 
 
-def killable(ready, name: str, kind: str = "t2i", **settings):
+def killable(ready, name: str, **settings):
     common = {"steps": 9, "batch_size": 2, "checkpoint_every": 3, "caption_dropout": 0.3, "adapter": DROPOUT}
-    return ready(kind, name=name, **common, **settings)
+    return ready("t2i", name=name, **common, **settings)
 
 
 def kill_at(config, step: int) -> None:
@@ -48,16 +48,14 @@ def kill_at(config, step: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.parametrize("kind", ["t2i", long("klein-i2i"), long("edit-plus-i2i")])
-def test_killed_and_resumed_gives_the_same_losses(ready, kind) -> None:
-    """Bit for bit, with dropout in the adapter and of captions, in the order of shards, killed twice."""
+def test_killed_and_resumed_gives_the_same_losses(ready) -> None:
+    """Bit for bit, with dropout in the adapter and of captions, in the order of shards."""
     torch.set_num_threads(1)
-    whole = killable(ready, "whole", kind, shuffle_shards=2)
+    whole = killable(ready, "whole", shuffle_shards=2)
     train(whole)
-    cut = killable(ready, "cut", kind, shuffle_shards=2)
-    for step in (4, 7):
-        kill_at(cut, step)
-        assert max(lines(cut)) < 9, "work was really cut off"
+    cut = killable(ready, "cut", shuffle_shards=2)
+    kill_at(cut, 4)
+    assert max(lines(cut)) < 9, "work was really cut off"
     result = train(cut)
     assert 0 < result["skipped"] < 9 and result["done"] == 9 - result["skipped"]
     assert lines(cut) == lines(whole) and list(lines(cut)) == list(range(1, 10))
@@ -140,20 +138,7 @@ def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
     )
 
 
-def test_more_steps_go_on_and_other_terms_are_refused(ready, make_config) -> None:
-    config = ready("t2i", steps=2)
-    train(config)
-    longer = make_config("t2i", steps=3)
-    assert train(longer)["done"] == 1
-    for change, said in (
-        ({"seed": 5}, "train.seed: 0 in"),
-        ({"accumulate": 2}, "global batch: 1 in the checkpoint, 2 now"),
-        ({"timesteps": {"sampling": "uniform"}}, 'train.timesteps.sampling: "logit_normal" in'),
-    ):
-        with pytest.raises(ResumeError, match=said):
-            train(make_config("t2i", steps=3, **change))
-
-
+@pytest.mark.long
 def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_config, program) -> None:
     config = ready("t2i", steps=3)
     train(config)

@@ -75,6 +75,7 @@ def test_over_a_quantized_base_it_adds_the_same(ready, wide, tmp_path) -> None:
     assert torch.equal(with_it, again) and (with_it - without).norm() > 0.01 * without.norm()
 
 
+@pytest.mark.long
 def test_another_assistant_does_not_continue_a_run(ready, assistant, tiny, tmp_path) -> None:
     config = ready(KIND, steps=1, adapter={"rank": 2})
     train(assisted(config, assistant))
@@ -86,6 +87,7 @@ def test_another_assistant_does_not_continue_a_run(ready, assistant, tiny, tmp_p
     train(assisted(longer, assistant.rename(tmp_path / "moved.safetensors")))
 
 
+@pytest.mark.long
 def test_the_prediction_of_memory_has_it(ready, assistant) -> None:
     config = ready(KIND, adapter={"rank": 2})
     plain, ours = (

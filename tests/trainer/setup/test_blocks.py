@@ -16,7 +16,7 @@ from trainer import train as loop
 from trainer.run import metrics
 from trainer.setup import blocks
 
-STEPS = 3
+STEPS = 2
 
 
 def note(calls: list[int], number: int, *_: object) -> None:
@@ -47,8 +47,7 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind",
-    ["t2i", long("sana"), long("z-image"), "qwen-image", long("wan"), long("flux2-klein"), long("edit-plus-i2i")],
+    "kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "edit-plus-i2i"))]
 )
 def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -> None:
     # The steps of AdamW with its usual eps depend on the sign of gradients that are rounding alone.
@@ -89,11 +88,10 @@ def test_every_nth_block_is_computed_again(ready) -> None:
 
 @pytest.mark.slow
 def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_config, capsys) -> None:
-    for options, words in (({"compile": "blocks", "compile_backend": "none"}, "has no backend 'none'"),):
-        config = ready("t2i", **options)
-        with pytest.raises(RunError, match=words) as caught:
-            prepared(config, Console())
-        assert caught.value.next_step and "loading the transformer" not in capsys.readouterr().err
+    config = ready("t2i", compile="blocks", compile_backend="none")
+    with pytest.raises(RunError, match="has no backend 'none'") as caught:
+        prepared(config, Console())
+    assert caught.value.next_step and "loading the transformer" not in capsys.readouterr().err
     settings = make_config("t2i", offload={"blocks": True}).train
     with pytest.raises(RunError, match="2 processes share one model"):
         blocks.check_offload(settings.offload, settings.parallel, 2)
@@ -101,9 +99,14 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_c
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "edit-plus-i2i"))]
+    ("kind", "expected"),
+    [
+        ("t2i", 3),
+        *(long(kind, 2) for kind in ("sana", "qwen-image", "edit-plus-i2i", "wan")),
+        *(long(kind, 3) for kind in ("z-image", "flux2-klein")),
+    ],
 )
-def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, kind, capsys) -> None:
+def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, kind, expected, capsys) -> None:
     """Also where their weights are on the host. A class of blocks is one graph, or two where the first block's input
     has no gradient, however many blocks there are, and computing them again needs no other."""
     found = []
@@ -117,15 +120,6 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, 
         numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
         said = capsys.readouterr().err
         graphs = [int(number) for number in re.findall(r"torch.compile: graph (\d+) of the blocks", said)]
-        expected = {
-            "t2i": [1, 2, 3],
-            "sana": [1, 2],
-            "z-image": [1, 2, 3],
-            "qwen-image": [1, 2],
-            "edit-plus-i2i": [1, 2],
-            "wan": [1, 2],
-            "flux2-klein": [1, 2, 3],
-        }[kind]
-        assert graphs == ([] if name == "plain" else expected), "two blocks of images, one of text; three of Sana"
+        assert len(graphs) == (0 if name == "plain" else expected), "two blocks of images, one of text; three of Sana"
         found.append((numbers["loss"], numbers["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-4)

@@ -21,44 +21,38 @@ FILE = "pytorch_lora_weights.safetensors"
     ("kind", "name", "adapter"),
     [
         ("t2i", "kandinsky5-image-t2i", {"rank": 4, "alpha": 2.5, "dropout": 0.3}),
-        long("i2v", "kandinsky5-video-i2v", {"rank": 2, "formats": ["comfyui"]}),
-        long("sana", "sana", {"rank": 2, "alpha": 5}),
-        ("sana", "sana", {"type": "full"}),
+        long("sana", "sana", {"type": "full"}),
         ("t2i", "kandinsky5-image-t2i", {"rank": 4, "init_weights": "pissa"}),
-        ("t2i", "kandinsky5-image-t2i", {"type": "lokr", "rank": 4, "alpha": 2.5, "formats": ["comfyui"]}),
-        long("sana", "sana", {"type": "lokr", "rank": 2, "alpha": 5}),
+        long("t2i", "kandinsky5-image-t2i", {"type": "lokr", "rank": 4, "alpha": 2.5, "formats": ["comfyui"]}),
     ],
-    ids=["alpha", "another format", "sana", "full", "converted", "lokr", "lokr of sana"],
+    ids=["alpha", "full", "converted", "lokr"],
 )
 def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(ready, kind, name, adapter) -> None:
-    config = ready(kind, steps=2, checkpoint_every=1, adapter=adapter, optimizer={"lr": 0.05, "warmup": 0})
+    config = ready(kind, steps=1, adapter=adapter, optimizer={"lr": 0.05, "warmup": 0})
     loop.train_loop(prepared(config))
-    seen = []
-    for path in list_checkpoints(config.run_folder / "checkpoints"):
-        pipe, run = pipeline(name, Path(config.model.path)), prepared(config)
-        before = output(name, pipe.transformer)
-        if adapter.get("type") == "full":
-            pipe.register_modules(transformer=type(pipe.transformer).from_pretrained(path / "transformer"))
-        else:
-            if adapter.get("type") == "lokr":
-                pipe.transformer.load_lora_adapter(path, prefix="transformer", weight_name=FILE)
-            else:
-                pipe.load_lora_weights(path)
-            assert (path / "comfyui_lora.safetensors").exists() == ("formats" in adapter)
-            with safe_open(path / FILE, "pt") as file:
-                assert file.metadata()["latentpress.steps"] == str(checkpoint_step(path))
-        with safe_open(path / "trainable.safetensors", "pt") as file:
-            # Once, but for an adapter that is converted on saving and can't be trained on.
-            assert bool(list(file.keys())) == ("init_weights" in adapter)
-        checkpoint.restore(resume.read_checkpoint(path, verify=True), run.trainable, run.optimizer)
-        measure = exact_output if "init_weights" in adapter else output  # what is converted is rounded
-        ours, theirs = measure(name, run.model.eval()), measure(name, pipe.transformer)
-        assert (ours - before).abs().max() > 1e-3
-        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+    [path] = list_checkpoints(config.run_folder / "checkpoints")
+    pipe, run = pipeline(name, Path(config.model.path)), prepared(config)
+    before = output(name, pipe.transformer)
+    if adapter.get("type") == "full":
+        pipe.register_modules(transformer=type(pipe.transformer).from_pretrained(path / "transformer"))
+    else:
         if adapter.get("type") == "lokr":
-            apart = exact_output(name, pipe.transformer)
-            pipe.transformer.fuse_lora()
-            merged = exact_output(name, pipe.transformer)
-            assert (merged - apart).abs().mean() <= 1e-6 * apart.abs().mean()
-        seen.append(ours)
-    assert len(seen) == 2 and not torch.equal(*seen)
+            pipe.transformer.load_lora_adapter(path, prefix="transformer", weight_name=FILE)
+        else:
+            pipe.load_lora_weights(path)
+        assert (path / "comfyui_lora.safetensors").exists() == ("formats" in adapter)
+        with safe_open(path / FILE, "pt") as file:
+            assert file.metadata()["latentpress.steps"] == str(checkpoint_step(path))
+    with safe_open(path / "trainable.safetensors", "pt") as file:
+        # Once, but for an adapter that is converted on saving and can't be trained on.
+        assert bool(list(file.keys())) == ("init_weights" in adapter)
+    checkpoint.restore(resume.read_checkpoint(path, verify=True), run.trainable, run.optimizer)
+    measure = exact_output if "init_weights" in adapter else output  # what is converted is rounded
+    ours, theirs = measure(name, run.model.eval()), measure(name, pipe.transformer)
+    assert (ours - before).abs().max() > 1e-3
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+    if adapter.get("type") == "lokr":
+        apart = exact_output(name, pipe.transformer)
+        pipe.transformer.fuse_lora()
+        merged = exact_output(name, pipe.transformer)
+        assert (merged - apart).abs().mean() <= 1e-6 * apart.abs().mean()

@@ -100,12 +100,8 @@ class Case:
 @pytest.mark.parametrize(
     ("kind", "adapter", "settings"),
     [
-        ("t2i", {"rank": 4, "dropout": 0.0}, {"base_precision": "nf4-bnb"}),
+        long("t2i", {"rank": 4, "dropout": 0.0}, {"base_precision": "nf4-bnb"}),
         long("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
-        long("wan", {"rank": 4, "dropout": 0.0}, {}),
-        long("flux2-klein", {"rank": 4, "dropout": 0.0}, {}),
-        long("edit-i2i", {"rank": 4, "dropout": 0.0}, {}),
-        long("edit-plus-i2i", {"rank": 4, "dropout": 0.0}, {}),
     ],
 )
 def test_two_processes_share_a_model(
