@@ -21,7 +21,7 @@ from cache.models.compatibility import check_preview_autoencoder
 from cache.models.weights import hash_file
 from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
 from cache.runs.validations import Mark, find_picture, is_current, read_mark
-from cache.store.files import check_folder, check_writable, explained, replacing
+from cache.store.files import check_folder, check_writable, explained
 from schemas.activities import activity
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.report import for_each_expert
@@ -33,10 +33,8 @@ from schemas.interruption import StopHandler
 from stages.engines.stage_processes import StageProcesses, remove_unfinished
 from stages.follow.trackers import open_trackers
 from stages.follow.watchers import Watch, is_watcher
-from stages.media.image import png_info
-from stages.pages import training_samples
-
-OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
+from stages.pages.pictures import output_suffix, write_output
+from stages.pages.training_samples import write_training_samples
 
 
 @for_each_expert()
@@ -82,7 +80,8 @@ def run(
             check_writable(folder)
             _decode_files(config, console, folder, todo, load, preview, report, handler)
         if not preview and not handler.reason:
-            _write_training_samples(config, options, console, folder, load)
+            with explained(str(folder)):
+                write_training_samples(config, folder, load, options.resources(config, "decode").workers, console)
     report.remaining = len(todo) - len(report.failed) - (report.done - done)
     if handler.reason:
         report.details["stopped"] = f"by {handler.reason}; what is decoded is kept"
@@ -204,18 +203,6 @@ def _decode_files(
             progress.advance(1)
 
 
-def _write_training_samples(
-    config: Config, options: Options, console: Console, folder: Path, load: Callable[[], Any]
-) -> None:
-    suffix, resources = OUTPUT_SUFFIXES[config.model.family_spec.video], options.resources(config, "decode")
-
-    def write(path: Path, frames_THWC: np.ndarray) -> None:
-        write_output(path.with_suffix(suffix), frames_THWC, config.clip_rate)
-
-    with explained(str(folder)):
-        training_samples.write_training_samples(config, folder, load, resources, write, console)
-
-
 def _load_autoencoder(config: Config, options: Options, folder: Path, preview: bool) -> Any:
     """(autoencoder, device)"""
     with garbage_collection_paused():
@@ -259,7 +246,7 @@ def _read_valid(file: Path, config: Config, report: Report) -> np.ndarray | None
 
 def output_path(folder: Path, config: Config, file: Path) -> Path:
     """The path of a latent's picture or video."""
-    return folder / "samples" / file.parent.name / (file.stem + OUTPUT_SUFFIXES[config.model.family_spec.video])
+    return folder / "samples" / file.parent.name / (file.stem + output_suffix(config))
 
 
 def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
@@ -272,43 +259,6 @@ def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         advice = "delete it, and run `latentpress train` again"
         raise LatentpressError(f"{file} can't be read: {error}", advice) from error
-
-
-def write_output(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | None = None) -> None:
-    """Write uint8 frames as PNG (the first one) or MP4, by the path's suffix, atomically."""
-    with replacing(path) as temporary:
-        if path.suffix == ".png":
-            from PIL import Image
-
-            Image.fromarray(frames_THWC[0]).save(temporary, format="PNG", pnginfo=png_info(mark) if mark else None)
-        else:
-            write_video(temporary, frames_THWC, fps, mark)
-
-
-def write_video(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | None = None) -> None:
-    """H.264 in MP4, nearly lossless except for the halved chroma; sides must be even, as every bucket's are.
-
-    Stream and container name the color space: without it players guess by the size.
-    """
-    from fractions import Fraction
-
-    import av
-    from av.video.reformatter import VideoReformatter
-
-    from stages.media import color
-
-    height, width = frames_THWC.shape[1:3]
-    tags, converter = color.output_tags(width, height), VideoReformatter()
-    with av.open(str(path), "w", format="mp4") as container:
-        if mark:
-            container.metadata["comment"] = str(mark)
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "14"})
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-        context = stream.codec_context
-        context.colorspace, context.color_primaries, context.color_trc, context.color_range = tags
-        for frame in frames_THWC:
-            container.mux(stream.encode(color.to_yuv420p(converter, frame, tags)))
-        container.mux(stream.encode())
 
 
 app = make_app("decode", "Turn validation latents into pictures and videos.", run, examples=["--watch"], divided=True)

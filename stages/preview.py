@@ -6,20 +6,23 @@ its row of the table that `bucket` prints, and some of its items as the encoder 
 same functions, in a sandbox.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
 from cache.sets import rejects
 from cache.sets.set_lookup import current_plan
+from cache.store.damage import DamageError
 from cache.store.files import check_folder, explained, replacing
 from cache.store.store import Store
 from schemas.activities import activity
@@ -32,15 +35,38 @@ from stages.discovery import media_locations
 from stages.encoding.item_plans import read_media
 from stages.media.files import MediaError
 from stages.pages.html import Caption, Card, Figure, Gallery, Section, render_template
-from stages.pages.pictures import Picture
-from stages.pages.plan_table import PlanTable, bucket_anchor, link_buckets
-from stages.pages.sample_preview import PageItem, PreviewPictures, make_previewer, read_samples
+from stages.pages.pictures import FRAME_BOX, IMAGE_BOX, Picture, encode_picture
+from stages.pages.plan_samples import (
+    NOT_ENCODED,
+    WHOLE_BOX,
+    EncodedPlan,
+    PlanSample,
+    PlanTable,
+    SamplePixels,
+    frame_indices,
+    read_samples,
+)
 from stages.planning import summary
 
 TableRow = dict[str, Any]
-MAX_CAPTIONS = 3  # shown of an item
+Read = Iterator[tuple[PlanSample, SamplePixels | MediaError]]
+MAX_CAPTIONS = 3  # shown of an item of a plan
 SHOWN_NUMBERS = ("sharpness", "luminance", "contrast", "motion", "outlier")
 MAX_EXAMPLES = 3  # shown of a rule
+MAX_LOWEST = 10  # samples of the lowest PSNR that are listed
+SECTION_NOTE = "The lowest PSNR comes first. Samples are chosen by their id, so each run shows the same ones."
+PSNR_NOTE = (
+    "PSNR is 10 log10(255² / MSE) over the 8-bit pixels of all frames, before the encoder and after the decoder, "
+    "at full size. The mean of a bucket is over the samples shown."
+)
+POSTERIOR_NOTES = {
+    "sample": "drawn from the posterior",
+    "mode": "the posterior's mean",
+    "moments": "moments, shown by their mean",
+}
+DIFFERENCE_GAIN = 4  # factor that makes differences visible
+DIFFERENCE = f"difference \N{MULTIPLICATION SIGN} {DIFFERENCE_GAIN}"
+MAX_PAGE_BYTES = 3 << 20  # all pictures of a page of encoded samples
 
 
 def run(
@@ -74,106 +100,131 @@ def run(
     buckets = [name for name in table.buckets if name in requested]
     page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
     check_folder(page.parent)
-    if not plan:
-        return _show_latents(table, buckets, items, page, options, console, report)
-    chosen = table.choose(items, buckets)
+    encoded = None if plan else EncodedPlan(table)
+    chosen = table.choose(items, buckets, encoded.encoded if encoded else None)
     total = sum(map(len, chosen.values()))
+    if encoded:
+        report.details["cache"] = encoded.folder
+        if encoded.missing:
+            report.details["not_encoded"] = encoded.missing
+            report.next_steps.append("latentpress encode-latents")
+        if not total:
+            where = "" if buckets == table.buckets else f" of {', '.join(buckets)}"
+            raise LatentpressError(
+                f"no sample{where} of plan {current.name} is encoded yet",
+                "run `latentpress encode-latents`; `latentpress preview --plan` shows the plan without it",
+            )
+    report.details["page"] = str(page)
     report.details["buckets"] = [
-        {"bucket": name, "samples": table.count(name), "shown": len(rows)} for name, rows in chosen.items()
+        encoded.bucket_row(name, len(rows))
+        if encoded
+        else {"bucket": name, "samples": table.count(name), "shown": len(rows)}
+        for name, rows in chosen.items()
     ]
-    report.details["page"] = str(page)
     if options.dry_run:
         report.remaining = total
         return report
-    _require_media(table, chosen)
-    with console.progress(total, "preview") as progress:
-        size = _write_atomically(page, render_plan_page(table, chosen, options, report, progress))
-    report.details["written_mib"] = round(size / 2**20, 2)
-    return report
-
-
-def _show_latents(
-    table: PlanTable, buckets: list[str], samples: int, page: Path, options: Options, console: Console, report: Report
-) -> Report:
-    from stages.pages.plan_table import EncodedPlan
-
-    encoded = EncodedPlan(table)
-    chosen = table.choose(samples, buckets, among=encoded.encoded)
-    total = sum(map(len, chosen.values()))
-    report.details["cache"] = encoded.folder
-    if encoded.missing:
-        report.details["not_encoded"] = encoded.missing
-        report.next_steps.append("latentpress encode-latents")
-    if not total:
-        where = "" if buckets == table.buckets else f" of {', '.join(buckets)}"
-        raise LatentpressError(
-            f"no sample{where} of plan {table.plan.name} is encoded yet",
-            "run `latentpress encode-latents`; `latentpress preview --plan` shows the plan without it",
-        )
-    report.details["page"] = str(page)
-    if options.dry_run:
-        report.remaining = total
-        report.details["buckets"] = [encoded.bucket_row(name, len(rows)) for name, rows in chosen.items()]
-        return report
-    missing = [name for name in ("torch", "diffusers") if find_spec(name) is None]
-    if missing:
-        raise LatentpressError(
-            f"decoding latents needs the library {missing[0]!r}: not found",
-            f"Install it with: {install_command('encode')}; `latentpress preview --plan` works without it",
-        )
-    _require_media(table, chosen)
-    with activity("loading torch and the autoencoder's code", at_once=True):
-        from stages.pages import result_page
-
-    with console.progress(total, "preview", "samples") as progress:
-        resources = options.resources(table.config, "decode")
-        results = result_page.compare_samples(encoded, chosen, resources, progress)
-    result_page.add_to_report(results, report, with_samples=options.json)
-    report.details["buckets"] = rows = result_page.bucket_rows(encoded, results, buckets)
-    size = _write_atomically(page, result_page.render_result_page(encoded, results, rows))
-    report.details["written_mib"] = round(size / 2**20, 2)
-    return report
-
-
-def _require_media(table: PlanTable, chosen: dict[str, list[int]]) -> None:
-    rows = pa.array([row for rows in chosen.values() for row in rows], pa.int64())
-    samples = table.active.column("sample_id").take(rows).combine_chunks()
-    probed = media_locations.select_probed_members(table.plan, "latents", samples)
+    resources = options.resources(config, "decode" if encoded else "preview")
+    if encoded:
+        missing = [name for name in ("torch", "diffusers") if find_spec(name) is None]
+        if missing:
+            raise LatentpressError(
+                f"decoding latents needs the library {missing[0]!r}: not found",
+                f"Install it with: {install_command('encode')}; `latentpress preview --plan` works without it",
+            )
+    all_rows = [row for rows in chosen.values() for row in rows]
+    samples = table.active["sample_id"].take(pa.array(all_rows, pa.int64())).combine_chunks()
+    probed = media_locations.select_probed_members(current, "latents", samples)
     media_locations.require_media(table.locations, "latents", probed)
+    autoencoder = None
+    if encoded:
+        with activity("loading torch and the autoencoder's code", at_once=True):
+            from stages.encoding import model_loading
+            from stages.encoding.vae.base import load_autoencoder
+        autoencoder = load_autoencoder(config.model, config.latents, model_loading.select_device(resources))
+    with (
+        console.progress(total, "preview", "samples") as progress,
+        closing(read_samples(table, all_rows, resources.workers, with_whole=plan)) as results,
+    ):
+        read = _count_read(results, report, progress)
+        pieces = (
+            _render_latents(encoded, autoencoder, chosen, read, report, with_samples=options.json)
+            if encoded
+            else _render_plan(table, chosen, read, report)
+        )
+        with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
+            size = sum(map(file.write, pieces))
+    report.details["written_mib"] = round(size / 2**20, 2)
+    return report
 
 
-def _write_atomically(path: Path, pieces: Iterable[bytes]) -> int:
-    """Write a file atomically; returns its size in bytes."""
-    with explained(str(path)), replacing(path) as temporary, temporary.open("wb") as file:
-        return sum(map(file.write, pieces))
+def _count_read(results: Read, report: Report, progress: Progress) -> Read:
+    """Add what can't be read to the report."""
+    for item, pixels in results:
+        if isinstance(pixels, MediaError):
+            row = rejects.make_reject("preview", item.name, item.path, pixels.reason, str(pixels))
+            report.set_aside.append(row)
+        yield item, pixels
+        progress.advance(1)
 
 
-def render_plan_page(
-    table: PlanTable, chosen: dict[str, list[int]], options: Options, report: Report, progress: Progress
-) -> Iterator[bytes]:
-    """The page in pieces; items are read as they are rendered. Items that can't be shown are added to `report`."""
+def _render_page(title: str, intro: Sequence[str], rows: Sequence[TableRow], sections: Iterator[Section]) -> Any:
+    """The page in pieces. rows: the table of buckets, each of which leads to its section."""
+    links = [{"text": row["bucket"], "href": f"#{_bucket_anchor(row['bucket'])}"} for row in rows]
+    buckets = [row | {"bucket": link} for row, link in zip(rows, links, strict=True)]
+    return render_template("preview.html", title=title, intro=intro, buckets=buckets, sections=sections)
+
+
+def _bucket_anchor(bucket: str) -> str:
+    return f"bucket-{bucket.replace('@', '-')}"
+
+
+def _shrink(pixels_HWC: np.ndarray, is_clip: bool, max_bytes: float = math.inf) -> Picture:
+    return encode_picture(pixels_HWC, FRAME_BOX if is_clip else IMAGE_BOX, max_bytes)
+
+
+def _side_by_side(pictures: Mapping[str, Picture], about: str, notes: Mapping[str, str] | None = None) -> list[Figure]:
+    """A figure for each picture by its name. notes: what follows a name."""
+    notes = notes or {}
+    return [
+        Figure((picture,), (f"{name}: {about}",), ", ".join(filter(None, [name, notes.get(name)])))
+        for name, picture in pictures.items()
+    ]
+
+
+def _strip(
+    versions: Mapping[str, Sequence[Picture]], times: Sequence[float], path: str, notes: Sequence[str] = ()
+) -> Gallery:
+    """The shown frames of a clip, the versions of each from top to bottom. notes: what follows the time of each."""
+    figures = []
+    for number, pictures in enumerate(zip(*versions.values(), strict=True)):
+        time, note = f"{times[number]:.2f} s", notes[number] if notes else ""
+        alts = tuple(f"{name}: {time} of {path}" for name in versions)
+        figures.append(Figure(pictures, alts, ", ".join(filter(None, [time, note]))))
+    note = f"From top to bottom: {', '.join(versions)}." if len(versions) > 1 else ""
+    return Gallery(figures, "frames", note)
+
+
+# -- the plan, before anything is encoded ----------------------------------------------------------------------------
+
+
+def _render_plan(table: PlanTable, chosen: dict[str, list[int]], read: Read, report: Report) -> Iterator[bytes]:
+    """The page in pieces; items are read as they are rendered."""
     config, rows = table.config, {row["bucket"]: row for row in table.bucket_rows()}
-    measured = _describe_items(table)
-    model, workers = config.model, options.resources(config, "preview").workers
-    all_rows = [row for indices in chosen.values() for row in indices]
+    measured, model = _describe_items(table), config.model
 
-    def cards(results: Iterable[tuple[PageItem, PreviewPictures | MediaError]]) -> Iterator[Card]:
+    def cards(results: Read) -> Iterator[Card]:
         for item, result in results:
-            progress.advance(1)
-            if isinstance(result, PreviewPictures):
-                report.done += 1
-            else:
-                row = rejects.make_reject("preview", item.name, item.path, result.reason, str(result))
-                report.set_aside.append(row)
-            card = plan_card(item, [table.plan.texts[name]["text"] for name in item.active_row["texts"]], result)
-            yield replace(card, facts=(*card.facts, *measured.get(item.sample["media_id"], ())))
+            report.done += isinstance(result, SamplePixels)
+            captions = [table.plan.texts[name]["text"] for name in item.active_row["texts"]]
+            yield plan_card(item, captions, result, measured.get(item.sample["media_id"], ()))
 
-    def sections(results: Iterator[tuple[PageItem, PreviewPictures | MediaError]]) -> Iterator[Section]:
+    def sections() -> Iterator[Section]:
         for bucket, indices in chosen.items():
             note = f"{len(indices)} of {table.count(bucket)} samples"
             note += f"; {count} of the bucket are held out" if (count := table.count(bucket, "eval")) else ""
             facts = {key: value for key, value in rows.get(bucket, {}).items() if key != "bucket"}
-            yield Section(bucket, bucket_anchor(bucket), facts, note, cards(islice(results, len(indices))))
+            yield Section(bucket, _bucket_anchor(bucket), facts, note, cards(islice(read, len(indices))))
         note = "Items that a rule of the last bucket run dropped."
         yield Section("Excluded by bucket", note=note, table=_rule_rows(excluded), look="texts")
         note = "Items that discover set aside; no plan contains them."
@@ -182,7 +233,7 @@ def render_plan_page(
     used = [dataset.id for dataset in config.datasets if not dataset.disabled]
     excluded = rejects.read_list(table.store, "bucket", f"{model.family}-{model.task}")
     set_aside = pa.concat_tables([rejects.read_list(table.store, "discover", name) for name in used])
-    held_out = pc.sum(pc.equal(table.active.column("role"), "eval")).as_py() or 0
+    held_out = pc.sum(pc.equal(table.active["role"], "eval")).as_py() or 0
     size = sum(row["latents_mib"] for row in rows.values())
     intro = [
         f"{model.family}, {model.task}, {model.flavour_spec.name}",
@@ -190,14 +241,7 @@ def render_plan_page(
         f"their latents take about {size:.4g} MiB. The pictures are read from the media and cropped as for encoding; "
         "nothing has to be encoded yet.",
     ]
-    with closing(read_samples(table, all_rows, make_previewer, workers)) as results:
-        yield from render_template(
-            "preview.html",
-            title=f"Plan {table.plan.name}",
-            intro=intro,
-            buckets=link_buckets(rows.values()),
-            sections=sections(results),
-        )
+    return _render_page(f"Plan {table.plan.name}", intro, list(rows.values()), sections())
 
 
 def _describe_items(table: PlanTable) -> dict[str, tuple[str, ...]]:
@@ -218,40 +262,44 @@ def _describe_items(table: PlanTable) -> dict[str, tuple[str, ...]]:
     return described
 
 
-def plan_card(item: PageItem, captions: Sequence[str], result: PreviewPictures | MediaError) -> Card:
+def plan_card(
+    item: PlanSample, captions: Sequence[str], result: SamplePixels | MediaError, measured: Sequence[str] = ()
+) -> Card:
     """A sample with its small pictures, or why there are none."""
     left = len(captions) - MAX_CAPTIONS
-    card = Card(
-        item.name,
-        marks=item.marks,
-        facts=item.facts,
-        captions=tuple(map(Caption, captions[:MAX_CAPTIONS])),
-        more=f"and {left} more" if left > 0 else "",
-    )
+    problems, galleries, is_clip = [], list[Gallery](), bool(item.times)
     if isinstance(result, MediaError):
-        return replace(card, problems=(f"can't be shown ({result.reason}): {result}",))
-    return replace(card, galleries=tuple(_galleries(item, result)), whole=bool(result.times))
+        problems = [f"can't be shown ({result.reason}): {result}"]
+    else:
+        assert result.whole is not None
+        versions = {f"cropped to {item.bucket}": [_shrink(frame, is_clip) for frame in result.frames]}
+        if result.masked is not None:
+            versions["mask: red is not trained"] = [_shrink(frame, is_clip) for frame in result.masked]
+        whole = _outline(item, encode_picture(result.whole, WHOLE_BOX))
+        if is_clip:
+            times = [item.times[index] for index in frame_indices(item.bucket.frames)]
+            galleries = [Gallery([whole]), _strip(versions, times, item.path)]
+        else:
+            names = [f"reference {number}" for number in range(1, len(item.references) + 1)] or ["i2i source"]
+            sources = {
+                f"{name}, cropped": _shrink(condition[0], is_clip)
+                for name, condition in zip(names, result.conditions, strict=False)
+            }
+            pictures = sources | {name: version[0] for name, version in versions.items()}
+            galleries = [Gallery([*_side_by_side(pictures, item.path), whole])]
+    return Card(
+        item.name,
+        galleries,
+        item.marks,
+        (*item.facts, *measured),
+        tuple(map(Caption, captions[:MAX_CAPTIONS])),
+        more=f"and {left} more" if left > 0 else "",
+        problems=problems,
+        whole=is_clip and not problems,
+    )
 
 
-def _galleries(item: PageItem, preview: PreviewPictures) -> Iterator[Gallery]:
-    whole, bucket = _outlined(item, preview.whole), item.bucket
-    if preview.times:
-        yield Gallery([whole])
-        for prefix, pictures in (("", preview.crops), ("mask at ", preview.masked)):
-            captions = [f"{prefix}{time:.2f} s" for time in preview.times]
-            frames = [Figure((picture,), (f"{caption} of {item.path}",), caption)
-                      for picture, caption in zip(pictures, captions, strict=False)]  # fmt: skip
-            yield Gallery(frames, "frames")
-        return
-    figures = [Figure(preview.crops[:1], (f"{item.path} cropped to {bucket}",), f"cropped to {bucket}")]
-    for number, source in enumerate(preview.sources, 1):
-        named = (f"reference {number}",) * 2 if item.references else ("source", "i2i source")
-        figures.insert(number - 1, Figure((source,), (f"{named[0]} of {item.path}",), f"{named[1]}, cropped"))
-    figures += [Figure((mask,), (f"mask of {item.path}",), "mask: red is not trained") for mask in preview.masked]
-    yield Gallery([*figures, whole])
-
-
-def _outlined(item: PageItem, picture: Picture) -> Figure:
+def _outline(item: PlanSample, picture: Picture) -> Figure:
     """The whole picture with its crop."""
     geometry, bucket = item.sample["geometry"], item.bucket
     width, height = bucket.width / geometry["resize_w"], bucket.height / geometry["resize_h"]
@@ -265,10 +313,220 @@ def _outlined(item: PageItem, picture: Picture) -> Figure:
 def _rule_rows(excluded: pa.Table) -> list[TableRow]:
     rows = summary.count_excluded(excluded)
     for row in rows:
-        of_dataset = pc.starts_with(excluded.column("item"), f"{row['dataset']}/")
-        dropped = pc.and_(pc.equal(excluded.column("reason"), row["rule"]), of_dataset)
-        row["example"] = excluded.filter(dropped).slice(0, MAX_EXAMPLES).column("message").to_pylist()
+        of_dataset = pc.starts_with(excluded["item"], f"{row['dataset']}/")
+        dropped = pc.and_(pc.equal(excluded["reason"], row["rule"]), of_dataset)
+        row["example"] = excluded.filter(dropped).slice(0, MAX_EXAMPLES)["message"].to_pylist()
     return rows
+
+
+# -- what is encoded, beside its originals ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A clip or picture and its reconstruction. versions: small pictures of the shown frames. errors: mean squared
+    error of all frames, none if the original can't be read."""
+
+    versions: dict[str, list[Picture]]
+    errors: np.ndarray
+
+    @property
+    def mse(self) -> float | None:
+        # All frames have the same number of pixels, so this is the mean over all pixels.
+        return float(self.errors.mean()) if len(self.errors) else None
+
+    def first(self, about: str) -> list[Figure]:
+        """The first frame in all versions, side by side."""
+        pictures = {name: version[0] for name, version in self.versions.items()}
+        note = format_psnr(psnr(self.errors[0])) if len(self.errors) else ""
+        return _side_by_side(pictures, about, {"reconstruction": note})
+
+
+def psnr(mse: float) -> float:
+    """Peak signal-to-noise ratio in dB of 8-bit pixels; infinite for identical ones."""
+    return 10 * math.log10(255**2 / mse) if mse else math.inf
+
+
+def format_psnr(decibels: float) -> str:
+    return "identical" if math.isinf(decibels) else f"{decibels:.2f} dB"
+
+
+def frame_errors(original_THWC: np.ndarray, reconstruction_THWC: np.ndarray) -> np.ndarray:
+    """(T,) the mean squared error of each frame of two uint8 clips, exact; a frame at a time, which bounds memory."""
+    assert original_THWC.shape == reconstruction_THWC.shape, (original_THWC.shape, reconstruction_THWC.shape)
+    assert original_THWC.dtype == reconstruction_THWC.dtype == np.uint8
+    pairs = zip(original_THWC, reconstruction_THWC, strict=True)
+    return np.array([np.square(first.astype(np.int32) - second).mean(dtype=np.float64) for first, second in pairs])
+
+
+def compare_clips(
+    original_THWC: np.ndarray | None, reconstruction_THWC: np.ndarray, is_clip: bool, max_bytes: int
+) -> Comparison:
+    """Compare a sample with its reconstruction, both uint8. max_bytes: size limit of each picture."""
+    shown = frame_indices(len(reconstruction_THWC))
+    versions, errors = {"reconstruction": reconstruction_THWC[shown]}, np.array([])
+    if original_THWC is not None:
+        errors, original = frame_errors(original_THWC, reconstruction_THWC), original_THWC[shown]
+        absolute = np.abs(original.astype(np.int16) - versions["reconstruction"])
+        amplified = np.minimum(absolute * DIFFERENCE_GAIN, 255).astype(np.uint8)
+        versions = {"original": original, **versions, DIFFERENCE: amplified}
+    pictures = {name: [_shrink(frame, is_clip, max_bytes) for frame in version] for name, version in versions.items()}
+    return Comparison(pictures, errors)
+
+
+def _render_latents(
+    encoded: EncodedPlan, autoencoder: Any, chosen: dict[str, list[int]], read: Read, report: Report, with_samples: bool
+) -> Iterator[bytes]:
+    """The page in pieces. Samples are decoded one at a time, and only small pictures of each stay in memory.
+    with_samples: add the numbers of each sample to the report."""
+    config, pictures = encoded.table.config, 0
+    for bucket, indices in chosen.items():
+        shape = Bucket.parse(bucket)
+        given = len(shape.references) or config.model.condition is not None
+        pictures += 3 * (len(frame_indices(shape.frames)) + given) * len(indices)
+    limit = MAX_PAGE_BYTES // max(1, pictures)
+    found = [_compare_sample(encoded, autoencoder, item, pixels, limit, report) for item, pixels in read]
+    # Samples without a PSNR first, then the lowest PSNR.
+    found.sort(key=lambda one: (-1.0 if math.isnan(one[0]["psnr_db"]) else one[0]["psnr_db"], one[0]["sample_id"]))
+    compared = [numbers for numbers, _ in found if not math.isnan(numbers["psnr_db"])]
+    report.done, lowest = len(compared), compared[:MAX_LOWEST]
+    keys = ("psnr_db", "bucket", "tokens", "item")
+    report.details["lowest_psnr"] = [{key: numbers[key] for key in keys} for numbers in lowest]
+    if with_samples:
+        report.details["samples"] = [numbers for numbers, _ in found]
+    if any(caption["problem"] == NOT_ENCODED for numbers, _ in found for caption in numbers["captions"]):
+        report.next_steps.append("latentpress encode-text")
+    if report.damage:
+        report.next_steps.append("latentpress verify --repair")
+    for row in report.details["buckets"]:
+        values = [numbers["psnr_db"] for numbers in compared if numbers["bucket"] == row["bucket"]]
+        row["mean_psnr_db"] = round(sum(values) / len(values), 2) if values else math.nan
+        row["lowest_psnr_db"] = min(values, default=math.nan)
+    rows = [
+        {"psnr": format_psnr(numbers["psnr_db"]), "bucket": numbers["bucket"]}
+        | {"sample": {"text": numbers["item"], "href": f"#sample-{numbers['sample_id']}"}}
+        for numbers in lowest
+    ]
+    sections = [Section("Lowest PSNR", table=rows)] if rows else []
+    for row in report.details["buckets"]:
+        bucket, facts = row["bucket"], {key: value for key, value in row.items() if key != "bucket"}
+        cards = [card for numbers, card in found if numbers["bucket"] == bucket]
+        sections.append(Section(bucket, _bucket_anchor(bucket), facts, SECTION_NOTE, cards))
+    intro, title = [*_describe_cache(encoded), PSNR_NOTE], f"Latents of plan {encoded.table.plan.name}"
+    return _render_page(title, intro, report.details["buckets"], iter(sections))
+
+
+def _describe_cache(encoded: EncodedPlan) -> Iterator[str]:
+    config, count, set_aside = encoded.table.config, int(encoded.encoded.sum()), int(encoded.set_aside.sum())
+    model = config.model
+    posterior = f", {POSTERIOR_NOTES[config.latents.posterior]}" if model.family_spec.posterior else ""
+    yield f"{model.family}, {model.task}, {model.flavour_spec.name}; {encoded.folder}{posterior}"
+    sentence = f"{count} of {len(encoded.encoded)} samples are encoded"
+    sentence += f", {set_aside} set aside" if set_aside else ""
+    yield sentence + (f"; {encoded.missing} are not encoded yet: latentpress encode-latents" if encoded.missing else "")
+
+
+def _compare_sample(
+    encoded: EncodedPlan,
+    autoencoder: Any,
+    item: PlanSample,
+    pixels: SamplePixels | MediaError,
+    max_bytes: int,
+    report: Report,
+) -> tuple[TableRow, Card]:
+    """(numbers, card); damage is added to the report."""
+    comparison, conditions, problems, damage = None, list[Comparison](), list[str](), None
+    original, bucket = None, item.active_row["bucket"]
+    if isinstance(pixels, MediaError):
+        problems.append(f"no original to compare with ({pixels.reason}): {pixels}")
+    else:
+        original = pixels
+    try:
+        ids = [item.sample["sample_id"], *(reference["sample_id"] for reference in item.references)]
+        stored = [encoded.latents.read(name) for name in ids]
+    except LatentpressError as error:
+        damage = error
+    else:
+        try:
+            comparison, *conditions = _decode_all(encoded.table.config, autoencoder, item, original, stored, max_bytes)
+        except DamageError as error:
+            damage = error
+    if damage:
+        problems.append(f"can't be decoded: {damage.message}; {damage.next_step}")
+    if isinstance(damage, DamageError):
+        row = {"path": damage.path, "row": damage.row, "item": item.name, "reason": "damaged"}
+        report.damage.append(row | {"message": damage.reason})
+    captions = tuple(map(encoded.caption, item.active_row["texts"]))
+    mse = comparison.mse if comparison else None
+    errors = [condition.errors[0] for condition in conditions if len(condition.errors)]
+    numbers = {
+        "psnr_db": math.nan if mse is None else round(psnr(mse), 2),
+        "bucket": bucket,
+        "tokens": ", ".join("unknown" if caption.tokens is None else str(caption.tokens) for caption in captions),
+        "item": item.name,
+        "sample_id": item.active_row["sample_id"],
+        "mse": mse,
+        "condition_mse": float(np.mean(errors)) if errors else None,
+        "captions": [asdict(caption) for caption in captions],
+        "unread": str(pixels) if isinstance(pixels, MediaError) else "",
+        "damage": damage.message if damage else "",
+    }
+    card = Card(
+        item.name,
+        list(_galleries(item, comparison, conditions)) if comparison else [],
+        item.marks,
+        item.facts,
+        captions,
+        problems=problems,
+        score="" if mse is None else format_psnr(psnr(mse)),
+        anchor=f"sample-{numbers['sample_id']}",
+        whole=True,
+    )
+    return numbers, card
+
+
+def _decode_all(
+    config: Config,
+    autoencoder: Any,
+    item: PlanSample,
+    original: SamplePixels | None,
+    stored: Sequence[tuple[str, Any]],
+    max_bytes: int,
+) -> Iterator[Comparison]:
+    """The sample, and its conditions that have latents of their own: the i2i source, the references or the i2v first
+    frame. stored: rows of the sample and of its references. DamageError if one is damaged."""
+    from stages.encoding.vae.base import decode_tensor
+
+    model, is_clip = config.model, bool(item.times)
+    (path, row), *references = stored
+    parts = [(path, row, "latent", item.bucket, item.bucket.frames)]
+    if "condition" in row.tensors:
+        size = Bucket.parse((item.sample["source_geometry"] or item.sample["geometry"])["bucket"])
+        given = 1 if model.condition is None else model.condition.frames
+        padded = model.condition is not None and model.condition.padded
+        bucket = Bucket(size.width, size.height, size.frames if padded else given)
+        parts.append((path, row, "condition", bucket, given))
+    for reference, (path, row) in zip(item.references, references, strict=True):
+        parts.append((path, row, "latent", Bucket.parse(reference["geometry"]["bucket"]), 1))
+    wanted = [None] * len(parts) if original is None else [original.frames, *original.conditions]
+    for (path, row, name, bucket, frames), pixels in zip(parts, wanted, strict=True):
+        decoded = decode_tensor(model.family_spec, autoencoder, path, row, name, bucket)[:frames]
+        yield compare_clips(pixels, decoded, is_clip, max_bytes)
+
+
+def _galleries(item: PlanSample, comparison: Comparison, conditions: Sequence[Comparison]) -> Iterator[Gallery]:
+    path, is_clip = item.path, bool(item.times)
+    if is_clip:
+        shown = frame_indices(item.bucket.frames)
+        notes = [format_psnr(psnr(comparison.errors[index])) for index in shown] if len(comparison.errors) else []
+        yield _strip(comparison.versions, [item.times[index] for index in shown], path, notes)
+    else:
+        yield Gallery(comparison.first(path))
+    for number, condition in enumerate(conditions, 1):
+        several = f" {number}" if len(conditions) > 1 else ""
+        note = "The first frame, which is also encoded alone:" if is_clip else f"The i2i source{several}:"
+        about = f"{'first frame' if is_clip else f'source{several}'} of {path}"
+        yield Gallery(condition.first(about), note=note)
 
 
 app = make_app(

@@ -132,14 +132,6 @@ def _list_results(folder: Path) -> list[Any]:
     return [sorted(contents.items()), samples, is_running(folder)]
 
 
-def describe_latents(config: Config, folder: Path, step: int) -> list[tuple[Path, dict[str, Any]]]:
-    """The latents of a validation in the order of the prompts, and what the trainer wrote about each."""
-    order = {prompt.prompt: number for number, prompt in enumerate(config.validation.prompts)}
-    latents = [file.latent for file in list_validations(folder) if file.step == step and file.latent]
-    described = [(latent, read_description(latent)) for latent in latents]
-    return sorted(described, key=lambda latent: (order.get(str(latent[1].get("prompt")), len(order)), latent[0].stem))
-
-
 def describe_sample(config: Config, latent: Path) -> dict[str, Any]:
     """A validation sample's prompt, negative prompt and seed as the configuration has them, and the trainer's
     description of its latent, such as bucket, steps and guidance, which takes precedence."""

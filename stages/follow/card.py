@@ -60,7 +60,7 @@ def write_card(config: Config, hub: Hub, repo: str, step: int, run: Path, folder
     with replacing(folder) as temporary:
         (temporary / PICTURES).mkdir(parents=True)
         for picture in pictures:
-            (temporary / picture_name(picture)).write_bytes(picture.clip or picture.data)
+            (temporary / picture_name(picture)).write_bytes(picture.picture.data)
         (temporary / CARD).write_text(make_card(config, hub, repo, step, pictures, run), encoding="utf-8")
     return [folder / CARD, *(folder / picture_name(picture) for picture in pictures)]
 
@@ -77,7 +77,7 @@ def _read_counts(root: str, set_id: str) -> list[str]:
 
 
 def picture_name(picture: SmallPicture) -> str:
-    return f"{PICTURES}/{picture.name}.{'jpg' if picture.clip is None else 'mp4'}"
+    return f"{PICTURES}/{picture.name}.{'mp4' if picture.picture.is_clip else 'jpg'}"
 
 
 def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence[SmallPicture], run: Path) -> str:

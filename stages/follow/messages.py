@@ -25,13 +25,13 @@ from cache.runs.training_run import (
     read_progress,
     step_of,
 )
-from cache.runs.validations import describe_latents, find_picture, loss_name
+from cache.runs.validations import find_picture, loss_name
 from schemas.config.pipeline import Config
 from schemas.config.training import EventName, Webhook
 from schemas.interruption import pause
 from schemas.text_format import format_duration
 from stages.discovery.sources.urls import scrub_secrets
-from stages.pages.pictures import SmallPicture, read_pictures
+from stages.pages.pictures import SmallPicture, list_samples, read_pictures
 
 PICTURES_WAIT_S = 900.0  # for which a validation waits at most for its pictures to be decoded
 SCORES_WAIT_S = 900.0  # and then for its scores, unless the next validation comes first
@@ -162,7 +162,7 @@ def describe(config: Config, event: Event) -> Message:
         points = ((curve.name, point) for curve in read_curves(folder) for point in curve.points)
         numbers += [_number(name, point.value) for name, point in points if point.step == event.step]
         left = "" if progress.seconds_left is None else f", {format_duration(progress.seconds_left)} left"
-        more = len(describe_latents(config, folder, event.step)) - len(pictures)
+        more = sum(event.step in steps for steps in list_samples(config, folder).values()) - len(pictures)
         text = f"{run}: validation at {at}{''.join(numbers)}{left}"
         text += f" ({more} more pictures are not shown)" if more else ""
     text = text.encode(errors="replace").decode()  # bytes of a file's name may be half a surrogate pair
@@ -197,7 +197,7 @@ class Service:
         for number in range(tries):
             pause(PAUSE_S if number else 0.0)
             files = [
-                AttachMemory(picture.data, name=f"{number}.jpg", mimetype="image/jpeg")
+                AttachMemory(picture.picture.data, name=f"{number}.jpg", mimetype="image/jpeg")
                 for number, picture in enumerate(message.pictures)
             ]
             notify, text = self._apprise.notify, NotifyFormat.TEXT

@@ -21,14 +21,6 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True)
-class Link:
-    """A cell of a table that leads to a place on the page."""
-
-    text: str
-    href: str
-
-
-@dataclass(frozen=True)
 class PictureFile:
     """A picture or clip that a page links to. uri: its address. width, height: not known."""
 
@@ -66,11 +58,23 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Caption:
-    """A sample's caption. note: what became of it. is_problem: the note tells of a problem."""
+    """A sample's caption. tokens, kept: their number, and how many of them the encoder kept; None if nothing is known.
+    problem: why not."""
 
     text: str
-    note: str = ""
-    is_problem: bool = False
+    tokens: int | None = None
+    kept: int | None = None
+    problem: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problem and self.tokens == self.kept
+
+    @property
+    def note(self) -> str:
+        if self.problem or self.tokens is None:
+            return self.problem
+        return f"{self.tokens} tokens" if self.is_whole else f"truncated: {self.kept} of {self.tokens} tokens kept"
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,12 @@ class Card:
     width of the page."""
 
     title: str
-    galleries: tuple[Gallery, ...] = ()
+    galleries: Sequence[Gallery] = ()
     marks: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
     captions: tuple[Caption, ...] = ()
     more: str = ""
-    problems: tuple[str, ...] = ()
+    problems: Sequence[str] = ()
     score: str = ""
     anchor: str = ""
     whole: bool = False

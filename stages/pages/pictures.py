@@ -1,11 +1,11 @@
-"""Small pictures and clips within a number of bytes: for pages, kept in memory while their files stay the same, and for
-the messages and model card of a run."""
+"""Pictures and clips: written whole, made smaller than a number of bytes, and a run's validation samples with them, for
+its pages, messages and model card."""
 
 import base64
 import io
 import math
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from cache.runs.validations import describe_latents, find_picture
+from cache.runs.validations import Mark, describe_sample, latent_path, list_validations
+from cache.store.files import replacing
 from schemas.config.pipeline import Config
 from stages.media.files import MediaError, MediaPath, unreadable_error
 
@@ -27,6 +28,7 @@ CLIP_STEPS = ((256, 26), (256, 32), (192, 34), (128, 36))
 CLIP_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts")
 MAX_KEPT = 1000  # twice those of a page
 JPEG_STEPS = ((85, 1.0), (70, 1.0), (60, 0.7), (50, 0.5), (40, 0.25))  # of JPEG, and share of the size
+SETTINGS = ("seed", "size", "steps", "guidance", "guidance_low")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,68 @@ class Picture:
     @property
     def is_clip(self) -> bool:
         return self.mime == "video/mp4"
+
+
+# -- whole ones ------------------------------------------------------------------------------------------------------
+
+
+def output_suffix(config: Config) -> str:
+    """The suffix of a run's pictures or clips."""
+    return ".mp4" if config.model.family_spec.video else ".png"
+
+
+def write_output(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | None = None) -> None:
+    """Write uint8 frames as PNG (the first one) or MP4, by the path's suffix, atomically."""
+    with replacing(path) as temporary:
+        if path.suffix == ".png":
+            from PIL import Image
+
+            from stages.media.image import png_info
+
+            Image.fromarray(frames_THWC[0]).save(temporary, format="PNG", pnginfo=png_info(mark) if mark else None)
+        else:
+            write_video(temporary, frames_THWC, fps, mark)
+
+
+def write_video(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | None = None) -> None:
+    """H.264 in MP4, nearly lossless except for the halved chroma; sides must be even, as every bucket's are."""
+    from av.video.reformatter import VideoReformatter
+
+    from stages.media import color
+
+    height, width = frames_THWC.shape[1:3]
+    tags, converter = color.output_tags(width, height), VideoReformatter()
+    frames = (color.to_yuv420p(converter, frame, tags) for frame in frames_THWC)
+    _encode_clip(str(path), frames, Fraction(fps), (width, height), tags, {"crf": "14"}, str(mark or ""))
+
+
+def _encode_clip(
+    target: Any,
+    frames: Iterable[Any],
+    rate: Fraction,
+    size: tuple[int, int],
+    tags: Sequence[int],
+    options: dict[str, str],
+    comment: str = "",
+) -> None:
+    """Stream and container name the color space by `tags`: without it players guess by the size."""
+    import av
+
+    rate = rate.limit_denominator(1001)
+    with av.open(target, "w", format="mp4") as container:
+        if comment:
+            container.metadata["comment"] = comment
+        stream = container.add_stream("libx264", rate=rate, options=options)
+        (stream.width, stream.height), stream.pix_fmt = size, "yuv420p"
+        context = stream.codec_context
+        context.colorspace, context.color_primaries, context.color_trc, context.color_range = tags
+        for number, frame in enumerate(frames):
+            frame.pts, frame.time_base = number, 1 / rate
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+# -- small ones ------------------------------------------------------------------------------------------------------
 
 
 def encode_picture(
@@ -97,6 +161,8 @@ def shrink_clip(path: Path, max_bytes: int) -> Picture | None:
     last fewer of them; None where a single one is too large. Raises MediaError."""
     import av
 
+    from stages.media.color import ColorTags
+
     try:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
@@ -104,38 +170,21 @@ def shrink_clip(path: Path, max_bytes: int) -> Picture | None:
                 return Picture(path.read_bytes(), stream.width, stream.height, "video/mp4")
             rate = stream.average_rate or Fraction(24)
             frames = [frame for _, frame in zip(range(MAX_CLIP_FRAMES), container.decode(stream), strict=False)]
+        tags = ColorTags.of(frames[0])
     except (av.error.FFmpegError, IndexError, OSError) as error:
         raise MediaError("unreadable", path, f"can't be read as a clip ({error})", "decode it again") from error
     stride = 1
     while stride < 2 * len(frames):
         for edge, quality in CLIP_STEPS if stride == 1 else CLIP_STEPS[-1:]:
-            clip = _encode_clip(frames[::stride], rate / stride, edge, quality)
-            if len(clip.data) <= max_bytes:
-                return clip
+            scale = min(1.0, edge / max(frames[0].width, frames[0].height))
+            width, height = (max(2, round(side * scale / 2) * 2) for side in (frames[0].width, frames[0].height))
+            small = (frame.reformat(width, height, "yuv420p") for frame in frames[::stride])
+            buffer, options = io.BytesIO(), {"crf": str(quality), "preset": "fast"}
+            _encode_clip(buffer, small, rate / stride, (width, height), tags, options)
+            if buffer.tell() <= max_bytes:
+                return Picture(buffer.getvalue(), width, height, "video/mp4")
         stride *= 2
     return None
-
-
-def _encode_clip(frames: list, rate: Fraction, edge: int, quality: int) -> Picture:
-    """Frames scaled down (never up) to even sides of at most `edge` pixels; colors are tagged as they were."""
-    import av
-
-    first = frames[0]
-    scale = min(1.0, edge / max(first.width, first.height))
-    width, height = (max(2, round(side * scale / 2) * 2) for side in (first.width, first.height))
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        options = {"crf": str(quality), "preset": "fast"}
-        stream = container.add_stream("libx264", rate=rate.limit_denominator(1001), options=options)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        context = stream.codec_context
-        context.colorspace, context.color_range = first.colorspace, first.color_range
-        for number, frame in enumerate(frames):
-            small = frame.reformat(width, height, "yuv420p")
-            small.pts, small.time_base = number, 1 / rate
-            container.mux(stream.encode(small))
-        container.mux(stream.encode())
-    return Picture(buffer.getvalue(), width, height, "video/mp4")
 
 
 def shrink(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | None = None) -> Picture | None:
@@ -143,7 +192,11 @@ def shrink(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | No
     long as the file stays as it is. Raises MediaError."""
     if not isinstance(path, str | Path):
         return shrink_file(path, box, max_bytes, at)
-    return _shrink_kept(os.fspath(path), file_version(path), box, max_bytes, at)
+    version = None
+    with suppress(OSError, ValueError):
+        status = os.stat(path)
+        version = status.st_mtime_ns, status.st_size, status.st_ino
+    return _shrink_kept(os.fspath(path), version, box, max_bytes, at)
 
 
 @lru_cache(MAX_KEPT)
@@ -154,26 +207,36 @@ def _shrink_kept(
     return shrink_clip(Path(path), max_bytes) if is_clip else shrink_file(path, box, max_bytes, at)
 
 
-def file_version(path: os.PathLike[str] | str) -> Hashable:
-    """Changes when a file is written again; None for what is not a local file."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+# -- of a run --------------------------------------------------------------------------------------------------------
+
+
+def list_samples(config: Config, folder: Path) -> dict[str, dict[int, Path | None]]:
+    """name -> step, ascending -> picture or clip, None where it is not decoded. In the order of the configuration's
+    samples, and then of names that it does not have."""
+    order = {sample.name: number for number, sample in enumerate(config.validation_samples())}
+    rows: dict[str, dict[int, Path | None]] = {}
+    for file in list_validations(folder):
+        rows.setdefault(file.name, {})[file.step] = file.picture
+    return dict(sorted(rows.items(), key=lambda row: (order.get(row[0], len(order)), row[0])))
+
+
+def describe(config: Config, folder: Path, name: str, step: int) -> dict[str, Any]:
+    """prompt, negative_prompt, and those of SETTINGS that are known."""
+    known = describe_sample(config, latent_path(folder, step, name))
+    known["size"] = known.get("bucket")
+    settings = {key: known[key] for key in SETTINGS if known.get(key) is not None}
+    prompts = {key: str(known.get(key) or "") for key in ("prompt", "negative_prompt")}
+    return prompts | {key: f"{value:g}" if isinstance(value, float) else value for key, value in settings.items()}
 
 
 @dataclass(frozen=True)
 class SmallPicture:
-    """data: JPEG, of a clip its middle frame. clip: H.264 in MP4. about: what the trainer wrote about the sample, with
-    prompt, seed, bucket, steps and guidance."""
+    """A sample. picture: JPEG, of a clip its middle frame, or a clip. about: what the trainer wrote about the sample,
+    with prompt, seed, bucket, steps and guidance."""
 
     name: str
-    data: bytes
-    width: int
-    height: int
+    picture: Picture
     about: dict[str, Any]
-    clip: bytes | None = None
 
     @property
     def prompt(self) -> str:
@@ -183,13 +246,12 @@ class SmallPicture:
 def read_pictures(
     config: Config, folder: Path, step: int, side: int, max_bytes: int, max_clip_bytes: int = 0
 ) -> Iterator[SmallPicture]:
-    """Read pictures in the order of the prompts, at most `side` pixels wide and high; those that are not decoded, can't
-    be read or are links to places outside of the run's folder are left out. max_clip_bytes: 0 without clips."""
-    for latent, about in describe_latents(config, folder, step):
-        path = find_picture(latent)
+    """Read pictures in the order of `list_samples`, at most `side` pixels wide and high; those that are not decoded,
+    can't be read or are links to places outside of the run's folder are left out. max_clip_bytes: 0 without clips."""
+    for name, steps in list_samples(config, folder).items():
+        path = steps.get(step)
         if path and path.resolve().is_relative_to(folder.resolve()):
             with suppress(MediaError, OSError):
-                picture = encode_picture(read_pixels(path), (side, side), max_bytes, JPEG_STEPS, "JPEG")
                 clip = shrink_clip(path, max_clip_bytes) if max_clip_bytes and path.suffix == ".mp4" else None
-                data = clip.data if clip else None
-                yield SmallPicture(path.stem, picture.data, picture.width, picture.height, about, data)
+                picture = clip or encode_picture(read_pixels(path), (side, side), max_bytes, JPEG_STEPS, "JPEG")
+                yield SmallPicture(name, picture, describe_sample(config, latent_path(folder, step, name)))

@@ -18,6 +18,7 @@ from cache.runs.validations import Mark
 from schemas.errors import LatentpressError
 from stages import decode
 from stages.encoding.vae import base
+from stages.pages.pictures import write_output
 from stages.pages.sheets import write_sheet
 
 COLORS = (
@@ -95,11 +96,11 @@ def test_a_video_has_the_colours_of_a_picture_and_says_how_they_are_coded(tmp_pa
     """Frames of one colour, which halved chroma does not change."""
     wanted = np.array(COLORS[:frames], np.uint8)[:, None, None].repeat(size[1], axis=1).repeat(size[0], axis=2)
     video = tmp_path / "a.mp4"
-    decode.write_output(video, wanted, 12)
+    write_output(video, wanted, 12)
     decoded = by_hand(video)
     assert len(decoded) == frames
     for number, frame in enumerate(decoded):
-        decode.write_output(tmp_path / "a.png", wanted[number:], 12)
+        write_output(tmp_path / "a.png", wanted[number:], 12)
         assert np.abs(frame - np.asarray(Image.open(tmp_path / "a.png"))).max() <= 2
     tags = (matrix, 1, 1, 1)
     assert planes(video)[0] == tags and in_stream(video, tmp_path / "bare.h264") == tags
@@ -120,7 +121,7 @@ def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project
     few = np.random.default_rng(2).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     wanted = np.asarray(Image.fromarray(few).resize(size, Image.Resampling.BICUBIC))
     video = decode.output_path(home.folder / "output/run", home.config(), latent)
-    decode.write_output(video, np.stack([wanted] * 3), 12, Mark(hash_file(latent, None)))
+    write_output(video, np.stack([wanted] * 3), 12, Mark(hash_file(latent, None)))
     for frame in by_hand(video):
         assert 10 * np.log10(255**2 / np.square(np.clip(frame, 0, 255) - wanted).mean()) > 38
     assert home.run(decode.run).skipped == 1  # and the sheet is made from the video
@@ -298,7 +299,7 @@ def test_a_contact_sheet_has_a_limit_and_the_order_of_the_configuration(project,
 def test_a_clip_is_shown_by_four_frames(project, tmp_path) -> None:
     config = project("kandinsky5-video-t2v").config()
     shades = np.stack([np.full((64, 96, 3), 20 + 25 * number, np.uint8) for number in range(9)])
-    decode.write_output(tmp_path / "clip.mp4", shades, 12)
+    write_output(tmp_path / "clip.mp4", shades, 12)
     write_sheet(config, [("step-000001", "clip", tmp_path / "clip.mp4")], tmp_path / "sheet.png", Mark())
     sheet = Image.open(tmp_path / "sheet.png").convert("L")
     top = 4 + 2 * 18 + 4

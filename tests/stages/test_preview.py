@@ -16,8 +16,7 @@ from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from stages import preview
 from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
-from stages.pages import sample_preview
-from stages.pages.plan_table import PlanTable
+from stages.pages.plan_samples import PlanTable, frame_indices
 from stages.preview import MAX_EXAMPLES
 from tests.stages.html_page import alike, decoded
 from tests.stages.plan_previews import planned, rows, settings, show, video_settings
@@ -30,7 +29,7 @@ def test_an_image_is_shown_as_the_encoder_gets_it(project) -> None:
     planned(home)
     report, page = show(home)
     assert (report.done, report.exit_code) == (1, 0)
-    [shown] = page.pictures("wide.png cropped to 64x64@1")
+    [shown] = page.pictures("cropped to 64x64@1: wide.png")
     assert alike(shown, read_cropped_image(path, rows(home)["wide.png"]["geometry"]))
     assert not alike(shown, np.asarray(Image.open(path).resize((64, 64))))
     [drawing] = page.of("svg")
@@ -52,7 +51,7 @@ def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
     assert sample["start"] > 0
     shown = page.pictures(" s of clip.mp4")
     assert len(shown) == 9 and "starts from its first frame" in page.article("clip.mp4")
-    for picture, index in zip(shown, sample_preview.frame_indices(17), strict=True):
+    for picture, index in zip(shown, frame_indices(17), strict=True):
         assert alike(picture, frames[index]), index
         assert f"{times[index]:.2f} s" in page.article("clip.mp4")
     assert np.abs(shown[0].astype(int) - shown[-1]).mean() > 50  # they do differ
@@ -116,7 +115,7 @@ def test_an_i2i_source_is_shown_beside_its_target(project) -> None:
     planned(home)
     _, page = show(home)
     sample = rows(home)["pair.png"]
-    [shown] = page.pictures("source of pair.png")
+    [shown] = page.pictures("i2i source, cropped: pair.png")
     assert alike(shown, read_cropped_image(source, sample["source_geometry"]))
     assert "regularization" in page.article("pair.png") and "source: pair.png" in page.article("pair.png")
 
@@ -133,7 +132,7 @@ def test_a_mask_is_laid_over_what_is_not_trained(project) -> None:
     planned(home)
     _, page = show(home)
     sample = rows(home)["one.png"]
-    [shown] = page.pictures("mask of one.png")
+    [shown] = page.pictures("mask: red is not trained: one.png")
     mask = read_sample_mask(home.folder / "masks" / "one.png", "image", sample["mask_geometry"], [])[0] > 0
     pixels = read_cropped_image(path, sample["geometry"])
     assert alike(shown[:, 36:], pixels[:, 36:]) and mask[:, 36:].all()

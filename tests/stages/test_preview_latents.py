@@ -17,7 +17,8 @@ from stages import bucket, discover, encode_latents, encode_text, preview
 from stages.encoding.vae import base
 from stages.media import sample_reader
 from stages.media.sample_reader import read_cropped_image, read_sample_frames
-from stages.pages import pictures, result_page, sample_preview
+from stages.pages import pictures
+from stages.pages.plan_samples import frame_indices
 from tests.stages.html_page import Page, alike, decoded
 from tests.stages.plan_previews import rows, settings
 
@@ -119,7 +120,7 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     reconstruction, first = again(home, original, original[:1])
     shown = [page.pictures(f"{what}: ") for what in ("original", "reconstruction")]
     places = [0, 2, 4, 6, 8, 10, 12, 14, 16]
-    assert sample_preview.frame_indices(17) == places and [len(part) for part in shown] == [10, 10]
+    assert frame_indices(17) == places and [len(part) for part in shown] == [10, 10]
     for i, place in enumerate(places):
         assert alike(shown[0][i], original[place]), place
         np.testing.assert_array_equal(shown[1][i], seen(reconstruction[place], pictures.FRAME_BOX))
@@ -130,7 +131,7 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     assert numbers["psnr_db"] == pytest.approx(decibels(original, reconstruction), abs=0.006)
     # The condition is the first frame, which is encoded alone.
     np.testing.assert_array_equal(shown[1][9], seen(first[0], pictures.FRAME_BOX))
-    assert result_page.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
+    assert preview.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
 
 
 @pytest.mark.long
@@ -221,9 +222,9 @@ def test_nothing_encoded_is_said_with_the_command(project) -> None:
 
 def test_psnr_of_known_differences() -> None:
     black = np.zeros((1, 8, 8, 3), np.uint8)
-    assert result_page.psnr(result_page.frame_errors(black, black + np.uint8(255))[0]) == 0
-    assert result_page.psnr(result_page.frame_errors(black, black + np.uint8(1))[0]) == pytest.approx(48.1308, abs=1e-4)
-    assert result_page.psnr(result_page.frame_errors(black, black)[0]) == math.inf
+    assert preview.psnr(preview.frame_errors(black, black + np.uint8(255))[0]) == 0
+    assert preview.psnr(preview.frame_errors(black, black + np.uint8(1))[0]) == pytest.approx(48.1308, abs=1e-4)
+    assert preview.psnr(preview.frame_errors(black, black)[0]) == math.inf
 
 
 def test_pictures_keep_to_their_bytes_and_small_ones_are_not_enlarged() -> None:

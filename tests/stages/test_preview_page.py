@@ -4,18 +4,16 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from schemas.errors import UsageError
 from stages.media.files import MediaError
 from stages.pages.html import Section, render_template
-from stages.pages.pictures import Picture
-from stages.pages.sample_preview import PageItem, PreviewPictures
+from stages.pages.plan_samples import PlanSample, SamplePixels
 from stages.preview import plan_card
 from tests.stages.html_page import HOSTILE, SEEN, Page
 from tests.stages.plan_previews import planned, rows, settings, show
-
-DOT = Picture(b"", 10, 10)
 
 
 def plan_page(word: str) -> Page:
@@ -24,11 +22,12 @@ def plan_page(word: str) -> Page:
     place |= {"role": "eval", "regularization": True, "repeats": 2, "weight": 2.0}
     cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
     sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
-    item = PageItem(place, sample, (60, 48), 0.2, 0.0)
-    results = [MediaError("missing", word, word, word)]
-    results += [PreviewPictures((DOT,), times, DOT, sources=(DOT,), masked=(DOT,)) for times in ((), (0.5,))]
+    shape, dot = {"width": 60, "height": 48, "lost": 0.2, "stretched": 0.0}, np.zeros((1, 10, 10, 3), np.uint8)
+    clip = sample | {"kind": "video", "start": 0.5, "rate": 12.0, "condition": "first-frame"}
+    found = MediaError("missing", word, word, word), SamplePixels(dot, (dot,), dot, dot[0])
+    items = [(PlanSample(place, kind, shape), result) for kind in (sample, clip) for result in found]
     line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word], "latents_mib": 1.5}
-    cards = [plan_card(item, [word, "", word, word], result) for result in results]
+    cards = [plan_card(item, [word, "", word, word], result) for item, result in items]
     sections = [Section(word, word, line, word, cards), Section(word, table=[line])]
     pieces = list(render_template("preview.html", title=word, intro=[word], buckets=[line], sections=sections))
     assert len(pieces) > len(cards)  # it is rendered an item at a time
@@ -40,7 +39,7 @@ def test_whatever_text_a_plan_holds_adds_no_tag_and_no_attribute() -> None:
     assert page.structure == plain.structure
     for card in page.articles:
         assert f"/{SEEN}" in card and "\\udcff" in card and "49" not in card
-    assert page.of("img")[0]["alt"] == f"source of {SEEN}"
+    assert page.of("img")[0]["alt"] == f"i2i source, cropped: {SEEN}"
     assert page.of("svg")[0]["aria-label"] == f"{SEEN}: whole picture, 20.0% cut off"
 
 

@@ -14,9 +14,9 @@ from cache.runs.scores import SCORES_FILE, read_curves
 from schemas.config.loading import ConfigError
 from schemas.errors import LatentpressError
 from stages import run, score
-from stages.decode import write_output
 from stages.follow import watchers
 from stages.follow.clip_score import ClipScore
+from stages.pages.pictures import write_output
 from stages.score import find_samples, read_sample
 from tests.project import Project
 from tests.stages.clip import load_clip

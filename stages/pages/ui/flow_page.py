@@ -17,10 +17,11 @@ from schemas.cli.report import Report
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import format_bytes
+from stages.pages.pictures import list_samples
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, Refused
 from stages.pages.ui.job_cards import Card, build_cards, build_run_card
-from stages.pages.ui.pictures_page import list_files, make_row
+from stages.pages.ui.pictures_page import make_row
 
 MOST_ROWS, MOST_STEPS = 4, 5  # of pictures
 MEMORY = ("device_memory_gib", "host_memory_gib")
@@ -53,7 +54,7 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
              for key in MEMORY if isinstance(last.get(key), int | float)}  # fmt: skip
     free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
     resources |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
-    files = list_files(config)
+    files = list_samples(config, config.run_folder)
     steps = spread(sorted({step for steps in files.values() for step in steps}), MOST_STEPS)
     shown = {name: [step for step in steps if step in paths] or [max(paths)] for name, paths in files.items()}
     rows = [make_row(site, config, name, files[name], shown[name]) for name in list(shown)[:MOST_ROWS]]

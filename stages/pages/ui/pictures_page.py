@@ -4,7 +4,6 @@ with its prompt and settings. The files themselves are served as documents are."
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
@@ -12,14 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cache.runs.training_run import spread
-from cache.runs.validations import describe_sample, latent_path, list_validations
 from schemas.config.pipeline import Config
 from stages.pages.html import Figure, Gallery, PictureFile
+from stages.pages.pictures import describe, list_samples
 from stages.pages.ui.app import Page, Site, get, render, site_of
 
 PICTURES = "/pictures"
 ONE = f"{PICTURES}/one"
-SETTINGS = ("seed", "size", "steps", "guidance", "guidance_low")
 
 
 @dataclass(frozen=True)
@@ -31,21 +29,11 @@ class Row:
     gallery: Gallery
 
 
-def list_files(config: Config) -> dict[str, dict[int, Path | None]]:
-    """name -> step, ascending -> picture or clip, None where it is not decoded. In the order of the configuration's
-    samples, and then of names that it does not have."""
-    order = {sample.name: number for number, sample in enumerate(config.validation_samples())}
-    rows: dict[str, dict[int, Path | None]] = {}
-    for file in list_validations(config.run_folder):
-        rows.setdefault(file.name, {})[file.step] = file.picture
-    return dict(sorted(rows.items(), key=lambda row: (order.get(row[0], len(order)), row[0])))
-
-
 def make_row(site: Site, config: Config, name: str, files: dict[int, Path | None], steps: Sequence[int]) -> Row:
-    """The row of one of `list_files`. steps: those that are shown."""
-    about = describe_sample(config, latent_path(config.run_folder, max(files), name))
+    """The row of one of `list_samples`. steps: those that are shown."""
+    prompt = describe(config, config.run_folder, name, max(files))["prompt"]
     figures = [make_figure(site, name, step, files[step]) for step in sorted(steps, reverse=True)]
-    return Row(name, str(about.get("prompt") or ""), Gallery(figures, "steps"))
+    return Row(name, prompt, Gallery(figures, "steps"))
 
 
 def make_figure(site: Site, name: str, step: int, path: Path | None) -> Figure:
@@ -65,22 +53,13 @@ def link_to(site: Site, name: str, step: int, beside: int | None = None) -> str:
     return f"{site.base}{ONE}?{urlencode(asked)}"
 
 
-def describe(config: Config, name: str, step: int) -> dict[str, Any]:
-    """prompt, negative_prompt, and those of SETTINGS that are known."""
-    known = describe_sample(config, latent_path(config.run_folder, step, name))
-    known["size"] = known.get("bucket")
-    settings = {key: known[key] for key in SETTINGS if known.get(key) is not None}
-    prompts = {key: str(known.get(key) or "") for key in ("prompt", "negative_prompt")}
-    return prompts | {key: f"{value:g}" if isinstance(value, float) else value for key, value in settings.items()}
-
-
 MOST_ROWS, MOST_STEPS = 100, 24
 
 
 def show_all(request: Request) -> Response:
     site = site_of(request)
     config = site.config()
-    files = list_files(config)
+    files = list_samples(config, config.run_folder)
     steps = sorted({step for paths in files.values() for step in paths})
     pair = [step for step in (_asked(request, name, steps) for name in ("step", "beside")) if step is not None]
     chosen = sorted(set(pair)) or spread(steps, MOST_STEPS)
@@ -101,7 +80,7 @@ def show_one(request: Request) -> Response:
     """A sample at a step, and at another beside it, the earlier one on the left."""
     site = site_of(request)
     config = site.config()
-    files = list_files(config)
+    files = list_samples(config, config.run_folder)
     name = request.query_params.get("name", "")
     steps = list(files.get(name, ()))
     step, beside = (_asked(request, key, steps) for key in ("step", "beside"))
@@ -120,7 +99,10 @@ def show_one(request: Request) -> Response:
         request,
         "picture.html",
         title=name,
-        cells=[(one, find_picture(site, files[name][one]), describe(config, name, one)) for one in chosen],
+        cells=[
+            (one, find_picture(site, files[name][one]), describe(config, config.run_folder, name, one))
+            for one in chosen
+        ],
         name=name,
         step=step,
         beside=beside,

@@ -21,9 +21,10 @@ from schemas.cli.report import Report
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
 from stages.configuring.questions import make_name
+from stages.pages.pictures import list_samples
 from stages.pages.ui.app import Page, Site, build_app, get, render
 from stages.pages.ui.child_programs import JOBS
-from stages.pages.ui.pictures_page import list_files, make_figure
+from stages.pages.ui.pictures_page import make_figure
 
 BASE = "/p"  # before the names of projects
 ENDINGS = (".yaml", ".yml")
@@ -143,7 +144,12 @@ def summarize_project(project: Project) -> dict[str, Any]:
     if progress.state == "running" and not {"train", "run", "queue"} & set(at_work):
         at_work.append("train")  # started on a command line
     newest = max(
-        ((step, name, path) for name, steps in list_files(config).items() for step, path in steps.items() if path),
+        (
+            (step, name, path)
+            for name, steps in list_samples(config, config.run_folder).items()
+            for step, path in steps.items()
+            if path
+        ),
         default=None,
         key=lambda picture: picture[0],
     )

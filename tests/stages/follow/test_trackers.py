@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from schemas.cli.console import Console
-from stages.decode import write_output
 from stages.follow.trackers import GIF_SIDE, encode_gif, open_trackers
+from stages.pages.pictures import write_output
 
 
 def make_clip(frames: int, size: tuple[int, int]) -> np.ndarray:

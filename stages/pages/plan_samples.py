@@ -1,0 +1,356 @@
+"""The samples of a plan, for pages: which of them are shown, how each is cropped, what of it is encoded, and its pixels
+as the encoder gets them, read in sandboxed processes."""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.sets.plans import Plan
+from cache.shards.shard import ShardRow
+from cache.shards.shard_io import ReaderPool
+from cache.store.store import Store
+from schemas.clips import clip_times
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from schemas.family import SOURCE_ROLES
+from schemas.geometry import Bucket, Crop, aspect_distortion, cropped_share
+from schemas.tables import MADE
+from stages.discovery.media_locations import MediaLocations
+from stages.discovery.media_table import read_media_table
+from stages.encoding import stage_registry
+from stages.encoding.stage import EncodingStage
+from stages.engines.sandbox import SandboxPool, WorkerFailure
+from stages.media.files import MediaError, MediaPath, require_unchanged, unreadable_error
+from stages.pages.html import Caption
+from stages.planning import summary
+from stages.planning.plan_builder import crop_statistics
+
+TableRow = dict[str, Any]
+StoredRow = tuple[str, ShardRow]  # path of the shard, row
+MAX_OPEN_SHARDS = 16
+NOT_ENCODED = "not encoded yet"
+MAX_SHOWN_FRAMES = 9  # of a clip; 1 + 8, because the frames of most clips divide evenly by that
+WHOLE_BOX = (240, 160)  # pixels, of the picture of a whole item
+MASK_TINT = (214, 40, 40)  # color of what is not trained on
+
+
+class PlanTable:
+    """The n samples of a plan, without those of validation.
+
+    active: their rows of ACTIVE_SCHEMA. shapes: of each "width" and "height" of the item as displayed, null if the
+    media table no longer has it; "lost" and "stretched", the share cut off and the change of aspect, null without a
+    size. samples: the active samples, validation included, with the columns that sizes are computed from. locations: of
+    their files.
+    """
+
+    def __init__(self, store: Store, config: Config, plan: Plan) -> None:
+        self.store, self.config, self.plan = store, config, plan
+        self.locations = MediaLocations(config, plan)
+        self.active = summary.only_trained(plan.active).combine_chunks()
+        samples = plan.sample_table.select(["sample_id", "media_id", "geometry", "condition", "mask_id"])
+        self.samples = samples.filter(pc.is_in(samples["sample_id"], value_set=plan.active_sample_ids))
+        numbers = pc.index_in(self.active["sample_id"], value_set=samples["sample_id"].combine_chunks())
+        if numbers.null_count:
+            raise LatentpressError(
+                f"plan {plan.name} has {numbers.null_count} samples that no plan describes: an older plan was removed",
+                "run `latentpress bucket`, which plans them again",
+            )
+        media_id, geometry = samples["media_id"].take(numbers), samples["geometry"].take(numbers).combine_chunks()
+        columns = ["path", "media_id", "width", "height"]
+        media = [self.active.select(["path", "dataset"]).slice(0, 0)]
+        for dataset in pc.unique(self.active["dataset"]).to_pylist():
+            with suppress(LatentpressError):  # the dataset was removed; the plan and perhaps the files remain
+                table = read_media_table(store, dataset).select(columns)
+                media.append(table.append_column("dataset", pa.array([dataset] * len(table), pa.string())))
+        rows = self.active.select(["dataset", "path"]).append_column("media_id", media_id)
+        rows = rows.append_column("row", pa.array(np.arange(len(rows))))
+        listed = pa.concat_tables(media, promote_options="default")
+        rows = rows.join(listed, ["dataset", "path", "media_id"]) if len(media) > 1 else rows
+        self.shapes = _measure_crops(rows.sort_by("row"), geometry)
+
+    @property
+    def buckets(self) -> list[str]:
+        return sorted(pc.unique(self.active["bucket"]).to_pylist())
+
+    def count(self, bucket: str, role: str | None = None) -> int:
+        rows = self.active.filter(pc.equal(self.active["bucket"], bucket))
+        return len(rows) if role is None else len(rows.filter(pc.equal(rows["role"], role)))
+
+    def choose(self, count: int, buckets: Sequence[str], among: np.ndarray | None = None) -> dict[str, list[int]]:
+        """bucket -> `count` rows of `active`: those of the lowest ids, a random choice that stays when data is added.
+
+        among: (n,) bool, which rows may be chosen.
+        """
+        table = self.active.select(["bucket", "sample_id"])
+        table = table.append_column("row", pa.array(np.arange(len(table))))
+        table = table if among is None else table.filter(pa.array(among))
+        # Two files with the same bytes have the same id.
+        table = table.group_by(["bucket", "sample_id"]).aggregate([("row", "min")]).sort_by("sample_id")
+        of_bucket = {name: table.filter(pc.equal(table["bucket"], name)) for name in buckets}
+        return {name: rows.slice(0, count)["row_min"].to_pylist() for name, rows in of_bucket.items()}
+
+    def bucket_rows(self) -> list[TableRow]:
+        """The table of buckets as `latentpress bucket` prints it, from the plan and the media tables."""
+        known = self.shapes.append_column("bucket", self.active["bucket"])
+        known = known.filter(pc.is_valid(known["width"]))
+        crops = crop_statistics(known["bucket"], *(known[name].to_numpy() for name in ("stretched", "lost")))
+        model, latents = self.config.model, self.config.latents
+        return summary.bucket_table(model, latents, self.active, self.samples, crops)
+
+
+def _measure_crops(rows: pa.Table, geometry: pa.StructArray) -> pa.Table:
+    """The table `shapes` of rows with the columns "width" and "height", if any is known, and their geometries."""
+    unknown = pa.nulls(len(rows), pa.int32())
+    sides = [rows[name] if name in rows.column_names else unknown for name in ("width", "height")]
+    width, height = (np.asarray(pc.fill_null(side, 1)) for side in sides)  # the results of unknown sizes are not used
+    crop = Crop(*(np.asarray(geometry.field(name)).astype(np.int64) for name in ("resize_w", "resize_h", "x", "y")))
+    coded = geometry.field("bucket").dictionary_encode()
+    buckets = [Bucket.parse(name) for name in coded.dictionary.to_pylist()]
+    size = np.array([(bucket.width, bucket.height) for bucket in buckets], np.int64).reshape(-1, 2)
+    shares = cropped_share(crop, *size[np.asarray(coded.indices)].T), aspect_distortion(width, height, crop)
+    is_known = pc.is_valid(sides[0])
+    measured = [pc.if_else(is_known, pa.array(share), None) for share in shares]
+    return pa.table([*sides, *measured], ["width", "height", "lost", "stretched"])
+
+
+class StageShards:
+    """The shards of one stage. members: ids of the units that are encoded. set_aside: ids among them without a row."""
+
+    def __init__(self, table: PlanTable, stage: EncodingStage, readers: ReaderPool) -> None:
+        state = stage.state(table.store, table.config, table.plan)
+        units = [unit for unit in state.units if unit.unit_id in state.done]
+        self.members = pa.array((name for unit in units for name in unit.members), pa.string())
+        self.set_aside = pa.array([row["item"] for row in state.set_aside], pa.string())
+        self._paths = [state.done[unit.unit_id] for unit in units for _ in unit.members]
+        self._store, self._readers = table.store, readers
+
+    def read(self, name: str) -> StoredRow:
+        """The stored row of a member. LatentpressError where it is not encoded or was set aside, DamageError where it
+        is damaged."""
+        index = pc.index(self.members, name).as_py()
+        if index < 0:
+            raise LatentpressError(NOT_ENCODED, "run the stage that encodes it")
+        meta = self._readers.meta(path := self._paths[index])
+        if name in meta.ids:
+            return self._store.path(path), self._readers.read(path, meta.ids.index(name))
+        why = next((f": {member.message}" for member in meta.set_aside if member.id == name), "")
+        raise LatentpressError(f"it was set aside when its unit was encoded{why}")
+
+
+class EncodedPlan:
+    """The encoded samples and texts of a plan.
+
+    encoded, set_aside: (n,) bool for the rows of `table.active`. missing: the number of samples that are neither.
+    folder: of the latents' shards.
+    """
+
+    def __init__(self, table: PlanTable) -> None:
+        readers, ids = ReaderPool(table.store, MAX_OPEN_SHARDS), table.active["sample_id"]
+        self.table = table
+        self.folder = f"latents/{stage_registry.LATENTS.fingerprint(table.config)}"
+        self.latents = StageShards(table, stage_registry.LATENTS, readers)
+        self.texts = StageShards(table, stage_registry.TEXT, readers)
+        self.set_aside = pc.is_in(ids, value_set=self.latents.set_aside).to_numpy()
+        self.encoded = pc.is_in(ids, value_set=self.latents.members).to_numpy() & ~self.set_aside
+        self.missing = int((~self.encoded & ~self.set_aside).sum())
+
+    def bucket_row(self, bucket: str, shown: int) -> TableRow:
+        """A bucket's row of the table."""
+        in_bucket = pc.equal(self.table.active["bucket"], bucket).to_numpy()
+        encoded = int(self.encoded[in_bucket].sum())
+        return {"bucket": bucket, "samples": int(in_bucket.sum()), "encoded": encoded, "shown": shown}
+
+    def caption(self, name: str) -> Caption:
+        """The text of this id with its tokens."""
+        text = self.table.plan.texts[name]["text"]
+        try:
+            _, row = self.texts.read(name)
+        except LatentpressError as error:
+            return Caption(text, problem=error.message)
+        return Caption(text, row.info["tokens"], row.info["kept"])
+
+
+@dataclass(frozen=True)
+class PlanSample:
+    """One sample of a page: its rows of ACTIVE_SCHEMA, of SAMPLES_SCHEMA and of `PlanTable.shapes`. references: rows of
+    SAMPLES_SCHEMA of its references."""
+
+    active_row: TableRow
+    sample: TableRow
+    shape: TableRow
+    references: tuple[TableRow, ...] = ()
+
+    @property
+    def path(self) -> str:
+        return self.active_row["path"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.active_row['dataset']}/{self.path}"
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds of a clip's frames; none of an image."""
+        if self.sample["kind"] != "video":
+            return []
+        return clip_times(self.sample["start"], self.sample["rate"], self.bucket.frames)
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket.parse(self.sample["geometry"]["bucket"])
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Geometry, times and companions, a line each."""
+        geometry, row, shape, times = self.sample["geometry"], self.active_row, self.shape, self.times
+        size = "{width}x{height}".format(**shape) if shape["width"] else "size no longer known"
+        resized = "resized to {resize_w}x{resize_h}, cropped at ({x}, {y})".format(**geometry)
+        facts = [f"{size} → {self.bucket}: {resized}"]
+        if shape["width"]:
+            facts.append(f"{shape['lost']:.1%} cut off, stretched by {shape['stretched']:.1%}")
+        if times:
+            span = f"from {times[0]:.2f} to {times[-1]:.2f} s"
+            facts.append(f"{self.bucket.frames} frames at {self.sample['rate']:g} per second, {span}")
+        if self.sample["condition"] == "source":
+            facts.append(f"source: {row['source_path']}")
+        for number, reference in enumerate(self.references, 1):
+            facts.append(f"reference {number}: {reference['path']} → {reference['geometry']['bucket']}")
+        if self.sample["mask_id"]:
+            facts.append(f"mask: {'made by a model' if self.sample.get('mask_kind') == MADE else row['mask_path']}")
+        return tuple(facts)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Labels for what is particular about it."""
+        row, geometry = self.active_row, self.sample["geometry"]
+        width, height = self.shape["width"], self.shape["height"]
+        marks = {
+            "held out": row["role"] == "eval",
+            "regularization": row["regularization"],
+            f"repeats {row['repeats']}": row["repeats"],
+            f"weight {row['weight']:g}": row["weight"] != 1,
+            "starts from its first frame": self.sample["condition"] == "first-frame",
+            "enlarged": width and (geometry["resize_w"] > width or geometry["resize_h"] > height),
+        }
+        return tuple(mark for mark, applies in marks.items() if applies)
+
+
+@dataclass(frozen=True)
+class SampleTask:
+    """A sample to read.
+
+    sample: its row of SAMPLES_SCHEMA. files: by role ("media", "source", "mask"; of references the source roles in
+    their order), each with the media id it was planned with. given: how many frames of a clip the task starts from.
+    crops: geometries of the source image or the references. whole: size of the picture of the whole item; None for all
+    frames without their masks.
+    """
+
+    sample: TableRow
+    files: dict[str, tuple[MediaPath, str]]
+    decoder: str
+    given: int
+    crops: tuple[TableRow, ...]
+    whole: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class SamplePixels:
+    """uint8 pixels as the encoder gets them: frames (T, H, W, 3); conditions (F, H, W, 3) each, the source image, the
+    references or the first frames, if there are any.
+
+    Of a task with `whole`, frames are those of `frame_indices`, masked has them under the mask if there is one, and
+    whole is the whole image or first frame.
+    """
+
+    frames: np.ndarray
+    conditions: tuple[np.ndarray, ...]
+    masked: np.ndarray | None = None
+    whole: np.ndarray | None = None
+
+
+def frame_indices(count: int) -> list[int]:
+    """Choose at most MAX_SHOWN_FRAMES of `count` frames, evenly spaced, with the first and the last."""
+    return np.unique(np.rint(np.linspace(0, count - 1, min(MAX_SHOWN_FRAMES, count)))).astype(int).tolist()
+
+
+def read_sample(task: SampleTask) -> SamplePixels:
+    """The pixels of a sample whose files did not change since they were planned. Raises MediaError."""
+    from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
+
+    path, sample = task.files["media"][0], task.sample
+    try:
+        for file, media_id in task.files.values():
+            require_unchanged(file, media_id)
+        frames = read_sample_frames(path, sample, task.decoder)
+        conditions = [frames[: task.given]] if sample["condition"] == "first-frame" else []
+        for role, crop in zip(SOURCE_ROLES, task.crops, strict=False):
+            conditions.append(read_cropped_image(task.files[role][0], crop)[None])
+        if task.whole is None:
+            return SamplePixels(frames, tuple(conditions))
+        width, height = task.whole
+        uncropped = {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}
+        whole = read_sample_frames(path, sample | {"geometry": uncropped}, task.decoder)[0]
+        indices, masked, times = frame_indices(len(frames)), None, list[float]()
+        if sample["kind"] == "video":
+            times = clip_times(sample["start"], sample["rate"], len(frames))
+        frames = frames[indices]
+        if "mask" in task.files:
+            kind, geometry = sample["mask_kind"], sample["mask_geometry"]
+            at = indices if kind == MADE else [times[index] for index in indices] if times else []
+            trained = read_sample_mask(task.files["mask"][0], kind, geometry, at)[..., None] / np.float32(255)
+            tinted = frames * np.float32(0.35) + np.array(MASK_TINT, np.float32) * np.float32(0.65)
+            masked = (frames * trained + tinted * (1 - trained)).astype(np.uint8)
+        return SamplePixels(frames, tuple(conditions), masked, whole)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+
+
+def _make_reader() -> Callable[[SampleTask], SamplePixels]:
+    return read_sample
+
+
+def read_samples(
+    table: PlanTable, rows: Iterable[int], workers: int, with_whole: bool = False
+) -> Generator[tuple[PlanSample, SamplePixels | MediaError]]:
+    """Yield the samples of these rows of `table`, with their pixels or why there are none. Processes read ahead.
+    with_whole: with the whole item and the mask, but only some frames of a clip."""
+    opened = [_open_sample(table, row, with_whole) for row in rows]
+    with SandboxPool.configured(_make_reader, workers, table.config.stages) as pool:
+        results = pool.map(task for _, task in opened if isinstance(task, SampleTask))
+        for item, task in opened:
+            result = next(results)[1] if isinstance(task, SampleTask) else task
+            yield item, result.error(item.path) if isinstance(result, WorkerFailure) else result
+
+
+def _open_sample(table: PlanTable, row: int, with_whole: bool) -> tuple[PlanSample, SampleTask | MediaError]:
+    active_row, shape = (columns.slice(row, 1).to_pylist()[0] for columns in (table.active, table.shapes))
+    sample, config = table.plan.samples[active_row["sample_id"]], table.config
+    references = tuple(table.plan.samples[id] for id in active_row.get("references") or ())
+    item = PlanSample(active_row, sample, shape, references)
+    try:
+        required = table.locations.required_files("latents", active_row["sample_id"])
+        required = [file for file in required if file.role != "mask" or with_whole]
+        files = {file.role: (table.locations.open(file), file.content) for file in required}
+        for role, reference in zip(SOURCE_ROLES, references, strict=False):
+            (file,) = table.locations.required_files("latents", reference["sample_id"])
+            files[role] = table.locations.open(file), file.content
+    except MediaError as error:
+        return item, error
+    except OSError as error:
+        return item, unreadable_error(item.path, error)
+    except LatentpressError as error:
+        return item, MediaError("unreadable", item.path, error.message, error.next_step)
+    geometry, whole = sample["geometry"], None
+    if with_whole:
+        width, height = shape["width"] or geometry["resize_w"], shape["height"] or geometry["resize_h"]
+        scale = min(1.0, WHOLE_BOX[0] / width, WHOLE_BOX[1] / height)
+        whole = max(1, round(width * scale)), max(1, round(height * scale))
+    given = 1 if config.model.condition is None else config.model.condition.frames
+    crops = tuple(reference["geometry"] for reference in references)
+    crops = (sample["source_geometry"],) if sample["condition"] == "source" else crops
+    return item, SampleTask(sample, files, config.latents.decoder, given, crops, whole)
