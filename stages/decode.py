@@ -20,7 +20,7 @@ import typer
 from cache.models.compatibility import check_preview_autoencoder
 from cache.models.weights import hash_file
 from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
-from cache.runs.validations import Mark, find_picture, is_current, read_mark
+from cache.runs.validations import Mark, is_current, read_mark
 from cache.store.files import check_folder, check_writable, explained
 from schemas.activities import activity
 from schemas.cli.console import Console, Options, Report, make_app
@@ -28,7 +28,6 @@ from schemas.cli.report import for_each_expert
 from schemas.cli.starting import garbage_collection_paused
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError, UsageError
-from schemas.identity import hash_json
 from schemas.interruption import StopHandler
 from stages.engines.stage_processes import StageProcesses, remove_unfinished
 from stages.follow.trackers import open_trackers
@@ -86,14 +85,9 @@ def run(
     if handler.reason:
         report.details["stopped"] = f"by {handler.reason}; what is decoded is kept"
         return report
-    sheet = folder / "samples" / "contact-sheet.png"
-    pictures = [(file.parent.name, file.stem, find_picture(file)) for file in files]
-    mark = _sheet_mark(config, pictures)
-    if read_mark(sheet) != mark:
-        with explained(str(sheet)):
-            from stages.pages.sheets import write_sheet
+    from stages.pages.sheets import update_sheet
 
-            write_sheet(config, pictures, sheet, mark)
+    sheet = update_sheet(config, folder)
     report.details = {"samples": str(folder / "samples"), "contact_sheet": str(sheet)}
     return report
 
@@ -107,14 +101,6 @@ def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview:
         if not is_current(picture, file) or (not preview and read_mark(picture).is_preview):
             todo.append(file)
     return todo
-
-
-def _sheet_mark(config: Config, pictures: Sequence[tuple[str, str, Path | None]]) -> Mark:
-    """The mark of a contact sheet of these pictures."""
-    shown = [(step, name, picture and read_mark(picture)) for step, name, picture in pictures]
-    prompts = [(sample.name, sample.prompt) for sample in config.validation_samples()]
-    texts = {prompt.name: prompt.prompt for prompt in config.validation.prompts}
-    return Mark(hash_json([shown, prompts, texts]))
 
 
 def decode_while_training(config: Config, options: Options, console: Console, folder: Path) -> tuple[int, bool]:

@@ -21,17 +21,11 @@ from schemas.activities import activity
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import UsageError
 from stages.follow.watchers import BESIDE, Watch
 
 PAGE = "report.html"
 PAUSE_FACTOR = 10  # between two pages with --watch, times what the last one took
-
-
-class UnknownRun(LatentpressError):
-    """There is no such run."""
-
-    exit_code = USAGE
 
 
 def run(
@@ -90,13 +84,13 @@ def _label_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def _find_run(config: Config, name: str) -> tuple[Path, Config]:
-    """(folder, its own configuration, or `config` where it has none). UnknownRun where there is none."""
+    """(folder, its own configuration, or `config` where it has none). UsageError if there is no such run."""
     inside = Path(config.output) / name
     folder = inside if inside.is_dir() or "/" not in name else Path(name).absolute()
     if not folder.is_dir():
         if name != config.run_name:
             have = sorted(path.parent.name for path in Path(config.output).glob("*/config.yaml"))
-            raise UnknownRun(f"there is no run {name!r} in {config.output}", f"it has: {', '.join(have) or 'none'}")
+            raise UsageError(f"there is no run {name!r} in {config.output}", f"it has: {', '.join(have) or 'none'}")
         return folder, config
     own_config = folder / "config.yaml"
     if not own_config.exists():
@@ -107,7 +101,7 @@ def _find_run(config: Config, name: str) -> tuple[Path, Config]:
         if folder.name == config.run_name:
             return folder, config
         message = f"the configuration of run {name} is not one of this version: {error.message}"
-        raise UnknownRun(message, "use the version that trained it") from error
+        raise UsageError(message, "use the version that trained it") from error
 
 
 def _write_page(

@@ -71,19 +71,6 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class DrawnCurve:
-    """A curve in the legend and in the SVG. path, band, dots: data of a <path>, "" for none."""
-
-    name: str
-    color: str
-    dash: str
-    faint: bool
-    path: str
-    band: str
-    dots: str
-
-
-@dataclass(frozen=True)
 class Chart:
     """One plot. runs: number of runs; with several a color is a run's, and the curves of one differ by dashes. notes:
     sentences below it. missing: why runs have no curves. marks: steps with a vertical line."""
@@ -120,30 +107,42 @@ class Chart:
         return [round(float(place), 2) for place in self.x.place(np.array(self.marks))]
 
     @cached_property
-    def drawn(self) -> list[DrawnCurve]:
-        """Curves that differ only in being smoothed have the same color."""
+    def drawn(self) -> list[dict[str, Any]]:
+        """For the legend and the SVG, of each curve: name, color, dash, faint, and the data of <path>s: path, band and
+        dots, "" for none. Curves that differ only in being smoothed have the same color."""
         drawn, counts = [], Counter[int]()
         is_smoothed = any(curve.faint for curve in self.curves)
         for number, curve in enumerate(self.curves):
-            x, y, band = self.x.place(curve.steps), self.y.place(curve.values), ""
+            kept = _thin(curve.values, self.most_points)
+            x, values = self.x.place(curve.steps[kept]), curve.values[kept]
+            y, band, runs = self.y.place(values), "", self.runs > 1
             if curve.spread is not None:
-                known = np.isfinite(curve.values) & np.isfinite(curve.spread)
-                sides = [self.y.place((curve.values + sign * curve.spread)[known]) for sign in (1, -1)]
-                outline = np.concatenate([sides[0], sides[1][::-1]])
+                spread = curve.spread[kept]
+                known = np.isfinite(values) & np.isfinite(spread)
+                upper, lower = (self.y.place((values + sign * spread)[known]) for sign in (1, -1))
+                outline = np.concatenate([upper, lower[::-1]])
                 band = _draw(np.concatenate([x[known], x[known][::-1]]), outline) + "Z"
+            color = COLORS[(curve.run if runs or is_smoothed else number) % len(COLORS)]
+            dash = DASHES[counts[curve.run] % len(DASHES)] if runs and not is_smoothed else ""
+            dots = _draw(x, y, "h0") if not curve.faint and len(x) <= MARKED_POINTS else ""
             drawn.append(
-                DrawnCurve(
-                    name=curve.name,
-                    color=COLORS[(curve.run if self.runs > 1 or is_smoothed else number) % len(COLORS)],
-                    dash=DASHES[counts[curve.run] % len(DASHES)] if self.runs > 1 and not is_smoothed else "",
-                    faint=curve.faint,
-                    path=_draw(x, y),
-                    band=band,
-                    dots=_draw(x, y, "h0") if not curve.faint and len(x) <= MARKED_POINTS else "",
-                )
+                {"name": curve.name, "color": color, "dash": dash, "faint": curve.faint, "path": _draw(x, y)}
+                | {"band": band, "dots": dots}
             )
             counts[curve.run] += 1
         return drawn
+
+    @property
+    def most_points(self) -> int:
+        """Of a curve."""
+        return MAX_POINTS // max(1, len(self.curves))
+
+    @property
+    def thinning(self) -> list[str]:
+        """A note if points are left out."""
+        most = max((len(curve.steps) for curve in self.curves), default=0)
+        is_thin = most > self.most_points
+        return [f"Of {most} points the lowest and the highest of each stretch are drawn."] if is_thin else []
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -270,8 +269,7 @@ def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
             names = [f"{prefix}{curve.name}" if curve.name else prefix[:-2] or kind.title for curve in measured]
             curves += [replace(curve, name=name) for curve, name in zip(measured, names, strict=True)]
     notes = [kind.note, *notes] if kind.note and curves else notes
-    chart = Chart(kind.key, kind.title, kind.unit, len(runs), tuple(curves), tuple(notes), tuple(missing), tuple(marks))
-    return _thin_chart(chart)
+    return Chart(kind.key, kind.title, kind.unit, len(runs), tuple(curves), tuple(notes), tuple(missing), tuple(marks))
 
 
 def _list_series(kind: _Kind, lines: Sequence[Line]) -> Iterator[tuple[str, list[tuple[int, float]]]]:
@@ -308,27 +306,9 @@ def _name_steps(steps: Sequence[int]) -> str:
 def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """(n,) the mean of the last `window` finite values up to each one; NaN where there is none."""
     finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    last = np.arange(1, len(values) + 1)
-    first = np.maximum(0, last - window)
-    number = counts[last] - counts[first]
-    return np.where(number > 0, (sums[last] - sums[first]) / np.maximum(number, 1), np.nan)
-
-
-def _thin_chart(chart: Chart) -> Chart:
-    """A chart of at most MAX_POINTS; it says so where points are left out."""
-    share = MAX_POINTS // max(1, len(chart.curves))
-    most = max((len(curve.steps) for curve in chart.curves), default=0)
-    if most <= share:
-        return chart
-    curves = []
-    for curve in chart.curves:
-        kept = _thin(curve.values, share)
-        spread = None if curve.spread is None else curve.spread[kept]
-        curves.append(replace(curve, steps=curve.steps[kept], values=curve.values[kept], spread=spread))
-    note = f"Of {most} points the lowest and the highest of each stretch are drawn."
-    return replace(chart, curves=tuple(curves), notes=(*chart.notes, note))
+    parts = np.where(finite, values, 0.0), finite.astype(np.float64)
+    sums, counts = (np.convolve(part, np.ones(window))[: len(values)] for part in parts)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def _thin(values: np.ndarray, most: int) -> np.ndarray:
@@ -382,9 +362,9 @@ def _charts_of_score(key: str, title: str, runs: Sequence[tuple[str, ScoreCurve 
         notes += [prefix + note for note in _describe_score(score)]
         if len(prompts) > MAX_CURVES:
             notes.append(f"{prefix}{MAX_CURVES} of {len(prompts)} prompts are shown by themselves.")
-    yield _thin_chart(Chart(key, title, "score", len(runs), tuple(curves), tuple(notes), tuple(missing)))
+    yield Chart(key, title, "score", len(runs), tuple(curves), tuple(notes), tuple(missing))
     if by_prompt:
-        yield _thin_chart(Chart(f"{key}-prompts", f"{title}, by prompt", "score", len(runs), tuple(by_prompt)))
+        yield Chart(f"{key}-prompts", f"{title}, by prompt", "score", len(runs), tuple(by_prompt))
 
 
 def _describe_score(score: ScoreCurve) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The PNG contact sheet of validation samples that `decode` writes, to view without a browser."""
 
-from bisect import bisect
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -11,11 +11,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 from cache.runs.training_run import spread
 from cache.runs.validations import Mark, read_mark
-from cache.store.files import replacing
+from cache.store.files import explained, replacing
 from schemas.config.pipeline import Config
+from schemas.identity import hash_json
 from schemas.text_format import escape_unprintable
 from stages.media.image import png_info
 from stages.media.video import probe_video, read_frames
+from stages.pages.pictures import list_samples
 
 LINE_HEIGHT, FONT_SIZE = 18, 13  # pixels
 MAX_ROWS, MAX_STEPS = 64, 16  # of validation samples: a sheet has some 80 million pixels then
@@ -23,31 +25,41 @@ SAMPLE_SIDE, MIN_CELL, MIN_HEIGHT, PADDING = 256, 160, 32, 4  # pixels
 CLIP_FRAMES, FRAME_GAP = 4, 4  # of a clip, in two rows
 PROMPT_LINES = 3
 FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf")
-ELLIPSIS = "…"
 TEXT_COLOR, MUTED_COLOR, BACKGROUND = "#1b1f24", "#57606a", "#ffffff"
 
 
-def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path | None]], path: Path, mark: Mark) -> None:
-    """Write a PNG of validation samples: a row for each with its prompt, a column for each step.
-
-    pictures: (step's folder, sample's name, its picture or video, None if it is missing). At most MAX_ROWS in the order
-    of the configuration and MAX_STEPS, spread evenly.
-    """
-    samples = {sample.name: sample for sample in config.validation_samples()}
+def update_sheet(config: Config, run_folder: Path) -> Path:
+    """Make the contact sheet of a run, unless it shows its present samples and prompts."""
+    path, files = run_folder / "samples" / "contact-sheet.png", list_samples(config, run_folder)
     prompts = {prompt.name: prompt.prompt for prompt in config.validation.prompts}
-    order = {name: number for number, name in enumerate(samples)}
-    steps = spread(sorted({step for step, _, _ in pictures}), MAX_STEPS)
-    names = sorted({name for _, name, _ in pictures}, key=lambda name: (order.get(name, len(order)), name))[:MAX_ROWS]
-    files = {(step, name): file for step, name, file in pictures if step in steps and name in names}
-    images = {key: _thumbnail(file) for key, file in files.items() if file}
+    titles = {sample.name: f"{sample.name}: {prompts[sample.prompt]}" for sample in config.validation_samples()}
+    shown = [(name, step, file and read_mark(file)) for name, steps in files.items() for step, file in steps.items()]
+    mark = Mark(hash_json([shown, titles]))
+    if read_mark(path) != mark:
+        with explained(str(path)), replacing(path) as temporary:
+            draw_sheet(files, titles).save(temporary, format="PNG", pnginfo=png_info(mark))
+    return path
+
+
+def draw_sheet(files: Mapping[str, Mapping[int, Path | None]], titles: Mapping[str, str]) -> Image.Image:
+    """A row for each sample with its prompt, a column for each step.
+
+    files: as of `list_samples`, at most MAX_ROWS of them and MAX_STEPS, spread evenly.
+    """
+    steps = spread(sorted({step for row in files.values() for step in row}), MAX_STEPS)
+    images = {
+        (name, step): _thumbnail(file)
+        for name in list(files)[:MAX_ROWS]
+        for step in steps
+        if (file := files[name].get(step)) is not None
+    }
     cell = max([MIN_CELL, *(image.width + 2 * PADDING for image in images.values())])
     width = len(steps) * cell
     rows, height = [], 0  # (top, name, lines of its prompt)
-    for name in names:
-        text = f"{name}: {prompts[samples[name].prompt]}" if name in samples else name
-        lines = wrap(text, width - 2 * PADDING)
+    for name in list(files)[:MAX_ROWS]:
+        lines = _wrap(titles.get(name, name), width - 2 * PADDING)
         rows.append((height + PADDING, name, lines))
-        tallest = max([MIN_HEIGHT, *(image.height for (_, other), image in images.items() if other == name)])
+        tallest = max([MIN_HEIGHT, *(image.height for (other, _), image in images.items() if other == name)])
         height += (len(lines) + 1) * LINE_HEIGHT + tallest + 3 * PADDING
     sheet = Image.new("RGB", (width, height), BACKGROUND)
     pen = ImageDraw.Draw(sheet)
@@ -56,13 +68,12 @@ def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path | None]]
             pen.text((PADDING, top + number * LINE_HEIGHT), line, fill=TEXT_COLOR, font=_font())
         top += len(lines) * LINE_HEIGHT
         for column, step in enumerate(steps):
-            file, image = files.get((step, name)), images.get((step, name))
-            label = f"{step}, preview" if file and read_mark(file).is_preview else step
+            file, image = files[name].get(step), images.get((name, step))
+            label = f"step {step}, preview" if file and read_mark(file).is_preview else f"step {step}"
             pen.text((PADDING + column * cell, top), label, fill=MUTED_COLOR, font=_font())
             if image:
                 sheet.paste(image, (column * cell + (cell - image.width) // 2, top + LINE_HEIGHT + PADDING))
-    with replacing(path) as temporary:
-        sheet.save(temporary, format="PNG", pnginfo=png_info(mark))
+    return sheet
 
 
 def _thumbnail(file: Path) -> Image.Image:
@@ -87,23 +98,11 @@ def _fit(image: Image.Image, side: int) -> Image.Image:
     return image
 
 
-def wrap(text: str, width: int, most: int = PROMPT_LINES) -> list[str]:
-    """Divide a text into at most `most` lines of at most `width` pixels; the last one ends with an ellipsis where more
-    is left out. A word that is too long is divided."""
-    text, lines = escape_unprintable(text), list[str]()
-    measure = _font().getlength
-    while text and len(lines) < most:
-        end = bisect(range(1, len(text) + 1), width, key=lambda count: measure(text[:count]))
-        if end < len(text) and (space := text.rfind(" ", 0, end + 1)) > 0:
-            end = space
-        lines.append(text[: max(1, end)])
-        text = text[max(1, end) :].lstrip(" ")
-    if text:
-        last = lines[-1]
-        while last and measure(last + ELLIPSIS) > width:
-            last = last[:-1]
-        lines[-1] = last + ELLIPSIS
-    return lines or [""]
+def _wrap(text: str, width: int) -> list[str]:
+    """At most PROMPT_LINES lines that have about `width` pixels."""
+    text = escape_unprintable(text)
+    letters = int(0.9 * width * len(text) / max(1.0, _font().getlength(text)))
+    return textwrap.wrap(text, max(1, letters), max_lines=PROMPT_LINES, placeholder="…")
 
 
 @cache

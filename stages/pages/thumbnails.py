@@ -12,12 +12,11 @@ The id is the media's. What was set aside has none: its id is a hash of its data
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -44,21 +43,6 @@ TIMEOUT_S, MEMORY_MIB = 20.0, 4096
 _ID = re.compile("[0-9a-f]{32}")
 
 
-class Located(Protocol):
-    """dataset: its id, "" where it may be any. path: below its root."""
-
-    @property
-    def dataset(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Item:
-    dataset: str
-    path: str
-
-
 def thumbnail_id(item: SetAside) -> str:
     """Another one when the file is rejected for another reason, so that the picture of a file that was replaced is made
     again."""
@@ -66,10 +50,10 @@ def thumbnail_id(item: SetAside) -> str:
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode("utf-8", "surrogatepass"))
 
 
-def can_have_thumbnail(item: Located) -> bool:
-    """Whether the item's path leads to a place in its dataset by its letters: what a table says is not trusted."""
-    path = PurePosixPath(item.path)
-    return bool(item.path) and not path.is_absolute() and ".." not in path.parts
+def can_have_thumbnail(path: str) -> bool:
+    """Whether an item's path leads to a place in its dataset by its letters: what a table says is not trusted."""
+    place = PurePosixPath(path)
+    return bool(path) and not place.is_absolute() and ".." not in place.parts
 
 
 class ThumbnailFiles:
@@ -107,28 +91,31 @@ class ThumbnailFiles:
                 path.unlink(missing_ok=True)
 
 
-def read_thumbnails(config: Config, items: Sequence[Located]) -> Iterator[tuple[int, Picture]]:
-    """(number, picture) of the items that have one."""
+def read_thumbnails(config: Config, items: Sequence[tuple[str, str]]) -> list[Picture | None]:
+    """The picture of each item (its dataset's id, "" for any, and its path below the dataset's root), None where there
+    is none."""
     from stages.engines.sandbox import SandboxPool
 
     sources = {dataset.id: open_source(dataset) for dataset in config.datasets if not dataset.disabled}
-    files = [(number, path) for number, item in enumerate(items) if (path := _open(sources, item)) is not None]
-    if not files:
-        return
-    pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
-        _make_thumbnailer, workers=1, timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB
-    )
-    with pool:
-        for (number, _), (_, result) in zip(files, pool.map(path for _, path in files), strict=True):
-            if isinstance(result, Picture):
-                yield number, result
+    files = [_open(sources, *item) for item in items]
+    pictures: list[Picture | None] = [None] * len(items)
+    numbers = [number for number, file in enumerate(files) if file is not None]
+    if numbers:
+        pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
+            _make_thumbnailer, workers=1, timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB
+        )
+        with pool:
+            results = pool.map(file for file in files if file is not None)
+            for number, (_, result) in zip(numbers, results, strict=True):
+                pictures[number] = result if isinstance(result, Picture) else None
+    return pictures
 
 
-def _open(sources: dict[str, Source], item: Located) -> MediaPath | None:
-    for name in [item.dataset] if item.dataset else sources:
+def _open(sources: dict[str, Source], dataset: str, path: str) -> MediaPath | None:
+    for name in [dataset] if dataset else sources:
         with suppress(MediaError, LatentpressError, OSError, KeyError, ValueError):
-            if os.path.exists(sources[name].backing_file("", item.path)):
-                return sources[name].open(item.path)
+            if os.path.exists(sources[name].backing_file("", path)):
+                return sources[name].open(path)
     return None
 
 
@@ -147,17 +134,16 @@ def run(
     """Make those of the media ids, or of all that was set aside again, as its files may be others now."""
     report = Report(program="thumbnails", dry_run=options.dry_run)
     store = Store(config.root)
-    items: dict[str, Located]
     if media_id:
         table = read_media_table(store, dataset).select(["media_id", "path"])
         wanted = pc.is_in(table["media_id"], value_set=pa.array(media_id[:MOST_MADE], pa.string()))
-        items = {row["media_id"]: Item(dataset, row["path"]) for row in table.filter(wanted).to_pylist()}
+        items = {row["media_id"]: (dataset, row["path"]) for row in table.filter(wanted).to_pylist()}
     else:
-        items = {thumbnail_id(item): item for item in list_set_aside(store, config)[:MOST_MADE]}
-    items = {name: item for name, item in items.items() if can_have_thumbnail(item)}
+        rejected = list_set_aside(store, config)[:MOST_MADE]
+        items = {thumbnail_id(item): (item.dataset, item.path) for item in rejected}
+    items = {name: item for name, item in items.items() if can_have_thumbnail(item[1])}
     if not options.dry_run:
-        made, names = dict[str, Picture | None].fromkeys(items), list(items)
-        made |= {names[number]: picture for number, picture in read_thumbnails(config, list(items.values()))}
+        made = dict(zip(items, read_thumbnails(config, list(items.values())), strict=True))
         ThumbnailFiles(Path(config.output)).write(made)
         report.done = sum(picture is not None for picture in made.values())
     return report

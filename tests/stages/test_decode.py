@@ -19,7 +19,7 @@ from schemas.errors import LatentpressError
 from stages import decode
 from stages.encoding.vae import base
 from stages.pages.pictures import write_output
-from stages.pages.sheets import write_sheet
+from stages.pages.sheets import draw_sheet
 
 COLORS = (
     (200, 40, 90),
@@ -196,7 +196,7 @@ def test_a_picture_is_of_the_present_latent_whatever_the_times_of_the_files(proj
     sheet = home.folder / "output/run/samples/contact-sheet.png"
     before = picture.read_bytes()
     os.utime(picture, ns=(0, 0))  # as in a copy without times
-    monkeypatch.setattr("stages.pages.sheets.write_sheet", lambda *args: pytest.fail("nothing has changed"))
+    monkeypatch.setattr("stages.pages.sheets.draw_sheet", lambda *args: pytest.fail("nothing has changed"))
     assert home.run(decode.run).done == 0
     monkeypatch.undo()
     latent = put(home, "cat", -random_latent(16, 1, 8, 8), "kandinsky5-image")
@@ -222,7 +222,7 @@ def test_the_contact_sheet_of_a_killed_decode_is_made_by_the_next(project, monke
     before = width()
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image", 10)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("stages.pages.sheets.write_sheet", killed)
+        patched.setattr("stages.pages.sheets.draw_sheet", killed)
         home.run(decode.run)
     assert width() == before
     assert home.run(decode.run).done == 0
@@ -279,29 +279,23 @@ def test_a_tracker_that_is_not_installed_is_left_out(project, monkeypatch) -> No
 
 
 @pytest.mark.slow
-def test_a_contact_sheet_has_a_limit_and_the_order_of_the_configuration(project, tmp_path) -> None:
-    prompts = [{"name": "zebra", "prompt": "first of the configuration"}]
-    config = project(validation={"size": "64x64", "prompts": prompts}).config()
-    folders = [f"step-{step:06d}" for step in range(18)]
+def test_a_contact_sheet_has_a_limit(tmp_path) -> None:
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "first.png")
     names = ["zebra", *(f"row-{number:02d}" for number in range(70))]
-    files = [tmp_path / "validation" / step / f"{name}.safetensors" for step in folders for name in names]
-    first = decode.output_path(tmp_path, config, files[0])
-    first.parent.mkdir(parents=True)
-    Image.new("RGB", (64, 64), "red").save(first)
-    pictures = [(file.parent.name, file.stem, first if file == files[0] else None) for file in files]
-    write_sheet(config, pictures, tmp_path / "sheet.png", Mark())
-    sheet = Image.open(tmp_path / "sheet.png")
+    files: dict = {name: dict.fromkeys(range(18)) for name in names}
+    files["zebra"][0] = tmp_path / "first.png"
+    sheet = draw_sheet(files, {"zebra": "first of the configuration"})
     assert sheet.size == (16 * 160, 64 * (2 * 18 + 3 * 4) + 64 + 63 * 32)
     assert sheet.getpixel((80, 4 + 2 * 18 + 4 + 32)) == (255, 0, 0), "first row, first step"
+    long = draw_sheet({"zebra": dict.fromkeys(range(3))}, {"zebra": "many words " * 100})
+    assert long.size == (3 * 160, 4 * 18 + 3 * 4 + 32), "three lines of text"
 
 
 @pytest.mark.slow
-def test_a_clip_is_shown_by_four_frames(project, tmp_path) -> None:
-    config = project("kandinsky5-video-t2v").config()
+def test_a_clip_is_shown_by_four_frames(tmp_path) -> None:
     shades = np.stack([np.full((64, 96, 3), 20 + 25 * number, np.uint8) for number in range(9)])
     write_output(tmp_path / "clip.mp4", shades, 12)
-    write_sheet(config, [("step-000001", "clip", tmp_path / "clip.mp4")], tmp_path / "sheet.png", Mark())
-    sheet = Image.open(tmp_path / "sheet.png").convert("L")
+    sheet = draw_sheet({"clip": {1: tmp_path / "clip.mp4"}}, {}).convert("L")
     top = 4 + 2 * 18 + 4
     left = (sheet.width - (2 * 96 + 4)) // 2
     middles = [sheet.getpixel((left + x, top + y)) for y in (32, 100) for x in (48, 148)]

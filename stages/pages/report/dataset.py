@@ -4,8 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -63,52 +62,126 @@ def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[tuple[fl
 
 def length_bins(lengths: np.ndarray, most: int = 16) -> tuple[list[str], list[int]]:
     """Labels ("1-5") and counts of equal bins of whole numbers, at most `most`."""
-    if not len(lengths):
-        return [], []
     low, high = int(lengths.min()), int(lengths.max())
-    width = max(1, -(-(high - low + 1) // most))
-    starts = list(range(low, high + 1, width))
-    counts = np.bincount((lengths.astype(np.int64) - low) // width, minlength=len(starts))
-    labels = [f"{start}" if width == 1 else f"{start}-{start + width - 1}" for start in starts]
-    return labels, counts.tolist()
+    width = -(-(high - low + 1) // most)
+    counts = np.bincount((lengths.astype(np.int64) - low) // width)
+    starts = range(low, high + 1, width)
+    return [f"{start}" if width == 1 else f"{start}-{start + width - 1}" for start in starts], counts.tolist()
 
 
-@dataclass
 class DataGlance:
-    """facts: sentences. alike: pairs of captions. cut: captions that the encoder cut off. set_aside: with a thumbnail
-    each, where there is one. missing: what can't be told, and why."""
+    """The data of runs that have the same plan. facts: sentences. alike: pairs of captions. cut: captions that the
+    encoder cut off. set_aside: with a thumbnail each, where there is one. missing: what can't be told, and why."""
 
-    runs: list[str]
-    source: str
-    facts: list[str] = field(default_factory=list)
-    bars: list[Bars] = field(default_factory=list)
-    alike: list[tuple[float, str, str]] = field(default_factory=list)
-    cut: list[TableRow] = field(default_factory=list)
-    reasons: list[TableRow] = field(default_factory=list)
-    set_aside: list[tuple[SetAside, Picture | None]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    def __init__(self, run: str, source: str) -> None:
+        self.runs, self.source = [run], source
+        self.facts, self.missing, self.bars = list[str](), list[str](), list[Bars]()
+        self.alike, self.cut = list[tuple[float, str, str]](), list[TableRow]()
+        self.reasons, self.set_aside = list[TableRow](), list[tuple[SetAside, Picture | None]]()
+
+    def add_plan(self, store: Store, config: Config, plan: Plan) -> None:
+        active = only_trained(plan.active)
+        parts = [
+            lambda: self._count_buckets(active),
+            lambda: self._measure_captions(active["texts"], plan),
+            lambda: self._find_cuts(store, config, plan),
+            lambda: self._show_set_aside(store, config, plan),
+        ]
+        for part in parts:
+            try:
+                part()
+            except LatentpressError as error:  # a damaged table, or a checkpoint that is not on this machine
+                self.missing.append(f"{error.message}.")
+
+    def _count_buckets(self, active: pa.Table) -> None:
+        counts = Counter(zip(active["bucket"].to_pylist(), active["role"].to_pylist(), strict=True))
+        totals = Counter(active["bucket"].to_pylist())
+        names = [bucket for bucket, _ in totals.most_common(MAX_BUCKETS)]
+        parts = {"trained on": [counts[name, "train"] for name in names]}
+        held_out = [counts[name, "eval"] for name in names]
+        parts |= {"held out": held_out} if any(held_out) else {}
+        self.bars.append(Bars("Samples by bucket", names, parts))
+        shown = f", of which the {len(names)} largest are shown" if len(names) < len(totals) else ""
+        self.facts.append(f"{len(active)} samples in {len(totals)} buckets{shown}.")
+        datasets = Counter(active["dataset"].to_pylist()).most_common()
+        self.facts.append("By dataset: " + ", ".join(f"{name} {count}" for name, count in datasets) + ".")
+
+    def _measure_captions(self, ids: pa.ChunkedArray, plan: Plan) -> None:
+        uses = pc.value_counts(pc.list_flatten(ids))
+        if not len(uses):
+            self.missing.append("No sample has a caption.")
+            return
+        table = plan.text_table.select(["text_id", "text"])
+        texts = table.filter(pc.is_in(table["text_id"], value_set=uses.field("values")))["text"]
+        words = np.asarray(pc.list_value_length(pc.utf8_split_whitespace(texts)))
+        labels, counts = length_bins(words)
+        self.bars.append(Bars("Captions by words", labels, {"captions": counts}))
+        shared = sum(count > 1 for count in uses.field("counts").to_pylist())
+        self.facts.append(
+            f"{len(uses)} different captions of {int(words.min())} to {int(words.max())} words, median "
+            f"{np.median(words):g}"
+            + (f"; {shared} are of more than one sample." if shared else ", each of one sample.")
+        )
+        compared = spread_evenly(texts, MAX_COMPARED)
+        self.alike = most_alike(compared)
+        if len(compared) < len(texts):
+            self.facts.append(
+                f"{len(compared)} of {len(texts)} captions, spread evenly, were compared with each other."
+            )
+
+    def _find_cuts(self, store: Store, config: Config, plan: Plan) -> None:
+        """Captions that had more tokens than the encoder takes, by the shards' own account."""
+        state = stage_registry.TEXT.state(store, config, plan)
+        paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
+        if not paths:
+            self.missing.append("What the encoder cuts off captions is not known: no text is encoded.")
+            return
+        readers, cut = ReaderPool(store), []
+        opened, wanted = spread_evenly(pa.array(paths), MAX_OPENED_SHARDS), set(plan.active_text_ids.to_pylist())
+        for path in opened:
+            with suppress(DamageError):
+                cut += [row for row in readers.meta(path).truncated if row.id in wanted]
+        readers.close()
+        among = "" if len(opened) == len(paths) else f" (in {len(opened)} of {len(paths)} shards)"
+        self.facts.append(f"{len(cut) or 'No'} captions and prompts were cut off by the encoder{among}.")
+        cut.sort(key=lambda row: row.kept - row.tokens)
+        self.cut = [
+            {"tokens": row.tokens, "kept": row.kept, "caption": shorten(plan.texts[row.id]["text"], 300)}
+            for row in cut[:MAX_CUT_SHOWN]
+        ]
+
+    def _show_set_aside(self, store: Store, config: Config, plan: Plan) -> None:
+        items = list_set_aside(store, config, plan)
+        counts = Counter((item.stage, item.reason) for item in items).most_common()
+        self.reasons = [{"stage": stage, "reason": reason, "items": count} for (stage, reason), count in counts]
+        listed = items[:MAX_LISTED]
+        pictures = read_thumbnails(config, [(item.dataset, item.path) for item in listed[:MAX_THUMBNAILS]])
+        self.set_aside = list(zip_longest(listed, pictures))
+        if not items:
+            self.facts.append("Nothing was set aside.")
+        elif len(listed) < len(items):
+            self.facts.append(
+                f"{len(listed)} of {len(items)} items set aside are listed; latentpress status --rejects."
+            )
 
 
 def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlance]:
-    """The data of each run (name, configuration, that which names its plan where no set does); runs of the same
-    plan share an entry."""
+    """The data of each run (name, configuration, the configuration that names its plan if no set does); runs of the
+    same plan share an entry."""
     glances: dict[tuple[str, str], DataGlance] = {}
     for run, config, planned in runs:
         store = Store(config.root)
         try:
             plan = _find_plan(store, config, planned)
         except LatentpressError as error:
-            glances[config.root, run] = DataGlance([run], config.root, missing=[f"{error.message}."])
+            glances[config.root, run] = glance = DataGlance(run, config.root)
+            glance.missing.append(f"{error.message}.")
             continue
-        if (key := (config.root, plan.name)) in glances:
-            glances[key].runs.append(run)
-            continue
-        glance = glances[key] = DataGlance([run], f"plan {plan.name} of {config.root}")
-        for part in (_count_buckets, _measure_captions, _find_cuts, _show_set_aside):
-            try:
-                part(glance, store, config, plan)
-            except LatentpressError as error:  # a damaged table, or a checkpoint that is not on this machine
-                glance.missing.append(f"{error.message}.")
+        if (config.root, plan.name) in glances:
+            glances[config.root, plan.name].runs.append(run)
+        else:
+            glances[config.root, plan.name] = glance = DataGlance(run, f"plan {plan.name} of {config.root}")
+            glance.add_plan(store, config, plan)
     return list(glances.values())
 
 
@@ -120,85 +193,3 @@ def _find_plan(store: Store, config: Config, planned: Config) -> Plan:
         if generation in list_plans(store):
             return load_plan(store, generation)
     return current_plan(store, planned)
-
-
-def _count_buckets(glance: DataGlance, store: Store, config: Config, plan: Plan) -> None:
-    active = only_trained(plan.active)
-    counts = Counter(zip(active.column("bucket").to_pylist(), active.column("role").to_pylist(), strict=True))
-    totals = Counter[str]()
-    for (bucket, _), count in counts.items():
-        totals[bucket] += count
-    names = [bucket for bucket, _ in totals.most_common(MAX_BUCKETS)]
-    roles = {"trained on": "train", "held out": "eval"}
-    parts = {label: [counts[name, role] for name in names] for label, role in roles.items()}
-    parts = {label: values for label, values in parts.items() if any(values) or label == "trained on"}
-    glance.bars.append(Bars("Samples by bucket", names, parts))
-    left = len(totals) - len(names)
-    glance.facts.append(
-        f"{sum(totals.values())} samples in {len(totals)} buckets"
-        + (f", of which the {len(names)} largest are shown" if left else "")
-        + "."
-    )
-    by_dataset = Counter(active.column("dataset").to_pylist())
-    glance.facts.append("By dataset: " + ", ".join(f"{name} {count}" for name, count in by_dataset.most_common()) + ".")
-
-
-def _measure_captions(glance: DataGlance, store: Store, config: Config, plan: Plan) -> None:
-    ids = pc.list_flatten(only_trained(plan.active).column("texts"))
-    uses = pc.value_counts(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
-    distinct = uses.field("values")
-    if not len(distinct):
-        glance.missing.append("No sample has a caption.")
-        return
-    table = plan.text_table.select(["text_id", "text"])
-    texts = table.filter(pc.is_in(table.column("text_id"), value_set=distinct)).column("text")
-    words = np.asarray(pc.list_value_length(pc.utf8_split_whitespace(texts)))
-    labels, counts = length_bins(words)
-    glance.bars.append(Bars("Captions by words", labels, {"captions": counts}))
-    shared = int(pc.sum(pc.greater(uses.field("counts"), 1)).as_py() or 0)
-    glance.facts.append(
-        f"{len(distinct)} different captions of {int(words.min())} to {int(words.max())} words, median "
-        f"{np.median(words):g}" + (f"; {shared} are of more than one sample." if shared else ", each of one sample.")
-    )
-    compared = spread_evenly(texts, MAX_COMPARED)
-    glance.alike = most_alike(compared)
-    if len(compared) < len(texts):
-        glance.facts.append(f"{len(compared)} of {len(texts)} captions, spread evenly, were compared with each other.")
-
-
-def _find_cuts(glance: DataGlance, store: Store, config: Config, plan: Plan) -> None:
-    """Captions that had more tokens than the encoder takes, by the shards' own account."""
-    state = stage_registry.TEXT.state(store, config, plan)
-    paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
-    readers, cut = ReaderPool(store), []
-    opened = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS) if paths else []
-    wanted = set(plan.active_text_ids.to_pylist())
-    for path in opened:
-        with suppress(DamageError):
-            cut += [row for row in readers.meta(path).truncated if row.id in wanted]
-    readers.close()
-    if not paths:
-        glance.missing.append("What the encoder cuts off captions is not known: no text is encoded.")
-        return
-    among = "" if len(opened) == len(paths) else f" (in {len(opened)} of {len(paths)} shards)"
-    glance.facts.append(f"{len(cut) or 'No'} captions and prompts were cut off by the encoder{among}.")
-    cut.sort(key=lambda row: row.kept - row.tokens)
-    glance.cut = [
-        {"tokens": row.tokens, "kept": row.kept, "caption": shorten(plan.texts[row.id]["text"], 300)}
-        for row in cut[:MAX_CUT_SHOWN]
-    ]
-
-
-def _show_set_aside(glance: DataGlance, store: Store, config: Config, plan: Plan) -> None:
-    items = list_set_aside(store, config, plan)
-    counts = Counter((item.stage, item.reason) for item in items)
-    glance.reasons = [
-        {"stage": stage, "reason": reason, "items": count} for (stage, reason), count in counts.most_common()
-    ]
-    listed = items[:MAX_LISTED]
-    pictures = dict(read_thumbnails(config, listed[:MAX_THUMBNAILS]))
-    glance.set_aside = [(item, pictures.get(number)) for number, item in enumerate(listed)]
-    if not items:
-        glance.facts.append("Nothing was set aside.")
-    elif len(listed) < len(items):
-        glance.facts.append(f"{len(listed)} of {len(items)} items set aside are listed; latentpress status --rejects.")

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def make_page(
         colors={run.name: COLORS[number % len(COLORS)] for number, run in enumerate(runs)} if several else {},
         grid=grid,
         data=data,
-        costs=cost_table(runs),
+        costs=[row for run in runs for row in list_costs(run, several)],
         between=differing_between([(run.name, run.config) for run in runs]) if several else [],
         changed=[(run.name, differing_from_defaults(run.config)) for run in runs],
         texts=[(run.name, configuration_text(run.folder / "config.yaml")) for run in runs],
@@ -140,25 +141,14 @@ def best_rows(run: ReportRun, named: bool) -> Iterator[TableRow]:
         yield ({"run": run.name} if named else {}) | {"measure": row["measure"], "step": row["step"]} | values
 
 
-def cost_table(runs: Sequence[ReportRun]) -> list[TableRow]:
-    """A row for each stage, two columns for each run."""
-    rows: dict[str, TableRow] = {}
-    columns = [f"{run.name} " if len(runs) > 1 else "" for run in runs]
-    empty = {f"{column}{what}": "" for column in columns for what in ("time", "size")}
-    for run, column in zip(runs, columns, strict=True):
-        for stage, (time_taken, size) in cost_of_stages(run).items():
-            row = rows.setdefault(stage, {"stage": stage} | empty)
-            row |= {f"{column}time": time_taken, f"{column}size": size}
-    return list(rows.values())
-
-
-def cost_of_stages(run: ReportRun) -> dict[str, tuple[str, str]]:
-    """Stage -> the time that `latentpress run` took for it, all its runs together, and the bytes that it has made.
-    Without `run`, training's time is that of the recorded steps, and an encoding stage's that of its jobs of the last
-    day, added up."""
-    config, folder, seconds, store = run.config, run.folder, dict[str, float](), Store(run.config.root)
+def list_costs(run: ReportRun, named: bool) -> Iterator[TableRow]:
+    """For each stage the time that `latentpress run` took for it, all its runs together, and the bytes that it has
+    made. Without `run`, training's time is that of the recorded steps, and an encoding stage's that of its jobs of the
+    last day, added up. named: with the run."""
+    config, folder, store = run.config, run.folder, Store(run.config.root)
+    seconds = defaultdict[str, float](float)
     for row in read_stages(folder):
-        seconds[row["stage"]] = seconds.get(row["stage"], 0.0) + row["seconds"]
+        seconds[row["stage"]] += row["seconds"]
     steps = [line["step_s"] for line in run.metrics if isinstance(line.get("step_s"), int | float)]
     if steps:
         seconds.setdefault("train", math.fsum(filter(math.isfinite, steps)))
@@ -184,13 +174,10 @@ def cost_of_stages(run: ReportRun) -> dict[str, tuple[str, str]]:
     sizes |= {"train": _measure_folder(folder) - samples, "decode": samples}
     if (folder / SCORES_FILE).exists():
         sizes["score"] = (folder / SCORES_FILE).stat().st_size
-    return {
-        stage: (
-            format_duration(seconds[stage]) if stage in seconds else "not recorded",
-            "not known" if size is None else format_bytes(size),
-        )
-        for stage, size in sizes.items()
-    }
+    for stage_name, size in sizes.items():
+        taken = format_duration(seconds[stage_name]) if stage_name in seconds else "not recorded"
+        row = {"stage": stage_name, "time": taken, "size": "not known" if size is None else format_bytes(size)}
+        yield ({"run": run.name} if named else {}) | row
 
 
 def _measure_folder(folder: Path) -> int:

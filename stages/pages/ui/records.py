@@ -134,7 +134,7 @@ def show_set_aside(request: Request) -> Response:
     site = site_of(request)
     known = site.thumbnails.list_known()
     card = build_job_card("thumbnails", "thumbnails of those that can be read", site.programs)
-    has_new = any(can_have_thumbnail(item) and thumbnail_id(item) not in known for item in items[:MOST_MADE])
+    has_new = any(can_have_thumbnail(item.path) and thumbnail_id(item) not in known for item in items[:MOST_MADE])
     start = first_item(request.query_params, len(chosen))
     return render(
         request,
