@@ -28,6 +28,7 @@ from cache.store.store import Store
 from schemas.activities import activity
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.cli.starting import install_command
+from schemas.config.encoding import StageWorkers
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError, UsageError
 from schemas.geometry import Bucket
@@ -91,13 +92,7 @@ def run(
     current = current_plan(store, config)
     report = Report(program="preview", dry_run=options.dry_run, details={"generation": current.name})
     table = PlanTable(store, config, current)
-    try:
-        requested = {str(Bucket.parse(text)) for text in bucket or table.buckets}
-    except ValueError as error:
-        raise UsageError(f"--bucket: {error}", f"the plan has {', '.join(table.buckets)}") from error
-    if unknown := requested.difference(table.buckets):
-        raise UsageError(f"--bucket: the plan has no {min(unknown)}", f"it has {', '.join(table.buckets)}")
-    buckets = [name for name in table.buckets if name in requested]
+    buckets = _select_buckets(table, bucket)
     page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
     check_folder(page.parent)
     encoded = None if plan else EncodedPlan(table)
@@ -125,23 +120,9 @@ def run(
         report.remaining = total
         return report
     resources = options.resources(config, "decode" if encoded else "preview")
-    if encoded:
-        missing = [name for name in ("torch", "diffusers") if find_spec(name) is None]
-        if missing:
-            raise LatentpressError(
-                f"decoding latents needs the library {missing[0]!r}: not found",
-                f"Install it with: {install_command('encode')}; `latentpress preview --plan` works without it",
-            )
     all_rows = [row for rows in chosen.values() for row in rows]
-    samples = table.active["sample_id"].take(pa.array(all_rows, pa.int64())).combine_chunks()
-    probed = media_locations.select_probed_members(current, "latents", samples)
-    media_locations.require_media(table.locations, "latents", probed)
-    autoencoder = None
-    if encoded:
-        with activity("loading torch and the autoencoder's code", at_once=True):
-            from stages.encoding import model_loading
-            from stages.encoding.vae.base import load_autoencoder
-        autoencoder = load_autoencoder(config.model, config.latents, model_loading.select_device(resources))
+    _require_media(table, all_rows)
+    autoencoder = _load_autoencoder(config, resources) if encoded else None
     with (
         console.progress(total, "preview", "samples") as progress,
         closing(read_samples(table, all_rows, resources.workers, with_whole=plan)) as results,
@@ -156,6 +137,37 @@ def run(
             size = sum(map(file.write, pieces))
     report.details["written_mib"] = round(size / 2**20, 2)
     return report
+
+
+def _select_buckets(table: PlanTable, names: list[str] | None) -> list[str]:
+    """The buckets of the plan with these names, by default all."""
+    has = ", ".join(table.buckets)
+    try:
+        requested = {str(Bucket.parse(text)) for text in names or table.buckets}
+    except ValueError as error:
+        raise UsageError(f"--bucket: {error}", f"the plan has {has}") from error
+    if unknown := requested.difference(table.buckets):
+        raise UsageError(f"--bucket: the plan has no {min(unknown)}", f"it has {has}")
+    return [name for name in table.buckets if name in requested]
+
+
+def _require_media(table: PlanTable, rows: list[int]) -> None:
+    samples = table.active["sample_id"].take(pa.array(rows, pa.int64())).combine_chunks()
+    probed = media_locations.select_probed_members(table.plan, "latents", samples)
+    media_locations.require_media(table.locations, "latents", probed)
+
+
+def _load_autoencoder(config: Config, resources: StageWorkers) -> Any:
+    missing = [name for name in ("torch", "diffusers") if find_spec(name) is None]
+    if missing:
+        raise LatentpressError(
+            f"decoding latents needs the library {missing[0]!r}: not found",
+            f"Install it with: {install_command('encode')}; `latentpress preview --plan` works without it",
+        )
+    with activity("loading torch and the autoencoder's code", at_once=True):
+        from stages.encoding import model_loading
+        from stages.encoding.vae.base import load_autoencoder
+    return load_autoencoder(config.model, config.latents, model_loading.select_device(resources))
 
 
 def _count_read(results: Read, report: Report, progress: Progress) -> Read:

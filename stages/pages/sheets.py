@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from cache.runs.training_run import spread
@@ -22,7 +23,6 @@ from stages.pages.pictures import list_samples
 LINE_HEIGHT, FONT_SIZE = 18, 13  # pixels
 MAX_ROWS, MAX_STEPS = 64, 16  # of validation samples: a sheet has some 80 million pixels then
 SAMPLE_SIDE, MIN_CELL, MIN_HEIGHT, PADDING = 256, 160, 32, 4  # pixels
-CLIP_FRAMES, FRAME_GAP = 4, 4  # of a clip, in two rows
 PROMPT_LINES = 3
 FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf")
 TEXT_COLOR, MUTED_COLOR, BACKGROUND = "#1b1f24", "#57606a", "#ffffff"
@@ -77,24 +77,15 @@ def draw_sheet(files: Mapping[str, Mapping[int, Path | None]], titles: Mapping[s
 
 
 def _thumbnail(file: Path) -> Image.Image:
-    """A small picture; of a clip CLIP_FRAMES frames from its first to its last."""
+    """A small picture; of a clip four frames from its first to its last, in two rows."""
     if file.suffix == ".png":
-        return _fit(Image.open(file), SAMPLE_SIDE)
-    clip = probe_video(file)
-    last = clip.duration - 0.5 * clip.duration / max(1, clip.frames)  # the middle of the last frame's time
-    times = [last * number / (CLIP_FRAMES - 1) for number in range(CLIP_FRAMES)]
-    frames = [_fit(Image.fromarray(frame), (SAMPLE_SIDE - FRAME_GAP) // 2) for frame in read_frames(file, times)]
-    width, height = frames[0].size
-    joined = Image.new("RGB", (2 * width + FRAME_GAP, 2 * height + FRAME_GAP), BACKGROUND)
-    for number, frame in enumerate(frames):
-        joined.paste(frame, (number % 2 * (width + FRAME_GAP), number // 2 * (height + FRAME_GAP)))
-    return joined
-
-
-def _fit(image: Image.Image, side: int) -> Image.Image:
-    """Scaled down to at most `side` pixels in width and height."""
-    image = image.convert("RGB")
-    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+        image = Image.open(file).convert("RGB")
+    else:
+        clip = probe_video(file)
+        last = clip.duration - 0.5 * clip.duration / max(1, clip.frames)  # the middle of the last frame's time
+        frames = list(read_frames(file, [last * number / 3 for number in range(4)]))
+        image = Image.fromarray(np.vstack([np.hstack(frames[:2]), np.hstack(frames[2:])]))
+    image.thumbnail((SAMPLE_SIDE, SAMPLE_SIDE), Image.Resampling.LANCZOS)
     return image
 
 

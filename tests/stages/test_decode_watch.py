@@ -20,10 +20,12 @@ from stages import bucket, decode, discover, encode_latents, encode_text, index,
 from stages.encoding import model_loading
 from stages.encoding.vae import base
 from stages.encoding.vae.base import load_tiny_autoencoder
+from stages.follow import watchers
 from stages.follow.watchers import Watch, decodes_while_training
 from tests.background import until
-from tests.processes import ForkedProgram
+from tests.processes import ForkedProgram, processes
 from tests.project import Project
+from tests.stages.follow.test_watchers import hold
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.test_decode import put
 from trainer import validation
@@ -117,13 +119,19 @@ def test_pictures_are_there_before_training_has_ended(
     assert (home.folder / "output/run/samples/contact-sheet.png").exists()
 
 
+def children() -> set[int]:
+    """Of this process' own children: a pool of decoders that an earlier test left has a server between."""
+    return {number for number, parent, _ in processes() if parent == os.getpid()}
+
+
 @pytest.mark.slow
 def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_programs, script, rounds, capfd) -> None:
     home = project()
-    seen: list[list[str]] = []
+    seen, before = list[list[str]](), children()
 
     def list_pictures() -> None:
         seen.append(sorted(path.name for path in home.folder.glob("output/run/samples/*/*.png")))
+        assert children() == before, "between two validations no process holds memory"
 
     def add_damaged() -> None:
         list_pictures()
@@ -155,21 +163,6 @@ def die_half_way() -> None:
     Image.Image.save = save  # type: ignore[method-assign]
 
 
-@pytest.mark.slow
-def test_a_process_killed_while_it_writes_leaves_no_part_and_training_alone(
-    project, forked_programs, script, monkeypatch, rounds
-) -> None:
-    home = project()
-    latent, seen = add(home, "cat"), []
-    monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(die_half_way))
-    script(lambda: seen.append(picture(home, "cat").exists()), lambda: add(home, "dog"))
-    report = home.run(decode.run, watch=True)
-    assert seen == [False] and rounds == ["cpu"], "it is not tried again beside training"
-    assert "decoding beside training failed: it ended without a report" in home.said
-    assert (report.done, report.exit_code) == (2, 0)
-    np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
-
-
 def run_out() -> None:
     def decode_with(self: Any, latents: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -178,16 +171,25 @@ def run_out() -> None:
 
 
 @pytest.mark.slow
-def test_where_memory_runs_out_it_waits_until_training_has_ended(
-    project, forked_programs, script, monkeypatch, rounds
+@pytest.mark.parametrize(
+    ("fail", "why"),
+    [
+        (die_half_way, "it ended without a report"),
+        (run_out, "out of memory while decoding cat.safetensors on cpu"),
+    ],
+)
+def test_a_process_that_fails_leaves_no_part_and_the_rest_until_training_has_ended(
+    project, forked_programs, script, monkeypatch, rounds, fail, why
 ) -> None:
     home = project()
-    monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(run_out))
-    add(home, "cat")
-    script(lambda: add(home, "dog"), lambda: None)
+    latent, seen = add(home, "cat"), []
+    monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(fail))
+    script(lambda: seen.append(picture(home, "cat").exists()), lambda: add(home, "dog"))
     report = home.run(decode.run, watch=True)
-    assert "decoding beside training failed: out of memory while decoding cat.safetensors on cpu" in home.said
-    assert rounds == ["cpu"] and (report.done, report.exit_code) == (2, 0)
+    assert seen == [False] and rounds == ["cpu"], "it is not tried again beside training"
+    assert f"decoding beside training failed: {why}" in home.said
+    assert (report.done, report.exit_code) == (2, 0)
+    np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
 
 
 @pytest.mark.slow
@@ -221,16 +223,61 @@ def test_a_stopped_decode_keeps_what_it_decoded_and_no_part(project, monkeypatch
     assert home.run(decode.run).done == 1
 
 
-def test_on_a_card_it_waits_for_a_step_of_training(project) -> None:
-    """By then the trainer has taken the memory that it needs."""
-    home = project()
+@pytest.mark.parametrize(
+    ("configured", "given", "expected"),
+    [
+        ("auto", None, "cpu"),
+        ("cuda:1", None, "cuda:1"),
+        ("auto", "cuda:2", "cuda:2"),
+        ("cuda:1", "cpu", "cpu"),
+    ],
+)
+def test_the_device_beside_training(
+    project: Callable[..., Project], script, monkeypatch, configured, given, expected
+) -> None:
+    home, devices = project(stages={"decode": {"device": configured}}), []
+
+    def note_device(self: Any, stage: str, options: Any) -> tuple[int, dict[str, int]]:
+        devices.append(options.device)
+        return 0, {"done": 1}
+
+    monkeypatch.setattr(decode.StageProcesses, "run", note_device)
     trained = FakeRun(home)
-    files = [add(home, "cat", step) for step in (0, 3)]
-    assert decode._trained_after(trained.folder, files) == []
-    trained.metrics(step_line(1), step_line(3))
-    assert decode._trained_after(trained.folder, files) == files[:1]
     trained.metrics(step_line(4))
-    assert decode._trained_after(trained.folder, files) == files
+    add(home, "cat")
+    script(lambda: None, told=True)
+    assert home.run(decode.run, watch=True, device=given).done == 1
+    assert devices == [expected]
+
+
+def test_on_the_trainers_card_nothing_is_decoded_while_it_validates(
+    project: Callable[..., Project], script, monkeypatch
+) -> None:
+    """Between validations it is, a step after them."""
+    home, rounds = project(stages={"decode": {"device": "cuda"}}), []
+    monkeypatch.setattr(decode.StageProcesses, "run", lambda *given: (rounds.append(1), (0, {"done": 1}))[1])
+    trained, seen = FakeRun(home), []
+    trained.metrics(step_line(3))
+    add(home, "cat", 3)
+
+    def train_a_step() -> None:
+        seen.append(len(rounds))
+        trained.metrics(step_line(4))
+
+    script(train_a_step, lambda: seen.append(len(rounds)), told=True)
+    home.run(decode.run, watch=True)
+    assert seen == [0, 1]
+
+
+def test_memory_is_limited_where_others_may_use_the_card(tmp_path: Path, monkeypatch) -> None:
+    assert not decode._may_be_shared(tmp_path), "after training it has the card"
+    with hold(tmp_path):
+        assert decode._may_be_shared(tmp_path)
+    monkeypatch.setattr(decode, "is_running", lambda folder: None)
+    assert decode._may_be_shared(tmp_path), "nobody knows"
+    monkeypatch.setattr(decode, "is_running", lambda folder: False)
+    monkeypatch.setenv(watchers.BESIDE, "7")
+    assert decode._may_be_shared(tmp_path), "the encoding stages may be at work"
 
 
 def test_beside_the_trainer_a_part_of_the_free_memory_is_used(monkeypatch) -> None:
@@ -362,14 +409,9 @@ def test_a_tiny_autoencoder_of_other_latents_is_refused_before_training(project,
         assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("kind", ["sana", "kandinsky5-video-t2v"])
-def test_a_family_without_tiny_autoencoders_says_so(project, kind) -> None:
-    home = project(kind)
+def test_a_preview_without_a_fitting_tiny_autoencoder_is_wrong_usage(project) -> None:
     with pytest.raises(ConfigError, match=r"no tiny autoencoder for the latents of .*; it has for kandinsky5-image"):
-        home.config("validation.preview_autoencoder=some/where")
-
-
-def test_a_preview_without_a_tiny_autoencoder_is_wrong_usage(project) -> None:
+        project("kandinsky5-video-t2v").config("validation.preview_autoencoder=some/where")
     home = project()
     with pytest.raises(LatentpressError, match=r"needs validation\.preview_autoencoder") as caught:
         home.run(decode.run, preview=True)

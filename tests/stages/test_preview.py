@@ -1,5 +1,6 @@
 """The plan as a page: the pixels that the encoder gets, everything escaped, and no item that stops it."""
 
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -13,31 +14,47 @@ from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from schemas.cli.report import heading
 from schemas.clips import clip_times
-from schemas.errors import LatentpressError
+from schemas.errors import LatentpressError, UsageError
 from stages import preview
+from stages.media.files import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
-from stages.pages.plan_samples import PlanTable, frame_indices
-from stages.preview import MAX_EXAMPLES
-from tests.stages.html_page import alike, decoded
+from stages.pages.html import Section, render_template
+from stages.pages.plan_samples import PlanSample, PlanTable, SamplePixels, frame_indices
+from stages.preview import MAX_EXAMPLES, plan_card
+from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
 from tests.stages.plan_previews import planned, rows, settings, show, video_settings
 
 
 @pytest.mark.slow
-def test_an_image_is_shown_as_the_encoder_gets_it(project) -> None:
-    home = project(**settings(crop_aspect="square"))
+def test_images_are_shown_as_the_encoder_gets_them_and_what_is_left_out_with_its_reason(project) -> None:
+    home = project(**settings(crop_aspect="square", minimum_image_size=50))
     path = home.image("wide.png", (200, 64))
-    planned(home)
+    for number, name in enumerate(("fine.png", "gone.png", "other.png")):
+        home.image(name, (64, 64), seed=number)
+    for number in range(5):
+        home.image(f"small{number}.png", (20, 20), seed=number)
+    (home.media / "<i>.png").write_text("no picture")
+    (home.media / "<i>.txt").write_text("a caption")
+    planned(home, "stages.max_reject_fraction=1.0")
+    (home.media / "gone.png").unlink()
+    (home.media / "other.png").write_bytes(b"something else")
     report, page = show(home)
-    assert (report.done, report.exit_code) == (1, 0)
+    assert (report.done, report.exit_code, len(page.articles)) == (2, 0, 4)
     [shown] = page.pictures("cropped to 64x64@1: wide.png")
     assert alike(shown, read_cropped_image(path, rows(home)["wide.png"]["geometry"]))
     assert not alike(shown, np.asarray(Image.open(path).resize((64, 64))))
-    [drawing] = page.of("svg")
+    drawing = next(one for one in page.of("svg") if "wide.png" in one["aria-label"])
     assert drawing["viewbox"] == "0 0 200 64"  # whole, in its own shape
     assert drawing["aria-label"] == "wide.png: whole picture, 68.0% cut off"
-    [_, frame] = page.of("path")
-    assert frame["d"] == "M68.00 0.00h64.00v64.00h-64.00z"
+    assert "M68.00 0.00h64.00v64.00h-64.00z" in [path["d"] for path in page.of("path")]
     assert "200x64 → 64x64@1: resized to 200x64, cropped at (68, 0)" in page.article("wide.png")
+
+    assert home.rejects(report) == {"gone.png": "missing", "other.png": "changed"}
+    assert "can't be shown (missing)" in page.article("gone.png")
+    assert "can't be shown (changed)" in page.article("other.png")
+    assert "too-small" in page.text and "not-an-image" in page.text
+    assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == MAX_EXAMPLES
+    assert not page.of("i")
 
 
 @pytest.mark.slow
@@ -64,22 +81,6 @@ def one_frame(width: int, height: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_read_is_shown_with_its_reason(project) -> None:
-    home = project(**settings())
-    for number, name in enumerate(("fine.png", "gone.png", "other.png")):
-        home.image(name, seed=number)
-    planned(home)
-    (home.media / "gone.png").unlink()
-    (home.media / "other.png").write_bytes(b"something else")
-    report, page = show(home)
-    assert (report.done, report.exit_code) == (1, 0)
-    assert home.rejects(report) == {"gone.png": "missing", "other.png": "changed"}
-    assert "can't be shown (missing)" in page.article("gone.png")
-    assert "can't be shown (changed)" in page.article("other.png")
-    assert len(page.articles) == 3 and len(page.pictures("fine.png")) == 1
-
-
-@pytest.mark.slow
 def test_an_item_that_takes_too_long_costs_itself_alone(project) -> None:
     home = project(**settings())
     home.image("slow.png", (1500, 1500))
@@ -90,21 +91,33 @@ def test_an_item_that_takes_too_long_costs_itself_alone(project) -> None:
 
 
 @pytest.mark.slow
-def test_a_bucket_has_the_line_that_bucket_prints(project) -> None:
+def test_a_bucket_has_the_line_that_bucket_prints_and_can_be_chosen(project) -> None:
     home = project(**settings(crop_aspect="closest", crop_aspect_buckets=[1.0, 1.6], repeats=2, eval_fraction=0.3))
     for number in range(12):
         home.image(f"{number}.png", (64 + 16 * (number % 5), 64), seed=number)
     table = planned(home).details["buckets"]
     config = home.config()
-    sheet = PlanTable(Store(config.root), config, current_plan(Store(config.root), config))
-    assert len(table) > 1 and sheet.bucket_rows() == table
-    _, page = show(home, items=20)
+    plan = PlanTable(Store(config.root), config, current_plan(Store(config.root), config))
+    assert len(table) > 1 and plan.bucket_rows() == table
+    before = sorted(home.folder.rglob("*"))
+    dry = home.run(partial(preview.run, plan=True, items=20), dry_run=True)
+    assert (dry.remaining, dry.exit_code) == (12, 0) and sorted(home.folder.rglob("*")) == before
+    report, page = show(home, items=20)
+    name = report.details["generation"]
+    assert Path(dry.details["page"]) == home.folder / "output" / "preview" / f"plan-{name}.html"
     for row in table:
         assert all(heading(key) in page.text for key in row)
-        assert f"of {sheet.count(row['bucket'])} samples" in page.text
-    assert sum("held out" in article for article in page.articles) == sheet.active.num_rows - sum(
-        row["samples"] for row in table
-    )
+        assert f"of {plan.count(row['bucket'])} samples" in page.text
+    held_out = plan.active.num_rows - sum(row["samples"] for row in table)
+    assert sum("held out" in article for article in page.articles) == held_out
+
+    report, page = show(home, bucket=["64x64@1"])
+    assert [row["bucket"] for row in report.details["buckets"]] == ["64x64@1"]
+    assert len(page.articles) == min(6, plan.count("64x64@1"))
+    with pytest.raises(UsageError, match="has no 512x512@1"):
+        show(home, bucket=["512x512@1"])
+    with pytest.raises(UsageError, match="write WIDTHxHEIGHT"):
+        show(home, bucket=["large"])
 
 
 @pytest.mark.slow
@@ -140,36 +153,6 @@ def test_a_mask_is_laid_over_what_is_not_trained(project) -> None:
     assert left[0] > left[1] + 60 and left[0] > left[2] + 60
 
 
-@pytest.mark.slow
-def test_rules_have_their_counts_and_examples(project) -> None:
-    home = project(**settings(minimum_image_size=50))
-    home.image("good.png", (64, 64))
-    for number in range(5):
-        home.image(f"small{number}.png", (20, 20), seed=number)
-    (home.media / "<i>.png").write_text("no picture")
-    (home.media / "<i>.txt").write_text("a caption")
-    planned(home, "stages.max_reject_fraction=1.0")
-    _, page = show(home)
-    assert "too-small" in page.text and "not-an-image" in page.text
-    assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == MAX_EXAMPLES
-    assert not page.of("i")
-
-
-@pytest.mark.slow
-def test_a_dry_run_writes_nothing(project) -> None:
-    home = project(**settings())
-    home.image("one.png")
-    planned(home)
-    before = sorted(home.folder.rglob("*"))
-    report = home.run(partial(preview.run, plan=True), dry_run=True)
-    assert (report.remaining, report.exit_code) == (1, 0)
-    assert sorted(home.folder.rglob("*")) == before
-    done = home.run(partial(preview.run, plan=True))
-    name = done.details["generation"]
-    assert Path(done.details["page"]) == home.folder / "output" / "preview" / f"plan-{name}.html"
-    assert Path(done.details["page"]).exists()
-
-
 def test_there_must_be_a_plan(project) -> None:
     home = project(**settings())
     for plan in (True, False):
@@ -188,3 +171,61 @@ def test_a_plan_whose_older_part_was_removed_is_named(project) -> None:
         path.unlink()
     with pytest.raises(LatentpressError, match="1 samples that no plan describes"):
         show(home)
+
+
+def plan_page(word: str) -> Page:
+    """A page whose every text is `word`: a sample that can't be shown, an image, and a clip."""
+    place = dict.fromkeys(("dataset", "path", "source_path", "mask_path"), word)
+    place |= {"role": "eval", "regularization": True, "repeats": 2, "weight": 2.0}
+    cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
+    sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
+    shape, dot = {"width": 60, "height": 48, "lost": 0.2, "stretched": 0.0}, np.zeros((1, 10, 10, 3), np.uint8)
+    clip = sample | {"kind": "video", "start": 0.5, "rate": 12.0, "condition": "first-frame"}
+    found = MediaError("missing", word, word, word), SamplePixels(dot, (dot,), dot, dot[0])
+    items = [(PlanSample(place, kind, shape), result) for kind in (sample, clip) for result in found]
+    line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word], "latents_mib": 1.5}
+    cards = [plan_card(item, [word, "", word, word], result) for item, result in items]
+    sections = [Section(word, word, line, word, cards), Section(word, table=[line])]
+    pieces = list(render_template("preview.html", title=word, intro=[word], buckets=[line], sections=sections))
+    assert len(pieces) > len(cards)  # it is rendered an item at a time
+    return Page(b"".join(pieces).decode())
+
+
+def test_whatever_text_a_plan_holds_adds_no_tag_and_no_attribute() -> None:
+    page, plain = plan_page(HOSTILE), plan_page("word")
+    assert page.structure == plain.structure
+    for card in page.articles:
+        assert f"/{SEEN}" in card and "\\udcff" in card and "49" not in card
+    assert page.of("img")[0]["alt"] == f"i2i source, cropped: {SEEN}"
+    assert page.of("svg")[0]["aria-label"] == f"{SEEN}: whole picture, 20.0% cut off"
+
+
+def test_no_template_switches_escaping_off() -> None:
+    root = Path(__file__).resolve().parents[2]
+    templates = [path for part in ("stages", "trainer", "examples") for path in (root / part).rglob("templates/*.html")]
+    assert len(templates) >= 4
+    for path in templates:
+        assert not re.search(r"\|\s*safe\b|autoescape", path.read_text()), path
+
+
+@pytest.mark.slow
+def test_the_choice_stays_when_items_are_added_and_equal_files_are_shown_once(project) -> None:
+    home = project(**settings())
+    for number in range(8):
+        home.image(f"old{number}.png", seed=number)
+    planned(home)
+    before = titles(show(home, items=4)[1])
+    for number in range(4):
+        home.image(f"new{number}.png", seed=100 + number)
+    for number in range(8):
+        home.image(f"zsame{number}.png", seed=number)
+    planned(home)
+    after = titles(show(home, items=4)[1])
+    assert len(before) == len(after) == 4
+    assert {title for title in after if "old" in title} <= before
+    lowest = sorted(rows(home).values(), key=lambda row: row["sample_id"])[:4]
+    assert after == {row["path"] for row in lowest}
+
+
+def titles(page: Page) -> set[str]:
+    return {name for text in page.articles for name in re.findall(r"photos/(\S+\.png)", text)}

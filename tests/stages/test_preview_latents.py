@@ -93,20 +93,6 @@ def test_an_image_is_compared_with_what_was_encoded(project) -> None:
     assert first in page.articles[0]  # a bucket's lowest is first too
 
 
-@pytest.mark.slow
-def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> None:
-    home = project(**settings())
-    home.image("one.png", (64, 64))
-    encoded(home)
-    _, page = show(home)
-    links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
-    assert links and all(str(link).startswith(("data:", "#")) for link in links)
-    there = {f"#{tag['id']}" for _, tag in page.tags if "id" in tag}
-    assert {link["href"] for link in page.of("a")} <= there
-    assert all(image["alt"] for image in page.of("img")) and not page.of("script")
-    assert not list(home.folder.glob("*page*.png"))
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
@@ -159,7 +145,7 @@ def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstr
 
 
 @pytest.mark.slow
-def test_moments_are_decoded_from_their_mean(project) -> None:
+def test_moments_are_decoded_from_their_mean_and_the_page_needs_nothing_else(project) -> None:
     home = project(**settings())
     path = home.image("one.png")
     encoded(home, "latents.posterior=moments")
@@ -168,46 +154,37 @@ def test_moments_are_decoded_from_their_mean(project) -> None:
     [reconstruction] = again(home, original[None])
     np.testing.assert_array_equal(page.pictures("reconstruction: one.png")[0], seen(reconstruction[0]))
     assert report.details["samples"][0]["psnr_db"] == pytest.approx(decibels(original, reconstruction[0]), abs=0.006)
+    links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
+    assert links and all(str(link).startswith(("data:", "#")) for link in links)
+    there = {f"#{tag['id']}" for _, tag in page.tags if "id" in tag}
+    assert {link["href"] for link in page.of("a")} <= there
+    assert all(image["alt"] for image in page.of("img")) and not page.of("script")
 
 
-@pytest.fixture
-def photos(project, built):
-    """Six images of one bucket in several shards."""
-    return built(project(**settings(), cache={"unit_mib": 0.004}), encode_six)
-
-
-def encode_six(home) -> None:
+@pytest.mark.slow
+def test_what_is_not_encoded_is_counted_and_a_damaged_row_costs_itself_alone(project) -> None:
+    """Six images of one bucket in several shards, of which one is lost and another damaged."""
+    home = project(**settings(), cache={"unit_mib": 0.004})
     for number in range(6):
         home.image(f"{number}.png", seed=number)
     encoded(home)
-
-
-@pytest.mark.slow
-def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:
-    lost = sorted((photos.root / "latents").rglob("*.arrow"))[0]
-    count = len(shard_io.open_reader(Store(photos.root), str(lost.relative_to(photos.root))))
+    lost, path = sorted((home.root / "latents").rglob("*.arrow"))[:2]
+    count = len(shard_io.open_reader(Store(home.root), str(lost.relative_to(home.root))))
     lost.unlink()
-    report, page = show(photos, items=20)
-    assert 0 < count < 6 and report.done == len(page.articles) == 6 - count
-    assert report.details["not_encoded"] == count
-    assert report.next_steps == ["latentpress encode-latents", "latentpress encode-text"] and report.exit_code == 0
-    assert f"{count} are not encoded yet: latentpress encode-latents" in page.text
-    assert report.details["buckets"][0]["encoded"] == 6 - count
-
-
-@pytest.mark.slow
-def test_a_damaged_row_costs_itself_alone(photos) -> None:
-    path = sorted((photos.root / "latents").rglob("*.arrow"))[0]
-    with shard_io.open_reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
+    with shard_io.open_reader(Store(home.root), str(path.relative_to(home.root))) as found:
         data = bytes(found.read(0).tensors["latent"].raw())
     content = bytearray(path.read_bytes())
     content[content.index(data) + 5] ^= 1
     path.write_bytes(content)
-    report, page = show(photos, items=20)
-    assert (report.done, report.exit_code, len(report.damage)) == (5, 4, 1)
+    report, page = show(home, items=20)
+    assert 0 < count < 6 and report.done == len(page.articles) - 1 == 5 - count
+    assert (report.details["not_encoded"], report.exit_code, len(report.damage)) == (count, 4, 1)
+    commands = "encode-latents", "encode-text", "verify --repair"
+    assert report.next_steps == [f"latentpress {command}" for command in commands]
+    assert f"{count} are not encoded yet: latentpress encode-latents" in page.text
+    assert report.details["buckets"][0]["encoded"] == 6 - count
     [damaged] = [text for text in page.articles if "can't be decoded" in text]
     assert "checksum does not match" in damaged and report.damage[0]["item"] in damaged
-    assert "latentpress verify --repair" in report.next_steps
 
 
 def test_nothing_encoded_is_said_with_the_command(project) -> None:

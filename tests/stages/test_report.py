@@ -15,16 +15,23 @@ from PIL import Image
 
 from cache.runs.scores import Measured, SampleScores, append_line, summarize_scores
 from cache.runs.training_run import append_stage
+from cache.runs.validations import Mark
 from cache.store.store import Store
+from schemas.catalog import FAMILIES
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from stages import bucket, discover, report
+from stages import bucket, discover, encode_text, report
 from stages.encoding.job_reports import JobReport
 from stages.encoding.stage_registry import TEXT
 from stages.media.image import png_info
+from stages.pages import pictures
 from stages.pages.charts import build_charts
+from stages.pages.report import page, samples
 from tests.project import Project
 from tests.stages.html_page import HOSTILE, SEEN, Page, alike, curves
 from tests.stages.report_run import FakeRun, eval_line, step_line
+
+CUT_ROW = r'<tr>\s*<td class="n">(\d+)</td>\s*<td class="n">(\d+)</td>\s*<td>(.*?)</td>\s*</tr>'
 
 
 def page_of(home: Project, *overrides: str, **options: Any) -> tuple[str, list[str]]:
@@ -302,3 +309,111 @@ def test_the_seeds_of_a_sample_are_a_group(home: Project) -> None:
     assert [name for name, _ in articles] == ["one", "gone"]
     content = articles[0][1]
     assert content.index("seed 1, ") < content.index("seed 2, ") and content.count("a colour") == 1
+
+
+@pytest.mark.slow
+def test_captions_that_the_encoder_cut_off(project: Callable[..., Project]) -> None:
+    home = project(text={"max_length": 6})
+    longest = "a grey cat that sleeps on a red mat beside an old house by the sea"
+    for number, caption in enumerate(("a cat", "a grey cat that sleeps on a red mat", longest)):
+        home.image(f"{number}.png", (64, 64), caption, number)
+    for program in (discover, bucket, encode_text):
+        encoded = home.run(program.run)
+    text, _ = page_of(home)
+    rows = [(int(tokens), int(kept), caption) for tokens, kept, caption in re.findall(CUT_ROW, text)]
+    assert rows[0][2] == longest and rows[0][0] > rows[1][0] > 6 and {kept for _, kept, _ in rows} == {6}
+    assert "Captions cut off most" in text and f"{len(rows)} captions and prompts were cut off" in text
+    assert len(rows) == len(encoded.truncated) and "a cat" not in [caption for *_, caption in rows]
+
+
+@pytest.mark.slow
+def test_a_clip_that_was_set_aside_is_shown_by_its_middle_frame(project: Callable[..., Project]) -> None:
+    home = project("kandinsky5-video-t2v", stages={"max_reject_fraction": 1.0})
+    home.video("long.mp4", 24)
+    home.video("short.mp4", 3)
+    home.run(discover.run)
+    home.run(bucket.run)
+    page = Page(page_of(home)[0])
+    (shown,) = page.pictures("short.mp4")
+    assert "bucket: too-short: " in page.text and "long.mp4" not in page.text
+    assert shown.shape == (48, 64, 3) and abs(float(shown[:, 40:].mean()) - 85) < 6, "the second of 0, 85 and 170"
+
+
+def write_noise(path: Path, seed: int, mark: Mark | None = None) -> Path:
+    """A picture that is large however it is encoded. mark: of a sample, what it was made from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    info = None if mark is None else png_info(mark)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (256, 256, 3), np.uint8)).save(path, pnginfo=info)
+    return path
+
+
+def test_runs_with_samples_of_their_own_have_all_their_steps(
+    project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five runs of six samples and five steps, of which no two share a name."""
+    monkeypatch.setattr(samples, "MAX_CELLS", 5 * 6 * 5)
+    home, runs = project(), []
+    for name in "abcde":
+        run = FakeRun(home, name)
+        for number in range(6):
+            for step in range(5):
+                run.latent(step, f"{name}{number}")
+        runs.append((name, run.folder, run.config))
+    grid = samples.gather_samples(runs, 10_000_000)
+    assert len(grid.rows) == 5 * 6 and grid.notes == []
+    assert {len(row.gallery.figures) for rows in grid.rows.values() for row in rows} == {5}
+    monkeypatch.setattr(samples, "MAX_CELLS", 5 * 6 * 5 - 1)
+    grid = samples.gather_samples(runs, 10_000_000)
+    assert grid.notes == ["At most 4 of 5 steps are shown, spread evenly; the samples folder has all."]
+    assert {len(row.gallery.figures) for rows in grid.rows.values() for row in rows} == {4}
+
+
+@pytest.mark.slow
+def test_what_can_not_be_small_enough_is_named(
+    project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = project("kandinsky5-image-i2i")
+    home.settings["datasets"][0]["conditioning_data"] = "sources"
+    sources = {name: str(write_noise(home.folder / f"{name}.png", number)) for number, name in enumerate(("p0", "p2"))}
+    prompts = [{"name": name, "prompt": "a", "image": source} for name, source in sources.items()]
+    home.settings["validation"] = {"size": "64x48", "prompts": prompts}
+    run = FakeRun(home)
+    run.latent(0, "p0")
+    write_noise(run.folder / "samples/step-000000/p0.png", 0, run.mark(0, "p0"))
+    run.clip(0, "p2", noise=90)
+    monkeypatch.setattr(samples, "MIN_CELL_BYTES", 100)
+    for beside in (None, (run.folder / "files", run.folder)):
+        grid = samples.gather_samples([("run", run.folder, run.config)], 450, beside)
+        for name in sources:
+            source, step = grid.rows[name][0].gallery.figures
+            assert source.problem == step.problem == "too large for this page"
+            assert bool(step.link) == bool(beside)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(("frames", "noise", "limit"), [(121, 0, 3000), (33, 90, 6000), (12, 90, 20_000)])
+def test_a_clip_is_never_larger_than_it_may_be(home: Project, frames: int, noise: int, limit: int) -> None:
+    path = FakeRun(home).clip(0, "p2", frames=frames, size=(320, 240), noise=noise)
+    clip = pictures.shrink_clip(path, limit)
+    assert clip is not None and len(clip.data) <= limit < path.stat().st_size
+    assert pictures.shrink_clip(path, 300) is None
+    assert pictures.shrink_file(path, (256, 256), 20) is None
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
+    """Of a resolved configuration, which has every option."""
+    given: dict = {"root": "work", "model": {"family": family}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
+    only_edits = [*FAMILIES[family].pipelines] == ["i2i"]
+    if only_edits:
+        given["datasets"][0]["conditioning_data"] = "b"
+    given |= {"train": {"set": "abc", "steps": 7, "adapter": {"rank": 3}}, "stages": {"discover": {"workers": 9}}}
+    given["train"] |= {"experts": "low"} if FAMILIES[family].components[1:] else {}
+    resolved = Config.model_validate(Config.model_validate(given).model_dump(mode="json", by_alias=True))
+    rows = {row["option"]: (row["value"], row["default"]) for row in page.differing_from_defaults(resolved)}
+    required = {"root": "work", "model.family": family, "datasets.a.id": "a", "datasets.a.instance_data_dir": "a"}
+    expected = {key: (value, "required") for key, value in required.items()}
+    changed = {"train.steps": ("7", "1000"), "train.adapter.rank": ("3", "16"), "stages.discover.workers": ("9", "4")}
+    changed |= {"datasets.a.conditioning_data": ("b", "null")} if only_edits else {}
+    assert rows == expected | changed
