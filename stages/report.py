@@ -109,12 +109,12 @@ def _write_page(
 ) -> tuple[int, list[str]]:
     """Size of the page in bytes, and what is missing on it."""
     with activity("loading what draws"):
-        from stages.pages.report.page import make_page, read_run
+        from stages.pages.report.page import ReportRun, make_page
 
     runs = [_find_run(config, name) for name in names]
     mark = Mark(hash_results([folder for folder, _ in runs]))  # of what there is before it is read
     labels = _label_runs([folder for folder, _ in runs])
-    loaded = [read_run(label, *run, config) for label, run in zip(labels, runs, strict=True)]
+    loaded = [ReportRun(label, *run, config) for label, run in zip(labels, runs, strict=True)]
     folder = (page.with_name(f"{page.stem}-files"), page.parent) if beside else None
     given = [] if names == _own_names(config) else names
     command = shlex.join(["latentpress", "report", *given])

@@ -43,7 +43,7 @@ def write_training_samples(
         return
     folder, rows, abouts = run_folder / FOLDER, find_training_samples(encoded), dict[str, dict[str, str]]()
     for stale in folder.glob("*"):
-        if stale.name not in rows:
+        if stale.name not in rows and not stale.name.startswith("."):  # another process may write it
             shutil.rmtree(stale)
     for prompt, row in rows.items():
         sample = table.active.select(["sample_id", "dataset", "path", "bucket"]).slice(row, 1).to_pylist()[0]

@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from markupsafe import Markup
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from cache.runs.scores import SCORES_FILE, ScoreCurve, read_curves
-from cache.runs.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress, read_stages
+from cache.runs.scores import SCORES_FILE, read_curves
+from cache.runs.training_run import METRICS_FILE, read_metrics, read_progress, read_stages
 from cache.runs.validations import NOTHING_HELD_OUT, best_evaluation, best_steps, loss_name, measured_on
 from cache.store.files import walk
 from cache.store.store import Store
@@ -44,31 +43,18 @@ ABSENT = "\N{EM DASH}"
 TableRow = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class ReportRun:
-    """A run of the report. config: its own. planned: the given configuration where it has the same datasets, as a plan
-    is found by paths relative to the configuration's folder; else the run's own. not_own: whether config.yaml is
-    missing, so that settings are those of the given configuration."""
+    """A run of the report. config: its own, or `given`, the configuration that the program was called with, if it has
+    none (not_own), so that settings are those of `given`. planned: `given` if it has the same datasets, as a plan is
+    found by paths relative to the configuration's folder; else the run's own."""
 
-    name: str
-    folder: Path
-    config: Config
-    planned: Config
-    not_own: bool
-    metrics: list[dict[str, Any]]
-    scores: list[ScoreCurve]
-    progress: RunProgress
-
-
-def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRun:
-    """config: the run's own, or `given`, the configuration that the program was called with."""
-    shared = {"root", "datasets", "model"}
-    is_same = config.model_dump(include=shared) == given.model_dump(include=shared)
-    not_own, planned = config is given, given if is_same else config
-    metrics = read_metrics(folder / METRICS_FILE)
-    return ReportRun(
-        name, folder, config, planned, not_own, metrics, read_curves(folder), read_progress(config, folder)
-    )
+    def __init__(self, name: str, folder: Path, config: Config, given: Config) -> None:
+        shared = {"root", "datasets", "model"}
+        is_same = config.model_dump(include=shared) == given.model_dump(include=shared)
+        self.name, self.folder, self.config, self.not_own = name, folder, config, config is given
+        self.planned = given if is_same else config
+        self.metrics, self.scores = read_metrics(folder / METRICS_FILE), read_curves(folder)
+        self.progress = read_progress(config, folder)
 
 
 def make_page(
