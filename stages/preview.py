@@ -9,7 +9,7 @@ same functions, in a sandbox.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -334,26 +334,6 @@ def _rule_rows(excluded: pa.Table) -> list[TableRow]:
 # -- what is encoded, beside its originals ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A clip or picture and its reconstruction. versions: small pictures of the shown frames. errors: mean squared
-    error of all frames, none if the original can't be read."""
-
-    versions: dict[str, list[Picture]]
-    errors: np.ndarray
-
-    @property
-    def mse(self) -> float | None:
-        # All frames have the same number of pixels, so this is the mean over all pixels.
-        return float(self.errors.mean()) if len(self.errors) else None
-
-    def first(self, about: str) -> list[Figure]:
-        """The first frame in all versions, side by side."""
-        pictures = {name: version[0] for name, version in self.versions.items()}
-        note = format_psnr(psnr(self.errors[0])) if len(self.errors) else ""
-        return _side_by_side(pictures, about, {"reconstruction": note})
-
-
 def psnr(mse: float) -> float:
     """Peak signal-to-noise ratio in dB of 8-bit pixels; infinite for identical ones."""
     return 10 * math.log10(255**2 / mse) if mse else math.inf
@@ -371,11 +351,19 @@ def frame_errors(original_THWC: np.ndarray, reconstruction_THWC: np.ndarray) -> 
     return np.array([np.square(first.astype(np.int32) - second).mean(dtype=np.float64) for first, second in pairs])
 
 
-def compare_clips(
-    original_THWC: np.ndarray | None, reconstruction_THWC: np.ndarray, is_clip: bool, max_bytes: int
-) -> Comparison:
-    """Compare a sample with its reconstruction, both uint8. max_bytes: size limit of each picture."""
-    shown = frame_indices(len(reconstruction_THWC))
+def _compare(
+    original_THWC: np.ndarray | None,
+    reconstruction_THWC: np.ndarray,
+    item: PlanSample,
+    max_bytes: int,
+    about: str = "",
+    note: str = "",
+) -> tuple[Gallery, np.ndarray]:
+    """Some frames of a sample beside its reconstruction, both uint8, and the mean squared error of all frames, none if
+    the original can't be read. about: of a condition of the sample, of which the first frame is shown. max_bytes: size
+    limit of each picture."""
+    is_clip = bool(item.times)
+    shown = [0] if about else frame_indices(len(reconstruction_THWC))
     versions, errors = {"reconstruction": reconstruction_THWC[shown]}, np.array([])
     if original_THWC is not None:
         errors, original = frame_errors(original_THWC, reconstruction_THWC), original_THWC[shown]
@@ -383,7 +371,12 @@ def compare_clips(
         amplified = np.minimum(absolute * DIFFERENCE_GAIN, 255).astype(np.uint8)
         versions = {"original": original, **versions, DIFFERENCE: amplified}
     pictures = {name: [_shrink(frame, is_clip, max_bytes) for frame in version] for name, version in versions.items()}
-    return Comparison(pictures, errors)
+    notes = [format_psnr(psnr(errors[index])) for index in shown] if len(errors) else []
+    if is_clip and not about:
+        return _strip(pictures, [item.times[index] for index in shown], item.path, notes), errors
+    first = {name: version[0] for name, version in pictures.items()}
+    figures = _side_by_side(first, about or item.path, {"reconstruction": "".join(notes)})
+    return Gallery(figures, note=note), errors
 
 
 def _render_latents(
@@ -447,8 +440,8 @@ def _compare_sample(
     report: Report,
 ) -> tuple[TableRow, Card]:
     """(numbers, card); damage is added to the report."""
-    comparison, conditions, problems, damage = None, list[Comparison](), list[str](), None
-    original, bucket = None, item.active_row["bucket"]
+    compared, problems = list[tuple[Gallery, np.ndarray]](), list[str]()
+    original, damage = None, None
     if isinstance(pixels, MediaError):
         problems.append(f"no original to compare with ({pixels.reason}): {pixels}")
     else:
@@ -460,7 +453,7 @@ def _compare_sample(
         damage = error
     else:
         try:
-            comparison, *conditions = _decode_all(encoded.table.config, autoencoder, item, original, stored, max_bytes)
+            compared = list(_decode_all(encoded.table.config, autoencoder, item, original, stored, max_bytes))
         except DamageError as error:
             damage = error
     if damage:
@@ -469,23 +462,25 @@ def _compare_sample(
         row = {"path": damage.path, "row": damage.row, "item": item.name, "reason": "damaged"}
         report.damage.append(row | {"message": damage.reason})
     captions = tuple(map(encoded.caption, item.active_row["texts"]))
-    mse = comparison.mse if comparison else None
-    errors = [condition.errors[0] for condition in conditions if len(condition.errors)]
+    galleries = [gallery for gallery, _ in compared]
+    errors = [frames for _, frames in compared if len(frames)]
+    # All frames have the same number of pixels, so this is the mean over all pixels.
+    mse = float(errors[0].mean()) if errors else None
     numbers = {
         "psnr_db": math.nan if mse is None else round(psnr(mse), 2),
-        "bucket": bucket,
+        "bucket": item.active_row["bucket"],
         "tokens": ", ".join("unknown" if caption.tokens is None else str(caption.tokens) for caption in captions),
         "item": item.name,
         "sample_id": item.active_row["sample_id"],
         "mse": mse,
-        "condition_mse": float(np.mean(errors)) if errors else None,
+        "condition_mse": float(np.mean([frames[0] for frames in errors[1:]])) if errors[1:] else None,
         "captions": [asdict(caption) for caption in captions],
         "unread": str(pixels) if isinstance(pixels, MediaError) else "",
         "damage": damage.message if damage else "",
     }
     card = Card(
         item.name,
-        list(_galleries(item, comparison, conditions)) if comparison else [],
+        galleries,
         item.marks,
         item.facts,
         captions,
@@ -504,9 +499,9 @@ def _decode_all(
     original: SamplePixels | None,
     stored: Sequence[tuple[str, Any]],
     max_bytes: int,
-) -> Iterator[Comparison]:
-    """The sample, and its conditions that have latents of their own: the i2i source, the references or the i2v first
-    frame. stored: rows of the sample and of its references. DamageError if one is damaged."""
+) -> Iterator[tuple[Gallery, np.ndarray]]:
+    """`_compare` of the sample, and of its conditions that have latents of their own: the i2i source, the references or
+    the i2v first frame. stored: rows of the sample and of its references. DamageError if one is damaged."""
     from stages.encoding.vae.base import decode_tensor
 
     model, is_clip = config.model, bool(item.times)
@@ -520,25 +515,13 @@ def _decode_all(
         parts.append((path, row, "condition", bucket, given))
     for reference, (path, row) in zip(item.references, references, strict=True):
         parts.append((path, row, "latent", Bucket.parse(reference["geometry"]["bucket"]), 1))
-    wanted = [None] * len(parts) if original is None else [original.frames, *original.conditions]
-    for (path, row, name, bucket, frames), pixels in zip(parts, wanted, strict=True):
+    wanted = [original.frames, *original.conditions][: len(parts)] if original else [None] * len(parts)
+    for number, ((path, row, name, bucket, frames), pixels) in enumerate(zip(parts, wanted, strict=True)):
         decoded = decode_tensor(model.family_spec, autoencoder, path, row, name, bucket)[:frames]
-        yield compare_clips(pixels, decoded, is_clip, max_bytes)
-
-
-def _galleries(item: PlanSample, comparison: Comparison, conditions: Sequence[Comparison]) -> Iterator[Gallery]:
-    path, is_clip = item.path, bool(item.times)
-    if is_clip:
-        shown = frame_indices(item.bucket.frames)
-        notes = [format_psnr(psnr(comparison.errors[index])) for index in shown] if len(comparison.errors) else []
-        yield _strip(comparison.versions, [item.times[index] for index in shown], path, notes)
-    else:
-        yield Gallery(comparison.first(path))
-    for number, condition in enumerate(conditions, 1):
-        several = f" {number}" if len(conditions) > 1 else ""
-        note = "The first frame, which is also encoded alone:" if is_clip else f"The i2i source{several}:"
-        about = f"{'first frame' if is_clip else f'source{several}'} of {path}"
-        yield Gallery(condition.first(about), note=note)
+        source = "source" if len(parts) < 3 else f"source {number}"
+        about = f"{'first frame' if is_clip else source} of {item.path}" if number else ""
+        note = "The first frame, which is also encoded alone:" if is_clip else f"The i2i {source}:"
+        yield _compare(pixels, decoded, item, max_bytes, about, note if number else "")
 
 
 app = make_app(
