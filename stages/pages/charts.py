@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.runs.scores import ScoreCurve, score_label
+from cache.runs.scores import ScoreCurve, ScorePoint, score_label
 from cache.runs.training_run import SMOOTHED_STEPS
 from schemas.text_format import shorten
 
@@ -203,30 +203,28 @@ class Bars:
 @dataclass(frozen=True)
 class _Kind:
     """A chart before it has curves. names: metrics, each a curve. nested: the metric is an object, each of whose keys
-    is a curve. smooth: the mean of the last steps lies over the raw values."""
+    is a curve. spread: metric of half the height of a band. smooth: the mean of the last steps lies over the raw
+    values. absent: why a run has no curve."""
 
     key: str
     title: str
     unit: str
     names: tuple[str, ...]
     nested: bool = False
+    spread: str = ""
     smooth: bool = False
     factor: float = 1.0
     note: str = ""
-
-    @property
-    def absent(self) -> str:
-        if self.key.startswith("eval"):
-            return "no validation measured it (validation.eval_samples is 0, or none was due yet)"
-        return "no step is recorded"
+    absent: str = "no step is recorded"
 
 
+_NOT_MEASURED = "no validation measured it (validation.eval_samples is 0, or none was due yet)"
 _KINDS = (
     _Kind("loss", "Training loss", "loss", ("loss",), smooth=True),
-    _Kind("eval", "Eval loss", "loss", ("eval_loss",)),
-    _Kind("eval-sigma", "Eval loss by sigma", "loss", ("eval_by_sigma",), nested=True,
+    _Kind("eval", "Eval loss", "loss", ("eval_loss",), absent=_NOT_MEASURED),
+    _Kind("eval-sigma", "Eval loss by sigma", "loss", ("eval_by_sigma",), nested=True, absent=_NOT_MEASURED,
           note="Sigma 0 is data, 1 is noise."),
-    _Kind("eval-bucket", "Eval loss by bucket", "loss", ("eval_by_bucket",), nested=True),
+    _Kind("eval-bucket", "Eval loss by bucket", "loss", ("eval_by_bucket",), nested=True, absent=_NOT_MEASURED),
     _Kind("lr", "Learning rate", "learning rate", ("lr",)),
     _Kind("grad-norm", "Gradient norm before clipping", "norm", ("grad_norm",), smooth=True),
     _Kind("speed", "Throughput", "samples per second", ("samples_per_s",)),
@@ -241,12 +239,15 @@ def build_charts(runs: Sequence[tuple[str, Sequence[Line]]], keys: Sequence[str]
     return [_build(kind, runs) for kind in _KINDS if not keys or kind.key in keys]
 
 
-def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
+def _build(
+    kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]], about: Mapping[str, Sequence[str]] | None = None
+) -> Chart:
+    """about: further notes of runs."""
     curves, notes, missing, marks = list[Curve](), list[str](), list[str](), list[int]()
     for number, (run, lines) in enumerate(runs):
         prefix = f"{shorten(run, 40)}: " if len(runs) > 1 else ""
-        measured = [_make_curve(name, number, points) for name, points in _list_series(kind, lines)]
-        measured = [curve for curve in measured if np.isfinite(curve.values).any()]
+        measured = [curve for curve in _list_curves(kind, number, lines) if np.isfinite(curve.values).any()]
+        notes += [prefix + note for note in (about or {}).get(run, ())]
         if not measured:
             missing.append(f"{prefix}{kind.absent}.")
         elif len(measured) > MAX_CURVES:
@@ -272,26 +273,22 @@ def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
     return Chart(kind.key, kind.title, kind.unit, len(runs), tuple(curves), tuple(notes), tuple(missing), tuple(marks))
 
 
-def _list_series(kind: _Kind, lines: Sequence[Line]) -> Iterator[tuple[str, list[tuple[int, float]]]]:
-    """(name, its steps and values), ascending; NaN for what is not a number."""
+def _list_curves(kind: _Kind, run: int, lines: Sequence[Line]) -> Iterator[Curve]:
+    """With ascending steps; NaN for what is not a number."""
     lines = sorted(lines, key=lambda line: line["step"])
-    if not kind.nested:
-        for name in kind.names:
-            label = name.removesuffix("_gib").replace("_", " ") if len(kind.names) > 1 else ""
-            yield label, [(line["step"], _number(line[name]) * kind.factor) for line in lines if name in line]
-        return
-    parts = [(line["step"], line[kind.names[0]]) for line in lines if isinstance(line.get(kind.names[0]), dict)]
-    for name in dict.fromkeys(name for _, values in parts for name in values):
-        yield shorten(name, 40), [(step, _number(values.get(name))) for step, values in parts]
-
-
-def _make_curve(
-    name: str, run: int, points: Sequence[tuple[int, float]], spread: Sequence[float | None] | None = None
-) -> Curve:
-    """points: steps and values."""
-    steps, values = np.array(points, np.float64).reshape(-1, 2).T
-    band = np.array(spread, np.float64) if spread and any(value is not None for value in spread) else None
-    return Curve(name, run, steps, values, spread=band)
+    if kind.nested:
+        (metric,) = kind.names
+        points = [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), dict)]
+        series = {name: points for _, values in points for name in values}
+    else:
+        series = {name: [(line["step"], line) for line in lines if name in line] for name in kind.names}
+    for name, points in series.items():
+        steps, values = np.array([(step, _number(line.get(name))) for step, line in points]).reshape(-1, 2).T
+        spread = np.array([_number(line.get(kind.spread)) for _, line in points]) if kind.spread else None
+        label = shorten(name, 40) if kind.nested else name.removesuffix("_gib").replace("_", " ")
+        label = label if kind.nested or len(kind.names) > 1 else ""
+        band = spread if spread is not None and np.isfinite(spread).any() else None
+        yield Curve(label, run, steps, values * kind.factor, spread=band)
 
 
 def _number(value: Any) -> float:
@@ -338,33 +335,23 @@ def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart
             title = f"Score: {shorten(score_label(name), 40)}"
             if len(models) > 1:
                 title += f", by {shorten(Path(model.model).name, 40) if model else 'another program'}"
-            chosen = [
-                (run, next((curve for curve in curves if (curve.name, curve.measured) == (name, model)), None))
-                for run, curves in runs
-            ]
-            charts += _charts_of_score(f"score-{len(charts)}", title, chosen)
+            lines, about = list[tuple[str, list[Line]]](), dict[str, list[str]]()
+            for run, curves in runs:
+                score = next((curve for curve in curves if (curve.name, curve.measured) == (name, model)), None)
+                about[run] = list(_describe_score(score)) if score else []
+                lines.append((run, [_score_line(point) for point in score.points] if score else []))
+            kind = _Kind(f"score-{len(charts)}", title, "score", ("value",), spread="spread",
+                         absent="it was not scored with this")  # fmt: skip
+            charts.append(_build(kind, lines, about))
+            if any(len(line["prompts"]) > 1 for _, of_run in lines for line in of_run):
+                by_prompt = replace(kind, key=f"{kind.key}-prompts", title=f"{title}, by prompt", spread="")
+                charts.append(_build(replace(by_prompt, names=("prompts",), nested=True), lines))
     return charts
 
 
-def _charts_of_score(key: str, title: str, runs: Sequence[tuple[str, ScoreCurve | None]]) -> Iterator[Chart]:
-    curves, by_prompt, notes, missing = list[Curve](), list[Curve](), list[str](), list[str]()
-    for number, (run, score) in enumerate(runs):
-        if score is None:
-            missing.append(f"{shorten(run, 40)}: it was not scored with this.")
-            continue
-        prefix = f"{shorten(run, 40)}: " if len(runs) > 1 else ""
-        points = [(point.step, point.value) for point in score.points]
-        curves.append(_make_curve(prefix[:-2] or title, number, points, [point.spread for point in score.points]))
-        prompts = list(dict.fromkeys(prompt for point in score.points for prompt in point.groups))
-        for prompt in prompts[:MAX_CURVES] if len(prompts) > 1 else ():
-            points = [(point.step, point.groups[prompt].mean) for point in score.points if prompt in point.groups]
-            by_prompt.append(_make_curve(f"{prefix}{shorten(prompt, 40)}", number, points))
-        notes += [prefix + note for note in _describe_score(score)]
-        if len(prompts) > MAX_CURVES:
-            notes.append(f"{prefix}{MAX_CURVES} of {len(prompts)} prompts are shown by themselves.")
-    yield Chart(key, title, "score", len(runs), tuple(curves), tuple(notes), tuple(missing))
-    if by_prompt:
-        yield Chart(f"{key}-prompts", f"{title}, by prompt", "score", len(runs), tuple(by_prompt))
+def _score_line(point: ScorePoint) -> Line:
+    prompts = {prompt: group.mean for prompt, group in point.groups.items()}
+    return {"step": point.step, "value": point.value, "spread": point.spread, "prompts": prompts}
 
 
 def _describe_score(score: ScoreCurve) -> Iterator[str]:
