@@ -34,10 +34,11 @@ import pyarrow as pa
 from benchmarks.common import MIB, make_parser, print_header, print_row
 from cache.order.schedule import BatchSchedule
 from cache.sets.set_lookup import open_set, update_pointers
+from cache.sets.table_checks import SetRecord
 from cache.store.store import Store
 from schemas.cli.starting import leave_out_pandas
 from schemas.config.training import Train
-from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
+from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA
 from trainer.run.run_state import data_signature
 
 FAMILY, TASK, SET_ID = "kandinsky5-image", "t2i", "0123456789abcdef"
@@ -89,12 +90,11 @@ def make_tables(count: int) -> dict[str, pa.Table]:
 
 
 def make_set(root: Path, count: int) -> None:
-    record = {"format_version": TABLES_VERSION, "id": SET_ID, "family": FAMILY, "task": TASK, "template": "image"}
-    record |= {"flavour": "t2i-lite-sft", "generation": "none", "null_text": 0, "validation": []}
+    record = SetRecord(id=SET_ID, family=FAMILY, task=TASK, template="image", null_text=0, validation=[])
     store = Store(root)
     for name, table in make_tables(count).items():
         store.write_table(f"sets/{SET_ID}/{name}.arrow", table)
-    store.publish_json(f"sets/{SET_ID}/set.json", record)
+    store.publish_record(f"sets/{SET_ID}/set.json", record)
     update_pointers(store, record)
 
 

@@ -29,18 +29,19 @@ from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.tables import MEASURES
-from stages.encoding.features.comparison import ComparedItems, read_items
-from stages.encoding.features.measures import LAYOUT_NUMBERS, PARTS, WAVES, mirror_layouts
-from stages.encoding.features.neighbors import (
+from stages.encoding.features.comparison import (
     LEAST_FEATURES,
     LEAST_LAYOUT,
     NEIGHBORS,
+    ComparedItems,
     find_clusters,
     find_layout_candidates,
     find_neighbors,
     find_outliers,
     likeliest,
+    read_items,
 )
+from stages.encoding.features.measures import LAYOUT_NUMBERS, PARTS, WAVES, mirror_layouts
 
 PICTURE_WAVES = 20  # of a drawn picture, across and down
 DECAY = 1.2  # of their heights with the frequency

@@ -35,12 +35,13 @@ import pyarrow as pa
 
 from benchmarks.common import MIB, cpu_seconds, make_parser, make_rows, print_header, print_row, write_shard
 from cache.sets.set_lookup import open_set
+from cache.sets.table_checks import SetRecord
 from cache.sets.trainset import TrainSet
 from cache.sets.window import list_sections, open_window
 from cache.shards.shard import ShardMeta
 from cache.store.store import Store
 from schemas.config.training import Train
-from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
+from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA
 from trainer.data import BatchLoader
 from trainer.run.metrics import StepTimer
 
@@ -187,8 +188,7 @@ def write_set(root: Path, case: Case, set_mib: float, unit_mib: float, tokens: i
     for name, schema, values in tables:
         table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in values], schema)
         store.write_table(f"sets/s/{name}.arrow", table)
-    meta = {"format_version": TABLES_VERSION, "id": "s", "family": FAMILY, "task": TASK, "null_text": 0}
-    store.publish_json("sets/s/set.json", meta | {"validation": [], "generation": "none"})
+    store.publish_record("sets/s/set.json", SetRecord(id="s", family=FAMILY, task=TASK, null_text=0, validation=[]))
     return sum((root / path).stat().st_size for path, _ in shards)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from cache.models.compatibility import bucket_side_multiple
 from cache.sets import set_lookup
+from cache.sets.table_checks import SetRecord
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.shard_io import open_writer
 from cache.shards.tensors import Array
@@ -163,8 +164,9 @@ def write_set(
     made = build_recipe(config, bucket_side_multiple(config.model))
     weights = {"weights": {"content": "those of encoders that are not here"}}
     meta |= {"recipe": made, "provenance": {kind: made[kind] | weights for kind in ("text", "latents")}}
-    out.store.publish_json(f"sets/{name}/set.json", meta)
-    set_lookup.update_pointers(out.store, meta)
+    record = SetRecord.model_validate(meta)
+    out.store.publish_record(f"sets/{name}/set.json", record)
+    set_lookup.update_pointers(out.store, record)
     return root
 
 

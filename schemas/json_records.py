@@ -116,10 +116,15 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     max_bytes: ClassVar[int] = MAX_RECORD_BYTES  # of a file that is read
+    version: ClassVar[int | None] = None  # the `format_version` of files that are read; None for any
+
+    def values(self) -> dict[str, Any]:
+        """The values as they are written."""
+        return self.model_dump(mode="json")
 
     def format(self) -> bytes:
         """The file's content: indented JSON with a checksum."""
-        return format_record(self.model_dump(mode="json"))
+        return format_record(self.values())
 
     @classmethod
     def parse(cls, data: bytes) -> Self:

@@ -79,20 +79,20 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training_samples(plan)
     add_validation_prompts(plan, config, multiple, probe_prompt_image, media)
-    chosen = {prompt["name"]: describe_image(prompt["image"]) for prompt in plan.validation if "image" in prompt}
+    chosen = {prompt.name: describe_image(prompt.image) for prompt in plan.validation if prompt.image is not None}
     for name, image in chosen.items():
         console.log(f"validation prompt {name} has no image and starts from one of the data, {image}")
     planned_on = plans.list_plans(store)
     new_samples = _new_rows(plan.samples, "sample_id", plans.planned_ids(store, "latents"))
     new_texts = _new_rows(plan.texts, "text_id", plans.planned_ids(store, "text"))
     key = plan_key(config, multiple)
-    info: TableRow = {
-        "family": config.model.family,
-        "task": config.model.task,
-        "template": config.model.template.name,
-        "null_text": plan.null_text,
-        "validation": plan.validation,
-    }
+    info = plans.PlanInfo(
+        family=config.model.family,
+        task=config.model.task,
+        template=config.model.template.name,
+        null_text=plan.null_text,
+        validation=plan.validation,
+    )
     report.details = _report_details(config, plan, new_samples, new_texts)
     if config.features is not None:
         report.details["near_duplicates"] = _count_near_duplicates(config.datasets, media, items)
@@ -120,7 +120,7 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     parts = units.sample_units(samples, sizes, limit), units.text_units(texts, plan.active, text_sizes, limit)
     new_units = pa.concat_tables(parts)
     if divided.unit_ids:
-        info["replaced_units"] = divided.unit_ids
+        info = info.model_copy(update={"replaced_units": divided.unit_ids})
         report.details["divided_again"] = len(divided.unit_ids)
     tables = {"samples": new_samples, "texts": new_texts, "units": new_units, "active": plan.active}
     with activity(f"writing the plan to {store.path('plans')}"):
@@ -200,11 +200,11 @@ def _count_equal(table: pa.Table, column: str, value: str) -> int:
     return pc.sum(pc.equal(table.column(column), value)).as_py() or 0
 
 
-def _latest_active(store: Store, info: TableRow) -> pa.Table:
+def _latest_active(store: Store, info: plans.PlanInfo) -> pa.Table:
     """The active rows of the newest plan of this family and task, whatever its other settings; none without a plan."""
     for name in reversed(plans.list_plans(store)):
         generation = plans.load_plan(store, name)
-        if all(generation.info.get(key) == info[key] for key in ("family", "task")):
+        if (generation.info.family, generation.info.task) == (info.family, info.task):
             return generation.active
     return ACTIVE_SCHEMA.empty_table()
 

@@ -19,9 +19,11 @@ from stages.encoding.stage_state import StageState
 
 def run(config: Config, options: Options, console: Console, **more: Any) -> Report:
     """more: the options of every encoding stage."""
-    from stages.encoding.features.comparison import write_item_table  # which reads media
+    from stages.encoding.features.comparison import (
+        import_faiss,
+        write_item_table,  # which reads media
+    )
     from stages.encoding.features.confirmation import require_opencv
-    from stages.encoding.features.neighbors import import_faiss
 
     features = require_features(config)
     if features.duplicates:

@@ -25,6 +25,7 @@ import typer
 from cache.sets import plans
 from cache.sets.plans import Plan
 from cache.sets.set_lookup import CONFIG_POINTER_PATTERN, current_plan, list_pointers, parse_set_path, read_pointer
+from cache.sets.table_checks import Provenance, SetRecord
 from cache.shards import shard
 from cache.store.damage import DamageError
 from cache.store.files import Entry, StoreError, walk
@@ -166,13 +167,13 @@ def list_unused(store: Store, entries: Sequence[Entry], needed: "Needed", since:
 def _describe_cache(store: Store, folder: str) -> str:
     """What a cache was made by; it may have been copied from elsewhere, so its content is not trusted."""
     try:
-        record = store.read_json(f"{folder}/provenance.json")
+        record = store.read_record(f"{folder}/provenance.json", Provenance)
     except (FileNotFoundError, StoreError, DamageError):
         return "a cache of unknown origin"
-    words = [record.get(key) for key in ("encoder", "autoencoder", "precision", "posterior", "decoder")]
-    if isinstance(weights := record.get("weights"), dict):
+    words = [record.encoder, record.autoencoder, record.precision, record.posterior, record.decoder]
+    if weights := record.weights:
         words.append(weights.get("repo") or f"weights {str(weights.get('content', 'unknown'))[:8]}")
-    return printable(f"{record.get('stage', 'a cache')} ({', '.join(str(word) for word in words if word)})")
+    return printable(f"{record.stage} ({', '.join(str(word) for word in words if word)})")
 
 
 def _folder(name: str) -> str:
@@ -283,13 +284,13 @@ def find_needed(store: Store, configs: Sequence[Config], entries: Iterable[Entry
     needed.shards = {path for name in sets for path in shards_of_set(store, name)}
 
     all_plans = [plans.load_plan(store, name) for name in plans.list_plans(store)]
-    keys = {plan.info["key"] for plan in used_plans}
+    keys = {plan.info.key for plan in used_plans}
     newest: dict[str, Plan] = {}  # of each other configuration, if it is recent
     for plan in all_plans:
-        if plan.info["key"] not in keys and written.get(f"plans/{plan.name}/plan.json", since) >= since:
-            newest[plan.info["key"]] = plan
+        if plan.info.key not in keys and written.get(f"plans/{plan.name}/plan.json", since) >= since:
+            newest[plan.info.key] = plan
     needed.units_of_others = {unit for plan in newest.values() for unit in _unit_ids(plan)}
-    made_of = [store.read_json(f"sets/{name}/set.json").get("generation") for name in sets]
+    made_of = [store.read_record(f"sets/{name}/set.json", SetRecord).generation for name in sets]
     used_plans += [*newest.values(), *(plan for plan in all_plans if plan.name in made_of)]
     generations = {plan.name for plan in used_plans}
     for plan in all_plans:  # earlier generations that hold what is active in these

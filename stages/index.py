@@ -5,7 +5,6 @@ set is made while samples are not encoded, if media were missing, or if more tha
 aside: no run silently trains on half of the data.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from cache.models.compatibility import bucket_side_multiple
 from cache.sets import set_lookup
 from cache.sets.plans import Plan
 from cache.sets.set_lookup import current_plan
-from cache.sets.table_checks import read_set_table
+from cache.sets.table_checks import SetRecord, read_set_table
 from cache.sets.training_checks import check_before_stages
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
@@ -29,7 +28,6 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
 from schemas.recipe import build_recipe
-from schemas.tables import TABLES_VERSION
 from schemas.text_format import shorten
 from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage
@@ -75,14 +73,14 @@ def run(
         joined = join_plan(plan, texts, encoded)
     record = _describe_set(config, plan, joined, kinds, states, encoded)
     count = joined.tables["texts"].num_rows
-    record["counts"] = {"samples": joined.train, "eval": joined.held_out, "texts": count}
-    name = hash_json({**record, "tables": {key: hash_table(table) for key, table in joined.tables.items()}})[:16]
+    tables = {key: hash_table(table) for key, table in joined.tables.items()}
+    name = hash_json({**record.values(), "tables": tables})[:16]
+    record = record.model_copy(update={"id": name})
     report.details = {"set": f"sets/{name}", "samples": joined.train, "texts": count}
     report.details |= {"held_out": joined.held_out} if joined.held_out else {}
     report.details |= {"texts_set_aside": len(texts.set_aside)} if texts.set_aside else {}
     report.truncated = format_truncated(plan, texts.truncated)
     report.set_aside, report.done = joined.left_out, joined.train + joined.held_out
-    record["id"] = name
     done = _is_published(store, name, joined.tables, record)
     if options.dry_run:
         done = done and set_lookup.is_current(store, record)
@@ -94,7 +92,7 @@ def run(
     else:
         for key, table in joined.tables.items():
             store.write_table(f"sets/{name}/{key}.arrow", table)
-        store.publish_json(f"sets/{name}/set.json", record)
+        store.publish_record(f"sets/{name}/set.json", record)
     set_lookup.update_pointers(store, record)
     return report
 
@@ -119,10 +117,9 @@ def _describe_set(
     kinds: Mapping[str, EncodingStage],
     states: Mapping[str, StageState],
     encoded: Mapping[str, EncodedMembers],
-) -> TableRow:
-    """Return what set.json says, before the counts and the id."""
-    return {
-        "format_version": TABLES_VERSION,
+) -> SetRecord:
+    """set.json without the id."""
+    stated = {
         "family": config.model.family,
         "flavour": config.model.flavour_spec.name,
         "task": config.model.task,
@@ -132,8 +129,14 @@ def _describe_set(
         "fingerprints": {kind: state.fingerprint for kind, state in states.items()},
         "provenance": {kind: stage.fingerprint_inputs(config) for kind, stage in kinds.items()},
         "null_text": joined.null_text,
-        "validation": joined.validation,
+        "validation": [prompt.values() for prompt in joined.validation],
+        "counts": {
+            "samples": joined.train,
+            "eval": joined.held_out,
+            "texts": joined.tables["texts"].num_rows,
+        },
     }
+    return SetRecord.model_validate(stated)
 
 
 def hash_table(table: pa.Table) -> str:
@@ -145,10 +148,10 @@ def hash_table(table: pa.Table) -> str:
     return hash_bytes(*hashes)
 
 
-def _is_published(store: Store, name: str, tables: dict[str, pa.Table], record: TableRow) -> bool:
+def _is_published(store: Store, name: str, tables: dict[str, pa.Table], record: SetRecord) -> bool:
     """Whether the set exists and all its files are undamaged."""
     try:
-        same = store.read_json(f"sets/{name}/set.json") == json.loads(json.dumps(record))
+        same = store.read_record(f"sets/{name}/set.json", SetRecord).values() == record.values()
         return same and all(read_set_table(store, name, key).equals(table) for key, table in tables.items())
     except (FileNotFoundError, DamageError):
         return False

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from cache.runs.training_run import read_progress
-from cache.store.locks import FileLock
+from cache.store.files import FileLock
 from schemas.activities import activity
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.report import for_each_expert

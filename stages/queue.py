@@ -19,8 +19,7 @@ import typer
 
 from cache.runs.run_queue import EntryState, QueueEntry, RunQueue
 from cache.runs.training_run import is_running, read_failure
-from cache.store.files import check_folder, explained
-from cache.store.locks import FileLock
+from cache.store.files import FileLock, check_folder, explained
 from schemas.cli.console import INCOMPLETE, LOGS, OK, USAGE, Console, Options, Report, make_app
 from schemas.cli.process_record import ProcessRecord, noted
 from schemas.config.pipeline import Config

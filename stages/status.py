@@ -20,6 +20,7 @@ from cache.sets import rejects, set_lookup
 from cache.sets.caption_edits import read_edits
 from cache.sets.plans import Plan
 from cache.sets.set_lookup import current_plan
+from cache.sets.table_checks import SetRecord
 from cache.sets.trainset import SetError
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
@@ -203,7 +204,7 @@ def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
         name = set_lookup.find_configured_id(store, config)
     except SetError as error:
         return f"none yet: {error.message}: latentpress index"
-    made_of = store.read_json(f"sets/{name}/set.json")["generation"]
+    made_of = store.read_record(f"sets/{name}/set.json", SetRecord).generation
     return f"sets/{name}" + ("" if made_of == plan.name else f", of the older plan {made_of}: latentpress index")
 
 

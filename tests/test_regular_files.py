@@ -14,7 +14,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.prompt_library import PromptLibraryError, read_prompts
 from schemas.errors import LatentpressError
-from schemas.json_records import format_record
+from schemas.json_records import Record, format_record
 from stages.discovery.item_reader import probe_media
 from stages.discovery.sources.base import open_source
 from stages.maintenance.checks import UnmappedStore
@@ -70,7 +70,7 @@ def from_store(method: str, kind: type[Store] = Store) -> Callable[[Path], objec
 @pytest.mark.parametrize(
     ("name", "read", "error"),
     [
-        ("set.json", from_store("read_json"), DamageError),
+        ("set.json", lambda path: Store(str(path.parent)).read_record(path.name, Record), DamageError),
         ("provenance.json", from_store("read_bytes"), DamageError),
         ("index.arrow", from_store("read_table"), DamageError),
         ("index.arrow", from_store("read_table", UnmappedStore), DamageError),

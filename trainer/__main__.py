@@ -245,10 +245,10 @@ def log_warnings(
         console.warn(text)
     if newer := data.find_newer_plan():
         console.warn(
-            f"set {data.id} was made from plan {data.meta['generation']}; {newer} is newer. "
+            f"set {data.id} was made from plan {data.meta.generation}; {newer} is newer. "
             "`latentpress index` makes a set of it"
         )
-    planned = {prompt["name"] for prompt in data.meta["validation"]}
+    planned = {prompt.name for prompt in data.meta.validation}
     wanted = {prompt.name for prompt in config.validation.prompts}
     if planned - wanted:
         console.warn(

@@ -43,7 +43,7 @@ class BatchReader:
 
     def read(self, rows: Ints, texts: Ints, bucket: str) -> Batch:
         """The samples of these rows in their stored dtypes, moments too (`trainer.noise.draw_latents`), with one text
-        each (`cache.sets.draws.RowTexts.draw`), padded with zeros to the longest.
+        each (`cache.sets.trainset.RowTexts.draw`), padded with zeros to the longest.
 
         Errors as of `TrainSet.read_draw`, and ValueError if samples can't be stacked.
         """
@@ -176,7 +176,7 @@ class BatchLoader:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.data.meta["family"]]
+        return FAMILIES[self.data.meta.family]
 
     def __post_init__(self) -> None:
         self.reader = BatchReader(self.data, self.pinned)

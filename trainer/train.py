@@ -343,7 +343,7 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
                 predict, reader, settings, batch_size, device, run.skip_frames, shown.advance, run.data_changes
             )
         record({"step": done, **losses, "eval_weights": weights})
-    if reader.data.meta["validation"]:
+    if reader.data.meta.validation:
         samples, share = validation.list_samples(run.config, reader.data), run.validation_share
         steps = sum(sample.steps for sample, _ in validation.divide_samples(samples, share))
         shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")

@@ -64,7 +64,7 @@ def compute_eval_loss(
     ids: list[str] = []
     data, seed = reader.data, listed(settings.seed)[0]
     rows, on = data.choose_eval_rows(settings.eval_samples)
-    family = FAMILIES[data.meta["family"]]
+    family = FAMILIES[data.meta.family]
     for row in rows:
         texts = data.row_texts.first(np.array([row]))
         stored = reader.read(np.array([row]), texts, data.bucket(row))
@@ -100,7 +100,7 @@ def compute_eval_loss(
 
 def list_samples(config: Config, data: TrainSet) -> list[ValidationSample]:
     """The validation samples of the set's prompts, in order."""
-    return config.validation_samples([SizedPrompt(entry["name"], entry["bucket"]) for entry in data.meta["validation"]])
+    return config.validation_samples([SizedPrompt(entry.name, entry.bucket) for entry in data.meta.validation])
 
 
 def divide_samples(samples: Sequence[ValidationSample], share: tuple[int, int]) -> list[tuple[ValidationSample, bool]]:
@@ -190,8 +190,8 @@ def draw_inputs(
 
 def describe_sample(model: Model, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample) -> dict[str, Any]:
     """The description in a file of validation latents: all that it depends on beside the weights."""
-    image = data.meta["validation"][sample.planned].get("image")
-    return ({} if image is None else {"image": image}) | {
+    stated = data.meta.validation[sample.planned].values()
+    return {key: stated[key] for key in ("image",) if key in stated} | {
         "family": model.family,
         "flavour": model.flavour_spec.name,
         "task": model.task,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from pydantic import Field
 
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
@@ -25,6 +26,7 @@ from cache.store.store import Store
 from schemas.activities import Progress, activity
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json
+from schemas.json_records import Record
 from schemas.regular_files import NOT_REGULAR, open_regular
 from schemas.text_format import format_bytes, shown_path
 
@@ -293,6 +295,20 @@ def _list_files(folder: Path, part: str) -> list[tuple[str, Path]]:
     return sorted((name.as_posix(), path) for name, path in shown)
 
 
+class FileHash(Record):
+    """The hash of a large file, in a file named by its path, size and time."""
+
+    path: str
+    content: str
+
+
+class RepoCommit(Record):
+    """The commit of a repository's revision."""
+
+    repo: str
+    commit: str = Field(pattern=r"^[0-9a-f]{40}$")
+
+
 def hash_file(path: Path, memo: Store | None, advance: Callable[[int], object] = lambda count: None) -> str:
     """xxh3-128 of a file's bytes. WeightsError for a pipe or a device. memo: where the hashes of large files are
     stored. advance: of bytes."""
@@ -304,12 +320,12 @@ def hash_file(path: Path, memo: Store | None, advance: Callable[[int], object] =
         return _hash_content((name, about.st_size, about.st_mtime_ns), advance)
     rel = f"weights/{hash_json(key)}.json"
     with suppress(FileNotFoundError, DamageError):  # a damaged one is written again
-        content = memo.read_json(rel)["content"]
+        content = memo.read_record(rel, FileHash).content
         advance(about.st_size)
         return content
     content = _hash_content((name, about.st_size, about.st_mtime_ns), advance)
     with suppress(StoreError):  # a read-only root: the file is hashed again next time
-        memo.publish_json(rel, {"path": name, "content": content})
+        memo.publish_record(rel, FileHash(path=name, content=content))
     return content
 
 
@@ -335,9 +351,8 @@ def _memo_path(repo: str, revision: str | None) -> str:
 
 def _read_memo(rel: str, memo: Store) -> str | None:
     """The commit that `current_commit` stored; None where there is none or it can't be read."""
-    with suppress(StoreError, OSError, DamageError, KeyError, TypeError):
-        commit = memo.read_json(rel)["commit"]
-        return commit if COMMIT_PATTERN.fullmatch(commit) else None
+    with suppress(StoreError, OSError, DamageError):
+        return memo.read_record(rel, RepoCommit).commit
     return None
 
 
@@ -370,7 +385,7 @@ def current_commit(repo: str, revision: str | None, memo: Store) -> str:
     rel = _memo_path(repo, revision)
     if _read_memo(rel, memo) != commit:
         with suppress(StoreError):
-            memo.publish_json(rel, {"repo": repo, "commit": commit})
+            memo.publish_record(rel, RepoCommit(repo=repo, commit=commit))
     return commit
 
 

@@ -18,8 +18,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cache.store.files import explained, make_folders
-from cache.store.locks import FileLock
+from cache.store.files import FileLock, explained, make_folders
 from schemas.cli.process_record import MAX_CHARS, Moment, ProcessRecord, storable_text
 from schemas.errors import LatentpressError
 from schemas.json_records import Record, RecordError

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from cache.store.files import explained, make_folders, replacing
-from cache.store.locks import is_locked
+from cache.store.files import explained, is_locked, make_folders, replacing
 from schemas.cli.process_record import ProcessRecord, RecordWriter, storable_text
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, USAGE, LatentpressError

@@ -4,19 +4,22 @@ A copy is a root of its own, with the set's tables and shards under their own na
 has one row for each sample, with the sample's latent, its other tensors and all its texts; no program here reads it.
 """
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
 from cache.order.set_columns import find_runs
 from cache.sets import plans
 from cache.sets.set_lookup import update_pointers
+from cache.sets.table_checks import Provenance, SetPrompt
 from cache.sets.trainset import TrainSet
 from cache.shards import shard_io
 from cache.shards.shard import SIDECAR_SUFFIX, TAR_SUFFIX, ShardMeta, ShardRow, find_done_units
 from cache.shards.tensor_checks import SAMPLE
 from cache.store.damage import as_damage
+from cache.store.json_checks import EmptyName, Foreign, Name, Stored
 from cache.store.store import Store
 from schemas.errors import USAGE, LatentpressError
 
@@ -81,14 +84,33 @@ class TarPart(NamedTuple):
     stop: int
 
 
+class ExportOptions(Foreign):
+    limit_bytes: float
+    captions: bool
+
+
+class WebDatasetRecord(Stored):
+    """set.json of an export as WebDataset."""
+
+    id: Name
+    family: Name
+    flavour: EmptyName = ""
+    task: Name
+    template: EmptyName = ""
+    provenance: dict[str, Provenance] = Field(default_factory=dict)
+    validation: list[SetPrompt]
+    export: ExportOptions
+
+
 class WebDatasetExport:
     """Writes a set to `target` as tars of about `limit_bytes`. captions: whether rows have the captions' words."""
 
     def __init__(self, data: TrainSet, target: Store, limit_bytes: float, captions: bool) -> None:
         self.data, self.target = data, target
         self.folder = f"webdataset/{data.id}"
-        self.record = {key: data.meta.get(key) for key in (*SET_FACTS, "id", "provenance", "validation")}
-        self.record["export"] = {"limit_bytes": limit_bytes, "captions": captions}
+        stated = data.meta.values()
+        stated["export"] = {"limit_bytes": limit_bytes, "captions": captions}
+        self.record = WebDatasetRecord.model_validate(stated)
         self._words = _captions(data) if captions else None
         self.parts = list(self._divide(limit_bytes))
 
@@ -105,7 +127,7 @@ class WebDatasetExport:
     def check_target(self) -> None:
         """TargetError if the target has this set, exported with other options."""
         path = f"{self.folder}/set.json"
-        if self.target.exists(path) and self.target.read_json(path) != json.loads(json.dumps(self.record)):
+        if self.target.exists(path) and self.target.read_record(path, WebDatasetRecord) != self.record:
             what = f"{self.target.path(self.folder)} has this set, exported with other options"
             raise TargetError(what, "choose another folder with --to, or remove that one")
 
@@ -128,7 +150,7 @@ class WebDatasetExport:
 
     def publish(self) -> None:
         """Publish set.json, which describes all tars."""
-        self.target.publish_json(f"{self.folder}/set.json", self.record)
+        self.target.publish_record(f"{self.folder}/set.json", self.record)
 
     def _key(self, row: int) -> str:
         """The row's number and the sample's id: two files with the same bytes are two rows of one sample."""
@@ -143,7 +165,7 @@ class WebDatasetExport:
             for name, array in row.tensors.items()
         }
         info = {key: index.column(key)[number].as_py() for key in ROW_FACTS}
-        info |= {key: self.data.meta.get(key) for key in SET_FACTS}
+        info |= {key: getattr(self.data.meta, key) for key in SET_FACTS}
         info["parts"] = {part: {"id": row.id, "info": row.info} for part, row in parts.items()}
         if self._words is not None:
             texts = index.column("texts")[number].as_py()
@@ -153,7 +175,7 @@ class WebDatasetExport:
 
 def _captions(data: TrainSet) -> Mapping[str, Mapping[str, Any]]:
     """Text id -> the text's row in the plan that the set was made of."""
-    name = data.meta["generation"]
+    name = data.meta.generation
     if name not in plans.list_plans(data.store):
         raise LatentpressError(
             f"the captions' words are in plan {name}, which is not under {data.store.path('plans')}",

@@ -7,12 +7,11 @@ settings that made the plan, so a changed configuration finds no stale plan, and
 Everything stays in tables: a plan of a million samples is read and compared without a Python object for each.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +24,7 @@ from cache.store.arrow_ipc import hash_table
 from cache.store.damage import DamageError, as_damage
 from cache.store.layout import is_project_file
 from cache.store.store import Store
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json, id_prefixes
 from schemas.tables import TABLES_VERSION, UNITS_SCHEMA, plan_schema
 
@@ -73,18 +72,6 @@ class PlanOutdated(LatentpressError):
         super().__init__(message, "run `latentpress bucket` again, one at a time")
 
 
-class UnknownPlanVersion(LatentpressError):
-    """A plan that another release made."""
-
-    exit_code = USAGE
-
-    def __init__(self, path: str, version: Any) -> None:
-        message = (
-            f"{path} has format version {json_checks.printable(repr(version))}; this release reads {TABLES_VERSION}"
-        )
-        super().__init__(message, "Set root to another folder, or use the release that made this one.")
-
-
 @dataclass(frozen=True)
 class Unit:
     """The work of one shard. members: sample or text ids, in the order in which they are encoded."""
@@ -98,13 +85,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """A published plan. info: plan.json, with key, parent, validation, null text and counts; of an item plan, which has
-    the items of media tables for a stage before `bucket`, that stage in "items". "earlier": for each of KINDS, the
-    generations that hold what was planned before this one."""
+    """A published plan. info: plan.json."""
 
     store: Store
     name: str
-    info: dict[str, Any]
+    info: "PlanRecord"
 
     @cached_property
     def active(self) -> pa.Table:
@@ -119,8 +104,8 @@ class Plan:
     @cached_property
     def active_text_ids(self) -> pa.Array:
         """Distinct ids of the texts that active samples and the validation prompts need."""
-        named = [text for prompt in self.info["validation"] for text in (prompt["text"], prompt["negative"])]
-        named += [self.info["null_text"]] if self.info["null_text"] else []
+        named = [text for prompt in self.info.validation for text in (prompt.text, prompt.negative)]
+        named += [self.info.null_text] if self.info.null_text else []
         null = self.active.column("null_text").drop_null()
         captions = pc.list_flatten(self.active.column("texts"))
         return pc.unique(pa.chunked_array([*captions.chunks, *null.chunks, pa.array(named, pa.string())], pa.string()))
@@ -143,7 +128,7 @@ class Plan:
 
     @property
     def kind(self) -> str:
-        return "items" if self.info.get("items") else "samples"
+        return self.info.kind
 
     @property
     def unit_kinds(self) -> tuple[str, ...]:
@@ -152,13 +137,12 @@ class Plan:
     @property
     def generations(self) -> dict[str, list[str]]:
         """For each of KINDS, the generations that hold everything planned up to this one."""
-        earlier = self.info["earlier"]
-        return earlier | {self.kind: [*earlier[self.kind], self.name]}
+        return self.info.earlier | {self.kind: [*self.info.earlier[self.kind], self.name]}
 
     @cached_property
     def replaced_units(self) -> set[str]:
         """Ids of units whose members are in smaller units of this or an earlier generation."""
-        return {unit for plan in (self, *self._earlier) for unit in plan.info.get("replaced_units", ())}
+        return {unit for plan in (self, *self._earlier) for unit in plan.info.replaced_units}
 
     @cached_property
     def sample_table(self) -> pa.Table:
@@ -210,7 +194,7 @@ class Plan:
     @cached_property
     def _earlier(self) -> list["Plan"]:
         """The earlier generations of the same kind of plan, oldest first, without those that were removed."""
-        return _load_plans(self.store, self.info["earlier"][self.kind])
+        return _load_plans(self.store, self.info.earlier[self.kind])
 
 
 def list_plans(store: Store) -> list[str]:
@@ -239,7 +223,9 @@ def _check_plan_name(value: str) -> str:
 PlanName = Annotated[str, AfterValidator(_check_plan_name)]
 
 
-class _PlannedPrompt(json_checks.ImagedPrompt):
+class PlannedPrompt(json_checks.ImagedPrompt):
+    """A validation prompt. condition: the sample that it starts from. references: the samples of its references."""
+
     text: json_checks.Checksum
     negative: json_checks.Checksum
     condition: json_checks.Checksum | None
@@ -250,31 +236,37 @@ class _PlannedPrompt(json_checks.ImagedPrompt):
     bucket: str
 
 
-class _Earlier(json_checks.Foreign):
-    items: list[PlanName]
-    samples: list[PlanName]
+class PlanInfo(json_checks.Stored):
+    """The part of plan.json that its maker knows. items: the stage before `bucket` for which an item plan has the items
+    of media tables. replaced_units: divided into smaller ones here. family, task, template: of a plan of samples."""
+
+    validation: list[PlannedPrompt]
+    null_text: json_checks.Checksum | None
+    items: json_checks.EmptyName = ""
+    replaced_units: list[str] = Field(default_factory=list)
+    family: json_checks.EmptyName = ""
+    task: json_checks.EmptyName = ""
+    template: json_checks.EmptyName = ""
+
+    @property
+    def kind(self) -> str:
+        return "items" if self.items else "samples"
 
 
-class _PlanRecord(json_checks.Foreign):
-    """plan.json, as far as it is read."""
+class PlanRecord(PlanInfo):
+    """plan.json. earlier: for each of KINDS, the generations that hold what was planned before this one."""
+
+    version = TABLES_VERSION
 
     key: json_checks.Name
-    replaced_units: list[str] = Field(default_factory=list)
-    earlier: _Earlier
-    validation: list[_PlannedPrompt]
-    null_text: json_checks.Checksum | None
+    parent: PlanName | None = None
+    content: str = ""
+    earlier: dict[Literal[*KINDS], list[PlanName]] = Field(min_length=len(KINDS))  # type: ignore[valid-type]
 
 
 def load_plan(store: Store, name: str) -> Plan:
-    """Generation `name`. DamageError if plan.json is not as it was written or lacks a value, UnknownPlanVersion if this
-    release does not read its version."""
-    rel = f"plans/{name}/plan.json"
-    info = store.read_json(rel)
-    if (version := info.get("format_version")) != TABLES_VERSION:
-        raise UnknownPlanVersion(store.path(rel), version)
-    with as_damage(store.path(rel), "its values can't be right"):
-        _PlanRecord.model_validate(info)
-    return Plan(store, name, info)
+    """Generation `name`. Errors as of `Store.read_record`."""
+    return Plan(store, name, store.read_record(f"plans/{name}/plan.json", PlanRecord))
 
 
 def _load_plans(store: Store, names: Sequence[str]) -> list[Plan]:
@@ -302,7 +294,7 @@ def _read_tables(plans: Sequence[Plan], what: str) -> list[pa.Table]:
 def newest_plan(store: Store, key: str) -> Plan | None:
     """The newest plan whose settings hash to `key`, or None."""
     plans = (load_plan(store, name) for name in reversed(list_plans(store)))
-    return next((plan for plan in plans if plan.info["key"] == key), None)
+    return next((plan for plan in plans if plan.info.key == key), None)
 
 
 def planned_ids(store: Store, kind: str) -> pa.Array:
@@ -323,7 +315,7 @@ def publish_plan(
     store: Store,
     key: str,
     tables: Mapping[str, pa.Table],
-    info: dict[str, Any],
+    info: PlanInfo,
     planned_on: Sequence[str] | None = None,
 ) -> Plan:
     """Write a generation and return it; where the newest one of this key has the same content, return that.
@@ -339,33 +331,30 @@ def publish_plan(
     cast = {name: tables[name].cast(plan_schema(name, tables[name].column_names)) for name in PLAN_TABLES}
     active = cast["active"] = cast["active"].combine_chunks()  # compared and hashed below
     if current is not None and not any(len(tables[name]) for name in ("samples", "texts", "units")):
-        same = all(current.info.get(name) == value for name, value in json.loads(json.dumps(info)).items())
+        same = all(getattr(current.info, name) == getattr(info, name) for name in info.model_fields_set)
         if same and current.active.equals(active) and current.is_complete:
             return current
     parent = max(published, default=None)
-    settings = hash_json({"key": key, "info": info, "parent": parent})
+    settings = hash_json({"key": key, "info": info.values(), "parent": parent})
     content = hash_bytes(settings.encode(), hash_table(active))
-    earlier, kind = planned_generations(store, published), "items" if info.get("items") else "samples"
-    if len(earlier[kind]) > MOST_EARLIER:
-        whole = _load_plans(store, earlier[kind])
+    earlier, values = planned_generations(store, published), info.values()
+    if len(earlier[info.kind]) > MOST_EARLIER:
+        whole = _load_plans(store, earlier[info.kind])
         for name in ("samples", "texts", "units"):
             parts = [*(plan.own_table(name) for plan in whole), cast[name]]
             table = pa.concat_tables(parts, promote_options="default")
             schema = plan_schema(name, table.column_names)
             cast[name] = table.select(schema.names).cast(schema)
-        replaced = {
-            *info.get("replaced_units", ()),
-            *(unit for plan in whole for unit in plan.info.get("replaced_units", ())),
-        }
-        earlier, info = earlier | {kind: []}, info | ({"replaced_units": sorted(replaced)} if replaced else {})
-    record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
-    record["earlier"] = earlier
+        replaced = {*info.replaced_units, *(unit for plan in whole for unit in plan.info.replaced_units)}
+        values |= {"replaced_units": sorted(replaced)} if replaced else {}
+        earlier |= {info.kind: []}
+    record = PlanRecord(key=key, parent=parent, content=content, earlier=earlier, **values)
     number = int(parent.partition("-")[0]) + 1 if parent else 1
     name = f"{number:06d}-{content[:12]}"
     for what, table in cast.items():
         store.write_table(f"plans/{name}/{what}.arrow", table)
-    store.publish_json(f"plans/{name}/plan.json", record)
-    return load_plan(store, name)
+    store.publish_record(f"plans/{name}/plan.json", record)
+    return Plan(store, name, record)
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

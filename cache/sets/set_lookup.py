@@ -17,6 +17,7 @@ from typing import Any
 from cache.models.compatibility import bucket_side_multiple
 from cache.models.weights import WeightsError, fingerprint_weights, local_folder
 from cache.sets import plans
+from cache.sets.table_checks import SetPointer, SetRecord
 from cache.sets.trainset import SetError, SetNotFound, TrainSet
 from cache.store.damage import DamageError
 from cache.store.json_checks import PATH_NAME_PATTERN, printable
@@ -27,7 +28,6 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 from schemas.recipe import build_recipe, plan_key
-from schemas.tables import TABLES_VERSION
 
 #: Files that point to the set of a configuration.
 CONFIG_POINTER_PATTERN = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)
@@ -87,17 +87,14 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
         names = sorted({name.split("/")[0] for name in store.list_names("sets") if name.endswith("/set.json")})
         what = f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(names) or 'none'}"
         raise SetError(what, "Correct train.set, or run `latentpress index`.")
-    meta = store.read_json(rel)
-    if meta.get("format_version") != TABLES_VERSION:
-        what = f"set {set_id} has format version {meta.get('format_version')!r}"
-        raise SetError(f"{what}; this release reads {TABLES_VERSION}", "Run `latentpress index` with this release.")
-    if (meta.get("family"), meta.get("task")) != (family, task):
-        what = f"set {set_id} was made for {meta.get('family')} {meta.get('task')}"
+    meta = store.read_record(rel, SetRecord)
+    if (meta.family, meta.task) != (family, task):
+        what = f"set {set_id} was made for {meta.family} {meta.task}"
         step = "Correct train.set or model.flavour."
         raise SetError(f"{what}; the configuration trains {family} {task}", step)
-    if meta.get("id") != set_id:
+    if meta.id != set_id:
         step = "Run `latentpress index`, which writes it again; copy a copied set again."
-        raise SetError(f"{store.path(rel)} belongs to set {printable(repr(meta.get('id')))}", step)
+        raise SetError(f"{store.path(rel)} belongs to set {meta.id!r}", step)
     return TrainSet(store, set_id, meta)
 
 
@@ -130,11 +127,8 @@ def newest_set(store: Store, family: str, task: str) -> str:
 
 
 def read_pointer(store: Store, rel: str) -> str:
-    """The id of the set that a pointer names. DamageError where it can't be one."""
-    named = store.read_json(rel).get("id")
-    if not isinstance(named, str) or not PATH_NAME_PATTERN.fullmatch(named):
-        raise DamageError(store.path(rel), f"it names {printable(repr(named))}, which can't be a training set")
-    return named
+    """The id of the set that a pointer names."""
+    return store.read_record(rel, SetPointer).id
 
 
 def open_configured_set(config: Config, warn: Callable[[str], object]) -> TrainSet:
@@ -162,8 +156,8 @@ def open_configured_set(config: Config, warn: Callable[[str], object]) -> TrainS
                 "Correct model.path or train.set; or give a folder that holds only the transformer.",
             )
         warn(f"{what}, by name: {printable(str(recorded))}; whether it is the same is not known")
-    if recipe is not None and isinstance(data.meta.get("recipe"), dict):
-        data.recipe_differences = diff_recipes(data.meta["recipe"], recipe)
+    if recipe is not None and data.meta.recipe:
+        data.recipe_differences = diff_recipes(data.meta.recipe, recipe)
     if data.recipe_differences:
         differences = _join_first(data.recipe_differences)
         warn(f"set {data.id} is used as it was made, since train.set names it: {differences}")
@@ -188,14 +182,11 @@ def find_configured_id(store: Store, config: Config) -> str:
         raise SetNotFound(f"{missing}, the set of this configuration, is not there", f"{RUN_HINT}.")
     newest = newest_set(store, config.model.family, config.model.task)
     path = f"sets/{newest}/set.json"
-    record = store.read_json(path) if store.exists(path) else None
-    if record is None:
-        differences = ["its set.json is not there"]
-    elif not isinstance(record.get("recipe"), dict):
-        differences = ["its set.json does not name the configuration"]
-    else:
+    differences = ["its set.json is not there"]
+    if store.exists(path):
+        record = store.read_record(path, SetRecord)
         other = [f"model.path: another {ENCODER_NAMES[kind]}" for kind in _find_other_weights(record, weights)]
-        differences = diff_recipes(record["recipe"], recipe) + other
+        differences = diff_recipes(record.recipe, recipe) + other
     differences = differences or ["nothing, and only the file that points to it is missing"]
     raise SetNotFound(
         f"no training set under {store.path('sets')} is what this configuration makes; the newest of "
@@ -209,28 +200,26 @@ def list_pointers(store: Store, config: Config) -> list[str]:
     return list(_find_pointers(store, _build_recipe(config), local_weights(config.model, store)))
 
 
-def config_pointer(record: Mapping[str, Any]) -> str | None:
-    """The file that points to the newest set of this one's configuration; None where set.json lacks that."""
-    recipe, weights = record.get("recipe"), _recorded_weights(record)
-    return f"{_pointer_prefix(recipe)}{hash_json(weights)[:16]}.json" if isinstance(recipe, dict) and weights else None
+def config_pointer(record: SetRecord) -> str:
+    """The file that points to the newest set of this one's configuration."""
+    return f"{_pointer_prefix(record.recipe)}{hash_json(_recorded_weights(record))[:16]}.json"
 
 
-def is_current(store: Store, record: Mapping[str, Any]) -> bool:
+def is_current(store: Store, record: SetRecord) -> bool:
     """Whether a published set is already that of its configuration."""
-    rel = config_pointer(record)
-    return rel is not None and _points_to(store, rel, record["id"])
+    return _points_to(store, config_pointer(record), record.id)
 
 
-def update_pointers(store: Store, record: Mapping[str, Any]) -> None:
+def update_pointers(store: Store, record: SetRecord) -> None:
     """Make a published set the newest of its family and task, and that of its configuration."""
-    for rel in filter(None, (config_pointer(record), newest_pointer(record["family"], record["task"]))):
-        if not _points_to(store, rel, record["id"]):
-            store.publish_json(rel, {"id": record["id"]})
+    for rel in (config_pointer(record), newest_pointer(record.family, record.task)):
+        if not _points_to(store, rel, record.id):
+            store.publish_record(rel, SetPointer(id=record.id))
 
 
 def _points_to(store: Store, rel: str, set_id: str) -> bool:
     try:
-        return store.read_json(rel) == {"id": set_id}
+        return read_pointer(store, rel) == set_id
     except (FileNotFoundError, DamageError):
         return False
 
@@ -264,21 +253,18 @@ def _find_pointers(store: Store, recipe: JsonDict, weights: Mapping[str, JsonDic
         if rel.startswith(_pointer_prefix(recipe)) and CONFIG_POINTER_PATTERN.fullmatch(rel):
             set_id = read_pointer(store, rel)
             path = f"sets/{set_id}/set.json"
-            if not store.exists(path) or not _find_other_weights(store.read_json(path), weights):
+            if not store.exists(path) or not _find_other_weights(store.read_record(path, SetRecord), weights):
                 pointers[rel] = set_id
     return pointers
 
 
-def _recorded_weights(record: Mapping[str, Any]) -> JsonDict:
-    """Kind of shard -> fingerprint of the weights that made a set's shards; empty where set.json lacks one."""
-    made = record.get("provenance")
-    rows = {kind: made[kind] for kind in ENCODER_NAMES if kind in made} if isinstance(made, dict) else {}
-    weights = {kind: row.get("weights") for kind, row in rows.items() if isinstance(row, dict)}
-    is_complete = weights.keys() >= {"text", "latents"} and all(isinstance(row, dict) for row in weights.values())
-    return weights if is_complete else {}
+def _recorded_weights(record: SetRecord) -> JsonDict:
+    """Kind of shard -> fingerprint of the weights that made a set's shards."""
+    made = {kind: record.provenance[kind].weights for kind in ENCODER_NAMES if kind in record.provenance}
+    return {kind: weights for kind, weights in made.items() if weights is not None}
 
 
-def _find_other_weights(record: Mapping[str, Any], weights: Mapping[str, JsonDict]) -> list[str]:
+def _find_other_weights(record: SetRecord, weights: Mapping[str, JsonDict]) -> list[str]:
     """Kinds of shards that were made with other weights than these."""
     made = _recorded_weights(record)
     return [kind for kind, known in weights.items() if kind in made and not known.items() <= made[kind].items()]

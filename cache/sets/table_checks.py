@@ -6,22 +6,23 @@ set may come from elsewhere, so the values in its tables are checked, too: they 
 The files of a training set, sets/<id>, are read and checked here: its tables and set.json.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints
 
 from cache.store import json_checks
 from cache.store.damage import as_damage
-from cache.store.json_checks import Count, Foreign, ImagedPrompt, Name
+from cache.store.json_checks import PATH_NAME_PATTERN, Count, EmptyName, Foreign, ImagedPrompt, Name, Stored
 from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from schemas import tables
 from schemas.config.section import NAME_PATTERN
+from schemas.family import Task
 from schemas.geometry import Bucket
 
 MAX_DRAWS = 10**6  # of repeats, or as a weight
@@ -128,36 +129,78 @@ def read_set_table(store: Store, id: str, name: str) -> pa.Table:
         return store.read_table(rel, TABLE_CHECKS[name])
 
 
-class _Image(Foreign):
+class PromptRow(Foreign):
+    """A row of latents that a validation prompt has. id: of references alone."""
+
     row: Count
     shard: Count
+    id: Name | None = None
 
 
-class _Reference(_Image):
-    id: Name
+class SetPrompt(ImagedPrompt):
+    """A validation prompt. text, negative: numbers of texts."""
 
-
-class _SetPrompt(ImagedPrompt):
     name: Annotated[Name, StringConstraints(pattern=NAME_PATTERN)]  # files are named after prompts
     bucket: Name
     text: Count
     negative: Count
     prompt: str
     negative_prompt: str
-    condition: _Image | None
-    references: list[_Reference] = Field(default_factory=list)
+    condition: PromptRow | None
+    references: list[PromptRow] = Field(default_factory=list)
 
 
-class _SetRecord(Foreign):
-    """set.json, as far as it refers to the set's tables."""
+class Provenance(Stored):
+    """provenance.json of a cache: every setting behind its fingerprint, of which these are read."""
 
+    model_config = ConfigDict(extra="allow")
+
+    stage: str = "a cache"
+    encoder: str | None = None
+    autoencoder: str | None = None
+    precision: str | None = None
+    posterior: str | None = None
+    decoder: str | None = None
+    condition_frames: Annotated[int, Field(gt=0, lt=1 << 16)] | None = 1
+    weights: dict[str, Any] | None = None
+
+
+class Counts(Foreign):
+    samples: Count = 0
+    eval: Count = 0
+    texts: Count = 0
+
+
+SetName = Annotated[str, StringConstraints(pattern=rf"^{PATH_NAME_PATTERN.pattern}$")]
+
+
+class SetPointer(Stored):
+    """A file that names a set, as the newest of a family and task or that of a configuration."""
+
+    id: SetName
+
+
+class SetRecord(Stored):
+    """set.json. generation: the plan. recipe, provenance: of the configuration and the caches that made it."""
+
+    version = tables.TABLES_VERSION
+
+    id: EmptyName = ""
+    family: Name
+    flavour: EmptyName = ""
+    task: Task
+    template: EmptyName = ""
+    generation: EmptyName = ""
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    fingerprints: dict[str, str] = Field(default_factory=dict)
+    provenance: dict[str, Provenance] = Field(default_factory=dict)
     null_text: Count | None
-    validation: list[_SetPrompt]
+    validation: list[SetPrompt]
+    counts: Counts = Counts()
 
 
-def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
-    """One of PARSE_ERRORS where set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
-    record = _SetRecord.model_validate(dict(meta))
+def check_set_record(record: SetRecord, texts: int, shards: int) -> None:
+    """ValueError if set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
     numbers = [] if record.null_text is None else [record.null_text]
     for prompt in record.validation:
         numbers += [prompt.text, prompt.negative]

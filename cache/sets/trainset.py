@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from cache.order.schedule import BatchSchedule, Ints, Span
 from cache.order.section_order import order_by_sections
-from cache.order.set_columns import IntColumn, find_runs
+from cache.order.set_columns import IntColumn, ListColumn, find_runs
 from cache.sets import plans
-from cache.sets.draws import NO_TEXT, RowTexts
-from cache.sets.table_checks import SET_ROLES, check_set_json, check_set_references, read_set_table
+from cache.sets.table_checks import SET_ROLES, SetRecord, check_set_record, check_set_references, read_set_table
 from cache.shards.shard import ShardRow
 from cache.shards.shard_io import ReaderPool, ShardSupply, open_limit
 from cache.shards.tensor_checks import SAMPLE, find_shape_problems, find_tensor_problem, own_name
@@ -30,12 +30,72 @@ from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from schemas.config.training import Train
 from schemas.errors import INCOMPLETE, USAGE, LatentpressError
-from schemas.family import REFERENCE_PARTS
+from schemas.family import REFERENCE_PARTS, Family, Task
 from schemas.geometry import Bucket
+from schemas.identity import derive_seed, mix_bits, to_unit_interval
 from schemas.tables import further_kinds, reference_parts
 
 COMPARED_ROWS = 1 << 17  # of the ids, at a time
 TEXT = "text"  # the part of a draw that is a caption or the null prompt
+
+
+NO_TEXT = -1  # in place of a text's number: a null prompt that the set does not have
+
+
+class RowTexts:
+    """The texts of a set's rows, as numbers of its table of texts.
+
+    index: the set's table. null_text: the null prompt of rows that have none of their own; None where there is none.
+    """
+
+    def __init__(self, index: pa.Table, null_text: int | None) -> None:
+        self._captions, self._null_texts = ListColumn(index["texts"]), IntColumn(index["null_text"])
+        self._null_text = NO_TEXT if null_text is None else null_text
+
+    def parts(self, row: int) -> dict[str, int]:
+        """Part -> text: "text0", "text1", ..., the row's captions, and "null" where it has a null prompt."""
+        parts = {f"text{number}": text for number, text in enumerate(self._captions.get(row))}
+        null = int(self._null_texts.take(np.array([row]), self._null_text)[0])
+        return parts if null == NO_TEXT else parts | {"null": null}
+
+    def part(self, row: int, text: int) -> str:
+        """The first part of a row that has this text; "null" for NO_TEXT."""
+        return next((part for part, number in self.parts(row).items() if number == text), "null")
+
+    def choose(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> Ints:
+        """(n,) texts of rows: the caption of this number, or the null prompt, perhaps NO_TEXT, where it is dropped."""
+        texts = self._captions.take(rows, captions)
+        texts[dropped] = self._null_texts.take(rows[dropped], self._null_text)
+        return texts
+
+    def first(self, rows: Ints) -> Ints:
+        """(n,) the first caption of each row."""
+        return self._captions.take(rows, np.zeros_like(rows))
+
+    def draw(self, seed: int, dropout: float, steps: int | Ints, positions: Ints, rows: Ints, passes: Ints) -> Ints:
+        """(..., B) the text of each draw. steps: of all draws, or (M,) of each micro-batch. positions, rows, passes:
+        (..., B), as of `cache.order.schedule.MicroBatchRows`. dropout: the share of null prompts."""
+        flat = rows.ravel()
+        captions = choose_captions(seed, flat, passes.ravel(), self._captions.lengths(flat))
+        dropped = draw_caption_dropout(seed, steps, positions, dropout)
+        return self.choose(flat, captions, dropped.ravel()).reshape(rows.shape)
+
+
+def choose_captions(seed: int, rows: Ints, passes: Ints, alternatives: Ints) -> Ints:
+    """The caption that each row uses in a pass: alternatives take turns, from a random start.
+
+    Arrays are (n,). Over `alternatives[i]` consecutive passes row i uses each of its captions once.
+    """
+    offset = mix_bits(rows.astype(np.uint64) ^ np.uint64(derive_seed(str(seed), "captions")))
+    return ((offset % alternatives.astype(np.uint64)).astype(np.int64) + passes) % alternatives
+
+
+def draw_caption_dropout(seed: int, steps: int | Ints, positions: Ints, share: float) -> NDArray[np.bool_]:
+    """(..., B) whether the null prompt replaces the caption at each position of a step's global batch. steps: of all
+    positions, or (M,) of each micro-batch."""
+    keys = np.array([derive_seed(f"{seed}/{step}", "dropout") for step in np.atleast_1d(steps).tolist()], np.uint64)
+    drawn = to_unit_interval(mix_bits(positions.astype(np.uint64) ^ keys[:, None])) < share
+    return drawn.reshape(positions.shape)
 
 
 class SetError(LatentpressError):
@@ -91,7 +151,7 @@ class TrainSet:
     it. Threads that read the same shard wait for each other.
     """
 
-    def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
+    def __init__(self, store: Store, set_id: str, meta: SetRecord):
         self.store, self.id, self.meta = store, set_id, meta
         self.recipe_differences: list[str] = []  # from what the configuration that names the set would make
         #: Widths of a text's tensors that the transformer reads. Once they are set, `sample` and `validation` check
@@ -104,8 +164,8 @@ class TrainSet:
             self.tables |= {name: table.result() for name, table in others.items()}
         self._index, self._texts, self._shards = self.tables.values()
         self._check_file("index.arrow", check_set_references, self._index, self._texts, self._shards)
-        self._check_file("set.json", check_set_json, meta, self._texts.num_rows, self._shards.num_rows)
-        self.row_texts = RowTexts(self._index, meta["null_text"])
+        self._check_file("set.json", check_set_record, meta, self._texts.num_rows, self._shards.num_rows)
+        self.row_texts = RowTexts(self._index, meta.null_text)
         self._readers = ReaderPool(store, open_limit())  # each holds a file handle, a memory map and its list of ids
         self.supply = ShardSupply(store, self.shard_path)
 
@@ -113,6 +173,10 @@ class TrainSet:
         """Call `check`; DamageError about a file of the set where it fails."""
         with as_damage(self.store.path(f"sets/{self.id}/{file}"), "its values can't be right"):
             check(*values)
+
+    @property
+    def _task(self) -> tuple[Family, Task]:
+        return FAMILIES[self.meta.family], self.meta.task
 
     def __len__(self) -> int:
         """Samples to train on."""
@@ -229,7 +293,7 @@ class TrainSet:
         locations = self.draw_locations(row, text, bucket)
         draw = {part: self.read_row(location) for part, location in locations.items()}
         for part, stored in draw.items() if self.text_widths is not None else ():
-            if problem := find_shape_problems(part, stored.tensors, bucket, self.meta, self.text_widths or {}):
+            if problem := find_shape_problems(part, stored.tensors, bucket, self._task, self.text_widths or {}):
                 raise self.damage(locations[part], problem)
         if len(draw) > 2:
             names = {part: [own_name(part, name) for name in stored.tensors] for part, stored in draw.items()}
@@ -267,26 +331,26 @@ class TrainSet:
     def _check_parts(self, parts: Mapping[str, ShardRow], bucket: str, locations: Mapping[str, Location]) -> None:
         """DamageError where a part can't be trained on, once `text_widths` are set."""
         for name, part in parts.items() if self.text_widths is not None else ():
-            if problem := find_tensor_problem(name, part, bucket, self.meta, self.text_widths or {}):
+            if problem := find_tensor_problem(name, part, bucket, self._task, self.text_widths or {}):
                 raise self.damage(locations[name]._replace(id=part.id), problem)
 
     @property
     def validation(self) -> list[ValidationPrompt]:
         """The validation prompts of the configuration that made the set, everything read and checked."""
         prompts = []
-        for number, entry in enumerate(self.meta["validation"]):
+        for number, entry in enumerate(self.meta.validation):
             parts = self.prompt_rows(number)
             references = [parts[part].tensors["latent"] for part in REFERENCE_PARTS if part in parts]
-            self._check_parts(parts, self._prompt_bucket(entry["bucket"], references), self.prompt_locations(number))
+            self._check_parts(parts, self._prompt_bucket(entry.bucket, references), self.prompt_locations(number))
             condition = parts["condition"].tensors["latent"] if "condition" in parts else None
-            values = (entry["name"], entry["prompt"], entry["negative_prompt"], entry["bucket"])
+            values = (entry.name, entry.prompt, entry.negative_prompt, entry.bucket)
             texts = parts["text"].tensors, parts["negative"].tensors
             prompts.append(ValidationPrompt(*values, *texts, condition, tuple(references)))
         return prompts
 
     def _prompt_bucket(self, bucket: str, references: Sequence[Array]) -> str:
         """The bucket of a prompt with the sizes of its references, which are their own."""
-        stride = FAMILIES[self.meta["family"]].spatial_stride
+        stride = self._task[0].spatial_stride
         sides = [[side * stride for side in array.shape[-2:]] for array in references]
         return bucket + "".join(f"+{width}x{height}" for height, width in sides)
 
@@ -299,12 +363,11 @@ class TrainSet:
     def prompt_locations(self, number: int) -> dict[str, Location]:
         """The same of the parts of validation prompt `number`: "text", "negative" and perhaps "condition", or its
         references."""
-        entry = self.meta["validation"][number]
-        locations = {name: self._locate(TEXT, entry[name]) for name in ("text", "negative")}
-        image = entry["condition"]
-        for part, given in zip(REFERENCE_PARTS, entry.get("references", ()), strict=False):
-            locations[part] = Location(given["shard"], given["row"], given["id"])
-        return locations | {"condition": Location(image["shard"], image["row"], None)} if image else locations
+        entry = self.meta.validation[number]
+        locations = {"text": self._locate(TEXT, entry.text), "negative": self._locate(TEXT, entry.negative)}
+        images = dict(zip(REFERENCE_PARTS, entry.references, strict=False))
+        images |= {"condition": entry.condition} if entry.condition else {}
+        return locations | {part: Location(image.shard, image.row, image.id) for part, image in images.items()}
 
     def part_rows(self, row: int, names: Collection[str] | None = None) -> dict[str, ShardRow]:
         """Rows of shards, checksums verified, of parts of row `row`: of those in `names`, by default of all."""
@@ -317,10 +380,10 @@ class TrainSet:
 
     def find_newer_plan(self) -> str | None:
         """The newest plan made by the settings of this set's plan; None where that is the set's own."""
-        generation = self.meta["generation"]
+        generation = self.meta.generation
         if generation not in plans.list_plans(self.store):
             return None  # the set was copied here without its plans
-        newest = plans.newest_plan(self.store, plans.load_plan(self.store, generation).info["key"])
+        newest = plans.newest_plan(self.store, plans.load_plan(self.store, generation).info.key)
         return newest.name if newest is not None and newest.name > generation else None
 
     def use_supply(self, supply: ShardSupply) -> None:

@@ -28,13 +28,11 @@ import numpy as np
 from cache.order.schedule import BatchSchedule, Ints
 from cache.order.set_columns import IntColumn
 from cache.runs.training_run import RunError
-from cache.sets.draws import NO_TEXT
-from cache.sets.trainset import TrainSet
+from cache.sets.trainset import NO_TEXT, TrainSet
 from cache.shards.shard import SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
 from cache.shards.shard_io import ShardSupply, SupplyError, open_reader, verify
 from cache.store.damage import ANSWERS, DamageError, note_bad_answer
-from cache.store.files import StoreError, check_folder, explained
-from cache.store.locks import FileLock
+from cache.store.files import FileLock, StoreError, check_folder, explained
 from cache.store.store import Store
 from schemas.activities import activity
 from schemas.config.training import LocalCache, Train

@@ -1,13 +1,11 @@
 """Checks of a row's tensors beyond matching its checksum, which a shard made with intent does too."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from cache.shards.shard import ShardRow
 from cache.shards.tensors import INFINITY_BITS, Array
 from cache.store.layout import ENCODE_PROGRAMS
-from schemas.catalog import FAMILIES
-from schemas.family import REFERENCE_PARTS
+from schemas.family import REFERENCE_PARTS, Family, Task
 from schemas.geometry import Bucket
 
 #: dtypes of `embeds` that have a scale for each token, in SCALE: a number is stored number x scale of its token.
@@ -77,14 +75,14 @@ def find_scale_problem(tensors: Mapping[str, Array], before: str = "") -> str:
 
 
 def find_shape_problems(
-    part: str, tensors: Mapping[str, Array], bucket: str, meta: Mapping[str, Any], widths: Mapping[str, int]
+    part: str, tensors: Mapping[str, Array], bucket: str, task: tuple[Family, Task], widths: Mapping[str, int]
 ) -> str:
     """Why tensors of these names, shapes and dtypes can't be trained on; "" where they can. Arguments as of
     `find_tensor_problem`."""
-    family = FAMILIES[meta["family"]]
+    family, given = task[0], task[0].condition_frames(task[1])
     needed = tuple(family.text_widths) if kind_of(part) == "text" else ()
     if part == SAMPLE:
-        needed = ("latent", "condition") if family.condition_frames(meta["task"]) != 0 else ("latent",)
+        needed = ("latent", "condition") if given != 0 else ("latent",)
     elif part == "condition":  # of a validation prompt: stored as the latent of a row of its own
         needed, tensors = ("condition",), {"condition": tensors["latent"]} if "latent" in tensors else {}
     elif part in REFERENCE_PARTS:
@@ -93,7 +91,7 @@ def find_shape_problems(
         bucket = f"{width}x{height}"
     if missing := [name for name in needed if name not in tensors]:
         return f"it lacks its {', '.join(missing)}"
-    strides, given = (family.spatial_stride, family.temporal_stride), family.condition_frames(meta["task"])
+    strides = family.spatial_stride, family.temporal_stride
     for name, array in tensors.items():
         shape = array.shape
         if problem := find_shape_problem(name, shape, bucket, strides, family.latent_channels, family.posterior, given):
@@ -106,10 +104,10 @@ def find_shape_problems(
 
 
 def find_tensor_problem(
-    part: str, row: ShardRow, bucket: str, meta: Mapping[str, Any], widths: Mapping[str, int]
+    part: str, row: ShardRow, bucket: str, task: tuple[Family, Task], widths: Mapping[str, int]
 ) -> str:
-    """Why a part of a row can't be trained on; "" where it can. meta: set.json. widths: of the transformer's texts."""
-    if problem := find_shape_problems(part, row.tensors, bucket, meta, widths):
+    """Why a part of a row can't be trained on; "" where it can. task: of the set. widths: of texts."""
+    if problem := find_shape_problems(part, row.tensors, bucket, task, widths):
         return problem
     read = ("latent",) if part == "condition" else tuple(row.tensors)
     unsound = [name for name in read if not row.tensors[name].is_finite()]

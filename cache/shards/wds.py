@@ -185,20 +185,21 @@ class ShardReader(shard.BaseShardReader):
         except FileNotFoundError as error:
             raise DamageError(self.path, f"its description {name} is missing") from error
         with as_damage(self.path, f"its description {name} is changed"):
-            self._sidecar = parse_with_checksum(data)
-        self.meta = shard.parse_description(self._sidecar, self.path)
+            described = parse_with_checksum(data)
+        self.meta = shard.parse_description(described, self.path)
         with as_damage(self.path, f"its description {name} is wrong"):
-            _check_content(self._sidecar)
-        if [row["id"] for row in self._sidecar["rows"]] != self.meta.ids:
+            self._sidecar = _Sidecar.model_validate(described)
+            self._sidecar.check_spans()
+        if [row.id for row in self._sidecar.rows] != self.meta.ids:
             raise DamageError(self.path, f"its description {name} gives the offsets of other rows than it names")
-        if self._size != self._sidecar["size"]:
-            raise DamageError(self.path, f"it has {self._size} bytes and should have {self._sidecar['size']}")
+        if self._size != self._sidecar.size:
+            raise DamageError(self.path, f"it has {self._size} bytes and should have {self._sidecar.size}")
 
     def _row(self, i: int) -> tuple[shard.ShardRow, bytes, str]:
-        row = self._sidecar["rows"][i]
-        info = self._read_span(*row["info"]).tobytes()
-        tensors = from_safetensors(self._read_span(*row["tensors"]))
-        return shard.ShardRow(row["id"], tensors, json_records.parse_json(info)), info, row["checksum"]
+        row = self._sidecar.rows[i]
+        info = self._read_span(*row.info).tobytes()
+        tensors = from_safetensors(self._read_span(*row.tensors))
+        return shard.ShardRow(row.id, tensors, json_records.parse_json(info)), info, row.checksum
 
     def _read_span(self, offset: int, size: int) -> memoryview:
         """Bytes of the file; opening it checked that members are inside."""
@@ -212,12 +213,12 @@ class ShardReader(shard.BaseShardReader):
         """The whole file, also headers and padding, which tar reads and random access does not."""
         with as_damage(self.path, "it can't be read"):
             checksum = _hash_file(self.file)
-        if checksum != self._sidecar["xxh3_128"]:
+        if checksum != self._sidecar.xxh3_128:
             raise DamageError(self.path, "the checksum of the whole file does not match")
-        for i, row in enumerate(self._sidecar["rows"]):
-            with as_damage(self.path, "the header of one of its members is wrong", i, row["id"]):
-                self._check_header(f"{row['id']}.safetensors", *row["tensors"])
-                self._check_header(f"{row['id']}.json", *row["info"])
+        for i, row in enumerate(self._sidecar.rows):
+            with as_damage(self.path, "the header of one of its members is wrong", i, row.id):
+                self._check_header(f"{row.id}.safetensors", *row.tensors)
+                self._check_header(f"{row.id}.json", *row.info)
 
     def _check_header(self, name: str, offset: int, size: int) -> None:
         """ValueError where another reader would see another member: a link, another name, another size."""
@@ -242,16 +243,15 @@ class _Sidecar(json_checks.Foreign):
     size: json_checks.Count
     xxh3_128: json_checks.Checksum
 
-
-def _check_content(sidecar: dict[str, Any]) -> None:
-    """ValueError if a checksum, or the offset or size of a member's content, is impossible."""
-    stated, end = _Sidecar.model_validate(sidecar), 0
-    for row in stated.rows:
-        for offset, size in (row.tensors, row.info):
-            if offset != end + TAR_BLOCK:
-                raise ValueError(f"a member at {offset} where one should be at {end + TAR_BLOCK}")
-            end = offset + size + -size % TAR_BLOCK
-    end += 2 * TAR_BLOCK
-    end += -end % TAR_RECORD
-    if stated.size != end:
-        raise ValueError(f"its rows take {end} bytes and its size is {stated.size}")
+    def check_spans(self) -> None:
+        """ValueError if the offset or size of a member's content is impossible."""
+        end = 0
+        for row in self.rows:
+            for offset, size in (row.tensors, row.info):
+                if offset != end + TAR_BLOCK:
+                    raise ValueError(f"a member at {offset} where one should be at {end + TAR_BLOCK}")
+                end = offset + size + -size % TAR_BLOCK
+        end += 2 * TAR_BLOCK
+        end += -end % TAR_RECORD
+        if self.size != end:
+            raise ValueError(f"its rows take {end} bytes and its size is {self.size}")

@@ -1,5 +1,6 @@
 """Values from files of unknown origin: of the right kind, of a sane size and safe to print, or ValueError. `Foreign` is
-the base class of models of JSON; the functions check single values."""
+the base class of models of JSON, and `Stored` of those that are a file of a store; the functions check single values.
+"""
 
 import re
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, StringConstraints, ValidationError
 
 from schemas.family import SOURCE_ROLES
+from schemas.json_records import Record
 
 MAX_NAME_CHARS = 200  # characters of an id or another name
 MAX_DESCRIPTION_BYTES = 1 << 28  # of what is read at once; the description of a million rows has 200 MiB
@@ -84,6 +86,17 @@ class Foreign(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    def values(self) -> dict[str, Any]:
+        """The values that were set, as they are written."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class Stored(Foreign, Record):
+    """The content of a JSON file of a store. Values that were not set are not written."""
+
+    def values(self) -> dict[str, Any]:
+        return super().values() | ({} if self.version is None else {"format_version": self.version})
+
 
 class PromptImage(Foreign):
     """An image of the data that a validation prompt starts from, or one of its references."""
@@ -97,4 +110,4 @@ class PromptImage(Foreign):
 class ImagedPrompt(Foreign):
     """A validation prompt, which may have images."""
 
-    image: PromptImage | list[PromptImage] = []
+    image: PromptImage | list[PromptImage] | None = None

@@ -9,11 +9,11 @@ sees a finished file, and what a killed process leaves behind is never listed.
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeVar
 
 import pyarrow as pa
 
@@ -21,12 +21,27 @@ from cache.store import arrow_ipc, files, json_checks
 from cache.store.damage import DamageError, as_damage, asked_again, damage_unless_regular
 from cache.store.files import Entry, Folder, StoreError, is_temporary, is_unfinished
 from cache.store.object_store import SCHEMES, Bucket
-from schemas import json_records
 from schemas.activities import activity
+from schemas.errors import USAGE, LatentpressError
+from schemas.json_records import Record, parse_record
 
 STALE = 24 * 3600  # seconds: no writer takes longer over one file
 FILES_AT_ONCE = 32  # requests for small files of an object store
-MAX_JSON_BYTES = 64 << 20  # a plan.json or set.json is smaller
+
+R = TypeVar("R", bound=Record)
+
+
+class UnknownVersion(LatentpressError):
+    """A file that another release made."""
+
+    exit_code = USAGE
+
+    def __init__(self, path: str, version: object, known: int) -> None:
+        shown = json_checks.printable(repr(version))
+        super().__init__(
+            f"{path} has format version {shown}; this release reads {known}",
+            "Use the release that made it, or set root to another folder.",
+        )
 
 
 class Store:
@@ -144,15 +159,20 @@ class Store:
         return table
 
     @asked_again
-    def read_json(self, rel: str) -> dict[str, Any]:
-        """The JSON object in `rel`. DamageError where it is not as `publish_json` wrote it."""
+    def read_record(self, rel: str, kind: type[R]) -> R:
+        """The record in `rel`. DamageError if it is not as `publish_record` wrote it or lacks a value, UnknownVersion
+        if this release does not read its version."""
         try:
-            if self.size(rel) > MAX_JSON_BYTES:
-                raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
-            return json_records.parse_record(self.read_bytes(rel))
+            if self.size(rel) > kind.max_bytes:
+                raise ValueError(f"more than {kind.max_bytes} bytes")
+            values = parse_record(self.read_bytes(rel))
         except ValueError as error:
-            reason = f"it is no JSON object as it was written ({json_checks.printable(error)})"
+            reason = f"it is not a JSON object as it was written ({json_checks.printable(error)})"
             raise DamageError(self.path(rel), reason) from error
+        if kind.version is not None and (version := values.get("format_version")) != kind.version:
+            raise UnknownVersion(self.path(rel), version, kind.version)
+        with as_damage(self.path(rel), "its values can't be right"):
+            return kind.model_validate(values)
 
     def open_temp(self, rel: str) -> BinaryIO:
         """A new file for what will become `rel`, to write to and to read. Give it to `publish` or to `discard_temp`."""
@@ -205,9 +225,9 @@ class Store:
         with self.create(rel) as file:
             file.write(data)
 
-    def publish_json(self, rel: str, record: Mapping[str, Any]) -> None:
-        """Publish a JSON object, with the checksum of its values."""
-        self.publish_bytes(rel, json_records.format_record(record))
+    def publish_record(self, rel: str, record: Record) -> None:
+        """Publish a record, with the checksum of its values."""
+        self.publish_bytes(rel, record.format())
 
     @contextmanager
     def create_table(self, rel: str, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:

@@ -168,10 +168,10 @@ class MediaLocations:
         prompt = next((prompt for prompt in self._config.validation.prompts if prompt.name == name), None)
         if prompt is not None and prompt.image is not None:
             return listed(prompt.image)[int(number or 1) - 1]
-        for entry in self._plan.info["validation"]:
-            if entry["name"] == name and (image := entry.get("image")):
+        for entry in self._plan.info.validation:
+            if entry.name == name and (image := entry.image):
                 image = image[int(number or 1) - 1] if isinstance(image, list) else image
-                return RequiredFile(image["dataset"], image["role"], image["path"], file.content)
+                return RequiredFile(image.dataset, image.role, image.path, file.content)
         raise MediaError("missing", name, "is no validation prompt with an image", "run `latentpress bucket`")
 
     def _source(self, dataset: str) -> Source:

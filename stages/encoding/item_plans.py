@@ -8,7 +8,6 @@ machines that start at different moments agree; what is new is in a generation o
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -82,15 +81,16 @@ def _find(store: Store, config: Config, request: ItemRequest, publish: bool, war
             "active": active.combine_chunks(),
         }
     key = item_plan_key(config.model.family_spec, config.datasets, request)
-    info: dict[str, Any] = {"items": request.stage, "null_text": None, "validation": []}
+    info = plans.PlanInfo(items=request.stage, null_text=None, validation=[])
     if publish:
         with activity(f"writing the plan to {store.path('plans')}"):
             return plans.publish_plan(store, key, tables, info, planned_on)
     current = plans.newest_plan(store, key)
     if current is not None and not len(new) and current.active.equals(tables["active"]):
         return current
-    info["earlier"] = plans.planned_generations(store, planned_on)
-    return UnpublishedPlan(store, UNPUBLISHED, {"key": key, **info}, tables)
+    earlier = plans.planned_generations(store, planned_on)
+    record = plans.PlanRecord(key=key, earlier=earlier, **info.values())
+    return UnpublishedPlan(store, UNPUBLISHED, record, tables)
 
 
 COMPARISON_VERSION = 1  # raise it where the same rows are compared otherwise

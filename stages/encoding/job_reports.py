@@ -62,7 +62,7 @@ def reported(
     """In the body, a job's work, a thread writes the report. report: what does not change. measure: returns what does.
     stopped_by: returns what ended the work before it was done; "" if nothing did."""
     name, end, ended = f"jobs/{report.program}/{fingerprint}/{secrets.token_hex(8)}.json", dict[str, object](), Event()
-    writer = RecordWriter(report, lambda record: Store(root).publish_json(name, record.model_dump(mode="json")))
+    writer = RecordWriter(report, lambda record: Store(root).publish_record(name, record))
 
     def write_on() -> None:
         is_last = False

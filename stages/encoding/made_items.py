@@ -3,11 +3,10 @@
 import pyarrow as pa
 
 from cache.sets.item_rows import list_masks, read_captions
-from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from stages.encoding.captions.settings import caption_request, request_of
+from stages.encoding.captions.settings import CaptionProvenance, caption_request, request_of
 from stages.encoding.masks.settings import masks_request
 from stages.encoding.stage_registry import CAPTION, MASKS
 from stages.encoding.stage_state import StageState
@@ -39,7 +38,7 @@ def _read_set(store: Store, config: Config, name: str) -> CaptionSet:
         return CaptionSet(caption_request(config), read_captions(store, state.fingerprint))
     rel = f"captions/{name}/provenance.json"
     try:
-        request = request_of(store.read_json(rel))
+        request = request_of(store.read_record(rel, CaptionProvenance).shown)
     except FileNotFoundError as error:
         known = sorted(
             {path.split("/")[0] for path in store.list_names("captions") if path.endswith("provenance.json")}
@@ -49,8 +48,6 @@ def _read_set(store: Store, config: Config, name: str) -> CaptionSet:
             f"{', '.join(known) or 'none'}",
             "correct the name",
         ) from error
-    except (KeyError, TypeError) as error:
-        raise DamageError(store.path(rel), f"it lacks what captions were made of ({error})") from error
     return CaptionSet(request, read_captions(store, name))
 
 

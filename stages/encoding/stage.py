@@ -23,6 +23,7 @@ import typer
 from cache.models.compatibility import check_parts, pin_revision
 from cache.sets.plans import Plan, Unit
 from cache.sets.set_lookup import current_plan
+from cache.sets.table_checks import Provenance
 from cache.sets.training_checks import check_before_stages
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
@@ -35,7 +36,6 @@ from schemas.config.section import MOST_PROCESSES
 from schemas.errors import LatentpressError, UsageError
 from schemas.identity import compute_fingerprint
 from schemas.interruption import MaxTimeOption
-from schemas.json_records import format_record
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.item_plans import find_item_plan
 from stages.encoding.stage_state import RejectLimit, StageNames, StageState, count_members, find_state, report_set_aside
@@ -191,7 +191,7 @@ class EncodingStage:
     def _write_provenance(self, store: Store, config: Config, fingerprint: str) -> None:
         """Write the settings behind the fingerprint, unless they exist; damaged ones again."""
         path = f"{self.kind}/{fingerprint}/provenance.json"
-        data = format_record({"fingerprint": fingerprint, **self.fingerprint_inputs(config)})
+        data = Provenance.model_validate({"fingerprint": fingerprint, **self.fingerprint_inputs(config)}).format()
         if not store.exists(path) or store.read_bytes(path) != data:
             store.publish_bytes(path, data)
 

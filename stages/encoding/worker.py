@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from cache.sets import plans
 from cache.sets.plans import Unit
 from cache.sets.rejects import make_reject, read_undamaged, write_rejects
+from cache.sets.table_checks import Provenance
 from cache.shards.shard import BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
 from cache.shards.shard_io import open_writer
 from cache.store.store import Store
@@ -98,8 +99,8 @@ class UnitWorker(ABC):
     def pinned_revision(self, revision: str | None) -> str | None:
         """The commit of a model's repository that the fingerprint is of, as its branch may have moved since; without a
         repository `revision`."""
-        record = self.store.read_json(f"{self.kind}/{self.job.fingerprint}/provenance.json")
-        return record["weights"].get("commit", revision)
+        record = self.store.read_record(f"{self.kind}/{self.job.fingerprint}/provenance.json", Provenance)
+        return (record.weights or {}).get("commit", revision)
 
     def path(self, name: str) -> str:
         """The path of a sample's file, for a message."""

@@ -11,6 +11,7 @@ from typing import Any
 from cache.runs.scores import read_curves
 from cache.runs.training_run import METRICS_FILE, read_metrics, step_of
 from cache.runs.validations import best_evaluation, loss_name
+from cache.sets.table_checks import SetRecord
 from cache.store.files import replacing
 from cache.store.store import Store
 from schemas.config.encoding import Model
@@ -70,10 +71,10 @@ def _read_counts(root: str, set_id: str) -> list[str]:
     if "/" in set_id:
         return []
     try:
-        counts = Store(root).read_json(f"sets/{set_id}/set.json").get("counts", {})
+        counts = Store(root).read_record(f"sets/{set_id}/set.json", SetRecord).counts
     except (LatentpressError, OSError):
         return []
-    return [f"{counts[key]} {words}" for key, words in COUNTED.items() if type(counts.get(key)) is int and counts[key]]
+    return [f"{count} {words}" for key, words in COUNTED.items() if (count := getattr(counts, key))]
 
 
 def picture_name(picture: SmallPicture) -> str:

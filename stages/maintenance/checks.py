@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -21,7 +20,7 @@ from cache.sets import plans, table_checks
 from cache.sets.caption_edits import FOLDER as EDITS
 from cache.sets.item_rows import check_caption_row, check_features_row, check_mask_row
 from cache.sets.set_lookup import read_pointer
-from cache.sets.table_checks import TABLE_CHECKS, read_set_table
+from cache.sets.table_checks import TABLE_CHECKS, Provenance, SetRecord, read_set_table
 from cache.sets.trainset import TrainSet
 from cache.shards import shard, shard_io
 from cache.shards.shard import ShardMeta, ShardRow
@@ -75,16 +74,14 @@ class CacheSpec:
     condition_frames: int | None = 1
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> "CacheSpec":
+    def of(cls, record: Provenance) -> "CacheSpec":
         """From a provenance.json; what it does not state is not checked."""
-        families = [family for family in FAMILIES.values() if family.autoencoder == record.get("autoencoder")]
+        families = [family for family in FAMILIES.values() if family.autoencoder == record.autoencoder]
         shapes = {(family.spatial_stride, family.temporal_stride, family.latent_channels) for family in families}
         if len(shapes) != 1:  # another release's autoencoder, or one that families use in different ways
             return cls()
-        [(spatial, temporal, channels)], frames = shapes, record.get("condition_frames", 1)
-        if frames is not None and (type(frames) is not int or not 0 < frames < 1 << 16):
-            raise ValueError(f"{frames} is not a number of frames")
-        return cls((spatial, temporal), channels, frames)
+        [(spatial, temporal, channels)] = shapes
+        return cls((spatial, temporal), channels, record.condition_frames)
 
     def check(self, row: ShardRow, bucket: str) -> None:
         """ValueError with what is wrong with a row's tensors."""
@@ -140,8 +137,8 @@ class ShardChecker:
     def _read_spec(self, cache: str) -> CacheSpec:
         """Of the cache `<kind>/<fingerprint>`; it demands nothing if its provenance.json can't be read."""
         try:
-            return CacheSpec.of(self._store.read_json(f"{cache}/provenance.json"))
-        except (OSError, StoreError, DamageError, ValueError, KeyError, TypeError):
+            return CacheSpec.of(self._store.read_record(f"{cache}/provenance.json", Provenance))
+        except (OSError, StoreError, DamageError):
             return CacheSpec()
 
 
@@ -230,7 +227,7 @@ def _check_file(store: Store, rel: str) -> None:
     top, name, file = f"{rel}//".split("/")[:3]
     table = file.removesuffix(".arrow")
     if file == "provenance.json":
-        store.read_json(rel)
+        store.read_record(rel, Provenance)
     elif top in _TABLES:
         store.read_table(rel, _TABLES[top])
     elif top == "plans":
@@ -243,7 +240,7 @@ def _check_file(store: Store, rel: str) -> None:
     elif table in TABLE_CHECKS:
         read_set_table(store, name, table)
     else:  # set.json: it must fit its tables, if each of these is sound
-        meta = store.read_json(f"sets/{name}/set.json")
+        meta = store.read_record(f"sets/{name}/set.json", SetRecord)
         for table in TABLE_CHECKS:
             try:
                 read_set_table(store, name, table)

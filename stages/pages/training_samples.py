@@ -19,16 +19,26 @@ import pyarrow.compute as pc
 from cache.sets.set_lookup import current_plan
 from cache.store.files import replacing
 from cache.store.store import Store
-from schemas import json_records
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.json_records import Record
 from stages.media.files import MediaError
 from stages.pages.pictures import output_suffix, write_output
 from stages.pages.plan_samples import EncodedPlan, PlanTable, read_samples
 
 FOLDER = "samples/training"
 ORIGINAL, RECONSTRUCTION, DESCRIPTION = "original", "reconstruction", "sample.json"
+
+
+class TrainingSample(Record):
+    """sample.json. latents: the folder of their shards."""
+
+    sample_id: str
+    dataset: str
+    path: str
+    bucket: str
+    latents: str
 
 
 def write_training_samples(
@@ -41,18 +51,14 @@ def write_training_samples(
         encoded = EncodedPlan(table)
     except LatentpressError:  # trained on a set that was made elsewhere: there is no plan, or not its checkpoint
         return
-    folder, rows, abouts = run_folder / FOLDER, find_training_samples(encoded), dict[str, dict[str, str]]()
+    folder, rows, abouts = run_folder / FOLDER, find_training_samples(encoded), dict[str, TrainingSample]()
     for stale in folder.glob("*"):
         if stale.name not in rows and not stale.name.startswith("."):  # another process may write it
             shutil.rmtree(stale)
     for prompt, row in rows.items():
         sample = table.active.select(["sample_id", "dataset", "path", "bucket"]).slice(row, 1).to_pylist()[0]
-        about = sample | {"latents": encoded.folder}
-        try:
-            is_current = json_records.read_record(folder / prompt / DESCRIPTION) == about
-        except (OSError, ValueError):
-            is_current = False
-        if not is_current:
+        about = TrainingSample(**sample, latents=encoded.folder)
+        if TrainingSample.try_read(folder / prompt / DESCRIPTION) != about:
             abouts[prompt] = about
     if not abouts:
         return
@@ -63,7 +69,7 @@ def write_training_samples(
     with closing(read_samples(table, [rows[prompt] for prompt in abouts], workers)) as originals:
         for (prompt, about), (item, original) in zip(abouts.items(), originals, strict=True):
             try:
-                path, stored = encoded.latents.read(about["sample_id"])
+                path, stored = encoded.latents.read(about.sample_id)
                 frames = decode_tensor(family, autoencoder, path, stored, "latent", item.bucket)
             except LatentpressError as error:
                 console.warn(f"the training sample of prompt {prompt} can't be decoded: {error.message}")
@@ -72,13 +78,13 @@ def write_training_samples(
                 if not isinstance(original, MediaError):
                     write_output(temporary / f"{ORIGINAL}{suffix}", original.frames, config.clip_rate)
                 write_output(temporary / f"{RECONSTRUCTION}{suffix}", frames, config.clip_rate)
-                (temporary / DESCRIPTION).write_bytes(json_records.format_record(about))
+                about.write(temporary / DESCRIPTION)
 
 
 def find_training_samples(encoded: EncodedPlan) -> dict[str, int]:
     """prompt -> row of `encoded.table.active`: the first encoded training sample that the prompt is a caption of."""
     table = encoded.table
-    texts = {row["name"]: row["text"] for row in table.plan.info["validation"]}
+    texts = {prompt.name: prompt.text for prompt in table.plan.info.validation}
     trained = pc.equal(table.active.column("role"), "train").to_numpy() & encoded.encoded
     column = table.active.column("texts").combine_chunks()
     rows, ids = pc.list_parent_indices(column).to_numpy(), pc.list_flatten(column)

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.sets.plans import Plan
+from cache.sets.plans import Plan, PlannedPrompt
+from cache.sets.table_checks import SetPrompt
 from cache.shards.shard import RejectedMember, TruncatedText
 from cache.shards.shard_io import ReaderPool
 from schemas.errors import LatentpressError
@@ -92,7 +93,7 @@ class TrainingSetTables:
 
     tables: dict[str, pa.Table]
     left_out: list[TableRow]
-    validation: list[TableRow]
+    validation: list[SetPrompt]
     null_text: int | None
 
     @property
@@ -110,7 +111,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     samples: kind of shard -> what is encoded of samples: "latents", and further kinds. Raises LatentpressError if no
     sample remains to train on, or if a prompt that every run needs was set aside.
     """
-    prompts, null, latents = plan.info["validation"], plan.info["null_text"], samples["latents"]
+    prompts, null, latents = plan.info.validation, plan.info.null_text, samples["latents"]
     _require_prompts(prompts, null, texts, latents)
     active = plan.active.filter(pc.is_in(plan.active.column("role"), value_set=pa.array(INDEXED_ROLES)))
     rows, left_out = _select_encoded(active, texts, samples)
@@ -122,7 +123,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
             advice = "set `eval: false`, or a smaller eval_fraction, for some dataset, then run `latentpress bucket`"
         raise LatentpressError(f"the training set would be empty: {why}", advice)
     rows = rows.take(_sort_order(rows))
-    prompt_ids = [name for prompt in prompts for name in (prompt["text"], prompt["negative"])]
+    prompt_ids = [name for prompt in prompts for name in (prompt.text, prompt.negative)]
     prompt_texts = texts.find(pa.array(prompt_ids + ([null] if null else []), pa.string()))
     # Texts are numbered by first use, so that neighboring samples find their texts together.
     captions, null_texts = np.asarray(pc.list_flatten(rows.column("texts"))), _to_int64(rows.column("null_text"))
@@ -140,10 +141,10 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     kind_of = {part: part if part in samples else "latents" for part in members}
     places = {part: find_shards(kind_of[part], at) for part, at in members.items()}
     text_shards = find_shards("text", text_numbers.used)
-    images = [[prompt["condition"]] if prompt["condition"] else prompt.get("references", []) for prompt in prompts]
+    images = [[prompt.condition] if prompt.condition else prompt.references for prompt in prompts]
     shown = [latents.find(pa.array(ids, pa.string())) for ids in images]
     shown_shards = [find_shards("latents", at) for at in shown]
-    conditions = [at for at, prompt in zip(shown_shards, prompts, strict=True) if prompt["condition"]]
+    conditions = [at for at, prompt in zip(shown_shards, prompts, strict=True) if prompt.condition]
     used = [places["latents"], *conditions, text_shards, *places.values(), *shown_shards]
     shards, used_texts = _Renumbering(len(files), used), text_numbers.used
     text_columns = [texts.wanted_ids.take(pa.array(used_texts)), shards.of(text_shards), texts.row[used_texts]]
@@ -176,17 +177,14 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     return TrainingSetTables(tables, left_out, entries, numbers[-1] if null else None)
 
 
-def _describe_prompt(prompt: TableRow, text: int, negative: int, places: list[TableRow]) -> TableRow:
+def _describe_prompt(prompt: PlannedPrompt, text: int, negative: int, places: list[TableRow]) -> SetPrompt:
     """A validation prompt as set.json has it. places: id, shard and row of the image it starts from, or references."""
-    entry = {key: prompt[key] for key in ("name", "prompt", "negative_prompt", "bucket")}
-    entry |= {"text": text, "negative": negative, "condition": None}
-    if "image" in prompt:
-        entry["image"] = prompt["image"]
-    if prompt["condition"]:
-        entry["condition"] = {key: places[0][key] for key in ("shard", "row")}
-    if "references" in prompt:
-        entry["references"] = places
-    return entry
+    stated = prompt.values() | {"text": text, "negative": negative, "condition": None}
+    if prompt.condition:
+        stated["condition"] = {key: places[0][key] for key in ("shard", "row")}
+    if prompt.references:
+        stated["references"] = places
+    return SetPrompt.model_validate(stated)
 
 
 class _Renumbering:
@@ -264,12 +262,14 @@ def _sort_order(rows: pa.Table) -> pa.Array:
     return pc.sort_indices(keys, sort_keys=[("group", "ascending"), ("id", "ascending")])
 
 
-def _require_prompts(prompts: list[TableRow], null: str | None, texts: EncodedMembers, latents: EncodedMembers) -> None:
+def _require_prompts(
+    prompts: list[PlannedPrompt], null: str | None, texts: EncodedMembers, latents: EncodedMembers
+) -> None:
     """Every run needs the null prompt and the validation prompts: LatentpressError if one was set aside."""
     needed: list[tuple[str, list[str], list[str]]] = [("the null prompt", [null], [])] if null else []
     for p in prompts:
-        images = [p["condition"]] if p["condition"] else p.get("references", [])
-        needed.append((f"validation prompt {p['name']}", [p["text"], p["negative"]], images))
+        images = [p.condition] if p.condition else p.references
+        needed.append((f"validation prompt {p.name}", [p.text, p.negative], images))
     for prompt, names, images in needed:
         aside = [texts.set_aside[name] for name in names if name in texts.set_aside]
         aside += [latents.set_aside[name] for name in images if name in latents.set_aside]

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.sets.plans import PlannedPrompt
 from schemas import identity
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Model
@@ -54,7 +55,7 @@ class DraftPlan:
     rejects: pa.Table
     notes: dict[str, DatasetNotes]
     null_text: str | None = None
-    validation: list[TableRow] = field(default_factory=list)
+    validation: list[PlannedPrompt] = field(default_factory=list)
 
 
 def build_plan(

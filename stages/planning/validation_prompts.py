@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.sets.plans import PlannedPrompt
+from cache.store.json_checks import PromptImage
 from schemas.clips import frames_available
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Model
@@ -32,10 +34,9 @@ TableRow = dict[str, Any]
 
 
 class DataImage(NamedTuple):
-    """described: in the plan, "dataset", "role" and "path" of the file, and of a clip "start" (seconds). media: its
-    "media_id", "kind", "width" and "height", and of a clip "start" and "rate"."""
+    """media: its "media_id", "kind", "width" and "height", and of a clip "start" and "rate"."""
 
-    described: TableRow
+    described: PromptImage
     media: TableRow
 
 
@@ -59,22 +60,21 @@ def choose_image(plan: DraftPlan, media: Mapping[str, pa.Table], condition: Cond
     item = media[row["dataset"]]
     (item,) = item.slice(pc.index(item.column("path"), row["path"]).as_py(), 1).to_pylist()
     if condition.kind == "source":
-        described = {"dataset": row["dataset"], "role": "source", "path": row["source_path"]}
+        described = PromptImage(dataset=row["dataset"], role="source", path=row["source_path"])
         sizes = {"width": item["source_width"], "height": item["source_height"]}
         return DataImage(described, {"media_id": sample["source_id"], "kind": "image", **sizes})
-    described = {"dataset": row["dataset"], "role": "media", "path": row["path"], "start": sample["start"]}
+    described = PromptImage(dataset=row["dataset"], role="media", path=row["path"], start=sample["start"])
     clip = {key: sample[key] for key in ("media_id", "kind", "start", "rate")}
     return DataImage(described, clip | {"width": item["width"], "height": item["height"]})
 
 
-def choose_references(plan: DraftPlan, name: str) -> tuple[list[str], list[TableRow]]:
-    """The ids of the references of prompt `name`, those of the sample of `choose_sample`, and what the plan says of
-    each, as `DataImage.described`."""
+def choose_references(plan: DraftPlan, name: str) -> tuple[list[str], list[PromptImage]]:
+    """The ids and images of the references of prompt `name`, those of the sample of `choose_sample`."""
     ids = choose_sample(plan, name)["references"]
     active = plan.active.filter(pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES)))
     active = active.filter(pc.is_in(active.column("sample_id"), value_set=pa.array(ids)))
     rows = {row["sample_id"]: row for row in active.to_pylist()}
-    return ids, [{key: rows[id][key] for key in ("dataset", "role", "path")} for id in ids]
+    return ids, [PromptImage(**{key: rows[id][key] for key in ("dataset", "role", "path")}) for id in ids]
 
 
 def plan_references(plan: DraftPlan, model: Model, prompt: Prompt, probe: Callable[[Path, str], TableRow]) -> list[str]:
@@ -101,12 +101,12 @@ def plan_references(plan: DraftPlan, model: Model, prompt: Prompt, probe: Callab
     return rows.column("sample_id").to_pylist()
 
 
-def describe_image(image: Mapping[str, Any] | list[TableRow]) -> str:
+def describe_image(image: PromptImage | list[PromptImage]) -> str:
     """In words: "clips: a.mp4 at 1.5 s"; of several references all of them."""
     if isinstance(image, list):
         return ", ".join(map(describe_image, image))
-    words = f"{image['dataset']}: {image['path']}"
-    return words if image.get("start") is None else f"{words} at {image['start']:g} s"
+    words = f"{image.dataset}: {image.path}"
+    return words if image.start is None else f"{words} at {image.start:g} s"
 
 
 def add_validation_prompts(
@@ -125,17 +125,17 @@ def add_validation_prompts(
     prompts = {prompt.name: prompt for prompt in config.validation.prompts}
     for name, size in sized_prompts(config.validation):
         prompt, bucket = prompts[name], validation_bucket(family, multiple, size)
-        references_of: TableRow = {}
+        shown: TableRow = {}  # references and image, as far as the prompt has them
         condition, image, chosen = None, None, None
         if config.model.condition is not None and config.model.condition.kind == "references":
             if prompt.image is None:
-                references_of["references"], references_of["image"] = choose_references(plan, name)
+                shown["references"], shown["image"] = choose_references(plan, name)
             else:
-                references_of["references"] = plan_references(plan, config.model, prompt, probe)
+                shown["references"] = plan_references(plan, config.model, prompt, probe)
             if template.with_image:
-                shown = references_of.get("image", [{"dataset": VALIDATION}])
+                dataset = shown["image"][0].dataset if "image" in shown else VALIDATION
                 image = prompt_reference_columns(
-                    pa.array([shown[0]["dataset"]]), pa.array([references_of["references"]], pa.list_(pa.string()))
+                    pa.array([dataset]), pa.array([shown["references"]], pa.list_(pa.string()))
                 )
         elif config.model.condition is not None:
             given = Bucket(bucket.width, bucket.height, config.model.condition.frames)
@@ -151,6 +151,8 @@ def add_validation_prompts(
             condition = sample.column("sample_id")[0].as_py()
             plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, sample]), "sample_id")
             plan.active = pa.concat_tables([plan.active, active_rows(sample)])
+            if chosen is not None:
+                shown["image"] = chosen.described
             if template.with_image:
                 dataset, path, media_id = (sample[name].combine_chunks() for name in ("dataset", "path", "media_id"))
                 image = prompt_image_columns(dataset, path, media_id, geometry)
@@ -161,20 +163,17 @@ def add_validation_prompts(
         )
         plan.texts = drop_duplicate_ids(pa.concat_tables([plan.texts, *rows]), "text_id")
         text, negative_text = (row.column("text_id")[0].as_py() for row in rows)
-        plan.validation.append(
-            {
-                "name": prompt.name,
-                "prompt": prompt.prompt,
-                "negative_prompt": negative,
-                "text": text,
-                "negative": negative_text,
-                "bucket": str(bucket),
-                "condition": condition,
-                **references_of,
-            }
+        planned = PlannedPrompt(
+            name=prompt.name,
+            prompt=prompt.prompt,
+            negative_prompt=negative,
+            text=text,
+            negative=negative_text,
+            bucket=str(bucket),
+            condition=condition,
+            **shown,
         )
-        if chosen is not None:
-            plan.validation[-1]["image"] = chosen.described
+        plan.validation.append(planned)
 
 
 def validation_bucket(family: Family, multiple: int, size: str | None) -> Bucket:

@@ -171,8 +171,8 @@ def test_a_plan_of_another_version_is_none(photos):
     (name,) = plans.list_plans(store)
     old = name[:-12] + "0" * 12
     os.rename(photos.root / "plans" / name, photos.root / "plans" / old)
-    record = store.read_json(f"plans/{old}/plan.json")
-    store.publish_json(f"plans/{old}/plan.json", record | {"key": "0" + record["key"]})
+    record = plans.load_plan(store, old).info
+    store.publish_record(f"plans/{old}/plan.json", record.model_copy(update={"key": "0" + record.key}))
     with pytest.raises(LatentpressError, match="no plan"):
         current_plan(store, photos.config())
     assert plan(photos).details["generation"].startswith("000002-")
@@ -202,7 +202,7 @@ def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_s
 
 
 def test_a_plan_that_was_made_on_other_plans_is_refused(tmp_path):
-    store, info = Store(tmp_path), {"null_text": None, "validation": []}
+    store, info = Store(tmp_path), plans.PlanInfo(null_text=None, validation=[])
     empty = {name: plan_schema(name, ()).empty_table() for name in plans.PLAN_TABLES}
     plans.publish_plan(store, "a", empty, info, [])
     with pytest.raises(plans.PlanOutdated, match="a plan was published meanwhile"):

@@ -49,7 +49,7 @@ def test_an_edit_is_one_text_and_its_end_none(home: Project) -> None:
     assert (home.media / "0.txt").read_text() == "picture 0"
     assert home.run(bucket.run).details["generation"].endswith("(unchanged)")
     plan = current_plan(store, home.config())
-    assert plan.info["key"] == before.info["key"] and newest_plan(store, before.info["key"]).name == plan.name
+    assert plan.info.key == before.info.key and newest_plan(store, before.info.key).name == plan.name
     assert home.run(status.run).details["edited_captions"] == 1
     write_edit(store, ids(home)[0], None, ["another", "two lines"])
     report = home.run(bucket.run)

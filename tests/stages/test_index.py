@@ -55,7 +55,7 @@ def plan_of(
         "units": pa.Table.from_pylist(list(units), UNITS_SCHEMA),
         "active": pa.Table.from_pylist(rows, ACTIVE_SCHEMA),
     }
-    return plans.publish_plan(store, key, tables, {"validation": list(prompts), "null_text": id_of(NULL)})
+    return plans.publish_plan(store, key, tables, plans.PlanInfo(validation=list(prompts), null_text=id_of(NULL)))
 
 
 def shard(
@@ -126,8 +126,8 @@ def test_every_sample_finds_its_own(tmp_path: Path) -> None:
     assert {text["text_id"] for text in listed} == {id_of(n) for n in ("t1", "t2", "t3", "t4", "own", NULL)}
     assert listed[joined.null_text or 0]["text_id"] == id_of(NULL)
     (entry,) = joined.validation
-    assert listed[entry["text"]]["text_id"] == id_of("t4") and listed[entry["negative"]]["text_id"] == id_of(NULL)
-    assert shards[entry["condition"]["shard"]]["path"] == latents[0] and entry["condition"]["row"] == 1
+    assert listed[entry.text]["text_id"] == id_of("t4") and listed[entry.negative]["text_id"] == id_of(NULL)
+    assert entry.condition and shards[entry.condition.shard]["path"] == latents[0] and entry.condition.row == 1
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
         (3, 1, 1),
     ]
     assert data.sample(0, "null").text["embeds"].numpy()[0] == 0
-    assert data.meta["counts"] == {"samples": 2, "eval": 1, "texts": 3}
+    assert data.meta.counts.model_dump() == {"samples": 2, "eval": 1, "texts": 3}
     again = work.run(index.run)
     assert (again.done, again.skipped, again.details) == (0, 3, report.details)
     plan_of(store, [rows[0] | {"weight": 0.5}, *rows[1:]], key=key)

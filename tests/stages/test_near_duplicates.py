@@ -78,7 +78,7 @@ def planned(home: Project) -> dict[str, str]:
     """path -> role, of the newest plan of samples."""
     store = Store(home.root)
     every = [plans.load_plan(store, name) for name in plans.list_plans(store)]
-    plan = [plan for plan in every if "items" not in plan.info][-1]
+    plan = [plan for plan in every if plan.kind == "samples"][-1]
     return dict(zip(plan.active["path"].to_pylist(), plan.active["role"].to_pylist(), strict=True))
 
 

@@ -74,7 +74,7 @@ def test_a_finished_run(home: Project) -> None:
         job = JobReport(
             program="encode-text", engine="local", workers=1, shard=f"{number}/2", exit_code=0, seconds=seconds
         )
-        store.publish_json(f"jobs/encode-text/{fingerprint}/{number:016x}.json", job.model_dump(mode="json"))
+        store.publish_record(f"jobs/encode-text/{fingerprint}/{number:016x}.json", job)
     text, missing = page_of(home)
     assert (made.folder / "report.html").stat().st_size < 10_000_000
     found, page = curves(text), Page(text)

@@ -21,7 +21,7 @@ def planned(home: Project) -> dict[str, dict]:
     assert home.run(bucket.run).exit_code == 0
     store = Store(str(home.root))
     info = plans.load_plan(store, plans.list_plans(store)[-1]).info
-    return {f"{entry['name']} {entry['bucket']}": entry.get("image") for entry in info["validation"]}
+    return {f"{entry.name} {entry.bucket}": entry.values().get("image") for entry in info.validation}
 
 
 def colour(path: Path, value: int) -> None:
@@ -54,7 +54,7 @@ def test_what_a_prompt_starts_from_is_what_training_starts_from(project: Callabl
     expected = sample.tensors["condition"]
     assert exact.condition.shape == expected.shape and exact.condition.shape != wide.condition.shape
     np.testing.assert_allclose(numbers(exact.condition), numbers(expected), atol=1e-5)
-    assert [entry["image"] for entry in data.meta["validation"]] == [*images.values()]
+    assert [entry.values()["image"] for entry in data.meta.validation] == [*images.values()]
 
 
 def numbers(array) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from cache.sets import plans, rejects, table_checks
 from cache.sets.set_lookup import newest_pointer, open_set
 from cache.sets.table_checks import TABLE_CHECKS as SET_TABLES
-from cache.sets.table_checks import read_set_table
+from cache.sets.table_checks import SetPointer, SetRecord, read_set_table
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.identity import hash_bytes
@@ -22,7 +22,6 @@ from schemas.tables import (
     SAMPLES_SCHEMA,
     SET_SHARDS_SCHEMA,
     SET_TEXTS_SCHEMA,
-    TABLES_VERSION,
     TEXTS_SCHEMA,
     UNITS_SCHEMA,
 )
@@ -72,7 +71,7 @@ def make(root: Path) -> Store:
         for kind, size in (("text", ""), ("latents", "64x32@1"))
     ]
     prompt = {**PROMPT, "text": id_of(0), "negative": id_of(1), "condition": None}
-    info = {"family": "kandinsky5-image", "task": "t2i", "null_text": id_of(1), "validation": [prompt]}
+    info = plans.PlanInfo(family="kandinsky5-image", task="t2i", null_text=id_of(1), validation=[prompt])
     planned = {"samples": samples, "texts": texts, "units": pa.Table.from_pylist(units, UNITS_SCHEMA), "active": active}
     plan = plans.publish_plan(store, "k", planned, info)
     media = table(
@@ -93,10 +92,10 @@ def make(root: Path) -> Store:
     )
     shards = [{"path": f"{kind}/{'f' * 24}/{kind}-0.arrow", "kind": kind} for kind in ("text", "latents")]
     store.write_table("sets/0123456789abcdef/shards.arrow", pa.Table.from_pylist(shards, SET_SHARDS_SCHEMA))
-    record = {"format_version": TABLES_VERSION, "id": "0123456789abcdef", "family": "kandinsky5-image", "task": "t2i"}
+    record = {"id": "0123456789abcdef", "family": "kandinsky5-image", "task": "t2i"}
     record |= {"generation": plan.name, "null_text": 1, "validation": [{**prompt, "text": 0, "negative": 1}]}
-    store.publish_json("sets/0123456789abcdef/set.json", record)
-    store.publish_json(newest_pointer("kandinsky5-image", "t2i"), {"id": "0123456789abcdef"})
+    store.publish_record("sets/0123456789abcdef/set.json", SetRecord.model_validate(record))
+    store.publish_record(newest_pointer("kandinsky5-image", "t2i"), SetPointer(id="0123456789abcdef"))
     return store
 
 

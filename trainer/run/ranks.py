@@ -139,7 +139,7 @@ def describe_rank(config: Config, data: TrainSet, signature: Mapping[str, Any]) 
         "code": code.hexdigest(),
         "training data": signature["data"]["digest"],
         "held-out samples": held_out_digest(data),
-        "validation prompts": hash_json(data.meta["validation"]),
+        "validation prompts": hash_json([prompt.values() for prompt in data.meta.validation]),
         "initial adapter": signature["initial adapter"],
         "model": {key: values["model"][key] for key in ("family", "flavour", "precision")},
         **{section: values[section] for section in SECTIONS},

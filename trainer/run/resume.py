@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt
 
 from cache.runs.training_run import checkpoint_step, list_checkpoints
 from cache.sets import plans
+from cache.sets.table_checks import SetRecord
 from cache.sets.trainset import TrainSet
 from cache.store.damage import DamageError
 from cache.store.files import explained
@@ -314,7 +315,7 @@ def check_new_data(checkpoint: Checkpoint, data: TrainSet, changes: Sequence[Dat
 
 def _open(data: TrainSet, id: str) -> TrainSet | None:
     try:
-        return TrainSet(data.store, id, data.store.read_json(f"sets/{id}/set.json"))
+        return TrainSet(data.store, id, data.store.read_record(f"sets/{id}/set.json", SetRecord))
     except FileNotFoundError:
         return None
 
@@ -330,8 +331,8 @@ def _media_of(ids: pa.Array, known: pa.Table | None) -> pa.Array:
 def _name_samples(data: TrainSet, ids: list[str]) -> list[str]:
     """ "dataset/path" as planned, else the id."""
     try:
-        active = plans.read_plan_table(data.store, data.meta["generation"], "active")
-    except (DamageError, KeyError):
+        active = plans.read_plan_table(data.store, data.meta.generation, "active")
+    except DamageError:
         return ids
     rows = active.filter(pc.is_in(active.column("sample_id"), value_set=pa.array(ids))).to_pylist()
     paths = {row["sample_id"]: f"{row['dataset']}/{row['path']}" for row in rows}

@@ -19,8 +19,16 @@ from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, RESULT_NOTE, OutputL
 from cache.sets.training_checks import used_methods
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
-from cache.store.files import StoreError, check_folder, check_writable, explained, replacing, restore_folders
-from cache.store.locks import NO_LOCKS, FileLock
+from cache.store.files import (
+    NO_LOCKS,
+    FileLock,
+    StoreError,
+    check_folder,
+    check_writable,
+    explained,
+    replacing,
+    restore_folders,
+)
 from schemas.cli.console import Console
 from schemas.config.encoding import Model
 from schemas.config.loading import dump_yaml
@@ -101,7 +109,7 @@ def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any
     those further kinds of shards that `needs` names. Validation prompts, held-out samples and locations of shards have
     no part in it."""
     index, texts = data.tables["index"].slice(0, len(data)), data.tables["texts"].column("text_id")
-    null, captions = data.meta["null_text"], 0
+    null, captions = data.meta.null_text, 0
     fingerprints = data.fingerprints
     kinds = {"latents", "text", *(fingerprints.keys() & set(needs))}
     digest = xxhash.xxh3_128(canonical_json({kind: fingerprints.get(kind) for kind in kinds}))

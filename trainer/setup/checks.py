@@ -91,7 +91,7 @@ def check_training(
     divide_weights(trainable, config.train.optimizer)
     if shortage := checkpoint.find_shortage(config.run_folder, trainable):
         warn(shortage)
-    if data.meta["validation"] if data is not None else config.validation.prompts:
+    if data.meta.validation if data is not None else config.validation.prompts:
         check_scheduler(config.model, config.validation.shift, family)
     return methods
 

@@ -8,6 +8,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.models.weights import MODEL_FILES, SingleModel, fingerprint_weights, read_component_config
+from cache.sets.table_checks import Provenance
+from cache.store.json_checks import Foreign
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import PIXEL_MULTIPLE, Caption, Model
@@ -61,18 +63,30 @@ def caption_fingerprint_inputs(config: Config) -> dict[str, Any]:
 
 def caption_request(config: Config) -> ItemRequest:
     """Media that the stage reads."""
-    return request_of(caption_settings(config.model, require_caption(config), config.latents))
+    settings = caption_settings(config.model, require_caption(config), config.latents)
+    return request_of(Shown.model_validate(settings["shown"]))
 
 
-def request_of(settings: dict[str, Any]) -> ItemRequest:
-    """The request by which captions with these settings were made, also those of a cache's provenance.json."""
-    shown = settings["shown"]
+class Shown(Foreign):
+    """The pictures that a model of captions is shown."""
+
+    edge: int
+    frames: int
+    source: bool
+
+
+class CaptionProvenance(Provenance):
+    shown: Shown
+
+
+def request_of(shown: Shown) -> ItemRequest:
+    """The request by which captions of pictures like these were made."""
     return ItemRequest(
         stage="caption",
-        pixels=shown["edge"] ** 2,
+        pixels=shown.edge**2,
         multiple=PIXEL_MULTIPLE,
-        frames=shown["frames"],
-        sources=shown["source"],
+        frames=shown.frames,
+        sources=shown.source,
         options=("make_captions", "make_captions_where"),
         choose=choose_items,
     )

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from cache.sets.plans import Plan, list_plans, load_plan
 from cache.sets.set_lookup import current_plan
+from cache.sets.table_checks import SetRecord
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.store import Store
@@ -189,7 +190,7 @@ def _find_plan(store: Store, config: Config, planned: Config) -> Plan:
     """The plan of the set which the run was trained on, where it is there; else the newest of `planned`."""
     name = config.train.set
     if "/" not in name and store.exists(f"sets/{name}/set.json"):
-        generation = store.read_json(f"sets/{name}/set.json").get("generation")
+        generation = store.read_record(f"sets/{name}/set.json", SetRecord).generation
         if generation in list_plans(store):
             return load_plan(store, generation)
     return current_plan(store, planned)

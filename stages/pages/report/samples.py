@@ -132,9 +132,9 @@ def _read_row(
         if given:
             opened: list[tuple[MediaPath, float | None]] = [(Path(image), None) for image in given]
         else:
-            found = ImagedPrompt.model_validate(known).image
+            found = ImagedPrompt.model_validate(known).image or []
             images = found if isinstance(found, list) else [found]
-            settings |= {"source from": describe_image([image.model_dump() for image in images])} if images else {}
+            settings |= {"source from": describe_image(images)} if images else {}
             opened = [(_open_data_image(config, image), image.start) for image in images]
         names = [f"source {number}" if len(opened) > 1 else "source" for number in range(1, len(opened) + 1)]
         sources = [

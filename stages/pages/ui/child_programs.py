@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from cache.runs.run_queue import RunQueue
-from cache.store.files import explained, make_folders
+from cache.store.files import FileLock, explained, make_folders
 from cache.store.layout import STAGE_PROGRAMS
-from cache.store.locks import FileLock
 from schemas.cli.process_record import (
     NOTES_VARIABLE,
     Moment,

@@ -1,6 +1,5 @@
 """Many steps planned at once are the steps one by one, and those of the releases before."""
 
-import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -53,10 +52,3 @@ def test_many_steps_are_planned_as_one_by_one(plan_spans, seed, batch_size, coun
             for columns, column in ((rows, each.rows), (passes, each.passes), (positions, each.positions)):
                 assert columns[number].tolist() == column.tolist()
             assert (epochs[number], names[buckets[number]]) == (each.epoch, each.bucket)
-
-
-def test_an_epoch_of_a_large_set_has_every_sample_once() -> None:
-    """Blocks of the permutation included."""
-    schedule = BatchSchedule([Span(A, 0, 40_000), Span(B, 40_000, 8_000)], 5, 8, 16)
-    rows = schedule.plan(0, 3000)[3]
-    assert np.array_equal(np.sort(rows.ravel()), np.arange(48_000))

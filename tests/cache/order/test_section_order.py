@@ -113,10 +113,8 @@ def shards_by_step(plan: BatchSchedule, shards: np.ndarray, steps: int) -> list[
 @pytest.mark.parametrize(
     ("counts", "rows", "generations", "batch"),
     [
-        ([4000], 25, 1, 20),
         ([3000, 1500, 700, 300, 120, 31], 25, 1, 20),
         ([2000, 900], 25, 3, 16),
-        ([4000, 900], 5, 1, 24),
     ],
 )
 @pytest.mark.parametrize("shuffle", [4, 24])

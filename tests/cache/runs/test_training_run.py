@@ -59,15 +59,6 @@ def test_lines_that_are_no_metrics_are_left_out(config: Config) -> None:
     assert (progress.step, progress.eval_loss) == (3, "") and progress.row()["loss"] == "0.02"
 
 
-@pytest.mark.parametrize(("on", "shown"), [("held-out samples", ""), ("training samples", " on training samples")])
-def test_what_the_last_eval_loss_was_measured_on_is_said(config: Config, on: str, shown: str) -> None:
-    folder = Path(config.output) / "run"
-    write_steps(folder, 1, 3)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 3, "eval_loss": 0.5, "eval_on": on}) + "\n")
-    assert read_progress(config).eval_loss == f"0.5 at step 3{shown}"
-
-
 def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
     folder = Path(config.output) / "run"
     assert read_progress(config).row()["state"] == "not started"

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache.sets.set_lookup import open_set
+from cache.sets.table_checks import SetPointer, SetRecord
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import ShardMeta, ShardRow, canonical_json, row_checksum
 from cache.shards.shard_io import open_writer
@@ -15,7 +16,6 @@ from schemas.tables import (
     INDEX_SCHEMA,
     SET_SHARDS_SCHEMA,
     SET_TEXTS_SCHEMA,
-    TABLES_VERSION,
     index_schema,
 )
 
@@ -45,8 +45,8 @@ def make_shard(store: Store, kind: str, unit: str, rows: list[ShardRow], form: s
 def publish(store: Store, tables: dict[str, pa.Table], meta: dict[str, Any]) -> None:
     for key, table in tables.items():
         store.write_table(f"sets/{meta['id']}/{key}.arrow", table)
-    store.publish_json(f"sets/{meta['id']}/set.json", meta)
-    store.publish_json(f"sets/current-{FAMILY}-{TASK}.json", {"id": meta["id"]})
+    store.publish_record(f"sets/{meta['id']}/set.json", SetRecord.model_validate(meta))
+    store.publish_record(f"sets/current-{FAMILY}-{TASK}.json", SetPointer(id=meta["id"]))
 
 
 def make_source(store: Store, form: str) -> Store:
@@ -96,7 +96,7 @@ def make_source(store: Store, form: str) -> Store:
             [{"path": p, "kind": k} for p, k in zip(paths, kinds, strict=True)], SET_SHARDS_SCHEMA
         ),
     }
-    meta = {"format_version": TABLES_VERSION, "id": "0123456789abcdef", "family": FAMILY, "flavour": "t2i-lite-sft"}
+    meta = {"id": "0123456789abcdef", "family": FAMILY, "flavour": "t2i-lite-sft"}
     meta |= {"task": TASK, "template": "image", "generation": "000001-a", "null_text": 0, "validation": prompts}
     meta |= {"fingerprints": {"text": "f" * 24, "latents": "f" * 24}, "provenance": {"text": {"a": 1}, "latents": {}}}
     publish(store, tables, meta)

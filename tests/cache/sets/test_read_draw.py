@@ -11,7 +11,6 @@ import pytest
 from cache.order.set_columns import IntColumn, ListColumn
 from cache.sets.set_lookup import open_set
 from cache.sets.trainset import SetError, TrainSet
-from cache.shards.shard_io import open_limit
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from tests.cache.sets.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
@@ -122,10 +121,6 @@ def test_another_row_in_its_place_is_refused(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(SetError, match=r"is b; set s1 expects a there"):
             read(data, [0])
-
-
-def test_the_limit_of_open_shards_leaves_files_to_others() -> None:
-    assert 32 <= open_limit() <= 1024
 
 
 def test_columns_of_any_chunks() -> None:

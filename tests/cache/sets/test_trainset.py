@@ -10,23 +10,25 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache.order.schedule import BatchSchedule, Span
+from cache.order.schedule import Span
 from cache.order.set_columns import find_runs
 from cache.sets import plans, trainset
+from cache.sets.plans import PlanInfo
 from cache.sets.set_lookup import open_set
+from cache.sets.table_checks import SetPointer, SetRecord
 from cache.sets.trainset import SetError, TrainSet
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.shard_io import open_writer
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError
-from cache.store.store import Store
+from cache.store.store import Store, UnknownVersion
+from schemas.json_records import format_record
 from schemas.tables import (
     ACTIVE_SCHEMA,
     INDEX_SCHEMA,
     SAMPLES_SCHEMA,
     SET_SHARDS_SCHEMA,
     SET_TEXTS_SCHEMA,
-    TABLES_VERSION,
     TEXTS_SCHEMA,
     UNITS_SCHEMA,
 )
@@ -51,14 +53,11 @@ def publish(store: Store, shards: list[tuple], texts: list[tuple], index: list[t
     ):
         table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
         store.write_table(f"sets/s1/{name}.arrow", table)
-    meta = {"format_version": TABLES_VERSION, "id": "s1", "family": FAMILY, "flavour": "t2i-lite-sft"}
+    meta = {"id": "s1", "family": FAMILY, "flavour": "t2i-lite-sft"}
     meta |= {"task": TASK, "generation": "000001-a", "null_text": 0 if texts else None, "validation": [], **changes}
-    store.publish_json("sets/s1/set.json", meta)
-    store.publish_json(f"sets/current-{FAMILY}-{TASK}.json", {"id": "s1"})
+    store.publish_record("sets/s1/set.json", SetRecord.model_validate(meta))
+    store.publish_record(f"sets/current-{FAMILY}-{TASK}.json", SetPointer(id="s1"))
     return "s1"
-
-
-INFO = {"null_text": None, "validation": []}
 
 
 def embeds(value: float) -> dict[str, np.ndarray]:
@@ -119,12 +118,6 @@ def test_rows_captions_and_null_prompts(store: Store) -> None:
     assert data.sample(2, "null").text["pooled"].numpy()[0] == 2, "the sample's own null prompt"
 
 
-def test_spans_feed_the_plan(store: Store) -> None:
-    plan = BatchSchedule(open_set(store, "s1", FAMILY, TASK).spans, 0, 1, 1)
-    rows = sorted(int(plan.step(step)[0].rows[0]) for step in range(plan.micro_batches_per_epoch))
-    assert rows == [0, 1, 2, 2, 2]
-
-
 def test_validation_prompts(store: Store) -> None:
     (prompt,) = open_set(store, "s1", FAMILY, TASK).validation
     assert prompt.text["embeds"].numpy()[0, 0] == 1 and prompt.negative["embeds"].numpy()[0, 0] == 0
@@ -139,8 +132,8 @@ def test_refusals_say_what_there_is(store: Store) -> None:
     with pytest.raises(SetError, match=r"sets for kandinsky5-image-t2i\nRun `latentpress index`"):
         open_set(store, "current", "sana", TASK)
     meta = json.loads(store.read_bytes("sets/s1/set.json")) | {"format_version": 99}
-    store.publish_json("sets/s1/set.json", meta)
-    with pytest.raises(SetError, match="format version 99; this release reads"):
+    store.publish_bytes("sets/s1/set.json", format_record(meta))
+    with pytest.raises(UnknownVersion, match="format version 99; this release reads"):
         open_set(store, "s1", FAMILY, TASK)
 
 
@@ -188,20 +181,6 @@ def test_rows_are_grouped_by_bucket_dataset_repeats_and_weight(tmp_path: Path) -
         (("train", "32x32"), 0, 5),
         (("train", "64x32"), 5, 6),
     ]
-
-
-def test_chunks_of_the_table_make_no_spans(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    publish(store, [], [], [])
-    names = [
-        dict(zip(INDEX_SCHEMA.names, entry(f"{i}", ("32x32", "64x32")[i > 6], (0, 0), [0]), strict=True))
-        for i in range(10)
-    ]
-    with store.create_table("sets/s1/index.arrow", INDEX_SCHEMA) as out:
-        for first in (0, 3, 5):
-            stop = {0: 3, 3: 5, 5: 10}[first]
-            out.write_table(pa.Table.from_pylist(names[first:stop], INDEX_SCHEMA))
-    assert open_set(store, "s1", FAMILY, TASK).spans == [Span("32x32", 0, 7), Span("64x32", 7, 3)]
 
 
 def held_out(store: Store, ids: list[str], train: int = 7) -> TrainSet:
@@ -259,13 +238,13 @@ def test_a_newer_plan_of_the_same_settings_is_noticed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     schemas = {"samples": SAMPLES_SCHEMA, "texts": TEXTS_SCHEMA, "units": UNITS_SCHEMA, "active": ACTIVE_SCHEMA}
     empty = {name: schema.empty_table() for name, schema in schemas.items()}
-    first = plans.publish_plan(store, "k", empty, INFO | {"n": 1})
+    first = plans.publish_plan(store, "k", empty, PlanInfo(null_text=None, validation=[], template="1"))
     publish(store, [], [], [], generation=first.name)
     data = open_set(store, "s1", FAMILY, TASK)
     assert data.find_newer_plan() is None
-    plans.publish_plan(store, "other", empty, INFO | {"n": 2})
+    plans.publish_plan(store, "other", empty, PlanInfo(null_text=None, validation=[], template="2"))
     assert data.find_newer_plan() is None
-    second = plans.publish_plan(store, "k", empty, INFO | {"n": 3})
+    second = plans.publish_plan(store, "k", empty, PlanInfo(null_text=None, validation=[], template="3"))
     assert data.find_newer_plan() == second.name
 
 

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from cache.shards import arrow, shard_io
+from cache.shards import shard_io
 from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
 from cache.shards.tensors import Array
 from cache.store import arrow_ipc
@@ -32,21 +32,8 @@ def write(store: Store, stem: str = "text/f00d/t-1") -> str:
         return out.finish()
 
 
-def test_pyarrow_alone_reads_it(tmp_path):
-    store = Store(tmp_path)
-    rel = write(store)
-    with pa.memory_map(str(tmp_path / rel)) as file:
-        reader = pa.ipc.open_file(file)
-        assert reader.num_record_batches == 3
-        table = reader.read_all()
-    assert table.column("id").to_pylist() == ["id0", "id1", "id2"]
-    assert table.schema.field("embeds").metadata == {b"dtype": b"bfloat16"}
-    assert table.column("pooled").null_count == 1
-    assert b'"count":3' in table.schema.metadata[arrow.DESCRIPTION_KEY]
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3])
-@pytest.mark.parametrize("words", [0, 12, 400, 4000])
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("words", [12, 4000])
 def test_a_description_that_fits_into_its_room_and_one_that_does_not(tmp_path, rows, words):
     """It is known after the rows, which are copied where it is longer than the room that was left for it."""
     store = Store(tmp_path)

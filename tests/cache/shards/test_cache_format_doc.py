@@ -139,6 +139,7 @@ def test_the_worked_example_of_the_checksum():
 
 def test_the_checksums_of_tables_and_json_are_those_described(tmp_path):
     from cache.store.store import Store
+    from schemas.json_records import format_record
 
     store = Store(tmp_path)
     store.write_table("t.arrow", pa.table({"x": ["a", None]}))
@@ -147,7 +148,7 @@ def test_the_checksums_of_tables_and_json_are_those_described(tmp_path):
     data, digits = (tmp_path / "t.arrow").read_bytes(), said.removeprefix(b"xxh3-128:")
     assert data.count(said) == 2 and len(digits) == 32
     assert xxhash.xxh3_128_hexdigest(data.replace(digits, b"\xff" * 32)).encode() == digits
-    store.publish_json("t.json", {"b": 1, "a": "\u00fc"})
+    store.publish_bytes("t.json", format_record({"b": 1, "a": "\u00fc"}))
     record = json.loads((tmp_path / "t.json").read_text())
     canonical = '{"a":"\u00fc","b":1}'.encode()
     assert record.pop("checksum") == xxhash.xxh3_128_hexdigest(struct.pack("<Q", len(canonical)) + canonical)

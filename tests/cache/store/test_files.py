@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cache.store import files
-from cache.store.files import is_temporary, replacing, restore_folders, write_new
+from cache.store.files import find_shortage, is_temporary, replacing, restore_folders, write_new
 
 
 def names(folder: Path) -> list[str]:
@@ -80,3 +80,9 @@ def test_a_new_file_never_replaces_one_that_appeared(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_new(tmp_path / "sub/a.yaml", "two")
     assert (tmp_path / "sub/a.yaml").read_text() == "one"
+
+
+def test_a_folder_that_does_not_exist_is_on_the_disk_of_one_above_it(tmp_path: Path) -> None:
+    assert find_shortage(tmp_path / "a/b", 1) is None and find_shortage("s3://bucket/work", 1 << 80) is None
+    said = find_shortage(tmp_path / "a/b", 1 << 80)
+    assert said is not None and f"the disk of {tmp_path}/a/b has " in said and not (tmp_path / "a").exists()

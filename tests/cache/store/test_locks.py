@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.store.locks import FileLock, is_locked
+from cache.store.files import FileLock, is_locked
 from schemas.regular_files import NotRegular
 
 

@@ -1,5 +1,6 @@
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import cache.store.object_store
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
+from schemas.json_records import Record
 from tests.cache.store.test_full_disk import run
 
 
@@ -50,7 +52,7 @@ def test_what_stands_in_the_place_of_a_file_is_none(tmp_path, odd):
     else:
         os.mkfifo(path) if odd == "pipe" else path.mkdir()
     assert store.list_names("") == [] == store.list_files("") and not store.exists("text/f/t-1.arrow")
-    for read in (store.read_bytes, store.read_json, store.read_table, store.open, store.size):
+    for read in (store.read_bytes, partial(store.read_record, kind=Record), store.read_table, store.open, store.size):
         with pytest.raises(FileNotFoundError if odd == "link to nothing" else DamageError):
             read("text/f/t-1.arrow")
     if odd == "folder":
@@ -59,12 +61,6 @@ def test_what_stands_in_the_place_of_a_file_is_none(tmp_path, odd):
         path.rmdir()
     store.publish_bytes("text/f/t-1.arrow", b"1")
     assert store.read_bytes("text/f/t-1.arrow") == b"1" and not path.is_symlink()
-
-
-def test_local_is_a_path_on_a_disk_only(tmp_path):
-    assert Store(tmp_path).local("a/b") == tmp_path / "a/b"
-    assert Store(f"file://{tmp_path}").local("a/b") == tmp_path / "a/b"
-    assert Store("memory://x").local("a/b") is None
 
 
 @pytest.mark.linux
@@ -188,15 +184,6 @@ def test_file_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):
     Store(tmp_path).publish_bytes("a/b/c", b"1")
     assert steps[:2] == [str(tmp_path / "a"), str(tmp_path)], "new folders are entered in their parents"
     assert steps[2].endswith(".tmp") and steps[3:] == ["replace", str(tmp_path / "a/b")]
-
-
-def test_published_files_follow_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        Store(tmp_path).publish_bytes("a", b"1")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_url_that_nothing_here_can_open_is_named():

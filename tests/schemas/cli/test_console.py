@@ -196,12 +196,6 @@ def test_the_limit_of_open_files_is_raised_and_named_where_it_is_too_low(here, m
 # ------------------------------------------------------------------------------------- processes
 
 
-def test_paths_in_a_list_are_shown_from_the_working_directory(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    report = Report("probe", details={"sheets": [f"{tmp_path}/a.png", f"{tmp_path}/b.png"]})
-    assert report.summary().splitlines()[1] == "  sheets: a.png, b.png"
-
-
 def test_commands_in_texts_get_the_options_that_were_given(tmp_path) -> None:
     options = Options(tmp_path / "a b.yaml", ("x=1",))
     given = f"--config '{tmp_path}/a b.yaml' --set x=1"

@@ -68,13 +68,6 @@ def test_plain_progress_is_a_line_every_few_seconds_and_one_at_the_end():
     ]
 
 
-def test_progress_of_an_unknown_total_has_no_time_left():
-    stderr = io.StringIO()
-    with Console(stderr=stderr, clock=Clock()).progress(None, "scan", "files") as progress:
-        progress.advance(3)
-    assert stderr.getvalue() == "scan: 3 files, after 0:00:00\n"
-
-
 def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -121,13 +114,6 @@ def test_a_report_has_the_width_of_its_terminal(monkeypatch):
         lines = stdout.getvalue().splitlines()
         assert width - 20 < max(map(len, lines)) <= width
         assert set(why.split()) <= set(" ".join(lines).split())  # no word is divided
-
-
-def test_messages_are_printed_as_they_are():
-    stderr = io.StringIO()
-    message = f"[bold]{'a/' * 100}:smile: 12"
-    Console(stderr=stderr).log(message)
-    assert stderr.getvalue() == message + "\n"
 
 
 def test_the_last_plain_line_stands_also_when_the_program_fails():

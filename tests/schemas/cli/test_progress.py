@@ -2,7 +2,6 @@
 
 import io
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ from rich.cells import cell_len
 
 from cache.models.weights import bar_class
 from schemas.activities import DELAY_S, STILL_S, Progress, activity, show_activities
-from schemas.cli.console import Console
-from schemas.cli.progress import MARGIN
+from schemas.cli.console import MARGIN, Console
 from tests.background import until
 from tests.forms import long
 from tests.schemas.cli.programs import YAML, Clock
@@ -77,22 +75,6 @@ def test_a_loop_that_has_not_begun_says_since_when_it_waits(log) -> None:
     assert stderr.getvalue() == ""
 
 
-def test_other_threads_and_processes_without_a_console_show_nothing(log) -> None:
-    _, stderr = log
-
-    def work() -> None:
-        with activity("in a thread", keep=True) as task:
-            task.advance()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    show_activities(None)
-    with activity("nowhere", keep=True):
-        pass
-    assert stderr.getvalue() == ""
-
-
 def test_a_download_of_the_hub_is_an_activity(log) -> None:
     """Its two bars, of what came and of what was written, are one; files are not counted."""
     from huggingface_hub.utils.tqdm import _create_progress_bar
@@ -121,10 +103,10 @@ def test_a_download_of_the_hub_is_an_activity(log) -> None:
 
 PROBE = """\
 from schemas.activities import activity
-from schemas.cli import progress
+from schemas.cli import console as shared
 from schemas.cli.console import Report, make_app
 
-progress.DELAY_S = 0.0
+shared.DELAY_S = 0.0
 
 def run(config, options, console):
     with console.progress(4, "encode-latents", "samples") as shown:

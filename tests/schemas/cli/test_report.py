@@ -19,24 +19,10 @@ def test_a_table_keeps_to_the_width(found) -> None:
     assert all(line.isprintable() for line in lines), "no terminal control"
 
 
-def test_headings_and_text_are_folded_and_numbers_are_not() -> None:
-    rows = [{"stage": "encode-latents", "items_per_second": 1234567, "where": "a machine with a long name, process 7"}]
-    lines = format_table(rows, 44)
-    assert lines is not None and max(map(len, lines)) <= 44
-    assert [line.split()[-1] for line in lines[:3]] == ["items", "per", "where"]
-    assert "encode-latents  1234567  a machine with a" in lines
-    assert format_table([{"a": 10**9, "b": 10**9}], 12) is None
-
-
 def test_a_path_in_a_table_is_not_divided() -> None:
     row = {"where": "vm, 1", "reason": f"the whole list: /{'a' * 90}"}
     lines = Report("probe", details={"why_jobs_stopped": [row]}).summary().splitlines()
     assert lines[1:] == ["  why jobs stopped:", "    vm, 1:", "      reason: the whole list:", f"        /{'a' * 90}"]
-
-
-def test_wide_characters_take_two_columns() -> None:
-    lines = format_table([{"name": "写真", "n": 1}, {"name": "abcd", "n": 2}], WIDTH)
-    assert lines == ["name  n", "写真  1", "abcd  2"]
 
 
 def test_a_message_is_folded_between_words_and_what_is_copied_is_whole() -> None:

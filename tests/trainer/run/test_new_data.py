@@ -122,7 +122,7 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
             change(store, f"sets/set{number}/index.arrow", lambda rows, new=changed: rows[-1].update(new))
         table = pa.Table.from_pylist(planned_rows, SAMPLES_SCHEMA)
         store.write_table("plans/000001-0123456789ab/samples.arrow", table)
-        store.publish_json("plans/000001-0123456789ab/plan.json", {})
+        store.publish_bytes("plans/000001-0123456789ab/plan.json", b"")
     elif case == "other encoders":
         change(
             store,

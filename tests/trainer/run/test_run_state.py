@@ -22,7 +22,7 @@ def reference_digest(data: TrainSet, block: int) -> str:
         part = rows[first : first + block]
         columns = [[row[key] for row in part] for key in ("sample_id", "bucket", "dataset")]
         columns.append([names[number] for row in part for number in row["texts"]])
-        nulls = [data.meta["null_text"] if row["null_text"] is None else row["null_text"] for row in part]
+        nulls = [data.meta.null_text if row["null_text"] is None else row["null_text"] for row in part]
         columns.append([None if number is None else names[number] for number in nulls])
         for column in columns:
             found.update(np.array([-1 if value is None else len(value) for value in column], "<i8").tobytes())
@@ -38,7 +38,7 @@ def reference_digest(data: TrainSet, block: int) -> str:
 def test_the_digest_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, null: bool) -> None:
     data = opened(make_source(Store(tmp_path), "arrow"))
     if not null:
-        data.meta["null_text"] = None
+        data.meta = data.meta.model_copy(update={"null_text": None})
     monkeypatch.setattr(run_state, "HASH_ROWS", block)
     found = run_state.data_signature(data)
     assert found["digest"] == reference_digest(data, block) and found["samples"] == len(data) > 3

@@ -5,10 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from schemas.errors import LatentpressError
-from stages.encoding.features import neighbors
-from stages.encoding.features.measures import mirror_layouts
-from stages.encoding.features.neighbors import (
+from stages.encoding.features import comparison
+from stages.encoding.features.comparison import (
     LEAST_FEATURES,
     NEIGHBORS,
     centered,
@@ -19,6 +17,7 @@ from stages.encoding.features.neighbors import (
     find_outliers,
     likeliest,
 )
+from stages.encoding.features.measures import mirror_layouts
 
 faiss = pytest.importorskip("faiss")
 PARTS, NUMBERS = 3, 63
@@ -55,7 +54,7 @@ def test_an_item_has_a_limited_number_of_candidates_and_their_group_still_holds_
     same = np.repeat(unit(np.random.default_rng(2).normal(size=(1, PARTS, NUMBERS))), 60, axis=0)
     noise = 0.01 * np.random.default_rng(3).normal(size=same.shape)
     pairs = find_layout_candidates(unit(same + noise).astype(np.float16)).pairs
-    assert 60 <= len(pairs) <= 60 * neighbors.NEIGHBORS
+    assert 60 <= len(pairs) <= 60 * comparison.NEIGHBORS
     linked, before = {0}, 0
     while len(linked) > before:
         before = len(linked)
@@ -65,7 +64,7 @@ def test_an_item_has_a_limited_number_of_candidates_and_their_group_still_holds_
 
 def test_many_are_found_by_an_index(layouts: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = sorted(find_layout_candidates(layouts).pairs.tolist())
-    monkeypatch.setattr(neighbors, "EXACT_ITEMS", 10)
+    monkeypatch.setattr(comparison, "EXACT_ITEMS", 10)
     assert sorted(find_layout_candidates(layouts).pairs.tolist()) == exact
 
 
@@ -125,10 +124,3 @@ def test_the_distance_from_the_rest_is_the_mean_cosine_distance_to_the_nearest(v
     assert find_outliers(find_neighbors(vectors[:1]), 1) == [None]
     [same, _] = find_outliers(find_neighbors(vectors[[0, 0]]), 2)
     assert same == pytest.approx(0, abs=1e-6)
-
-
-def test_without_faiss_the_extra_is_named(vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(LatentpressError, match="clusters need faiss") as caught:
-        find_clusters(vectors, None)
-    assert "features" in caught.value.next_step
