@@ -20,6 +20,7 @@ import typer
 from cache.runs.training_run import (
     METRICS_FILE,
     OutputLocked,
+    StageRun,
     append_stage,
     clear_failure,
     is_running,
@@ -156,8 +157,9 @@ def _run_stages(
             queue.extendleft(reversed(order[: order.index(stage) + 1]))
             continue
         if not options.dry_run and (failed or document["done"]):
-            row = {"stage": stage, "began": round(time.time() - seconds, 1), "seconds": seconds, "failed": failed}
-            append_stage(config.run_folder, row | {"done": document.get("done", 0)})
+            began, done = round(time.time() - seconds, 1), document.get("done", 0)
+            row = StageRun(stage=stage, began=began, seconds=seconds, failed=failed, done=done)
+            append_stage(config.run_folder, row)
         if failed:
             raise StageFailed(stage, code, document)
         rows.append(

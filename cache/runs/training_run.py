@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from cache.store.files import explained, is_locked, make_folders, replacing
 from schemas.cli.process_record import ProcessRecord, RecordWriter, storable_text
@@ -331,23 +331,28 @@ def read_failure(folder: Path) -> ProcessRecord | None:
     return record
 
 
-def append_stage(folder: Path, row: dict[str, Any]) -> None:
-    """Add a line to stages.jsonl. row: stage, began (UNIX time), seconds, done, set_aside and failed (truth value)."""
+class StageRun(BaseModel):
+    """A line of stages.jsonl. began: seconds since 1970."""
+
+    stage: str
+    began: float
+    seconds: float
+    done: int
+    failed: bool
+
+
+def append_stage(folder: Path, row: StageRun) -> None:
+    """Add a line to stages.jsonl."""
     with explained(str(folder / STAGES_FILE)):
         make_folders(folder)
         with (folder / STAGES_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row.model_dump()) + "\n")
 
 
-def read_stages(folder: Path) -> list[dict[str, Any]]:
+def read_stages(folder: Path) -> list[StageRun]:
     """The lines of stages.jsonl in order, without those that a kill cut off."""
-    content = read_regular(folder / STAGES_FILE).decode(errors="replace")
-    rows = []
-    for raw in content.splitlines():
-        try:
-            row = json.loads(raw)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("stage"), str) and isinstance(row.get("seconds"), int | float):
-            rows.append(row)
+    rows = list[StageRun]()
+    for raw in read_regular(folder / STAGES_FILE).splitlines():
+        with suppress(ValueError):
+            rows.append(StageRun.model_validate_json(raw))
     return rows

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from cache.runs.scores import Measured, SampleScores, append_line, summarize_scores
-from cache.runs.training_run import append_stage
+from cache.runs.training_run import StageRun, append_stage
 from cache.runs.validations import Mark
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
@@ -66,9 +66,9 @@ def test_a_finished_run(home: Project) -> None:
     made.latent(40, "two")
     (made.folder / "result.json").write_text('{"step": 40}')
     (made.folder / "scores.jsonl").write_text('{"step": 40, "scores": {"clip score": 0.3}}\n')
-    append_stage(made.folder, {"stage": "score", "began": 0.0, "seconds": 7.0, "done": 1, "failed": False})
+    append_stage(made.folder, StageRun(stage="score", began=0.0, seconds=7.0, done=1, failed=False))
     for seconds in (61.0, 60.0):
-        append_stage(made.folder, {"stage": "discover", "began": 0.0, "seconds": seconds, "done": 1, "failed": False})
+        append_stage(made.folder, StageRun(stage="discover", began=0.0, seconds=seconds, done=1, failed=False))
     fingerprint, store = TEXT.fingerprint(made.config), Store(made.config.root)
     for number, seconds in enumerate((200.0, 5.0)):  # of two machines
         job = JobReport(

@@ -134,7 +134,7 @@ def list_costs(run: ReportRun, named: bool) -> Iterator[TableRow]:
     config, folder, store = run.config, run.folder, Store(run.config.root)
     seconds = defaultdict[str, float](float)
     for row in read_stages(folder):
-        seconds[row["stage"]] += row["seconds"]
+        seconds[row.stage] += row.seconds
     steps = [line["step_s"] for line in run.metrics if isinstance(line.get("step_s"), int | float)]
     if steps:
         seconds.setdefault("train", math.fsum(filter(math.isfinite, steps)))
