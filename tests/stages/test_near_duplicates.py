@@ -17,7 +17,7 @@ from schemas.identity import derive_seeds, to_unit_interval
 from schemas.recipe import plan_key
 from stages import bucket, discover, features, gc, preview, verify
 from stages.discovery.media_table import read_configured_media
-from stages.encoding.features import comparison, neighbors
+from stages.encoding.features import comparison
 from stages.encoding.item_plans import NoFeatures, find_item_table
 from tests.project import Project
 from tests.stages.encoding.features.photographs import photograph
@@ -107,7 +107,7 @@ def test_of_many_pairs_the_likeliest_are_looked_at_until_none_of_some_thousand_i
     expected = table_bytes(home)
     shutil.rmtree(home.root / "items")
     for module, name, value in (
-        (neighbors, "LEAST_LAYOUT", -1),  # all pairs
+        (comparison, "LEAST_LAYOUT", -1),  # all pairs
         (comparison, "_PAIRS_AT_ONCE", 1),
         (comparison, "MOST_IN_VAIN", 3),
     ):
