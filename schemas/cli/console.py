@@ -167,17 +167,15 @@ class Display:
     often. keep, of begin: it is shown from the beginning, and so is its end.
     """
 
-    def __init__(self, log: Callable[[str], None], clock: Clock, interval: float) -> None:
-        self._log, self._clock, self._interval = log, clock, interval
+    def __init__(
+        self, log: Callable[[str], None], clock: Clock, interval: float, terminal: "RichConsole | None" = None
+    ) -> None:
+        self._log, self._clock, self._interval, self._terminal = log, clock, interval, terminal
         self._lock = threading.RLock()
         self._tasks = dict[Progress, tuple[float, float | None]]()  # -> when its last line was, and what was done then
         self._at_once: set[Progress] = set()
-        self._terminal: RichConsole | None = None
         self._live: Live | None = None
         self._ticks = False
-
-    def use_terminal(self, terminal: "RichConsole") -> None:
-        self._terminal = terminal
 
     def begin(self, task: Progress, *, at_once: bool, keep: bool) -> None:
         with self._lock:
@@ -300,11 +298,9 @@ class Console:
         self._rich = RichConsole(file=lasting, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._on_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._clock, self._complete, self._note, self._kept = clock, complete, note, kept
-        self._displays = [Display(self.log, clock, interval)]
-        if self._on_terminal:
-            self._displays[0].use_terminal(self._rich)
-            if kept is not None:
-                self._displays.append(Display(kept.add, clock, STILL_S))
+        self._displays = [Display(self.log, clock, interval, self._rich if self._on_terminal else None)]
+        if self._on_terminal and kept is not None:
+            self._displays.append(Display(kept.add, clock, STILL_S))
 
     @contextmanager
     def keep_log(self, run_folder: Path | None) -> Iterator[None]:
@@ -360,8 +356,7 @@ class Console:
         if not self._on_terminal:
             yield None
             return
-        task = Progress(total, description, "", self._clock)
-        with self._showing(task, keep=True):
+        with self.activity(description, total=total, keep=True) as task:
             yield task.say
 
     @contextmanager
@@ -369,19 +364,13 @@ class Console:
         self, description: str, *, total: float | None = None, unit: str = "", keep: bool = False, at_once: bool = False
     ) -> Iterator[Progress]:
         """See schemas.activities.activity, by which any module does the same."""
-        task = Progress(total, description, unit, self._clock)
-        with self._showing(task, keep, at_once):
-            yield task
-
-    @contextmanager
-    def _showing(self, task: Progress, keep: bool, at_once: bool = False) -> Iterator[None]:
-        displays = self._displays
+        task, displays = Progress(total, description, unit, self._clock), self._displays
         for display in displays:
             display.begin(task, at_once=at_once, keep=keep)
         if self._note is not None:
             self._note.begin(task)
         try:
-            yield
+            yield task
         finally:
             if self._note is not None:
                 self._note.end(task)
@@ -516,8 +505,8 @@ def run_program(
         console = Console(json=options.json, complete=options.add_given_options, note=note, kept=KeptLog(name))
         show_activities(console)
         speak_by(Speaker(console.log, partial(_end_at_once, name, console)))
-        if options.partition.source:
-            console.log(f"--shard {options.partition}, by {options.partition.source}")
+        if options.partition.is_found:
+            console.log(f"--shard auto: {options.partition}")
         try:
             report = _make_report(name, run, options, own_options or {}, console, needs_config, divided)
             code = console.print_report(report)

@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class Partition(NamedTuple):
-    """This process's share of the work: number `number` (from 0) of `total`. source: what `auto` read."""
+    """This process's share of the work: number `number` (from 0) of `total`. is_found: by `auto`."""
 
     number: int = 0
     total: int = 1
-    source: str = ""
+    is_found: bool = False
 
     def select(self, items: Sequence[T]) -> list[T]:
         """Every total-th item, from `number` on."""
@@ -46,58 +46,45 @@ def find_task(environment: Mapping[str, str], total: int | None = None) -> Parti
     jobs".
     """
     if "SLURM_ARRAY_TASK_ID" in environment or "SLURM_STEP_NUM_TASKS" in environment:
-        task = _slurm_task(environment, total)
+        number, tasks = _slurm_task(environment, total)
     elif "JOB_COMPLETION_INDEX" in environment:
-        task = _read(environment, "JOB_COMPLETION_INDEX", None)
+        number, tasks = _number(environment, "JOB_COMPLETION_INDEX"), 0
         if total is None:
             raise typer.BadParameter(
                 "Kubernetes does not tell a pod how many completions its job has: give their number, --shard auto/N"
             )
     elif "AWS_BATCH_JOB_ARRAY_INDEX" in environment:
-        task = _read(environment, "AWS_BATCH_JOB_ARRAY_INDEX", "AWS_BATCH_JOB_ARRAY_SIZE")
+        number = _number(environment, "AWS_BATCH_JOB_ARRAY_INDEX")
+        tasks = _number(environment, "AWS_BATCH_JOB_ARRAY_SIZE")
     else:
         raise typer.BadParameter(
             f"auto finds no job array in the environment; it reads the variables of {SCHEDULERS}. Give i/n instead"
         )
-    task = task._replace(total=total if total is not None else task.total)
-    if task.number >= task.total:
-        raise typer.BadParameter(f"task {task.number} of {task.total} can't be ({task.source}); number them from 0")
-    return task
+    tasks = tasks if total is None else total
+    if number >= tasks:
+        raise typer.BadParameter(f"task {number} of {tasks} can't be; number the tasks of the array from 0")
+    return Partition(number, tasks, is_found=True)
 
 
-def _slurm_task(environment: Mapping[str, str], total: int | None) -> Partition:
-    """Tasks of an array, of a step that srun started with several tasks, or of both: each task of the array is then as
-    many parts as its step has tasks. A batch script has SLURM_PROCID without being one of several: only a step counts,
-    which has SLURM_STEP_NUM_TASKS."""
-    tasks = [Partition()]
+def _slurm_task(environment: Mapping[str, str], total: int | None) -> tuple[int, int]:
+    """Number and total of a task of an array, of a step that srun started with several tasks, or of both: each task of
+    the array is then as many parts as its step has tasks. A batch script has SLURM_PROCID without being one of several:
+    only a step counts, which has SLURM_STEP_NUM_TASKS."""
+    number, tasks = 0, 1
     if "SLURM_ARRAY_TASK_ID" in environment:
+        number = _number(environment, "SLURM_ARRAY_TASK_ID")
         if total is None:
-            first, last, step, count = (
-                _number(environment, f"SLURM_ARRAY_TASK_{name}", default)
-                for name, default in (("MIN", None), ("MAX", None), ("STEP", 1), ("COUNT", None))
-            )
-            if step < 1 or (last - first) // step + 1 != count:
+            first, last, tasks = (_number(environment, f"SLURM_ARRAY_TASK_{name}") for name in ("MIN", "MAX", "COUNT"))
+            step = _number(environment, "SLURM_ARRAY_TASK_STEP", 1)
+            if step < 1 or (last - first) // step + 1 != tasks:
                 raise typer.BadParameter(
-                    f"the tasks of this array are no even range ({first} to {last}, {count} of them), so their numbers "
+                    f"the tasks of this array are no even range ({first} to {last}, {tasks} of them), so their numbers "
                     "don't say which parts they do: give the number of parts, --shard auto/N"
                 )
-            number = (_number(environment, "SLURM_ARRAY_TASK_ID") - first) // step
-            source = f"SLURM_ARRAY_TASK_ID={environment['SLURM_ARRAY_TASK_ID']} of {first}-{last}"
-            tasks.append(Partition(number, count, source + (f":{step}" if step > 1 else "")))
-        else:
-            tasks.append(_read(environment, "SLURM_ARRAY_TASK_ID", None))
-    if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1 or "SLURM_ARRAY_TASK_ID" not in environment:
-        tasks.append(_read(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-    number, parts = 0, 1
-    for task in tasks:
-        number, parts = number * task.total + task.number, parts * task.total
-    return Partition(number, parts, ", ".join(task.source for task in tasks if task.source))
-
-
-def _read(environment: Mapping[str, str], number: str, total: str | None) -> Partition:
-    names = [name for name in (number, total) if name is not None]
-    source = ", ".join(f"{name}={environment.get(name)}" for name in names)
-    return Partition(_number(environment, number), _number(environment, total) if total else 1, source)
+            number = (number - first) // step
+    if (parts := _number(environment, "SLURM_STEP_NUM_TASKS", 1)) > 1 or "SLURM_ARRAY_TASK_ID" not in environment:
+        number, tasks = number * parts + _number(environment, "SLURM_PROCID"), tasks * parts
+    return number, tasks
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

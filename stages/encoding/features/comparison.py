@@ -202,41 +202,29 @@ class ComparedItems:
 
 
 def read_items(store: Store, state: StageState) -> ComparedItems:
-    """The items of the plan whose rows are there. Each row is copied into arrays for all: the rows of a million items
-    would take several times the memory. Of an item that was read in two ways the row of the greater id."""
+    """The items of the plan that have a row. Of an item that was read in two ways the row of the greater id."""
     wanted = set(state.wanted_ids.to_pylist())
     done = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
-    positions, ids = dict[str, int](), list[str]()
-    measures = np.empty((len(wanted), len(MEASURES)))
-    tensors = dict[str, np.ndarray]()
+    rows = dict[str, tuple[str, list[float], dict[str, np.ndarray]]]()  # by media id
     for _, _, row in iter_item_rows(store, f"features/{state.fingerprint}", done):
-        if row.id not in wanted:
-            continue
-        position = positions.setdefault(row.info["media_id"], len(positions))
-        if position == len(ids):
-            ids.append(row.id)
-        elif row.id < ids[position]:
-            continue
-        ids[position] = row.id
-        measures[position] = [np.nan if (value := row.info["measures"][name]) is None else value for name in MEASURES]
-        for name, array in row.tensors.items():
-            values = array.numpy()
-            if name not in tensors:
-                tensors[name] = np.empty((len(wanted), *values.shape), values.dtype)
-            tensors[name][position] = values
-    media_ids = sorted(positions)
-    order = np.array([positions[media_id] for media_id in media_ids], np.int64)
+        media_id = row.info["media_id"]
+        if row.id in wanted and (media_id not in rows or row.id > rows[media_id][0]):
+            measures = [np.nan if (value := row.info["measures"][name]) is None else value for name in MEASURES]
+            # Copies: a view would keep the whole shard mapped.
+            rows[media_id] = row.id, measures, {name: array.numpy().copy() for name, array in row.tensors.items()}
+    media_ids = sorted(rows)
+    sample_ids, tensors = [rows[name][0] for name in media_ids], [rows[name][2] for name in media_ids]
+    vectors = None
+    if tensors and "features" in tensors[0]:
+        vectors = centered(np.stack([each["features"] for each in tensors]).astype(np.float32))
     clips = state.plan.sample_table.filter(pc.equal(state.plan.sample_table.column("kind"), "video"))
     is_clip = set(clips.column("sample_id").to_pylist())
-    sample_ids = [ids[position] for position in order]
-    layouts = tensors["layouts"][order] if tensors else np.zeros((0, 1, 1), np.float16)
-    tensors.pop("layouts", None)
     return ComparedItems(
         sample_ids,
         media_ids,
-        measures[order],
-        centered(tensors["features"][order].astype(np.float32)) if "features" in tensors else None,
-        layouts,
+        np.array([rows[name][1] for name in media_ids]).reshape(-1, len(MEASURES)),
+        vectors,
+        np.stack([each["layouts"] for each in tensors]) if tensors else np.zeros((0, 1, 1), np.float16),
         np.array([name in is_clip for name in sample_ids], bool),
     )
 
