@@ -162,13 +162,6 @@ def test_the_catalogues_attention_shapes_the_plan_and_is_compared(home, tmp_path
     assert {flavour.sparse for flavour in FAMILIES["kandinsky5-video"].flavours.values()} == {True, False}
 
 
-def test_an_unknown_checkpoint_is_asked(home) -> None:
-    cached(home, "someone/video", attention_type="nabla")
-    assert bucket_side_multiple(Model(family="kandinsky5-video", path="someone/video")) == 128
-    with pytest.raises(WeightsError, match="can't be reached"):
-        bucket_side_multiple(Model(family="kandinsky5-video", path="someone/else"))
-
-
 def test_a_commit_that_an_encoding_stage_recorded_is_known_where_nothing_was_downloaded(home, tmp_path) -> None:
     model, memo = Model(family="sana"), Store(tmp_path / "root")
     with pytest.raises(WeightsError, match="is not known yet"):

@@ -12,7 +12,6 @@ from cache.runs.scores import (
     SampleScores,
     append_line,
     read_curves,
-    read_lines,
     summarize_scores,
 )
 from cache.runs.validations import best_steps
@@ -44,20 +43,6 @@ def test_a_score_is_the_mean_over_prompts_and_its_spread_that_of_the_seeds() -> 
     line = summarize_scores(0, samples[:3], CLIP)
     assert line.spread == {"clip_score": None}, "only seeds of every prompt count"
     assert line.scores == {"clip_score": 25.5}, "a prompt counts once, however many seeds it has"
-
-
-def test_a_line_says_everything_and_is_read_again(tmp_path: Path) -> None:
-    add(tmp_path, 500, sample("cat", 1, 30.0, "a"), sample("cat", 2, 32.0, "b"), missing="dog_seed1")
-    line = json.loads((tmp_path / SCORES_FILE).read_text())
-    assert line["scores"] == {"clip_score": 31.0} and line["missing"] == ["dog_seed1"]
-    assert line["spread"]["clip_score"] == pytest.approx(stdev([30, 32]), abs=1e-6)
-    assert line["prompts"]["cat"]["clip_score"]["mean"] == 31.0
-    assert [(row["seed"], row["scores"]["clip_score"]) for row in line["samples"]] == [(1, 30.0), (2, 32.0)]
-    (curve,) = read_curves(tmp_path)
-    (point,) = curve.points
-    assert (curve.name, curve.measured, curve.seeds) == ("clip_score", CLIP["clip_score"], 2)
-    assert (point.step, point.value, point.is_whole, point.groups["cat"].mean) == (500, 31.0, False, 31.0)
-    assert {each.name: each.content for each in read_lines(tmp_path)[0].samples} == {"cat_seed1": "a", "cat_seed2": "b"}
 
 
 def test_scores_of_different_models_are_never_on_one_curve(tmp_path: Path) -> None:

@@ -230,8 +230,7 @@ def opened_by_reading(data: TrainSet, schedule: BatchSchedule, steps: range) -> 
     return recorder.opened
 
 
-@pytest.mark.parametrize("shuffle_shards", [None, 2])
-@pytest.mark.parametrize("form", ["arrow", "webdataset"])
+@pytest.mark.parametrize(("form", "shuffle_shards"), [("arrow", None), ("webdataset", 2)])
 def test_needs_are_what_reading_opens(tmp_path: Path, form: str, shuffle_shards: int | None) -> None:
     """Latents, vision features, captions that take turns, null prompts of the set and of a sample; and the sections of
     a run that goes on from any step, on other data, too."""

@@ -34,13 +34,6 @@ def test_a_lock_has_one_holder_and_is_released_when_its_process_is_killed(tmp_pa
     assert is_locked(path) is False
 
 
-def test_shared_locks_exclude_an_exclusive_one(tmp_path: Path) -> None:
-    with FileLock(tmp_path / "a", shared=True) as first, FileLock(tmp_path / "a", shared=True) as second:
-        assert first.take() and second.take()
-        with FileLock(tmp_path / "a") as third:
-            assert not third.take()
-
-
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
 def test_what_is_not_a_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "lock"

@@ -259,9 +259,8 @@ STAYING = {
 
 
 @pytest.mark.parametrize("trouble", [long(name) if name == "dropped" else name for name in STAYING])
-def test_trouble_that_stays_is_explained(impatient: None, either: Store, s3: S3Server, trouble: str) -> None:
+def test_trouble_that_stays_is_explained(impatient: None, store: Store, s3: S3Server, trouble: str) -> None:
     """It is an error of the store, never damage, and never a missing file."""
-    store = either
     rel, table = write_shard(store, rows=10), "t.arrow"
     store.write_table(table, pa.table({"x": [1]}))
     s3.answer = lambda request: trouble

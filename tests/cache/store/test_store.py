@@ -220,14 +220,3 @@ def test_what_stands_in_the_way_of_the_root_is_named(tmp_path):
         with pytest.raises(StoreError, match=reason) as caught:
             Store(root).publish_bytes("a/b", b"1")
         assert caught.value.next_step
-
-
-def test_a_file_url_is_that_folder(tmp_path) -> None:
-    """Read through memory maps, and not as a store at a distance."""
-    store = Store(f"file://{tmp_path}/work")
-    store.publish_bytes("a/b", b"bytes")
-    assert store.local("a/b") == tmp_path / "work" / "a" / "b" and store.local("a/b").read_bytes() == b"bytes"
-    with store.open("a/b") as file:
-        assert isinstance(file, pa.MemoryMappedFile)
-    assert store.list_names() == Store(tmp_path / "work").list_names() == ["a/b"]
-    assert store.path("") == Store(tmp_path / "work").path("")

@@ -37,14 +37,6 @@ def test_a_message_is_folded_between_words_and_what_is_copied_is_whole() -> None
     assert fold_message("short", 40) == ["short"] and fold_message("", 40) == [""]
 
 
-@given(st.text(alphabet="ab 写🐈`/", max_size=80), st.integers(2, 30))
-def test_a_folded_message_has_every_word(text, width) -> None:
-    lines = fold_message(text, width)
-    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-    for line in lines:
-        assert cell_len(line) <= width or " " not in line.strip() or "`" in line
-
-
 def test_paths_are_shown_from_the_working_directory_and_whole(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     deep = tmp_path / ("a" * 90) / "b b" / "adapter"
