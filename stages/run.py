@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +27,7 @@ from cache.runs.training_run import (
     read_progress,
     record_failure,
 )
-from cache.runs.validations import BEST_KEYS, hash_results, read_mark
+from cache.runs.validations import hash_results, read_mark
 from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
 from cache.store.files import check_writable
@@ -203,14 +202,12 @@ def _add_details(
         report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {lost_or_kept}"
     if stage == "train" and "saved" in details:
         report.details["model" if kind == "full" else "adapter"] = details["saved"]
-        names = (*chain(*BEST_KEYS.values()), "numbers", "tensorboard", "wandb")
+        names = ("best_steps", "nothing_held_out", "numbers", "tensorboard", "wandb")
         report.details |= {name: details[name] for name in names if name in details}
     elif stage == "decode" and "contact_sheet" in details:
         report.details["pictures"] = details["samples"]
         report.details["contact_sheet"] = details["contact_sheet"]
     elif stage == "score" and "best_steps" in details:
-        for name in chain(*BEST_KEYS.values()):  # they are among these
-            report.details.pop(name, None)
         report.details |= {name: details[name] for name in ("scores", "best_steps")}
 
 

@@ -143,11 +143,6 @@ def describe_sample(config: Config, latent: Path) -> dict[str, Any]:
     return known | read_description(latent)
 
 
-#: What a loss was measured on (`eval_on` of metrics) -> keys of a report: the lowest, and that of the checkpoints.
-BEST_KEYS = {
-    "held-out samples": ("best_step", "best_checkpoint"),
-    "training samples": ("lowest_loss_on_training_samples", "lowest_loss_on_training_samples_with_checkpoint"),
-}
 NOTHING_HELD_OUT = (
     "nothing is held out, so this shows how well training samples are fitted and not how well others are; set "
     "eval_fraction: 0.05 of a dataset (more where that holds out none of a few), or eval: true of one"
@@ -183,29 +178,14 @@ def best_checkpoint(folder: Path) -> Evaluation | None:
 
 
 def measured_on(lines: Iterable[Mapping[str, Any]]) -> str:
-    """The data that the last eval loss was measured on, a key of BEST_KEYS."""
+    """The data that the last eval loss was measured on: "held-out samples" or "training samples"."""
     on = [line.get("eval_on") for line in lines if "eval_loss" in line]
-    return on[-1] if on and on[-1] in BEST_KEYS else "held-out samples"
+    return "training samples" if on[-1:] == ["training samples"] else "held-out samples"
 
 
 def loss_name(lines: Iterable[Mapping[str, Any]]) -> str:
     """The eval loss as pages and tables call it."""
     return "eval loss" if measured_on(lines) == "held-out samples" else "loss on training samples"
-
-
-def describe_best(folder: Path) -> dict[str, Any]:
-    """Details for the report, under the keys of BEST_KEYS: the step with the lowest eval loss, with its checkpoint if
-    it has one, and the best of those that have one, unless that is the same step."""
-    lines = read_metrics(folder / METRICS_FILE)
-    paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / CHECKPOINTS)}
-    details: dict[str, dict[str, Any]] = {}
-    on = measured_on(lines)
-    for key, best in zip(BEST_KEYS[on], (best_evaluation(lines), best_evaluation(lines, paths)), strict=True):
-        if best is not None and best.step not in [entry["step"] for entry in details.values()]:
-            details[key] = best._asdict()
-            details[key] |= {"checkpoint": paths[best.step]} if best.step in paths else {}
-            details[key] |= {} if on == "held-out samples" else {"note": NOTHING_HELD_OUT}
-    return details
 
 
 def best_steps(folder: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from rich.cells import cell_len, chop_cells
 
 from schemas.cli.options import Options
 from schemas.config.pipeline import Config
-from schemas.errors import DAMAGE, INCOMPLETE, OK, USAGE, LatentpressError
+from schemas.errors import DAMAGE, INCOMPLETE, OK, UsageError
 from schemas.text_format import escape_unprintable, shown_path, to_json_values
 
 WIDTH = 100  # columns of a report that is not printed to a terminal
@@ -205,12 +205,6 @@ def _format_items(
     return lines + ([f"  all of them, by reason: {full}"] if full else [])
 
 
-class BothExperts(LatentpressError):
-    """An option that names one file or folder, where there are two runs."""
-
-    exit_code = USAGE
-
-
 def for_each_expert(
     *, in_order: bool = False, of_one: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
@@ -224,7 +218,7 @@ def for_each_expert(
                 return run(config, options, console, **own_options)
             for name, option in of_one.items():
                 if own_options.get(name) is not None:
-                    raise BothExperts(
+                    raise UsageError(
                         f"{option} is for one adapter, and train.experts is both",
                         "Add --set train.experts=high or --set train.experts=low.",
                     )

@@ -9,12 +9,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from cache.runs.training_run import CHECKPOINTS, is_running
-from cache.runs.validations import BEST_KEYS
 from cache.store.files import TEMP_SUFFIX, is_temporary
 from schemas.cli.console import LOGS, Options
 from schemas.cli.starting import hide_line, show_ending, show_starting, start_program
@@ -27,7 +25,7 @@ ABANDONED_S = 3600.0  # after which nobody writes to a temporary file of a pictu
 
 #: Details of a report, in the order in which they are shown, after all others.
 RESULTS = (
-    *("adapter", "model", "checkpoints", *chain(*BEST_KEYS.values()), "scores", "best_steps"),
+    *("adapter", "model", "checkpoints", "scores", "best_steps", "nothing_held_out"),
     *("pictures", "contact_sheet", "report", "numbers", "tensorboard", "wandb", "logs"),
 )
 

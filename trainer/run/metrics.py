@@ -23,7 +23,7 @@ from cache.runs.training_run import (
     smoothed_loss,
     wandb_options,
 )
-from cache.runs.validations import describe_best
+from cache.runs.validations import NOTHING_HELD_OUT, best_steps, measured_on
 from schemas.cli.console import Console
 from schemas.config.training import Train
 from schemas.text_format import to_json_values
@@ -185,10 +185,12 @@ def format_step(numbers: dict[str, Any], losses: list[float], steps: int) -> str
 
 
 def describe_results(folder: Path, trackers: Sequence[str]) -> dict[str, Any]:
-    """The places of a run's results, its best step and the share that the last steps waited for data, for the
+    """The places of a run's results, its best steps and the share that the last steps waited for data, for the
     report."""
-    results: dict[str, Any] = describe_best(folder)
-    lines = read_last_metrics(folder / METRICS_FILE)
+    lines, best = read_last_metrics(folder / METRICS_FILE), best_steps(folder)
+    results: dict[str, Any] = {"best_steps": best} if best else {}
+    if best and measured_on(lines) == "training samples":
+        results["nothing_held_out"] = NOTHING_HELD_OUT
     if waits := [line["data_wait_share"] for line in lines if "data_wait_share" in line]:
         results["waiting_for_data"] = f"{100 * waits[-1]:.0f} %"
     if (folder / "validation").is_dir():

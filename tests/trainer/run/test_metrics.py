@@ -77,10 +77,11 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(ready, make_
     assert "step 0: eval loss: 2/2 samples" in said and "step 2: validation: 2/2 denoising steps" in said
     details = report["details"]
     [curve] = details["eval_by_sigma"]
-    lowest = "lowest_loss_on_training_samples"
     assert (curve["sigma"], curve["last"]) == (0.5, details["eval_loss"]["last"])
     assert f"eval loss {curve['first']:.4g} (0.5: {curve['first']:.4g})" in said
-    assert details[lowest].items() >= best_evaluation(read_metrics(folder / "metrics.jsonl"))._asdict().items()
+    best = best_evaluation(read_metrics(folder / "metrics.jsonl"))
+    assert (details["best_steps"][0]["step"], details["best_steps"][0]["value"]) == best
+    assert "eval_fraction: 0.05" in details["nothing_held_out"]
     places = {"validation_latents": "validation", "numbers": "metrics.jsonl", "tensorboard": "tensorboard"}
     assert {key: details[key] for key in places} == {key: str(folder / name) for key, name in places.items()}
     assert all(Path(details[key]).exists() for key in (*places, "saved", "wandb"))
@@ -88,7 +89,7 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(ready, make_
     assert details["waiting_for_data"] == f"{100 * share:.0f} %"
     finished = program(config)[1]["details"]
     assert finished["waiting_for_data"] == details["waiting_for_data"]
-    assert {key: finished[key] for key in (*places, lowest)} == {key: details[key] for key in (*places, lowest)}
+    assert {key: finished[key] for key in (*places, "best_steps")} == {key: details[key] for key in (*places, "best_steps")}
 
     config = make_config("t2i", steps=3, validation=look, trackers=["tensorboard", "wandb"])
     assert program(config)[0] == OK

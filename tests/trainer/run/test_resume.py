@@ -129,9 +129,9 @@ def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
     config = ready("t2i", steps=6, validation={"eval_samples": 2, "every": 1}, **settings)
     result, folder = train(config), config.run_folder / "checkpoints"
     assert [int(path.name[5:]) for path in sorted(folder.iterdir())] == kept
-    best, other = result["best_step"], result.get("best_checkpoint")
-    assert (best["step"], best["eval_loss"]) == (1, 1.0) and (other is None) == (1 in kept)
-    named = other or best
+    best, *others = result["best_steps"]
+    assert (best["step"], best["value"]) == (1, 1.0) and (not others) == (1 in kept)
+    named = others[0] if others else best
     assert (
         named["checkpoint"] == str(folder / f"step-{named['step']:06d}")
         and named["step"] == kept[0 if 1 in kept else -2]
