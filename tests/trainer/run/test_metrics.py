@@ -89,7 +89,9 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(ready, make_
     assert details["waiting_for_data"] == f"{100 * share:.0f} %"
     finished = program(config)[1]["details"]
     assert finished["waiting_for_data"] == details["waiting_for_data"]
-    assert {key: finished[key] for key in (*places, "best_steps")} == {key: details[key] for key in (*places, "best_steps")}
+    assert {key: finished[key] for key in (*places, "best_steps")} == {
+        key: details[key] for key in (*places, "best_steps")
+    }
 
     config = make_config("t2i", steps=3, validation=look, trackers=["tensorboard", "wandb"])
     assert program(config)[0] == OK
