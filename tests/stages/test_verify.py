@@ -236,11 +236,12 @@ def test_a_number_that_is_not_finite_is_found_and_rejected_by_repair(encoded, ba
     "record",
     [b'{"autoencoder": "flux", "condition_frames": -1}', long(b'{"autoencoder": {}}')],
 )
-def test_a_provenance_may_say_anything(encoded, record) -> None:
-    """An import copies it from anywhere. It says less, then; what a shard says of itself is checked all the same."""
-    for path in encoded.root.rglob("provenance.json"):
-        path.write_bytes(format_record(json.loads(record)))
-    assert encoded.run(verify.run).exit_code == 0
+def test_a_provenance_with_impossible_values_is_damage(encoded, record) -> None:
+    paths = sorted(str(path.relative_to(encoded.root)) for path in encoded.root.rglob("provenance.json"))
+    for path in paths:
+        (encoded.root / path).write_bytes(format_record(json.loads(record)))
+    report = encoded.run(verify.run)
+    assert report.exit_code == 4 and sorted(row["path"] for row in report.damage) == paths
 
 
 @pytest.mark.parametrize("damage", ["flipped", "folder", *map(long, ("cut", "nested", "pipe"))])
