@@ -7,6 +7,7 @@ import pytest
 
 from cache.sets import plans, rejects
 from cache.sets.set_lookup import open_set
+from cache.sets.table_checks import Provenance
 from cache.shards.shard import ShardRow
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError
@@ -152,7 +153,7 @@ def test_gc_removes_nothing_while_a_plan_is_damaged(indexed) -> None:
     assert files(indexed, "latents") == before
 
 
-FLUX = CacheSpec.of({"stage": "encode-latents", "autoencoder": "flux"})
+FLUX = CacheSpec.of(Provenance(stage="encode-latents", autoencoder="flux"))
 
 
 def row(**shapes: tuple[int, ...]) -> ShardRow:
