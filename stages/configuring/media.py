@@ -58,7 +58,7 @@ def list_folder(folder: Path) -> Listing:
     """LatentpressError if a folder in it can't be read."""
     listing = Listing(folder)
     for files in walk(os.fspath(folder), KINDS, Counter(), texts=True):
-        for path, kind, *_ in files.rows:
+        for path, kind in zip(files.paths, files.kinds, strict=True):
             stem = path.rpartition(".")[0]
             listing.items[kind][stem] = path
             if stem in files.texts:

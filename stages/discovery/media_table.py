@@ -347,7 +347,8 @@ def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> Listi
     listing = listing.filter(usable).drop_columns(["problem", "advice"]).combine_chunks()
     schema, extra = dataset_schema(dataset), _extra_columns(listing)
     listed = [*_listed_columns(dataset), *(name for name in extra if name in known.table.schema.names)]
-    compared = [*listed, "size", "kind", "scenes", "captions", *(f"{role}_id" for role in dataset.roles)]
+    listed += ["captions"] if listing["captions_at"].null_count else []
+    compared = [*listed, "size", "kind", "scenes", *(f"{role}_id" for role in dataset.roles)]
     rows, before = known.find(listing["path"], compared + ([FACE] if FACE in schema.names else []))
     needs = _required_reads(listing, before, dataset)
     todo = np.logical_or.reduce([*needs.values()])
@@ -356,9 +357,12 @@ def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> Listi
         listing = listing.append_column(f"read {group}", pa.array(need))
     left, rest = listing.filter(pa.array(todo)), listing.filter(pa.array(~todo))
     before, unchanged, none = before.filter(pa.array(~todo)), rows[~todo], np.empty(0, np.int64)
-    captions = pc.if_else(pc.is_valid(rest["captions_at"]), before["captions"], rest["captions"])
-    same = {*known.table.schema.names} == {*schema.names, *extra} and captions.equals(before["captions"])
-    if same and rest.select(listed).equals(before.select(listed)):
+    now = rest.select([*listed])
+    if "captions" in listed:
+        captions = pc.if_else(pc.is_valid(rest["captions_at"]), before["captions"], rest["captions"])
+        now = now.set_column(listed.index("captions"), "captions", captions)
+    same = {*known.table.schema.names} == {*schema.names, *extra}
+    if same and now.equals(before.select(listed)):
         return ListingDiff(unchanged, schema.empty_table(), left, rejects)
     return ListingDiff(none, assemble_rows(rest, [], known, dataset), left, rejects)
 

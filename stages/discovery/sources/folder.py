@@ -20,7 +20,7 @@ class FolderSource(Source):
         for files in walk(dataset.root, kinds, self.ignored, key=key, follow_links=links, texts=self._in_files):
             columns = files.columns()
             if self._in_files:
-                texts = [files.texts.get(path.rpartition(".")[0], (None, None)) for path, _, _, _ in files.rows]
+                texts = [files.texts.get(path.rpartition(".")[0], (None, None)) for path in files.paths]
                 add_caption_files(columns, *(pa.array([text[part] for text in texts], pa.string()) for part in (0, 1)))
             yield columns
 

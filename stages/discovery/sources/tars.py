@@ -234,7 +234,7 @@ def find_tars(base: str, patterns: list[str], ignored: Counter[str], key: str) -
         require_folder(base, key)
     versions: dict[str, str | None] = {}
     for files in walk(base, {".tar": "tar"}, ignored, follow_links=True) if not patterns else ():
-        versions |= dict(zip((path for path, *_ in files.rows), files.full_versions(), strict=True))
+        versions |= dict(zip(files.paths, files.full_versions(), strict=True))
     for pattern in patterns:
         is_glob = any(mark in pattern for mark in ("*[" if "://" in base else "*?["))
         versions |= _find_matches(base, pattern) if is_glob else {pattern: None}

@@ -36,13 +36,14 @@ def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
 class FileList:
     """Files below a place, of whole folders.
 
-    rows: path below the place, kind, size in bytes and version of each; None if unknown. A version is the modification
+    paths (below the place), kinds, sizes (bytes), versions: of each; None if unknown. A version is the modification
     time in nanoseconds, of objects size and ETag. texts: path without extension -> path and version of a caption file.
     problems: row -> problem and advice of a file that can't be used.
     """
 
     def __init__(self) -> None:
-        self.rows: list[tuple[str, str, int | None, str | None]] = []
+        self.paths, self.kinds = list[str](), list[str]()
+        self.sizes, self.versions = list[int | None](), list[str | None]()
         self.texts: dict[str, tuple[str, str | None]] = {}
         self.problems: dict[int, tuple[str, str]] = {}
 
@@ -56,19 +57,24 @@ class FileList:
         elif (printed := printable(path)) != path:
             self.add_problem(printed, kind, "name-not-utf8: has a name that is not UTF-8", "rename it")
         else:
-            self.rows.append((path, kind, size, version))
+            self._append(path, kind, size, version)
 
     def add_problem(self, path: str, kind: str, problem: str, advice: str) -> None:
-        self.problems[len(self.rows)] = problem, advice
-        self.rows.append((path, kind, None, None))
+        self.problems[len(self.paths)] = problem, advice
+        self._append(path, kind, None, None)
+
+    def _append(self, path: str, kind: str, size: int | None, version: str | None) -> None:
+        self.paths.append(path)
+        self.kinds.append(kind)
+        self.sizes.append(size)
+        self.versions.append(version)
 
     def columns(self) -> Columns:
         """As columns of a listing."""
-        values = list(zip(*self.rows, strict=True)) or [(), (), (), ()]
-        types = {"path": pa.string(), "kind": pa.string(), "size": pa.int64(), "version": pa.string()}
-        columns = {name: pa.array(column, types[name]) for name, column in zip(types, values, strict=True)}
+        columns = {"path": pa.array(self.paths, pa.string()), "kind": pa.array(self.kinds, pa.string())}
+        columns |= {"size": pa.array(self.sizes, pa.int64()), "version": pa.array(self.versions, pa.string())}
         if self.problems:
-            rows = [self.problems.get(row, (None, None)) for row in range(len(self.rows))]
+            rows = [self.problems.get(row, (None, None)) for row in range(len(self.paths))]
             columns["problem"], columns["advice"] = (
                 pa.array(column, pa.string()) for column in zip(*rows, strict=True)
             )
@@ -76,7 +82,8 @@ class FileList:
 
     def full_versions(self) -> list[str | None]:
         """Versions that begin with the size, also of local files."""
-        return [f"{size}:{version}" if version and ":" not in version else version for _, _, size, version in self.rows]
+        pairs = zip(self.sizes, self.versions, strict=True)
+        return [f"{size}:{version}" if version and ":" not in version else version for size, version in pairs]
 
 
 def caption_version(status: os.stat_result) -> str:
@@ -137,7 +144,9 @@ def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignore
     todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [(top, "", ())]  # with the folders on the way there
     while todo:  # one loop, since another call a file costs 3 %
         path, prefix, above = todo.pop()
-        rows, texts, is_ascii = files.rows, files.texts, prefix.isascii()
+        texts, is_ascii = files.texts, prefix.isascii()
+        add_path, add_kind = files.paths.append, files.kinds.append
+        add_size, add_version = files.sizes.append, files.versions.append
         try:
             status = os.stat(path)
             folder = status.st_dev, status.st_ino
@@ -178,7 +187,10 @@ def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignore
                         step = "point the dataset at files"
                         files.add_problem(printable(prefix + name), kind, f"unreadable: {NOT_REGULAR}", step)
                     elif is_ascii and name.isascii():
-                        rows.append((prefix + name, kind, status.st_size, str(status.st_mtime_ns)))
+                        add_path(prefix + name)
+                        add_kind(kind)
+                        add_size(status.st_size)
+                        add_version(str(status.st_mtime_ns))
                     else:
                         files.add(prefix + name, kind, status.st_size, str(status.st_mtime_ns))
         except OSError as error:
@@ -186,7 +198,7 @@ def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignore
                 continue
             step = "give read permission to the folder, or run again if it was being moved"
             raise LatentpressError(f"{path}: {error.strerror}", step) from error
-        if len(files.rows) >= CHUNK_ROWS:
+        if len(files.paths) >= CHUNK_ROWS:
             yield files
             files = FileList()
     yield files
@@ -235,7 +247,7 @@ def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) ->
             found = [(path, kind, *stat) for (path, kind, _, _), stat in zip(found, stats, strict=True)]
         for row in found:
             files.add(*row)
-        if len(files.rows) >= CHUNK_ROWS:
+        if len(files.paths) >= CHUNK_ROWS:
             yield files
             files = FileList()
     yield files
