@@ -254,7 +254,8 @@ def with_table_metadata(table: pa.Table, settings: dict[str, Any]) -> pa.Table:
 def _drop_stale_versions(table: pa.Table, settings: dict[str, Any]) -> pa.Table:
     """`table` without the versions of what it would hold otherwise with these settings."""
     before = json.loads(json.dumps(settings)) | {"faces": settings.get("faces")}
-    changed = {name for name, value in before.items() if _settings_in(table).get(name) != value}
+    made_with = _settings_in(table)
+    changed = {name for name, value in before.items() if made_with.get(name) != value}
     table = table.replace_schema_metadata(None)
     if changed & {*_LOCATION_OPTIONS}:
         return _drop_versions(table, _VERSIONS)
