@@ -133,8 +133,8 @@ def list_costs(run: ReportRun, named: bool) -> Iterator[TableRow]:
     last day, added up. named: with the run."""
     config, folder, store = run.config, run.folder, Store(run.config.root)
     seconds = defaultdict[str, float](float)
-    for row in read_stages(folder):
-        seconds[row.stage] += row.seconds
+    for stage_run in read_stages(folder):
+        seconds[stage_run.stage] += stage_run.seconds
     steps = [line["step_s"] for line in run.metrics if isinstance(line.get("step_s"), int | float)]
     if steps:
         seconds.setdefault("train", math.fsum(filter(math.isfinite, steps)))
