@@ -17,7 +17,7 @@ import click
 import typer
 
 from schemas.cli.command_lines import TABLE, describe_command
-from schemas.config.generated import description, flow, options
+from schemas.config.generated import affects, description, flow, options
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from stages.cli import PROGRAMS, program_module
@@ -33,6 +33,11 @@ OPTIONS = """\
 Made from the code by `make generated`. [Configuration](configuration.md) says how pipeline.yaml is read, and
 [datasets](datasets.md), [encoding](encoding.md), [training](training.md), [methods](methods.md) and
 [validation](watching.md#validation) when to use what.
+
+The column "affects" tells what a change makes again: media (`discover` looks at the media anew, then all that follows),
+captions and masks (those that models make), features, plan (`bucket` plans anew; samples that are as before keep their
+shards), text, latents and vision (their shards), set (`index`), run (nothing: it is in force when training, validation
+or upload next starts), nothing.
 """
 
 PROGRAM_PAGE = """\
@@ -77,9 +82,9 @@ def _tables(section: type[Section], path: str, defaults: dict[str, Any]) -> Iter
         if inner and isinstance(value, Section):
             default = "below"
         what = description(info).replace("|", r"\|").replace("<", "&lt;")
-        rows.append(f"| `{key}` | {default} | {what} |")
+        rows.append(f"| `{key}` | {default} | {what} | {affects(section, info)} |")
     heading = f"\n## {path.removesuffix('.')}\n" if path else ""
-    yield "\n".join([heading, "| option | default | what |", "|---|---|---|", *rows, ""])
+    yield "\n".join([heading, "| option | default | what | affects |", "|---|---|---|---|", *rows, ""])
     for inner, name, values in below:
         yield from _tables(inner, f"{name}.", values)
 

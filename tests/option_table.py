@@ -1,206 +1,232 @@
-"""What a change of each option does: a row for every option of the sections that something is made of."""
+"""A change of each option of the configuration, and what becomes of it: from what stands on the option's field."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+from pydantic.fields import FieldInfo
 
-class Kind(NamedTuple):
-    """What becomes of a change. plan: what has to run first. again: stages with work to do. trains: whether training
-    takes the same set. next_run: whether it is in force at the next run. of_items: stages before `bucket` with work to
-    do."""
-
-    plan: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
-    trains: bool = True
-    next_run: bool = False
-    of_items: tuple[str, ...] = ()
+from schemas.config.generated import affects, options
+from schemas.config.pipeline import Config
+from schemas.config.section import Section
 
 
-REFUSED = Kind(trains=False)  # no valid value but the one in use, or it does not go with the rest
-MEDIA = Kind(("discover", "bucket"), trains=False)  # shapes the media table: looked at anew, then planned
-PLAN = Kind(("bucket",), trains=False)
-TEXT = Kind(again=("encode-text",), trains=False)
-LATENTS = Kind(again=("encode-latents",), trains=False)
-PIXELS = Kind(again=("encode-latents", "encode-vision"), trains=False)
-WEIGHTS = Kind(again=("encode-text", "encode-latents"), trains=False)
-ENCODERS = Kind(again=("encode-text", "encode-latents", "encode-vision"), trains=False)
-JOIN = Kind(again=("index",), trains=False)
-VISION = Kind(again=("encode-vision",), trains=False)
-FEATURES = Kind(of_items=("features",))  # of items, before there is a plan
-MACHINE = Kind()  # where and how fast, not what: places and resources of this machine, sizes of what is still to come
-RUN = Kind(next_run=True)  # of training, validation and decoding, on the same set
-#: Sections that no stage makes anything of: training, notifications and uploads, resources of this machine.
-WITHOUT_ROWS = ("train.", "notify.", "hub.", "stages.")
-TABLE: dict[str, tuple[Kind, str]] = {
-    "root": (MEDIA, "root=elsewhere"),
-    "output": (MACHINE, "output=elsewhere"),
-    "cache.format": (MACHINE, "cache.format=webdataset"),  # of shards that are still to be made; both count as done
-    "cache.unit_mib": (MACHINE, "cache.unit_mib=3"),  # of units that are still to be planned
-    "model.family": (REFUSED, "model.family=sana"),
-    "model.flavour": (JOIN, "model.flavour=i2v-pro-sft-5s"),  # the checkpoint at model.path stays the same
-    "model.path": (WEIGHTS, "model.path=COPY"),
-    "model.revision": (MACHINE, "model.revision=main"),  # of a repository; a folder has none
-    "model.assistant": (REFUSED, "model.assistant=absent.safetensors"),
-    "model.precision": (ENCODERS, "model.precision=bfloat16"),
-    "datasets.clips.id": (MEDIA, "datasets.0.id=others"),
-    "datasets.clips.dataset_type": (REFUSED, "datasets.clips.dataset_type=image"),
-    "datasets.clips.disabled": (REFUSED, "datasets.clips.disabled=true"),
-    "datasets.clips.source": (MEDIA, "datasets.clips.source=remote"),
-    "datasets.clips.instance_data_dir": (MEDIA, "datasets.clips.instance_data_dir=other"),
-    "datasets.clips.media_root": (MACHINE, "datasets.clips.media_root=other"),
-    "datasets.clips.split": (REFUSED, "datasets.clips.split=test"),
-    "datasets.clips.media_column": (REFUSED, "datasets.clips.media_column=url"),
-    "datasets.clips.follow_links": (MEDIA, "datasets.clips.follow_links=true"),
-    "datasets.clips.identity": (REFUSED, "datasets.clips.identity=store"),
-    "datasets.clips.skip_file_discovery": (MACHINE, "datasets.clips.skip_file_discovery=true"),
-    "datasets.clips.caption_strategy": (MEDIA, "datasets.clips.caption_strategy=filename"),
-    "datasets.clips.caption_file": (
-        MEDIA,
-        "datasets.clips.caption_strategy=csv datasets.clips.caption_file=captions.csv",
-    ),
-    "datasets.clips.caption_column": (
-        MEDIA,
-        "datasets.clips.caption_strategy=csv datasets.clips.caption_file=c.csv datasets.clips.caption_column=[words]",
-    ),
-    "datasets.clips.instance_prompt": (
-        MEDIA,
-        "datasets.clips.caption_strategy=instanceprompt datasets.clips.instance_prompt=a clip of it",
-    ),
-    "datasets.clips.captions_per_file": (MEDIA, "datasets.clips.captions_per_file=one"),
-    "datasets.clips.trigger_word": (PLAN, "datasets.clips.trigger_word=ohwx"),
-    "datasets.clips.prepend": (PLAN, "datasets.clips.prepend=look"),
-    "datasets.clips.append": (PLAN, "datasets.clips.append=look"),
-    "datasets.clips.tag_shuffle.variants": (PLAN, "datasets.clips.tag_shuffle={variants: 2}"),
-    "datasets.clips.tag_shuffle.delimiter": (PLAN, "datasets.clips.tag_shuffle={delimiter: ;}"),
-    "datasets.clips.tag_shuffle.keep": (PLAN, "datasets.clips.tag_shuffle={keep: 1}"),
-    "datasets.clips.caption_filter": (PLAN, "datasets.clips.caption_filter=[clip]"),
-    "datasets.clips.make_captions": (MEDIA, "datasets.clips.make_captions=all"),
-    "datasets.clips.make_masks": (PLAN, "masks={model: DINO} datasets.clips.make_masks=none"),
-    "datasets.clips.make_captions_where": (MEDIA, "caption={} datasets.clips.make_captions_where=score > 5"),
-    "datasets.clips.made_captions": (MEDIA, "caption={} datasets.clips.made_captions=beside"),
-    "datasets.clips.caption_sets": (PLAN, "datasets.clips.caption_sets=[0123456789abcdef01234567]"),
-    "datasets.clips.conditioning_data": (MEDIA, "datasets.clips.conditioning_data=other"),
-    "datasets.clips.conditioning_column": (REFUSED, "datasets.clips.conditioning_column=source"),
-    "datasets.clips.conditioning_count": (
-        MEDIA,
-        "datasets.clips.conditioning_data=other datasets.clips.conditioning_count=1",
-    ),
-    "datasets.clips.mask_data": (MEDIA, "datasets.clips.mask_data=other"),
-    "datasets.clips.mask_column": (REFUSED, "datasets.clips.mask_column=mask"),
-    "datasets.clips.where": (PLAN, "datasets.clips.where=score > 5"),
-    "datasets.clips.repeats": (PLAN, "datasets.clips.repeats=2"),
-    "datasets.clips.weight": (PLAN, "datasets.clips.weight=0.5"),
-    "datasets.clips.is_regularization_data": (PLAN, "datasets.clips.is_regularization_data=true"),
-    "datasets.clips.eval": (PLAN, "datasets.clips.eval=true"),
-    "datasets.clips.eval_fraction": (PLAN, "datasets.clips.eval_fraction=0.1"),
-    "datasets.clips.resolution": (PLAN, "datasets.clips.resolution=96"),
-    "datasets.clips.resolution_type": (PLAN, "datasets.clips.resolution_type=pixel"),
-    "datasets.clips.buckets": (PLAN, "datasets.clips.buckets=family"),
-    "datasets.clips.bucket_step": (PLAN, "datasets.clips.bucket_step=128"),
-    "datasets.clips.max_aspect": (PLAN, "datasets.clips.max_aspect=2"),
-    "datasets.clips.crop": (PLAN, "datasets.clips.crop=false"),
-    "datasets.clips.crop_aspect": (PLAN, "datasets.clips.crop_aspect=square"),
-    "datasets.clips.crop_aspect_buckets": (
-        PLAN,
-        "datasets.clips.crop_aspect=closest datasets.clips.crop_aspect_buckets=[1.0]",
-    ),
-    "datasets.clips.crop_style": (PLAN, "datasets.clips.crop_style=corner"),
-    "datasets.clips.face_detector": (REFUSED, "datasets.clips.face_detector=yunet.onnx"),
-    "datasets.clips.minimum_image_size": (PLAN, "datasets.clips.minimum_image_size=8"),
-    "datasets.clips.maximum_image_size": (PLAN, "datasets.clips.maximum_image_size=512"),
-    "datasets.clips.target_downsample_size": (
-        PLAN,
-        "datasets.clips.maximum_image_size=512 datasets.clips.target_downsample_size=256",
-    ),
-    "datasets.clips.allow_upscale": (PLAN, "datasets.clips.allow_upscale=false"),
-    "datasets.clips.max_distortion": (PLAN, "datasets.clips.max_distortion=0.5"),
-    "datasets.clips.max_cropped": (PLAN, "datasets.clips.max_cropped=0.9"),
-    "datasets.clips.animations": (MEDIA, "datasets.clips.animations=video"),
-    "datasets.clips.video.num_frames": (PLAN, "datasets.clips.video.num_frames=5"),
-    "datasets.clips.video.min_frames": (PLAN, "datasets.clips.video.min_frames=1"),
-    "datasets.clips.video.max_frames": (PLAN, "datasets.clips.video.max_frames=1000"),
-    "datasets.clips.video.frame_rate": (PLAN, "datasets.clips.video.frame_rate=6"),
-    "datasets.clips.video.bucket_strategy": (PLAN, "datasets.clips.video.bucket_strategy=aspect_ratio"),
-    "datasets.clips.video.frame_interval": (PLAN, "datasets.clips.video.frame_interval=8"),
-    "datasets.clips.video.clip": (PLAN, "datasets.clips.video.clip=middle"),
-    "datasets.clips.video.clips": (PLAN, "datasets.clips.video.clip=random datasets.clips.video.clips=2"),
-    "datasets.clips.video.clip_stride": (PLAN, "datasets.clips.video.clip=slide datasets.clips.video.clip_stride=8"),
-    "datasets.clips.video.scenes": (MEDIA, "datasets.clips.video.scenes=true"),
-    "datasets.clips.video.max_repeated_frames": (PLAN, "datasets.clips.video.max_repeated_frames=0.5"),
-    "text.max_length": (TEXT, "text.max_length=64"),
-    "text.batch_tokens": (MACHINE, "text.batch_tokens=128"),
-    "text.precision": (TEXT, "text.precision=bfloat16"),
-    "text.quantization": (TEXT, "text.quantization=int8-quanto"),
-    "text.attention": (TEXT, "text.attention=eager"),
-    "text.storage": (TEXT, "text.storage=int8"),
-    "text.positions": (REFUSED, "text.positions=real"),  # for klein alone
-    "text.offload": (MACHINE, "text.offload=blocks"),  # the same numbers
-    "latents.posterior": (LATENTS, "latents.posterior=mode"),
-    "latents.batch_pixels": (MACHINE, "latents.batch_pixels=4096"),
-    "latents.precision": (LATENTS, "latents.precision=bfloat16"),
-    "latents.decoder": (PIXELS, "latents.decoder=decord"),
-    "latents.chunk_frames": (LATENTS, "latents.chunk_frames=4"),
-    "latents.slicing": (MACHINE, "latents.slicing=true"),
-    "latents.tiling": (LATENTS, "latents.tiling=true"),
-    **{
-        f"caption.{name}": (MEDIA, f"caption={{{name}: {value}}}")  # items without a caption are then kept
-        for name, value in {
-            **{"model": "DINO", "revision": "main", "prompts": "[plain]", "source_image": "true", "resolution": "56"},
-            **{"frames": 4, "max_tokens": 50, "temperature": 0.5, "seed": 7, "repetition_penalty": 1.1},
-            **{"top_p": "0.9, temperature: 1.0", "prefix": "look,", "forbidden": "[ugly]", "precision": "bfloat16"},
-            **{"quantization": "bf16", "attention": "eager", "offload": "blocks", "batch_tokens": 100},
-        }.items()
-    },
-    **{
-        # of a `where` that names their columns
-        f"features.{name}": (FEATURES, f"features={{model: DINO, {name}: {value}}}")
-        for name, value in {
-            **{"revision": "main", "size": 28, "batch_size": 1, "precision": "bfloat16", "frames": 4},
-            "clusters": 2,
-        }.items()
-    },
-    **{
-        f"masks.{name}": (PLAN, f"masks={{model: DINO, {name}: {value}}}")  # masks are a part of samples
-        for name, value in {
-            **{"revision": "main", "classes": "[a cat]", "box_column": "box", "threshold": 0.4},
-            **{"grow": 2, "blur": 1.5, "invert": "true", "min_area": 0.1, "resolution": 64, "batch_size": 1},
-            **{"precision": "bfloat16"},
-        }.items()
-    },
-    "masks.model": (PLAN, "masks={model: DINO}"),
-    "features.model": (FEATURES, "features={model: DINO}"),
-    "features.duplicates": (FEATURES, "features={duplicates: false, model: null}"),
-    "vision.model": (VISION, "vision.model=DINO"),
-    "vision.revision": (MACHINE, "vision.revision=main"),  # of a repository; a folder has none
-    "vision.size": (VISION, "vision.size=28"),
-    "vision.batch_size": (MACHINE, "vision.batch_size=1"),
-    "vision.precision": (VISION, "vision.precision=bfloat16"),
-    "stages.item_timeout_s": (MACHINE, "stages.item_timeout_s=5"),
-    "validation.prompts.one.name": (PLAN, "validation.prompts.0.name=two"),
-    "validation.prompts.one.prompt": (PLAN, "validation.prompts.one.prompt=something else"),
-    "validation.prompts.one.negative_prompt": (PLAN, "validation.prompts.one.negative_prompt=ugly"),
-    "validation.prompts.one.image": (PLAN, "validation.prompts.one.image=second.png"),
-    "validation.prompts.one.size": (PLAN, "validation.prompts.one.size=64x64@5"),
-    "validation.prompts.one.steps": (RUN, "validation.prompts.one.steps=3"),
-    "validation.guidance_low": (REFUSED, "validation.guidance_low=2"),
-    "validation.prompts.one.guidance": (RUN, "validation.prompts.one.guidance=[1, 3]"),
-    "validation.prompts.one.seed": (RUN, "validation.prompts.one.seed=[3, 4]"),
-    "validation.prompts_file": (PLAN, "validation.prompts_file=prompts.yaml validation.placeholders={token: cat}"),
-    "validation.placeholders": (REFUSED, "validation.placeholders={token: cat}"),
-    "validation.size": (PLAN, "validation.size=64x64@5"),
-    "validation.preview_autoencoder": (REFUSED, "validation.preview_autoencoder=tiny"),  # not for clips
-    "validation.attention_backend": (RUN, "validation.attention_backend=_native_flash"),
-    "validation.scores.clip": (RUN, "validation.scores={clip: ./clip}"),
-    "validation.scores.clip_revision": (RUN, "validation.scores={clip: org/clip, clip_revision: main}"),
-    "validation.scores.frames": (RUN, "validation.scores={clip: ./clip, frames: 3}"),
-    "validation.eval_sigmas": (RUN, "validation.eval_sigmas=[0.3]"),
-    **{
-        f"validation.{name}": (RUN, f"validation.{name}=3")
-        for name in ("every", "steps", "guidance", "shift", "seed", "eval_samples", "fps")
-    },
+class Option(NamedTuple):
+    """affects: what a change makes again; the values of `json_schema_extra` of the field and of the optional section
+    that it is in. change: overrides of the configuration. is_refused: the change is not valid in the tests' project."""
+
+    affects: frozenset[str]
+    change: str
+    is_refused: bool
+
+
+ITEMS = {"datasets": "clips", "prompts": "one", "groups": "0", "routes": "0", "webhooks": "0"}
+ENCODERS = ("encode-text", "encode-latents", "encode-vision")
+ROUTE = "selection_ratio: 0, start_layer_idx: 0, end_layer_idx: 0"
+#: Section without a default -> the options that it needs.
+NEEDED = {
+    "features": {"model": "DINO"},
+    "masks": {"model": "DINO"},
+    "train.methods.crepa": {"block_index": "1"},
 }
-#: Changes of the other sections, all at once.
-CHANGES = [
-    *("train.run=other", "train.steps=2", "train.seed=2", "train.shuffle_shards=2", "train.ema={decay: 0.9}"),
-    *("train.adapter.rank=3", "train.optimizer.lr=0.1", "train.base_precision=nf4-bnb", "train.loss.type=huber"),
-    *("train.methods.crepa={block_index: 1}", "notify.pictures=3", "hub.repo=me/tabby", "stages.encode-text.workers=2"),
-]
+#: Option -> overrides, if the type does not tell a valid value, or if the option needs other options.
+EXAMPLES = {
+    "model.flavour": "model.flavour=i2v-pro-sft-5s",  # the checkpoint at model.path stays the same
+    "model.path": "model.path=COPY",
+    "datasets.clips.dataset_type": "datasets.clips.dataset_type=image",
+    "datasets.clips.id": "datasets.0.id=others",
+    "datasets.clips.source": "datasets.clips.source=remote",
+    "datasets.clips.caption_strategy": "datasets.clips.caption_strategy=filename",
+    "datasets.clips.caption_file": "datasets.clips.caption_strategy=csv datasets.clips.caption_file=c.csv",
+    "datasets.clips.caption_column": "datasets.clips.caption_strategy=csv datasets.clips.caption_file=c.csv "
+    "datasets.clips.caption_column=[words]",
+    "datasets.clips.instance_prompt": "datasets.clips.caption_strategy=instanceprompt "
+    "datasets.clips.instance_prompt=a clip of it",
+    "datasets.clips.make_captions": "datasets.clips.make_captions=all",
+    "datasets.clips.make_masks": "masks={model: DINO} datasets.clips.make_masks=none",
+    "datasets.clips.make_captions_where": "caption={} datasets.clips.make_captions_where=score > 5",
+    "datasets.clips.made_captions": "caption={} datasets.clips.made_captions=beside",
+    "datasets.clips.caption_sets": "datasets.clips.caption_sets=[0123456789abcdef01234567]",
+    "datasets.clips.conditioning_count": "datasets.clips.conditioning_data=other datasets.clips.conditioning_count=1",
+    "datasets.clips.where": "datasets.clips.where=score > 5",
+    "datasets.clips.eval_fraction": "datasets.clips.eval_fraction=0.1",
+    "datasets.clips.resolution": "datasets.clips.resolution=96",
+    "datasets.clips.buckets": "datasets.clips.buckets=family",
+    "datasets.clips.bucket_step": "datasets.clips.bucket_step=128",
+    "datasets.clips.max_aspect": "datasets.clips.max_aspect=2",
+    "datasets.clips.crop_aspect_buckets": "datasets.clips.crop_aspect=closest datasets.clips.crop_aspect_buckets=[1.0]",
+    "datasets.clips.minimum_image_size": "datasets.clips.minimum_image_size=8",
+    "datasets.clips.maximum_image_size": "datasets.clips.maximum_image_size=512",
+    "datasets.clips.target_downsample_size": "datasets.clips.maximum_image_size=512 "
+    "datasets.clips.target_downsample_size=256",
+    "datasets.clips.max_cropped": "datasets.clips.max_cropped=0.9",
+    "datasets.clips.animations": "datasets.clips.animations=video",
+    "datasets.clips.video.num_frames": "datasets.clips.video.num_frames=5",
+    "datasets.clips.video.min_frames": "datasets.clips.video.min_frames=1",
+    "datasets.clips.video.max_frames": "datasets.clips.video.max_frames=1000",
+    "datasets.clips.video.frame_rate": "datasets.clips.video.frame_rate=6",
+    "datasets.clips.video.bucket_strategy": "datasets.clips.video.bucket_strategy=aspect_ratio",
+    "datasets.clips.video.frame_interval": "datasets.clips.video.frame_interval=8",
+    "datasets.clips.video.clip": "datasets.clips.video.clip=middle",
+    "datasets.clips.video.clips": "datasets.clips.video.clip=random datasets.clips.video.clips=2",
+    "datasets.clips.video.clip_stride": "datasets.clips.video.clip=slide datasets.clips.video.clip_stride=8",
+    "datasets.clips.allow_upscale": "datasets.clips.allow_upscale=false",
+    "text.attention": "text.attention=eager",
+    "text.precision": "text.precision=bfloat16",
+    "latents.precision": "latents.precision=bfloat16",
+    "vision.precision": "vision.precision=bfloat16",
+    "model.precision": "model.precision=bfloat16",
+    "features.size": "features={model: DINO, size: 28}",
+    "features.duplicates": "features={duplicates: false, model: null}",
+    "caption.prompts": "caption={prompts: [plain]}",
+    "caption.resolution": "caption={resolution: 56}",
+    "caption.top_p": "caption={top_p: 0.9, temperature: 1.0}",
+    "caption.repetition_penalty": "caption={repetition_penalty: 1.1}",
+    "masks.classes": "masks={model: DINO, classes: [a cat]}",
+    "vision.model": "vision.model=DINO",
+    "vision.size": "vision.size=28",
+    "caption.model": "caption={model: DINO}",
+    **{
+        f"stages.{stage}.device": f"stages.{stage}.device={'auto' if stage == 'score' else 'cpu'}"
+        for stage in ("discover", "features", "caption", "masks", *ENCODERS, "decode", "score")
+    },
+    "stages.order": "stages.order=[discover]",
+    "stages.ray.address": "stages.ray.address=head:6379",
+    "stages.item_timeout_s": "stages.item_timeout_s=5",
+    "train.set": "train.set=0123456789abcdef",
+    "train.weight_precision": "train.adapter.type=full train.optimizer.name=optimi-adamw train.precision=bfloat16 "
+    "train.weight_precision=bfloat16",
+    "train.optimizer.arguments": "train.optimizer.arguments={foreach: false}",
+    "train.optimizer.groups.0.match": "train.optimizer.groups=[{match: '('}]",
+    "train.optimizer.groups.0.lr": "train.optimizer.groups=[{match: .*bias, lr: 1e-5}]",
+    "train.optimizer.groups.0.weight_decay": "train.optimizer.groups=[{match: .*bias, weight_decay: 0.5}]",
+    "train.optimizer.betas": "train.optimizer.betas=[0.8, 0.9]",
+    "train.optimizer.schedule": "train.optimizer.schedule=polynomial",
+    "train.optimizer.lr_end": "train.optimizer.lr_end=0.01",
+    "train.precision": "train.precision=bfloat16",
+    "train.base_precision": "train.base_precision=nf4-bnb",
+    "train.quantize_via": "train.base_precision=nf4-bnb train.quantize_via=cpu",
+    "train.timesteps.mode_scale": "train.timesteps={sampling: mode, mode_scale: 0.5}",
+    "train.timesteps.alpha": "train.timesteps={sampling: beta, alpha: 3}",
+    "train.timesteps.values": "train.timesteps={sampling: list, values: [0.5]}",
+    **{
+        f"train.methods.tread.{name}": "train.methods.tread={routes: [{" + route + "}]" + more + "}"
+        for name, route, more in (
+            ("routes.0.selection_ratio", "selection_ratio: 0.5, start_layer_idx: 0, end_layer_idx: 1", ""),
+            ("routes.0.start_layer_idx", "selection_ratio: 0, start_layer_idx: -1, end_layer_idx: 1", ""),
+            ("routes.0.end_layer_idx", "selection_ratio: 0, start_layer_idx: 0, end_layer_idx: -1", ""),
+            ("drop_first_frame", ROUTE, ", drop_first_frame: true"),
+            ("keep_masked", ROUTE, ", keep_masked: false"),
+        )
+    },
+    **{
+        f"train.methods.crepa.{name}": f"train.methods.crepa={{block_index: 1{more}}}"
+        for name, more in {
+            "block_index": "",
+            "decay_steps": ", decay_steps: 9, schedule: linear",
+            "weight_end": ", weight_end: 0.1, schedule: linear",
+            "power": ", power: 2, schedule: polynomial",
+            "cutoff_step": ", cutoff_step: 5",
+            "similarity_ema_decay": ", similarity_ema_decay: 0.5, similarity_threshold: 0.9",
+            "threshold_mode": ", threshold_mode: recoverable, similarity_threshold: 0.9",
+        }.items()
+    },
+    "train.methods.scheduled_sampling.prob_start": "train.methods.scheduled_sampling={prob_start: 0.1, start_step: 7}",
+    "train.methods.scheduled_sampling.ramp_shape": "train.methods.scheduled_sampling={ramp_shape: cosine, "
+    "ramp_steps: 7}",
+    "train.adapter.type": "train.adapter.type=full",
+    "train.adapter.formats": "train.adapter.formats=[diffusers, comfyui]",
+    "train.adapter.rank_pattern": "train.adapter.rank_pattern={'.*': 2}",
+    "train.adapter.alpha_pattern": "train.adapter.alpha_pattern={'.*': 2}",
+    "train.adapter.decompose_factor": "train.adapter.type=lokr train.adapter.decompose_factor=4",
+    "train.adapter.decompose_both": "train.adapter.type=lokr train.adapter.decompose_both=true",
+    "train.adapter.targets": "train.adapter.targets=[.*to_query]",
+    "train.trackers": "train.trackers=[]",
+    "train.parallel.cpu_offload": "train.parallel={strategy: fsdp2, cpu_offload: true}",
+    "train.parallel.reshard_after_forward": "train.parallel={strategy: fsdp2, reshard_after_forward: false}",
+    "train.offload.blocks_per_group": "train.offload={blocks: true, blocks_per_group: 2}",
+    "train.offload.streams": "train.offload={blocks: true, streams: true}",
+    "train.local_cache.folder": "train.local_cache.folder=COPY",
+    "train.local_cache.max_gb": "train.local_cache.max_gb=1e-6",
+    "train.loss.weighting": "train.loss.weighting=min_snr",
+    "train.device": "train.device=cpu",
+    "train.compile": "train.compile=blocks",
+    "train.compile_backend": "train.compile=blocks train.compile_backend=eager",
+    "notify.webhooks.0.url_env": "notify.webhooks=[{url_env: A_HOOK}]",
+    "notify.webhooks.0.events": "notify.webhooks=[{url_env: A_HOOK, events: [failed]}]",
+    "notify.picture_size": "notify.picture_size=300",
+    "hub.repo": "hub.repo=me/tabby",
+    "hub.license": "hub.license=cc0-1.0",
+    "validation.prompts.one.name": "validation.prompts.0.name=two",
+    "validation.prompts.one.image": "validation.prompts.one.image=second.png",
+    "validation.prompts.one.size": "validation.prompts.one.size=64x64@5",
+    "validation.prompts.one.guidance": "validation.prompts.one.guidance=[1, 3]",
+    "validation.prompts_file": "validation.prompts_file=prompts.yaml validation.placeholders={token: cat}",
+    "validation.placeholders": "validation.placeholders={token: cat}",
+    "validation.size": "validation.size=64x64@5",
+    "validation.scores.clip": "validation.scores={clip: ./clip}",
+    "validation.scores.frames": "validation.scores={clip: ./clip, frames: 3}",
+    "validation.scores.clip_revision": "validation.scores={clip: org/clip, clip_revision: main}",
+    "validation.eval_sigmas": "validation.eval_sigmas=[0.3]",
+}
+#: Options without another valid value in the tests' project: of another model or source, or without what they need.
+REFUSED = {
+    *("model.family", "model.assistant", "text.positions", "train.experts", "train.set", "train.optimizer.name"),
+    *(f"datasets.clips.{name}" for name in ("dataset_type", "disabled", "split", "media_column", "identity")),
+    *(f"datasets.clips.{name}" for name in ("conditioning_column", "mask_column", "face_detector")),
+    *(f"train.{name}" for name in ("timesteps.beta", "adapter.init", "parallel.cpu_offload", "offload.to")),
+    "train.optimizer.groups.0.match",
+    *(f"train.methods.masked_loss.{name}" for name in ("unmasked_weight", "unmasked_probability", "prior_weight")),
+    "train.methods.masked_loss.normalize_area",
+    *(f"train.methods.regularization.{name}" for name in ("target", "weight")),
+    *(f"validation.{name}" for name in ("guidance_low", "placeholders", "preview_autoencoder")),
+}
+
+
+def all_options(
+    section: type[Section] = Config, above: str = "", optional: str = "", parent: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, Option]]:
+    """The dotted names of all options; of a list those of one item. optional: the section without a default that the
+    options are in. parent: what that section affects."""
+    for key, info, inner in options(section):
+        name = above + key
+        if inner is None:
+            own = frozenset(affects(section, info).split(", "))
+            yield name, Option(parent | own, EXAMPLES.get(name) or _change(name, info, optional), name in REFUSED)
+        elif info.default is None:
+            effect = affects(section, info)
+            yield from all_options(inner, f"{name}.", name, frozenset([effect]) if effect else frozenset())
+        else:
+            yield from all_options(inner, f"{name}.{ITEMS[key] + '.' if key in ITEMS else ''}", optional, parent)
+
+
+def _change(name: str, info: FieldInfo, optional: str) -> str:
+    """An override with another value than the default."""
+    value = _another(info)
+    if not optional:
+        return f"{name}={value}"
+    values = {name.removeprefix(f"{optional}."): value} | NEEDED.get(optional, {})
+    return f"{optional}={{{', '.join(f'{key}: {value}' for key, value in values.items())}}}"
+
+
+def _another(info: FieldInfo) -> Any:
+    kinds = [*_all_kinds(info.annotation)]
+    if bool in kinds:
+        return "false" if info.default is True else "true"
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            return next(choice for choice in get_args(kind) if choice != info.default)
+    if int in kinds:
+        return info.default + 1 if isinstance(info.default, int) else 2
+    if float in kinds:
+        return 0.5 if info.default != 0.5 else 0.4
+    return "[other]" if isinstance(info.default, tuple) else "other"
+
+
+def _all_kinds(kind: Any) -> Iterator[Any]:
+    """A type and the types that it is made of."""
+    yield kind
+    for part in get_args(kind) if get_origin(kind) is not Literal else ():
+        yield from _all_kinds(part)
+
+
+TABLE = dict(all_options())

@@ -1,48 +1,34 @@
 """Every option of the configuration, changed after everything was made: refused, to be made again, or without effect.
 
-The options are taken from the schema, so a new one fails here until the table says what becomes of a change. Nothing is
-encoded a second time: programs are asked by --dry-run.
+The options and what a change affects are taken from the schema. Nothing is encoded a second time: programs are asked by
+--dry-run.
 """
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from cache.sets.trainset import SetNotFound
-from schemas.config.loading import ConfigError, is_section, section_fields
+from schemas.config.loading import ConfigError
 from schemas.config.pipeline import Config
-from schemas.config.section import Section
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index, status
 from tests.forms import long
-from tests.option_table import CHANGES, REFUSED, RUN, TABLE, WITHOUT_ROWS, Kind
+from tests.option_table import TABLE, Option
 from tests.project import Project
 from trainer.__main__ import run as train
 from trainer.memory import estimate as memory_estimate
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 SOURCES = Path(__file__).resolve().parent.parent
-ITEMS = {"datasets": "clips", "prompts": "one", "groups": "0", "routes": "0", "webhooks": "0"}
+EFFECTS = {"media", "captions", "masks", "features", "plan", "text", "latents", "vision", "set", "run", "nothing"}
 
 
-def options(section: type[Section] = Config, above: str = "") -> Iterator[str]:
-    """The dotted names of all options; of a list those of one item."""
-    for name, kind in section_fields(section).items():
-        inner = [part for part in (kind, *get_args(kind)) if is_section(part)]
-        if inner:
-            yield from options(inner[0], f"{above}{name}.{ITEMS[name] + '.' if name in ITEMS else ''}")
-        else:
-            yield above + name
-
-
-def test_the_table_names_every_option_and_no_other() -> None:
-    named = [name for name in options() if name.startswith("stages.item_timeout") or not name.startswith(WITHOUT_ROWS)]
-    assert sorted({*named} - TABLE.keys()) == [], "add rows that say what becomes of a change"
-    assert sorted(TABLE.keys() - {*named}) == [] and len(named) == len({*named})
+def test_every_option_has_what_a_change_affects() -> None:
+    assert {effect for option in TABLE.values() for effect in option.affects} == EFFECTS
 
 
 @pytest.mark.slow
@@ -50,7 +36,7 @@ def test_no_option_is_one_that_nothing_reads() -> None:
     text = "\n".join(
         path.read_text() for top in ("stages", "trainer", "cache", "schemas") for path in SOURCES.glob(f"{top}/**/*.py")
     )
-    read = {name: re.search(rf"""[."]{name.rpartition(".")[2].replace("-", "_")}\b""", text) for name in options()}
+    read = {name: re.search(rf"""[."]{name.rpartition(".")[2].replace("-", "_")}\b""", text) for name in TABLE}
     assert [name for name, found in read.items() if not found] == []
 
 
@@ -105,52 +91,68 @@ def predicted_once(monkeypatch: pytest.MonkeyPatch, predictions: dict[str, Memor
 
 
 NO_MEMORY = ("timesteps", "local_cache", "set")  # sections of training that no memory depends on
+PLANNED = {"media": "discover", "captions": "discover", "masks": "bucket", "plan": "bucket"}  # the first program
+ENCODED = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
 STAGES = {"encode-text": encode_text, "encode-latents": encode_latents, "encode-vision": encode_vision, "index": index}
+
+
+#: Options of a run that do not go with the changes of the others.
+ALONE = {
+    *(f"train.timesteps.{name}" for name in ("sampling", "mode_scale", "alpha", "values", "auto_shift")),
+    *(f"train.adapter.{name}" for name in ("type", "decompose_factor", "decompose_both", "dora")),
+    *("train.weight_precision", "train.gradient_checkpointing_interval"),
+}
+
+
+def are_together(name: str, option: Option) -> bool:
+    is_alone = name in ALONE or name.startswith(("train.parallel.", "train.offload.", "train.local_cache."))
+    return option.affects == {"run"} and not option.is_refused and not is_alone
 
 
 def changes() -> list[Any]:
     """Options whose change matters; of the short form the first of each kind of change."""
-    kinds = {name: kind for name, (kind, _) in TABLE.items() if kind is not RUN}
-    short = {kind: name for name, kind in reversed(kinds.items())}.values()
-    return [name if name in short else long(name) for name in kinds]
+    rows = {name: option for name, option in TABLE.items() if not are_together(name, option)}
+    short = {option.affects | {option.is_refused}: name for name, option in reversed(rows.items())}.values()
+    return [name if name in short else long(name) for name in rows]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", changes())
 def test_a_change_is_refused_made_again_or_without_effect(made: tuple[Project, str], option: str) -> None:
     home, name = made
-    kind, given = TABLE[option]
+    affects, change, is_refused = TABLE[option]
     places = {"COPY": str(home.folder / "copy"), "DINO": str(home.folder / "dino")}
-    values = [re.sub("COPY|DINO", lambda found: places[found[0]], part) for part in _split(given)]
-    if kind is REFUSED:
+    values = [re.sub("COPY|DINO", lambda found: places[found[0]], part) for part in _split(change)]
+    if is_refused:
         with pytest.raises((ConfigError, LatentpressError)):
             home.run(train, *values, dry_run=True)
         return
-    if kind.trains:
+    if affects <= {"features", "run", "nothing"}:
         _same_set(home, name, values)
     else:
         for program, more in ((train, {}), (export.run, {"to": str(home.folder / "out")})):
             with pytest.raises(SetNotFound) as caught:
                 home.run(program, *values, dry_run=True, **more)
             assert caught.value.exit_code == 3 and "latentpress" in caught.value.next_step
-    if kind.plan:
-        _refused_without_a_plan(home, kind, values)
+    if affects & PLANNED.keys():
+        _refused_without_a_plan(home, affects, values)
     else:
-        _made_again(home, kind, values)
+        _made_again(home, affects, values)
 
 
 @pytest.mark.slow
 def test_options_of_training_and_validation_need_nothing_made_again(made: tuple[Project, str]) -> None:
     """All of them at once; whatever one of them asks for shows."""
     home, name = made
-    values = CHANGES + [part for kind, given in TABLE.values() if kind is RUN for part in _split(given)]
+    values = [part for key, option in TABLE.items() if are_together(key, option) for part in _split(option.change)]
+    assert len(values) > 30
     _same_set(home, name, values)
-    _made_again(home, RUN, values)
+    _made_again(home, frozenset({"run"}), values)
 
 
 def _split(given: str) -> list[str]:
     """The overrides of a row."""
-    return re.split(r" (?=(?:datasets|validation)\.)", given)
+    return re.split(r" (?=(?:datasets|train|validation)\.)", given)
 
 
 def _same_set(home: Project, name: str, values: list[str]) -> None:
@@ -158,13 +160,13 @@ def _same_set(home: Project, name: str, values: list[str]) -> None:
     assert home.run(export.run, *values, dry_run=True, to=str(home.folder / "out")).details["set"] == name
 
 
-def _refused_without_a_plan(home: Project, kind: Kind, values: list[str]) -> None:
+def _refused_without_a_plan(home: Project, affects: frozenset[str], values: list[str]) -> None:
     for program in STAGES.values():
         with pytest.raises(LatentpressError, match="no plan for this configuration") as caught:
             home.run(program.run, *values, dry_run=True)
         assert caught.value.exit_code == 3 and "latentpress bucket" in caught.value.next_step
     assert home.run(status.run, *values).exit_code == 3
-    if "discover" in kind.plan:
+    if any(PLANNED.get(effect) == "discover" for effect in affects):
         with pytest.raises(LatentpressError, match="discovered") as caught:
             home.run(bucket.run, *values, dry_run=True)
         assert "latentpress discover" in caught.value.next_step
@@ -175,10 +177,11 @@ def _refused_without_a_plan(home: Project, kind: Kind, values: list[str]) -> Non
             assert "discovered" not in error.message
 
 
-def _made_again(home: Project, kind: Kind, values: list[str]) -> None:
+def _made_again(home: Project, affects: frozenset[str], values: list[str]) -> None:
     remaining = {stage: home.run(program.run, *values, dry_run=True).remaining for stage, program in STAGES.items()}
-    again = {stage for stage, count in remaining.items() if count}
-    assert again == {*kind.again} | ({"index"} if not kind.trains else set())
+    again = {ENCODED[effect] for effect in affects & ENCODED.keys()}
+    index = set() if affects <= {"features", "run", "nothing"} else {"index"}
+    assert {stage for stage, count in remaining.items() if count} == again | index
     assert home.run(bucket.run, *values, dry_run=True).remaining == 0
     stages = {row["stage"]: row["remaining"] for row in home.run(status.run, *values).details["stages"]}
-    assert {stage for stage, count in stages.items() if count} == {*kind.again, *kind.of_items} - {"index"}
+    assert {stage for stage, count in stages.items() if count} == again | (affects & {"features"})

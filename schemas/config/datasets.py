@@ -38,7 +38,7 @@ ClipFrames = Annotated[int, Field(ge=1, le=MAX_CLIP_FRAMES)]
 VideoFrames = Annotated[int, Field(ge=1, le=10**9)]
 
 
-class TagShuffle(Section):
+class TagShuffle(Section, json_schema_extra={"affects": "plan"}):
     """A fixed number of orders of a caption's tags, each encoded once; they take turns in training."""
 
     variants: int = Field(4, ge=1, le=64, description="orders of its tags, the first as written; equal ones count once")
@@ -46,7 +46,7 @@ class TagShuffle(Section):
     keep: int = Field(0, ge=0, le=10_000, description="tags at the beginning that keep their place")
 
 
-class Video(Section):
+class Video(Section, json_schema_extra={"affects": "plan"}):
     num_frames: ClipFrames = Field(121, description="frames of a clip; rounded down to 1 + a multiple of 4")
     min_frames: ClipFrames = Field(5, description="a video that yields fewer is excluded (too-short)")
     max_frames: VideoFrames | None = Field(
@@ -69,7 +69,11 @@ class Video(Section):
     )
     clips: int = Field(1, ge=1, le=10_000, description="clips of each video, where clip is random or uniform")
     clip_stride: VideoFrames | None = Field(None, description="frames between the starts of clips, where clip is slide")
-    scenes: bool = Field(False, description="find cuts; no clip crosses one, and each scene counts as a video")
+    scenes: bool = Field(
+        False,
+        description="find cuts; no clip crosses one, and each scene counts as a video",
+        json_schema_extra={"affects": "media"},
+    )
     max_repeated_frames: UnitFloat | None = Field(
         None, description="largest share of a clip's frames that may repeat the one before (repeats-frames)"
     )
@@ -90,44 +94,73 @@ class Video(Section):
         yield from foreign_options(self, "bucket_strategy", {"frame_interval": ("resolution_frames",)})
 
 
-class Dataset(Section):
-    id: Name = Field(description="name of the dataset, in paths, reports and `--set datasets.ID.key=...`")
+class Dataset(Section, json_schema_extra={"affects": "plan"}):
+    id: Name = Field(
+        description="name of the dataset, in paths, reports and `--set datasets.ID.key=...`",
+        json_schema_extra={"affects": "media"},
+    )
     dataset_type: MediaKind = Field(
         "image",
         description="an image dataset ignores videos; a video dataset takes images as well, as clips of a frame",
+        json_schema_extra={"affects": "media"},
     )
     disabled: bool = Field(False, description="true: neither discovered nor planned")
     source: SourceName | None = Field(
         None,
         description="default: by instance_data_dir, a URL, tars, a table or a folder",
+        json_schema_extra={"affects": "media"},
     )
     instance_data_dir: str = Field(
-        min_length=1, description="folder, URL, tars ({000..012}.tar), manifest, or a dataset of the hub"
+        min_length=1,
+        description="folder, URL, tars ({000..012}.tar), manifest, or a dataset of the hub",
+        json_schema_extra={"affects": "media"},
     )
     media_root: str | None = Field(
-        None, description="location of the media on this machine, if another; changes no identity"
+        None,
+        description="location of the media on this machine, if another; changes no identity",
+        json_schema_extra={"affects": "nothing"},
     )
-    split: str = Field("train", description="split of a huggingface dataset")
+    split: str = Field("train", description="split of a huggingface dataset", json_schema_extra={"affects": "media"})
     media_column: str | None = Field(
-        None, description="column of a manifest or huggingface dataset with the media; default: the first usual one"
+        None,
+        description="column of a manifest or huggingface dataset with the media; default: the first usual one",
+        json_schema_extra={"affects": "media"},
     )
-    follow_links: bool = Field(False, description="follow symbolic links that lead outside the folder")
+    follow_links: bool = Field(
+        False, description="follow symbolic links that lead outside the folder", json_schema_extra={"affects": "media"}
+    )
     identity: Literal["content", "store"] = Field(
-        "content", description="content: hash every file once; store: the store's own checksum and size"
+        "content",
+        description="content: hash every file once; store: the store's own checksum and size",
+        json_schema_extra={"affects": "media"},
     )
     skip_file_discovery: bool = Field(
-        False, description="use the media table as it is; `discover` does not list the source"
+        False,
+        description="use the media table as it is; `discover` does not list the source",
+        json_schema_extra={"affects": "nothing"},
     )
 
-    caption_strategy: CaptionStrategy | None = Field(None, description="default: the source's own")
+    caption_strategy: CaptionStrategy | None = Field(
+        None, description="default: the source's own", json_schema_extra={"affects": "media"}
+    )
     caption_file: str | None = Field(
-        None, description="the table, for csv, jsonl and parquet; default: the manifest itself"
+        None,
+        description="the table, for csv, jsonl and parquet; default: the manifest itself",
+        json_schema_extra={"affects": "media"},
     )
-    caption_column: Texts = Field(("caption",), description="column(s); several, and lists, are alternatives")
+    caption_column: Texts = Field(
+        ("caption",),
+        description="column(s); several, and lists, are alternatives",
+        json_schema_extra={"affects": "media"},
+    )
     captions_per_file: Literal["one", "lines"] = Field(
-        "lines", description="of a text file; one: all of it is a caption; lines: each line is, as alternatives"
+        "lines",
+        description="of a text file; one: all of it is a caption; lines: each line is, as alternatives",
+        json_schema_extra={"affects": "media"},
     )
-    instance_prompt: str | None = Field(None, description="the caption of every item, for instanceprompt")
+    instance_prompt: str | None = Field(
+        None, description="the caption of every item, for instanceprompt", json_schema_extra={"affects": "media"}
+    )
     trigger_word: str = Field("", description="put before each caption that does not contain it, with a space")
     prepend: str = Field("", description="put before every caption; no space is added")
     append: str = Field("", description="put after every caption; no space is added")
@@ -135,21 +168,31 @@ class Dataset(Section):
     caption_filter: Texts = Field((), description="removed from captions: plain text, or /regular expression/")
 
     make_captions: Literal["missing", "all", "none"] | None = Field(
-        None, description="items that `caption` describes; default: those without a caption, where it is configured"
+        None,
+        description="items that `caption` describes; default: those without a caption, where it is configured",
+        json_schema_extra={"affects": "media"},
     )
-    make_captions_where: str | None = Field(None, description="filter on columns: only of these items")
+    make_captions_where: str | None = Field(
+        None, description="filter on columns: only of these items", json_schema_extra={"affects": "media"}
+    )
     made_captions: Literal["fill", "beside", "instead"] = Field(
-        "fill", description="fill: where an item has none; beside, instead: with, or in place of, those of its files"
+        "fill",
+        description="fill: where an item has none; beside, instead: with, or in place of, those of its files",
+        json_schema_extra={"affects": "media"},
     )
     caption_sets: Texts = Field(
         ("current",), description="made captions that are used, all as alternatives: current, or names under captions/"
     )
 
     conditioning_data: OneOrSeveral[str] | None = Field(
-        None, description="folder or URL of i2i source images, named as the targets; several: of references, in order"
+        None,
+        description="folder or URL of i2i source images, named as the targets; several: of references, in order",
+        json_schema_extra={"affects": "media"},
     )
     conditioning_column: OneOrSeveral[str] | None = Field(
-        None, description="column (webdataset: extension) of the i2i source image; several: of references, in order"
+        None,
+        description="column (webdataset: extension) of the i2i source image; several: of references, in order",
+        json_schema_extra={"affects": "media"},
     )
     conditioning_count: int | None = Field(
         None,
@@ -157,9 +200,16 @@ class Dataset(Section):
         le=MOST_REFERENCES,
         description="references of an item in conditioning_data, at most, named NAME_1, NAME_2 and so on; default: "
         "one, named as the target",
+        json_schema_extra={"affects": "media"},
     )
-    mask_data: str | None = Field(None, description="folder or URL of masks, named as the media; white is trained on")
-    mask_column: str | None = Field(None, description="column (webdataset: extension) of the mask")
+    mask_data: str | None = Field(
+        None,
+        description="folder or URL of masks, named as the media; white is trained on",
+        json_schema_extra={"affects": "media"},
+    )
+    mask_column: str | None = Field(
+        None, description="column (webdataset: extension) of the mask", json_schema_extra={"affects": "media"}
+    )
     make_masks: Literal["missing", "none"] | None = Field(
         None, description="items of which `masks` makes a mask; default: those without one, where it is configured"
     )
@@ -220,7 +270,7 @@ class Dataset(Section):
         None, description="largest share of the area that the crop may cut off (too-cropped)"
     )
     animations: Literal["first-frame", "video"] = Field(
-        "first-frame", description="how an animated GIF, WebP or PNG is read"
+        "first-frame", description="how an animated GIF, WebP or PNG is read", json_schema_extra={"affects": "media"}
     )
     video: Video = Video()
 

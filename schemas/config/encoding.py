@@ -21,21 +21,36 @@ MOST_PREFETCH = 1_000_000
 MOST_READERS = 8  # beyond which a disk is rarely faster
 
 
-class Cache(Section):
+class Cache(Section, json_schema_extra={"affects": "nothing"}):
     format: Literal["arrow", "webdataset"] = Field("arrow", description="file format of the shards")
     unit_mib: float = Field(128.0, gt=0, le=65536, description="output of one work unit, MiB: one unit is one shard")
 
 
 class Model(Section):
-    family: str = Field(description=", ".join(FAMILIES))
-    flavour: str | None = Field(None, description="published checkpoint; default: the family's own default")
-    path: str | None = Field(None, description="folder or repo in diffusers layout; default: the flavour's repo")
-    revision: str | None = Field(None, description="commit or tag of the repo")
-    precision: Precision = Field("bfloat16", description="of the encoders and the transformer")
+    family: str = Field(description=", ".join(FAMILIES), json_schema_extra={"affects": "plan"})
+    flavour: str | None = Field(
+        None,
+        description="published checkpoint; default: the family's own default",
+        json_schema_extra={"affects": "set"},
+    )
+    path: str | None = Field(
+        None,
+        description="folder or repo in diffusers layout; default: the flavour's repo",
+        json_schema_extra={"affects": "text, latents"},
+    )
+    revision: str | None = Field(
+        None, description="commit or tag of the repo", json_schema_extra={"affects": "nothing"}
+    )
+    precision: Precision = Field(
+        "bfloat16",
+        description="of the encoders and the transformer",
+        json_schema_extra={"affects": "text, latents, vision"},
+    )
     assistant: str | None = Field(
         None,
         min_length=1,
         description="LoRA file, or folder of one, with which a distilled checkpoint is trained; samples are without it",
+        json_schema_extra={"affects": "run"},
     )
 
     @field_validator("family")
@@ -78,11 +93,17 @@ class Model(Section):
         return self.path or self.flavour_spec.repo
 
 
-class Text(Section):
+class Text(Section, json_schema_extra={"affects": "text"}):
     max_length: int | None = Field(
         None, gt=0, le=131_072, description="tokens kept, such as 256, 512 or 1024; default: the pipeline's own"
     )
-    batch_tokens: int = Field(4096, gt=0, le=2**24, description="tokens of one forward pass of the text encoder")
+    batch_tokens: int = Field(
+        4096,
+        gt=0,
+        le=2**24,
+        description="tokens of one forward pass of the text encoder",
+        json_schema_extra={"affects": "nothing"},
+    )
     precision: Precision | None = Field(None, description="default: model.precision")
     quantization: Literal["no_change", "bf16", "int8-quanto", "nf4-bnb"] = Field(
         "no_change", description="of the language model's weights; embeddings are stored in the precision above"
@@ -91,7 +112,9 @@ class Text(Section):
         None, description="default: as the family's pipelines"
     )
     offload: Literal["none", "blocks"] = Field(
-        "none", description="with blocks the weights stay in host memory, one block at a time is on the device"
+        "none",
+        description="with blocks the weights stay in host memory, one block at a time is on the device",
+        json_schema_extra={"affects": "nothing"},
     )
     storage: Literal["exact", "float8", "int8"] = Field(
         "exact",
@@ -113,7 +136,7 @@ class Text(Section):
         return {"exact": precision, "float8": "float8_e4m3fn", "int8": "int8"}[self.storage]
 
 
-class Latents(Section):
+class Latents(Section, json_schema_extra={"affects": "latents"}):
     posterior: Literal["sample", "mode", "moments"] = Field(
         "sample",
         description="sample: seeded by the sample's id; mode: the mean; moments: sampled at every training step",
@@ -123,13 +146,20 @@ class Latents(Section):
         ge=1,
         le=2**40,
         description="frames x width x height of one forward pass; a larger sample has one of its own",
+        json_schema_extra={"affects": "nothing"},
     )
     precision: Precision | None = Field(None, description="default: the family's own, else model.precision")
     decoder: Literal["pyav", "decord"] = Field(
-        "pyav", description="video decoder; decord for constant frame rates only"
+        "pyav",
+        description="video decoder; decord for constant frame rates only",
+        json_schema_extra={"affects": "latents, vision"},
     )
     chunk_frames: int = Field(0, ge=0, le=99_999, description="frames of one convolution, to save memory; 0: all")
-    slicing: bool = Field(False, description="encode one sample of a batch after another, to save memory")
+    slicing: bool = Field(
+        False,
+        description="encode one sample of a batch after another, to save memory",
+        json_schema_extra={"affects": "nothing"},
+    )
     tiling: bool = Field(False, description="encode overlapping spatial tiles, to save memory: gives other latents")
 
     def settings(self, family: Family) -> dict[str, int | bool | str]:
@@ -146,7 +176,9 @@ class DinoModel(Section):
     """A DINOv2, and how pictures are shown to it."""
 
     model: str | None = Field(None, description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a DINOv2")
-    revision: str | None = Field(None, description="commit or tag of the repo")
+    revision: str | None = Field(
+        None, description="commit or tag of the repo", json_schema_extra={"affects": "nothing"}
+    )
     size: int | None = Field(
         None,
         ge=14,
@@ -154,7 +186,7 @@ class DinoModel(Section):
         multiple_of=14,
         description="of DINOv2, pixels, a multiple of 14; default: 224, for dinov2_vitg14 518",
     )
-    batch_size: Count = Field(32, description="frames of one forward pass")
+    batch_size: Count = Field(32, description="frames of one forward pass", json_schema_extra={"affects": "nothing"})
     precision: Precision | None = Field(None, description="default: model.precision")
 
     @field_validator("model")
@@ -174,13 +206,13 @@ class DinoModel(Section):
         return self.size or (VISION_MODELS[self.model].size if self.model in VISION_MODELS else 224)
 
 
-class Vision(DinoModel):
+class Vision(DinoModel, json_schema_extra={"affects": "vision"}):
     """Features to which CREPA aligns the transformer's hidden states; none without `model`."""
 
     precision: Precision | None = Field(None, description="default: model.precision; features are stored in bfloat16")
 
 
-class Features(DinoModel):
+class Features(DinoModel, json_schema_extra={"affects": "features"}):
     """Features and measures of items, by which they are compared and filtered."""
 
     model: str | None = Field(
@@ -202,7 +234,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Resources(Section):
+class Resources(Section, json_schema_extra={"affects": "nothing"}):
     """Resources of a machine that one stage may use."""
 
     threads: Processes = Field(2, description="CPU threads of one process; recorded in the shards")
@@ -213,7 +245,7 @@ class StageWorkers(Resources):
     workers: Processes = Field(1, description="processes on this machine")
 
 
-class Decode(StageWorkers):
+class Decode(StageWorkers, json_schema_extra={"affects": "nothing"}):
     while_training: bool | None = Field(
         None, description="whether `run` decodes while it trains; default: yes, clips only where `device` is given"
     )
@@ -251,7 +283,7 @@ class Encoding(Resources):
         return self.readers or max(1, min(MOST_READERS, (cores() - 1) // self.worker_count))
 
 
-class RayCluster(Section):
+class RayCluster(Section, json_schema_extra={"affects": "nothing"}):
     address: str = Field(
         "auto",
         pattern=ADDRESS,
@@ -268,7 +300,7 @@ class RayCluster(Section):
     )
 
 
-class Stages(Section):
+class Stages(Section, json_schema_extra={"affects": "nothing"}):
     order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="what `latentpress run` runs")
     engine: EngineName = Field(
         "local", description="where the encoding stages run: this machine, or a Ray cluster (docs/machines.md)"
@@ -322,7 +354,7 @@ INSTRUCTION = "instruction"  # the preset that is shown the source image, too
 PIXEL_MULTIPLE = 28  # of a picture's sides: two patches of Qwen2.5-VL, and few enough shapes for batches
 
 
-class Caption(Section):
+class Caption(Section, json_schema_extra={"affects": "captions"}):
     """Captions for items that have none, made by a vision-language model."""
 
     model: str | None = Field(
@@ -387,7 +419,7 @@ class Caption(Section):
                 yield ("forbidden", number), "is empty; remove it"
 
 
-class Masks(Section):
+class Masks(Section, json_schema_extra={"affects": "masks"}):
     """Masks for items that have none, made by a segmentation model."""
 
     model: str = Field(min_length=1, description="folder or repo of a segmentation model of transformers")

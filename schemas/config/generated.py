@@ -59,6 +59,15 @@ def options(section: type[Section]) -> Iterator[tuple[str, FieldInfo, type[Secti
         yield info.alias or name, info, inner[0] if inner else None
 
 
+def affects(section: type[Section], info: FieldInfo) -> str:
+    """What a change of the option makes again: `affects` in the json_schema_extra of the field or of its section; empty
+    for an option that is a section."""
+    for extra in (info.json_schema_extra, section.model_config.get("json_schema_extra")):
+        if isinstance(extra, dict) and "affects" in extra:
+            return str(extra["affects"])
+    return ""
+
+
 def description(info: FieldInfo) -> str:
     """Words about the option, after its choices where neither the words nor the default name each of them."""
     kinds = (info.annotation, *get_args(info.annotation))

@@ -25,7 +25,7 @@ MOST_LAYERS = 10_000
 Shape = Annotated[float, Field(ge=0.01, le=100)]
 
 
-class Timesteps(Section):
+class Timesteps(Section, json_schema_extra={"affects": "run"}):
     """The distribution of sigma before the shift."""
 
     sampling: Literal["logit_normal", "uniform", "mode", "beta", "list"] = Field(
@@ -50,7 +50,7 @@ class Timesteps(Section):
             yield ("auto_shift",), "the values of sampling list are not shifted; remove it"
 
 
-class Loss(Section):
+class Loss(Section, json_schema_extra={"affects": "run"}):
     """The loss of a prediction of the velocity, and how much each noise level counts."""
 
     type: Literal["mse", "huber", "smooth_l1"] = Field("mse", description="huber, smooth_l1: less of large errors")
@@ -85,7 +85,7 @@ class Method(Section):
         yield from ()
 
 
-class MaskedLoss(Method):
+class MaskedLoss(Method, json_schema_extra={"affects": "run"}):
     needs: ClassVar[Mapping[str, str]] = {
         "mask": "Set mask_data or mask_column of a dataset, or add `masks`, and run `latentpress run`."
     }
@@ -106,7 +106,7 @@ class MaskedLoss(Method):
             yield from idle_options(self, ("normalize_area",), reason)
 
 
-class Route(Section):
+class Route(Section, json_schema_extra={"affects": "run"}):
     selection_ratio: float = Field(
         ge=0, lt=1, description="share of the tokens that is dropped; of i2v not counting the first frame"
     )
@@ -126,7 +126,7 @@ class Route(Section):
             yield ("end_layer_idx",), f"{end} is before start_layer_idx ({start})"
 
 
-class Tread(Method):
+class Tread(Method, json_schema_extra={"affects": "run"}):
     routes: tuple[Route, ...] = Field(strict=False, min_length=1, description="one after the other, without overlap")
     drop_first_frame: bool = Field(False, description="of i2v, which is given; else it is never dropped")
     keep_masked: bool = Field(True, description="tokens under a sample's mask are never dropped")
@@ -151,7 +151,7 @@ class Tread(Method):
             free = max(free, blocks.stop)
 
 
-class CREPA(Method):
+class CREPA(Method, json_schema_extra={"affects": "run"}):
     """Cross-frame representation alignment; of images, and with adjacent_distance 0, REPA."""
 
     needs: ClassVar[Mapping[str, str]] = {
@@ -202,7 +202,7 @@ class CREPA(Method):
             yield from idle_options(self, ("adjacent_tau", "cumulative_neighbors"), reason)
 
 
-class ScheduledSampling(Method):
+class ScheduledSampling(Method, json_schema_extra={"affects": "run"}):
     probability: UnitFloat = Field(
         0.5, description="share of samples that are rolled out, after the ramp; drawn for each sample and step"
     )
@@ -231,7 +231,7 @@ class ScheduledSampling(Method):
             yield from idle_options(self, ("strategy",), reason)
 
 
-class InputPerturbation(Method):
+class InputPerturbation(Method, json_schema_extra={"affects": "run"}):
     strength: float = Field(
         0.1, gt=0, le=1, description="further noise in the input (gamma), relative to the noise; the paper's 0.1"
     )
@@ -240,7 +240,7 @@ class InputPerturbation(Method):
     )
 
 
-class Regularization(Method):
+class Regularization(Method, json_schema_extra={"affects": "run"}):
     needs: ClassVar[Mapping[str, str]] = {
         "regularization": "Set is_regularization_data of a dataset, and run `latentpress run`."
     }

@@ -32,9 +32,16 @@ Topic = Literal["masks", "vision", "sizes"]
 
 
 class Config(Section):
-    root: str = Field(min_length=1, description="caches: media tables, plans, shards, training sets; a folder or URL")
+    root: str = Field(
+        min_length=1,
+        description="caches: media tables, plans, shards, training sets; a folder or URL",
+        json_schema_extra={"affects": "media"},
+    )
     output: str = Field(
-        "output", min_length=1, description="checkpoints, adapters, metrics and samples, one folder per run"
+        "output",
+        min_length=1,
+        description="checkpoints, adapters, metrics and samples, one folder per run",
+        json_schema_extra={"affects": "nothing"},
     )
     cache: Cache = Cache()
     model: Model
@@ -42,12 +49,17 @@ class Config(Section):
     features: Features | None = Field(
         None,
         description="near-duplicates and measures of items, columns for `where`; docs/guides/captions-and-cleaning.md",
+        json_schema_extra={"affects": "features"},
     )
     caption: Caption | None = Field(
-        None, description="captions for items that have none; docs/guides/captions-and-cleaning.md"
+        None,
+        description="captions for items that have none; docs/guides/captions-and-cleaning.md",
+        json_schema_extra={"affects": "captions"},
     )
     masks: Masks | None = Field(
-        None, description="masks for items that have none, by a model; docs/guides/captions-and-cleaning.md"
+        None,
+        description="masks for items that have none, by a model; docs/guides/captions-and-cleaning.md",
+        json_schema_extra={"affects": "masks"},
     )
     text: Text = Text()
     latents: Latents = Latents()

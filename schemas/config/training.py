@@ -52,7 +52,7 @@ TYPE_OPTIONS = {
 }
 
 
-class Adapter(Section):
+class Adapter(Section, json_schema_extra={"affects": "run"}):
     type: Literal["lora", "lokr", "full"] = Field("lora", description="what is trained; full: the model itself")
     rank: Count = Field(16, description="of the matrices; with init default that of the file")
     alpha: Alpha | None = Field(None, description="default: rank; with init: that of the file")
@@ -170,7 +170,7 @@ def find_optimizer(name: str) -> OptimizerRow:
     return OPTIMIZERS.get(name) or OptimizerRow(name)
 
 
-class ParameterGroup(Section):
+class ParameterGroup(Section, json_schema_extra={"affects": "run"}):
     match: str = Field(min_length=1, description="regular expression of whole parameter names; the first match counts")
     lr: float | None = Field(None, ge=0, le=100, description="default: train.optimizer.lr")
     weight_decay: float | None = Field(None, ge=0, le=100, description="default: train.optimizer.weight_decay")
@@ -181,7 +181,7 @@ class ParameterGroup(Section):
         return check_pattern(pattern)
 
 
-class Optimizer(Section):
+class Optimizer(Section, json_schema_extra={"affects": "run"}):
     name: str = Field(
         "adamw", description="one of docs/training.md, or the dotted path of a class, as optimi.StableAdamW"
     )
@@ -223,7 +223,7 @@ class Optimizer(Section):
             yield ("lr_end",), f"{self.lr_end:g} is above train.optimizer.lr ({self.lr:g})"
 
 
-class EMA(Section):
+class EMA(Section, json_schema_extra={"affects": "run"}):
     """An exponential moving average of the trained weights, in float32."""
 
     decay: float = Field(0.9999, ge=0, lt=1, description="share of the average that a step keeps")
@@ -234,7 +234,7 @@ class EMA(Section):
     validate_with: bool = Field(False, alias="validate", description="eval loss and validation prompts use it")
 
 
-class Offload(Section):
+class Offload(Section, json_schema_extra={"affects": "run"}):
     blocks: bool = Field(False, description="the blocks' frozen weights stay on the host, but the computing block's")
     blocks_per_group: Count = Field(1, description="blocks that come to the device together")
     streams: bool = Field(
@@ -262,7 +262,7 @@ class Offload(Section):
         return self
 
 
-class Parallel(Section):
+class Parallel(Section, json_schema_extra={"affects": "run"}):
     """Several processes, as torchrun or accelerate starts them."""
 
     strategy: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: each has the model; fsdp2: it is sharded")
@@ -278,7 +278,7 @@ class Parallel(Section):
         yield from foreign_options(self, "strategy", owners)
 
 
-class Reading(Section):
+class Reading(Section, json_schema_extra={"affects": "run"}):
     """The trainer's reading of rows of shards. It changes no result."""
 
     threads: Processes = Field(2, description="threads that read steps ahead of training")
@@ -289,7 +289,7 @@ class Reading(Section):
         return max(2, self.threads)
 
 
-class LocalCache(Section):
+class LocalCache(Section, json_schema_extra={"affects": "run"}):
     """The window of shards of a root on an object store, on the machine that trains. A local root needs none."""
 
     folder: str | None = Field(
@@ -303,7 +303,7 @@ class LocalCache(Section):
     downloads: Processes = Field(4, description="shards fetched at the same time")
 
 
-class Train(Section):
+class Train(Section, json_schema_extra={"affects": "run"}):
     run: Name = Field("run", description="its folder below `output`")
     set: str = Field(
         "current",
@@ -459,7 +459,7 @@ URL_ADVICE = (
 )
 
 
-class Webhook(Section):
+class Webhook(Section, json_schema_extra={"affects": "run"}):
     url_env: str = Field(description="name of the environment variable that holds the URL, in the form of apprise")
     events: tuple[EventName, ...] = Field(EVENTS, strict=False, description="events that are sent")
 
@@ -473,7 +473,7 @@ class Webhook(Section):
         return given
 
 
-class Notify(Section):
+class Notify(Section, json_schema_extra={"affects": "run"}):
     """Messages about a training run, which `latentpress notify` sends."""
 
     webhooks: tuple[Webhook, ...] = Field((), strict=False, description="where messages are sent")
@@ -494,7 +494,7 @@ class Notify(Section):
                 yield ("webhooks", number, "url_env"), f"{name} is the variable of an earlier webhook; use another"
 
 
-class Hub(Section):
+class Hub(Section, json_schema_extra={"affects": "run"}):
     """The repository of a run's result, for `latentpress push`. The token is HF_TOKEN's or that of `hf auth login`."""
 
     repo: str | None = Field(

@@ -58,7 +58,7 @@ class GridSection(Section):
                     yield (option, i), f"{values[i]} is already in the list; remove one of the two"
 
 
-class Prompt(GridSection):
+class Prompt(GridSection, json_schema_extra={"affects": "plan"}):
     name: Name = Field(description="names its samples")
     prompt: str = Field(description="what is shown in them")
     negative_prompt: str | None = Field(None, description="default: the pipeline's own")
@@ -67,16 +67,22 @@ class Prompt(GridSection):
         description="source image (i2i; a list: references in order), first frame or clip (i2v); default: of the data",
     )
     size: OneOrSeveral[Size] | None = Field(None, description="one or several; default: validation.size")
-    steps: OneOrSeveral[SamplingSteps] | None = Field(None, description="one or several; default: validation.steps")
-    guidance: OneOrSeveral[Guidance] | None = Field(None, description="one or several; default: validation.guidance")
-    seed: OneOrSeveral[Seed] | None = Field(None, description="one or several; default: validation.seed")
+    steps: OneOrSeveral[SamplingSteps] | None = Field(
+        None, description="one or several; default: validation.steps", json_schema_extra={"affects": "run"}
+    )
+    guidance: OneOrSeveral[Guidance] | None = Field(
+        None, description="one or several; default: validation.guidance", json_schema_extra={"affects": "run"}
+    )
+    seed: OneOrSeveral[Seed] | None = Field(
+        None, description="one or several; default: validation.seed", json_schema_extra={"affects": "run"}
+    )
 
 
 #: Of a model with two experts, shares of the range of the one that is trained.
 EVAL_SIGMAS = (0.2, 0.4, 0.6, 0.8)
 
 
-class Scores(Section):
+class Scores(Section, json_schema_extra={"affects": "run"}):
     """Nothing is measured, and no model is loaded, without `clip`."""
 
     clip: str | None = Field(None, description="folder or repo of a CLIP, for the CLIP score: samples to their prompts")
@@ -99,7 +105,7 @@ class Scores(Section):
             yield from idle_options(self, ("clip_revision", "frames"), "has no effect without clip; set that, too")
 
 
-class Validation(GridSection):
+class Validation(GridSection, json_schema_extra={"affects": "run"}):
     prompts: tuple[Prompt, ...] = Field((), strict=False, description="denoised while training")
     # What the file has becomes items of `prompts` (`schemas/config/loading.py`); a resolved configuration has these.
     prompts_file: str | None = Field(
@@ -107,12 +113,18 @@ class Validation(GridSection):
         min_length=1,
         exclude=True,
         description="more prompts: name: prompt in YAML or JSON, or a prompt a line in .txt",
+        json_schema_extra={"affects": "plan"},
     )
     placeholders: dict[Word, str] = Field(
-        {}, exclude=True, description="word -> the text for <word> in the prompts of prompts_file"
+        {},
+        exclude=True,
+        description="word -> the text for <word> in the prompts of prompts_file",
+        json_schema_extra={"affects": "plan"},
     )
     size: OneOrSeveral[Size] | None = Field(
-        None, description="WxH or WxH@F, one or several; default: the family's resolution, square"
+        None,
+        description="WxH or WxH@F, one or several; default: the family's resolution, square",
+        json_schema_extra={"affects": "plan"},
     )
     every: Steps = Field(500, description="training steps between validations")
     steps: OneOrSeveral[SamplingSteps] | None = Field(
