@@ -34,10 +34,15 @@ Made from the code by `make generated`. [Configuration](configuration.md) says h
 [datasets](datasets.md), [encoding](encoding.md), [training](training.md), [methods](methods.md) and
 [validation](watching.md#validation) when to use what.
 
-The column "affects" tells what a change makes again: media (`discover` looks at the media anew, then all that follows),
-captions and masks (those that models make), features, plan (`bucket` plans anew; samples that are as before keep their
-shards), text, latents and vision (their shards), set (`index`), run (nothing: it is in force when training, validation
-or upload next starts), nothing.
+The column "affects" lists what has to be made again if the option changes:
+
+- media: `discover` reads the media again, and all later stages follow.
+- captions, masks, features: the stage of that name runs again.
+- plan: `bucket` plans again. Samples that do not change keep their shards.
+- text, latents, vision: the shards of that kind.
+- set: `index` joins the shards again.
+- run: nothing. The value counts when training, validation or an upload starts again.
+- nothing: the option has no effect on what is stored.
 """
 
 PROGRAM_PAGE = """\
