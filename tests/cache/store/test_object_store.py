@@ -195,7 +195,7 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
         "large table": lambda: Store(store.url).read_table("large.arrow").equals(TABLE),
         "small table": lambda: Store(store.url).read_table("small.arrow").equals(TABLE[:10]),
         "json": lambda: store.read_record("j.json", SetPointer).id == "x",
-        "lists": lambda: [len(rows) for rows in rejects.read_stage(store, "discover").values()] == [1, 1],
+        "lists": lambda: [len(rows) for rows in rejects.read_stage(Store(store.url), "discover").values()] == [1, 1],
     }
     for form in ("arrow", "webdataset"):
         place = Store(f"s3://{BUCKET}/{form}")
