@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from math import ceil
+from time import sleep
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,7 @@ from stages.maintenance import checks
 from stages.maintenance.checks import DamageByPath, UnmappedStore
 
 MAX_WORKERS = 8  # by default: a disk is faster with a few requests at once, not with many
+SETTLE_S = 2.0  # seconds before a missing shard is looked for again
 MIB = 1 << 20
 
 
@@ -66,9 +68,12 @@ def run(
         _repair_tables(config, options, console, damaged_tables, "plans")
     damaged_shards, report.failed = check_shards(store, present, options.workers, console)
     report.done = len(present) - len(report.failed) - len(damaged_shards)
+    missing = checks.find_missing_shards(store, present)
+    if not all(store.exists(rel) for rel in missing):  # a stage that replaces a tar removes the old one first
+        sleep(SETTLE_S)
     damaged_shards |= {
         rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
-        for rel, name in checks.find_missing_shards(store, present).items()
+        for rel, name in missing.items()
         if not store.exists(rel)
     }
     if damaged_shards and repair and not _is_copy(store):  # its other rows can still be read
