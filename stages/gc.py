@@ -128,7 +128,7 @@ def run(
     with console.progress(report.done, "remove", "files") as progress:
         for item in sorted(items, key=lambda item: REMOVAL_ORDER.index(item.path.partition("/")[0])):
             console.log(f"removing {item.path or DESCRIPTIONS['']}")
-            _remove_item(store, item, needed, progress)
+            _remove_item(store, item, progress)
     report.details["removed_mib"] = round(sum(item.total_bytes for item in items) / MIB, 2)
     return report
 
@@ -181,7 +181,7 @@ def _folder(name: str) -> str:
     return "/".join(name.split("/")[:-1][:2])
 
 
-def _remove_item(store: Store, item: UnusedItem, needed: "Needed", progress: Progress) -> None:
+def _remove_item(store: Store, item: UnusedItem, progress: Progress) -> None:
     if not item.path:
         store.remove_stale_temps(STALE)
         progress.advance(len(item.entries))
@@ -200,8 +200,7 @@ def _remove_item(store: Store, item: UnusedItem, needed: "Needed", progress: Pro
     top = item.path.partition("/")[0]
     folders = {entry.name.rpartition("/")[0] for entry in item.entries} if top == "rejects" else {item.path}
     for folder in folders:
-        if not needed.writes_to(folder):
-            store.remove_empty_folders(folder)
+        store.remove_empty_folders(folder)
 
 
 @dataclass
@@ -228,16 +227,14 @@ class Needed:
         if top in stage_registry.SHARD_KINDS:
             if folder == "edits":
                 return True
+            cache, path = f"{top}/{folder}", name.removesuffix(".json")
             if file in REMOVED_LAST:
-                cache = f"{top}/{folder}"
-                return cache in self.caches | self.whole_caches or any(
-                    path.startswith(f"{cache}/") for path in self.shards
-                )
-            path = name.removesuffix(".json")
-            return path in self.shards or self._has_unit(f"{top}/{folder}", shard.unit_name(file.removesuffix(".json")))
-        if top == "rejects" and folder in KINDS:  # a list for each unit or, without a unit, all lists of a cache
-            fingerprint, _, unit = file.removesuffix(shard.ARROW_SUFFIX).partition("/")
-            return self._has_unit(f"{KINDS[folder]}/{fingerprint}", unit)
+                return self._has_cache(cache) or any(path.startswith(f"{cache}/") for path in self.shards)
+            unit = shard.unit_name(file.removesuffix(".json"))
+            is_active = unit in self.units_of_others or (cache in self.caches and unit in self.units)
+            return path in self.shards or cache in self.whole_caches or is_active
+        if top == "rejects" and folder in KINDS:  # lists are small: they go with their cache
+            return self._has_cache(f"{KINDS[folder]}/{file.partition('/')[0]}")
         if top in ("damaged", "jobs"):
             return False
         if CONFIG_POINTER_PATTERN.fullmatch(name) or top in ("rejects", "items"):
@@ -245,17 +242,8 @@ class Needed:
         # Other files directly in sets/ or plans/, and those of weights/, are not looked at.
         return not file or top not in ("sets", "plans", "media") or f"{top}/{folder}" in self.names
 
-    def _has_unit(self, cache: str, unit: str) -> bool:
-        if unit in self.units_of_others or cache in self.whole_caches:
-            return True
-        return cache in self.caches and (not unit or unit in self.units)
-
-    def writes_to(self, folder: str) -> bool:
-        """Whether a stage of the configurations may just have made this folder, for a file that does not exist yet."""
-        top, _, rest = folder.partition("/")
-        stage, _, fingerprint = rest.partition("/")
-        cache = f"{KINDS[stage]}/{fingerprint}" if top == "rejects" and stage in KINDS else folder
-        return cache in self.caches or folder in ("rejects/discover", "rejects/bucket")
+    def _has_cache(self, cache: str) -> bool:
+        return cache in self.caches or cache in self.whole_caches
 
 
 def find_needed(store: Store, configs: Sequence[Config], entries: Iterable[Entry], since: float) -> Needed:

@@ -26,7 +26,6 @@ from schemas.errors import LatentpressError
 from stages import bucket, index
 from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage
-from stages.encoding.stage_state import StageState
 from stages.maintenance import checks
 from stages.maintenance.checks import DamageByPath, UnmappedStore
 
@@ -142,38 +141,34 @@ def _repair_shards(
     store: Store, config: Config, options: Options, console: Console, damaged: DamageByPath, report: Report
 ) -> DamageByPath:
     """Move the damaged shards away and encode their units again; returns the damage that remains."""
-    stages = dict[str, str]()  # damaged shard -> its unit's stage
-    states = _find_states(store, config, console)
-    for stage, state in states:
-        units = {unit.unit_id for unit in state.units}
-        folder = f"{stage.kind}/{state.fingerprint}/"
-        stages |= {rel: stage.name for rel in damaged if rel.startswith(folder) and _unit_of_shard(rel) in units}
-    report.details["damaged_shards"] = [
-        {
-            "shard": rel,
-            "moved_to": checks.move_to_damaged(store, rel) if store.exists(rel) else "",
-            "then": stages.get(rel, "not encoded again: no unit of this configuration"),
-        }
-        for rel in sorted(damaged)
-    ]
-    made = set[str]()
-    for stage, state in states:
-        if units := {_unit_of_shard(rel) for rel, name in stages.items() if name == stage.name}:
-            _encode_units(stage, units, config, options, console, report)
-            made |= units & set(shard.find_done_units(store, f"{stage.kind}/{state.fingerprint}"))
-    report.details["encoded_again"] = len(made)
-    return {rel: found for rel, found in damaged.items() if rel not in stages or _unit_of_shard(rel) not in made}
+    left, moved = dict(damaged), list[dict[str, str]]()
 
+    def move(rel: str, then: str) -> None:
+        there = checks.move_to_damaged(store, rel) if store.exists(rel) else ""
+        moved.append({"shard": rel, "moved_to": there, "then": then})
 
-def _find_states(store: Store, config: Config, console: Console) -> list[tuple[EncodingStage, StageState]]:
-    """The stages that can encode units again, with their states: others lack a plan, weights, or what comes before."""
-    states = []
+    others = set(damaged)
     for stage in (*stage_registry.item_stages(config), *stage_registry.required_stages(config)):
         try:
-            states.append((stage, stage.state(store, config, stage.find_plan(store, config))))
-        except LatentpressError as error:
+            state = stage.state(store, config, stage.find_plan(store, config))
+        except LatentpressError as error:  # no plan, weights, or what comes before
             console.warn(f"{stage.name} can't encode anything again: {error.message}")
-    return states
+            continue
+        folder = f"{stage.kind}/{state.fingerprint}/"
+        names = {rel: shard.unit_name(rel.removeprefix(folder)) for rel in sorted(damaged) if rel.startswith(folder)}
+        units = {unit.unit_id for unit in state.units} & {*names.values()}
+        own = [rel for rel, name in names.items() if name in units]
+        others -= {*own}
+        for rel in own:
+            move(rel, stage.name)
+        if own:
+            _encode_units(stage, units, config, options, console, report)
+            done = shard.find_done_units(store, folder.rstrip("/"))
+            left = {rel: found for rel, found in left.items() if rel not in own or names[rel] not in done}
+    for rel in sorted(others):
+        move(rel, "not encoded again: no unit of this configuration")
+    report.details |= {"damaged_shards": moved, "encoded_again": len(damaged) - len(left)}
+    return left
 
 
 def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:
@@ -202,10 +197,6 @@ def _encode_units(
     report.failed += encoded.failed
     report.set_aside += encoded.set_aside
     report.remaining += encoded.remaining
-
-
-def _unit_of_shard(rel: str) -> str:
-    return shard.unit_name(rel.rpartition("/")[2])
 
 
 app = make_app(

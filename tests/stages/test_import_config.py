@@ -124,6 +124,7 @@ def test_a_key_without_counterpart_is_printed_with_its_value(tmp_path: Path) -> 
     config, outcomes = simpletuner(
         tmp_path,
         learning_rte=1,
+        placement="s3://me:word@host/x",
         validation_external_script="touch ran",
         hub_token="hf_secret",
         flow_beta_schedule_alpha=3,
@@ -139,7 +140,7 @@ def test_a_key_without_counterpart_is_printed_with_its_value(tmp_path: Path) -> 
     idle = ("hub_token", "flow_beta_schedule_alpha", "offset_noise", "noise_offset", "webhook_config", "some_list")
     assert {outcomes[key] for key in idle} == {"needs nothing"}
     text = (tmp_path / "pipeline.yaml").read_text()
-    assert "#   learning_rte: 1\n" in text and "hf_secret" not in text
+    assert "#   learning_rte: 1\n" in text and "hf_secret" not in text and "word@" not in text
 
 
 def test_a_value_that_is_not_possible_becomes_the_nearest_with_a_comment(tmp_path: Path) -> None:

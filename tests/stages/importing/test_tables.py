@@ -1,13 +1,10 @@
 """The tables of other trainers' keys: the options that they name exist, and no key has two answers."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from schemas.config.loading import type_at
-from stages.importing.draft import Draft, Table
-from stages.importing.files import Beside
 from stages.importing.trainers import TRAINERS
 
 
@@ -36,16 +33,3 @@ def test_trainers_are_told_apart_by_content() -> None:
         for name, content in contents.items():
             found = {other: trainer.claims(content) for other, trainer in TRAINERS.items()}
             assert {other: word for other, word in found.items() if word} == {name: role}
-
-
-def test_a_key_without_a_row_is_reported_unless_it_is_off() -> None:
-    draft = Draft(Beside(Path("a.json"), None, Path()))
-    given = {"idle": 3, "hub_token": "hf_1", "other": [1], "place": "s3://me:word@host/x"}
-    draft.carry(
-        Table({}, "idle"), given | {f"off{number}": value for number, value in enumerate((0.0, "", [], {}, False))}
-    )
-    outcomes = {line.key: (line.outcome, line.note) for line in draft.lines}
-    assert outcomes.pop("idle")[0] == "needs nothing"
-    assert outcomes.pop("hub_token") == ("secret", "secrets stay in the environment")
-    assert outcomes.pop("other") == ("not carried over", "[1]") and "word" not in outcomes.pop("place")[1]
-    assert {outcome for outcome, _ in outcomes.values()} == {"needs nothing"} and len(outcomes) == 5
