@@ -43,6 +43,7 @@ MAX_DEPTH = 100  # levels of arrays and objects in a line of JSON
 #: Cells that mean "no value" in a column of numbers, besides empty ones.
 _NULL_NUMBERS = pa.array(["NA", "N/A", "n/a", "null", "NULL", "None", "-"])
 MAX_CELL_BYTES = 1 << 24
+_FILE_NAME = re.compile(r"\S+(\.[A-Za-z0-9]{2,5})")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -149,6 +150,9 @@ def csv_rows(location: str, delimiter: str) -> Iterator[list[str]]:
                 content = scrub_secrets(shorten(delimiter.join(row), 200))
                 step = "put a cell that holds the separator into quotes, or correct the row"
                 raise line_error(location, start, f"has {cells}, and the header has {count}: {content}", step)
+            if reader.line_num > start and (line := _merged_line(row, delimiter)):
+                problem = f"a quoted cell continues over line {start + line}, which is a row of its own"
+                raise line_error(location, start, problem, 'close it; write a quote within quotes as ""')
             if row:
                 yield row
             start = reader.line_num + 1
@@ -156,6 +160,18 @@ def csv_rows(location: str, delimiter: str) -> Iterator[list[str]]:
         problem = f"the quotes are wrong between here and line {reader.line_num} ({error})"
         step = 'close each quote, write a quote within quotes as "", and save the file with line ends of one kind'
         raise line_error(location, start, problem, step) from None
+
+
+def _merged_line(row: list[str], delimiter: str) -> int:
+    """The line of a multi-line cell that looks like a row: as many cells, and a file name if this row has one; 0 for
+    none. Two rows that each lack a quote make one row that no reader refuses."""
+    for cell in row:
+        for number, line in enumerate(cell.split("\n")[1:], 1):
+            cells = line.split(delimiter)
+            endings = [(_FILE_NAME.fullmatch(a), _FILE_NAME.fullmatch(b)) for a, b in zip(cells, row, strict=False)]
+            if len(cells) == len(row) and any(a and b and a[1] == b[1] for a, b in endings):
+                return number
+    return 0
 
 
 def _read_jsonl(location: str) -> pa.Table:

@@ -57,6 +57,7 @@ def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None
     [
         ("t.csv", b"a,b\n1,2\n3\n", r"t\.csv, line 3: has 1 cell, and the header has 2: 3"),
         ("t.csv", b'a,b\n1,"open\n2,"x"\n3,y\n', r"line 2: the quotes are wrong between here and line 3"),
+        ("t.csv", b'a,b\n1.png,"open\n2.png,"\n3.png,y\n', r"line 2: a quoted cell continues over line 3, which"),
         ("t.csv", b'a,b\n1,2\n3,"a \\"big\\" cat"\n', r"line 3: the quotes are wrong"),
         ("t.csv", b"a,b\r1,2\r3\r", r"t\.csv, line 1: .*new-line"),
         ("t.csv", "a,b\n1,2\n".encode("utf-16"), r"t\.csv, line 1: is UTF-16, not UTF-8"),
