@@ -87,7 +87,11 @@ def test_a_plan_whose_parents_were_removed_says_what_to_run(photos) -> None:
 
 def test_a_damaged_plan_is_named(photos) -> None:
     (plan,) = (photos.root / "plans").glob("*-*")
-    for name, problem in (("units.arrow", r"units\.arrow: the file is missing"), ("plan.json", "no JSON")):
+    problems = {
+        "units.arrow": r"units\.arrow: the file is missing",
+        "plan.json": r"plan\.json: it is not a JSON object",
+    }
+    for name, problem in problems.items():
         (plan / name).rename(photos.root / name)
         if name == "plan.json":
             (plan / name).write_text("{")

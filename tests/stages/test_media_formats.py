@@ -65,7 +65,7 @@ class Outcome:
     def strip(self, path: str) -> list[np.ndarray]:
         """The pictures of an item on the page, as they are cut; a clip's in order."""
         seen = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in path)
-        alt = rf"(?:[\d.]+ s of )?{re.escape(seen)}(?: cropped to \S+)?"
+        alt = rf"cropped to \S+: (?:[\d.]+ s of )?{re.escape(seen)}"
         images = re.findall(r'<img src="data:image/webp;base64,([^"]+)" [^>]*alt="([^"]*)">', self.page)
         found = [base64.b64decode(data) for data, said in images if re.fullmatch(alt, html.unescape(said))]
         return [np.asarray(Image.open(io.BytesIO(data)).convert("RGB")) for data in found]

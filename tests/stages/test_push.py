@@ -11,6 +11,8 @@ from huggingface_hub import HfApi, ModelCard
 from PIL import Image
 from safetensors.numpy import save_file
 
+from cache.sets.table_checks import Counts, SetRecord
+from cache.store.store import Store
 from schemas.errors import LatentpressError
 from schemas.json_records import format_record
 from stages import push
@@ -42,9 +44,9 @@ def finished(home: Project, *overrides: str) -> FakeRun:
     run.metrics(step_line(1), eval_line(20, 0.5), eval_line(40, 0.75))
     run.latent(40, "one", prompt="a tabby | cat", negative_prompt="blurry <b>")
     run.picture(40, "one", (200, 0, 0))
-    counts = {"samples": 12, "eval": 2, "texts": 14}
-    (home.root / "sets/0123456789abcdef").mkdir(parents=True)
-    (home.root / "sets/0123456789abcdef/set.json").write_bytes(format_record({"counts": counts}))
+    counts = Counts(samples=12, eval=2, texts=14)
+    meta = SetRecord(family="kandinsky5-image", task="t2i", null_text=None, validation=[], counts=counts)
+    Store(home.config().root).publish_record("sets/0123456789abcdef/set.json", meta)
     scores = [{"step": step, "scores": {"clip score": value}} for step, value in ((20, 0.75), (40, 0.5))]
     (run.folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
     (run.folder / "adapter").mkdir()

@@ -124,9 +124,7 @@ def where_the_results_are(home: Project, report: Report) -> None:
     assert f"pictures: {output}/samples" in lines and (output / "samples/contact-sheet.png").exists()
     assert f"report: {output}/report.html" in lines and f"checkpoints: {output}/checkpoints" in lines
     keys = [line.partition(":")[0] for line in lines[lines.index(f"adapter: {output}/adapter") :]]
-    assert keys[:3] == ["adapter", "checkpoints", "lowest loss on training samples"] and keys.index(
-        "report"
-    ) < keys.index("numbers")
+    assert keys[:3] == ["adapter", "checkpoints", "best steps"] and keys.index("report") < keys.index("numbers")
     page = (output / "report.html").read_text()
     assert page.count("<img ") == 3 and "not decoded yet" not in page and page.count('class="lines"') >= 9
     logged = [json.loads(line)["stage"] for line in (output / "stages.jsonl").read_text().splitlines()]
