@@ -169,7 +169,8 @@ def _format_detail(key: str, value: Any, width: int) -> list[str]:
         for row in value:  # the first value of each, and below it the others
             (_, title), *others = row.items()
             lines.append(f"    {escape_unprintable(str(title))}:")
-            lines += [f"    {line}" for key, cell in others for line in _format_detail(key, cell, width - 4)]
+            filled = [(key, cell) for key, cell in others if cell not in ("", None)]
+            lines += [f"    {line}" for key, cell in filled for line in _format_detail(key, cell, width - 4)]
         return lines
     if isinstance(value, list | tuple) and any(str(item).endswith(".") for item in value):  # sentences
         return [f"  {name}:", *(f"    {line}" for item in value for line in fold(_on_one_line(item), width - 4))]
