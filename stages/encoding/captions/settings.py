@@ -1,4 +1,4 @@
-"""The caption stage without torch: which model writes, what identifies its captions, and what it is shown."""
+"""The caption stage without torch: its model, the fingerprint of its captions, and the media that it reads."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ ADVICE = (
     "set caption.model to the folder or repository of a vision-language model that transformers loads for "
     "image-text-to-text, such as Qwen/Qwen2.5-VL-7B-Instruct"
 )
-#: Sub-folders of a checkpoint that belong to a text encoder which also writes.
+#: Sub-folders of a checkpoint that belong to a text encoder which can also write captions.
 TEXT_ENCODER_PARTS = ("text_encoder", "tokenizer", "processor")
-OWN_MODEL_TYPE = "qwen2_5_vl"  # of a text encoder's config.json
+OWN_MODEL_TYPE = "qwen2_5_vl"  # model_type in the text encoder's config.json
 
 
 def require_caption(config: Config) -> Caption:
@@ -68,7 +68,7 @@ def caption_request(config: Config) -> ItemRequest:
 
 
 class Shown(Foreign):
-    """The pictures that a model of captions is shown."""
+    """Settings of the pictures that the captioning model sees."""
 
     edge: int
     frames: int
@@ -80,7 +80,7 @@ class CaptionProvenance(Provenance):
 
 
 def request_of(shown: Shown) -> ItemRequest:
-    """The request by which captions of pictures like these were made."""
+    """The request for items that were described with these settings of pictures."""
     return ItemRequest(
         stage="caption",
         pixels=shown.edge**2,
@@ -93,8 +93,8 @@ def request_of(shown: Shown) -> ItemRequest:
 
 
 def choose_items(dataset: Dataset, table: pa.Table) -> NDArray[np.bool_]:
-    """(n,) which rows of a media table are described: by their files' captions alone, as an edited one comes and goes
-    while machines are at work."""
+    """bool (n,): which rows of a media table are described. Only the captions of files count, because edited captions
+    appear and disappear while machines work."""
     if not dataset.describes_missing:
         return np.zeros(len(table), bool)
     wanted = passes_filter(dataset, "make_captions_where", table)
