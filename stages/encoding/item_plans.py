@@ -1,8 +1,8 @@
 """Plans of the stages before `bucket`, which encode the items of the media tables (`stages/planning/items.py`). They
 are published under plans/, next to the plans of `bucket`. Also media tables with the columns made by `features`.
 
-Each run of a stage plans the current items of the media tables. If there are no new items, it finds the existing plan,
-so machines that start at different moments agree. New items go into a new generation; existing units do not change.
+Each run of a stage plans the current items of the media tables. Without new items, it finds the existing plan, so
+machines that start at different moments agree. New items go into a new generation; existing units do not change.
 """
 
 from collections.abc import Callable, Mapping

@@ -21,7 +21,7 @@ from schemas.cli.process_record import Moment, ProcessRecord, RecordWriter, Stat
 from schemas.errors import INCOMPLETE, INTERRUPTED, OK, LatentpressError
 
 INTERVAL_S = 30.0  # between two writes, the first of which come sooner; on an object store each is one put
-FIRST_INTERVAL_S = 2.0 # doubled after each write
+FIRST_INTERVAL_S = 2.0  # doubled after each write
 LOST_AFTER_S = 180.0  # without a sign of life; the clocks of machines differ, and a store may be slow
 KEPT_S = 24 * 3600.0  # time after the last sign of life in which `status` shows a report
 MAX_SHOWN = 30  # jobs, by `status`

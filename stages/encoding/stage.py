@@ -65,7 +65,7 @@ class EncodingStage:
     #: The size of a unit's shard, in bytes.
     estimate_bytes: Callable[[Config, Unit], int] = lambda config, unit: unit.estimated_bytes
     item_request: Callable[[Config], ItemRequest] | None = None
-    reads_checkpoint: bool = True # whether it reads the configured model
+    reads_checkpoint: bool = True  # whether it reads the configured model
 
     @property
     def member_kind(self) -> str:

@@ -21,7 +21,7 @@ from stages.discovery.media_locations import MediaLocations
 
 #: Kind of unit -> plural name of its members.
 MEMBER_NAMES = {"text": "texts", "latents": "samples", "items": "items"}
-MIN_REJECT_BASE = 10  # least number that max_reject_fraction applies to, so that one rejected member of three does not stop a stage
+MIN_REJECT_BASE = 10  # least base of max_reject_fraction, so that one reject of three members stops nothing
 
 
 class StageNames(NamedTuple):

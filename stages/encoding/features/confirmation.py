@@ -2,8 +2,8 @@
 changed exposure, bars or small additions.
 
 Local features (SIFT) of one picture are found again in the second picture, at places that one affine transform explains
-(RANSAC). The pictures must also agree when that transform lays one over the other, so a shared logo or caption is not
-enough.
+(RANSAC). The pictures must also agree when one is laid over the second by that transform, so a shared logo or caption
+is not enough.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from schemas.cli.starting import install_command
 from schemas.errors import LatentpressError
 from stages.encoding.member_reader import ReadRequest, read_member
 
-KEYPOINTS = 500 # per picture, at most
+KEYPOINTS = 500  # per picture, at most
 CHECK_EDGE = 128  # pixels: pictures are compared at about the area of a square with this edge
 _CONTRAST = 0.02  # least contrast of a keypoint: half of OpenCV's default, because soft pictures have few keypoints
 _RATIO = 0.8  # largest ratio of the distances to the nearest and the second nearest keypoint (Lowe)

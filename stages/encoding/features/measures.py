@@ -25,7 +25,7 @@ BAR_SHARE = 95  # percent of a row that must be dark; the rest may be a station'
 WAVES = 8  # half waves across and down
 LAYOUT_NUMBERS = WAVES * WAVES - 1
 _EDGE = 32  # pixels: side of the square that a part is reduced to
-_PART_SIZES = (0.8, 0.65) # side of a part, as a share of the picture's side
+_PART_SIZES = (0.8, 0.65)  # side of a part, as a share of the picture's side
 _PART_PLACES = (0.0, 0.5, 1.0)  # offset of a part, as a share of the remaining space, across and down
 _LEAST = 1e-3  # coefficients below are noise of a plain surface
 

@@ -156,7 +156,7 @@ class BoxSegmenter(Segmenter):
     def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
         made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
         sizes, original = made["reshaped_input_sizes"], made["original_sizes"]
-        scale = (sizes / original)[:, [1, 0, 1, 0]] # (B, 4): x, y, x, y
+        scale = (sizes / original)[:, [1, 0, 1, 0]]  # (B, 4): x, y, x, y
         boxes_B14 = (torch.tensor(boxes, dtype=scale.dtype) * scale)[:, None]
         device, dtype = self.model.device, self.model.dtype
         outputs = self.model(
