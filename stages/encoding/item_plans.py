@@ -32,7 +32,7 @@ from stages.planning.units import item_units
 
 MOST_PLANS = 10  # attempts, if other processes publish plans at the same time
 MIB = 2**20
-UNPUBLISHED = "unpublished"  # replaces a generation's name, and sorts after all of them
+UNPUBLISHED = "unpublished"  # stands in for a generation's name; sorts after all of these names
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ COMPARISON_VERSION = 1  # increase it if the same rows are compared in another w
 
 
 class NoFeatures(LatentpressError):
-    """Items are still to be measured."""
+    """Raised if items have not been measured and compared."""
 
 
 def read_media(store: Store, config: Config) -> tuple[dict[str, pa.Table], pa.Table | None]:

@@ -26,7 +26,7 @@ LOST_AFTER_S = 180.0  # without a sign of life; the clocks of machines differ, a
 KEPT_S = 24 * 3600.0  # time after the last sign of life in which `status` shows a report
 MAX_SHOWN = 30  # jobs, by `status`
 JOB_STATES = get_args(State)  # in the order of interest
-END_TIMEOUT_S = 10.0  # for which the program waits for its last report
+END_TIMEOUT_S = 10.0  # time that the program waits for its last report
 
 USUAL: dict[str, object] = {"workers": "1", "shard": "0/1", "set_aside": 0}  # values of columns for jobs on one machine
 

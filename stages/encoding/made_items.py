@@ -14,11 +14,11 @@ from stages.planning.items import CaptionSet, MadeCaptions, MadeMasks
 
 
 class NoCaptions(LatentpressError):
-    """Items are still to be described."""
+    """Raised if items have not been described."""
 
 
 class NoMasks(LatentpressError):
-    """Items are still to be masked."""
+    """Raised if items have not been masked."""
 
 
 def read_made_captions(store: Store, config: Config, edits: pa.Table) -> dict[str, MadeCaptions]:

@@ -196,7 +196,7 @@ class UnitWorker(ABC):
             advance(-shard.counted)
             limit, read = max(1, min(limit, self.cost(shard.batch) if shard.batch else 0) // 2), prefetcher.reread
             del shard
-            model_loading.release_memory()  # here, because no traceback holds the batch's tensors
+            model_loading.release_memory()  # outside of `except`: no traceback holds the batch's tensors
 
     def _require_media(self, unit: Unit) -> None:
         """Raise an error if most files are missing, instead of publishing a shard without their members."""

@@ -49,8 +49,8 @@ QWEN_CHAT = (
 
 @dataclass(frozen=True)
 class Shown:
-    """An item's frames as a model sees them. pictures: uint8 (H, W, 3) pictures, in order. clip: uint8 frames (T, H, W,
-    3), shown after the pictures. interval: seconds between frames of the clip."""
+    """An item's frames as a model sees them. pictures: uint8 (H, W, 3) pictures, in order. clip: uint8 frames
+    (T, H, W, 3), shown after the pictures. interval: seconds between frames of the clip."""
 
     pictures: tuple[np.ndarray, ...]
     clip: np.ndarray | None = None
@@ -59,8 +59,8 @@ class Shown:
 
 @dataclass(frozen=True)
 class PreparedItem:
-    """An item, ready for the model. vision: tensors that all questions share. texts: for each question, tensors (...,
-    L) of its prompt. seed: seed of the item's random numbers."""
+    """An item, ready for the model. vision: tensors that all questions share. texts: for each question, tensors
+    (..., L) of its prompt. seed: seed of the item's random numbers."""
 
     vision: Tensors
     texts: tuple[Tensors, ...]

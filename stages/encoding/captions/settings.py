@@ -44,7 +44,8 @@ def single_model(caption: Caption) -> SingleModel:
 
 
 def encoder_parts(model: Model) -> tuple[str, ...]:
-    """The sub-folders of the model's own text encoder. UsageError if it can't describe a picture."""
+    """The sub-folders of the model's own text encoder. Raises UsageError if the text encoder can't describe a
+    picture."""
     parts = tuple(part for part in model.family_spec.text_components if part in TEXT_ENCODER_PARTS)
     kind = read_component_config(model.source, model.revision, "text_encoder").get("model_type")
     if kind != OWN_MODEL_TYPE:

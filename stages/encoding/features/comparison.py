@@ -119,8 +119,9 @@ def likeliest(neighbors: Neighbors, least: float) -> Candidates:
 
 
 def _search(base: Floats, queries: Callable[[int, int], Floats], of_item: int) -> Neighbors:
-    """For each item, at most NEIGHBORS other items of `base`, ranked by the best of the item's queries. base: (n,
-    width). queries(begin, end): query vectors (end - begin, of_item, width). of_item: number of queries per item."""
+    """For each item, at most NEIGHBORS other items of `base`, ranked by the best of the item's queries. base: vectors
+    (n, width). queries(begin, end): query vectors (end - begin, of_item, width). of_item: number of queries per
+    item."""
     index, size, blocks = _build_index(base), max(1, _QUERIES_AT_ONCE // of_item), list[Neighbors]()
     for begin in range(0, len(base), size):
         block = queries(begin, min(begin + size, len(base)))
@@ -155,8 +156,9 @@ def _build_index(base: Floats) -> Any:
 
 
 def find_outliers(neighbors: Neighbors, count: int) -> list[float | None]:
-    """Each item's mean cosine distance, 0 to 2, to its neighbors; None for an item without neighbors. The weight of
-    Angiulli, Pizzuti 2002, Fast Outlier Detection in High Dimensional Spaces, divided by the number of neighbors."""
+    """Each item's mean cosine distance, 0 to 2, to its NEIGHBORS nearest items; None for an item without neighbors. The
+    weight of Angiulli, Pizzuti 2002, Fast Outlier Detection in High Dimensional Spaces, divided by the number of
+    neighbors."""
     distance = 1 - np.clip(neighbors.likeness.astype(np.float64), -1, 1)
     others = np.bincount(neighbors.items, minlength=count)
     sums = np.bincount(neighbors.items, weights=distance, minlength=count)

@@ -30,9 +30,9 @@ _DETAIL, _LEAST_DETAIL = 0.9, 1.5  # least correlation of fine detail, unmoved, 
 
 @dataclass(frozen=True)
 class LocalFeatures:
-    """Keypoints of a picture. points: (n, 2), x and y in pixels. descriptors: (n, 128). gray: the picture as uint8 (H,
-    W), reduced to CHECK_EDGE. scale: pixels of `gray` per pixel of `points`, along x and y. mirrored: features of the
-    picture with left and right exchanged."""
+    """Keypoints of a picture. points: (n, 2), x and y in pixels. descriptors: (n, 128). gray: the picture as uint8
+    (H, W), reduced to CHECK_EDGE. scale: pixels of `gray` per pixel of `points`, along x and y. mirrored: features of
+    the picture with left and right exchanged."""
 
     points: NDArray[np.float32]
     descriptors: NDArray[np.uint8]

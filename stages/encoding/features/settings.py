@@ -65,7 +65,7 @@ def features_fingerprint_inputs(config: Config) -> dict[str, Any]:
 
 
 def features_request(config: Config) -> ItemRequest:
-    """Media that the stage reads: every item, uncropped."""
+    """Media that the stage reads: every item, videos from beginning to end."""
     return ItemRequest(
         stage="features",
         pixels=EDGE**2,

@@ -1,8 +1,8 @@
 """Sana: Gemma-2's last hidden states of the complex human instruction and the caption.
 
-The pipeline pads to n + 298 tokens (n: the instruction's) and keeps row 0 and the last 299, that is, the positions from
-n - 1 on. The real tokens among them are stored; the transformer masks the rest. The instruction is computed once,
-because row 0 is the same for every caption.
+The pipeline pads to n + 298 tokens (n: the number of the instruction's tokens) and keeps row 0 and the last 299, that
+is, the positions from n - 1 on. The real tokens among them are stored; the transformer masks the rest. The instruction
+is computed once, because row 0 is the same for every caption.
 """
 
 from collections.abc import Sequence

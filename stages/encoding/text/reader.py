@@ -49,7 +49,7 @@ class PreparedPrompt:
 @dataclass
 class EncoderStats:
     """shared: number of texts behind the shared prefix. whole: number of texts computed from their first token. images:
-    number of vision passes. reused: number of images of texts whose features were in the cache."""
+    number of vision passes. reused: number of images whose features were in the cache."""
 
     shared: int = 0
     whole: int = 0

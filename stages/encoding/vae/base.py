@@ -69,8 +69,8 @@ class Autoencoder:
         memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
         normalization: Normalization = SCALED,
     ) -> None:
-        """Raises WeightsError if the checkpoint's autoencoder is missing or pickled, and if its config lacks a key of
-        `normalization`."""
+        """Raises WeightsError if the checkpoint's autoencoder is missing or pickled, ValueError if its config lacks a
+        key of `normalization`."""
         self._vae = load_part(self.vae_class, source, revision, "vae", torch_dtype=dtype).to(device).eval()
         self.apply_memory_options(self._vae, memory_options)
         with config_errors(f"{source}/vae/config.json"):

@@ -31,7 +31,7 @@ class SquareNormalizer(base.Normalizer):
 
     @classmethod
     def of_buffers(cls, vae: Any) -> "SquareNormalizer":
-        """Computed in the buffers' own dtype, like in the pipeline."""
+        """Computed in the buffers' own dtype, as in the pipeline."""
         statistics = vae.bn
         deviation = torch.sqrt(statistics.running_var + vae.config.batch_norm_eps)
         return cls(1.0, tuple(statistics.running_mean.tolist()), tuple(deviation.tolist()))
