@@ -22,10 +22,10 @@ from schemas.errors import INCOMPLETE, INTERRUPTED, OK, LatentpressError
 
 INTERVAL_S = 30.0  # between two writes, the first of which come sooner; on an object store each is one put
 FIRST_INTERVAL_S = 2.0  # doubled after each write
-LOST_AFTER_S = 180.0  # without a sign of life; the clocks of machines differ, and a store may be slow
+LOST_AFTER_S = 180.0  # time without a sign of life; the clocks of machines differ, and a store may be slow
 KEPT_S = 24 * 3600.0  # time after the last sign of life in which `status` shows a report
-MAX_SHOWN = 30  # jobs, by `status`
-JOB_STATES = get_args(State)  # in the order of interest
+MAX_SHOWN = 30  # jobs that `status` shows
+JOB_STATES = get_args(State)  # the most interesting state first
 END_TIMEOUT_S = 10.0  # time that the program waits for its last report
 
 USUAL: dict[str, object] = {"workers": "1", "shard": "0/1", "set_aside": 0}  # values of columns for jobs on one machine

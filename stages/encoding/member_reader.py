@@ -41,7 +41,7 @@ class MemberPixels(NamedTuple):
 
 
 def read_member(request: ReadRequest) -> MemberPixels:
-    """Raises MediaError."""
+    """Read the requested pixels. Raises MediaError."""
     first_path, sample = request.files[0][0], request.sample
     try:
         for path, media_id in request.files:

@@ -1,6 +1,6 @@
 """The encoding stages' use of torch: devices, errors while loading a model, tensors to arrays, freeing memory.
 
-Imported by workers only, after everything that needs no model is done.
+Only workers import it, after all work that does not need a model is done.
 """
 
 import gc
@@ -99,7 +99,7 @@ def check_picture_sizes(folder: Path) -> None:
 
 
 def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, Any]:
-    """Versions and hardware, which may differ between two valid shards of one fingerprint."""
+    """Versions of libraries, and hardware. They may differ between two valid shards of one fingerprint."""
     libraries = {}
     for name in PROVENANCE_LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -118,7 +118,7 @@ def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, A
 
 
 def to_array(tensor: torch.Tensor) -> Array:
-    """A tensor as it is stored: contiguous little-endian bytes, bfloat16 as its 16-bit pattern."""
+    """Convert a tensor to its stored form: contiguous little-endian bytes, bfloat16 as its 16-bit pattern."""
     raw = tensor.detach().cpu().contiguous()
     dtype = str(raw.dtype).removeprefix("torch.")
     data = raw.reshape(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, np.uint8)

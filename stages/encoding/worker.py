@@ -56,7 +56,7 @@ class UnitWorker(ABC):
 
     stage: str
     kind: str
-    section: str  # of the configuration
+    section: str  # section of the configuration with the stage's options
     tensors: tuple[str, ...]
     precision: str
     batch_limit_option: str  # the section's option that limits a batch's cost

@@ -216,7 +216,7 @@ def read_items(store: Store, state: StageState) -> ComparedItems:
         media_id = row.info["media_id"]
         if row.id in wanted and (media_id not in rows or row.id > rows[media_id][0]):
             measures = [np.nan if (value := row.info["measures"][name]) is None else value for name in MEASURES]
-            # Copies: a view would keep the whole shard mapped.
+            # The arrays are copied, because a view would keep the whole shard mapped.
             rows[media_id] = row.id, measures, {name: array.numpy().copy() for name, array in row.tensors.items()}
     media_ids = sorted(rows)
     sample_ids, tensors = [rows[name][0] for name in media_ids], [rows[name][2] for name in media_ids]

@@ -17,12 +17,12 @@ from PIL import Image
 from stages.encoding.features.settings import EDGE
 
 MOTION_EDGE = 64
-CLIPPED = 2  # of 255: luminance that counts as dark or, from the other end, bright
+CLIPPED = 2  # of 255: pixels up to this luminance are dark, pixels from 255 - CLIPPED on are bright
 BAR_LUMINANCE = 24  # of 255: black of a limited-range video, plus compression noise
 BAR_STEP = 8  # of 255: least difference between a bar and the picture next to it
 BAR_SHARE = 95  # percent of a row that must be dark; the rest may be a station's logo
 
-WAVES = 8  # half waves across and down
+WAVES = 8  # number of frequencies (half waves) across and down
 LAYOUT_NUMBERS = WAVES * WAVES - 1
 _EDGE = 32  # pixels: side of the square that a part is reduced to
 _PART_SIZES = (0.8, 0.65)  # side of a part, as a share of the picture's side

@@ -170,7 +170,7 @@ class FeaturesWorker(FrameWorker):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         features = require_features(self.config)
-        self.precision = "float16"  # as stored
+        self.precision = "float16"  # dtype of the stored vectors
         self.tensors = ("layouts", "features") if features.source else ("layouts",)
         self._model: VisionModel | None = None
         if features.source is None:

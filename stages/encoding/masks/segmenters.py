@@ -65,7 +65,7 @@ class Segmenter(ABC):
             )
 
     def _inputs(self, frames: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """The processor's tensors of frames, on the device."""
+        """The model's inputs for these frames, made by the image processor, on the device."""
         made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
         given = (name for name in ("pixel_values", "pixel_mask") if name in made)
         inputs = {name: to_device(made[name], self.model.device) for name in given}

@@ -21,7 +21,7 @@ ADVICE = (
     "set masks.model to the folder or repository of a model that transformers loads for semantic segmentation, such as "
     "nvidia/segformer-b5-finetuned-ade-640-640, of a Mask2Former, a MaskFormer, a CLIPSeg or a SAM"
 )
-SIDE_MULTIPLE = 16  # pixels: few enough shapes for batches
+SIDE_MULTIPLE = 16  # pixels: a multiple, so that pictures have few shapes and fill batches
 PIXELS_PER_BYTE = 16  # approximate pixels per byte in a mask's PNG
 
 

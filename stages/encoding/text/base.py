@@ -232,7 +232,7 @@ def load_language_model(
     if options.quantization == "int8-quanto":
         from optimum.quanto import freeze, qint8, quantize
 
-        # On the host, so that the device needs memory for the smaller weights only.
+        # Quantized on the host, so that the device only needs memory for the smaller weights.
         layers = text_blocks(model)
         quantize(layers, weights=qint8)
         freeze(layers)

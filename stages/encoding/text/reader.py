@@ -66,7 +66,7 @@ def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
     order = sorted(range(len(costs)), key=lambda row: costs[row])
     # Rows of equal length stay together, so a pass can only end before a change of length.
     ends = [0, *(end for end in range(1, len(order)) if costs[order[end]] != costs[order[end - 1]]), len(order)]
-    # For each end: the fewest tokens of the rows before it, and the end that their last pass begins at.
+    # For each end: the smallest cost of the rows before it, and the index of the end at which their last pass begins.
     least = [(0, 0)]
     for number, end in enumerate(ends[1:], 1):
         longest = costs[order[end - 1]]
@@ -111,7 +111,7 @@ class TextReader(ABC):
         return [hidden_by_row[row] for row in range(len(texts))], moved
 
     def _divide(self, texts: Sequence[PreparedPrompt]) -> list[list[int]]:
-        """The rows of each pass."""
+        """Divide a batch into passes. Returns the row numbers of each pass."""
         overhead = PASS_OVERHEAD_TOKENS["cpu" if self.device.type == "cpu" else "accelerator"]
         passes = []
         for shared in sorted({text.shared for text in texts}):
@@ -127,7 +127,7 @@ class TextReader(ABC):
 
     @abstractmethod
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
-        """Tensors that a pass needs on the device, made on the host; `_pass` gets them in this order."""
+        """Tensors for a pass, made on the host. They are copied to the device and passed to `_pass` in this order."""
 
     @abstractmethod
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:

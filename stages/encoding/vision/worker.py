@@ -110,7 +110,7 @@ class VisionWorker(FrameWorker):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.precision = "bfloat16"  # as stored
+        self.precision = "bfloat16"  # dtype of the stored features
         self._family, self._size = self.config.model.family_spec, self.config.vision.pixels
         # Resizing a clip takes longer than DINOv2 on a GPU: 0.3 s of one core for 61 frames of 768x512.
         self._threads = ThreadPoolExecutor(job.resources.readers_per_worker, "resize")
