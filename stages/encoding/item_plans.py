@@ -1,8 +1,8 @@
-"""The plan of a stage before `bucket`, of the items of the media tables (`stages/planning/items.py`), published under
-plans/ beside those of `bucket`; and media tables with the columns that `features` made of their items.
+"""Plans of the stages before `bucket`, which encode the items of the media tables (`stages/planning/items.py`). They
+are published under plans/, next to the plans of `bucket`. Also media tables with the columns made by `features`.
 
-Each run of the stage plans what the media tables have now. Where nothing is new it finds the plan that is there, so
-machines that start at different moments agree; what is new is in a generation of its own, and units stay as they are.
+Each run of a stage plans the current items of the media tables. Without new items, it finds the existing plan, so
+machines that start at different moments agree. New items go into a new generation; existing units do not change.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,9 +30,9 @@ from stages.encoding.features.settings import features_fingerprint_inputs, featu
 from stages.planning.items import ItemRequest, item_plan_key, plan_items
 from stages.planning.units import item_units
 
-MOST_PLANS = 10  # that are made where other processes publish plans meanwhile
+MOST_PLANS = 10  # attempts, if other processes publish plans at the same time
 MIB = 2**20
-UNPUBLISHED = "unpublished"  # in place of a generation's name, behind all of these
+UNPUBLISHED = "unpublished"  # stands in for a generation's name; sorts after all of these names
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ class UnpublishedPlan(Plan):
 def find_item_plan(
     store: Store, config: Config, request: ItemRequest, publish: bool, warn: Callable[[str], object] = lambda _: None
 ) -> Plan:
-    """The plan of the items that are there now, published, or with publish=False as it would be. LatentpressError for a
-    dataset that was not discovered, or with other settings. warn: about damaged plans, which are set aside."""
+    """The plan of the current items. publish: whether to publish it; False returns the plan that would be published.
+    warn: called with a message for each damaged plan, which is quarantined. Raises LatentpressError for a dataset that
+    was not discovered, or was discovered with different settings."""
     for _ in range(MOST_PLANS - 1):
         try:
             return _find(store, config, request, publish, warn)
-        except PlanOutdated:  # another process publishes: it may be the same plan
+        except PlanOutdated:  # another process published a plan, perhaps the same one
             continue
     return _find(store, config, request, publish, warn)
 
@@ -66,7 +67,7 @@ def _find(store: Store, config: Config, request: ItemRequest, publish: bool, war
     if publish:
         plans.quarantine_damaged(store, warn)
     with activity(f"planning {request.stage}"):
-        if request.whole:  # of which the columns are made that others read
+        if request.whole:  # `features` makes the columns that `read_media` adds
             used = [dataset for dataset in config.datasets if not dataset.disabled]
             media = {dataset.id: read_configured_media(store, dataset) for dataset in used}
         else:
@@ -93,17 +94,17 @@ def _find(store: Store, config: Config, request: ItemRequest, publish: bool, war
     return UnpublishedPlan(store, UNPUBLISHED, record, tables)
 
 
-COMPARISON_VERSION = 1  # raise it where the same rows are compared otherwise
+COMPARISON_VERSION = 1  # increase it if the same rows are compared in another way
 
 
 class NoFeatures(LatentpressError):
-    """Items are still to be measured."""
+    """Raised if items have not been measured and compared."""
 
 
 def read_media(store: Store, config: Config) -> tuple[dict[str, pa.Table], pa.Table | None]:
-    """The media table of each dataset in use, with features where the plan depends on these; and the table of the items
-    that there are now, None where `features` did not make it. NoFeatures where it did not and the plan depends on it,
-    LatentpressError where a dataset was not discovered."""
+    """The media table of each dataset in use, with columns of features if the plan depends on them; and the table of
+    the current items, None if `features` has not made it. Raises NoFeatures if the plan depends on a missing table, and
+    LatentpressError if a dataset was not discovered."""
     media = {dataset.id: read_configured_media(store, dataset) for dataset in config.datasets if not dataset.disabled}
     if config.features is None:
         for dataset, option in product((each for each in config.datasets if each.id in media), FILTERS):
@@ -132,7 +133,7 @@ def read_media(store: Store, config: Config) -> tuple[dict[str, pa.Table], pa.Ta
 
 
 def find_item_table(config: Config, media: Mapping[str, pa.Table]) -> str:
-    """The name of the table of the items that there are now. media: of each dataset in use."""
+    """The name of the table of the current items. media: dataset id -> media table, for each dataset in use."""
     samples, _ = plan_items(config.model.family_spec, config.datasets, features_request(config), media)
     fingerprint = compute_fingerprint(features_fingerprint_inputs(config))
     assert config.features is not None

@@ -1,9 +1,8 @@
-"""Reports of the jobs of an encoding stage while they run: one small file for each under jobs/, which `status` merges.
+"""Reports of an encoding stage's running jobs: one small file per job under jobs/, which `status` merges.
 
-A job is one run of a stage's program: alone, as a task of a job array, or with a pool of processes or actors. Its
-report says on which machine it runs, how much it has done and how fast. It is written again every INTERVAL_S, so that a
-job that was killed is seen to be lost. Only `status` reads reports, and `gc` removes old ones; a job whose report can't
-be written continues.
+A job is one run of a stage's program: a single process, a task of a job array, or a pool of processes or actors. The
+report contains the machine, the progress and the speed. It is rewritten every INTERVAL_S, so a killed job is recognized
+as lost. Only `status` reads reports, and `gc` removes old reports; a job whose report can't be written continues.
 """
 
 import itertools
@@ -21,27 +20,27 @@ from cache.store.store import Store
 from schemas.cli.process_record import Moment, ProcessRecord, RecordWriter, State, storable_text
 from schemas.errors import INCOMPLETE, INTERRUPTED, OK, LatentpressError
 
-INTERVAL_S = 30.0  # between two writings, of which the first come sooner; on an object store each is one put
-FIRST_INTERVAL_S = 2.0  # doubled each time
-LOST_AFTER_S = 180.0  # without a sign of life; the clocks of machines differ, and a store may be slow
-KEPT_S = 24 * 3600.0  # after the last sign of life, for which `status` shows a report
-MAX_SHOWN = 30  # jobs, by `status`
-JOB_STATES = get_args(State)  # in the order of interest
-END_TIMEOUT_S = 10.0  # that the program waits for its last report
+INTERVAL_S = 30.0  # between two writes, the first of which come sooner; on an object store each is one put
+FIRST_INTERVAL_S = 2.0  # doubled after each write
+LOST_AFTER_S = 180.0  # time without a sign of life; the clocks of machines differ, and a store may be slow
+KEPT_S = 24 * 3600.0  # time after the last sign of life in which `status` shows a report
+MAX_SHOWN = 30  # jobs that `status` shows
+JOB_STATES = get_args(State)  # the most interesting state first
+END_TIMEOUT_S = 10.0  # time that the program waits for its last report
 
-USUAL: dict[str, object] = {"workers": "1", "shard": "0/1", "set_aside": 0}  # columns of jobs on one machine
+USUAL: dict[str, object] = {"workers": "1", "shard": "0/1", "set_aside": 0}  # values of columns for jobs on one machine
 
 TableRow = dict[str, Any]
 
 
 class JobReport(ProcessRecord):
-    """Counts are of this job. members: texts or samples that it is to encode; done: those that it has, set-aside ones
-    included. workers: processes or actors. shard: like "3/16"."""
+    """Counts of one job. members: number of texts or samples that the job encodes. done: number of finished members,
+    including rejected ones. workers: number of processes or actors. shard: partition of the job, like "3/16"."""
 
     engine: str
     workers: int = Field(ge=0)
     shard: str
-    seconds: Moment = 0.0  # as many as a calendar has, at most
+    seconds: Moment = 0.0  # limited to the range of a calendar
     members: int = Field(0, ge=0)
     done: int = 0
     units: int = Field(0, ge=0)
@@ -59,8 +58,8 @@ def reported(
     measure: Callable[[], dict[str, object]],
     stopped_by: Callable[[], str],
 ) -> Iterator[None]:
-    """In the body, a job's work, a thread writes the report. report: what does not change. measure: returns what does.
-    stopped_by: returns what ended the work before it was done; "" if nothing did."""
+    """Context for a job's work, in which a thread writes the job's report. report: the constant fields. measure:
+    returns the changing fields. stopped_by: returns the cause if the work was ended early, else ""."""
     name, end, ended = f"jobs/{report.program}/{fingerprint}/{secrets.token_hex(8)}.json", dict[str, object](), Event()
     writer = RecordWriter(report, lambda record: Store(root).publish_record(name, record))
 
@@ -92,8 +91,8 @@ def reported(
 
 
 def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> dict[str, list[JobReport]]:
-    """stage -> reports of its jobs of the last KEPT_S, the newest first. fingerprints: of each stage's cache. One
-    listing, and a small read for each job; files that are no reports are left out."""
+    """stage -> reports of its jobs in the last KEPT_S, the newest first. fingerprints: stage -> fingerprint of its
+    cache. Costs one listing and a small read for each job; files that are not reports are skipped."""
     by_stage: dict[str, list[JobReport]] = {stage: [] for stage in fingerprints}
     folders = {f"{stage}/{fingerprint}": stage for stage, fingerprint in fingerprints.items()}
     listed = [entry for entry in store.list_files("jobs") if is_project_file(f"jobs/{entry.name}")]
@@ -105,7 +104,7 @@ def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> d
     for entry, data in store.read_files(recent):
         try:
             report = JobReport.parse(data)
-        except ValueError:  # of another version, or no report
+        except ValueError:  # of another version, or not a report
             continue
         if report.state == "running" and entry.modified < now - LOST_AFTER_S:
             report = report.model_copy(update={"reason": f"no sign of life for {now - entry.modified:.0f} s"})
@@ -119,14 +118,14 @@ def sum_rates(reports: Iterable[JobReport]) -> float:
 
 
 def count_states(jobs: Iterable[JobReport]) -> str:
-    """Count them, like "3 running, 1 lost"."""
+    """Numbers of jobs by state, like "3 running, 1 lost"."""
     counts = Counter(job.state for job in jobs)
     return ", ".join(f"{counts[state]} {state}" for state in JOB_STATES if counts[state])
 
 
 def list_jobs(jobs: Mapping[str, Sequence[JobReport]], for_people: bool = False) -> TableRow:
-    """Tables of the jobs of each stage, the most interesting first. for_people: at most MAX_SHOWN, without columns that
-    have their usual value in each row. Reasons, which may be long, have a table of their own."""
+    """Tables of the jobs of each stage, the most interesting first. for_people: limit the table to MAX_SHOWN jobs and
+    omit columns that have their usual value in every row. Reasons may be long, so they have a separate table."""
     pairs = [(stage, job) for stage, of_stage in jobs.items() for job in of_stage]
     pairs.sort(key=lambda pair: JOB_STATES.index(pair[1].state))
     shown = pairs[:MAX_SHOWN] if for_people else pairs

@@ -14,16 +14,16 @@ from stages.planning.items import CaptionSet, MadeCaptions, MadeMasks
 
 
 class NoCaptions(LatentpressError):
-    """Items are still to be described."""
+    """Raised if items have not been described."""
 
 
 class NoMasks(LatentpressError):
-    """Items are still to be masked."""
+    """Raised if items have not been masked."""
 
 
 def read_made_captions(store: Store, config: Config, edits: pa.Table) -> dict[str, MadeCaptions]:
-    """Made captions of each dataset that uses any. edits: of schemas.tables.CAPTION_EDITS_SCHEMA. NoCaptions if some
-    are still to be made, DamageError if some are damaged."""
+    """Dataset id -> made captions, for datasets that use made captions. edits: table of CAPTION_EDITS_SCHEMA
+    (schemas/tables.py). Raises NoCaptions if captions are missing, DamageError if captions are damaged."""
     using = {dataset.id: dataset.used_caption_sets for dataset in config.datasets if not dataset.disabled}
     sets = {name: _read_set(store, config, name) for names in using.values() for name in names}
     edited = edits["media_id"].combine_chunks()
@@ -52,8 +52,8 @@ def _read_set(store: Store, config: Config, name: str) -> CaptionSet:
 
 
 def read_made_masks(store: Store, config: Config) -> dict[str, MadeMasks]:
-    """Made masks of each dataset that uses any. NoMasks if some are still to be made, DamageError if some are
-    damaged."""
+    """Dataset id -> made masks, for datasets that use made masks. Raises NoMasks if masks are missing, DamageError if
+    masks are damaged."""
     using = [dataset.id for dataset in config.datasets if not dataset.disabled and dataset.makes_masks]
     if not using:
         return {}
@@ -64,8 +64,8 @@ def read_made_masks(store: Store, config: Config) -> dict[str, MadeMasks]:
 
 
 def _require_all(state: StageState, error: type[LatentpressError], done: str, step: str) -> None:
-    """Raise the error if items remain: a training set would silently lack what is made of them. step: how to go on
-    without."""
+    """Raise `error` if items remain, since a training set would silently lack their captions or masks. done: participle
+    for the message. step: advice for continuing without the missing items."""
     if count := sum(state.counts[unit.unit_id] for unit in state.remaining_units()):
         raise error(
             f"{count} of {len(state.wanted_ids)} items are not {done} yet",

@@ -1,5 +1,5 @@
-"""Reads a member for the encoding stages, in a decoding process (stages/engines/sandbox.py): checks its files, chooses
-and crops its frames. It needs no torch, and its results are small: 8-bit pixels."""
+"""Reads a member for the encoding stages in a decoding process (stages/engines/sandbox.py): checks the member's files,
+chooses and crops its frames. Does not need torch; results are small, since they are 8-bit pixels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from stages.media.sample_reader import read_cropped_image, read_sample_frames, r
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """files: paths, each with its media id as planned; a mask is the last. sample: its row, None for an image alone.
-    image_geometry: the crop of an image that is read in addition to the sample or alone. image_size: all files are
-    reference images, each to be resized to what this makes of its size."""
+    """files: paths, each with its planned media id; a mask is last. sample: the sample's row; None if only an image is
+    read. image_geometry: crop of an image that is read alone or in addition to the sample. image_size: rule for the
+    size of each image, if all files are reference images."""
 
     files: tuple[tuple[MediaPath, str], ...]
     sample: dict[str, Any] | None
@@ -31,8 +31,8 @@ class ReadRequest:
 
 
 class MemberPixels(NamedTuple):
-    """uint8 (T, H, W, 3) frames, (H, W, 3) image and each of references, (T, H, W) mask (T = 1 for a mask of all
-    frames); None, or no references, for what was not requested."""
+    """Pixels as uint8. frames: (T, H, W, 3). image: (H, W, 3). mask: (T, H, W), with T = 1 for a mask of all frames.
+    references: images (H, W, 3). Parts that were not requested are None or empty."""
 
     frames: np.ndarray | None
     image: np.ndarray | None
@@ -41,7 +41,7 @@ class MemberPixels(NamedTuple):
 
 
 def read_member(request: ReadRequest) -> MemberPixels:
-    """Raises MediaError."""
+    """Read the requested pixels. Raises MediaError."""
     first_path, sample = request.files[0][0], request.sample
     try:
         for path, media_id in request.files:

@@ -1,6 +1,6 @@
 """The encoding stages' use of torch: devices, errors while loading a model, tensors to arrays, freeing memory.
 
-Imported by workers only, after everything that needs no model is done.
+Only workers import it, after all work that does not need a model is done.
 """
 
 import gc
@@ -23,17 +23,17 @@ from schemas.config.encoding import Model, Resources
 from schemas.devices import device_memory, device_name, find_device
 from schemas.errors import LatentpressError
 
-#: Of a RuntimeError where memory ran out: from torch's allocators on the CPU and for Apple's devices, from CUDA itself,
-#: from its libraries, from Intel's.
+#: Parts of a RuntimeError's message if memory ran out: from torch's allocators on the CPU and on Apple's devices, from
+#: CUDA, from CUDA's libraries and from Intel's.
 OUT_OF_MEMORY_MESSAGES = (
     *("DefaultCPUAllocator", "MPS backend out of memory"),
     *("CUDA error: out of memory", "STATUS_ALLOC_FAILED", "OUT_OF_DEVICE_MEMORY"),
 )
-MEMORY_LIMITED = ("cuda", "xpu")  # devices of which torch can limit one process's memory
-#: What an image processor's settings call the sizes of its pictures, and the most pixels of a side.
+MEMORY_LIMITED = ("cuda", "xpu")  # devices on which torch can limit the memory of a process
+#: Keys of picture sizes in an image processor's settings, and the largest valid side in pixels.
 SIZE_KEYS, MOST_SIDE = ("size", "crop_size", "pad_size"), 4096
-FREE_SHARE = 0.8  # of the memory that is free on a card beside the trainer
-#: Libraries that bytes may depend on, where they are installed.
+FREE_SHARE = 0.8  # of a card's free memory, used next to the trainer
+#: Libraries that a shard's bytes may depend on; their versions are recorded if installed.
 PROVENANCE_LIBRARIES = (
     *("torch", "diffusers", "transformers", "tokenizers", "accelerate", "optimum-quanto", "bitsandbytes", "flash-attn"),
     *("pillow", "pillow-heif", "av", "decord"),
@@ -55,7 +55,8 @@ def select_device(resources: Resources, process: int = 0) -> torch.device:
 
 @contextmanager
 def loading_errors(model: Model, part: str) -> Iterator[None]:
-    """Around loading a model: refuses one of another family by name, and raises WeightsError for damaged weights."""
+    """Context for loading a model: refuses a model of another family by name, and raises WeightsError for damaged
+    weights."""
     check_component(model, part)
     with reading_errors(model.source, part):
         yield
@@ -63,7 +64,7 @@ def loading_errors(model: Model, part: str) -> Iterator[None]:
 
 @contextmanager
 def reading_errors(source: str, part: str) -> Iterator[None]:
-    """Around reading weights: WeightsError where they are damaged, and an error where memory runs out."""
+    """Context for reading weights: raises WeightsError for damaged weights, and LatentpressError if memory runs out."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, MemoryError, SafetensorError) as error:
@@ -79,8 +80,8 @@ def reading_errors(source: str, part: str) -> Iterator[None]:
 
 
 def check_picture_sizes(folder: Path) -> None:
-    """WeightsError where a checkpoint's image processor makes pictures with a side of more than MOST_SIDE pixels, which
-    would take all memory."""
+    """Raises WeightsError if a checkpoint's image processor makes pictures with a side of more than MOST_SIDE pixels,
+    since such pictures would take all memory."""
     from transformers.image_processing_base import ImageProcessingMixin
 
     file = f"{folder}/preprocessor_config.json"
@@ -98,7 +99,7 @@ def check_picture_sizes(folder: Path) -> None:
 
 
 def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, Any]:
-    """Versions and hardware, which may differ between two valid shards of one fingerprint."""
+    """Versions of libraries, and hardware. They may differ between two valid shards of one fingerprint."""
     libraries = {}
     for name in PROVENANCE_LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -117,7 +118,7 @@ def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, A
 
 
 def to_array(tensor: torch.Tensor) -> Array:
-    """A tensor as it is stored: contiguous little-endian bytes, bfloat16 as its 16-bit pattern."""
+    """Convert a tensor to its stored form: contiguous little-endian bytes, bfloat16 as its 16-bit pattern."""
     raw = tensor.detach().cpu().contiguous()
     dtype = str(raw.dtype).removeprefix("torch.")
     data = raw.reshape(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, np.uint8)
@@ -126,7 +127,7 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 @contextmanager
 def memory_errors(work: str) -> Iterator[None]:
-    """Around computing: an error that says so where memory runs out."""
+    """Context for computing: raises LatentpressError if memory runs out. work: description for the message."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -137,8 +138,8 @@ def memory_errors(work: str) -> Iterator[None]:
 
 
 def limit_memory(device: torch.device) -> None:
-    """Use a part of what is free on a card alone: the trainer, which uses it too, must not run out of memory. Nothing
-    where torch can't limit the memory of one device."""
+    """Limit this process to FREE_SHARE of the card's free memory, because the trainer on the same card must not run out
+    of memory. Has no effect on devices whose memory torch can't limit."""
     if device.type in MEMORY_LIMITED:
         free, total = device_memory(device)
         torch.get_device_module(device).set_per_process_memory_fraction(FREE_SHARE * free / total, device)
@@ -152,7 +153,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Return the memory that torch caches."""
+    """Free the memory that torch caches."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -8,9 +8,9 @@ from schemas.devices import to_device
 
 
 def overlap_weights(fine: int, coarse: int) -> torch.Tensor:
-    """(coarse, fine) float32: the share of each fine cell in each coarse cell, where both divide the same length.
+    """(coarse, fine) float32: the share of each fine cell in each coarse cell. Both grids divide the same length.
 
-    Rows sum to one. Integers until the last step, so that the shares are the nearest float32.
+    Rows sum to one. Computed in integers until the last step, so that the shares are the nearest float32.
     """
     assert 0 < coarse <= fine, f"{fine} cells can't be pooled to {coarse}"
     # In units of 1 / (fine * coarse) of the length every boundary is an integer.
@@ -21,7 +21,7 @@ def overlap_weights(fine: int, coarse: int) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _weights_on(device: torch.device, fine: int, coarse: int) -> torch.Tensor:
-    """`overlap_weights`, which are computed on the host: some devices divide by multiplying."""
+    """`overlap_weights` on a device. They are computed on the host, because some devices divide by multiplying."""
     return to_device(overlap_weights(fine, coarse), device)
 
 
@@ -37,7 +37,7 @@ def pool_space(features_BHWC: torch.Tensor, grid: tuple[int, int]) -> torch.Tens
 
 
 def pool_time(features_FHWC: torch.Tensor, stride: int) -> torch.Tensor:
-    """features_THWC of the latent frames of a clip: frame 0 alone, then the mean of each `stride` frames."""
+    """features_THWC of the latent frames of a clip: frame 0, then the mean of every `stride` frames."""
     frames = features_FHWC.shape[0]
     assert (frames - 1) % stride == 0, f"{frames} frames are not 1 + a multiple of {stride}"
     later = features_FHWC[1:].unflatten(0, (-1, stride)).mean(1) if frames > 1 else features_FHWC[1:]

@@ -1,10 +1,10 @@
 """An encoding stage, and the run of one.
 
 A stage has a kind of unit, a fingerprint, and a `Worker`, which is made once in each process from a `Job`, loads its
-model and turns each unit into one shard. The plan lists the units; one listing of shard names shows which of them are
-done. A process without --shard takes all units that remain, in an order of its own, and asks before each unit whether
-the unit's shard exists by now. So any number of processes on any number of machines need no lock and no coordination:
-they are started with the same command and share the work. A process does not see the units that are in work elsewhere,
+model and turns each unit into one shard. The plan lists the units; one listing of shard names shows which units are
+done. A process without --shard takes all remaining units in a random order, and checks before each unit whether the
+unit's shard exists by then. So any number of processes on any number of machines need no lock and no coordination: they
+are started with the same command and share the work. A process does not see which units other processes are encoding,
 so a few units are encoded twice, to the same bytes: benchmarks/results/sharing.md.
 """
 
@@ -51,20 +51,21 @@ _PREFETCH_HELP = "Members read ahead by each process.  [default: as configured]"
 
 @dataclass(frozen=True)
 class EncodingStage:
-    """One encoding stage. `fingerprint_inputs`: everything except its inputs that determines its bytes, found without
-    torch. `load_worker`: imports the model's library and makes the worker. `item_request`: for an item stage, which
-    comes before `bucket` and makes its own plan, what it reads of the media."""
+    """One encoding stage. `fingerprint_inputs`: function that returns the settings and weights that determine the
+    shards' bytes, without torch. `load_worker`: function that imports the model's library and makes the worker.
+    `item_request`: function that returns the media to read, for an item stage, which comes before `bucket` and makes
+    its own plan."""
 
     name: str
     kind: str  # the folder of its shards: text | latents | vision | captions
     fingerprint_inputs: Callable[[Config], dict[str, Any]]
     load_worker: Callable[[Job], Worker]
-    unit_kind: str = ""  # the kind of the units that it encodes, if it differs from `kind`
-    only_units: frozenset[str] | None = None  # ids of the units to encode, for a repair; None: all of the plan's
+    unit_kind: str = ""  # the kind of the encoded units, if it differs from `kind`
+    only_units: frozenset[str] | None = None  # ids of the units to encode, for a repair; None: all units of the plan
     #: The size of a unit's shard, in bytes.
     estimate_bytes: Callable[[Config, Unit], int] = lambda config, unit: unit.estimated_bytes
     item_request: Callable[[Config], ItemRequest] | None = None
-    reads_checkpoint: bool = True  # the configured model's
+    reads_checkpoint: bool = True  # whether it reads the configured model
 
     @property
     def member_kind(self) -> str:
@@ -91,7 +92,7 @@ class EncodingStage:
         """Encode what remains of this process' partition, and report."""
         until = math.inf if max_time is None else time.monotonic() + max_time
         config, store = choose_engine(config, options, engine, address), Store(config.root)
-        run_units = load_engine(config.stages.engine).run_units  # or an error, before anything is read
+        run_units = load_engine(config.stages.engine).run_units  # raises before anything is read
         if options.dry_run:
             check_before_stages(config, console.warn)
         plan = self.find_plan(store, config, not options.dry_run, console.warn)
@@ -106,7 +107,7 @@ class EncodingStage:
             report.remaining = count_members(remaining)
             report_set_aside(store, state, report)
             return report
-        if state.done:  # although nothing may be left to encode
+        if state.done:  # even if no unit is left to encode
             self._write_provenance(store, config, state.fingerprint)
         limit = RejectLimit(store, config.stages.max_reject_fraction, state)
         if remaining:
@@ -141,8 +142,8 @@ class EncodingStage:
     def find_plan(
         self, store: Store, config: Config, publish: bool = False, warn: Callable[[str], object] = lambda _: None
     ) -> Plan:
-        """The plan that the stage encodes: the current one of `bucket`, or of an item stage its own, as it would be, or
-        with publish=True published. Raises LatentpressError if `discover` or `bucket` has to run first."""
+        """The plan that the stage encodes: the current plan of `bucket`, or an item stage's own plan. publish: whether
+        to publish an item stage's plan. Raises LatentpressError if `discover` or `bucket` has to run first."""
         if self.item_request is None:
             return current_plan(store, config)
         return find_item_plan(store, config, self.item_request(config), publish, warn)
@@ -157,7 +158,8 @@ class EncodingStage:
         return find_state(names, self.fingerprint(config), plan, locations, retry, self.only_units)
 
     def load_elsewhere(self, job: Job) -> Worker:
-        """The worker, on another machine: its checkpoint must be the one by which the shards are named."""
+        """Make the worker on another machine. Raises LatentpressError if its checkpoint gives a different
+        fingerprint."""
         fingerprint = self.fingerprint(job.config)
         if fingerprint != job.fingerprint:
             raise LatentpressError(
@@ -169,7 +171,7 @@ class EncodingStage:
         return self.load_worker(job)
 
     def _begin_report(self, config: Config, console: Console, state: StageState, remaining: Sequence[Unit]) -> Report:
-        """remaining: units of this process' partition."""
+        """remaining: remaining units of this process's partition."""
         for damage in state.damaged_lists.values():
             console.warn(f"{damage.message}; its unit is encoded again")
         topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks",), "vision": ("vision",)}
@@ -189,7 +191,7 @@ class EncodingStage:
         return report
 
     def _write_provenance(self, store: Store, config: Config, fingerprint: str) -> None:
-        """Write the settings behind the fingerprint, unless they exist; damaged ones again."""
+        """Write provenance.json, the settings behind the fingerprint, unless an intact file exists."""
         path = f"{self.kind}/{fingerprint}/provenance.json"
         data = Provenance.model_validate({"fingerprint": fingerprint, **self.fingerprint_inputs(config)}).format()
         if not store.exists(path) or store.read_bytes(path) != data:
@@ -197,12 +199,12 @@ class EncodingStage:
 
 
 def order_units(units: Sequence[Unit]) -> list[Unit]:
-    """The units in an order of this process, so that processes rarely meet at one unit."""
+    """The units in a random order, so that processes rarely encode the same unit."""
     return random.SystemRandom().sample(units, len(units))
 
 
 def choose_engine(config: Config, options: Options, engine: EngineName | None, address: str | None) -> Config:
-    """The configuration with --engine and --address. UsageError if they are not valid together."""
+    """The configuration with --engine and --address. Raises UsageError if the options contradict each other."""
     if address is not None and engine == "local":
         raise UsageError("--address is of a Ray cluster, and --engine is local", "leave one of them out")
     if engine is None and address is None:
@@ -213,7 +215,7 @@ def choose_engine(config: Config, options: Options, engine: EngineName | None, a
 
 
 def choose_workers(engine: EngineName, resources: Encoding) -> tuple[int, str]:
-    """The number of workers and the reason for it. Each of several workers on this machine has a card of its own:
+    """The number of workers and the reason for it. Several workers on this machine use one card each: see
     `model_loading.select_device`."""
     if resources.workers is not None:
         return resources.workers, "as given"
@@ -223,6 +225,7 @@ def choose_workers(engine: EngineName, resources: Encoding) -> tuple[int, str]:
         return 1, f"as the device is {resources.device}"
     with activity("loading torch, which knows the cards", at_once=True):
         import torch
-    # torch asks NVML, so that this process makes no CUDA context, which would take memory of a card from a worker.
+    # torch counts cards with NVML, so this process makes no CUDA context, which would take a worker's memory on the
+    # card.
     cards = torch.accelerator.device_count()
     return (cards, "one for each accelerator") if cards else (1, "as torch sees no accelerator")

@@ -1,5 +1,5 @@
-"""The encoding stages, and the item stages before `bucket`: the inputs of each one's fingerprint, found without torch,
-and the worker, which loads the model and is imported when it is needed.
+"""The encoding stages, and the item stages before `bucket`. For each stage: the inputs of the fingerprint, found
+without torch, and the worker, which loads the model and is imported when it is needed.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ from stages.encoding.stage_state import StageState
 from stages.encoding.vision import features
 from stages.engines.jobs import Job, Worker
 
-CAPTION_BYTES = 2048  # of one item's captions in a shard, about
+CAPTION_BYTES = 2048  # approximate bytes of one item's captions in a shard
 
 
 def text_fingerprint_inputs(config: Config) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def vision_fingerprint_inputs(config: Config) -> dict[str, Any]:
 
 
 def estimate_vision_bytes(config: Config, unit: Unit) -> int:
-    """Estimate bfloat16 features on the grid of the unit's bucket."""
+    """Estimate the bytes of a unit's bfloat16 features, from the grid of its bucket."""
     vision, family, bucket = config.vision, config.model.family_spec, Bucket.parse(unit.bucket)
     assert vision.source is not None
     frames, _, _ = bucket.latent_shape(family.side_multiple, family.temporal_stride)
@@ -68,7 +68,7 @@ def estimate_vision_bytes(config: Config, unit: Unit) -> int:
 
 
 def load_worker(module: str, name: str, job: Job) -> Worker:
-    """Imports torch and loads the model."""
+    """Import torch and the worker's module, and make the worker, which loads the model."""
     with garbage_collection_paused():
         with activity("loading torch and what encodes", at_once=True):
             worker = getattr(import_module(f"stages.encoding.{module}.worker"), name)
@@ -115,7 +115,7 @@ MASKS = EncodingStage(
     reads_checkpoint=False,
 )
 
-ITEM_STAGES: tuple[EncodingStage, ...] = (FEATURES, CAPTION, MASKS)  # before `bucket`, each with a plan of its own
+ITEM_STAGES: tuple[EncodingStage, ...] = (FEATURES, CAPTION, MASKS)  # run before `bucket`, each with its own plan
 STAGES: tuple[EncodingStage, ...] = (TEXT, LATENTS, VISION)
 SHARD_KINDS = tuple(stage.kind for stage in (*ITEM_STAGES, *STAGES))  # the folders of their shards
 assert {stage.kind: stage.name for stage in STAGES} == ENCODE_PROGRAMS
@@ -133,12 +133,12 @@ def item_stages(config: Config) -> list[EncodingStage]:
 
 
 def item_states(store: Store, config: Config) -> list[tuple[EncodingStage, StageState]]:
-    """The stages before `bucket` that this configuration has work for, with their states. LatentpressError where
+    """The stages before `bucket` that this configuration has work for, with their states. Raises LatentpressError if
     `discover` has to run first."""
     return [(stage, stage.state(store, config, stage.find_plan(store, config))) for stage in item_stages(config)]
 
 
 def all_states(store: Store, config: Config, plan: Plan) -> list[tuple[EncodingStage, StageState]]:
-    """Every stage that this configuration has work for, with its state. plan: that of `bucket`."""
+    """Every stage that this configuration has work for, with its state. plan: current plan of `bucket`."""
     required = [(stage, stage.state(store, config, plan)) for stage in required_stages(config)]
     return item_states(store, config) + required

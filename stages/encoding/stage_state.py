@@ -19,13 +19,13 @@ from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
 from stages.discovery.media_locations import MediaLocations
 
-#: What the members of units are called, by the units' kind.
+#: Kind of unit -> plural name of its members.
 MEMBER_NAMES = {"text": "texts", "latents": "samples", "items": "items"}
-MIN_REJECT_BASE = 10  # members that max_reject_fraction is a fraction of, at least: one of three stops nothing
+MIN_REJECT_BASE = 10  # least base of max_reject_fraction, so that one reject of three members stops nothing
 
 
 class StageNames(NamedTuple):
-    """What an encoding stage is called. kind: the folder of its shards. member_kind: a key of MEMBER_NAMES."""
+    """Names of an encoding stage. name: its program. kind: folder of its shards. member_kind: key of MEMBER_NAMES."""
 
     name: str
     kind: str
@@ -49,7 +49,7 @@ class StageState:
 
     def remaining_units(self, partition: Partition = NOT_PARTITIONED) -> list[Unit]:
         """Return the units of one partition that remain. The partition is cut from all units, so it stays the same
-        while other processes finish theirs."""
+        while other processes finish units."""
         settled = self.done.keys() - self.retry_units
         return [unit for unit in partition.select(self.units) if unit.unit_id not in settled]
 
@@ -64,15 +64,15 @@ class StageState:
 
     @property
     def set_aside(self) -> list[dict]:
-        """Wanted members that were rejected, in this run and in earlier ones."""
+        """Wanted members that were rejected, in this run and in earlier runs."""
         return [row for rows in self.rejects_by_unit.values() for row in rows]
 
 
 def find_state(
     stage: StageNames, fingerprint: str, plan: Plan, locations: MediaLocations, retry: bool, only: frozenset[str] | None
 ) -> StageState:
-    """Compare the plan's units with the existing shards. locations: of the plan's media. retry: encode every unit with
-    rejected members again. only: ids of the units to encode; None for all."""
+    """Compare the plan's units with the existing shards. locations: locations of the plan's media. retry: whether to
+    encode every unit with rejected members again. only: ids of the units to encode; None for all."""
     wanted = plan.active_text_ids if stage.member_kind == "text" else plan.active_sample_ids
     units = plan.units(stage.member_kind)
     missing = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=_list_members(units))).as_py() or 0)
@@ -92,7 +92,7 @@ def find_state(
     }
     again = (again | damaged.keys()) & done.keys()
     is_wanted = pc.is_in(_list_members(units), value_set=wanted).to_numpy(zero_copy_only=False)
-    wanted_before = np.concatenate([[0], np.cumsum(is_wanted)])  # of the members of all units in a row
+    wanted_before = np.concatenate([[0], np.cumsum(is_wanted)])  # over the members of all units
     numbers = np.diff(wanted_before[np.cumsum([0, *(len(unit.members) for unit in units)])]).tolist()
     counts = {unit.unit_id: count for unit, count in zip(units, numbers, strict=True)}
     units = [unit for unit in units if only is None or unit.unit_id in only]
@@ -119,15 +119,15 @@ def count_members(units: Sequence[Unit]) -> int:
 
 
 class RejectLimit:
-    """Counts the wanted members that were tried and that were set aside, in this run and in earlier ones. Missing media
-    do not count: `require_media` stops a stage that finds most of them missing, and index stops for any.
+    """Counts the wanted members that were tried and that were rejected, in this run and in earlier runs. Missing media
+    do not count: `require_media` stops a stage if most media are missing, and `index` stops for any.
 
-    LatentpressError, from the constructor or from `add`, where more than `max_reject_fraction` of them were set
-    aside. The next run stops in the same way until the items are corrected or the limit is raised.
+    The constructor and `add` raise LatentpressError if more than `max_reject_fraction` of the tried members were
+    rejected. The next run stops in the same way until the items are corrected or the limit is raised.
     """
 
     def __init__(self, store: Store, most: float, state: StageState) -> None:
-        """most: stages.max_reject_fraction."""
+        """most: largest rejected fraction, stages.max_reject_fraction."""
         self._state, self._fraction = state, most
         self._folder = store.path(f"rejects/{state.reject_folder}")
         self._tried = self._rejected = 0
@@ -136,7 +136,7 @@ class RejectLimit:
         self.add({name: state.rejects_by_unit.get(name, []) for name in names})
 
     def add(self, rejects_by_unit: Mapping[str, Sequence[dict]]) -> None:
-        """Count units that have been encoded: the members of each that were set aside."""
+        """Count encoded units. rejects_by_unit: unit id -> rejected members, empty for a unit without rejects."""
         kept = wanted_rows(rejects_by_unit, self._state.wanted_ids).values()
         rejected = [row for rows in kept for row in rows if row["reason"] != "missing"]
         self._tried += sum(self._state.counts[unit] for unit in rejects_by_unit)

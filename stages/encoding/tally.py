@@ -1,5 +1,5 @@
-"""What one run of an encoding stage has done: shown as progress, written to the job's report under jobs/, and returned
-in the program's report."""
+"""Counts of one run of an encoding stage. They are shown as progress, written to the job's report under jobs/, and
+returned in the program's report."""
 
 import time
 from collections import Counter
@@ -24,7 +24,7 @@ from stages.engines.jobs import Job, RoundingError, UnitResult
 
 
 class Tally:
-    """Counts the units of a run. units: to be encoded. report: of the program, which receives the counts."""
+    """Counts the units of a run. units: units to encode. report: the program's report, which receives the counts."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Tally:
         self._units, self._report, self._limit = units, report, limit
         self._store, self._units_by_id = Store(job.config.root), {unit.unit_id: unit for unit in state.units}
         self._finished = self._bytes = self._smaller_batches = self._set_aside = 0
-        self._done, self._began = 0, time.monotonic()  # members, those of units in work included
+        self._done, self._began = 0, time.monotonic()  # members, including units in progress
         self._first: tuple[float, int] | None = None  # time and members done when the model was loaded
         self._remarks, self._rounding = Counter[str](), RoundingError()
         self._stop_handler = StopHandler()
@@ -55,13 +55,13 @@ class Tally:
 
     @property
     def stopped_by(self) -> str:
-        """A signal, or --max-time; "" if neither ended the run before its last unit."""
+        """The cause, a signal or --max-time, if the run ended before its last unit; else ""."""
         is_late = self._finished < len(self._units) and time.monotonic() >= self._job.until
         return self._stop_handler.reason or ("--max-time" if is_late else "")
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """In the body, progress is shown and reported. A signal ends the body."""
+        """Context in which progress is shown and reported. A signal ends the body."""
         members, what = count_members(self._units), MEMBER_NAMES[self._stage.member_kind]
         with (
             self._stop_handler.stop_on_signals(),
@@ -71,7 +71,7 @@ class Tally:
             yield
 
     def open_units(self) -> Iterator[Unit]:
-        """The units that have no shard when their turn comes, until the time is up."""
+        """Yields the units that have no shard when their turn comes, until the time is up."""
         for unit in self._units:
             check_stop()
             if time.monotonic() >= self._job.until:
@@ -82,7 +82,7 @@ class Tally:
                 yield unit
 
     def advance(self, members: int) -> None:
-        """Count encoded members of units that are in work; negative if a unit starts again."""
+        """Count encoded members of units in progress. members: number of members; negative if a unit starts again."""
         self._done += members
         self._first = self._first or (time.monotonic(), self._done)
         self._progress.advance(members)
@@ -102,7 +102,8 @@ class Tally:
         }
 
     def add(self, result: UnitResult) -> None:
-        """Count a unit that has ended, and list its rejects. LatentpressError if too many members were rejected."""
+        """Count a finished unit and write its list of rejects. Raises LatentpressError if too many members were
+        rejected."""
         unit = self._units_by_id[result.unit_id]
         if result.elsewhere:
             self._skip(unit)
@@ -131,7 +132,7 @@ class Tally:
         self.advance(len(unit.members))
 
     def finish(self) -> None:
-        """Add what was counted to the program's report."""
+        """Add the counts to the program's report."""
         details = self._report.details
         details["written_mib"] = round(self._bytes / 2**20, 2)
         if self._smaller_batches:

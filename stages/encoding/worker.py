@@ -1,4 +1,4 @@
-"""The common part of the encoding stages' workers: units are read ahead, encoded in batches and written as shards."""
+"""The common part of the encoding stages' workers, which read units ahead, encode them in batches and write shards."""
 
 import os
 import time
@@ -36,7 +36,7 @@ from stages.media.files import MediaError
 
 @dataclass(frozen=True)
 class RefusedMember:
-    """A member that was encoded, and whose result is not kept."""
+    """A member that was encoded but whose result is rejected."""
 
     id: str
     error: MediaError
@@ -44,22 +44,23 @@ class RefusedMember:
 
 AdvanceProgress = Callable[[int], None]
 PreparedMembers = Iterable[tuple[str, Any | MediaError]]
-PREFETCH_BYTES = 1 << 30  # of members read ahead, if the configuration gives no number of them
-MAX_PREFETCH = 64  # members, likewise
-#: After the last batch of a unit: none is queued, and the last one's rows follow.
+PREFETCH_BYTES = 1 << 30  # bytes of members read ahead, if the configuration sets no number
+MAX_PREFETCH = 64  # members read ahead, if the configuration sets no number
+#: Follows the last batch of a unit: nothing more is queued, and the last batch's rows are taken.
 END: list[tuple[list[str], list[Any]]] = [([], [])]
 
 
 class UnitWorker(ABC):
-    """Made once in a process. A subclass defines what a member is, what fits in a batch, and how one is encoded."""
+    """Encodes units; made once per process. A subclass defines a member's type, the cost of a batch, and the
+    encoding."""
 
     stage: str
     kind: str
-    section: str  # of the configuration
+    section: str  # section of the configuration with the stage's options
     tensors: tuple[str, ...]
     precision: str
-    batch_limit_option: str  # the option of that section that limits a batch's cost
-    advice = "use a larger card or --device cpu"  # where a single member does not fit into memory
+    batch_limit_option: str  # the section's option that limits a batch's cost
+    advice = "use a larger card or --device cpu"  # if a single member does not fit into memory
 
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config
@@ -72,33 +73,33 @@ class UnitWorker(ABC):
 
     @abstractmethod
     def read_request(self, name: str) -> ReadRequest | None:
-        """The files to read for the member `name`; None for none. MediaError: it is set aside."""
+        """The files to read for the member `name`; None if it has no files. Raises MediaError to reject the member."""
 
     @abstractmethod
     def prepare(self, name: str, read: MemberPixels | None) -> Any:
-        """The member, ready to be encoded; called in another thread. MediaError: it is set aside."""
+        """The member, ready to be encoded. Called in another thread. Raises MediaError to reject the member."""
 
     @abstractmethod
     def cost(self, batch: list[Any]) -> int:
         """The cost of a batch of these members, in the unit of `batch_limit`."""
 
     def indivisible(self, batch: list[Any], limit: int) -> bool:
-        """Whether no smaller batch can be tried."""
+        """Whether the batch can't be made smaller."""
         return len(batch) == 1
 
     @abstractmethod
     def encode(self, names: list[str], batch: list[Any], limit: int) -> Iterable[ShardRow | RefusedMember]:
-        """Queue the batch on the device, without waiting for it. A row for each member, which are taken when the next
-        batch is queued: the first one waits for the results. limit: the cost of one forward pass, which a single
-        member may exceed."""
+        """Queue the batch on the device, without waiting for it. Returns a row for each member. The rows are taken
+        after the next batch is queued; the first row waits for the results. limit: largest cost of one forward pass,
+        which a single member may exceed."""
 
     def member_bytes(self, unit: Unit) -> int:
-        """Memory of a member of this unit once it is read."""
+        """Memory, in bytes, of a member of this unit after it is read."""
         return 1
 
     def pinned_revision(self, revision: str | None) -> str | None:
-        """The commit of a model's repository that the fingerprint is of, as its branch may have moved since; without a
-        repository `revision`."""
+        """The commit of the model's repository in the fingerprint, since the branch may have moved; `revision` if the
+        model is not in a repository."""
         record = self.store.read_record(f"{self.kind}/{self.job.fingerprint}/provenance.json", Provenance)
         return (record.weights or {}).get("commit", revision)
 
@@ -107,24 +108,24 @@ class UnitWorker(ABC):
         return self.plan.active_rows.get(name, self.plan.samples[name])["path"]
 
     def remarks(self, row: ShardRow) -> Iterable[str]:
-        """Remarks that the report counts rows by; none for most rows."""
+        """Remarks on a row; the report counts the rows of each remark. Most rows have none."""
         return ()
 
     def rounding(self, row: ShardRow) -> RoundingError:
-        """The error of a row's tensors that are stored in fewer bits than they had; called once."""
+        """The rounding error of a row's tensors that are stored in fewer bits than computed. Called once per row."""
         return RoundingError()
 
     def column_dtypes(self) -> dict[str, str]:
-        """Tensor of a row -> its dtype."""
+        """Name of a row's tensor -> its dtype."""
         return dict.fromkeys(self.tensors, self.precision)
 
     def prefetch_count(self, unit: Unit) -> int:
-        """How many members of this unit to read ahead, where the configuration gives no number."""
+        """The number of members of this unit to read ahead, if the configuration sets no number."""
         return max(2, min(MAX_PREFETCH, PREFETCH_BYTES // self.member_bytes(unit)))
 
     def run_units(self, take: NextUnit, advance: AdvanceProgress) -> Iterator[UnitResult]:
-        """Make the shards of the units that `take` gives. While one is encoded, the next is read and the previous one
-        written, so a unit's result comes after the next unit was encoded, or at the end."""
+        """Make the shards of the units that `take` returns. While a unit is encoded, the next unit is read and the
+        previous shard is written, so a unit's result comes after the next unit is encoded, or at the end."""
         with ThreadPoolExecutor(1, "write") as writer, _Prefetcher(self, take) as prefetcher:
             is_complete = False
             try:
@@ -137,14 +138,14 @@ class UnitWorker(ABC):
     def _encode_units(
         self, prefetcher: "_Prefetcher", writer: ThreadPoolExecutor, advance: AdvanceProgress
     ) -> Iterator[UnitResult]:
-        written: Future[UnitResult] | None = None  # the shard before, which is being written
+        written: Future[UnitResult] | None = None  # the previous shard, which is being written
         while True:
             unit = None if self._is_time_up else prefetcher.next_unit(wait=written is None)
             if unit is None and written is None:
                 return
             shard, found = None, None
             if unit is not None:
-                # Asked now and not when it was read ahead: other jobs may have encoded it since.
+                # Checked now and not when the unit is read ahead, since other jobs may have encoded it in between.
                 found = self.job.find_shard(self.store, self.kind, unit)
                 if found is not None:
                     prefetcher.skip(unit)
@@ -167,13 +168,14 @@ class UnitWorker(ABC):
 
     @cached_property
     def processes(self) -> SandboxPool[ReadRequest, MemberPixels]:
-        """The decoding processes: one that crashes or hangs costs its item and not this process."""
+        """The decoding processes. If one crashes or hangs, its item is rejected and this process continues."""
         workers = self.job.resources.readers_per_worker
         return SandboxPool.configured(member_reader.make_member_reader, workers, self.config.stages)
 
     def _encode(self, unit: Unit, prefetcher: "_Prefetcher", advance: AdvanceProgress) -> "_UnitShard":
-        """Encode a unit; its shard, to be written. If memory runs out, the whole unit starts again at half the batch.
-        The next unit has the usual limit again: a shard must not depend on what was encoded before it."""
+        """Encode a unit and return its shard, which is not written yet. If memory runs out, the whole unit starts again
+        with half the batch. The next unit has the usual limit again, because a shard must not depend on earlier
+        units."""
         limit, read = self.batch_limit, prefetcher.members
         while True:
             shard = _UnitShard(self, unit, limit, advance)
@@ -194,10 +196,10 @@ class UnitWorker(ABC):
             advance(-shard.counted)
             limit, read = max(1, min(limit, self.cost(shard.batch) if shard.batch else 0) // 2), prefetcher.reread
             del shard
-            model_loading.release_memory()  # here, where no traceback holds the batch's tensors
+            model_loading.release_memory()  # outside of `except`: no traceback holds the batch's tensors
 
     def _require_media(self, unit: Unit) -> None:
-        """Stop where most files are missing, rather than publish a shard without their members."""
+        """Raise an error if most files are missing, instead of publishing a shard without their members."""
         some = pa.array(media_locations.spread_evenly(pa.array(unit.members, pa.string())))
         wanted = self.plan.active_text_ids if self.kind == "text" else self.plan.active_sample_ids
         tried = wanted.filter(pc.is_in(wanted, value_set=some)).to_pylist()
@@ -205,17 +207,17 @@ class UnitWorker(ABC):
 
 
 class FrameWorker(UnitWorker):
-    """Reads of each member its own frames alone, not the source images that its latents are conditioned on. A prepared
-    member has as many frames as its length. listed_as: the kind of members by which their files are found."""
+    """Reads only a member's own frames, not the source images that its latents are conditioned on. The `len` of a
+    prepared member is its number of frames. listed_as: kind of members for finding their files."""
 
     listed_as = "items"
 
     def cost(self, batch: list[Any]) -> int:
-        """Frames."""
+        """Number of frames in the batch."""
         return sum(map(len, batch))
 
     def indivisible(self, batch: list[Any], limit: int) -> bool:
-        """At one frame a pass: a clip may take several passes of at most `limit` frames."""
+        """Whether a pass has only one frame: a clip may take several passes of at most `limit` frames."""
         return min(self.cost(batch), limit) <= 1
 
     def member_bytes(self, unit: Unit) -> int:
@@ -230,8 +232,8 @@ class FrameWorker(UnitWorker):
 
 @dataclass
 class _Reading:
-    """A unit whose members are read. names: of members that are not begun. begun: in order, until they are taken.
-    depth: how many members may be in progress."""
+    """A unit whose members are being read. names: names of members whose reading has not begun. begun: name and result
+    of members that are being read or are ready, in order. depth: largest number of members in progress."""
 
     unit: Unit
     names: Iterator[str]
@@ -240,9 +242,9 @@ class _Reading:
 
 
 class _Prefetcher:
-    """Members of the units that `take` gives, read ahead in the units' order: each by a decoding process, then prepared
-    for the encoder by one thread. The number in progress is bounded, and so is memory. Successive members with the same
-    request (texts with one image) share its result."""
+    """Reads members of the units that `take` returns ahead, in the units' order: a decoding process reads a member,
+    then one thread prepares it for the encoder. The number of members in progress is bounded, and so is memory.
+    Successive members with the same request (texts with one image) share its result."""
 
     def __init__(self, worker: UnitWorker, take: NextUnit) -> None:
         self._worker, self._take = worker, take
@@ -257,12 +259,13 @@ class _Prefetcher:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def next_unit(self, wait: bool) -> Unit | None:
-        """The unit to encode now, once the last one's members have been taken; None as from `take`."""
+        """The unit to encode next, after the last unit's members were taken; None if `take` returns None."""
         self._fill(wait)
         return self._readings[0].unit if self._readings else None
 
     def members(self, unit: Unit) -> PreparedMembers:
-        """Each member of the unit that `next_unit` gave, in order: prepared, or its MediaError."""
+        """Yields each member of the unit that `next_unit` returned, in order: its name, and the prepared member or a
+        MediaError."""
         begun = self._readings[0].begun
         for _ in unit.members:
             self._fill(False)
@@ -271,12 +274,12 @@ class _Prefetcher:
         self._readings.popleft()
 
     def reread(self, unit: Unit) -> PreparedMembers:
-        """The same members again, with nothing read ahead."""
+        """Yields the same members again, without reading ahead."""
         for name in unit.members:
             yield name, _result_or_error(self._begin(name))
 
     def skip(self, unit: Unit) -> None:
-        """Drop the rest of the unit that `next_unit` gave."""
+        """Drop the rest of the unit that `next_unit` returned."""
         if self._readings and self._readings[0].unit is unit:
             self._readings.popleft()
 
@@ -303,17 +306,17 @@ class _Prefetcher:
             return failed
         if request is None:
             return self._thread.submit(self._worker.prepare, name, None)
-        # Compared with names for files: one member of an archive may be requested by two objects.
+        # Compare file names instead of objects, since two path objects may name the same member of an archive.
         named = replace(request, files=tuple((os.fspath(path), media_id) for path, media_id in request.files))
         if self._last_read is None or self._last_read[0] != named:
             processes = self._worker.processes
             self._last_read = named, self._thread.submit(_wait_for, processes, request, processes.begin(request))
-        read = self._last_read[1]  # done when its members' turn comes, as the thread takes one after another
+        read = self._last_read[1]  # done before `prepare` runs, since the thread runs tasks in order
         return self._thread.submit(lambda: self._worker.prepare(name, read.result()))
 
 
 def _wait_for(processes: SandboxPool[ReadRequest, MemberPixels], request: ReadRequest, task: Future) -> MemberPixels:
-    """Raises MediaError."""
+    """Wait for a decoding process's result. Raises MediaError."""
     result = processes.result(request, task)
     if isinstance(result, WorkerFailure):
         raise result.error(request.files[0][0])
@@ -330,8 +333,8 @@ def _result_or_error(item: Future) -> Any | MediaError:
 
 
 class _UnitShard:
-    """The shard of one unit while it is made. limit: of a batch's cost. batch: the members in work. counted: members
-    that were reported to `advance`."""
+    """The shard of one unit while it is made. limit: largest cost of a batch. batch: members of the batch in progress.
+    counted: number of members reported to `advance`."""
 
     def __init__(self, worker: UnitWorker, unit: Unit, limit: int, advance: AdvanceProgress) -> None:
         self._worker, self._unit, self.limit, self._advance = worker, unit, limit, advance
@@ -347,7 +350,7 @@ class _UnitShard:
         self._writer.__enter__()
 
     def encode(self, read: PreparedMembers) -> None:
-        """Encode the members that `read` gives. A batch's rows are taken when the next batch is queued, so that the
+        """Encode the members that `read` yields. A batch's rows are taken after the next batch is queued, so that the
         device computes while the host writes."""
         queued: tuple[list[Any], Iterable[ShardRow | RefusedMember]] | None = None
         for names, batch in chain(self._batches(read), END):
@@ -364,8 +367,8 @@ class _UnitShard:
         self._advance(members)
 
     def _batches(self, read: PreparedMembers) -> Iterator[tuple[list[str], list[Any]]]:
-        """Names and members in the unit's order, in batches as large as the limit allows; what can't be read is
-        rejected."""
+        """Yields names and members in the unit's order, in batches as large as the limit allows. Members that can't be
+        read are rejected."""
         names: list[str] = []
         batch: list[Any] = []
         for name, item in read:
@@ -382,7 +385,7 @@ class _UnitShard:
             yield names, batch
 
     def _add(self, row: ShardRow | RefusedMember) -> None:
-        """Write a row; one with NaN or infinities is rejected."""
+        """Write a row. A row with NaN or infinite numbers is rejected."""
         if isinstance(row, RefusedMember):
             self._set_aside(row.id, row.error.path, row.error.reason, str(row.error), False)
             return
@@ -413,8 +416,8 @@ class _UnitShard:
                 self._writer.set_aside(RejectedMember(member["item"], member["reason"], member["message"]))
             folder = reject_folder(worker.stage, worker.job.fingerprint)
             if names := {member["item"] for member in result.set_aside}:
-                # Before the shard, which marks the unit as done, and with the earlier rows, some of which may be
-                # encoded now: after a kill in between, the list lacks nothing.
+                # Written before the shard, which marks the unit as done, and together with the earlier rows, although
+                # some of their members may be encoded now: if the process is killed in between, the list is complete.
                 earlier = [
                     row for row in read_undamaged(worker.store, folder, result.unit_id) if row["item"] not in names
                 ]
@@ -428,5 +431,5 @@ class _UnitShard:
         return result
 
     def drop(self) -> None:
-        """Remove what was written of an unfinished shard."""
+        """Remove the files of an unfinished shard."""
         self._writer.__exit__(None, None, None)

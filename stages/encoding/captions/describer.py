@@ -1,9 +1,9 @@
-"""A vision-language model that describes items: loaded as text encoders are, read and written by transformers.
+"""A vision-language model that describes items. It is loaded like a text encoder and run by transformers.
 
-Words are drawn for an item by a seed of its own, so they are the same whatever it shares a batch or a process with.
-Adding Gumbel noise to the logarithms of probabilities and taking the largest draws by these probabilities (Gumbel
-1954). The noise is a hash of the item's seed, the word's place in the caption and its token, computed in integers on
-the device; transformers' own sampling draws for a whole batch from one generator.
+Each item's tokens are sampled with the item's own seed, so the caption does not depend on the batch or the process.
+Adding Gumbel noise to the log-probabilities and taking the largest sum samples by these probabilities (Gumbel 1954).
+The noise is a hash of the item's seed, the token's position in the caption and the token's id, computed in integers on
+the device; transformers' own sampling draws a whole batch from one generator.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ from stages.encoding.text.reader import common_prefix
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 Tensors = dict[str, torch.Tensor]
-#: What Qwen2.5-VL's own chat template makes of a user's question, where the checkpoint's tokenizer has none.
+#: The prompt that Qwen2.5-VL's chat template makes for one question; used if the tokenizer has no chat template.
 QWEN_CHAT = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -49,8 +49,8 @@ QWEN_CHAT = (
 
 @dataclass(frozen=True)
 class Shown:
-    """An item's frames as a model sees them. pictures: uint8 (H, W, 3), in order. clip: uint8 (T, H, W, 3), after them.
-    interval: seconds from one of its frames to the next."""
+    """An item's frames as a model sees them. pictures: uint8 (H, W, 3) pictures, in order. clip: uint8 frames
+    (T, H, W, 3), shown after the pictures. interval: seconds between frames of the clip."""
 
     pictures: tuple[np.ndarray, ...]
     clip: np.ndarray | None = None
@@ -59,7 +59,8 @@ class Shown:
 
 @dataclass(frozen=True)
 class PreparedItem:
-    """An item, ready for the model: `vision`, and (..., L) `texts` of each question. seed: of what is drawn."""
+    """An item, ready for the model. vision: tensors that all questions share. texts: for each question, tensors
+    (..., L) of its prompt. seed: seed of the item's random numbers."""
 
     vision: Tensors
     texts: tuple[Tensors, ...]
@@ -71,8 +72,8 @@ class PreparedItem:
         return max(len(text["input_ids"]) for text in self.texts)
 
     def shared_tokens(self, picture_ids: Collection[int]) -> int:
-        """How many tokens all prompts begin with, fewer than any prompt has; 0 where pictures' tokens are not all among
-        them."""
+        """Number of tokens that all prompts begin with, less than the length of any prompt; 0 unless these tokens
+        include all tokens of pictures."""
         rows = [text["input_ids"].tolist() for text in self.texts]
         shared = common_prefix([row[:-1] for row in rows])
         pictures = [sum(token in picture_ids for token in row) for row in (shared, *rows)]
@@ -81,22 +82,23 @@ class PreparedItem:
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """The vision model's features of a batch, as the whole model takes them in place of pixels."""
+    """The vision model's features of a batch, in the form that the whole model accepts instead of pixels."""
 
     pooler_output: tuple[torch.Tensor, ...]
 
 
 class ModelInputs(ABC):
-    """Makes inputs for one model. The items of a batch are of one size, so their prompts have one length."""
+    """Makes inputs for one model. All items of a batch have the same size, so their prompts have the same length."""
 
     tokenizer: Any
 
     @abstractmethod
     def prepare(self, shown: Shown, questions: Sequence[str], seed: int) -> PreparedItem:
-        """Called in another thread. Raises ValueError for pictures that the model can't take."""
+        """Make the inputs of one item, for all questions. Called in another thread. Raises ValueError for pictures that
+        the model can't take."""
 
     def vision(self, items: Sequence[PreparedItem], device: torch.device) -> dict[str, Any]:
-        """Tensors of a batch's items that the prompts of all questions share, on the device."""
+        """Tensors of a batch's items on the device; the prompts of all questions share them."""
         return {name: torch.cat([item.vision[name] for item in items]).to(device) for name in items[0].vision}
 
     def text(self, items: Sequence[PreparedItem], question: int, device: torch.device) -> Tensors:
@@ -108,14 +110,15 @@ class ModelInputs(ABC):
 
 
 class QwenInputs(ModelInputs):
-    """For Qwen2.5-VL. Pictures are prepared as by `encode-text`; a clip is a video to the model, two frames a token.
+    """Inputs of Qwen2.5-VL. Pictures are prepared as in `encode-text`; the model reads a clip as a video, two frames
+    per token.
 
-    Its vision model computes each batch once for all questions.
+    The vision model runs once per batch, for all questions.
     """
 
     def __init__(self, model: Any, tokenizer: Path, images: Path | None) -> None:
-        """model: Qwen2_5_VLForConditionalGeneration. images: folder of preprocessor_config.json; without, the published
-        values."""
+        """model: Qwen2_5_VLForConditionalGeneration. images: folder of preprocessor_config.json; None uses the
+        published values."""
         config = model.config.vision_config
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         sizes = {"patch_size": config.patch_size, "merge_size": config.spatial_merge_size}
@@ -133,12 +136,13 @@ class QwenInputs(ModelInputs):
         return PreparedItem(vision, tuple(self._text(shown, vision, question) for question in questions), seed)
 
     def _clip(self, frames: np.ndarray, interval: float) -> Tensors:
-        """Tensors of a clip as of transformers' video processor: an odd number of frames has the last one again."""
+        """Tensors of a clip, equal to the output of transformers' video processor: an odd number of frames is padded
+        with a copy of the last frame."""
         pair, patch = self._images.temporal_patch_size, self._images.patch_size
         frames = np.concatenate([frames, frames[-1:].repeat(-len(frames) % pair, axis=0)])
         made = self._images(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt")
         rows, columns = made["image_grid_thw"][0, 1:].tolist()
-        # Each frame's patches hold it `pair` times over: (frames, patches, colors, pair, pixels) -> of each frame one.
+        # A frame's patches hold `pair` copies of the frame, (frames, patches, colors, pair, pixels); keep one copy.
         patches = made["pixel_values"].view(len(frames), rows * columns, 3, pair, patch * patch)[:, :, :, 0]
         paired = patches.unflatten(0, (-1, pair)).movedim(1, 3)  # (pairs of frames, patches, colors, pair, pixels)
         return {
@@ -160,7 +164,8 @@ class QwenInputs(ModelInputs):
         ids_1L = torch.tensor([ids])
         marks_1L = (ids_1L == image_id).int() + 2 * (ids_1L == video_id).int()
         sizes = {name: tensor for name, tensor in vision.items() if not name.startswith("pixel")}
-        # Three in the pictures, after the number of the token; on the device the model would wait for each prompt's.
+        # Positions in time, height and width; below, the token's number is put before them. Computed on the host,
+        # because the model on the device would wait for each prompt.
         positions_31L, _ = self._model.get_rope_index(ids_1L, marks_1L, **sizes)
         positions_4L = torch.cat([torch.arange(len(ids))[None], positions_31L[:, 0]])
         return {"input_ids": ids_1L[0], "position_ids": positions_4L}
@@ -191,7 +196,8 @@ class QwenInputs(ModelInputs):
 
 
 class ProcessorInputs(ModelInputs):
-    """For any other model, by its own processor of transformers. The frames of a clip are pictures to it."""
+    """Inputs of any other model, made by its own processor in transformers, which receives a clip's frames as
+    pictures."""
 
     def __init__(self, folder: Path, source: str) -> None:
         try:
@@ -217,7 +223,7 @@ class ProcessorInputs(ModelInputs):
             content: list[dict[str, Any]] = [{"type": "image"} for _ in pictures]
             messages = [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]
             text = self._processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            # A template that writes the begin token, too, would double it.
+            # If the chat template already wrote the begin token, the tokenizer must not add a second one.
             begin = self.tokenizer.bos_token
             special = not (begin and text.startswith(begin))
             made.append(
@@ -231,14 +237,15 @@ class ProcessorInputs(ModelInputs):
 
 @dataclass(frozen=True)
 class Written:
-    """A caption that the model wrote. ended: whether it came to its end within caption.max_tokens."""
+    """A caption that the model wrote. ended: whether the model ended the caption within caption.max_tokens."""
 
     text: str
     ended: bool
 
 
 class Describer:
-    """model: with a head. inputs: makes what it reads. unquantized: matrices that nf4-bnb does not quantize."""
+    """Writes captions. model: vision-language model with its head. inputs: maker of the model's inputs. unquantized:
+    names of matrices that nf4-bnb does not quantize."""
 
     def __init__(self, model: Any, inputs: ModelInputs, caption: Caption, device: torch.device) -> None:
         self._model, self.inputs, self._caption, self._device = model, inputs, caption, device
@@ -250,7 +257,7 @@ class Describer:
         names = ("image_token_id", "video_token_id")
         self._picture_ids = {getattr(model.config, name) for name in names if hasattr(model.config, name)}
         self.unquantized = unquantized_layers(model) if caption.quantization == "nf4-bnb" else []
-        # In place of the checkpoint's own, whose values would count where none are given.
+        # Replaces the checkpoint's generation config, whose values would apply to options that are not set.
         model.generation_config = GenerationConfig(
             max_new_tokens=caption.max_tokens,
             do_sample=False,
@@ -262,10 +269,10 @@ class Describer:
 
     @torch.no_grad()
     def describe(self, items: Sequence[PreparedItem]) -> list[list[Written]]:
-        """For each question what was written of each item, which are of one size.
+        """The captions as [question][item]. items: items of one size.
 
-        Questions come after the pictures, so in a decoder whose layers each see all tokens before, the keys and values
-        of all tokens before the question are the same for each, and `generate` goes on from them.
+        The question comes after the pictures. If every layer of the decoder sees all earlier tokens, the keys and
+        values of the tokens before the question do not depend on the question, and `generate` continues from them.
         """
         given = self.inputs.vision(items, self._device)
         shared = min(item.shared_tokens(self._picture_ids) for item in items)
@@ -279,8 +286,8 @@ class Describer:
         return written
 
     def _ask(self, items: Sequence[PreparedItem], question: int, given: dict[str, Any]) -> tuple[list[Written], Any]:
-        """given: what the vision model made of the pictures, or the cache of the tokens before the question. The second
-        result is the cache of all tokens."""
+        """Captions for one question, and the cache of all tokens. given: the vision model's features, or the cache of
+        the tokens before the question."""
         text = self.inputs.text(items, question, self._device)
         begin = text["input_ids"].shape[1]
         seeds = [(item.seed + question) % 2**64 for item in items]
@@ -302,7 +309,8 @@ def _holds_all_tokens(cache: Any) -> bool:
 
 
 def forbidden_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
-    """The tokens of each word as it may be written: at the beginning of a sentence or not, at that of a text or not."""
+    """Token ids of each word's spellings: as given, in lower case and capitalized, each with and without a space
+    before."""
     written = {form for word in words for form in (word, word.lower(), word.capitalize())}
     ids = [tokenizer(f"{space}{form}", add_special_tokens=False).input_ids for form in written for space in ("", " ")]
     return [list(row) for row in sorted({tuple(row) for row in ids if row})]
@@ -310,7 +318,7 @@ def forbidden_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 def load_describer(caption: Caption, own: Model, device: torch.device) -> Describer:
     """The model of `caption.model`, or the text encoder of `own`, the model that is trained. Raises WeightsError for
-    weights that are damaged, missing, or of no model that transformers loads."""
+    weights that are damaged or missing, and for a model that transformers does not load."""
     model_loading.disable_progress_bars()
     dtype = getattr(torch, caption.precision or own.precision)
     if caption.model is None:
@@ -328,7 +336,7 @@ def load_describer(caption: Caption, own: Model, device: torch.device) -> Descri
         is_qwen = model_class is transformers.Qwen2_5_VLForConditionalGeneration
         processor = (
             None if is_qwen else ProcessorInputs(folder, caption.model)
-        )  # which may not be had: before the model
+        )  # may be unavailable, so check before loading the model
         model = _load(model_class, folder, dtype, device, caption)
         images = folder if (folder / PREPROCESSOR_FILE).is_file() else None
         return Describer(model, processor or QwenInputs(model, folder, images), caption, device)
@@ -354,13 +362,13 @@ def _load(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.devi
         raise WeightsError(problem, ADVICE) from error
 
 
-GAMMA = 0x9E3779B97F4A7C15 - 2**64  # of splitmix64, as a signed number
+GAMMA = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, a signed int64
 _FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _SHIFTS = 30, 27, 31
 
 
 def mix_bits_on_device(values: torch.Tensor) -> torch.Tensor:
-    """`schemas.identity.mix_bits` of int64 numbers, as bit patterns."""
+    """Compute `schemas.identity.mix_bits` on the bit patterns of int64 numbers."""
 
     def shifted(values: torch.Tensor, count: int) -> torch.Tensor:
         return (values >> count) & ((1 << (64 - count)) - 1)
@@ -373,7 +381,8 @@ def mix_bits_on_device(values: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(seeds: Sequence[int], position: int, count: int, device: torch.device) -> torch.Tensor:
-    """(B, count) float32 noise for each of `count` tokens at a position of captions with these seeds."""
+    """float32 Gumbel noise (B, count) for B captions and `count` token ids. seeds: one per caption. position: index of
+    the token in the caption."""
     keys = mix_bits(np.array(seeds, np.uint64) ^ mix_bits(np.array([position + 1], np.uint64)))
     keys_B1 = to_device(torch.from_numpy(keys.view(np.int64))[:, None], device)
     bits_BV = mix_bits_on_device(keys_B1 + torch.arange(1, count + 1, device=device) * GAMMA)
@@ -382,7 +391,7 @@ def gumbel_noise(seeds: Sequence[int], position: int, count: int, device: torch.
 
 
 class ItemNoise(LogitsProcessor):
-    """Adds each row's noise to its scores. begin: tokens of the prompt."""
+    """Adds each row's noise to its scores. begin: number of tokens in the prompt."""
 
     def __init__(self, seeds: Sequence[int], begin: int) -> None:
         self._seeds, self._begin = seeds, begin
@@ -393,7 +402,7 @@ class ItemNoise(LogitsProcessor):
 
 
 def drawing_processors(caption: Caption, seeds: Sequence[int], begin: int) -> Any:
-    """Processors that make transformers' greedy search draw; none at temperature 0."""
+    """Processors that turn transformers' greedy search into sampling; empty at temperature 0."""
     if not caption.temperature:
         return LogitsProcessorList()
     nucleus = [TopPLogitsWarper(caption.top_p)] if caption.top_p < 1 else []

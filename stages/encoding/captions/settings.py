@@ -1,4 +1,4 @@
-"""The caption stage without torch: which model writes, what identifies its captions, and what it is shown."""
+"""The caption stage without torch: its model, the fingerprint of its captions, and the media that it reads."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ ADVICE = (
     "set caption.model to the folder or repository of a vision-language model that transformers loads for "
     "image-text-to-text, such as Qwen/Qwen2.5-VL-7B-Instruct"
 )
-#: Sub-folders of a checkpoint that belong to a text encoder which also writes.
+#: Sub-folders of a checkpoint that belong to a text encoder which can also write captions.
 TEXT_ENCODER_PARTS = ("text_encoder", "tokenizer", "processor")
-OWN_MODEL_TYPE = "qwen2_5_vl"  # of a text encoder's config.json
+OWN_MODEL_TYPE = "qwen2_5_vl"  # model_type in the text encoder's config.json
 
 
 def require_caption(config: Config) -> Caption:
@@ -44,7 +44,8 @@ def single_model(caption: Caption) -> SingleModel:
 
 
 def encoder_parts(model: Model) -> tuple[str, ...]:
-    """The sub-folders of the model's own text encoder. UsageError if it can't describe a picture."""
+    """The sub-folders of the model's own text encoder. Raises UsageError if the text encoder can't describe a
+    picture."""
     parts = tuple(part for part in model.family_spec.text_components if part in TEXT_ENCODER_PARTS)
     kind = read_component_config(model.source, model.revision, "text_encoder").get("model_type")
     if kind != OWN_MODEL_TYPE:
@@ -68,7 +69,7 @@ def caption_request(config: Config) -> ItemRequest:
 
 
 class Shown(Foreign):
-    """The pictures that a model of captions is shown."""
+    """Settings of the pictures that the captioning model sees."""
 
     edge: int
     frames: int
@@ -80,7 +81,7 @@ class CaptionProvenance(Provenance):
 
 
 def request_of(shown: Shown) -> ItemRequest:
-    """The request by which captions of pictures like these were made."""
+    """The request for items that were described with these settings of pictures."""
     return ItemRequest(
         stage="caption",
         pixels=shown.edge**2,
@@ -93,8 +94,8 @@ def request_of(shown: Shown) -> ItemRequest:
 
 
 def choose_items(dataset: Dataset, table: pa.Table) -> NDArray[np.bool_]:
-    """(n,) which rows of a media table are described: by their files' captions alone, as an edited one comes and goes
-    while machines are at work."""
+    """bool (n,): which rows of a media table are described. Only the captions of files count, because edited captions
+    appear and disappear while machines work."""
     if not dataset.describes_missing:
         return np.zeros(len(table), bool)
     wanted = passes_filter(dataset, "make_captions_where", table)

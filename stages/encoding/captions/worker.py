@@ -1,4 +1,4 @@
-"""The worker of `caption`: pictures and clips -> what a vision-language model writes of them."""
+"""The worker of `caption`: pictures and clips -> captions by a vision-language model."""
 
 import re
 from collections import Counter
@@ -63,7 +63,7 @@ class CaptionWorker(UnitWorker):
             raise MediaError("image-shape", path, f"can't be shown to the model ({error})", "crop it") from error
 
     def cost(self, batch: list[PreparedItem]) -> int:
-        """Tokens that the batch's captions have at the end of the longest."""
+        """Tokens of the batch at most: each prompt padded to the longest prompt, plus caption.max_tokens."""
         return len(batch) * (max(item.tokens for item in batch) + self._caption.max_tokens)
 
     def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow | RefusedMember]:
@@ -71,7 +71,8 @@ class CaptionWorker(UnitWorker):
         return self._rows(names, list(zip(*written, strict=True)))
 
     def _rows(self, names: list[str], written: list[tuple[Written, ...]]) -> Iterator[ShardRow | RefusedMember]:
-        """An item whose captions all have faults is refused, by the first one's; of others the good ones are kept."""
+        """If all captions of an item have faults, the item is refused with the first fault; otherwise its good captions
+        are kept."""
         for name, answers in zip(names, written, strict=True):
             captions, faults = list[str](), list[tuple[str, Fault]]()
             for question, answer in zip(self._questions, answers, strict=True):
@@ -96,13 +97,13 @@ class CaptionWorker(UnitWorker):
             yield f"without the caption of one prompt ({shorten(fault['prompt'])}): {fault['reason']}"
 
 
-MOST_REPEATS = 3  # of a phrase, one after the other, and of a sentence or tag anywhere
+MOST_REPEATS = 3  # limit for a phrase in a row, and for a sentence or tag in a whole caption
 LONGEST_PHRASE = 24  # words
 
 
 @dataclass(frozen=True)
 class Fault:
-    """reason: a short code. problem: what is wrong, after the item's path. advice: what to do about it."""
+    """reason: short code. problem: text that follows the item's path in a message. advice: next step for the user."""
 
     reason: str
     problem: str
@@ -110,7 +111,7 @@ class Fault:
 
 
 def find_fault(text: str, ended: bool, max_tokens: int, forbidden: Sequence[str]) -> Fault | None:
-    """The fault of a caption, None for a good one. ended: whether the model came to its end."""
+    """The fault of a caption; None if the caption is good. ended: whether the model ended the caption."""
     words = re.findall(r"\w+", text.lower())
     written = f"the model wrote {quote(text)}"
     if not words:
@@ -133,12 +134,13 @@ def find_fault(text: str, ended: bool, max_tokens: int, forbidden: Sequence[str]
 
 
 def quote(text: str) -> str:
-    """The text in quotation marks, without what separates a problem from its remedy in a message."""
+    """The text in quotation marks, without semicolons, which separate the problem from the advice in a message."""
     return '"' + " ".join(text.split()).replace("; ", ", ") + '"'
 
 
 def repeats(words: Sequence[str], text: str) -> bool:
-    """Whether a phrase comes more than MOST_REPEATS times in a row, or a sentence or tag so often at all."""
+    """Whether a phrase occurs more than MOST_REPEATS times in a row, or a sentence or tag that often in the whole
+    text."""
     for length in range(1, min(LONGEST_PHRASE, len(words) // (MOST_REPEATS + 1)) + 1):
         run = 0
         for index in range(length, len(words)):

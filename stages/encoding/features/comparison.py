@@ -1,11 +1,11 @@
-"""The end of `features`: all items together, as one table. Near-duplicates are found, confirmed and put into groups.
+"""The last step of `features`: one table of all items. Near-duplicates are found, confirmed and grouped.
 
-Items near each other are found by faiss, by two kinds of stored vectors, so that no pair depends on one alone: the
-model's vectors, which say what a picture shows, and the layouts, which find copies, cropped and mirrored ones too,
-without a model.
+faiss finds candidate pairs by two kinds of stored vectors, so that no pair depends on one kind alone: the model's
+vectors describe the content of a picture; the layouts find copies, including cropped and mirrored copies, without a
+model.
 
-One job, which is not divided: who finds that no unit remains makes the table. It is a function of the shards and of the
-media, so that several who do make the same.
+This step is not divided: a process that finds no remaining unit makes the table. The table is a function of the shards
+and of the media, so several processes make the same table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,27 +35,28 @@ from stages.encoding.stage_state import StageState
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError
 
-_PAIRS_AT_ONCE = 500  # of which the local features are in memory: about 300 MiB
-#: Pairs in the order of their likeness, after which the rest is left. Among many items most candidates are alike by
-#: chance, and to confirm one takes tens of milliseconds.
+_PAIRS_AT_ONCE = 500  # pairs whose local features are in memory at once: about 300 MiB
+#: Checking stops after this number of successive pairs, most similar first, that are not duplicates. Among many items
+#: most candidates are similar by chance, and confirming one takes tens of milliseconds.
 MOST_IN_VAIN = 5000
 
 
-NEIGHBORS = 10  # of an item, at most
-LEAST_LAYOUT = 0.55  # cosine; of other photographs nearly all are below, of copies of two thirds of a side above
-LEAST_FEATURES = 0.6  # cosine, once what all items have in common is taken away
-EXACT_ITEMS = 50_000  # of which all are compared with all; of more those of the nearest lists of an index
-_LISTS = 4  # of that index, for each root of the number of vectors
-_PROBES = 16  # lists that are searched
+NEIGHBORS = 10  # per item, at most
+LEAST_LAYOUT = 0.55  # cosine: nearly all pairs of different photographs are below, crops to 2/3 of a side are above
+LEAST_FEATURES = 0.6  # cosine of vectors from which the mean of all items is subtracted
+EXACT_ITEMS = 50_000  # up to this number all pairs are compared; above it, an index searches its nearest lists
+_LISTS = 4  # that index has this number of lists times the root of the number of vectors
+_PROBES = 16  # lists that a query searches
 _QUERIES_AT_ONCE = 65_536
-_ITERATIONS, _SEED = 20, 20_011  # of clusters
+_ITERATIONS, _SEED = 20, 20_011  # of k-means
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 
 class Neighbors(NamedTuple):
-    """(m,) numbers of items, each with some of its nearest others and the cosine, by item and the nearest first."""
+    """m pairs of an item and one of its nearest items, sorted by item, nearest first. items, near: row numbers (m,).
+    likeness: cosines (m,)."""
 
     items: Ints
     near: Ints
@@ -63,14 +64,15 @@ class Neighbors(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """(m, 2) pairs of items, each once, the smaller number first; and (m,) their cosines. The likeliest are first."""
+    """m pairs of items, each once, the most similar first. pairs: row numbers (m, 2), the smaller first. likeness:
+    cosines (m,)."""
 
     pairs: Ints
     likeness: Floats
 
 
 def import_faiss() -> Any:
-    """LatentpressError if faiss is not installed."""
+    """Import faiss. Raises LatentpressError if faiss is not installed."""
     try:
         import faiss
     except ImportError as error:
@@ -82,20 +84,20 @@ def import_faiss() -> Any:
 
 
 def centered(vectors: Floats) -> Floats:
-    """(n, width) of length one, without what all n have in common."""
+    """Vectors (n, width) of length one, after the mean of all n is subtracted."""
     moved = vectors - vectors.mean(0, keepdims=True)
     moved /= np.maximum(np.linalg.norm(moved, axis=1, keepdims=True), 1e-9)
     return moved
 
 
 def find_neighbors(vectors: Floats) -> Neighbors:
-    """Neighbors of each of these vectors of length one."""
+    """Neighbors of each vector. vectors: (n, width), of length one."""
     return _search(vectors, lambda begin, end: vectors[begin:end, None], 1)
 
 
 def find_layout_candidates(layouts: NDArray[np.float16]) -> Candidates:
-    """Pairs of n items. layouts: (n, parts, numbers), the first part being the whole picture: each item's parts, and
-    their mirror images, are compared with the whole of others."""
+    """Candidate pairs of n items. layouts: (n, parts, numbers), of which part 0 is the whole picture. Each item's
+    parts, and their mirror images, are compared with the whole pictures of all items."""
     whole = np.ascontiguousarray(layouts[:, 0], np.float32)
 
     def parts(begin: int, end: int) -> Floats:
@@ -106,7 +108,7 @@ def find_layout_candidates(layouts: NDArray[np.float16]) -> Candidates:
 
 
 def likeliest(neighbors: Neighbors, least: float) -> Candidates:
-    """Pairs of neighbors that are at least so much alike."""
+    """Pairs of neighbors with a cosine of at least `least`."""
     alike = neighbors.likeness >= least
     pairs = np.sort(np.stack([neighbors.items[alike], neighbors.near[alike]], axis=1), axis=1)
     likeness = neighbors.likeness[alike]
@@ -117,8 +119,9 @@ def likeliest(neighbors: Neighbors, least: float) -> Candidates:
 
 
 def _search(base: Floats, queries: Callable[[int, int], Floats], of_item: int) -> Neighbors:
-    """Of each item at most NEIGHBORS others of `base`, by the best of its `of_item` queries. queries(begin, end):
-    (end - begin, of_item, width)."""
+    """For each item, at most NEIGHBORS other items of `base`, ranked by the best of the item's queries. base: vectors
+    (n, width). queries(begin, end): query vectors (end - begin, of_item, width). of_item: number of queries per
+    item."""
     index, size, blocks = _build_index(base), max(1, _QUERIES_AT_ONCE // of_item), list[Neighbors]()
     for begin in range(0, len(base), size):
         block = queries(begin, min(begin + size, len(base)))
@@ -126,8 +129,8 @@ def _search(base: Floats, queries: Callable[[int, int], Floats], of_item: int) -
         rows = begin + np.repeat(np.arange(len(block)), of_item * (NEIGHBORS + 1))
         near, likeness = near.ravel(), likeness.ravel()
         found = pa.table({"item": rows, "near": near, "likeness": likeness})
-        found = found.filter(pa.array((near >= 0) & (near != rows)))  # faiss gives -1 if there are no more
-        found = found.group_by(["item", "near"]).aggregate([("likeness", "max")])  # of the queries of an item the best
+        found = found.filter(pa.array((near >= 0) & (near != rows)))  # faiss returns -1 for missing neighbors
+        found = found.group_by(["item", "near"]).aggregate([("likeness", "max")])  # the best query
         found = found.sort_by([("item", "ascending"), ("likeness_max", "descending"), ("near", "ascending")])
         rows = np.asarray(found["item"])
         first = np.arange(len(rows)) - np.searchsorted(rows, rows) < NEIGHBORS
@@ -153,12 +156,13 @@ def _build_index(base: Floats) -> Any:
 
 
 def find_outliers(neighbors: Neighbors, count: int) -> list[float | None]:
-    """Each item's mean cosine distance, 0 to 2, to its NEIGHBORS nearest others; None if there is no other. The
-    weight of Angiulli, Pizzuti 2002, Fast Outlier Detection in High Dimensional Spaces, divided by their number."""
+    """Each item's mean cosine distance, 0 to 2, to its NEIGHBORS nearest items; None for an item without neighbors. The
+    weight of Angiulli, Pizzuti 2002, Fast Outlier Detection in High Dimensional Spaces, divided by the number of
+    neighbors."""
     distance = 1 - np.clip(neighbors.likeness.astype(np.float64), -1, 1)
     others = np.bincount(neighbors.items, minlength=count)
     sums = np.bincount(neighbors.items, weights=distance, minlength=count)
-    means = (float(f"{value:.6g}") for value in sums / np.maximum(others, 1))  # as the measures
+    means = (float(f"{value:.6g}") for value in sums / np.maximum(others, 1))  # rounded like the measures
     return [mean if has else None for mean, has in zip(means, others, strict=True)]
 
 
@@ -168,11 +172,12 @@ def default_clusters(items: int) -> int:
 
 
 def find_clusters(vectors: Floats, clusters: int | None) -> Ints:
-    """(n,) of each item the number of the item that is nearest to the center of its cluster, of equal ones the first.
+    """(n,) for each item, the row number of the item nearest to the center of its cluster; of equally near items, the
+    first.
 
-    By faiss' spherical k-means (Dhillon, Modha 2001) of vectors of length one, begun as k-means++; of many items the
-    centers are found on 256 for each cluster, drawn by a seed. A function of the vectors and their order. clusters:
-    None for `default_clusters`.
+    Uses faiss' spherical k-means (Dhillon, Modha 2001) on vectors of length one, initialized by k-means++. With more
+    than 256 items per cluster, the centers are computed on a sample of that size, drawn with a seed. The result is a
+    function of the vectors and their order. clusters: number of clusters; None for `default_clusters`.
     """
     faiss = import_faiss()
     count, width = vectors.shape
@@ -190,8 +195,9 @@ def find_clusters(vectors: Floats, clusters: int | None) -> Ints:
 
 @dataclass(frozen=True)
 class ComparedItems:
-    """n items, sorted by media id. measures: (n, len(MEASURES)), NaN for none. vectors: (n, width) of the model,
-    without what all have in common; None without a model. layouts: (n, parts, numbers). is_clip: (n,)."""
+    """n items, sorted by media id. measures: (n, len(MEASURES)), NaN for a missing measure. vectors: the model's
+    vectors (n, width) after the mean is subtracted; None without a model. layouts: (n, parts, numbers). is_clip:
+    (n,)."""
 
     sample_ids: Sequence[str]
     media_ids: Sequence[str]
@@ -202,7 +208,7 @@ class ComparedItems:
 
 
 def read_items(store: Store, state: StageState) -> ComparedItems:
-    """The items of the plan that have a row. Of an item that was read in two ways the row of the greater id."""
+    """The items of the plan that have a row. If an item was read in two ways, the row with the greater id counts."""
     wanted = set(state.wanted_ids.to_pylist())
     done = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
     rows = dict[str, tuple[str, list[float], dict[str, np.ndarray]]]()  # by media id
@@ -210,7 +216,7 @@ def read_items(store: Store, state: StageState) -> ComparedItems:
         media_id = row.info["media_id"]
         if row.id in wanted and (media_id not in rows or row.id > rows[media_id][0]):
             measures = [np.nan if (value := row.info["measures"][name]) is None else value for name in MEASURES]
-            # Copies: a view would keep the whole shard mapped.
+            # The arrays are copied, because a view would keep the whole shard mapped.
             rows[media_id] = row.id, measures, {name: array.numpy().copy() for name, array in row.tensors.items()}
     media_ids = sorted(rows)
     sample_ids, tensors = [rows[name][0] for name in media_ids], [rows[name][2] for name in media_ids]
@@ -230,8 +236,8 @@ def read_items(store: Store, state: StageState) -> ComparedItems:
 
 
 def write_item_table(store: Store, config: Config, state: StageState, name: str, console: Console) -> pa.Table:
-    """Make and publish the table of the items of the plan whose rows are there. LatentpressError where media that have
-    to be read again can't be."""
+    """Make and publish the table of those items of the plan that have a row. Raises LatentpressError if media can't be
+    read again."""
     features = config.features
     assert features is not None
     items = read_items(store, state)
@@ -244,7 +250,7 @@ def write_item_table(store: Store, config: Config, state: StageState, name: str,
         rows = np.flatnonzero(items.is_clip == clips)
         if len(rows) < 2:
             continue
-        chosen: Any = rows if len(rows) < count else slice(None)  # of all no copy is made
+        chosen: Any = rows if len(rows) < count else slice(None)  # a slice of all rows makes no copy
         neighbors = None
         if items.vectors is not None:
             neighbors = find_neighbors(items.vectors[chosen])
@@ -269,7 +275,7 @@ def write_item_table(store: Store, config: Config, state: StageState, name: str,
 def _find_groups(
     config: Config, plan: Plan, items: ComparedItems, candidates: Sequence[Candidates], console: Console
 ) -> list[list[int]]:
-    """Numbers of the items that are copies of each other, also by way of others."""
+    """Groups of row numbers: items that are copies of each other, directly or through a chain of copies."""
     if not (count := sum(len(pairs) for pairs, _ in candidates)):
         return []
     assert config.features is not None
@@ -280,7 +286,7 @@ def _find_groups(
         SandboxPool.configured(make_reader, stages.features.readers_per_worker, stages) as pool,
     ):
         for pairs, likeness in candidates:
-            # Of a clip all sampled frames are read, so fewer clips are in memory together.
+            # All sampled frames of a clip are read, so fewer clips than pictures are in memory at once.
             frames = config.features.frames if items.is_clip[pairs[:1, 0]].any() else 1
             at_once, in_vain = max(1, _PAIRS_AT_ONCE // frames), 0
             for begin in range(0, len(pairs), at_once):
@@ -311,7 +317,7 @@ def _read_local(
     plan: Plan,
     names: Mapping[int, str],
 ) -> Iterator[tuple[int, tuple[LocalFeatures, ...]]]:
-    """Local features of the frames of these items, by their number. names: their sample ids."""
+    """Local features of the frames of these items, with the item's row number. names: row number -> sample id."""
     requests = []
     try:
         for name in names.values():
@@ -331,8 +337,8 @@ def _read_local(
 
 
 def _find_best(store: Store, config: Config, items: ComparedItems, groups: list[list[int]]) -> list[str | None]:
-    """The media id of the best of each item's group: the largest, then the longest, then the sharpest, then the first
-    by media id; None for an item without near-duplicates."""
+    """The media id of the best item of each item's group: the largest, then the longest, then the sharpest, then the
+    first by media id; None for an item without near-duplicates."""
     best: list[str | None] = [None] * len(items.media_ids)
     if not groups:
         return best

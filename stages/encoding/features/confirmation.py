@@ -1,8 +1,9 @@
-"""Whether two pictures are copies of each other: cropped, scaled, stretched, recompressed, with other exposure, bars or
-small additions, or mirrored.
+"""Test whether two pictures are copies of each other: cropped, scaled, stretched, recompressed, mirrored, or with
+changed exposure, bars or small additions.
 
-Local features (SIFT) of one are found again in the other, at places that one affine transform explains (RANSAC); and
-laid over each other by that transform the pictures agree, so that a logo or a caption that both have is not enough.
+Local features (SIFT) of one picture are found again in the second picture, at places that one affine transform explains
+(RANSAC). The pictures must also agree when one is laid over the second by that transform, so a shared logo or caption
+is not enough.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,22 +16,23 @@ from schemas.cli.starting import install_command
 from schemas.errors import LatentpressError
 from stages.encoding.member_reader import ReadRequest, read_member
 
-KEYPOINTS = 500  # of a picture
-CHECK_EDGE = 128  # pixels: pictures are laid over each other in about the area of a square of that edge
-_CONTRAST = 0.02  # of a keypoint, half of OpenCV's own: soft pictures have few
-_RATIO = 0.8  # of the distances of the nearest and the second nearest keypoint (Lowe)
-_INLIERS = 10  # matches that the transform explains
-_PLACE = 4.0  # pixels by which it may miss one
-_STRETCH = 2.0  # of one axis against the other
-_OVERLAP = 0.6  # of the smaller picture's area that both show
-_AGREEMENT = 0.8  # correlation of luminance where both show the same
-_DETAIL, _LEAST_DETAIL = 0.9, 1.5  # correlation without a transform of fine detail, which has this deviation of 255
+KEYPOINTS = 500  # per picture, at most
+CHECK_EDGE = 128  # pixels: pictures are compared at about the area of a square with this edge
+_CONTRAST = 0.02  # least contrast of a keypoint: half of OpenCV's default, because soft pictures have few keypoints
+_RATIO = 0.8  # largest ratio of the distances to the nearest and the second nearest keypoint (Lowe)
+_INLIERS = 10  # matches that the transform must explain
+_PLACE = 4.0  # pixels: largest error of a match under the transform
+_STRETCH = 2.0  # largest ratio of the transform's two scales
+_OVERLAP = 0.6  # least share of the smaller picture's area that both pictures show
+_AGREEMENT = 0.8  # least correlation of luminance in the area that both pictures show
+_DETAIL, _LEAST_DETAIL = 0.9, 1.5  # least correlation of fine detail, unmoved, and its least deviation (of 255)
 
 
 @dataclass(frozen=True)
 class LocalFeatures:
-    """Keypoints of a picture. points: (n, 2) x and y in pixels. descriptors: (n, 128). gray: uint8, CHECK_EDGE in size.
-    scale: its pixels for one of the points' pixels. mirrored: the same of the picture left and right exchanged."""
+    """Keypoints of a picture. points: (n, 2), x and y in pixels. descriptors: (n, 128). gray: the picture as uint8
+    (H, W), reduced to CHECK_EDGE. scale: pixels of `gray` per pixel of `points`, along x and y. mirrored: features of
+    the picture with left and right exchanged."""
 
     points: NDArray[np.float32]
     descriptors: NDArray[np.uint8]
@@ -40,7 +42,7 @@ class LocalFeatures:
 
 
 def make_reader() -> Callable[[ReadRequest], tuple[LocalFeatures, ...]]:
-    """For decoding processes: reads an item, of a clip all sampled frames."""
+    """Make the function that a decoding process runs: it reads an item, for a clip all sampled frames."""
 
     def read(request: ReadRequest) -> tuple[LocalFeatures, ...]:
         frames = read_member(request).frames
@@ -51,7 +53,7 @@ def make_reader() -> Callable[[ReadRequest], tuple[LocalFeatures, ...]]:
 
 
 def require_opencv() -> None:
-    """LatentpressError where OpenCV is not installed."""
+    """Raises LatentpressError if OpenCV is not installed."""
     try:
         import cv2  # noqa: F401
     except ImportError as error:
@@ -84,8 +86,8 @@ def _local_features(frame_HWC: np.ndarray) -> LocalFeatures:
 
 
 def show_the_same(item: Sequence[LocalFeatures], other: Sequence[LocalFeatures]) -> bool:
-    """Whether the frame in the middle of either item is a copy of any frame of the other. So a clip and what is left of
-    it after one end was cut off show the same, though their frames in the middle differ."""
+    """Whether the middle frame of one item is a copy of any frame of the second item, in either direction. So a clip
+    matches the same clip with one end cut off, although their middle frames differ."""
     middle, of_other = len(item) // 2, len(other) // 2
     pairs = [(middle, of_other), *((middle, frame) for frame in range(len(other)))]
     pairs += [(frame, of_other) for frame in range(len(item))]
@@ -93,13 +95,13 @@ def show_the_same(item: Sequence[LocalFeatures], other: Sequence[LocalFeatures])
 
 
 def are_copies(picture: LocalFeatures, other: LocalFeatures) -> bool:
-    """Whether a picture is a copy of the other or of a part of it, or mirrored such."""
+    """Whether a picture is a copy, mirrored or not, of the second picture or of a part of it."""
     assert other.mirrored is not None
     return any(_agree_unmoved(picture, shown) or _agree_moved(picture, shown) for shown in (other, other.mirrored))
 
 
 def _agree_unmoved(picture: LocalFeatures, other: LocalFeatures) -> bool:
-    """Whether the whole pictures agree in fine detail, for those with too few keypoints."""
+    """Whether the whole pictures agree in fine detail; for pictures with too few keypoints."""
     import cv2
 
     resized = cv2.resize(picture.gray, other.gray.shape[::-1], interpolation=cv2.INTER_AREA)
@@ -132,7 +134,8 @@ def _agree_moved(picture: LocalFeatures, other: LocalFeatures) -> bool:
 
 
 def _agree_under(picture: LocalFeatures, other: LocalFeatures, transform: np.ndarray) -> bool:
-    """Whether `picture` moved by the transform of points shows what `other` shows."""
+    """Whether `picture` agrees with `other` after `picture` is moved by the transform. transform: (2, 3), from points
+    of `picture` to points of `other`."""
     import cv2
 
     to, of = np.diag(other.scale), np.diag(1 / np.array(picture.scale))

@@ -1,8 +1,8 @@
-"""What is known of a picture or clip without a model, at sizes that do not depend on its own, so that it compares.
+"""Measures of a picture or clip that need no model, taken at fixed sizes so that items of different sizes compare.
 
-Measures are means over the sampled frames, but for the bars and the motion; luminance is that of ITU-R BT.601, 0 to 1.
-A layout is the coarse arrangement of light and dark, by which copies are found. It is of the whole picture or of a part
-of it: a cropped copy has about the layout of one of the parts.
+Measures are means over the sampled frames, except the bars and the motion; luminance is ITU-R BT.601, 0 to 1. A layout
+is the coarse arrangement of light and dark, used to find copies. Layouts describe the whole picture and parts of it: a
+cropped copy has about the layout of one of the parts.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from PIL import Image
 from stages.encoding.features.settings import EDGE
 
 MOTION_EDGE = 64
-CLIPPED = 2  # of 255: luminance that counts as dark or, from the other end, bright
-BAR_LUMINANCE = 24  # of 255: what is drawn as black by a video of limited range, and the noise of compression
-BAR_STEP = 8  # of 255: by which the picture beside a bar is brighter
-BAR_SHARE = 95  # percent of a row that is so dark, for a station's mark in the bar
+CLIPPED = 2  # of 255: pixels up to this luminance are dark, pixels from 255 - CLIPPED on are bright
+BAR_LUMINANCE = 24  # of 255: black of a limited-range video, plus compression noise
+BAR_STEP = 8  # of 255: least difference between a bar and the picture next to it
+BAR_SHARE = 95  # percent of a row that must be dark; the rest may be a station's logo
 
-WAVES = 8  # half waves across and down
+WAVES = 8  # number of frequencies (half waves) across and down
 LAYOUT_NUMBERS = WAVES * WAVES - 1
-_EDGE = 32  # pixels that are left of a picture
-_PART_SIZES = (0.8, 0.65)  # of each side
-_PART_PLACES = (0.0, 0.5, 1.0)  # of what is left over, across and down
-_LEAST = 1e-3  # of a wave's height: what is less is noise of a plain surface
+_EDGE = 32  # pixels: side of the square that a part is reduced to
+_PART_SIZES = (0.8, 0.65)  # side of a part, as a share of the picture's side
+_PART_PLACES = (0.0, 0.5, 1.0)  # offset of a part, as a share of the remaining space, across and down
+_LEAST = 1e-3  # coefficients below are noise of a plain surface
 
 _CORNERS = tuple((side, down, across) for side in _PART_SIZES for down in _PART_PLACES for across in _PART_PLACES)
-#: The whole, and parts of it: left, top and side, as shares of width and height.
+#: The whole picture and parts of it: left, top and side, as shares of width and height.
 PARTS = ((0.0, 0.0, 1.0), *(((1 - side) * across, (1 - side) * down, side) for side, down, across in _CORNERS))
 
 
@@ -39,9 +39,9 @@ def measure(frames_FHWC: np.ndarray, is_clip: bool) -> dict[str, Any]:
 
     sharpness: the variance of the Laplacian of luminance as 0 to 255, in about the area of a square of 448 pixels, to
     which a smaller picture is enlarged. luminance, contrast: mean and standard deviation. dark, bright: shares of
-    pixels without any detail left. bar_left, bar_right, bar_top, bar_bottom: shares of width or height that are black
-    in all frames. motion: the mean difference of luminance between one sampled frame and the next, in the area of a
-    square of 64 pixels; None for a picture.
+    pixels that are too dark or too bright to hold detail. bar_left, bar_right, bar_top, bar_bottom: shares of width or
+    height that are black in all frames. motion: the mean difference of luminance between one sampled frame and the
+    next, in the area of a square of 64 pixels; None for a picture.
     """
     images = [Image.fromarray(frame).convert("L") for frame in frames_FHWC]
     grays = [np.asarray(_to_area(image, EDGE)) for image in images]
@@ -64,38 +64,38 @@ def measure(frames_FHWC: np.ndarray, is_clip: bool) -> dict[str, Any]:
 
 
 def sharpness(gray_HW: np.ndarray) -> float:
-    """Variance of the Laplacian of its four neighbors, without the edges."""
+    """Variance of the Laplacian (four neighbors), without the pixels at the edges."""
     values = gray_HW.astype(np.float64)
     sides = values[:-2, 1:-1] + values[2:, 1:-1] + values[1:-1, :-2] + values[1:-1, 2:]
     return float((sides - 4 * values[1:-1, 1:-1]).var())
 
 
 def black_rows(gray_HW: np.ndarray) -> int:
-    """The number of black rows from the first one on, where they end at something brighter; of a picture that is dark
-    all over, or that grows dark slowly, none."""
+    """The number of black rows from the first row on. 0 unless a clearly brighter row follows: a picture that is dark
+    all over, or that darkens gradually, has no bar."""
     black = np.percentile(gray_HW, BAR_SHARE, axis=1) <= BAR_LUMINANCE
     count = len(black) if black.all() else int(black.argmin())
-    beside = gray_HW[count + 1 : count + 3]  # the row at the edge is mixed of both
+    beside = gray_HW[count + 1 : count + 3]  # skips the row at the edge, a mixture
     if not count or not len(beside) or beside.mean() - gray_HW[max(0, count - 2) : count].mean() < BAR_STEP:
         return 0
     return count
 
 
 def motion(images: Sequence[Image.Image]) -> float:
-    """Mean difference of one frame and the next."""
+    """Mean absolute difference between consecutive frames, 0 to 1."""
     small = [np.asarray(_to_area(image, MOTION_EDGE)).astype(np.float64) / 255 for image in images]
     return _mean(np.abs(after - before).mean() for before, after in pairwise(small))
 
 
 def _to_area(image: Image.Image, edge: int) -> Image.Image:
-    """The picture in about the area of a square of `edge` pixels, in its own shape."""
+    """The picture resized to about the area of a square of `edge` pixels, with its aspect ratio kept."""
     scale = edge / np.sqrt(image.width * image.height)
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
 
 def _mean(values: Any) -> float:
-    """Their mean, to six digits, which are enough to compare by."""
+    """The mean of the values, rounded to six digits, which suffice for comparisons."""
     listed = list(values)
     return float(f"{sum(listed) / max(1, len(listed)):.6g}")
 
@@ -104,16 +104,16 @@ def _mean(values: Any) -> float:
 
 
 def layouts(frame_HWC: np.ndarray) -> NDArray[np.float64]:
-    """(len(PARTS), LAYOUT_NUMBERS), of length one: of a uint8 picture and its parts, whatever their shape, the discrete
-    cosine transform of luminance; zeros for a plain surface. Square roots of the waves' heights, so that the slowest do
-    not outweigh the others."""
+    """Layouts (len(PARTS), LAYOUT_NUMBERS) of a uint8 picture of any shape: for each part, a vector of length one with
+    the discrete cosine transform of luminance; zeros for a plain surface. Coefficients are replaced by their signed
+    square roots, so that the lowest frequencies do not outweigh the rest."""
     image = Image.fromarray(frame_HWC).convert("L")
     return np.stack([_layout(image, part) for part in PARTS])
 
 
 def mirror_layouts(layouts: np.ndarray) -> np.ndarray:
-    """Layouts of the same parts, each with left and right exchanged: odd half waves across change their sign. The last
-    axis is that of the numbers."""
+    """Layouts of the same parts with left and right exchanged: coefficients of odd half waves across change sign.
+    layouts: (..., LAYOUT_NUMBERS)."""
     return layouts * np.tile(np.where(np.arange(WAVES) % 2, -1, 1), WAVES)[1:].astype(layouts.dtype)
 
 
@@ -129,7 +129,7 @@ def _layout(image: Image.Image, part: tuple[float, float, float]) -> NDArray[np.
 
 @cache
 def _cosines() -> NDArray[np.float64]:
-    """(WAVES, _EDGE) the orthonormal basis of the discrete cosine transform."""
+    """The orthonormal basis of the discrete cosine transform, (WAVES, _EDGE)."""
     wave, position = np.arange(WAVES)[:, None], np.arange(_EDGE) + 0.5
     basis = np.cos(np.pi * wave * position / _EDGE) * np.sqrt(2 / _EDGE)
     basis[0] /= np.sqrt(2)

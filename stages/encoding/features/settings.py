@@ -1,4 +1,4 @@
-"""The stage `features` without torch: which model it has, what identifies its shards, and what it reads."""
+"""The stage `features` without torch: its model, the fingerprint of its shards, and the media that it reads."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,14 +21,14 @@ from stages.planning.items import ItemRequest
 OPTION = "features.model"
 ADVICE = f"set {OPTION} to dinov2_vits14, or to the folder or repository of a vision model that transformers loads"
 PROCESSOR_FILE = "preprocessor_config.json"
-#: Of models beside DINOv2, in place of the same keys of `schemas.recipe.features_settings`.
+#: Settings of vision models other than DINOv2; they replace the same keys of `schemas.recipe.features_settings`.
 OTHER_MODEL = {
     "size": None,
     "pixels": "its-own-processor-by-pillow",
     "pooling": "pooler-else-class-else-mean;length-one",
 }
-EDGE = 448  # pixels: pictures are measured in about the area of a square of that edge
-ROW_BYTES = 8192  # of one item in a shard, about
+EDGE = 448  # pixels: pictures are measured at about the area of a square with this edge
+ROW_BYTES = 8192  # approximate bytes of one item in a shard
 
 
 def require_features(config: Config) -> Features:
@@ -41,7 +41,8 @@ def require_features(config: Config) -> Features:
 
 
 def features_model(features: Features, revision: str | None) -> SingleModel:
-    """The model with its weights, and unless it is DINOv2 the settings of its processor. Raises WeightsError."""
+    """The model's config and weights, and for models other than DINOv2 its processor's settings. Raises
+    WeightsError."""
     assert features.source is not None
     model = SingleModel(features.source, revision, OPTION, ADVICE)
     return model if is_dinov2(model.config_file()) else replace(model, files=(*WEIGHT_FILES, PROCESSOR_FILE))
@@ -64,7 +65,7 @@ def features_fingerprint_inputs(config: Config) -> dict[str, Any]:
 
 
 def features_request(config: Config) -> ItemRequest:
-    """Media that the stage reads: every item, whole."""
+    """Media that the stage reads: every item, videos from beginning to end."""
     return ItemRequest(
         stage="features",
         pixels=EDGE**2,

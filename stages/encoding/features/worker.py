@@ -1,9 +1,9 @@
-"""The worker of `features`: whole pictures and videos -> one vector by a model, their layout, and measures.
+"""The worker of `features`: whole pictures and videos -> a vector by a model, layouts, and measures.
 
-The model is any vision model of transformers: a ViT, the image half of a CLIP or SigLIP, DINOv3, ConvNeXt and others. A
-picture is resized, cropped and normalized as the checkpoint's preprocessor_config.json says, by transformers' own image
-processor on Pillow, so that a vector does not depend on whether torchvision is installed. DINOv2 with patches of 14
-pixels is shown pictures in their own shape (`DinoModel`).
+The model is any vision model in transformers, such as a ViT, the image half of a CLIP or SigLIP, DINOv3 or ConvNeXt.
+transformers' image processor on Pillow resizes, crops and normalizes a picture by the checkpoint's
+preprocessor_config.json, so a vector does not depend on whether torchvision is installed. A DINOv2 with patches of 14
+pixels receives pictures with their own aspect ratio (`DinoModel`).
 """
 
 import inspect
@@ -31,19 +31,20 @@ from stages.encoding.vision.worker import Encoder, resize_frames
 from stages.encoding.worker import FrameWorker
 from stages.engines.jobs import Job
 
-UNNEEDED = ("embeddings.mask_token", "mask_token")  # for training alone
+UNNEEDED = ("embeddings.mask_token", "mask_token")  # only for training
 
 
 class VisionModel(Protocol):
     def show(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
-        """The model's input, the first axis F. frames: uint8, of a picture or clip of this bucket."""
+        """The model's input, with F as its first axis. frames_FHWC: uint8 frames of a picture or clip of this
+        bucket."""
 
     def vectors(self, shown: np.ndarray) -> torch.Tensor:
-        """float32 (F, C) on the device."""
+        """float32 vectors (F, C) on the device. shown: output of `show`."""
 
 
 class DinoModel:
-    """A DINOv2 with patches of 14 pixels: its class token after the last norm."""
+    """A DINOv2 with patches of 14 pixels. The vector is the class token after the last norm."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, size: int) -> None:
         self._encoder, self._size = Encoder(folder, dtype, device), size
@@ -56,10 +57,10 @@ class DinoModel:
 
 
 class AutoModel:
-    """Its `pooler_output`; without one the class token, and without that the mean of all tokens."""
+    """Any other vision model. The vector is `pooler_output`, else the class token, else the mean of all tokens."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises WeightsError for damaged or missing weights, and for what is no model of pictures."""
+        """Raises WeightsError for damaged or missing weights, and for a model that is not a vision model."""
         with model_loading.reading_errors(str(folder), "the vision model"):
             model_loading.check_picture_sizes(folder)
             with config_errors(f"{folder}/{PROCESSOR_FILE}"):
@@ -85,7 +86,7 @@ class AutoModel:
         return pooled.flatten(1).float()
 
     def _try_out(self, folder: Path) -> None:
-        """WeightsError where one picture is no input of the model, or has two vectors."""
+        """Raises WeightsError if the model fails on a test picture, or if two runs on it differ or are not finite."""
         picture = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), np.uint8)
         try:
             first, second = (self.vectors(self.show(picture, Bucket(64, 64, 1))) for _ in range(2))
@@ -102,8 +103,8 @@ class AutoModel:
 
 
 def pool_clips(model: VisionModel, clips: list[np.ndarray], limit: int) -> torch.Tensor:
-    """float16 vectors_NC on the device, of length one: of what `show` gave of each clip, all of one size, the mean of
-    its frames' vectors. limit: frames of one forward pass; a longer clip takes several."""
+    """float16 vectors_NC of length one on the device: for each clip, the mean of its frames' vectors. clips: outputs of
+    `show`, all of one size. limit: frames per forward pass; a longer clip takes several passes."""
     frames = clips[0] if len(clips) == 1 else np.concatenate(clips)
     starts = range(0, len(frames), limit)
     vectors_BC = torch.cat([model.vectors(frames[start : start + limit]) for start in starts])
@@ -117,7 +118,8 @@ def _load_processor(folder: Path) -> Any:
 
     values, _ = ImageProcessingMixin.get_image_processor_dict(folder)
     if str(values.get("image_processor_type")).startswith("DINOv3"):
-        # Its own, which needs torchvision, resizes and normalizes by the same keys; at most a level of 255 differs.
+        # DINOv3's own processor needs torchvision; it resizes and normalizes by the same keys, and pixels differ by at
+        # most one level of 255.
         return ViTImageProcessorPil.from_pretrained(folder)
     try:
         return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, backend="pil")
@@ -130,14 +132,14 @@ def _load_model(folder: Path, dtype: torch.dtype) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    config = getattr(config, "vision_config", None) or config  # of a CLIP or SigLIP the half for images
+    config = getattr(config, "vision_config", None) or config  # the image half of a CLIP or SigLIP
     try:
         model_class: Any = transformers.MODEL_MAPPING[type(config)]
     except KeyError:
         raise WeightsError(f"{folder} is a {config.model_type}, which stands for no model alone", ADVICE) from None
     settings: dict[str, Any] = {}
     if "add_pooling_layer" in inspect.signature(model_class).parameters:
-        # A ViT that was trained as a classifier has no weights for it: they would be drawn at random.
+        # A ViT that was trained as a classifier has no weights of a pooling layer; they would be initialized at random.
         settings["add_pooling_layer"] = False
         for file in folder.glob("*.safetensors"):
             with safe_open(file, framework="pt") as content:
@@ -148,7 +150,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class PreparedItem:
-    """frames: the model's input, the first axis F; None without a model."""
+    """frames: the model's input, with F as its first axis; None without a model."""
 
     frames: np.ndarray | None
     layouts: np.ndarray
@@ -159,7 +161,7 @@ class PreparedItem:
 
 
 class FeaturesWorker(FrameWorker):
-    """Members are whole items: what was measured of them, and their frames for the model."""
+    """Members are whole items: their measures and layouts, and their frames for the model."""
 
     stage, kind, section = "features", "features", "features"
     batch_limit_option = "batch_size"
@@ -168,7 +170,7 @@ class FeaturesWorker(FrameWorker):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         features = require_features(self.config)
-        self.precision = "float16"  # as stored
+        self.precision = "float16"  # dtype of the stored vectors
         self.tensors = ("layouts", "features") if features.source else ("layouts",)
         self._model: VisionModel | None = None
         if features.source is None:

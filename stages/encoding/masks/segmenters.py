@@ -1,5 +1,5 @@
-"""Segmentation models of transformers: what each kind is asked, and how its answer becomes a mask. Pictures are
-prepared by the model's own image processor, that of Pillow: masks do not depend on whether torchvision is installed."""
+"""Segmentation models of transformers: the inputs of each kind of model, and how its output becomes a mask. The model's
+image processor prepares pictures with Pillow, so masks do not depend on whether torchvision is installed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from stages.encoding import model_loading
 from stages.encoding.masks.settings import ADVICE, single_model
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
-LOGITS = ("logits", "class_queries_logits", "masks_queries_logits", "pred_masks")  # of the kinds of models
-PROBABILITY = 0.5  # where masks.threshold gives none
+LOGITS = ("logits", "class_queries_logits", "masks_queries_logits", "pred_masks")  # names of the models' outputs
+PROBABILITY = 0.5  # if masks.threshold is not set
 #: Model types that a user may expect here, and why they are refused.
 REFUSED = {
     "vitmatte": "takes a trimap, a rough mask of each picture",
@@ -33,7 +33,7 @@ REFUSED = {
 
 
 class Segmenter(ABC):
-    """One model. masks: the settings. folder: its checkpoint."""
+    """Base of all kinds of models. folder: the model's checkpoint. masks: the settings."""
 
     def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
         self.model, self.masks = model, masks
@@ -42,12 +42,12 @@ class Segmenter(ABC):
 
     @abstractmethod
     def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
-        """bool (B, H, W) on the model's device of uint8 (H, W, 3) frames of one size: what is to be masked. boxes: one
-        of each frame."""
+        """Pixels to be masked: bool (B, H, W) on the model's device. frames: uint8 (H, W, 3) frames of one size. boxes:
+        one per frame."""
 
     @torch.no_grad()
     def try_out(self) -> None:
-        """WeightsError where the model makes no mask of a picture, or its numbers are not finite."""
+        """Raises WeightsError if the model fails on a test picture, or if its outputs are not finite."""
         picture, outputs = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8), list[Any]()
         hook = self.model.register_forward_hook(lambda model, given, output: outputs.append(output))
         try:
@@ -65,7 +65,7 @@ class Segmenter(ABC):
             )
 
     def _inputs(self, frames: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """The processor's tensors of frames, on the device."""
+        """The model's inputs for these frames, made by the image processor, on the device."""
         made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
         given = (name for name in ("pixel_values", "pixel_mask") if name in made)
         inputs = {name: to_device(made[name], self.model.device) for name in given}
@@ -74,7 +74,7 @@ class Segmenter(ABC):
 
 
 class LabelledSegmenter(Segmenter):
-    """A model that has classes of its own, by number."""
+    """A model with a fixed list of classes, identified by numbers."""
 
     def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
         super().__init__(model, folder, masks)
@@ -83,14 +83,16 @@ class LabelledSegmenter(Segmenter):
 
 
 class SemanticSegmenter(LabelledSegmenter):
-    """A class of each pixel, as SegFormer has it: the likeliest one, or, with a threshold, the classes' probability."""
+    """Models that classify each pixel, such as SegFormer. A pixel is masked if its most probable class is one of
+    masks.classes or, with masks.threshold, if these classes' probabilities add up to at least the threshold."""
 
     def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
         logits_BCHW = self.model(**self._inputs(frames)).logits
         return torch.cat([self._find(logits_CHW, frames[0].shape[:2]) for logits_CHW in logits_BCHW])
 
     def _find(self, logits_CHW: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-        """The mask of one frame alone: the classes' logits in its size take memory."""
+        """The mask (1, H, W) of one frame. Frames are processed one by one, because full-size logits of all classes
+        take memory."""
         logits_BCHW = F.interpolate(logits_CHW[None].float(), size, mode="bilinear", align_corners=False)
         if self.masks.threshold is None:
             return torch.isin(logits_BCHW.argmax(1), self.ids)
@@ -98,7 +100,8 @@ class SemanticSegmenter(LabelledSegmenter):
 
 
 class UniversalSegmenter(LabelledSegmenter):
-    """Segments with a class each, as MaskFormer and Mask2Former find them, by the processor's panoptic rules."""
+    """MaskFormer and Mask2Former, which find segments with one class each. Uses the processor's panoptic
+    post-processing."""
 
     def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
         outputs, size = self.model(**self._inputs(frames)), tuple(frames[0].shape[:2])
@@ -116,7 +119,7 @@ class UniversalSegmenter(LabelledSegmenter):
 
 
 class WordSegmenter(Segmenter):
-    """CLIPSeg, which is asked with words: what one of them is found in."""
+    """CLIPSeg, which finds what a text describes. A pixel is masked if any text of masks.classes matches it."""
 
     def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
         super().__init__(model, folder, masks)
@@ -142,7 +145,7 @@ class WordSegmenter(Segmenter):
 
 
 class BoxSegmenter(Segmenter):
-    """SAM: what is in a box."""
+    """SAM, which segments the object in a box."""
 
     def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
         super().__init__(model, folder, masks)
@@ -153,7 +156,7 @@ class BoxSegmenter(Segmenter):
     def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
         made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
         sizes, original = made["reshaped_input_sizes"], made["original_sizes"]
-        scale = (sizes / original)[:, [1, 0, 1, 0]]  # of x and y
+        scale = (sizes / original)[:, [1, 0, 1, 0]]  # (B, 4): x, y, x, y
         boxes_B14 = (torch.tensor(boxes, dtype=scale.dtype) * scale)[:, None]
         device, dtype = self.model.device, self.model.dtype
         outputs = self.model(
@@ -168,7 +171,7 @@ class BoxSegmenter(Segmenter):
         return torch.stack([mask_11HW[0, 0] for mask_11HW in masks])
 
 
-#: Model type -> the kind and the class in transformers; those of semantic segmentation are in a mapping of its own.
+#: Model type -> the kind and the class in transformers. transformers has its own mapping for semantic segmentation.
 KINDS: dict[str, tuple[type[Segmenter], str]] = {
     "mask2former": (UniversalSegmenter, "Mask2FormerForUniversalSegmentation"),
     "maskformer": (UniversalSegmenter, "MaskFormerForInstanceSegmentation"),
@@ -178,8 +181,8 @@ KINDS: dict[str, tuple[type[Segmenter], str]] = {
 
 
 def find_labels(id2label: dict[int, str], masks: Masks) -> list[int]:
-    """The numbers of the classes, of which several may have one name. WeightsError, which names the labels that there
-    are, for one that is none."""
+    """The numbers of the labels in masks.classes; several labels may have the same name. Raises WeightsError, which
+    lists the valid labels, for an unknown class or for an empty list."""
     known: dict[str, list[int]] = {}
     for number, label in sorted(id2label.items()):
         known.setdefault(label.strip().lower(), []).append(number)
@@ -192,7 +195,7 @@ def find_labels(id2label: dict[int, str], masks: Masks) -> list[int]:
 
 
 def load_segmenter(masks: Masks, dtype: torch.dtype, device: torch.device) -> Segmenter:
-    """Raises WeightsError for weights that are damaged or missing, or of no model that makes masks."""
+    """Raises WeightsError for weights that are damaged or missing, and for a model that does not make masks."""
     model_loading.disable_progress_bars()
     folder = single_model(masks).fetch()
     with model_loading.reading_errors(masks.model, "the model"):
@@ -206,7 +209,8 @@ def load_segmenter(masks: Masks, dtype: torch.dtype, device: torch.device) -> Se
 
 
 def _load_processor(folder: Path, source: str) -> Any:
-    """The image processor of a checkpoint, that of Pillow: transformers takes torchvision's where there is none."""
+    """The checkpoint's image processor on Pillow. If a model has none, transformers returns its torchvision processor,
+    which is refused."""
     why = ""
     try:
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
@@ -218,7 +222,7 @@ def _load_processor(folder: Path, source: str) -> Any:
 
 
 def _find_kind(folder: Path, source: str) -> tuple[type[Segmenter], Any]:
-    """The kind of a checkpoint and its class in transformers."""
+    """The kind of the checkpoint's model, and its class in transformers."""
     model_type = str(read_object(folder / CONFIG_FILE).get("model_type", "model without a type"))
     if model_type in KINDS:
         kind, name = KINDS[model_type]

@@ -1,4 +1,4 @@
-"""The stage `masks` without torch: its model, what identifies its masks, and what it reads."""
+"""The stage `masks` without torch: its model, the fingerprint of its masks, and the media that it reads."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ ADVICE = (
     "set masks.model to the folder or repository of a model that transformers loads for semantic segmentation, such as "
     "nvidia/segformer-b5-finetuned-ade-640-640, of a Mask2Former, a MaskFormer, a CLIPSeg or a SAM"
 )
-SIDE_MULTIPLE = 16  # pixels: few enough shapes for batches
-PIXELS_PER_BYTE = 16  # of a mask's PNG, about
+SIDE_MULTIPLE = 16  # pixels: a multiple, so that pictures have few shapes and fill batches
+PIXELS_PER_BYTE = 16  # approximate pixels per byte in a mask's PNG
 
 
 def require_masks(config: Config) -> Masks:
@@ -65,7 +65,7 @@ def estimate_masks_bytes(config: Config, unit: Unit) -> int:
 
 
 def _choose_items(dataset: Dataset, table: pa.Table) -> NDArray[np.bool_]:
-    """(n,) which rows of a media table get a mask: those without the user's own."""
+    """bool (n,): which rows of a media table get a mask, namely rows without a mask by the user."""
     if not dataset.makes_masks:
         return np.zeros(len(table), bool)
     return np.asarray(table.column("mask_id").is_null())

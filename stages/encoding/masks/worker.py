@@ -1,4 +1,4 @@
-"""The worker of `masks`: pictures and clips -> a mask of each frame, in a PNG (`MadeMask`)."""
+"""The worker of `masks`: pictures and clips -> a PNG with a mask for each frame (`MadeMask`)."""
 
 import io
 from collections.abc import Iterator
@@ -25,7 +25,8 @@ from stages.media.sample_reader import FRAME_S
 
 @dataclass(frozen=True)
 class PreparedItem:
-    """frames: uint8 (F, H, W, 3). box: in their pixels, the whole picture without another."""
+    """frames: uint8 (F, H, W, 3). box: the item's box in pixels of the frames; the whole picture if masks.box_column is
+    not set."""
 
     frames: np.ndarray
     box: Box
@@ -87,10 +88,10 @@ class MasksWorker(FrameWorker):
             yield RefusedMember(name, MediaError(reason, self.path(name), problem, step))
 
     def _finish(self, found_THW: torch.Tensor) -> np.ndarray:
-        """uint8 (T, H, W): 255 is trained on."""
+        """The stored mask, uint8 (T, H, W): 255 is trained, 0 is not. found_THW: bool, the segmented pixels."""
         grow, masks = self._masks.grow, found_THW.float()[:, None]
         if grow:
-            side = 2 * grow + 1  # a square, as one row of pixels after the other
+            side = 2 * grow + 1  # a square, applied as a column and a row
             masks = F.max_pool2d(F.max_pool2d(masks, (side, 1), 1, (grow, 0)), (1, side), 1, (0, grow))
         mask_THW = (masks[:, 0] * 255).to(torch.uint8).numpy()
         if self._masks.blur:
@@ -100,7 +101,7 @@ class MasksWorker(FrameWorker):
 
 
 def write_png(mask_THW: np.ndarray) -> bytes:
-    """The file of a mask in 8-bit gray, with a frame for each of the sample's."""
+    """A PNG file of a mask in 8-bit gray, with one PNG frame for each frame of the sample."""
     (first, *others), file = map(Image.fromarray, mask_THW), io.BytesIO()
     animated = {"save_all": True, "append_images": others, "duration": round(1000 * FRAME_S)} if others else {}
     first.save(file, "PNG", **animated)

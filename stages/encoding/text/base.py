@@ -1,4 +1,4 @@
-"""The common part of the families' text encoders: loading, quantized or offloaded, and a reader of the texts."""
+"""The common part of the families' text encoders: loading, with quantization or offloading, and reading texts."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -24,9 +24,9 @@ from stages.encoding.text.reader import EncoderStats, PrefixCachedModel, TextRea
 from stages.media.files import MediaError
 
 UNQUANTIZED = "with some matrices unquantized, since nf4-bnb can't pack their sides or the model needs them whole"
-CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
-#: Sides that bitsandbytes packs 4-bit matrices by on CPUs with AVX512-BF16. A matrix whose sides are no multiples is
-#: not quantized, on any machine.
+CLIP_MAX_TOKENS = 77  # CLIP's limit on the tokens of a caption, as in the pipelines
+#: bitsandbytes packs 4-bit matrices in multiples of these sides on CPUs with AVX512-BF16. A matrix whose sides are not
+#: multiples is not quantized, on any machine.
 NF4_ROW_MULTIPLE, NF4_COLUMN_MULTIPLE = 32, 64
 DEFAULT_OPTIONS = Text()
 Reader = TypeVar("Reader", bound=TextReader)
@@ -43,8 +43,9 @@ class OptionError(LatentpressError, ValueError):
 class TextRequest:
     """One caption to encode.
 
-    text: the cleaned caption, without its template. negative: encode as the pipeline encodes negative prompts (null
-    prompts too). images: for templates with images, the source cropped to its bucket, or the references (RGB).
+    text: cleaned caption, without its template. negative: whether to encode it as the pipeline encodes negative prompts
+    (and null prompts). images: RGB images for templates with images: the source cropped to its bucket, or the
+    references.
     """
 
     text: str
@@ -54,11 +55,11 @@ class TextRequest:
 
 @dataclass
 class TextResult:
-    """One caption encoded, on the CPU in the encoder's dtype.
+    """One encoded caption, on the CPU in the encoder's dtype.
 
-    embeds: (L, D), real tokens only, unless the template is padded. pooled: (D2,), or None where the family has none.
-    tokens: L without the limit on the length. kept: L. clip_tokens: CLIP's tokens of the caption, which are cut to
-    CLIP_MAX_TOKENS; None without CLIP.
+    embeds: (L, D), real tokens only, unless the template is padded. pooled: (D2,), or None if the family has no pooled
+    vector. tokens: L without the limit on the length. kept: L. clip_tokens: number of the caption's tokens for CLIP
+    before they are cut to CLIP_MAX_TOKENS; None without CLIP.
     """
 
     embeds: torch.Tensor
@@ -69,7 +70,7 @@ class TextResult:
 
 
 class RequestError(MediaError):
-    """A caption, or the image in it, that can't be encoded; it is set aside."""
+    """A caption that can't be encoded, because of its text or its image; it is rejected."""
 
 
 def request_error(reason: str, request: TextRequest, problem: str, advice: str) -> RequestError:
@@ -80,8 +81,8 @@ class TextEncoder(ABC, Generic[Reader]):
     """Loads a family's text encoder once. `prepare` tokenizes, and may run at the same time as `encode`, the forward
     pass.
 
-    Each family's `Encoder` names its components and its reader's class, loads its language model in `_load`, makes the
-    model's input of a request in `prepare`, and reads a batch of these in `_compute`.
+    Each family's `Encoder` defines its components and its reader's class, loads its language model in `_load`, converts
+    a request to the model's input in `prepare`, and reads a batch of inputs in `_compute`.
     """
 
     components: tuple[str, ...]  # folders of the checkpoint
@@ -97,9 +98,10 @@ class TextEncoder(ABC, Generic[Reader]):
         options: Text = DEFAULT_OPTIONS,
         share_prefix: bool = True,
     ) -> None:
-        """max_length: the pipeline's max_sequence_length. options: their attention, quantization and offload.
+        """max_length: the pipeline's max_sequence_length, in tokens. options: options, of which attention, quantization
+        and offload apply. share_prefix: whether to compute the template's prefix once.
 
-        Raises WeightsError where a component is missing, OptionError for an option that is not supported.
+        Raises WeightsError if a component is missing, OptionError for an option that is not supported.
         """
         folder = fetch_components(source, revision, self.components)
         self.source, self.template, self.max_length = source, template, max_length
@@ -112,23 +114,24 @@ class TextEncoder(ABC, Generic[Reader]):
 
     @abstractmethod
     def _load(self, folder: Path) -> Reader:
-        """Load the models from `folder`; returns the reader of the language model."""
+        """Load the models from `folder` and return the language model's reader."""
 
     @abstractmethod
     def prepare(self, request: TextRequest) -> Any:
-        """A PreparedPrompt, or one with more. Raises RequestError for what can't be encoded."""
+        """Tokenize a request. Returns a PreparedPrompt or a subclass. Raises RequestError if the request can't be
+        encoded."""
 
     @abstractmethod
     def _compute(self, batch: Sequence[Any]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Queue a batch of prepared requests on the device, without waiting for it: embeds_LD of each text, and
-        pooled_BD, or None where the family has none."""
+        """Queue a batch of prepared requests on the device, without waiting for it. Returns embeds_LD of each text, and
+        pooled_BD, or None if the family has no pooled vectors."""
 
     def _clip_tokens(self, prompt: Any) -> int | None:
-        """CLIP's tokens of the caption without the limit; None without CLIP."""
+        """Number of the caption's tokens for CLIP without the limit; None without CLIP."""
         return None
 
     def queue(self, batch: Sequence[Any]) -> Callable[[], list[TextResult]]:
-        """Queue a batch of prepared requests on the device; what is returned waits for the results."""
+        """Queue a batch of prepared requests on the device. The returned function waits for the results."""
         embeds, pooled_BD = self._compute(batch)
         lengths = [len(embeds_LD) for embeds_LD in embeds]
         copied = HostCopy(*(tensor.to(self.dtype) for tensor in (torch.cat(embeds), pooled_BD) if tensor is not None))
@@ -150,7 +153,7 @@ class TextEncoder(ABC, Generic[Reader]):
         return results
 
     def encode(self, batch: Sequence[Any]) -> list[TextResult]:
-        """The results of a batch, waited for."""
+        """Encode a batch and wait for the results."""
         return self.queue(batch)()
 
     def _language_model(self, model_class: Any, folder: Path, unused: Sequence[str] = ()) -> Any:
@@ -167,8 +170,8 @@ class TextEncoder(ABC, Generic[Reader]):
         return model
 
     def _make_reader(self, reader_class: type[CachedReader], model: Any, most: int) -> CachedReader:
-        """A reader of a causal model. most: how many tokens of the template's beginning are computed once for all
-        texts, at most."""
+        """A reader of a causal model. most: largest number of tokens at the template's beginning that are computed once
+        for all texts."""
         prefix = find_prefix_ids(self._ids, self.template, most) if self._share_prefix else []
         return reader_class(model, prefix, self._pad_id, self.device, self.template.layers)
 
@@ -208,11 +211,12 @@ def load_language_model(
     """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
 
     int8-quanto and nf4-bnb quantize the matrices of the language model's blocks, except those in `unquantized_layers`;
-    embeddings, norms and the vision model stay. nf4-bnb leaves out, too, what the class keeps in float32: T5's forward
-    converts a layer's input to the dtype of its weight. blocks: the weights stay on the host, and each block's are on
-    the device while it computes, with the same result. unused: submodules that are removed, as nothing calls them, and
-    that may be missing. section: of the configuration, which `options` are of. Raises
-    OptionError, and WeightsError where the weights are pickled or some are missing.
+    embeddings, norms and the vision model are not quantized. nf4-bnb also skips matrices that the class keeps in
+    float32, since T5's forward converts a layer's input to the dtype of its weight. options.offload "blocks": the
+    weights stay on the host, and each block's weights are on the device while the block computes, with the same result.
+    unused: names of submodules that are removed because nothing calls them; their weights may be missing. section:
+    section of the configuration that holds `options`. Raises OptionError, and WeightsError if weights are pickled or
+    missing.
     """
     _check_options(model_class, device, options, section)
     if options.quantization == "bf16":
@@ -228,7 +232,7 @@ def load_language_model(
     if options.quantization == "int8-quanto":
         from optimum.quanto import freeze, qint8, quantize
 
-        # On the host, so that the device needs memory for the smaller weights only.
+        # Quantized on the host, so that the device only needs memory for the smaller weights.
         layers = text_blocks(model)
         quantize(layers, weights=qint8)
         freeze(layers)
@@ -241,7 +245,7 @@ def load_language_model(
 
 
 def text_blocks(model: Any) -> torch.nn.ModuleList:
-    """The blocks of the language model: of a causal one, or of a T5's encoder."""
+    """The blocks of a causal language model, or of a T5's encoder."""
     if hasattr(model, "encoder"):
         return model.encoder.block
     inner = getattr(model, "model", model)
@@ -249,7 +253,7 @@ def text_blocks(model: Any) -> torch.nn.ModuleList:
 
 
 def unquantized_layers(model: Any) -> list[str]:
-    """Matrices of a quantized model's blocks that are not quantized, without the blocks' numbers."""
+    """Names of matrices in a quantized model's blocks that are not quantized, without the blocks' numbers."""
     parts = (part for block in text_blocks(model) for part in block.named_modules())
     return sorted({name for name, part in parts if type(part) is torch.nn.Linear})
 

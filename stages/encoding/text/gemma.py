@@ -1,8 +1,8 @@
 """Sana: Gemma-2's last hidden states of the complex human instruction and the caption.
 
-The pipeline pads to n + 298 tokens (n: the instruction's) and keeps row 0 and the last 299, that is, the positions from
-n - 1 on. The real ones among them are stored; the transformer masks the rest. The instruction is computed once, as row
-0 is the same for every caption.
+The pipeline pads to n + 298 tokens (n: the number of the instruction's tokens) and keeps row 0 and the last 299, that
+is, the positions from n - 1 on. The real tokens among them are stored; the transformer masks the rest. The instruction
+is computed once, because row 0 is the same for every caption.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from stages.encoding.text.reader import PrefixCachedModel, PreparedPrompt
 
 @dataclass(frozen=True)
 class GemmaPrompt(PreparedPrompt):
-    """negative: without the instruction."""
+    """negative: whether the prompt has no instruction."""
 
     negative: bool
 
@@ -43,7 +43,7 @@ class Encoder(TextEncoder[PrefixCachedModel]):
         return GemmaPrompt(kept, self._reader.shared_length(kept), len(ids), request.negative)
 
     def _compute(self, batch: Sequence[GemmaPrompt]) -> tuple[list[torch.Tensor], None]:
-        """One forward pass; another one for prompts without the instruction."""
+        """One forward pass, and a second one if the batch has prompts without the instruction."""
         embeds = []
         for prompt, hidden_LD in zip(batch, self._reader.hidden_states(batch)[0], strict=True):
             if not prompt.negative:  # a negative prompt has no instruction

@@ -23,7 +23,7 @@ from stages.encoding.text.qwen_vl_images import (
 )
 from stages.encoding.text.reader import PrefixCachedModel
 
-# After the caption, in addition to the image's own tokens: <|vision_start|>, <|vision_end|>, <|im_end|>.
+# Tokens after the caption, in addition to the image's own tokens: <|vision_start|>, <|vision_end|>, <|im_end|>.
 IMAGE_SUFFIX_TOKENS = 3
 
 
@@ -34,7 +34,8 @@ def halve(image: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True)
 class KandinskyPrompt(PreparedImagePrompt):
-    """clip_ids: the caption alone, for CLIP, cut to its limit; clip_tokens: their number without the limit."""
+    """clip_ids: token ids of the caption alone, for CLIP, cut to CLIP's limit. clip_tokens: their number without the
+    limit."""
 
     clip_ids: tuple[int, ...] = ()
     clip_tokens: int = 0
@@ -58,7 +59,7 @@ class Encoder(PrefixCroppedEncoder):
         return self._make_reader(PrefixCachedModel, qwen.model.language_model, self.crop)
 
     def prepare(self, request: TextRequest) -> KandinskyPrompt:
-        """Raises RequestError for what can't be encoded."""
+        """Tokenize a request and prepare its images. Raises RequestError if the request can't be encoded."""
         with self._lock:
             ids, untruncated = self._tokenize(request)
             clip_ids = self._clip_tokenizer(request.text, verbose=False)["input_ids"]
@@ -70,7 +71,7 @@ class Encoder(PrefixCroppedEncoder):
             assert isinstance(self._reader, ImagePromptModel)
             pictures = tuple(self._images.picture(halve(image)) for image in request.images)
             positions_3L = self._reader.prompt_positions(ids, shared, pictures)
-        # As the pipeline cuts: a caption's first tokens, then the end token.
+        # Cut as in the pipeline: the caption's first tokens, then the end token.
         cut = clip_ids if len(clip_ids) <= CLIP_MAX_TOKENS else clip_ids[: CLIP_MAX_TOKENS - 1] + clip_ids[-1:]
         return KandinskyPrompt(ids, shared, untruncated, pictures, positions_3L, tuple(cut), len(clip_ids))
 
@@ -85,8 +86,8 @@ class Encoder(PrefixCroppedEncoder):
     def _tokenize(self, request: TextRequest) -> tuple[list[int], int]:
         """The prompt's ids, and their number without the limit.
 
-        An over-long prompt is cut as by the pipeline: as many characters at the end, those of the template included,
-        as the surplus tokens decode to; then what is still over the limit.
+        An over-long prompt is cut as in the pipeline: first by the number of characters that the surplus tokens decode
+        to, counted from the end of the rendered template; then the tokens that still exceed the limit.
         """
         text = self.template.render(request.text, negative=request.negative)
         if self.template.with_image:
@@ -101,10 +102,10 @@ class Encoder(PrefixCroppedEncoder):
         return ids, untruncated
 
     def _tokenize_with_image(self, text: str, request: TextRequest) -> tuple[list[int], int]:
-        """The placeholder becomes the image's tokens; an over-long caption is cut, and what follows it is kept.
+        """Replace the placeholder by the image's tokens. An over-long caption is cut, and the tokens after it are kept.
 
-        This differs from the pipeline, which cuts the end of the prompt, and that is the template's: a caption one or
-        two tokens over the limit loses `<|im_end|>` and `<|vision_end|>` instead, and from three on the cut reaches
+        This differs from the pipeline, which cuts the end of the prompt, a part of the template: a caption one or two
+        tokens over the limit loses `<|im_end|>` and `<|vision_end|>` instead, and from three tokens on the cut reaches
         the image's tokens and the pipeline fails.
         """
         assert len(request.images) == 1 and self._images is not None, f"{self.template.name} needs an image"

@@ -1,7 +1,7 @@
 """Qwen3 behind a chat template: the hidden states of `Template.layers` of the whole prompt, template included.
 
-The pipelines render a prompt by the tokenizer's own chat template. What is stored is rendered by the catalog's, which
-is compared with it once, when the encoder is loaded.
+The pipelines render a prompt with the tokenizer's own chat template. Here, the catalog's template renders it; the two
+are compared once, when the encoder is loaded.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ PROBE = "a caption"
 
 
 class Qwen3WithoutHead(Qwen3Model):
-    """Qwen3 from the checkpoint of a causal model, whose head is not reported as left out."""
+    """Qwen3 from the checkpoint of a causal model, without a report that its head is unused."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012  # as transformers declares it
 
@@ -33,7 +33,7 @@ class Encoder(TextEncoder):
             self._check_attention()
             model = self._language_model(Qwen3WithoutHead, folder)
             return PaddedModel(model, self._pad_id, self.device, self.template.layers)
-        # The prefix is three tokens, so no pass is saved by computing it once.
+        # The prefix has only three tokens, so computing it once saves no pass.
         return self._make_reader(PrefixCachedModel, self._language_model(Qwen3WithoutHead, folder), 0)
 
     def _check_chat_template(self) -> None:

@@ -1,8 +1,8 @@
 """Qwen2.5-VL as the text encoder of several families: the hidden states of a prompt without the tokens of the
 template's prefix, which is computed once (`reader.py`).
 
-Qwen-Image: those of the caption and of the template's end, equal to the pipeline's `encode_prompt`. An over-long prompt
-loses its end, the template's end included.
+Qwen-Image: the hidden states of the caption and of the template's end, equal to the pipeline's `encode_prompt`. An
+over-long prompt loses its end, including the template's end.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from stages.encoding.text.reader import PrefixCachedModel, PreparedPrompt
 
 
 class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
-    """max_length: tokens kept after the template's prefix, whose length the template states."""
+    """max_length: number of tokens kept after the template's prefix, whose length is `Template.crop`."""
 
     def _load_qwen(self, folder: Path) -> Any:
-        """Qwen2.5-VL, without its vision model where the template has no image. WeightsError for a tokenizer that makes
-        fewer tokens of the template than are cut off."""
+        """Qwen2.5-VL, without its vision model if the template has no image. Raises WeightsError for a tokenizer with
+        which the template is not longer than its prefix."""
         template, template_tokens = self.template, len(self._ids(self.template.render("")))
         if not template.with_image and template_tokens <= self.crop:
             raise WeightsError(
@@ -31,8 +31,8 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
                 "would be left",
                 "use tokenizer/ of the repository that the text encoder is from",
             )
-        # Loaded whole, as by the pipeline, so that the weights' names are understood in any checkpoint; then used
-        # without lm_head, whose output for every token would be far larger than what is kept.
+        # Loaded whole, as in the pipeline, so that the weights' names are understood in any checkpoint; then used
+        # without lm_head, whose output for every token would be far larger than the hidden states.
         unused = ("lm_head",) if template.with_image else ("lm_head", "model.visual")
         return self._language_model(Qwen2_5_VLForConditionalGeneration, folder, unused)
 
@@ -42,7 +42,7 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
         return self.template.crop
 
     def _check_length(self, ids: list[int], request: TextRequest) -> None:
-        """RequestError where no token would be left."""
+        """Raises RequestError if no token remains after the prefix is cut off."""
         if len(ids) <= self.crop:
             problem = f"it has {len(ids)} tokens with its template, of which the first {self.crop} are cut off"
             raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
@@ -50,8 +50,9 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
     def _embed(
         self, batch: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """embeds_LD of each prompt, in one forward pass, or another one for prompts that do not begin with the
-        template's own ids; and `others` on the device, which go there in the same copy."""
+        """embeds_LD of each prompt, and the tensors `others` on the device. Prompts that do not begin with the prefix's
+        ids take a second forward pass. others: tensors on the host, which are copied to the device together with the
+        inputs."""
         hidden, sent = self._reader.hidden_states(batch, others)
         embeds = [hidden_LD[self.crop - prompt.shared :] for prompt, hidden_LD in zip(batch, hidden, strict=True)]
         return embeds, sent

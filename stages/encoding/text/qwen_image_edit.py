@@ -1,5 +1,5 @@
 """Qwen-Image-Edit: Qwen2.5-VL's hidden states of the references, the caption and the template's end, equal to the
-pipelines' `encode_prompt`, which cut nothing. A prompt over text.max_length loses its end, after the references."""
+pipelines' `encode_prompt`, which does not cut. A prompt over text.max_length loses its end, after the references."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class Encoder(QwenImageEncoder):
         return self._make_reader(ImagePromptModel, qwen.model, min(self.crop, before_images))
 
     def prepare(self, request: TextRequest) -> PreparedImagePrompt:
-        """Raises RequestError for what can't be encoded."""
+        """Tokenize a request and prepare its references. Raises RequestError if the request can't be encoded."""
         assert request.images, f"{self.template.name} needs reference images"
         assert isinstance(self._reader, ImagePromptModel)
         references = (self.template.reference.replace("{}", str(n)) for n in range(1, len(request.images) + 1))

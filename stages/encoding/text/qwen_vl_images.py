@@ -1,5 +1,5 @@
-"""Images inside Qwen2.5-VL's prompts: prepared as by the pipelines' processor, their vision features computed once, and
-put in the place of their placeholders."""
+"""Images inside Qwen2.5-VL's prompts. They are prepared as in the pipelines' processor, and their vision features are
+computed once and replace the placeholders."""
 
 import json
 from collections import OrderedDict
@@ -25,10 +25,11 @@ from stages.encoding.text.reader import PrefixCachedModel, PreparedPrompt
 class QwenImageProcessor(Qwen2VLImageProcessorPil):
     """Qwen2-VL's image processor with the pipelines' results, which are torchvision's, without torchvision.
 
-    transformers has one on tensors, by torchvision, and one on Pillow images. They differ by 8-bit levels in some
-    pixels and in the order of the arithmetic. This one computes as the first and takes everything else from the second:
-    torchvision's bicubic resize is one call of torch (transforms/v2/functional/_geometry.py). It is used where
-    torchvision is installed, too, so bytes do not depend on that. Images are uint8 (3, H, W) until they are normalized.
+    transformers has a processor on tensors, which needs torchvision, and a processor on Pillow images. Their results
+    differ by 8-bit levels in some pixels and in the order of the arithmetic. This class computes like the first and
+    inherits everything else from the second: torchvision's bicubic resize is one call of torch
+    (transforms/v2/functional/_geometry.py). It is also used if torchvision is installed, so bytes do not depend on
+    torchvision. Images are uint8 (3, H, W) until they are normalized.
 
     The resize computes in integers with weights of 16 bits, with and without AVX2, so its bytes are the same on every
     CPU; one subtraction and one division in float32 follow.
@@ -56,7 +57,7 @@ class QwenImageProcessor(Qwen2VLImageProcessorPil):
         return resized[0].numpy()
 
     def rescale(self, image: np.ndarray, scale: float, *_: Any, **__: Any) -> np.ndarray:
-        """`normalize` does this, too."""
+        """Returns the image unchanged, since `normalize` rescales it."""
         return image
 
     def normalize(self, image: np.ndarray, mean: Any, std: Any, *_: Any, **__: Any) -> np.ndarray:
@@ -72,7 +73,8 @@ MAX_CACHED_IMAGES = 16
 
 @dataclass(frozen=True)
 class ProcessedImage:
-    """An image, ready for the vision model. key: hash of its content. grid_3: patches in time, height and width."""
+    """An image, ready for the vision model. key: hash of its content. grid_3: number of patches in time, height and
+    width."""
 
     key: bytes
     pixels: torch.Tensor
@@ -81,7 +83,8 @@ class ProcessedImage:
 
 @dataclass(frozen=True)
 class PreparedImagePrompt(PreparedPrompt):
-    """pictures: in the order of their placeholders. positions_3L: of the tokens after the shared ones."""
+    """pictures: images in the order of their placeholders. positions_3L: positions of the tokens after the shared
+    prefix."""
 
     pictures: tuple[ProcessedImage, ...] = ()
     positions_3L: torch.Tensor | None = None
@@ -91,13 +94,13 @@ class CachedImageProcessor:
     """Prepares Pillow images and caches the last few, since an image has several captions and a null prompt."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: that of preprocessor_config.json."""
+        """folder: directory with preprocessor_config.json."""
         self._images = QwenImageProcessor.from_pretrained(folder)
         self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()
         self._lock = Lock()
 
     def tokens(self, image: Image.Image) -> int:
-        """The number of tokens of an image. Raises ValueError or ZeroDivisionError for one that can't be used."""
+        """The number of tokens of an image. Raises ValueError or ZeroDivisionError for an image that can't be used."""
         patches = self._images.get_number_of_image_patches(image.height, image.width)
         return patches // self._images.merge_size**2
 
@@ -118,15 +121,16 @@ class CachedImageProcessor:
 def vision_features(
     whole: Any, pixels: torch.Tensor, grid_N3: torch.Tensor, device: torch.device, clips: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """(tokens, D) of each picture or, with clips=True, of each clip. What follows from their sizes is computed here:
-    the model would ask the device for it. whole: the Qwen2_5_VLModel. pixels: patches, on the host."""
+    """Features (tokens, D) of each picture or, with clips=True, of each clip. Positions and windows are computed here,
+    because the model would wait for the device to read the sizes. whole: the Qwen2_5_VLModel. pixels: patches, on the
+    host. grid_N3: number of patches of each picture or clip in time, height and width."""
     visual = whole.visual
     merge, config = visual.spatial_merge_size, visual.config
     order, windows = get_vision_window_index(grid_N3, merge, visual.window_size, visual.patch_size)
     ends = get_vision_cu_seqlens(grid_N3)
     host = [pixels, get_vision_position_ids(grid_N3, merge), order]
     longest = {}
-    if "flash" in config._attn_implementation:  # other kernels take the windows' ends on the host
+    if "flash" in config._attn_implementation:  # other kernels read the windows' ends on the host
         longest = {"max_seqlen": int(ends.diff().max()), "max_window_seqlen": int(windows.diff().max())}
         host += [ends, windows]
     pixels, places, order, *moved = to_device_together(host, device)
@@ -137,7 +141,7 @@ def vision_features(
 
 
 class ImagePromptModel(PrefixCachedModel):
-    """Reads prompts with images: features replace the placeholders' embeddings, positions are three-dimensional."""
+    """Reads prompts with images. Features replace the placeholders' embeddings, and positions are three-dimensional."""
 
     def __init__(
         self, whole: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
@@ -147,12 +151,11 @@ class ImagePromptModel(PrefixCachedModel):
         self._whole = whole
         self._image_id = whole.config.image_token_id
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self._batch_features: dict[bytes, torch.Tensor] = {}  # (tokens, D) of the batch that is being read
+        self._batch_features: dict[bytes, torch.Tensor] = {}  # (tokens, D) of images in the current batch
 
     def prompt_positions(self, ids: list[int], shared: int, pictures: Sequence[ProcessedImage]) -> torch.Tensor:
-        """positions_3L of the tokens after the shared ones.
-
-        The images' tokens must be marked: otherwise the positions silently become one-dimensional.
+        """positions_3L of the tokens after the shared prefix. The images' tokens must be marked: otherwise the
+        positions silently become one-dimensional.
         """
         ids_1L = torch.tensor([ids])
         marks_1L = (ids_1L == self._image_id).int()
@@ -165,9 +168,9 @@ class ImagePromptModel(PrefixCachedModel):
     def hidden_states(
         self, texts: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Encodes the batch's images first, since its passes are divided by length and not by image.
+        """Encodes the batch's images first, since passes are divided by length instead of by image.
 
-        Each image is encoded alone, so that its features depend on nothing else. The last ones are cached, since a
+        Each image is encoded alone, so that its features depend on nothing else. The last features are cached, since a
         batch may end between the texts of one image.
         """
         self._batch_features = {}
@@ -188,7 +191,7 @@ class ImagePromptModel(PrefixCachedModel):
         return text.pictures
 
     def _features(self, picture: ProcessedImage) -> torch.Tensor:
-        """(tokens, D)."""
+        """Features (tokens, D) of one image."""
         return torch.cat(vision_features(self._whole, picture.pixels, picture.grid_3[None], self.device))
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:

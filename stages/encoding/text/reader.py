@@ -4,10 +4,10 @@ A reader computes the hidden states of a batch of token ids: `PaddedModel` for a
 the text, `MaskedModel` for a model whose tokens see each other in both directions, and `PrefixCachedModel` for a causal
 model that shares the constant beginning of every prompt.
 
-A causal model's keys and values of the first tokens depend on nothing that follows, so they are the same for every
-text that begins with the same ids, and are computed once. The ids are found by tokenizing the template around captions
-with different first characters, since the template's last characters can merge with them. Each text is compared again,
-and one that begins with other ids is computed from its first token.
+A causal model's keys and values of the first tokens depend on nothing that follows, so they are the same for every text
+that begins with the same ids, and are computed once. The ids are found by tokenizing the template around captions with
+different first characters, since the template's last characters can merge with them. Each text is compared with the
+ids, and a text that begins with different ids is computed from its first token.
 """
 
 import string
@@ -30,10 +30,10 @@ PASS_OVERHEAD_TOKENS = {"cpu": 32, "accelerator": 256}
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A request tokenized, and cut to the limit.
+    """A tokenized request, cut to the limit.
 
-    ids: the model's input, template and image included. shared: how many of the first ids are the template's prefix,
-    whose keys and values are computed already. untruncated: the number of ids without the limit.
+    ids: the model's input, including the template and images. shared: number of ids at the beginning that are the
+    template's prefix, whose keys and values are already computed. untruncated: number of ids without the limit.
     """
 
     ids: list[int]
@@ -48,8 +48,8 @@ class PreparedPrompt:
 
 @dataclass
 class EncoderStats:
-    """shared, whole: texts behind the shared prefix, and texts computed from their first token. images: vision passes;
-    reused: texts whose image's features were in the cache."""
+    """shared: number of texts behind the shared prefix. whole: number of texts computed from their first token. images:
+    number of vision passes. reused: number of images whose features were in the cache."""
 
     shared: int = 0
     whole: int = 0
@@ -58,15 +58,15 @@ class EncoderStats:
 
 
 def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
-    """Split a batch's rows into the passes that together compute the fewest tokens, padding included.
+    """Split a batch's rows into the passes that together compute the fewest tokens, including padding.
 
-    costs: tokens of each row. overhead: the cost of one more pass, in tokens. Each pass has rows of neighboring
+    costs: number of tokens of each row. overhead: cost of one more pass, in tokens. Each pass has rows of neighboring
     lengths, shortest first. In one pass, a batch of captions of 10 to 170 tokens is half padding.
     """
     order = sorted(range(len(costs)), key=lambda row: costs[row])
-    # Rows of one length stay together, so passes can end only where the length changes.
+    # Rows of equal length stay together, so a pass can only end before a change of length.
     ends = [0, *(end for end in range(1, len(order)) if costs[order[end]] != costs[order[end - 1]]), len(order)]
-    # For each end: the fewest tokens of the rows before it, and the end that their last pass begins at.
+    # For each end: the smallest cost of the rows before it, and the index of the end at which their last pass begins.
     least = [(0, 0)]
     for number, end in enumerate(ends[1:], 1):
         longest = costs[order[end - 1]]
@@ -94,10 +94,11 @@ class TextReader(ABC):
     def hidden_states(
         self, texts: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """hidden_LD of each text's tokens after the shared ones, on the model's device, and `others`, tensors of the
-        host which go there in the same copy.
+        """hidden_LD of each text's tokens after the shared prefix, and the tensors `others`, both on the model's
+        device. others: tensors on the host, which are copied to the device together with the inputs.
 
-        Texts with and without the prefix are in different passes, and so are lengths that would be mostly padding.
+        Texts with and without the prefix are in different passes, and so are texts whose lengths differ so much that a
+        common pass would be mostly padding.
         """
         passes = self._divide(texts)
         inputs = [self._inputs([texts[row] for row in rows]) for rows in passes]
@@ -110,7 +111,7 @@ class TextReader(ABC):
         return [hidden_by_row[row] for row in range(len(texts))], moved
 
     def _divide(self, texts: Sequence[PreparedPrompt]) -> list[list[int]]:
-        """The rows of each pass."""
+        """Divide a batch into passes. Returns the row numbers of each pass."""
         overhead = PASS_OVERHEAD_TOKENS["cpu" if self.device.type == "cpu" else "accelerator"]
         passes = []
         for shared in sorted({text.shared for text in texts}):
@@ -120,20 +121,20 @@ class TextReader(ABC):
         return passes
 
     def _ids(self, texts: Sequence[PreparedPrompt]) -> torch.Tensor:
-        """ids_BL after the shared ones, padded on the right, on the host."""
+        """ids_BL after the shared prefix, padded on the right, on the host."""
         longest = max(text.cost for text in texts)
         return torch.tensor([text.ids[text.shared :] + [self._pad_id] * (longest - text.cost) for text in texts])
 
     @abstractmethod
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
-        """Tensors that a pass needs on the device, made on the host; `_pass` gets them in this order."""
+        """Tensors for a pass, made on the host. They are copied to the device and passed to `_pass` in this order."""
 
     @abstractmethod
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
-        """Queue a pass: hidden_BLD of the tokens after the shared ones; what is at padding has no meaning."""
+        """Queue a pass. Returns hidden_BLD of the tokens after the shared prefix; values at padding have no meaning."""
 
     def _run(self, **inputs: Any) -> torch.Tensor:
-        """(B, L, D): the layers' hidden states, concatenated."""
+        """The hidden states of the layers, concatenated along D: (B, L, D)."""
         if not self._layers:
             return self._model(**inputs).last_hidden_state
         states = self._model(**inputs, output_hidden_states=True).hidden_states
@@ -149,7 +150,7 @@ class PaddedModel(TextReader):
     """
 
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
-        """ids_BL, and how many of them are real, lengths_B."""
+        """ids_BL, and lengths_B, the number of real tokens of each text."""
         return [self._ids(texts), torch.tensor([min(text.untruncated, len(text.ids)) for text in texts])]
 
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
@@ -158,8 +159,8 @@ class PaddedModel(TextReader):
         return self._run(input_ids=ids_BL, attention_mask=self._mask(ids_BL.shape[1], lengths_B), use_cache=False)
 
     def _mask(self, length: int, lengths_B: torch.Tensor) -> torch.Tensor:
-        """The mask mask_B1LL that attention adds to its scores, made on the device. Of a mask with two axes
-        transformers would ask the device whether it leaves anything out; one with four is used as it is."""
+        """mask_B1LL, which attention adds to its scores, made on the device. For a mask with two axes, transformers
+        would wait for the device to test whether it masks any token; a mask with four axes is used unchanged."""
         places_L = torch.arange(length, device=self.device)
         seen_BLL = (places_L <= places_L[:, None]) & (places_L < lengths_B[:, None, None])
         mask_BLL = torch.zeros(seen_BLL.shape, dtype=self._model.dtype, device=self.device)
@@ -168,13 +169,13 @@ class PaddedModel(TextReader):
 
 class MaskedModel(TextReader):
     """An encoder, such as T5's, whose tokens see each other in both directions, called with ids and a mask of the
-    padding, so that each text sees itself alone. Nothing can be shared between texts, as the first tokens' states
-    depend on the last ones.
+    padding, so that each text sees only itself. Nothing can be shared between texts, because the states of the first
+    tokens depend on the last tokens.
     """
 
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
-        """ids_BL, and what is added to attention's scores, mask_B11L. Of a mask with two axes transformers would ask
-        the device whether it leaves anything out; one with four is used as it is."""
+        """ids_BL, and mask_B11L, which attention adds to its scores. For a mask with two axes, transformers would wait
+        for the device to test whether it masks any token; a mask with four axes is used unchanged."""
         ids_BL = self._ids(texts)
         lengths_B1 = torch.tensor([[text.cost] for text in texts])
         padding_BL = torch.arange(ids_BL.shape[1]) >= lengths_B1
@@ -203,12 +204,12 @@ def common_prefix(rows: Sequence[list[int]]) -> list[int]:
 
 
 class _PrefixLayer(CacheLayerMixin):
-    """One layer's keys and values of the prefix, which may be empty, put before those of any batch; stores nothing of
-    the batch.
+    """One layer's keys and values of the prefix, which may be empty. They are put before the keys and values of any
+    batch; nothing of the batch is stored.
 
     A growing cache of transformers would hold every layer's keys of the whole batch until the pass ends (57 KB a token
-    for Qwen2.5-VL-7B) and would have to be copied for each batch. Lengths and offsets are those of the recorded layer:
-    a sliding window counts more tokens than it holds.
+    for Qwen2.5-VL-7B) and would have to be copied for each batch. Lengths and offsets come from the recorded layer: a
+    sliding window counts more tokens than it holds.
     """
 
     def __init__(self, recorded: Any) -> None:
@@ -223,7 +224,8 @@ class _PrefixLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, heads, visible prefix + L, head size), new tensors, or the given ones where the prefix is empty."""
+        """Keys and values (B, heads, visible prefix + L, head size); the arguments themselves if the prefix is
+        empty."""
         if not self._recorded.is_initialized:
             return key_states, value_states
         batch = (key_states.shape[0], -1, -1, -1)
@@ -247,17 +249,17 @@ def _without_storing(recorded: Cache) -> Cache:
 class PrefixCachedModel(TextReader):
     """A causal language model that reads texts behind a known prefix.
 
-    It is called with positions and without a mask: padding is on the right, where no real token sees it.
+    It is called with positions and without a mask, because no real token sees the padding on its right.
     """
 
     def __init__(
         self, model: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
     ) -> None:
-        """prefix: ids to compute here, once; may be empty. layers: see `schemas.family.Template`."""
+        """prefix: ids that are computed here, once; may be empty. layers: see `schemas.family.Template`."""
         super().__init__(model, pad_id, device, layers)
         self._prefix = prefix
-        # For texts without the prefix an empty one: without a cache transformers asks the device whether the positions
-        # are those of several texts in one row.
+        # Texts without the prefix use an empty cache: without a cache, transformers waits for the device to test
+        # whether a row holds the positions of several texts.
         self._caches = {0: _without_storing(DynamicCache(config=model.config))}
         self.prefix_LD: torch.Tensor | None = None
         if prefix:
@@ -275,15 +277,16 @@ class PrefixCachedModel(TextReader):
         return length if len(ids) > length and ids[:length] == self._prefix else 0
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
-        """(B, L, D): the input of the first layer."""
+        """The input of the first layer, (B, L, D)."""
         return self._model.get_input_embeddings()(ids_BL)
 
     def positions(self, texts: Sequence[PreparedPrompt], length: int) -> torch.Tensor:
-        """Positions of the tokens after the shared ones, on the host: (B, L), or (3, B, L) around images."""
+        """Positions of the tokens after the shared prefix, on the host: (B, L), or (3, B, L) for prompts with
+        images."""
         return (texts[0].shared + torch.arange(length)).expand(len(texts), length)
 
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
-        """ids_BL after the shared ones, and their positions."""
+        """ids_BL after the shared prefix, and their positions."""
         ids_BL = self._ids(texts)
         return [ids_BL, self.positions(texts, ids_BL.shape[1])]
 

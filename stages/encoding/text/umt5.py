@@ -1,7 +1,7 @@
 """Wan: UMT5's last hidden states of the caption, equal to the real tokens of the pipelines' `encode_prompt`.
 
 The pipelines pad to 512 tokens, mask the padding in the encoder, and put zeros in its place behind the real tokens; the
-trainer adds these again.
+trainer adds the zeros again.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Encoder(TextEncoder[MaskedModel]):
         return MaskedModel(model, self._pad_id, self.device, self.template.layers)
 
     def prepare(self, request: TextRequest) -> PreparedPrompt:
-        """An over-long caption keeps its end token, as when the tokenizer cuts it."""
+        """Tokenize a request. An over-long caption keeps its end token, as if the tokenizer had cut it."""
         assert not request.images, f"{self.template.name} takes no image"
         with self._lock:
             ids = self._ids(self.template.render(request.text, negative=request.negative))

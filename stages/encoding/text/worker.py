@@ -20,7 +20,7 @@ from stages.engines.jobs import Job, RoundingError
 CLIP_TRUNCATED_REMARK = (
     f"captions cut to CLIP's {CLIP_MAX_TOKENS} tokens, as by the pipeline, for the pooled vector alone"
 )
-PREFETCHED_BATCHES = 4  # of texts without an image, by an estimate of their tokens
+PREFETCHED_BATCHES = 4  # batches of texts without an image that are read ahead
 
 
 class TextWorker(UnitWorker):
@@ -34,7 +34,7 @@ class TextWorker(UnitWorker):
         super().__init__(job)
         self.precision = self.config.text.precision or self.config.model.precision
         self.embeds_dtype = self.config.text.embeds_dtype(self.precision)
-        self._rounding: dict[str, RoundingError] = {}  # of the rows that are to be written
+        self._rounding: dict[str, RoundingError] = {}  # by text id, for rows that are not written yet
         self._encoder = base.load_text_encoder(self.config.model, self.config.text, self.device)
 
     def column_dtypes(self) -> dict[str, str]:
@@ -52,8 +52,8 @@ class TextWorker(UnitWorker):
         return 3 * bucket.width * bucket.height
 
     def prefetch_count(self, unit: Unit) -> int:
-        """For texts without an image a few batches, so that the device never waits for the tokenizer: a batch of short
-        captions has hundreds. A unit's texts are ordered by length, so the middle one is typical."""
+        """For texts without an image, a few batches, so that the device never waits for the tokenizer: a batch of short
+        captions has hundreds of texts. A unit's texts are ordered by length, so its middle text is typical."""
         text = self.plan.texts[unit.members[len(unit.members) // 2]]
         if self.config.model.template.with_image:
             return super().prefetch_count(unit)
@@ -61,7 +61,8 @@ class TextWorker(UnitWorker):
         return max(super().prefetch_count(unit), PREFETCHED_BATCHES * self.batch_limit // tokens)
 
     def read_request(self, name: str) -> ReadRequest | None:
-        """The image inside an i2i prompt, cropped as its sample's source is, or its references."""
+        """The request for the image inside an i2i prompt, with the crop of its sample's source, or for its
+        references."""
         text = self.plan.texts[name]
         if (size := self.config.model.template.image_size) is not None:
             return ReadRequest(tuple(self.locations.planned_files("text", name)), None, None, image_size=size)
@@ -105,15 +106,14 @@ class TextWorker(UnitWorker):
             yield f"texts encoded {UNQUANTIZED}: {', '.join(self._encoder.unquantized)}"
 
 
-#: dtype -> its largest number, which a token's largest is stored as.
+#: dtype -> its largest number, to which a token's largest value is scaled.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 def quantize_tokens(embeds_LD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, RoundingError]:
-    """Embeddings in 8 bits (`text.storage`): values of `dtype`, (L, D); scale_L, float32, of which none is zero, by
-    which the trainer multiplies a token's values (`trainer/batch.py`); and the error of values x scales.
-
-    What is not finite makes its token's scale NaN or infinite.
+    """Quantize embeddings to 8 bits (`text.storage`). Returns values of `dtype` (L, D); scale_L, float32 and never
+    zero, by which the trainer multiplies a token's values (`trainer/batch.py`); and the error of values x scales. A
+    value that is not finite makes its token's scale NaN or infinite.
     """
     exact = embeds_LD.float()
     scale_L = (exact.abs().amax(1) / LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)

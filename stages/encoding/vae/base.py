@@ -28,9 +28,9 @@ PosteriorMode = Literal["sample", "mode", "moments"]
 class MemoryOptions:
     """Options that lower the memory of encoding.
 
-    slicing: encode the samples of a batch one after another. tile, tile_stride: side of the spatial tiles and the
-    distance between their origins, pixels; None: no tiles. chunk_frames: frames that a 3-D convolution computes at
-    once; None: all of them.
+    slicing: whether to encode the samples of a batch one by one. tile, tile_stride: side of the spatial tiles and the
+    distance between their origins, in pixels; None disables tiles. chunk_frames: number of frames that a 3-D
+    convolution computes at once; None for all frames.
     """
 
     slicing: bool = False
@@ -40,21 +40,22 @@ class MemoryOptions:
 
     @classmethod
     def of(cls, latents: Latents, family: Family) -> "MemoryOptions":
-        """Create it as configured; the geometry of tiles is the family's and does not depend on the memory at hand."""
+        """The configured options. The family determines the geometry of tiles, which does not depend on the available
+        memory."""
         settings = latents.settings(family)
         keys = ("tile", "tile_stride", "chunk_frames")
         return cls(latents.slicing, **{key: int(settings[key]) for key in keys if key in settings})
 
 
 DEFAULT_MEMORY_OPTIONS = MemoryOptions()
-SCALED = Normalization()  # by the scaling_factor alone
+SCALED = Normalization()  # only by scaling_factor
 
 
 class Autoencoder:
     """Loads a family's autoencoder once, for inference.
 
-    Each family's `Autoencoder` names the class in diffusers. One for images computes `_parameters` and `_decode`
-    without the axis of time.
+    Each family's `Autoencoder` sets the class in diffusers. An autoencoder for images computes `_parameters` and
+    `_decode` without the time axis.
     """
 
     vae_class: Any
@@ -68,8 +69,8 @@ class Autoencoder:
         memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
         normalization: Normalization = SCALED,
     ) -> None:
-        """Raises WeightsError where the checkpoint has no autoencoder or a pickled one, ValueError where its config
-        lacks a key of `normalization`."""
+        """Raises WeightsError if the checkpoint's autoencoder is missing or pickled, ValueError if its config lacks a
+        key of `normalization`."""
         self._vae = load_part(self.vae_class, source, revision, "vae", torch_dtype=dtype).to(device).eval()
         self.apply_memory_options(self._vae, memory_options)
         with config_errors(f"{source}/vae/config.json"):
@@ -77,7 +78,7 @@ class Autoencoder:
 
     @classmethod
     def apply_memory_options(cls, vae: Any, memory_options: MemoryOptions) -> None:
-        """Enable slicing and tiles in an autoencoder whose tiles have a height and a width."""
+        """Enable slicing and tiles in an autoencoder that takes a tile's height and width separately."""
         vae.use_slicing = memory_options.slicing
         if memory_options.tile is not None:
             side, stride = memory_options.tile, memory_options.tile_stride
@@ -89,19 +90,20 @@ class Autoencoder:
             )
 
     def library_settings(self) -> dict[str, bool | int]:
-        """Return the settings in the fingerprint that diffusers decides."""
+        """Return the fingerprint's settings that diffusers determines."""
         return {}
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: PosteriorMode) -> torch.Tensor:
-        """latents_BCTHW in the model's space, or moments, on the model's device, of pixels in [-1, 1]. seeds: one a
-        sample."""
+        """latents_BCTHW in the model's space, or moments, on the model's device. pixels_BCTHW: pixels in [-1, 1].
+        seeds: one per sample."""
         parameters = self._parameters(pixels_BCTHW.to(self._vae.device, self._vae.dtype))
         return latents_from_posterior(parameters, seeds, posterior, self._normalizer)
 
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        """uint8 pixels_BTHWC on the CPU, of latents in the model's space or of the mean of moments."""
+        """uint8 pixels_BTHWC on the CPU. latents_BCTHW: latents in the model's space, or moments, whose mean is
+        decoded."""
         channels, stored = self._channels(), latents_BCTHW.shape[1]
         assert stored in (channels, 2 * channels), f"{tuple(latents_BCTHW.shape)} for {channels} channels"
         latents_BCTHW = latents_BCTHW[:, :channels]
@@ -112,15 +114,15 @@ class Autoencoder:
         return Normalizer.of(self._vae, named)
 
     def _channels(self) -> int:
-        """C of latents in the model's space."""
+        """Number of channels of latents in the model's space."""
         return latent_channels(self._vae.config)
 
     def _parameters(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:
-        """The posterior's parameters of latents_BCTHW: mean and log-variance along the second axis."""
+        """The posterior's parameters: mean and log-variance of latents_BCTHW, along the second axis."""
         return self._vae.encode(pixels_BCTHW).latent_dist.parameters
 
     def _decode(self, z_BCTHW: torch.Tensor) -> torch.Tensor:
-        """pixels_BCTHW in [-1, 1] of the autoencoder's own latents."""
+        """pixels_BCTHW in [-1, 1]. z_BCTHW: the autoencoder's own latents."""
         return self._vae.decode(z_BCTHW).sample
 
 
@@ -145,10 +147,11 @@ def load_autoencoder(model: Model, latents: Latents, device: torch.device) -> Au
 def decode_tensor(
     family: Family, autoencoder: Autoencoder, path: str, row: ShardRow, name: str, bucket: Bucket
 ) -> np.ndarray:
-    """uint8 (T, H, W, 3) of the row's tensor `name`: latents (C, T, h, w), or their moments (2 C, T, h, w). Tiled as
-    diffusers does by default.
+    """Decode the row's tensor `name`, latents (C, T, h, w) or their moments (2 C, T, h, w), to uint8 (T, H, W, 3).
+    Tiles as diffusers does by default.
 
-    path: of its shard. Raises DamageError if their shape is not that of `bucket`, LatentpressError if memory runs out.
+    path: path of the row's shard. Raises DamageError if the tensor's shape does not match `bucket`, LatentpressError if
+    memory runs out.
     """
     latent, shape = row.tensors[name], bucket.latent_shape(family.spatial_stride, family.temporal_stride)
     if latent.shape not in {(times * family.latent_channels, *shape) for times in (1, 2)}:
@@ -168,15 +171,15 @@ def decode_tensor(
 
 
 def make_posterior(parameters: torch.Tensor) -> Any:
-    """diffusers' own posterior. Imported here, as importing one of diffusers' autoencoders imports all of its models,
-    which takes seconds."""
+    """diffusers' own posterior. Imported here, because importing one of diffusers' autoencoders imports all of its
+    models, which takes seconds."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     return DiagonalGaussianDistribution(parameters)
 
 
 def latent_channels(config: Mapping[str, Any]) -> int:
-    """Read the number of channels in an autoencoder's config; those for videos name it z_dim."""
+    """Read the number of channels in an autoencoder's config; some autoencoders for videos call it z_dim."""
     return config["latent_channels"] if "latent_channels" in config else config["z_dim"]
 
 
@@ -184,7 +187,7 @@ def latent_channels(config: Mapping[str, Any]) -> int:
 class Normalizer:
     """From the autoencoder's latents to the model's: (z - mean) / deviation * scale; axis 1 holds the channels.
 
-    mean, deviation: one number for each channel, or one for all; None for neither.
+    mean, deviation: one number per channel, or one number for all channels; None if it is not applied.
     """
 
     scale: float = 1.0
@@ -193,7 +196,8 @@ class Normalizer:
 
     @classmethod
     def of(cls, vae: Any, named: Normalization) -> "Normalizer":
-        """From the autoencoder's own config, at the keys that the catalog names. ValueError where it lacks one."""
+        """Create it from the autoencoder's config. named: names of the config's keys. Raises ValueError if a key is
+        missing."""
 
         def numbers(key: str | None) -> tuple[float, ...] | None:
             if key is None:
@@ -210,7 +214,7 @@ class Normalizer:
         return cls(scale[0], numbers(named.mean), numbers(named.deviation))
 
     def apply(self, z: torch.Tensor) -> torch.Tensor:
-        """To the model's latents."""
+        """Convert the autoencoder's latents to the model's."""
         if self.mean is not None:
             z = z - _broadcast(self.mean, z)
         if self.deviation is not None:
@@ -218,14 +222,14 @@ class Normalizer:
         return z * self.scale
 
     def undo(self, latents: torch.Tensor) -> torch.Tensor:
-        """To the autoencoder's latents."""
+        """Convert the model's latents to the autoencoder's."""
         z = latents / self.scale
         if self.deviation is not None:
             z = z * _broadcast(self.deviation, z)
         return z if self.mean is None else z + _broadcast(self.mean, z)
 
     def logvar(self, logvar: torch.Tensor) -> torch.Tensor:
-        """To the model's log-variance."""
+        """Convert the autoencoder's log-variance to the model's."""
         moved = logvar + 2 * math.log(self.scale)
         return moved if self.deviation is None else moved - 2 * _broadcast(self.deviation, logvar).log()
 
@@ -236,7 +240,7 @@ def _broadcast(values: tuple[float, ...], latents: torch.Tensor) -> torch.Tensor
 
 @lru_cache(maxsize=16)
 def _on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copied once, and not for every batch."""
+    """The values on the device, copied once instead of for every batch."""
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
@@ -245,9 +249,9 @@ def latents_from_posterior(
 ) -> torch.Tensor:
     """Latents in the model's space from the posterior's parameters, mean and log-variance along the second axis.
 
-    sample: each row has its own generator on the CPU, so that its draw depends neither on the device nor on the batch:
-    equal to `latent_dist.sample(generator)`, normalized, of the sample encoded alone. mode: the mean. moments: see
-    `posterior_moments`.
+    posterior "sample": each row has its own generator on the CPU, so its noise depends neither on the device nor on the
+    batch; the result equals the normalized `latent_dist.sample(generator)` of the sample encoded alone. "mode": the
+    mean. "moments": see `posterior_moments`.
     """
     if posterior == "moments":
         return posterior_moments(parameters, normalizer)
@@ -281,8 +285,8 @@ def to_uint8(pixels_BCTHW: torch.Tensor) -> torch.Tensor:
 class TinyAutoencoder:
     """A tiny autoencoder for previews: diffusers' AutoencoderTiny (TAESD and its kin).
 
-    It was distilled on latents that are shifted and scaled by the large autoencoder's config; those of some families
-    are only scaled. offset: the difference.
+    It was distilled on latents that are shifted and scaled by the large autoencoder's config; the latents of some
+    families are only scaled. offset: difference between the two, in the model's space.
     """
 
     def __init__(self, vae: Any, offset: float) -> None:
@@ -291,14 +295,14 @@ class TinyAutoencoder:
 
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        """uint8 pixels_BTHWC on the CPU, of one frame of latents in the model's space."""
+        """uint8 pixels_BTHWC on the CPU. latents_BCTHW: latents in the model's space, with one frame."""
         z_BCHW = (latents_BCTHW[:, :, 0] - self._offset) / self._scale + self._shift
         decoded = self._vae.decode(z_BCHW.to(self._vae.device, self._vae.dtype)).sample
         return to_uint8(decoded.unsqueeze(2))
 
 
 def load_tiny_autoencoder(model: Model, latents: Latents, source: str, device: torch.device) -> TinyAutoencoder:
-    """source: `validation.preview_autoencoder`, which `check_preview_autoencoder` has passed."""
+    """source: value of `validation.preview_autoencoder`, already checked by `check_preview_autoencoder`."""
     from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
 
     normalization = model.family_spec.normalization

@@ -11,7 +11,7 @@ from stages.encoding.vae import base
 class Autoencoder(base.Autoencoder):
     """Images: T is 1. The same image always gives the same latents: seeds and posterior have no effect.
 
-    Its linear attention sums over the whole image, so tiles change every number and not the seams alone.
+    Its linear attention sums over the whole image, so tiles change every number and not only the seams.
     """
 
     vae_class = AutoencoderDC

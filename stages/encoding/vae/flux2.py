@@ -1,6 +1,6 @@
 """FLUX.2's autoencoder: 32 channels, stride 8. The model reads squares of 2x2 latents: 128 channels, stride 16.
 
-They are normalized by buffers of the autoencoder, the means and variances of the 128 channels.
+Buffers of the autoencoder, the means and variances of the 128 channels, normalize the latents.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux
 from schemas.family import Normalization
 from stages.encoding.vae import base, flux
 
-EDGE = 2  # latents of a square
+EDGE = 2  # latents: side of a square
 
 
 class Autoencoder(flux.Autoencoder):
-    """Images: T is 1. Tiles as those of AutoencoderKL."""
+    """Images: T is 1. Tiles are configured as in AutoencoderKL."""
 
     vae_class = AutoencoderKLFlux2
 
@@ -31,7 +31,7 @@ class SquareNormalizer(base.Normalizer):
 
     @classmethod
     def of_buffers(cls, vae: Any) -> "SquareNormalizer":
-        """Computed in the buffers' own dtype, as the pipeline does."""
+        """Computed in the buffers' own dtype, as in the pipeline."""
         statistics = vae.bn
         deviation = torch.sqrt(statistics.running_var + vae.config.batch_norm_eps)
         return cls(1.0, tuple(statistics.running_mean.tolist()), tuple(deviation.tolist()))
@@ -47,7 +47,7 @@ class SquareNormalizer(base.Normalizer):
 
 
 def to_squares(z_BC1HW: torch.Tensor) -> torch.Tensor:
-    """(B, 4 C, 1, H / 2, W / 2): of each channel its four latents of a square, row by row."""
+    """(B, 4 C, 1, H / 2, W / 2): for each channel, the four latents of a square, row by row."""
     squares = z_BC1HW.unflatten(4, (-1, EDGE)).unflatten(3, (-1, EDGE))  # B C 1 H/2 2 W/2 2
     return squares.permute(0, 1, 4, 6, 2, 3, 5).flatten(1, 3)
 

@@ -1,21 +1,21 @@
 """The HunyuanVideo VAE of Kandinsky 5 Video: 16 channels, stride 8 in space and 4 in time.
 
-diffusers encodes clips of more than 16 frames in overlapping windows. The result differs from encoding them whole, and
-it is what users of the pipelines get, so it is kept, and part of the cache's fingerprint.
+diffusers encodes clips of more than 16 frames in overlapping windows. The result differs from encoding clips whole. It
+is kept, because users of the pipelines get the same result, and it is part of the cache's fingerprint.
 
-Other forwards of its modules take less memory and give the same numbers up to rounding. In diffusers a residual block
-of 17 frames of 512x768 holds four activations of 1.7 GB (bfloat16), one of them a padded copy, and the attention of the
-middle block builds a mask of 30,720 x 30,720. Here
+The forwards of its modules are replaced: they take less memory and give the same numbers up to rounding. In diffusers a
+residual block of 17 frames of 512x768 holds four activations of 1.7 GB (bfloat16), one of them a padded copy, and the
+attention of the middle block builds a mask of 30,720 x 30,720. Here
 
-- a convolution pads and computes a few frames at a time. Where its input is not needed afterwards and has as many
-  channels as its output, it overwrites the input from the last frame to the first, since a frame depends on itself and
-  on earlier ones;
-- a group norm with its nonlinearity is computed for some groups of channels at a time, as groups are independent; it
-  spans time, so it can't be split into frames;
-- the attention runs frame by frame over the frames so far, which is what the mask allows.
+- a convolution pads and computes a few frames at a time. If its input is not needed afterwards and has as many channels
+  as its output, it overwrites the input from the last frame to the first, since a frame depends only on itself and on
+  earlier frames;
+- a group norm with its nonlinearity is computed for some groups of channels at a time, because groups are independent;
+  it spans time, so it can't be split into frames;
+- the attention runs frame by frame over the current and earlier frames, the only frames that the mask allows.
 
-Two activations and a few frames remain. Splitting the whole encoder into chunks would be another function, as the norms
-and the attention see all frames.
+Two activations and a few frames remain. Splitting the whole encoder into chunks would compute a different function,
+because the norms and the attention see all frames.
 """
 
 from functools import partial
@@ -36,7 +36,8 @@ from stages.encoding.vae import base
 
 
 class Autoencoder(base.Autoencoder):
-    """Clips of 1 + a multiple of 4 frames, with diffusers' defaults; `chunk_frames` gives the same with less memory."""
+    """Clips of 1 + a multiple of 4 frames, with diffusers' defaults. `chunk_frames` gives the same result with less
+    memory."""
 
     vae_class = AutoencoderKLHunyuanVideo
 
@@ -47,7 +48,7 @@ class Autoencoder(base.Autoencoder):
             apply_chunking(vae, memory_options.chunk_frames)
 
     def library_settings(self) -> dict[str, bool | int]:
-        """window, stride: frames."""
+        """framewise: whether clips are encoded in windows. window, stride: their length and distance, in frames."""
         return {
             "framewise": self._vae.use_framewise_encoding,
             "window": self._vae.tile_sample_min_num_frames,
@@ -55,14 +56,14 @@ class Autoencoder(base.Autoencoder):
         }
 
 
-NORM_CHUNKS = 8  # of a group norm: its temporary memory is an eighth of the activation
+NORM_CHUNKS = 8  # chunks of a group norm, whose temporary memory is an eighth of the activation
 
 
 def apply_chunking(vae: Any, frames: int) -> None:
     """Make `vae` compute at most `frames` frames of a convolution at once, in its encoder and decoder."""
     assert frames >= 1
     for module in vae.modules():
-        # On the object, not on its class: other autoencoders of the process keep their forwards.
+        # Set on the object and not on its class, so that other autoencoders in the process keep their forwards.
         if isinstance(module, HunyuanVideoCausalConv3d):
             setattr(module, "forward", partial(chunked_conv, module, frames=frames))  # noqa: B010
         elif isinstance(module, HunyuanVideoResnetBlockCausal3D):
@@ -74,7 +75,7 @@ def apply_chunking(vae: Any, frames: int) -> None:
 def chunked_conv(conv: Any, x_BCTHW: torch.Tensor, frames: int, over: bool = False) -> torch.Tensor:
     """The causal convolution, `frames` frames of its output at a time.
 
-    over: the result may overwrite x, where the shapes allow it.
+    over: whether the result may overwrite x, if the shapes allow it.
     """
     inner, (*spatial, before, _) = conv.conv, conv.time_causal_padding
     size, stride = inner.kernel_size[0], inner.stride[0]
@@ -95,7 +96,7 @@ def chunked_conv(conv: Any, x_BCTHW: torch.Tensor, frames: int, over: bool = Fal
 
 
 def chunked_group_norm(norm: Any, nonlinearity: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The nonlinearity of the group norm of x, into `out`, which may be x."""
+    """Write nonlinearity(group norm(x)) to `out`, which may be x."""
     group_channels = norm.num_channels // norm.num_groups
     bounds = [norm.num_groups * number // NORM_CHUNKS for number in range(NORM_CHUNKS + 1)]
     for first, last in pairwise(bounds):
@@ -108,8 +109,9 @@ def chunked_group_norm(norm: Any, nonlinearity: Any, x: torch.Tensor, out: torch
 
 
 def residual_block(block: Any, x: torch.Tensor, frames: int) -> torch.Tensor:
-    """HunyuanVideoResnetBlockCausal3D's forward, in inference. It overwrites x if the channels are as many, so that the
-    blocks of one level share two activations: the caller's variables keep a level's input alive."""
+    """HunyuanVideoResnetBlockCausal3D's forward, in inference. It overwrites x if input and output have the same number
+    of channels, so that the blocks of a level share two activations, although the caller's variables keep a level's
+    input alive."""
     x = x.contiguous()
     h = chunked_group_norm(block.norm1, block.nonlinearity, x, torch.empty_like(x))
     h = chunked_conv(block.conv1, h, frames, over=True)

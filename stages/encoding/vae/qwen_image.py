@@ -1,4 +1,5 @@
-"""Qwen-Image's autoencoder: 16 channels, stride 8. It is one for videos, of which an image is the first frame."""
+"""Qwen-Image's autoencoder: 16 channels, stride 8. It is an autoencoder for videos; an image is a video's first
+frame."""
 
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 

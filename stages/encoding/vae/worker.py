@@ -23,8 +23,8 @@ from stages.engines.jobs import Job
 
 @dataclass(frozen=True)
 class SamplePixels:
-    """8-bit; T = 1 for an image. condition: encoded in addition to the media, without what pads it. mask: T = 1 where
-    all frames share it."""
+    """uint8 pixels; T = 1 for an image. condition_THWC: pixels encoded in addition to the media, without padding.
+    mask_THW: T = 1 if all frames share the mask."""
 
     media_THWC: np.ndarray
     condition_THWC: np.ndarray | None
@@ -32,7 +32,7 @@ class SamplePixels:
 
 
 class LatentsWorker(UnitWorker):
-    """Latents of media and condition, and masks on the grid of latents: 1 is trained, 0 is not."""
+    """Encodes latents of media and conditions, and masks on the grid of latents: 1 is trained, 0 is not."""
 
     stage, kind, section, tensors = "encode-latents", "latents", "latents", ("latent", "condition", "mask")
     batch_limit_option = "batch_pixels"
@@ -67,7 +67,7 @@ class LatentsWorker(UnitWorker):
         return SamplePixels(media_THWC, condition_THWC, read.mask)
 
     def cost(self, batch: list[SamplePixels]) -> int:
-        """Pixels of one pass of the autoencoder, over the media or, where they have more, over the conditions."""
+        """Pixels of one pass of the autoencoder: the pixels of the media or of the conditions, whichever are more."""
         media = sum(item.media_THWC.size for item in batch)
         return max(media, sum(item.condition_THWC.size for item in batch if item.condition_THWC is not None)) // 3
 
@@ -84,7 +84,7 @@ class LatentsWorker(UnitWorker):
         """latents_BCTHW; the posterior's seed depends on the sample and on the purpose, "latent" or "condition"."""
         seeds = [derive_seed(name, purpose) for name in names]
         posterior, condition = self.config.latents.posterior, self.config.model.condition
-        # A reference, and what a validation prompt starts from, is a row of its own; a unit has no others beside it.
+        # A reference, or the start of a validation prompt, is a row by itself; its unit holds only such rows.
         sample, pixels_BCTHW = self.plan.samples[names[0]], normalize_pixels(bytes_BTHWC)
         is_given = purpose == "condition" or sample["role"] not in TRAINED_ROLES
         if is_given and condition is not None and condition.posterior is not None:
@@ -106,16 +106,16 @@ class LatentsWorker(UnitWorker):
 
 
 def normalize_pixels(bytes_BTHWC: torch.Tensor) -> torch.Tensor:
-    """8-bit pixels as float32 pixels_BCTHW in [-1, 1] on their device, equal to the last bit to
-    stages.media.sample_reader.normalize_pixels. On CUDA, dividing by a Python number multiplies by its
-    rounded inverse; by a tensor of the device, it divides."""
+    """uint8 pixels as float32 pixels_BCTHW in [-1, 1] on the same device, equal to the last bit to
+    stages.media.sample_reader.normalize_pixels. On CUDA, dividing by a Python number multiplies by its rounded inverse;
+    by a tensor of the device, it divides."""
     pixels_BCTHW = bytes_BTHWC.movedim(-1, 1).to(torch.float32, memory_format=torch.contiguous_format)
     return pixels_BCTHW.div_(torch.full((), 255.0, device=pixels_BCTHW.device)).mul_(2.0).sub_(1.0)
 
 
 def mask_to_latent_grid(mask_THW: np.ndarray, grid_THW: Sequence[int], stride: int) -> torch.Tensor:
-    """A mask from 0 to 255 as one from 0 to 1 on a grid of latents: the mean over the area and the frames (frame 0,
-    then `stride` at a time) that each latent covers. A mask of one frame is valid for all."""
+    """Convert a mask from 0 to 255 to a mask from 0 to 1 on a grid of latents: the mean over the area and the frames
+    (frame 0, then `stride` frames at a time) that each latent covers. A mask of one frame applies to all frames."""
     cells_THWC = pool_space(torch.from_numpy(mask_THW).unsqueeze(-1), (grid_THW[1], grid_THW[2])) / 255
     cells_THWC = pool_time(cells_THWC, stride) if len(mask_THW) > 1 else cells_THWC.expand(grid_THW[0], -1, -1, -1)
     assert tuple(cells_THWC.shape[:3]) == tuple(grid_THW), f"{cells_THWC.shape[:3]} is not {grid_THW}"

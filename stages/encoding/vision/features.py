@@ -1,5 +1,5 @@
-"""Features of a DINOv2 without running it: where its weights are, what identifies them, and the
-grids of the features. Imports no torch.
+"""DINOv2 features without the model itself: the weights' location and fingerprint, and the grids of the features. Does
+not import torch.
 
 The three grids are DINOv2's patches, the transformer's tokens, and the stored grid. Each divides the frame evenly,
 so features and tokens are aligned by position, with no offset and no crop.
@@ -14,14 +14,15 @@ from cache.store.store import Store
 from schemas.errors import USAGE
 from schemas.geometry import Bucket
 
-PATCH_SIZE = 14  # pixels of a DINOv2 patch, of every published size
+PATCH_SIZE = 14  # pixels: side of a patch, in every published DINOv2
 
 #: Rows and columns.
 GridSize = tuple[int, int]
 
 
 def patch_grid(bucket: Bucket, size: int) -> GridSize:
-    """DINOv2's patches of a frame: as many as a square of `size` pixels has, in the frame's own proportions.
+    """DINOv2's patch grid for a frame: about as many patches as in a square of `size` pixels, in the frame's aspect
+    ratio.
 
     Not a square: 16:9 stretched to 1:1 has shapes that the model never saw, at no gain. Not DINOv2's usual center
     crop: the rest would have no features. Its position encodings are interpolated to any grid.
@@ -32,7 +33,7 @@ def patch_grid(bucket: Bucket, size: int) -> GridSize:
 
 
 def token_grid(bucket: Bucket, side: int) -> GridSize:
-    """The diffusion transformer's tokens of one latent frame.
+    """The grid of the diffusion transformer's tokens in one latent frame.
 
     side: pixels that one token covers, stride times patch; a bucket's sides are multiples of it.
     """
@@ -40,10 +41,10 @@ def token_grid(bucket: Bucket, side: int) -> GridSize:
 
 
 def stored_grid(bucket: Bucket, size: int, side: int) -> GridSize:
-    """The stored features of one latent frame: along each axis the coarser of patches and tokens.
+    """The grid of the stored features of one latent frame: along each axis, the coarser of patches and tokens.
 
-    Where DINOv2's grid is the coarser one, the trainer enlarges it to its tokens: enlarged here, the features would
-    take several times the bytes and hold no more information.
+    If DINOv2's grid is coarser, the trainer enlarges the features to its tokens: enlarging them here would take several
+    times the bytes without adding information.
     """
     patches, tokens = patch_grid(bucket, size), token_grid(bucket, side)
     return min(patches[0], tokens[0]), min(patches[1], tokens[1])
@@ -56,7 +57,7 @@ ADVICE = f"set {OPTION} to dinov2_vits14, dinov2_vitg14, or another DINOv2 in tr
 
 
 class UnsupportedModelError(WeightsError):
-    """Weights of a model that is no DINOv2 with patches of 14 pixels."""
+    """Weights of a model that is not a DINOv2 with patches of 14 pixels."""
 
     exit_code = USAGE
 
@@ -69,12 +70,12 @@ def fingerprint_weights(source: str, revision: str | None, memo: Store | None = 
 
 
 def feature_width(source: str, revision: str | None) -> int:
-    """Numbers of one patch's token."""
+    """Number of channels of a patch token."""
     return read_object(_dinov2_model(source, revision).config_file())["hidden_size"]
 
 
 def resolve_checkpoint(source: str, revision: str | None) -> Path:
-    """The directory of the config and weights, a repository's after fetching it. Raises WeightsError."""
+    """The directory of the config and weights; fetches them if `source` is a repository. Raises WeightsError."""
     folder = _dinov2_model(source, revision).fetch()
     require_dinov2_class(source, folder / CONFIG_FILE)
     return folder
@@ -91,7 +92,8 @@ def is_dinov2(config: Path) -> bool:
 
 
 def require_dinov2_class(source: str, config: Path) -> str:
-    """The transformers class of the model that the config describes. UnsupportedModelError where it is no DINOv2."""
+    """The transformers class of the model that the config describes. Raises UnsupportedModelError if the model is not a
+    DINOv2."""
     values = read_object(config)
     if not is_dinov2(config):
         raise UnsupportedModelError(

@@ -1,5 +1,5 @@
-"""The worker of encode-vision: samples -> features of their frames, DINOv2's patch tokens by `transformers`, pooled to
-a clip's latent frames."""
+"""The worker of encode-vision: samples -> features of their frames. The features are DINOv2's patch tokens, computed by
+`transformers` and pooled to a clip's latent frames."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,9 +34,9 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def resize_frames(
     frames_FHWC: np.ndarray, grid: GridSize, mapped: Callable[..., Iterable[np.ndarray]] = map
 ) -> np.ndarray:
-    """uint8 frames at the size that gives these patches, by Pillow's bicubic as in DINOv2's image processor.
+    """uint8 frames resized to the pixels of this patch grid, by Pillow's bicubic filter as in DINOv2's image processor.
 
-    mapped: `map`, or that of a thread pool: Pillow releases the GIL.
+    mapped: `map`, or a thread pool's `map`, since Pillow releases the GIL.
     """
     assert frames_FHWC.dtype == np.uint8 and frames_FHWC.shape[-1] == 3, frames_FHWC.shape
     size = (grid[1] * PATCH_SIZE, grid[0] * PATCH_SIZE)
@@ -51,7 +51,7 @@ class Encoder:
     """One DINOv2, with or without register tokens, for inference."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises WeightsError for damaged weights and for missing ones."""
+        """Raises WeightsError if weights are damaged or missing."""
         import transformers
 
         model_class = getattr(transformers, require_dinov2_class(str(folder), folder / CONFIG_FILE))
@@ -59,7 +59,7 @@ class Encoder:
             mask = "embeddings.mask_token"  # for training only
             model = load_pretrained(model_class, folder, unneeded=[mask], dtype=dtype)
         self._model: Any = model.eval().to(device)
-        #: Before the patches: class and registers.
+        #: Number of tokens before the patches: class token and registers.
         self._leading_tokens = 1 + getattr(model.config, "num_register_tokens", 0)
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(1, 3, 1, 1)
         self._deviation = torch.tensor(IMAGENET_STD, device=device).view(1, 3, 1, 1)
@@ -68,7 +68,7 @@ class Encoder:
     def patches(self, frames_BHWC: np.ndarray) -> torch.Tensor:
         """features_BHWC of the patches, after the last norm, on the model's device in its dtype.
 
-        frames_BHWC: uint8, sides multiples of 14.
+        frames_BHWC: uint8 frames whose sides are multiples of 14.
         """
         height, width = frames_BHWC.shape[1:3]
         tokens_BLC = self._tokens(frames_BHWC)[:, self._leading_tokens :]
@@ -76,7 +76,7 @@ class Encoder:
 
     @torch.no_grad()
     def class_tokens(self, frames_BHWC: np.ndarray) -> torch.Tensor:
-        """float32 vectors_BC after the last norm, on the model's device. frames_BHWC: as of `patches`."""
+        """float32 vectors_BC after the last norm, on the model's device. frames_BHWC: as in `patches`."""
         return self._tokens(frames_BHWC)[:, 0].float()
 
     def _tokens(self, frames_BHWC: np.ndarray) -> torch.Tensor:
@@ -88,9 +88,10 @@ class Encoder:
         return self._model(pixels_BCHW.to(self._model.dtype)).last_hidden_state
 
     def clips(self, clips: list[np.ndarray], grid: GridSize, stride: int, limit: int) -> list[torch.Tensor]:
-        """bfloat16 features_THWC on the device, pooled to `grid` and to latent frames, of uint8 clips_FHWC of one size.
+        """bfloat16 features_THWC of each clip on the device, pooled to `grid` and to latent frames. clips: uint8
+        clips_FHWC of one size.
 
-        limit: frames of one forward pass; a longer clip takes several. Pooling is in float32.
+        limit: frames per forward pass; a longer clip takes several passes. Pooling is in float32.
         """
         frames_BHWC = clips[0] if len(clips) == 1 else np.concatenate(clips)
         starts = range(0, len(frames_BHWC), limit)
@@ -109,7 +110,7 @@ class VisionWorker(FrameWorker):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.precision = "bfloat16"  # as stored
+        self.precision = "bfloat16"  # dtype of the stored features
         self._family, self._size = self.config.model.family_spec, self.config.vision.pixels
         # Resizing a clip takes longer than DINOv2 on a GPU: 0.3 s of one core for 61 frames of 768x512.
         self._threads = ThreadPoolExecutor(job.resources.readers_per_worker, "resize")
