@@ -200,9 +200,7 @@ class RankWatch:
         self._interval = min(1.0, timeout / 10)
         self._main, self._ended = threading.get_ident(), threading.Event()
         self._count, self._doing, self._moved = 0, "preparing", time.monotonic()
-        self._seen: dict[
-            int, tuple[dict[str, Any], float]
-        ] = {}  # rank -> last record, time when this rank first read it
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # rank -> last record, time when it was first read
         if self.ranks > 1:
             assert store is not None
             self._shared_store = store  # rank 0 may serve the store, for as long as this object exists
@@ -277,8 +275,9 @@ class RankWatch:
                 self._end(f"{STORE} has not answered for {self._timeout:g} s", tell=False)
 
     def _end(self, message: str, tell: bool = True) -> None:
-        """End this process, because its main thread may wait forever. If the process ends by itself within ANSWER_S, it
-        may report the same reason in more detail. tell: whether to write `message` for the other ranks."""
+        """End this process, because its main thread may wait forever. First give the process up to ANSWER_S to end by
+        itself, since it may fail for the same reason and report it in more detail. tell: whether to write `message` for
+        the other ranks."""
         if self._ended.wait(min(ANSWER_S, self._timeout / 2)):
             return
         if tell:
