@@ -31,9 +31,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     mesh, placements = tensor.device_mesh, tensor.placements
-    on_device = (
-        tensor.to_local().detach().to(mesh.device_type)
-    )  # shards that are on the host are gathered on the device
+    on_device = tensor.to_local().detach().to(mesh.device_type)  # gathers shards on the device, even from the host
     return DTensor.from_local(
         on_device, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     ).full_tensor()
