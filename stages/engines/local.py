@@ -34,7 +34,7 @@ def run_units(
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
-    """See stages.engines.jobs.Engine."""
+    """Run units on this machine, see `stages.engines.jobs.Engine`."""
     if job.resources.worker_count > 1:
         yield from _LocalPool(load, job, units, advance, warn).run()
     else:
@@ -115,7 +115,7 @@ def _run_worker(load: Load, job: Job, pipe: Connection) -> None:
     sending = threading.Lock()  # other threads also send announcements
 
     def receive() -> None:
-        """Take units from the pipe at once, so that neither end blocks in `send`."""
+        """Read units from the pipe as soon as they arrive, so that neither end of the pipe blocks in `send`."""
         try:
             while True:
                 units.put(pipe.recv())

@@ -63,7 +63,8 @@ def run_units(
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
-    """See stages.engines.jobs.Engine. ClusterError if the cluster can't be reached or has no room for any actor."""
+    """Run units on the cluster, see `stages.engines.jobs.Engine`. ClusterError if the cluster can't be reached, or has
+    no room for any actor."""
     if ":" in job.resources.device:
         kind = job.resources.device.partition(":")[0]
         raise UsageError(
@@ -347,7 +348,8 @@ class ActorStopped(Exception):
 
 
 class UnitActor:
-    """A worker on a node of the cluster. Errors for the user are returned, not raised: Ray would wrap them."""
+    """A worker on a node of the cluster. Errors for the user are returned instead of raised, since Ray would wrap
+    them."""
 
     def __init__(self, load: Load, job: Job) -> None:
         remove_working_directory()  # from the import path, for the readers that this process starts

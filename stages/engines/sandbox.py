@@ -237,7 +237,7 @@ def _shut_down(
 ) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     started = Path(folders[0].name)
-    # A process that is ended while it starts prints a traceback.
+    # Wait until all processes have started, since a process that is ended while it starts prints a traceback.
     while pool.active and len(list(started.glob(f"*{READY_SUFFIX}"))) < workers and time.monotonic() < deadline:
         time.sleep(0.005)
     pool.stop()
@@ -251,7 +251,7 @@ def _shut_down(
 def _shut_down_forgotten(shut_down: Callable[[], None]) -> None:
     """Shut down a pool that is no longer referenced. Garbage may be collected in any thread, even a thread of the pool,
     which can't wait for its own end."""
-    if threading.current_thread() is threading.main_thread():  # also at exit, when no thread can be started
+    if threading.current_thread() is threading.main_thread():  # including at exit, when no thread can be started
         shut_down()
     else:
         threading.Thread(target=shut_down).start()

@@ -97,7 +97,7 @@ def item_samples(request: ItemRequest, members: CandidateItems) -> pa.Table:
     """Rows of SAMPLES_SCHEMA for the members of an item plan. members: pictures and clips from `select_members`."""
     clip = members.values
     frames = np.minimum(clip["frames"], request.frames)
-    # From the first frame of the clip to its last.
+    # The rate at which the frames are spread from the first frame of the clip to its last frame.
     spread = (frames > 1) & (clip["frames"] > 1)
     rate = np.where(spread, (frames - 1) * clip["rate"] / np.maximum(clip["frames"] - 1, 1), clip["rate"])
 

@@ -21,7 +21,7 @@ from schemas.errors import LatentpressError
 from schemas.family import REFERENCE_PARTS
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TRAINED_ROLES, index_schema
 
-INDEXED_ROLES = TRAINED_ROLES  # in the order of the index
+INDEXED_ROLES = TRAINED_ROLES  # the index is sorted in this order
 GROUP_COLUMNS = ("bucket", "dataset", "repeats", "weight")  # the index is sorted by role, these columns, and sample id
 
 TableRow = dict[str, Any]

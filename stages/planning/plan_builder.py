@@ -70,7 +70,7 @@ def build_plan(
     """Plan all datasets. media: dataset id -> table of schemas.tables.MEDIA_SCHEMA, sorted by path. made, masks:
     dataset id -> captions or masks made by a model, for the datasets that use them."""
     used = sorted((dataset for dataset in datasets if not dataset.disabled), key=lambda dataset: dataset.id)
-    held_out = [pa.array([], pa.string())]  # content ids, which other datasets may not train on
+    held_out = [pa.array([], pa.string())]  # content ids of held-out items; other datasets may not train on them
     for dataset in used:
         if dataset.eval or dataset.eval_fraction:
             ids = samples.content_ids(media[dataset.id])

@@ -19,7 +19,7 @@ from stages.planning.plan_builder import DraftPlan
 from stages.planning.units import sample_tensor_bytes
 
 TableRow = dict[str, Any]
-SCALE_CLASS = "scale_class"  # the column of families with a scale window
+SCALE_CLASS = "scale_class"  # a column only for families with a scale window
 
 
 def bucket_table(

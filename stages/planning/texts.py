@@ -47,7 +47,7 @@ def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> 
     variants, parent = coded.dictionary, np.arange(len(coded.dictionary))
     for pattern in dataset.caption_filter:
         try:
-            if len(pattern) > 2 and pattern[0] == pattern[-1] == "/":  # a regular expression (RE2), else plain text
+            if len(pattern) > 2 and pattern[0] == pattern[-1] == "/":  # /.../ is a regular expression (RE2)
                 pc.replace_substring_regex("", pattern[1:-1], "")  # raises for an invalid pattern even without captions
                 variants = pc.replace_substring_regex(variants, pattern[1:-1], "")
             else:

@@ -117,7 +117,7 @@ def text_units(texts: pa.Table, active: pa.Table, sizes: np.ndarray, limit: int)
     bucket = np.argsort(np.argsort(buckets.dictionary.to_pylist()))[np.asarray(buckets.indices)]
     prefixes, lengths = identity.id_prefixes(ids), np.asarray(pc.utf8_length(texts.column("text")))
     places = _first_uses(ids, active)
-    image = np.zeros(len(ids), np.uint64)  # a number for the image in each prompt, file and crop; 0 without one
+    image = np.zeros(len(ids), np.uint64)  # a number for the image (file and crop) in each prompt; 0 without image
     group = np.zeros(len(ids), np.int64)  # texts of a group are sorted by length
     lists = texts.column("references").combine_chunks() if "references" in texts.column_names else None
     if lists is not None or texts.column("image_id").null_count < len(ids):

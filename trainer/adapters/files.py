@@ -144,7 +144,7 @@ def write_file(tensors: Tensors, header: Mapping[str, str], final: Path) -> Path
 
 
 def describe_for_peft(layers: Mapping[str, Layer]) -> dict[str, Any]:
-    """peft's configuration with the rank and alpha of each module, as diffusers writes it."""
+    """peft's configuration with the rank and alpha of each module, in the form that diffusers writes."""
     from peft import LoKrConfig, LoraConfig
 
     modules = {name.removeprefix("transformer."): layers[name] for name in sorted(layers)}

@@ -91,7 +91,7 @@ _SETTINGS = {
 
 
 class AdapterError(LatentpressError, ValueError):
-    """An adapter file that can't be used: damaged, of another kind, or for another model or configuration."""
+    """Raised if an adapter file is damaged, of another kind, or made for another model or configuration."""
 
     exit_code: ClassVar[int] = USAGE
 
@@ -192,7 +192,7 @@ def pair_layers(path: Path, shapes: Shapes, header: Mapping[str, str], alphas: M
     shapes: key -> shape. alphas: key that ends with ".alpha" -> value of the tensor.
     """
     groups = defaultdict[str, dict[str, str]](dict)
-    spellings = dict[str, str]()  # name -> beginning of its keys
+    spellings = dict[str, str]()  # name -> prefix of its keys
     for key in shapes:
         match = _KEY.fullmatch(key)
         if match is None or any(part in key for part in _OTHER_KINDS):

@@ -50,7 +50,7 @@ class Lora:
     outputs: tuple[int, int] | None = None
 
     def take(self, tensors: Tensors) -> Tensors:
-        """Its own of the file's tensors, which are by their keys."""
+        """This layer's tensors. tensors: key in the file -> tensor."""
         taken = {tensor: tensors[key] for tensor, key in self.keys.items()}
         if self.outputs is None:
             return taken
@@ -74,12 +74,12 @@ class Lora:
 
     @property
     def alpha(self) -> float:
-        """With which the scale is alpha / rank."""
+        """The alpha for which the scale is alpha / rank."""
         return self.scale * self.rank
 
     @property
     def size(self) -> tuple[int, int]:
-        """Outputs and inputs of the weight that it is added to."""
+        """(outputs, inputs) of the weight to which the layer is added."""
         return self.shapes[UP][0], math.prod(self.shapes[DOWN][1:])
 
     def apply(self, weight: "torch.Tensor") -> "torch.Tensor":
@@ -93,7 +93,7 @@ class Lora:
         return factor.reshape(-1, *[1] * (weight.ndim - 1)) * weight
 
     def tensors_and_alpha(self) -> tuple[Tensors, float]:
-        """The tensors and alpha that ComfyUI reads."""
+        """The tensors, and the alpha that ComfyUI reads."""
         return self.tensors, self.alpha
 
 
@@ -118,7 +118,7 @@ class Lokr:
     kind: ClassVar[Kind] = "LoKr"
 
     def take(self, tensors: Tensors) -> Tensors:
-        """Its own of the file's tensors, which are by their keys."""
+        """This layer's tensors. tensors: key in the file -> tensor."""
         return {tensor: tensors[key] for tensor, key in self.keys.items()}
 
     @property
@@ -128,12 +128,12 @@ class Lokr:
 
     @property
     def alpha(self) -> float:
-        """With which the scale is alpha / rank."""
+        """The alpha for which the scale is alpha / rank."""
         return self.scale * self.rank
 
     @property
     def size(self) -> tuple[int, int]:
-        """Outputs and inputs of the weight that it is added to."""
+        """(outputs, inputs) of the weight to which the layer is added."""
         (outputs, inputs), (right_outputs, *right_inputs) = (self.matrix_shape(side) for side in SIDES)
         return outputs * right_outputs, inputs * math.prod(right_inputs)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainingInterrupted(LatentpressError):
-    """A second Ctrl-C ended training in the middle of a step."""
+    """Raised if a second Ctrl-C ends training in the middle of a step."""
 
     exit_code = INTERRUPTED
 
@@ -36,7 +36,7 @@ class TrainingInterrupted(LatentpressError):
 
 
 class StopTraining(Exception):
-    """Raised on every rank between the same two steps."""
+    """Raised on every rank, between the same two steps, to stop training."""
 
 
 class StopValidation(StopTraining):

@@ -47,7 +47,7 @@ class StepTimer:
 
     def __init__(self, first: int, last: int, global_batch: int, clock: Callable[[], float] = time.monotonic):
         self._first, self._last, self._batch, self._clock = first, last, global_batch, clock
-        self._began, self._inside = clock(), 0.0  # inside: seconds of all steps
+        self._began, self._inside = clock(), 0.0  # _inside: total seconds of all steps
         self._asked, self._waited = self._began, 0.0  # when the step's batch was requested, and seconds until it came
         self._recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # seconds of a step, and of its wait
 

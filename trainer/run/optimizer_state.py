@@ -62,7 +62,7 @@ class _Splitter:
         view = (storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
         if value.numel() and view in self.paths:
             return self.paths[view]
-        # safetensors refuses different views of one storage.
+        # safetensors rejects different views of one storage.
         self.tensors[path] = value.clone() if value.numel() and storage in self.storages else value
         self.paths[view] = path
         self.storages.add(storage)

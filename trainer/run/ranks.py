@@ -57,7 +57,7 @@ FREE_KEYS = frozenset(("train.adapter.rank_pattern", "train.adapter.alpha_patter
 
 
 class OutputMismatch(LatentpressError):
-    """The machines have different output folders."""
+    """Raised if the machines have different output folders."""
 
     exit_code = USAGE
 
@@ -102,7 +102,7 @@ class RunFiles:
         return broadcast_json(value, self._accelerator.device)
 
     def gathered(self, value: Any) -> list[Any]:
-        """The value of every rank, by rank."""
+        """The values of all ranks, ordered by rank. value: this rank's value, which JSON can represent."""
         if self._accelerator.num_processes == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._accelerator.device)
@@ -187,7 +187,7 @@ HINT = "Start training again: it goes on from the last checkpoint."
 
 
 class RankLostError(LatentpressError):
-    """A rank ended or stopped answering."""
+    """Raised if a rank ended or stopped answering."""
 
 
 class RankWatch:
@@ -229,7 +229,7 @@ class RankWatch:
         try:
             try:
                 yield
-            except CheckpointException as error:  # torch.distributed.checkpoint: the errors of some ranks, on all
+            except CheckpointException as error:  # raised on all ranks, with the errors of some ranks
                 rank, (cause, _) = min(error.failures.items(), key=lambda item: (item[0] != self.rank, item[0]))
                 if rank == self.rank:
                     raise cause from error
@@ -286,7 +286,7 @@ class RankWatch:
         if self.rank == 0:
             self._console.print_error("train", RankLostError(message, HINT))
             self._console.stdout.flush()
-        else:  # its console is silent
+        else:  # the console of other ranks is silent
             print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
         os._exit(INCOMPLETE)
 

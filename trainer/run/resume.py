@@ -68,7 +68,7 @@ HINTS["shuffle_shards"] = "Set train.shuffle_shards back, and train.set to the s
 HINTS["base weights"] = HINTS["transformer"]
 HINTS["initial adapter"] = "Set train.adapter.init back, or its file."
 HINTS["assistant"] = "Set model.assistant back, or its file."
-#: Hashes in the signature -> the message in place of their values.
+#: Key of a hash in the signature -> message that is shown instead of its values.
 HASHES = {
     "transformer": "the transformer has another shape",
     "base weights": "training starts from other weights",

@@ -226,7 +226,7 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
 
 
 class DeviceOutOfMemory(LatentpressError):
-    """The device has too little memory for this configuration."""
+    """Raised if the device has too little memory for the configuration."""
 
 
 @contextmanager

@@ -162,12 +162,12 @@ def lora_state(model: Model) -> dict[str, torch.Tensor]:
 
 
 def list_adapted_modules(model: Model) -> list[str]:
-    """Full paths of the modules that carry an adapter."""
+    """Full paths of the modules that have an adapter."""
     return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
 
 
 def read_scales(model: Model) -> dict[str, tuple[int, float]]:
-    """Full path of each module that carries an adapter -> its rank and alpha."""
+    """Full path of each module that has an adapter -> (rank, alpha)."""
     modules: dict[str, Any] = {name: model.get_submodule(name) for name in list_adapted_modules(model)}
     return {
         name: (
@@ -351,7 +351,7 @@ def name_modules(model: Any, patterns: Sequence[str], left_out: Sequence[torch.n
 
 
 def module_size(module: Any) -> tuple[int, int]:
-    """Outputs and inputs of a linear layer, whose weight may be packed, or of a convolution."""
+    """(outputs, inputs) of a linear layer, whose weight may be packed, or of a convolution."""
     if isinstance(module, torch.nn.Linear):
         return module.out_features, module.in_features
     return module.weight.shape[0], math.prod(module.weight.shape[1:])

@@ -169,7 +169,7 @@ def check_scheduler(model: Model, shift: float | None, family: ModelFamily) -> N
     try:
         scheduler = load_scheduler(model.source, model.revision, shift)
         family.set_timesteps(scheduler, model.family_spec.steps, PROBED_TOKENS, torch.device("cpu"))
-    except Exception as error:  # whatever a scheduler of another family raises
+    except Exception as error:  # a scheduler of another family may raise any error
         raise RunError(
             f"{model.source}/scheduler can't denoise validation prompts as {model.family}'s pipeline does: "
             f"{str(error) or type(error).__name__}",

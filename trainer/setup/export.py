@@ -106,7 +106,7 @@ def file_contents(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     state, config = lora_state(model), model.peft_config[ADAPTER_NAME].to_dict()
     if config["peft_type"] == PeftType.LOKR:
         return state, config
-    # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
+    # A pipeline adds layers in training mode and never calls eval(), so a dropout would stay active at inference.
     config["lora_dropout"] = 0.0
     config["init_lora_weights"] = True  # a pipeline applies it first, and pissa and olora would change its base
     initial = getattr(model, "initial_lora", None)

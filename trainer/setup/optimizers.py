@@ -24,7 +24,7 @@ from trainer.schedules import scheduled_value
 
 TRIAL_SHAPE = (64, 64)  # the smallest parameter for which bitsandbytes keeps 8-bit states
 TRIAL_STEPS = 3
-BAD_STEP_WINDOW = 100  # steps over which skipped ones are counted
+BAD_STEP_WINDOW = 100  # number of last steps over which skipped steps are counted
 
 
 def check_optimizer(train: Train, device: torch.device, sharded: bool = False) -> None:
@@ -167,7 +167,7 @@ def averages_weights(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _options(settings: Optimizer) -> list[dict[str, Any]]:
-    """Each group's settings, as keys of a parameter group."""
+    """The settings of each group, as keys of a torch parameter group."""
     return [group.model_dump(include={"lr", "weight_decay"}, exclude_none=True) for group in settings.groups]
 
 
@@ -196,7 +196,7 @@ def _make(
 
 
 class DivergedError(LatentpressError):
-    """Too many steps had a non-finite loss or gradient."""
+    """Raised if too many steps had a non-finite loss or gradient."""
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:

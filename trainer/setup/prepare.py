@@ -352,7 +352,7 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
         if settings.quantized:
             quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
         if result is not None:
-            kind = read_adapter(result).kind  # whatever its rank is
+            kind = read_adapter(result).kind  # the rank may be different
             given: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA"}
             if kind == "LoKr":
                 given |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})

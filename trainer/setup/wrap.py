@@ -193,7 +193,7 @@ def open_store(rank: int, timeout: float) -> Store:
             advice = "Give MASTER_PORT (torchrun --master-port) a port that no other program on rank 0's machine has."
             raise RankLostError(f"rank 0 can't listen at port {port} ({error})", advice) from error
         raise RankLostError(f"rank {rank} can't reach {host}:{port} after {timeout:g} s ({error})", HINT) from error
-    # The agent's store outlives a failed attempt.
+    # The agent's store outlives a failed attempt, so each attempt has its own prefix.
     return PrefixStore(f"latentpress/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
