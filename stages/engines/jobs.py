@@ -1,6 +1,8 @@
-"""Engines, and what they run: a worker, made once in each process from a job, which turns units into shards.
+"""The interface of engines and workers. An engine runs workers; each process creates one worker from a job, and the
+worker encodes units into shards.
 
-`stages.engine` names a module of this folder, which is imported when it is chosen; each is of the Protocol `Engine`.
+`stages.engine` names a module of this folder, which is imported only if it is selected. Each such module implements the
+Protocol `Engine`.
 """
 
 import math
@@ -21,9 +23,12 @@ from schemas.errors import UsageError
 
 @dataclass(frozen=True)
 class Job:
-    """A job as its workers get it; small, and pickled. process_index: its number, from 0. probed_members: members
-    whose files show whether the media are there. stage: its name, for people. again: ids of units that are encoded
-    although they have a shard. until: when workers of this machine begin no more units, by time.monotonic()."""
+    """The job that each worker receives, pickled, so it is small.
+
+    process_index: number of the worker's process, from 0. probed_members: members whose files are read to check that
+    the media are available. stage: name of the stage, for messages. again: ids of units that are encoded although they
+    have a shard. until: time.monotonic() after which workers of this machine begin no more units.
+    """
 
     config: Config
     generation: str
@@ -36,15 +41,16 @@ class Job:
     until: float = math.inf
 
     def find_shard(self, store: Store, kind: str, unit: Unit) -> str | None:
-        """The shard of a unit that need not be encoded any more. One request."""
+        """The path of a unit's shard if it exists, so that the unit need not be encoded; else None. Makes one
+        request."""
         path = f"{kind}/{self.fingerprint}/{unit.unit_id}{SUFFIXES[self.config.cache.format]}"
         return path if unit.unit_id not in self.again and store.exists(path) else None
 
 
 @dataclass(frozen=True)
 class RoundingError:
-    """The error of numbers that were stored in fewer bits than they had. squares, error_squares: sums over the numbers
-    and over their errors. largest: of the errors' magnitudes."""
+    """The rounding error of numbers that are stored in fewer bits. squares: sum of the squared numbers. error_squares:
+    sum of the squared errors. largest: largest magnitude of an error."""
 
     squares: float = 0.0
     error_squares: float = 0.0
@@ -55,16 +61,18 @@ class RoundingError:
         return RoundingError(squares, error_squares, max(self.largest, other.largest))
 
     def describe(self) -> dict[str, float]:
-        """For a report: the errors' root mean square as a share of the numbers', and the largest error."""
+        """Values for a report. rms_share: the errors' root mean square divided by the numbers' root mean square.
+        largest: the largest error."""
         share = math.sqrt(self.error_squares / self.squares) if self.squares else 0.0
         return {"rms_share": float(f"{share:.3g}"), "largest": float(f"{self.largest:.3g}")}
 
 
 @dataclass
 class UnitResult:
-    """shard_path: None if the unit failed. elsewhere: whether another job has made the shard meanwhile. set_aside: rows
-    of schemas.tables.REJECTS_SCHEMA. fitting_batch: if memory ran out, the batch size that fitted. remarks: the number
-    of members for each. rounding: of what was stored in fewer bits.
+    """The result of a unit. shard_path: path of its shard; None if the unit failed. elsewhere: whether another job made
+    the shard at the same time. set_aside: rejected members, rows of schemas.tables.REJECTS_SCHEMA. fitting_batch: the
+    batch size that fitted, if memory ran out. remarks: remark -> number of members. rounding: error of the tensors that
+    were stored in fewer bits.
     """
 
     unit_id: str
@@ -80,13 +88,13 @@ class UnitResult:
     rounding: RoundingError = RoundingError()
 
 
-#: The next unit. None: none is available (for an argument of False) or left (True, which waits).
+#: take(wait): returns the next unit; None if no unit is available (wait=False) or left (wait=True).
 NextUnit = Callable[[bool], Unit | None]
 
 
 class Worker(Protocol):
-    """Made once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after members. At
-    the time `job.until` a worker finishes its unit and ends."""
+    """Created once per process. Publishes a shard for each unit that `take` returns, and calls `advance` with the
+    number of members that it has encoded. At the time `job.until`, a worker finishes its unit and ends."""
 
     def run_units(self, take: NextUnit, advance: Callable[[int], None]) -> Iterator[UnitResult]: ...
 
@@ -95,7 +103,7 @@ Load = Callable[[Job], Worker]
 
 
 class Engine(Protocol):
-    """A module beside this one, named like a value of stages.engine."""
+    """A module in this folder, named like a value of stages.engine."""
 
     def run_units(
         self,
@@ -105,16 +113,17 @@ class Engine(Protocol):
         advance: Callable[[int], None],
         warn: Callable[[str], object] = ...,
     ) -> Generator[UnitResult, None, None]:
-        """Run the units, and yield their results in the order in which they end. A unit's result may be a failure.
-        What a worker announces (`schemas.activities`) is announced by this process. Where a worker dies its unit is
-        tried again by another, a few times; `warn` is called for each death. Closed before its end, it ends the
-        workers, which drop their units.
+        """Run the units, and yield their results in the order in which they end. A unit's result may be a failure. This
+        process repeats the announcements of its workers (`schemas.activities`). If a worker dies, another worker
+        retries its unit, a few times, and `warn` is called for each death. If the generator is closed before its end,
+        it ends the workers, which drop their units.
 
-        units: taken one at a time, when a worker has room."""
+        units: units to run, taken one at a time when a worker has room. advance: called with the number of members that
+        are done."""
 
 
 def load_engine(name: EngineName) -> Engine:
-    """Raises UsageError if Ray is missing."""
+    """Import the engine. UsageError if Ray is not installed."""
     try:
         return cast(Engine, import_module(f"stages.engines.{name}"))
     except ModuleNotFoundError as error:

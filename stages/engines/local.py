@@ -1,4 +1,5 @@
-"""Units on this machine: in this process for one worker, in spawned processes for several (`stages/engines/pool.py`).
+"""Run units on this machine: in this process for one worker, in spawned processes for several workers
+(`stages/engines/pool.py`).
 
 Each process loads the model once and holds a few units, so that it can read ahead.
 """
@@ -23,7 +24,7 @@ from schemas.interruption import WAIT_S, StopHandler, Stopped, check_stop, signa
 from stages.engines.jobs import Job, Load, UnitResult
 from stages.engines.pool import Death, Message, WorkerPool, WorkerProcess
 
-TERMINATE_TIMEOUT_S = 30.0  # until a process that should end is killed
+TERMINATE_TIMEOUT_S = 30.0  # a process that should end is killed after this time
 
 
 def run_units(
@@ -33,7 +34,7 @@ def run_units(
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
-    """See stages.engines.jobs.Engine."""
+    """Run units on this machine, see `stages.engines.jobs.Engine`."""
     if job.resources.worker_count > 1:
         yield from _LocalPool(load, job, units, advance, warn).run()
     else:
@@ -44,14 +45,14 @@ def run_units(
 
 @dataclass(eq=False)
 class _Process(WorkerProcess):
-    """pipe: units go in, messages come out."""
+    """One process of the pool. pipe: connection to the process, which receives units and sends messages."""
 
     process: Any
     pipe: Connection
 
 
 class _LocalPool(WorkerPool[_Process]):
-    most_units = 3  # one is written, one encoded, one read
+    most_units = 3  # one unit is being written, one encoded, one read
     advice = (
         "the output of the processes is in the log. Exit code -9 is a kill from outside, by the system when memory ran "
         "out (use fewer --workers) or by a person; any other is a crash"
@@ -66,8 +67,8 @@ class _LocalPool(WorkerPool[_Process]):
         ours, theirs = self._context.Pipe()
         arguments = (self._load, replace(self._job, process_index=number), theirs)
         process: Any = self._context.Process(target=_worker_main, args=arguments)
-        resource_tracker.ensure_running()  # it would unblock signals
-        with signals_blocked(signal.SIGINT):  # Ctrl-C reaches every process; the program decides
+        resource_tracker.ensure_running()  # starting it in process.start() would unblock signals
+        with signals_blocked(signal.SIGINT):  # Ctrl-C reaches every process, but only the program handles it
             process.start()
         theirs.close()
         return _Process(number, process, ours)
@@ -98,29 +99,30 @@ class _LocalPool(WorkerPool[_Process]):
             self._drop(process)
         for process in self._ending:
             process.process.join(TERMINATE_TIMEOUT_S)
-            process.process.kill()  # no effect on one that has ended
+            process.process.kill()  # has no effect if the process has ended
             process.process.join()
 
 
 def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
-    """In a worker process: load the model, then run units until the pipe closes. Unfinished units are dropped."""
+    """Main function of a worker process: load the model, then run units until the pipe closes. Unfinished units are
+    dropped."""
     with StopHandler().stop_on_signals():  # schedulers send SIGTERM to each process
         _run_worker(load, job, pipe)
 
 
 def _run_worker(load: Load, job: Job, pipe: Connection) -> None:
     units: SimpleQueue[Unit] = SimpleQueue()
-    sending = threading.Lock()  # announcements come from other threads, too
+    sending = threading.Lock()  # other threads also send announcements
 
     def receive() -> None:
-        """Take units from the pipe at once, so that neither end blocks in `send`."""
+        """Read units from the pipe as soon as they arrive, so that neither end of the pipe blocks in `send`."""
         try:
             while True:
                 units.put(pipe.recv())
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(TERMINATE_TIMEOUT_S)
-            os.kill(os.getpid(), signal.SIGKILL)  # it hangs, and the program, which would kill it, may have ended
+            os.kill(os.getpid(), signal.SIGKILL)  # it hangs, and the program that would kill it may have ended
 
     def take(wait: bool) -> Unit | None:
         while True:
@@ -145,7 +147,7 @@ def _run_worker(load: Load, job: Job, pipe: Connection) -> None:
         worker = load(job)
         send(0)
         results: Any = worker.run_units(take, send)
-        with closing(results):  # ends the readers, which this process waits for, also between two units
+        with closing(results):  # ends the readers, for which this process would wait, even between two units
             for result in results:
                 send(result)
     except LatentpressError as error:

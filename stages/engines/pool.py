@@ -1,9 +1,9 @@
-"""Workers in several processes, on this machine or on a cluster: who gets which unit, and what becomes of the units of
-a process that dies.
+"""Workers in several processes, on this machine or on a cluster: distributing units to processes, and retrying the
+units of a process that dies.
 
-A process is started for each unit that waits, up to the number of workers, and gets its first unit when it has loaded
-its model. A process that dies while it loads has touched no unit: it is started again, and its place is given up after
-MAX_LOAD_TRIES deaths in a row. The units of a process that dies are tried again, each by a process that has no other
+A process is started for each waiting unit, up to the number of workers, and gets its first unit after it has loaded its
+model. If a process dies while it loads, it had no unit yet: it is started again, and its place is given up after
+MAX_LOAD_TRIES deaths in a row. The units of a process that dies later are retried, each in a process that has no other
 unit. A unit whose process dies MAX_UNIT_TRIES times is reported as failed.
 """
 
@@ -21,25 +21,26 @@ from schemas.errors import LatentpressError
 from schemas.interruption import check_stop
 from stages.engines.jobs import Job, UnitResult
 
-MAX_UNIT_TRIES = 3  # of a unit that was its process' only one when that died; a lost node counts, too
-MAX_LOAD_TRIES = 3  # in a row, of a process that dies before it is ready
+MAX_UNIT_TRIES = 3  # deaths of processes that had only this unit; a lost node counts as a death
+MAX_LOAD_TRIES = 3  # deaths of a process before it is ready, in a row
 
-#: What a worker's process says: the number of members that are done, of which the first one, 0, says that it is ready;
-#: an announcement; a unit's result; an error meant for the user.
+#: A message from a worker's process: the number of members done since the last such message (the first number, 0, means
+#: that the process is ready); an announcement; a unit's result; an error for the user.
 Message = int | str | UnitResult | LatentpressError
 
 
 @dataclass(frozen=True)
 class Death:
-    """In place of a message: the process has died, or hangs."""
+    """Takes the place of a message if the process has died or hangs."""
 
     reason: str
 
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """One process of a pool. number: its place among the workers, from 0. units: given to it and not finished. counted:
-    members of these that were counted. is_ready: whether it has loaded its model."""
+    """One process of a pool. number: index of the worker, from 0. units: units that the process has and has not
+    finished. counted: number of their members that were counted as done. is_ready: whether the process has loaded its
+    model."""
 
     number: int
     units: list[Unit] = field(default_factory=list, init=False)
@@ -54,7 +55,8 @@ P = TypeVar("P", bound=WorkerProcess)
 
 
 class WorkerPool(ABC, Generic[P]):
-    """most_units: units that a process may have at once. advice: for processes that never get ready."""
+    """Distributes units to processes. most_units: number of units that a process may have at once. advice: next step in
+    the error if no process gets ready."""
 
     most_units = 1
     advice: str
@@ -64,32 +66,32 @@ class WorkerPool(ABC, Generic[P]):
     ) -> None:
         self._job, self._units, self._advance, self._warn = job, units, advance, warn
         self._has_more = True
-        self._waiting = deque[Unit]()  # for a process; units of processes that died come first
+        self._waiting = deque[Unit]()  # units that wait for a process; units of dead processes come first
         self._processes = list[P]()
-        self._numbers = set(range(job.resources.worker_count))  # of processes that may be started
-        self._load_failures = Counter[int]()  # in a row, by number
-        self._deaths = Counter[str]()  # by unit
+        self._numbers = set(range(job.resources.worker_count))  # numbers of processes that may be started
+        self._load_failures = Counter[int]()  # number of a process -> failures in a row
+        self._deaths = Counter[str]()  # unit id -> deaths of its process
         self._suspects = set[str]()  # ids of units whose process died
 
     @abstractmethod
     def _start(self, number: int) -> P:
-        """Start a process, which says 0 when it has loaded its model."""
+        """Start a process, which sends 0 after it has loaded its model."""
 
     @abstractmethod
     def _send(self, process: P, unit: Unit) -> bool:
-        """Give a unit to a process that is ready; False if it turns out to be dead."""
+        """Send a unit to a process that is ready. Returns False if the process is found to be dead."""
 
     @abstractmethod
     def _receive(self) -> Iterable[tuple[P, Message | Death]]:
-        """What processes say, waited for for a short time."""
+        """The messages of the processes. Waits a short time if no message has arrived."""
 
     @abstractmethod
     def _drop(self, process: P) -> None:
-        """End a process that has no unit, or that has died or hangs, without waiting for its end."""
+        """End a process that has no unit, has died, or hangs, without waiting for its end."""
 
     @abstractmethod
     def _end_all(self) -> None:
-        """End all processes. They drop their units, for which they have a limited time."""
+        """End all processes. They have a limited time to drop their units."""
 
     def _describe_loading(self) -> str:
         return f"{len(self._processes)} worker processes load their models"
@@ -113,8 +115,8 @@ class WorkerPool(ABC, Generic[P]):
             self._end_all()
 
     def _hand_out(self) -> None:
-        """Give units to processes that are ready, start processes for units that wait, and end processes that nothing
-        waits for."""
+        """Send units to processes that are ready, start processes for waiting units, and end processes without units if
+        no unit waits."""
         if self._is_late:
             self._has_more = False
             self._waiting.clear()
@@ -138,7 +140,7 @@ class WorkerPool(ABC, Generic[P]):
         return sum(not process.is_ready for process in self._processes)
 
     def _waiting_unit(self, place: int) -> Unit | None:
-        """The unit at this place among those that wait, of which more are taken if they are fewer."""
+        """The waiting unit at the index `place`, or None if there are fewer units. Takes further units as needed."""
         while self._has_more and len(self._waiting) <= place:
             unit = next(self._units, None)
             self._has_more = unit is not None
@@ -146,7 +148,8 @@ class WorkerPool(ABC, Generic[P]):
         return self._waiting[place] if len(self._waiting) > place else None
 
     def _pick(self, unit: Unit) -> P | None:
-        """The ready process with the fewest units. A suspect gets a process of its own."""
+        """The ready process that gets the unit: the process with the fewest units. A unit whose process died gets a
+        process without other units. None: the unit has to wait."""
         roomy = [
             process
             for process in self._processes
@@ -163,7 +166,7 @@ class WorkerPool(ABC, Generic[P]):
     def _handle(self, process: P, message: Message | Death) -> Iterator[UnitResult]:
         if isinstance(message, Death):
             yield from self._lose(process, message.reason)
-        elif isinstance(message, str):  # perhaps while it loads
+        elif isinstance(message, str):  # an announcement, possibly before the process is ready
             announce(f"{process}: {message}")
         elif isinstance(message, LatentpressError):
             message.message = f"{process}: {message.message}"
@@ -180,11 +183,11 @@ class WorkerPool(ABC, Generic[P]):
             yield message
 
     def _lose(self, process: P, reason: str) -> Iterator[UnitResult]:
-        """A process that has died: its units are tried again, each alone."""
+        """Remove a process that has died, and queue its units to be retried, each alone."""
         self._processes.remove(process)
         self._drop(process)
         self._advance(-process.counted)
-        if self._is_late:  # what it had remains
+        if self._is_late:  # its units remain for the next job
             return
         if not process.is_ready:
             self._lose_unready(process, reason)
@@ -193,9 +196,9 @@ class WorkerPool(ABC, Generic[P]):
         self._warn(f"{process} was lost: {reason}. Units that it had, which are tried again alone: {names}")
         for unit in reversed(process.units):
             self._suspects.add(unit.unit_id)
-            self._deaths[unit.unit_id] += len(process.units) == 1  # of several, any may be the cause
+            self._deaths[unit.unit_id] += len(process.units) == 1  # any of several units may be the cause
             if self._deaths[unit.unit_id] < MAX_UNIT_TRIES:
-                self._waiting.appendleft(unit)  # next: at the end the other processes would wait for it
+                self._waiting.appendleft(unit)  # as the next unit: at the end, all other processes would wait for it
             else:
                 problem = f"{MAX_UNIT_TRIES} workers were lost with it; the last: {reason}"
                 yield UnitResult(unit.unit_id, None, error=problem)

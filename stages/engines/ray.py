@@ -1,12 +1,12 @@
-"""Units on a Ray cluster, by actors that hold the model and have one unit at a time (`stages/engines/pool.py`).
+"""Run units on a Ray cluster, in actors that hold the model and have one unit at a time (`stages/engines/pool.py`).
 
-Ray restarts no actor and repeats no call: what becomes of a unit whose actor died is decided here. Only units, numbers
-and results go through Ray; media are read and shards are written by the actors.
+Ray is set to restart no actor and to repeat no call; `WorkerPool` decides about a unit whose actor died. Only units,
+numbers and results go through Ray. The actors read media and write shards.
 
-An actor is placed where there is room for it, loads its model, and gets its first unit when it is ready. So a stage
-runs with as many actors as there is room for, and an autoscaler sees those that wait. An actor ends when nothing is
-left for it to do. Its worker has a thread of its own, next to which the actor answers: one thread for everything, since
-torch's number of threads belongs to the thread that sets it, and bytes depend on it.
+Ray places an actor on a node with room for it; the actor loads its model, and gets its first unit when it is ready. So
+a stage runs with as many actors as the cluster has room for, and an autoscaler sees the actors that wait. An actor ends
+when no unit is left for it. All calls to its worker run in one thread, because torch's number of threads belongs to the
+thread that sets it, and the bytes of a shard depend on that number. The actor answers other calls in another thread.
 """
 
 import logging
@@ -42,18 +42,18 @@ from schemas.text_format import shorten
 from stages.engines.jobs import Job, Load, UnitResult
 from stages.engines.pool import Death, Message, WorkerPool, WorkerProcess
 
-POLL_S = 1.0  # between two questions to an actor what it has done, at least
-QUESTIONS_PER_S = 50  # to all of them: an answer takes this program 4 ms where there are 1,000
-ROOM_WARNING_S = 30.0  # after which it is said that there is no room for an actor
-STOP_TIMEOUT_S = 30.0  # until an actor that should end is killed
-OWNER_DIED = "its owner has died"  # in Ray's words for the death of an actor whose program is gone
+POLL_S = 1.0  # shortest time between two requests for an actor's progress
+QUESTIONS_PER_S = 50  # requests to all actors together; with 1,000 actors an answer takes this program 4 ms
+ROOM_WARNING_S = 30.0  # time after which a warning reports that the cluster has no room for an actor
+STOP_TIMEOUT_S = 30.0  # an actor that should end is killed after this time
+OWNER_DIED = "its owner has died"  # part of Ray's message for the death of an actor whose program has ended
 CONNECT_TIMEOUT_S = 20.0
-HEAD_TIMEOUT_S = 45  # until a cluster whose head does not answer is given up; Ray itself ends programs after 60
+HEAD_TIMEOUT_S = 45  # a cluster whose head does not answer is given up after this time; Ray ends programs after 60 s
 SOURCES = Path(schemas.__file__).resolve().parents[1]
 
 
 class ClusterError(LatentpressError):
-    """The cluster can't be reached, or can't do the work."""
+    """Raised if the cluster can't be reached, or can't run the work."""
 
 
 def run_units(
@@ -63,7 +63,8 @@ def run_units(
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
-    """See stages.engines.jobs.Engine. ClusterError if the cluster can't be reached or has no room for any actor."""
+    """Run units on the cluster, see `stages.engines.jobs.Engine`. ClusterError if the cluster can't be reached, or has
+    no room for any actor."""
     if ":" in job.resources.device:
         kind = job.resources.device.partition(":")[0]
         raise UsageError(
@@ -76,8 +77,8 @@ def run_units(
 
 @dataclass(eq=False)
 class _Actor(WorkerProcess):
-    """One actor. call: what it does now. question: what it has done. since: when it began the call or made progress.
-    location: "" until it is placed."""
+    """One actor. call: its call in progress. question: the pending request for its progress. since: time at which the
+    call began or last made progress. location: process and node; "" until the actor is placed."""
 
     handle: Any
     call: ray.ObjectRef | None
@@ -105,7 +106,7 @@ class _RayPool(WorkerPool[_Actor]):
         super().__init__(*given)
         self._load, self._settings, self._code = load, self._job.config.stages.ray, digest_code()
         self._options = actor_options(self._job.resources)
-        self._last_room = time.monotonic()  # when last an actor was placed
+        self._last_room = time.monotonic()  # time when an actor was last known to be placed
         self._said_no_room = False
 
     def _describe_loading(self) -> str:
@@ -114,9 +115,9 @@ class _RayPool(WorkerPool[_Actor]):
 
     def _start(self, number: int) -> _Actor:
         resources = actor_settings(self._job.resources)
-        # An actor has one unit at a time, so the time limit is this program's alone; clocks of machines differ.
+        # An actor has one unit at a time, so only this program needs the time limit; clocks of machines differ.
         job = replace(self._job, process_index=number, resources=resources, until=math.inf)
-        remote: Any = ray.remote  # its types lack the groups
+        remote: Any = ray.remote  # ray.remote's types lack concurrency_groups
         actor = remote(concurrency_groups={"control": 1})(UnitActor).options(**self._options)
         handle = actor.remote(self._load, job)
         return _Actor(number, handle, handle.locate.options(name=f"{self._job.stage} {number}: place").remote())
@@ -160,8 +161,8 @@ class _RayPool(WorkerPool[_Actor]):
         return calls
 
     def _explain_death(self, actor: _Actor, error: RayError) -> Death:
-        """ClusterError if the cluster took this program for dead, as it does when Ray ends on this machine: it makes no
-        actor then."""
+        """The death with its reason. ClusterError if the cluster assumes that this program is dead, which happens when
+        Ray ends on this machine: the cluster then creates no more actors for the program."""
         reason = describe_death(error)
         if OWNER_DIED in reason:
             raise ClusterError(
@@ -172,7 +173,8 @@ class _RayPool(WorkerPool[_Actor]):
         return Death(reason)
 
     def _check_times(self) -> Iterator[tuple[_Actor, Death]]:
-        """The actors that hang; say where there is no room, and end where there never was."""
+        """Yield the actors that hang. Warn if the cluster has no room for some actors; ClusterError if it has had no
+        room for any actor for ready_timeout_s."""
         now, settings = time.monotonic(), self._settings
         for actor in list(self._processes):
             if actor.units and now - actor.since > settings.stall_timeout_s:
@@ -209,7 +211,7 @@ class _RayPool(WorkerPool[_Actor]):
 
 @contextmanager
 def _connected(job: Job) -> Iterator[None]:
-    """In the body this program is connected to the cluster."""
+    """Context in which this program is connected to the cluster."""
     if ray.is_initialized():
         yield
         return
@@ -223,8 +225,8 @@ def _connected(job: Job) -> Iterator[None]:
 
 @contextmanager
 def _watching_head(job: Job) -> Iterator[None]:
-    """In the body the cluster's head is asked for a sign of life. If there is none for HEAD_TIMEOUT_S, this process
-    ends with an error, since any call to Ray may wait for ever: also one that connects, or ends the connection."""
+    """Context in which the cluster's head is asked for a sign of life. If it does not answer for HEAD_TIMEOUT_S, this
+    process ends with an error, since any call to Ray may wait forever, including connecting and disconnecting."""
     ended, silent_s = threading.Event(), 0
 
     def ask() -> None:
@@ -237,7 +239,7 @@ def _watching_head(job: Job) -> Iterator[None]:
 
     def watch() -> None:
         nonlocal silent_s
-        while not ended.wait(1.0):  # counted, as this program may have stood still itself
+        while not ended.wait(1.0):  # counts seconds, since this program itself may have been suspended
             silent_s += 1
             if silent_s > HEAD_TIMEOUT_S:
                 problem = f"the head of the Ray cluster at {_find_address(job)!r} has not answered for {silent_s} s"
@@ -261,14 +263,17 @@ def _find_address(job: Job) -> str:
 
 
 def _connect(job: Job) -> None:
-    """Join the cluster as a job of it, which the dashboard shows with the program's command line and with these data.
-    Ray puts the working directory on the import path of its workers, where a file could be named like a module: the
-    folder of our packages takes its place. Its SIGTERM handler would end the program without a report."""
+    """Connect to the cluster as a job, which the dashboard shows with the program's command line and the data `about`.
+
+    Ray puts the working directory on the import path of its workers, and a file in it could have the name of a module.
+    So the folder of our packages is the working directory while Ray connects. The program's SIGTERM handler is restored
+    afterwards, because Ray's handler would end the program without a report.
+    """
     address = _find_address(job)
     about = {"job_name": job.stage, "plan": job.generation, "cache": job.fingerprint, "root": job.config.root}
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        if address != "auto":  # Ray would try for minutes
+        if address != "auto":  # check first that the address answers, since Ray would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         with chdir(SOURCES):
@@ -285,7 +290,7 @@ def _connect(job: Job) -> None:
             "start one (`ray start --head` on one machine, `ray start --address HOST:PORT` on the others), "
             "or give its HOST:PORT with --address",
         ) from error
-    except SystemExit as error:  # by that handler
+    except SystemExit as error:  # raised by Ray's SIGTERM handler
         signal.signal(signal.SIGTERM, on_sigterm)
         os.kill(os.getpid(), signal.SIGTERM)
         raise Stopped from error
@@ -295,7 +300,7 @@ def _connect(job: Job) -> None:
 
 
 def actor_options(resources: Encoding) -> dict[str, Any]:
-    """Return what an actor takes of a node, and that Ray neither restarts it nor repeats a call."""
+    """Ray's options of an actor: the resources that it takes from a node; no restarts, no repeated calls."""
     gpus = resources.num_gpus
     if gpus is None:
         wants = resources.device != "cpu" and (resources.device != "auto" or "GPU" in ray.cluster_resources())
@@ -314,13 +319,14 @@ def _cpus(resources: Encoding) -> float:
 
 
 def actor_settings(resources: Encoding) -> Encoding:
-    """An actor's own: a node's cores are not all its own, so the readers are as many as the CPUs it asked for."""
+    """The settings of an actor: one worker, and one reader fewer than its CPUs, since a node's other cores belong to
+    other actors."""
     readers = resources.readers or max(1, min(MOST_READERS, int(_cpus(resources)) - 1))
     return resources.changed(workers=1, readers=readers)
 
 
 def describe_room(options: dict[str, Any]) -> str:
-    """Describe what an actor needs, and what is free now."""
+    """A text with the resources that an actor needs, and the resources that are free now."""
     needs = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
     needs |= {"memory in GiB": options["memory"] / 2**30} if options["memory"] else {}
     free = ray.available_resources()
@@ -332,20 +338,21 @@ def describe_room(options: dict[str, Any]) -> str:
 
 
 def describe_death(error: RayError) -> str:
-    """The last line, which says why; those before it name the actor."""
+    """The last line of the error's text, which is the reason; the lines before it name the actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return shorten(lines[-1].rstrip(".") if lines else type(error).__name__, 200)
 
 
 class ActorStopped(Exception):
-    """Ends the worker from within `advance`."""
+    """Raised in `advance` to end the worker."""
 
 
 class UnitActor:
-    """A worker on a node of the cluster. Errors for the user are returned, not raised: Ray would wrap them."""
+    """A worker on a node of the cluster. Errors for the user are returned instead of raised, since Ray would wrap
+    them."""
 
     def __init__(self, load: Load, job: Job) -> None:
-        remove_working_directory()  # for the readers, which this process starts
+        remove_working_directory()  # from the import path, for the readers that this process starts
         self._load, self._job = load, job
         self._thread = ThreadPoolExecutor(1, "encode")
         self._units, self._messages = SimpleQueue[Unit | None](), SimpleQueue[Message]()
@@ -353,14 +360,15 @@ class UnitActor:
         self._stopped = threading.Event()
 
     def __repr__(self) -> str:
-        """In the dashboard and in logs."""
+        """The actor's name in Ray's dashboard and logs."""
         return f"{self._job.stage} {self._job.process_index}"
 
     def locate(self) -> str:
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
     def load(self, code: str) -> list[Message]:
-        """Check that this node has the program's code, and load the model, which reads the plan under the root."""
+        """Check that this node has the program's code and the plan under the root, and load the model. Returns the
+        worker's messages, and 0 if it is ready."""
         try:
             if digest_code() != code:
                 raise ClusterError(
@@ -378,7 +386,8 @@ class UnitActor:
         return [*self._take_messages(), 0]
 
     def run_unit(self, unit: Unit) -> list[Message]:
-        """What it says until the unit ends. The last one is the result; nothing comes of a worker that is stopped."""
+        """Run a unit. Returns the worker's messages; the last message is the result. A worker that is stopped returns
+        none."""
         self._units.put(unit)
         try:
             result = self._thread.submit(next, self._results).result()
@@ -390,12 +399,12 @@ class UnitActor:
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def progress(self) -> list[Message]:
-        """What the worker has said since it was asked last."""
+        """The worker's messages since the last call."""
         return self._take_messages()
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def stop(self) -> None:
-        """Drop the current unit and end the worker; returns when its files are removed and its readers have ended."""
+        """Drop the current unit and end the worker. Returns after its files are removed and its readers have ended."""
         self._stopped.set()
         self._units.put(None)
         self._thread.submit(self._close)
@@ -429,7 +438,7 @@ class UnitActor:
 
 
 def digest_code() -> str:
-    """Hash the sources that determine what a worker does."""
+    """A hash of the sources that a worker runs."""
     digest = xxhash.xxh3_128()
     for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())

@@ -1,13 +1,13 @@
-"""Work that may crash, hang or take too much memory, in other processes: a decoder that dies costs one item.
+"""Run work that may crash, hang or take too much memory in other processes, so that a decoder that dies costs one item.
 
     with SandboxPool(partial(Reader, dataset), workers=4, timeout_s=300, memory_mib=8192) as pool:
         for item, result in pool.map(items):
             ...
 
-The processes are pebble's, which replaces one that died. The system's alarm ends one whose item takes too long, even
-after the program was killed. A task costs a sixth of a millisecond, so quick items are sent several at a time; those of
-a task that failed are tried again one by one. Decoded clips return in shared memory, or in files where that is full: a
-pipe of Python's takes seconds for 100 MB.
+The processes belong to pebble, which replaces a process that died. The system's alarm ends a process whose item takes
+too long, even after the program was killed. A task costs a sixth of a millisecond, so several quick items are sent as
+one task; the items of a task that failed are retried one by one. Decoded clips are returned in shared memory, or in
+files if the shared memory is full, because a pipe of Python takes seconds for 100 MB.
 """
 
 import errno
@@ -47,26 +47,27 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_ITEMS_PER_TASK = 16
-TARGET_TASK_S = 0.05  # by which the number of items of a task is chosen
-PRELOADED_MODULES = [  # imported once, not by each process: readers, the programs' modules, and pandas, which Arrow's
-    # first array imports
+TARGET_TASK_S = 0.05  # duration of a task, from which its number of items is computed
+PRELOADED_MODULES = [  # imported once instead of by each process: readers, the programs' modules, and pandas, which
+    # Arrow imports with its first array
     *("stages.media.image", "stages.media.video", "stages.discovery.item_reader", "stages.encoding.member_reader"),
     *("stages.discovery.sources.folder", "stages.discovery.media_table", "stages.encoding.stage"),
     *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "pandas"),
 ]
-#: Of sources, and of Ray's workers: preloaded where the program itself has imported one; it may take a second or two.
+#: Libraries of data sources and of Ray's workers. A library is preloaded only if the program itself has imported it,
+#: since its import may take a second or two.
 SOURCE_LIBRARIES = ["datasets", "obstore", "aiohttp", "ray"]
-MAX_INLINE_BYTES = 1 << 20  # of results' arrays; larger ones go through a file
+MAX_INLINE_BYTES = 1 << 20  # largest size of arrays that return through the pipe; larger arrays use a file
 SHARED_MEMORY_FOLDER = "/dev/shm"  # files in memory
-FOLDER_PREFIX = "latentpress-"  # of the folders of results; the owner's process number follows
-STALE_FOLDER_S = 3600.0  # after which a folder whose owner was killed is removed
-MAX_QUEUED_PER_PROCESS = 3  # tasks, so that no process waits for one
-READY_SUFFIX = ".ready"  # of the file by which a process shows that it has started
-KILL_GRACE_S = 2.0  # between the alarm and the kill by this program
+FOLDER_PREFIX = "latentpress-"  # prefix of the folders of results, followed by the owner's process id
+STALE_FOLDER_S = 3600.0  # a folder whose owner was killed is removed after this time
+MAX_QUEUED_PER_PROCESS = 3  # tasks, so that no process has to wait for a task
+READY_SUFFIX = ".ready"  # suffix of the file that a process creates once it has started
+KILL_GRACE_S = 2.0  # time between the alarm and the kill by this program
 START_TIMEOUT_S = 10.0
-MESSAGE_TIMEOUT_S, MAX_IDLE_DEATHS = 1.0, 10  # of a process that died; of those without a task, in a row
+MESSAGE_TIMEOUT_S, MAX_IDLE_DEATHS = 1.0, 10  # wait for a dead process' message; deaths in a row without a task
 OUT_OF_MEMORY_EXIT_CODE = 77
-CONSTS.sleep_unit = 0.02  # seconds until pebble sees that a process died, or that it should stop; 0.1 by default
+CONSTS.sleep_unit = 0.02  # seconds until pebble notices a dead process, or that it should stop; 0.1 by default
 
 _ADVICE = {
     "decoder-died": "replace it with a new copy, or remove it",
@@ -88,8 +89,9 @@ class WorkerFailure:
 
 
 class _PoolManager(PoolManager):
-    """Pebble's breaks its pool, and leaves tasks without an end, where a process dies while no task is known to have
-    begun: also where the message that one did has not been read yet, as of an item that crashes at once."""
+    """Waits for the message that a task has begun. If a process dies while no task is known to have begun, pebble's
+    manager breaks the pool and leaves tasks unfinished. This also happens if an item crashes at once, before that
+    message has been read."""
 
     idle_deaths = 0
 
@@ -107,16 +109,19 @@ class _PoolManager(PoolManager):
 
 
 class SandboxPool(Generic[T, R]):
-    """A function that runs in `workers` other processes, with at most `timeout_s` and `memory_mib` for each item.
+    """Runs a function in `workers` other processes, with at most `timeout_s` and `memory_mib` for each item.
 
-    make: called once in each process, returns the function; picklable, as are items and results. A MediaError that the
-    function raises is a result like any other; any other exception is raised here, with its traceback.
+    A MediaError that the function raises is returned as the item's result. Any other exception is raised in this
+    process, with its traceback.
+
+    make: function that is called once in each process and returns the function to run. It must be picklable, and so
+    must items and results.
     """
 
     def __init__(
         self, make: Callable[[], Callable[[T], R]], *, workers: int, timeout_s: float, memory_mib: int
     ) -> None:
-        # Never a fork of this process: it may have threads, which hold locks, or a device.
+        # This process is never forked, since it may have threads that hold locks, or a device.
         context = multiprocessing.get_context("forkserver")
         libraries = [name for name in SOURCE_LIBRARIES if name in sys.modules]
         context.set_forkserver_preload([*PRELOADED_MODULES, *libraries, getattr(make, "func", make).__module__])
@@ -124,7 +129,7 @@ class SandboxPool(Generic[T, R]):
         with signals_blocked(signal.SIGINT):  # Ctrl-C reaches the whole group; the program ends its processes
             forkserver.ensure_running()
         self._workers, self._timeout, self._memory_mib = workers, timeout_s, memory_mib
-        self._task_size = 1  # of the next task
+        self._task_size = 1  # number of items in the next task
         self._started = False
         _remove_stale_folders()
         parents = (None, SHARED_MEMORY_FOLDER if os.access(SHARED_MEMORY_FOLDER, os.W_OK) else None)
@@ -139,7 +144,7 @@ class SandboxPool(Generic[T, R]):
 
     @classmethod
     def configured(cls, make: Callable[[], Callable[[T], R]], workers: int, limits: Stages) -> "SandboxPool[T, R]":
-        """A pool with the configured limits of time and memory."""
+        """A pool with the time and memory limits of the configuration."""
         return cls(make, workers=workers, timeout_s=limits.item_timeout_s, memory_mib=limits.item_memory_mib)
 
     def __enter__(self) -> "SandboxPool[T, R]":
@@ -149,8 +154,8 @@ class SandboxPool(Generic[T, R]):
         self.close()
 
     def close(self) -> None:
-        """End every process, whatever it is doing; waiting for a result raises CancelledError or, where pebble was just
-        reading it, BrokenProcessPool. Also done when this object is no longer referenced."""
+        """End every process at once. Code that waits for a result gets CancelledError or, if pebble is just reading the
+        result, BrokenProcessPool. This also happens when the object is no longer referenced."""
         if self._finalizer.detach():
             self._shut_down()
 
@@ -158,7 +163,7 @@ class SandboxPool(Generic[T, R]):
         return self.result(item, self.begin(item))
 
     def begin(self, item: T) -> Future:
-        """Queue an item; `result` waits for its result. May be called from any thread."""
+        """Queue an item; `result` waits for its result. Can be called from any thread."""
         return self._begin([item])
 
     def result(self, item: T, task: Future) -> R | WorkerFailure | MediaError:
@@ -166,7 +171,7 @@ class SandboxPool(Generic[T, R]):
         return result
 
     def map(self, items: Iterable[T]) -> Iterator[tuple[T, R | WorkerFailure | MediaError]]:
-        """Each item and its result, in the order of the items, of which a few are taken ahead."""
+        """Yield each item and its result, in the order of the items. A few items are read ahead."""
         remaining = iter(items)
         tasks: deque[tuple[list[T], Future]] = deque()
         try:
@@ -181,7 +186,7 @@ class SandboxPool(Generic[T, R]):
                 task.cancel()
 
     def _begin(self, items: Sequence[T]) -> Future:
-        # pebble's timeout is later than the alarm's, for a process that is stopped and can't be woken.
+        # pebble's timeout comes after the alarm, for a process that is suspended and does not receive the alarm.
         timeout = self._timeout * len(items) + KILL_GRACE_S
         if not self._started:
             with ThreadPoolExecutor(1) as starter:  # an interrupt must not leave a process half started
@@ -217,7 +222,7 @@ class SandboxPool(Generic[T, R]):
 
 
 def _remove_stale_folders() -> None:
-    """Free the memory of results that nobody fetched, since their owner was killed."""
+    """Remove folders with results that were never read because their owner was killed."""
     for parent in {Path(SHARED_MEMORY_FOLDER), Path(tempfile.gettempdir())}:
         for folder in parent.glob(f"{FOLDER_PREFIX}*-*"):
             owner = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
@@ -232,20 +237,21 @@ def _shut_down(
 ) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     started = Path(folders[0].name)
-    # A process that is ended while it starts prints a traceback.
+    # Wait until all processes have started, since a process that is ended while it starts prints a traceback.
     while pool.active and len(list(started.glob(f"*{READY_SUFFIX}"))) < workers and time.monotonic() < deadline:
         time.sleep(0.005)
     pool.stop()
     pool.join()
     for task in list(tasks):
-        task.cancel()  # no effect on one that is done
+        task.cancel()  # has no effect if the task is done
     for folder in folders:
         folder.cleanup()
 
 
 def _shut_down_forgotten(shut_down: Callable[[], None]) -> None:
-    """Garbage is collected in any thread, also in one of the pool's own, which can't wait for its own end."""
-    if threading.current_thread() is threading.main_thread():  # also at exit, when no thread can be started
+    """Shut down a pool that is no longer referenced. Garbage may be collected in any thread, even a thread of the pool,
+    which can't wait for its own end."""
+    if threading.current_thread() is threading.main_thread():  # including at exit, when no thread can be started
         shut_down()
     else:
         threading.Thread(target=shut_down).start()
@@ -260,7 +266,7 @@ _folders: tuple[str, str]
 def _init_process(
     make: Callable[[], Callable[[Any], Any]], memory: int, timeout: float, disk: str, shared: str
 ) -> None:
-    """In a new process."""
+    """Set up a new process of the pool."""
     global _make, _memory, _timeout, _folders
     _make, _memory, _timeout, _folders = make, memory, timeout, (shared, disk)
     Path(disk, f"{os.getpid()}{READY_SUFFIX}").touch()
@@ -270,10 +276,11 @@ def _init_process(
 
 @cache
 def _process_function() -> Callable[[Any], Any]:
-    """The function, made once in a process. From then on the process may take `_memory` bytes more than it has.
+    """The function to run, created once per process. After that, the process may take `_memory` bytes more than it
+    already has.
 
     RLIMIT_DATA counts private writable memory. RLIMIT_AS would also count libraries, reserved arenas and mapped files,
-    which have nothing to do with an item.
+    which are independent of the item.
     """
     function = _make()
     try:
@@ -288,7 +295,8 @@ def _process_function() -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class _OutOfBandResult:
-    """A pickle whose arrays are in a file, one after the other, with these sizes in bytes."""
+    """A pickle whose arrays are stored in a file. path: the file, in which the arrays follow each other. sizes: size of
+    each array, in bytes."""
 
     data: bytes
     path: Path
@@ -296,7 +304,7 @@ class _OutOfBandResult:
 
 
 def _run_task(items: list[Any]) -> tuple[bytes | _OutOfBandResult, float]:
-    """The results, and the seconds that they took."""
+    """The pickled results, and the seconds that they took."""
     start = time.monotonic()
     arrays: list[pickle.PickleBuffer] = []
     data = pickle.dumps([_run_item(item) for item in items], protocol=5, buffer_callback=arrays.append)
@@ -313,7 +321,7 @@ def _run_task(items: list[Any]) -> tuple[bytes | _OutOfBandResult, float]:
 
 
 def _write_arrays(arrays: Sequence[pickle.PickleBuffer], folder: str) -> Path:
-    """A new file of the arrays' bytes."""
+    """Write the arrays' bytes to a new file; returns its path."""
     handle, name = tempfile.mkstemp(dir=folder)
     try:
         with open(handle, "wb") as file:
@@ -325,7 +333,7 @@ def _write_arrays(arrays: Sequence[pickle.PickleBuffer], folder: str) -> Path:
 
 
 def _unpickle_results(pickled: bytes | _OutOfBandResult) -> list[Any]:
-    """The results; large arrays are views of the file, which is deleted here and lives as long as they do."""
+    """The results. Large arrays are views of the file, which is unlinked here and freed together with the arrays."""
     if isinstance(pickled, bytes):
         return pickle.loads(pickled)
     with pickled.path.open("rb") as file:
@@ -347,4 +355,4 @@ def _run_item(item: Any) -> Any:
         pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    os._exit(OUT_OF_MEMORY_EXIT_CODE)  # memory that a library keeps would make the next item fail
+    os._exit(OUT_OF_MEMORY_EXIT_CODE)  # the next item would fail if a library kept this memory

@@ -1,5 +1,5 @@
-"""Programs that another one runs as processes of their own, one after another, and reads the reports of; and the
-results of a run: where they are, a line each, and what killed programs left of them."""
+"""Run stages as separate processes, one at a time, and read their reports; and list the results of a run, and remove
+the temporary files that killed programs left."""
 
 import json
 import shutil
@@ -20,10 +20,10 @@ from schemas.errors import INCOMPLETE, INTERRUPTED, RERUN_HINT, LatentpressError
 from schemas.interruption import child_environment, end_with_this, signals_blocked
 from schemas.text_format import describe_exit
 
-LAST_LINE = "}\n"  # of a report in JSON
-ABANDONED_S = 3600.0  # after which nobody writes to a temporary file of a picture, clip or page any more
+LAST_LINE = "}\n"  # last line of a report in JSON
+ABANDONED_S = 3600.0  # a temporary file of a picture, clip or page that has not changed for this time is abandoned
 
-#: Details of a report, in the order in which they are shown, after all others.
+#: Details of a report that are shown after all other details, in this order.
 RESULTS = (
     *("adapter", "model", "checkpoints", "scores", "best_steps", "nothing_held_out"),
     *("pictures", "contact_sheet", "report", "numbers", "tensorboard", "wandb", "logs"),
@@ -31,26 +31,28 @@ RESULTS = (
 
 
 class StageProcesses:
-    """Runs one program at a time, each in its own process; its log is passed through.
+    """Runs one program at a time, each in its own process, and passes its log through.
 
-    On a terminal it is shown that a program starts, and that it ends, as imports and the end of a process with torch
-    take seconds.
+    A terminal shows that a program starts and that it ends, because imports and the end of a process with torch take
+    seconds.
     """
 
     def __init__(self, extra_options: Mapping[str, list[str]], files: Sequence[int] = ()) -> None:
-        """extra_options: by program, in addition to those of all. files: open ones that the programs inherit."""
+        """extra_options: program -> options in addition to the common options. files: open file descriptors that the
+        programs inherit."""
         self._extra_options, self._files = extra_options, files
         self._process: subprocess.Popen | None = None
         self.is_stopped = False
 
     def run(self, stage: str, options: Options) -> tuple[int, dict]:
-        """Exit code and report: with an empty error if the program prints none, empty after `stop`."""
+        """Run a program; returns its exit code and its report. The report is {"error": {}} if the program prints no
+        valid report, and empty after `stop`."""
         words = [word for word in options.argv() if word != "--json"]
         words += [*self._extra_options.get(stage, ()), "--json"]
         if self.is_stopped:
             return INCOMPLETE, {}
-        alone = threading.current_thread() is threading.main_thread()  # of several one would erase another's line
-        with signals_blocked(signal.SIGINT):  # until it handles them
+        alone = threading.current_thread() is threading.main_thread()  # several programs would erase each other's line
+        with signals_blocked(signal.SIGINT):  # the program unblocks signals once it handles them
             process = start_program(
                 stage, words, stdout=subprocess.PIPE, text=True, env=child_environment(), pass_fds=self._files
             )
@@ -58,7 +60,7 @@ class StageProcesses:
         with process as self._process:
             if alone:
                 show_starting(stage)
-            if self.is_stopped:  # since it was checked above
+            if self.is_stopped:  # stopped after the check above
                 self._process.terminate()
             lines = list[str]()
             for line in self._process.stdout or ():
@@ -72,17 +74,17 @@ class StageProcesses:
             document = json.loads("".join(lines))
         except json.JSONDecodeError:
             return code, {"error": {}}
-        return (code if code >= 0 else document["exit_code"]), document  # a signal while it ended changes nothing
+        return (code if code >= 0 else document["exit_code"]), document  # a signal at the program's end has no effect
 
     def stop(self) -> None:
-        """Terminate the running program, which ends in its own way; `run` still waits for it."""
+        """Send SIGTERM to the running program. `run` still waits for its end."""
         self.is_stopped = True
         if self._process is not None:
             self._process.terminate()
 
 
 class StageFailed(LatentpressError):
-    """A stage ended with an error, which it has printed and the JSON report repeats, or by a signal."""
+    """Raised if a stage was ended by a signal, or by an error, which it has printed and the JSON report repeats."""
 
     def __init__(self, stage: str, code: int, document: dict) -> None:
         error, by_signal = document.get("error", {}), code < 0
@@ -98,24 +100,24 @@ class StageFailed(LatentpressError):
 
 
 def sort_results(details: dict[str, Any]) -> dict[str, Any]:
-    """Put the RESULTS last."""
+    """The details of a report, with RESULTS last."""
     others = {key: value for key, value in details.items() if key not in RESULTS}
     return others | {key: details[key] for key in RESULTS if key in details}
 
 
 def find_folders(run_folder: Path) -> dict[str, str]:
-    """Find the folders of a run that no stage reports."""
+    """Name -> path of the folders of a run that no stage reports."""
     folders = {"checkpoints": run_folder / CHECKPOINTS, "logs": run_folder / LOGS}
     return {name: str(folder) for name, folder in folders.items() if folder.is_dir() and any(folder.iterdir())}
 
 
 def remove_unfinished(run_folder: Path) -> None:
-    """Remove the temporary files of programs that were killed while they wrote pictures, clips, pages or notes: those
-    that are older than ABANDONED_S, and only where no trainer is at work."""
+    """Remove the temporary files of programs that were killed while they wrote pictures, clips, pages or notes, if the
+    files are older than ABANDONED_S. Does nothing while a trainer is running."""
     if is_running(run_folder) is not False:
         return
     pattern = f".*{TEMP_SUFFIX}"
     for path in [*run_folder.glob(pattern), *(run_folder / "samples").rglob(pattern)]:
-        with suppress(OSError):  # removed meanwhile
+        with suppress(OSError):  # another program removed the file
             if is_temporary(path.name) and time.time() - path.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,4 +1,4 @@
-"""The items of a dataset while it is planned: those that remain, and those that a rule dropped."""
+"""The items of a dataset while it is planned: the remaining items, and the items that a rule dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,8 @@ from schemas.tables import REJECTS_SCHEMA
 
 
 def message_column(*parts: Any) -> pa.Array:
-    """Sentences from parts that are texts, numbers (at most two decimals) or columns of either."""
+    """A column of sentences. parts: texts, numbers (shown with at most two decimals), or columns of these, which are
+    joined."""
 
     def to_text(part: Any) -> Any:
         if isinstance(part, str):
@@ -32,8 +33,8 @@ def message_column(*parts: Any) -> pa.Array:
 class CandidateItems:
     """Rows of schemas.tables.MEDIA_SCHEMA: items, or the pictures and clips of items.
 
-    values: arrays with an entry for each row, which are dropped with it. rejects: tables of REJECTS_SCHEMA, one for
-    each rule that dropped some.
+    values: name -> (n,) array with an entry for each row, which is dropped together with the row. rejects: tables of
+    REJECTS_SCHEMA, one for each rule that dropped items.
     """
 
     def __init__(self, dataset: str, table: pa.Table) -> None:
@@ -48,12 +49,12 @@ class CandidateItems:
         return self.table.column(name).combine_chunks()
 
     def numbers(self, name: str) -> np.ndarray:
-        """A numeric column; null is 0 for integers and NaN for floats."""
+        """(n,) a numeric column; null becomes 0 for integers and NaN for floats."""
         column = self.table.column(name)
         return pc.fill_null(column, float("nan") if pa.types.is_floating(column.type) else 0).to_numpy()
 
     def sizes(self, prefix: str = "") -> pa.Array:
-        """(n,) "WIDTHxHEIGHT" of the items, or of their "source_" or "mask_"."""
+        """(n,) "WIDTHxHEIGHT" of the items. prefix: "source_" or "mask_" for the sizes of their sources or masks."""
         return message_column(self.column(f"{prefix}width"), "x", self.column(f"{prefix}height"))
 
     @property
@@ -61,7 +62,8 @@ class CandidateItems:
         return pc.equal(self.table.column("kind"), "video").to_numpy()
 
     def take(self, rows: np.ndarray) -> "CandidateItems":
-        """These rows with their values. What is dropped of them is recorded here."""
+        """A subset of the rows with their values. Rows that are dropped from it are recorded in this object's
+        `rejects`, too. rows: (m,) indices."""
         taken = CandidateItems(self.dataset, self.table)
         taken.values, taken.rejects = self.values, self.rejects
         if not np.array_equal(rows, np.arange(len(self))):
@@ -72,9 +74,10 @@ class CandidateItems:
     def drop(
         self, dropped: np.ndarray, reason: str, message: str | Callable[["CandidateItems"], pa.Array]
     ) -> np.ndarray:
-        """Drop the rows where `dropped` is true, and record why; returns (n,) which rows stay.
+        """Drop rows, and record the reason. Returns (n,) whether each row remains.
 
-        message: follows "PATH: "; one for all of them, or a column made from the dropped items.
+        dropped: (n,) whether to drop each row. message: text after "PATH: ": one text for all rows, or a function from
+            the dropped items to a column of texts.
         """
         if dropped.any():
             gone = self.take(np.flatnonzero(dropped))
@@ -94,7 +97,8 @@ class CandidateItems:
 
 
 def passes_filter(dataset: Dataset, option: str, table: pa.Table) -> np.ndarray:
-    """(n,) whether each row of a media table passes the filter of this option; all if there is none."""
+    """(n,) whether each row of a media table passes the dataset's filter; all rows pass if it is not set. option: name
+    of the option with the filter."""
     filter = getattr(dataset, option)
     if filter is None:
         return np.ones(len(table), bool)
@@ -105,14 +109,14 @@ def passes_filter(dataset: Dataset, option: str, table: pa.Table) -> np.ndarray:
 
 
 def drop_duplicate_ids(table: pa.Table, key: str) -> pa.Table:
-    """The table with the first row of each id."""
+    """The table with only the first row of each id. key: name of the column with ids."""
     if identity.count_distinct(table.column(key)) == table.num_rows:
         return table
     return first_rows(table, key)
 
 
 def first_rows(table: pa.Table, *key: str) -> pa.Table:
-    """The table with the first row of each distinct value of the key's columns."""
+    """The table with only the first row of each distinct combination of values. key: names of the combined columns."""
     values = pc.binary_join_element_wise(*(table.column(name) for name in key), "|").combine_chunks()
     # Codes are numbered in the order of first occurrence.
     codes = np.asarray(values.dictionary_encode().indices)

@@ -1,4 +1,5 @@
-"""The frames of each item: one of an image, those of one or several clips of a video or of each of its scenes."""
+"""Selecting the frames of each item: one frame for an image; for a video, one or several clips of the video or of each
+of its scenes."""
 
 from functools import partial
 from typing import NamedTuple
@@ -13,13 +14,13 @@ from schemas.family import Family, Task
 from schemas.identity import derive_seeds, mix_bits
 from stages.planning.candidates import CandidateItems, message_column
 
-SHORTEST_S = 1e-3  # of a video: one that is said to last no time has a frame
+SHORTEST_S = 1e-3  # least duration of a video; a video with a stated duration of 0 has at least one frame
 
 
 class VideoClips(NamedTuple):
-    """(m,) clips, by the number of their item. start: seconds; rate: frames per second. rounded: clips that lost frames
-    to (frames - 1) % stride == 0. repeating: clips that show a frame twice, as their source is slower than the target
-    rate."""
+    """(m,) clips. item: index of the clip's item. start: in seconds. rate: in frames per second. frames: number of
+    frames. rounded: whether the clip lost frames to (frames - 1) % stride == 0. repeating: whether the clip shows a
+    frame twice, because its source is slower than the target rate."""
 
     item: np.ndarray
     start: np.ndarray
@@ -30,13 +31,14 @@ class VideoClips(NamedTuple):
 
 
 def frame_strides(family: Family, video: Video) -> tuple[int, ...]:
-    """The numbers that `frames - 1` must be a multiple of."""
+    """The strides by which `frames - 1` must be divisible."""
     interval = video.frame_interval if video.bucket_strategy == "resolution_frames" else None
     return (family.temporal_stride, interval or 1)
 
 
 def drop_unusable_videos(family: Family, dataset: Dataset, task: Task, items: CandidateItems) -> None:
-    """Drop videos that yield no clip, that are too long or too slow, and items that can't be clips at all."""
+    """Drop videos that yield no clip, are too long or too slow, and items that can't be used at all (still images for a
+    task on videos, videos for an image model)."""
     video, rates = dataset.video, partial(_target_rates, family, dataset)
     rate = "its own rate" if video.frame_rate == "source" else f"{video.frame_rate:g} per second"
     condition = family.conditions.get(task)
@@ -80,8 +82,8 @@ def drop_unusable_videos(family: Family, dataset: Dataset, task: Task, items: Ca
 
 
 def select_members(family: Family, dataset: Dataset, items: CandidateItems) -> CandidateItems:
-    """The pictures and clips of items, in the items' order. values: "item", the number of its item, and the columns of
-    VideoClips, of a picture one frame without a time."""
+    """The pictures and clips of items, in the items' order. Their values are the fields of VideoClips; a picture is one
+    frame without start and rate."""
     clips = _select_video_clips(family, dataset, items)
     images = np.flatnonzero(~items.videos)
     no_time, no = np.full(len(images), np.nan), np.zeros(len(images), bool)
@@ -94,7 +96,8 @@ def select_members(family: Family, dataset: Dataset, items: CandidateItems) -> C
 
 
 def select_whole_items(items: CandidateItems, frames: int) -> CandidateItems:
-    """Every item as one member: of a video `frames` frames, or all that it has, each in the middle of an equal part."""
+    """Every item as one member. For a video, it has `frames` frames, or all frames if the video has fewer, each in the
+    middle of one of as many equal parts of the video."""
     count = np.where(items.videos, np.clip(items.numbers("frames"), 1, frames), 1).astype(np.int64)
     duration = np.maximum(items.numbers("duration"), SHORTEST_S)
     start, rate = (np.where(items.videos, of, np.nan) for of in (duration / (2 * count), count / duration))
@@ -103,13 +106,14 @@ def select_whole_items(items: CandidateItems, frames: int) -> CandidateItems:
 
 
 def _source_rates(items: CandidateItems) -> np.ndarray:
-    """Frames per second of videos of constant rate, NaN for others."""
+    """(n,) frames per second of videos with a constant rate; NaN for all other items."""
     constant = pc.fill_null(items.column("constant_rate"), False).to_numpy(zero_copy_only=False)
     return np.where(constant, items.numbers("rate"), np.nan)
 
 
 def _target_rates(family: Family, dataset: Dataset, items: CandidateItems) -> np.ndarray:
-    """frame_rate for each item; if it is source, the video's own rate, or the family's if that is not known."""
+    """(n,) the configured frame_rate; if it is "source", the video's own rate, or the family's rate if the own rate is
+    not known."""
     if dataset.video.frame_rate != "source":
         return np.full(len(items), dataset.video.frame_rate)
     own = items.numbers("rate")
@@ -117,18 +121,18 @@ def _target_rates(family: Family, dataset: Dataset, items: CandidateItems) -> np
 
 
 def _repeated_share(items: CandidateItems, rates: np.ndarray) -> np.ndarray:
-    """Share of a clip's frames that repeat the one before; 0 for an image."""
+    """(n,) share of a clip's frames that repeat the previous frame; 0 for an image."""
     share = 1 - items.numbers("rate") / match_frame_rates(_source_rates(items), rates)
     return np.where(items.videos, np.maximum(0.0, share), 0.0)
 
 
 def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems) -> VideoClips:
-    """Clips of videos, at the configured rate. A video whose own rate is nearly that one, so that a clip would repeat
-    or skip a frame, has all its clips at its own rate."""
+    """Clips of videos at the configured rate. If a video's own rate is close to the configured rate, but a clip would
+    repeat or skip a frame, all clips of the video are at its own rate."""
     video = dataset.video
     owner, begin, end = _segments(items, video.scenes)
     seeds = derive_seeds(items.column("media_id"), "clips")[owner] if len(owner) else np.zeros(0, np.uint64)
-    # Each scene of a video draws for itself; the first scene draws as a video without scenes does.
+    # Each scene of a video has its own seed. The first scene has the seed that a video without scenes has.
     seeds = np.where(begin > 0, mix_bits(seeds ^ begin.view(np.uint64)), seeds)
     target = _target_rates(family, dataset, items)
     rate = target[owner]
@@ -162,7 +166,8 @@ def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems)
 
 
 def _segments(items: CandidateItems, scenes: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(item, begin, end) in seconds of each segment that contains whole clips: a video, or each of its scenes."""
+    """(item, begin, end), each (m,), of the segments from which clips are cut: whole videos, or each of their scenes.
+    item: index of the item. begin, end: in seconds."""
     rows = np.flatnonzero(items.videos)
     duration = items.numbers("duration")
     if not scenes:

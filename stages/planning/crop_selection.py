@@ -1,4 +1,5 @@
-"""The bucket and crop of each item, for a whole table at once, and what the bucket step costs. Opens no file."""
+"""Choose the bucket and crop of each item, for a whole table at once, and compute the cost of the bucket step. Opens no
+file."""
 
 from dataclasses import dataclass, replace
 
@@ -17,10 +18,10 @@ from stages.planning.candidates import CandidateItems, message_column
 from stages.planning.samples import Geometries, geometry_numbers
 
 BucketSizes = tuple[tuple[int, int], ...]
-# A mask or source whose aspect differs by more than this, and by more than a pixel, shows something else.
+# A mask or source is treated as a different picture if its aspect differs by more than this, and by more than a pixel.
 MAX_ASPECT_DIFFERENCE = 0.02
-LARGE_LOSS = 0.05  # of the area, on average, or of the items: a warning says that a step loses so much more
-#: Of `buckets`: what to do about a file that is smaller than its bucket.
+LARGE_LOSS = 0.05  # share of the area (mean) or of the items; a warning is shown if a step loses this much more
+#: Value of `buckets` -> next step for a file that is smaller than its bucket.
 UPSCALE_ADVICE = {
     "computed": "; lower resolution, set allow_upscale: true, or remove it",
     "family": "; set buckets: computed with a lower resolution, or allow_upscale: true, or remove it",
@@ -28,7 +29,7 @@ UPSCALE_ADVICE = {
 
 
 def bucket_sizes(model: Model, dataset: Dataset, side_multiple: int) -> BucketSizes:
-    """(width, height) in pixels of the buckets that this dataset's items may get."""
+    """(width, height) in pixels of each bucket that is available to this dataset's items."""
     key = f"datasets.{dataset.id}"
     if dataset.buckets == "family":
         sizes = tuple(size for size in model.flavour_spec.sizes if not any(side % side_multiple for side in size))
@@ -53,14 +54,15 @@ def bucket_sizes(model: Model, dataset: Dataset, side_multiple: int) -> BucketSi
 
 
 def select_crops(model: Model, dataset: Dataset, items: CandidateItems, side_multiple: int) -> None:
-    """Choose bucket and crop of every item; items that a rule forbids are dropped from `items`.
+    """Choose the bucket and crop of every item. Items that break a rule are dropped from `items`.
 
-    Their values get: geometry: as in `stages/planning/samples.py`, of one frame. source_geometry: of i2i sources, if
-    there are any. aspect_differs: whether the source has another aspect than its target and gets a crop of its own.
-    cropped_share: share of the area that is lost. distortion: change of aspect by stretching.
+    Sets these entries of `items.values`: geometry: (n, 7) geometry with one frame (`stages/planning/samples.py`).
+    source_geometry: (n, 7) geometry of i2i sources, if the items have sources. aspect_differs: (n,) whether the source
+    has another aspect than its target and gets its own crop. cropped_share: (n,) share of the area that is lost.
+    distortion: (n,) change of aspect by stretching.
     """
     _drop_by_size(dataset, items)
-    # A mask is laid over its media, so it must have the same aspect.
+    # A mask is laid over its media, so both must have the same aspect.
     misshapen = (items.numbers("mask_width") > 0) & _differs_in_aspect(items, "mask_")
     between, shape_advice = ", of another shape than ", "; make one of the same shape"
     items.drop(
@@ -91,7 +93,7 @@ def select_crops(model: Model, dataset: Dataset, items: CandidateItems, side_mul
         wider, taller = needed[0] > items.numbers("source_width"), needed[1] > items.numbers("source_height")
         purpose = f" is needed to show what its target shows{advice}"
         items.drop(
-            # A source of its target's aspect, up to rounding, may be stretched a little in one direction.
+            # A source with its target's aspect, up to rounding, may be enlarged a little in one direction.
             np.where(items.values["aspect_differs"], wider | taller, wider & taller),
             "source-needs-upscale",
             lambda gone: message_column(
@@ -129,8 +131,8 @@ def _drop_by_size(dataset: Dataset, items: CandidateItems) -> None:
 
 
 def _differs_in_aspect(items: CandidateItems, prefix: str) -> np.ndarray:
-    """(n,) whether companions have another aspect than their items: by more than MAX_ASPECT_DIFFERENCE, and by more
-    than rounding the sides to whole pixels explains."""
+    """(n,) whether each item's companion has another aspect: by more than MAX_ASPECT_DIFFERENCE, and by more than the
+    rounding of sides to whole pixels can cause. prefix: companion, "source_" or "mask_"."""
     sides = [items.numbers(name) for name in (f"{prefix}width", f"{prefix}height", "width", "height")]
     across, down, width, height = sides
     difference = np.abs(across * height - down * width)
@@ -138,7 +140,8 @@ def _differs_in_aspect(items: CandidateItems, prefix: str) -> np.ndarray:
 
 
 def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes, sources: bool) -> None:
-    """sources: whether source images, if items have them, are cropped as their targets."""
+    """Set the values that `select_crops` lists. sources: whether source images, if items have them, are cropped like
+    their targets."""
     width, height = items.numbers("width"), items.numbers("height")
     if dataset.crop_aspect == "preserve":
         size = geometry.choose_buckets(width, height, sizes)
@@ -178,8 +181,8 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes, s
 
     chosen, differs = numbers(width, height, faces), np.zeros(len(items), bool)
     if sources and (not len(items) or items.table.column("source_id").null_count < len(items)):
-        # Items without their source were dropped before, so every row has one. The target's crop, in numbers, shows
-        # the same part of the source whatever its size, unless the source has another aspect.
+        # Items without a source were dropped before, so every row has one. The numbers of the target's crop show the
+        # same part of a source of any size, unless the source has another aspect.
         differs = _differs_in_aspect(items, "source_")
         own = numbers(items.numbers("source_width"), items.numbers("source_height"), np.zeros_like(faces))
         items.values["source_geometry"] = np.where(differs[:, None], own, chosen)
@@ -192,17 +195,17 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes, s
     }
 
 
-# -- what a step costs in comparison with the finest -----------------------------------------------------------------
+# -- the cost of a step in comparison with the finest step -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of the buckets of one step, in pixels, to a dataset.
+    """The cost of a bucket step for a dataset.
 
-    dropped: how many items it excludes of the items that the finest step keeps, whose number is `kept`. Of the items
-    that both keep, lost: mean share of the area that is cut off, or with `crop: false` the mean change of aspect. more:
-    by how much that is more than with the finest step. advised: if the cost is large, the first of its halves, quarters
-    and so on that loses less than half of LARGE_LOSS more.
+    step: in pixels. kept: number of items that the finest step keeps. dropped: number of these items that this step
+    drops. lost: mean share of the area that is cut off, or with `crop: false` mean change of aspect, over the items
+    that both steps keep. more: `lost` minus the same mean with the finest step. advised: if the cost is large, the
+    first of the step's halves, quarters and so on that loses less than half of LARGE_LOSS more than the finest step.
     """
 
     step: int
@@ -219,9 +222,10 @@ class StepCost:
 def step_cost(
     model: Model, dataset: Dataset, side_multiple: int, candidates: pa.Table, items: CandidateItems
 ) -> StepCost | None:
-    """The cost of the configured step; None for `buckets: family`, which has none.
+    """The cost of the configured step; None for `buckets: family`, which has no step.
 
-    candidates: rows of the items before `select_crops`, with their number as "row". items: what it kept of them.
+    candidates: rows of the items before `select_crops`, with their number as "row". items: the items that
+    `select_crops` kept.
     """
     if dataset.buckets == "family":
         return None
@@ -250,7 +254,7 @@ def step_cost(
 
     now = tried = measure(step, items)
     if now.exceeds(LARGE_LOSS):
-        while tried.exceeds(LARGE_LOSS / 2):  # the finest step does not
+        while tried.exceeds(LARGE_LOSS / 2):  # ends at the finest step at the latest
             step = workable(step // 2)
             tried = measure(step, finest if step == side_multiple else select(step))
         now = replace(now, advised=step)

@@ -1,10 +1,10 @@
-"""Media tables -> an item plan: what a stage before `bucket` reads, as samples and units; and what the stages made of
-these members, captions and masks, for the plan of `bucket`. Pure, opens no file.
+"""Make an item plan from media tables: the samples and units that a stage before `bucket` reads; and add the captions
+and masks that such stages made of these samples (members) to the plan of `bucket`. Pure, opens no file.
 
-A member is a whole picture, or a few frames spread over a clip: over each clip that the dataset's `video` options cut,
-so that a caption of it is true of what is trained on. It is resized to the size that the model wants, its sides
-rounded to a multiple, with nothing cropped; so pictures of similar shape have one size and can share a batch. A small
-picture is not enlarged to more than twice its area.
+A member is a whole picture, or a few frames spread over a clip. The clips are those that the dataset's `video` options
+cut, so that a caption describes the clip that is trained on. A member is resized to the size that the model expects,
+with sides rounded to a multiple and without cropping, so pictures of similar shape have the same size and can share a
+batch. A small picture is not enlarged to more than twice its area.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +28,22 @@ from stages.planning.candidates import CandidateItems, drop_duplicate_ids, passe
 from stages.planning.clip_selection import frame_strides, select_members, select_whole_items
 from stages.planning.samples import Geometries, active_rows, geometry_numbers, sample_table
 
-MOST_HALVINGS = 20  # of the area that the model wants, for small pictures
+MOST_HALVINGS = 20  # times that the area is halved for small pictures, at most
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class ItemRequest:
-    """The items that a stage reads. stage: its name. pixels: width x height, about. multiple: of the sides, in pixels.
-    frames: of a clip, at most. sources: whether an item's first source image is read with it. options: those of a
-    dataset that `choose` depends on. choose: (n,) whether each row of a dataset's media table is wanted. whole: a
-    member is a whole item, a video from its beginning to its end, whatever clips are cut of it; and a `where` that is
-    about what the stage makes leaves nothing out. box_column: extra column of the media table with a box in each
-    item, a part of what a member is."""
+    """The items that a stage reads.
+
+    stage: name of the stage. pixels: approximate area of a picture. multiple: number of pixels that divides the sides.
+    frames: largest number of frames of a clip. sources: whether an item's first source image is read with the item.
+    options: names of the dataset options on which `choose` depends. choose: function that returns (n,) whether each
+    row of a dataset's media table is wanted. whole: whether a member is a whole item (a video from beginning to end
+    instead of its clips), and a `where` that reads the stage's own features drops no items. box_column: extra column
+    of the media table with a box in each item; the box is a part of the member's id.
+    """
 
     stage: str
     pixels: int
@@ -54,7 +57,7 @@ class ItemRequest:
 
 
 def item_plan_key(family: Family, datasets: Sequence[Dataset], request: ItemRequest) -> str:
-    """The key by which a configuration finds its item plans of a stage."""
+    """The key under which a configuration finds its item plans for a stage."""
     settings = [
         item_dataset_settings(dataset, request.options) | {"strides": frame_strides(family, dataset.video)}
         for dataset in sorted(datasets, key=lambda dataset: dataset.id)
@@ -71,8 +74,8 @@ def item_plan_key(family: Family, datasets: Sequence[Dataset], request: ItemRequ
 def plan_items(
     family: Family, datasets: Sequence[Dataset], request: ItemRequest, media: Mapping[str, pa.Table]
 ) -> tuple[pa.Table, pa.Table]:
-    """Rows of SAMPLES_SCHEMA, each id once, and of ACTIVE_SCHEMA, one for each item or clip. media: as of
-    `build_plan`."""
+    """Rows of SAMPLES_SCHEMA, each id once, and rows of ACTIVE_SCHEMA, one for each item or clip. media: dataset id ->
+    media table, see `build_plan`."""
     samples = [SAMPLES_SCHEMA.empty_table()]
     for dataset in sorted(datasets, key=lambda dataset: dataset.id):
         if dataset.disabled:
@@ -91,10 +94,10 @@ def plan_items(
 
 
 def item_samples(request: ItemRequest, members: CandidateItems) -> pa.Table:
-    """Rows of SAMPLES_SCHEMA of pictures and clips (`select_members`) as members of an item plan."""
+    """Rows of SAMPLES_SCHEMA for the members of an item plan. members: pictures and clips from `select_members`."""
     clip = members.values
     frames = np.minimum(clip["frames"], request.frames)
-    # From the first frame of the clip to its last.
+    # The rate at which the frames are spread from the first frame of the clip to its last frame.
     spread = (frames > 1) & (clip["frames"] > 1)
     rate = np.where(spread, (frames - 1) * clip["rate"] / np.maximum(clip["frames"] - 1, 1), clip["rate"])
 
@@ -120,8 +123,8 @@ def item_samples(request: ItemRequest, members: CandidateItems) -> pa.Table:
 
 
 def fit_sizes(width: Ints, height: Ints, pixels: int, multiple: int) -> tuple[Ints, Ints]:
-    """(n,) sides of about `pixels` of area in each picture's own shape, multiples of `multiple`; of a half, a quarter
-    and so on of this area if that is enough for all of a picture's own pixels."""
+    """(n,) widths and (n,) heights, multiples of `multiple`, with an area of about `pixels` and each picture's own
+    aspect. If a half, a quarter and so on of this area holds all pixels of a picture, the smaller area is used."""
     area = width * height
     halvings = sum((area << k) <= pixels for k in range(1, MOST_HALVINGS + 1))
     edge = np.sqrt(pixels / 2.0 ** np.asarray(halvings, np.float64))
@@ -134,8 +137,8 @@ def fit_sizes(width: Ints, height: Ints, pixels: int, multiple: int) -> tuple[In
 
 
 def read_boxes(items: CandidateItems, name: str) -> Geometries:
-    """(n, 7) the box of each item as the geometry of a crop of the picture in its own size, from texts "x, y, width,
-    height" in an extra column, cut off at the picture's edges; zeros if there is no such box."""
+    """(n, 7) geometries of each item's box: a crop of the picture in its own size, clipped to the picture; zeros for an
+    item without a valid box. name: extra column with texts "x, y, width, height"."""
     boxes = np.zeros((len(items), 7), np.int64)
     if EXTRA_PREFIX + name not in items.table.column_names:
         return boxes
@@ -154,12 +157,13 @@ def read_boxes(items: CandidateItems, name: str) -> Geometries:
     return geometry_numbers(right - left, bottom - top, 1, Crop(wide, tall, left, top)) * has[:, None]
 
 
-# -- what was made of members: captions, in addition to the captions of files or in their place, and masks -----------
+# -- results of stages: captions, in addition to the captions of files or instead of them, and masks -----------------
 
 
 @dataclass(frozen=True)
 class CaptionSet:
-    """One set of made captions. request: by which they were made. table: of cache.sets.item_rows.CAPTIONS_SCHEMA."""
+    """One set of captions from the stage `caption`. request: request with which the captions were made. table: rows of
+    cache.sets.item_rows.CAPTIONS_SCHEMA."""
 
     request: ItemRequest
     table: pa.Table
@@ -167,14 +171,14 @@ class CaptionSet:
 
 @dataclass(frozen=True)
 class MadeCaptions:
-    """The sets that a dataset uses, all as alternatives. edited: media ids of items whose captions a person edited,
-    which stay as they are."""
+    """The caption sets that a dataset uses; a sample has the captions of all sets as alternatives. edited: (m,) media
+    ids of items whose captions a person edited, which do not change."""
 
     sets: Sequence[CaptionSet]
     edited: pa.Array
 
     def captions(self, dataset: Dataset, members: CandidateItems) -> pa.ListArray:
-        """The captions of each picture and clip."""
+        """(n,) lists of the captions of each picture and clip."""
         own, made = members.column("captions"), list[pa.Array]()
         for used in self.sets:
             made.append(_find(used.table, "captions", item_samples(used.request, members).column("sample_id")))
@@ -185,7 +189,7 @@ class MadeCaptions:
         uses_own = ~uses_made | (dataset.made_captions == "beside")
         parts = [pc.if_else(pa.array(uses_own), own, None)]
         parts += [pc.if_else(pa.array(uses_made), captions, None) for captions in made]
-        # Lists of several columns, joined row by row.
+        # Concatenate the lists of several columns row by row.
         owner = np.concatenate([np.asarray(pc.list_parent_indices(part)) for part in parts])
         values = pa.concat_arrays([pc.list_flatten(part) for part in parts])
         offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(members)))])
@@ -195,15 +199,16 @@ class MadeCaptions:
 
 @dataclass(frozen=True)
 class MadeMasks:
-    """The masks of one cache. request: by which they were made. table: of cache.sets.item_rows.list_masks."""
+    """The masks of one cache. request: request with which the masks were made. fingerprint: fingerprint of the cache.
+    table: rows from cache.sets.item_rows.list_masks."""
 
     request: ItemRequest
     fingerprint: str
     table: pa.Table
 
     def add(self, members: CandidateItems) -> None:
-        """Give its mask to each picture and clip that has none of its own. A made mask is identified by its member, the
-        model and the settings."""
+        """Add the made mask to each picture and clip without a mask file. The id of a made mask depends on its member,
+        the model and the settings."""
         ids = item_samples(self.request, members).column("sample_id").combine_chunks()
         path = _find(self.table, "path", ids)
         name = identity.hash_values(pc.binary_join_element_wise(self.fingerprint, ids, "/"))
@@ -214,7 +219,7 @@ class MadeMasks:
 
 
 def _find(table: pa.Table, column: str, ids: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """The column's value of each sample id, null for an unknown one."""
+    """(n,) the value of `column` for each sample id; null for an unknown id."""
     ids = ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
     indices = pc.index_in(ids, value_set=table.column("sample_id").combine_chunks())
     return table.column(column).combine_chunks().take(indices)

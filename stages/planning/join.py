@@ -1,6 +1,6 @@
-"""The join of a plan with its shards: the shard rows and texts of each sample, as columns.
+"""Join a plan with its shards: the shard rows and texts of each sample, as columns.
 
-A million samples are matched, sorted and numbered in arrays; only samples that are left out are handled one at a time.
+A million samples are matched, sorted and numbered in arrays. Only samples that are left out are handled one at a time.
 Pure, except that `find_encoded` reads the shards' metadata.
 """
 
@@ -21,8 +21,8 @@ from schemas.errors import LatentpressError
 from schemas.family import REFERENCE_PARTS
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TRAINED_ROLES, index_schema
 
-INDEXED_ROLES = TRAINED_ROLES  # in the order of the index
-GROUP_COLUMNS = ("bucket", "dataset", "repeats", "weight")  # the index is sorted by role, these, and sample id
+INDEXED_ROLES = TRAINED_ROLES  # the index is sorted in this order
+GROUP_COLUMNS = ("bucket", "dataset", "repeats", "weight")  # the index is sorted by role, these columns, and sample id
 
 TableRow = dict[str, Any]
 IntArray = NDArray[np.int64]
@@ -30,7 +30,7 @@ BoolArray = NDArray[np.bool_]
 
 
 def find_ids(names: pa.Array | pa.ChunkedArray, ids: pa.Array) -> IntArray:
-    """(m,) the index of each name in `ids`, the first of equal ids; -1 for an unknown name and for null."""
+    """(m,) the index of each name in `ids`, the lowest index for equal ids; -1 for an unknown name and for null."""
     return _to_int64(pc.index_in(names, value_set=ids, skip_nulls=True))
 
 
@@ -42,8 +42,9 @@ def _to_int64(values: pa.Array | pa.ChunkedArray) -> IntArray:
 class EncodedMembers:
     """The members of a plan that one encoding stage has encoded.
 
-    wanted_ids: n ids that the plan needs. shard, row: (n,) index in `paths` and row in that shard; shard is -1 for what
-    was set aside or is missing.
+    wanted_ids: (n,) ids that the plan needs. paths: paths of shards. shard: (n,) index in `paths`; -1 for a member that
+    was rejected or is missing. row: (n,) row in the shard. set_aside: id -> rejected member. truncated: texts that were
+    truncated. missing: (k,) wanted ids that were neither encoded nor rejected.
     """
 
     wanted_ids: pa.Array
@@ -55,25 +56,26 @@ class EncodedMembers:
     missing: pa.Array
 
     def find(self, names: pa.Array | pa.ChunkedArray) -> IntArray:
-        """(m,) indices of `names` in the wanted ids, which contain all of them; -1 for null."""
+        """(m,) indices of `names` in the wanted ids, which must contain all names; -1 for null."""
         indices = find_ids(names, self.wanted_ids)
         assert np.count_nonzero(indices < 0) == names.null_count, "the plan refers to ids that it does not contain"
         return indices
 
     def is_encoded(self, members: IntArray) -> BoolArray:
-        """(m,) whether each of these members, indices in the wanted ids, is encoded; False for -1."""
+        """(m,) whether each member is encoded; False for -1. members: (m,) indices in the wanted ids."""
         return (members >= 0) & (self.shard[members] >= 0) if len(self.shard) else np.zeros(len(members), bool)
 
 
 def find_encoded(readers: ReaderPool, paths: Sequence[str], wanted: pa.Array) -> EncodedMembers:
-    """Find the wanted ids, which are distinct, in the shards at `paths`; the first shard with an id counts."""
+    """Find ids in the shards at `paths`. If several shards have an id, the first shard is used. wanted: (n,) distinct
+    ids."""
     names, aside, truncated = [pa.array([], pa.string())], dict[str, RejectedMember](), dict[str, TruncatedText]()
     for path in paths:
         meta = readers.meta(path)
         names.append(pa.array(meta.ids, pa.string()))
         aside.update((member.id, member) for member in meta.set_aside)
         truncated.update((row.id, row) for row in meta.truncated)
-    ends = np.cumsum([len(ids) for ids in names])  # the first is that of no shard
+    ends = np.cumsum([len(ids) for ids in names])  # the first entry is for the empty array
     at = find_ids(wanted, pa.concat_arrays(names))
     shard = np.where(at >= 0, np.searchsorted(ends, at, side="right") - 1, -1)
     missing = shard < 0
@@ -89,7 +91,9 @@ def find_encoded(readers: ReaderPool, paths: Sequence[str], wanted: pa.Array) ->
 
 @dataclass(frozen=True)
 class TrainingSetTables:
-    """A training set before it is published. left_out: samples without what was set aside, as a report lists them."""
+    """A training set before it is published. tables: name -> table of the set. left_out: report rows of the samples
+    that are left out because a part of them was rejected. validation: the set's validation prompts. null_text: index of
+    the null text in the table "texts"."""
 
     tables: dict[str, pa.Table]
     left_out: list[TableRow]
@@ -106,10 +110,10 @@ class TrainingSetTables:
 
 
 def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMembers]) -> TrainingSetTables:
-    """The training set of a plan of which nothing is missing.
+    """The training set of a plan for which no shard is missing. LatentpressError if no sample remains to train on, or
+    if a prompt that every run needs was rejected.
 
-    samples: kind of shard -> what is encoded of samples: "latents", and further kinds. Raises LatentpressError if no
-    sample remains to train on, or if a prompt that every run needs was set aside.
+    texts: the encoded texts. samples: kind of shard ("latents" and further kinds) -> encoded members of this kind.
     """
     prompts, null, latents = plan.info.validation, plan.info.null_text, samples["latents"]
     _require_prompts(prompts, null, texts, latents)
@@ -125,7 +129,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     rows = rows.take(_sort_order(rows))
     prompt_ids = [name for prompt in prompts for name in (prompt.text, prompt.negative)]
     prompt_texts = texts.find(pa.array(prompt_ids + ([null] if null else []), pa.string()))
-    # Texts are numbered by first use, so that neighboring samples find their texts together.
+    # Texts are numbered by first use, so that the texts of neighboring samples are next to each other.
     captions, null_texts = np.asarray(pc.list_flatten(rows.column("texts"))), _to_int64(rows.column("null_text"))
     text_numbers = _Renumbering(len(texts.shard), [captions, null_texts, prompt_texts])
     kinds = {"latents": latents, "text": texts, **samples}
@@ -133,7 +137,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     starts = dict(zip(kinds, np.cumsum([0, *(len(encoded.paths) for encoded in kinds.values())]), strict=False))
 
     def find_shards(kind: str, members: IntArray) -> IntArray:
-        """(n,) the number in `files` of the shard of each member, -1 for -1."""
+        """(n,) the index in `files` of each member's shard; -1 for the member -1."""
         return np.where(members < 0, -1, starts[kind] + kinds[kind].shard[members])
 
     parts = [part for part in ("latents", *samples, *REFERENCE_PARTS) if part in rows.column_names]
@@ -178,7 +182,8 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
 
 
 def _describe_prompt(prompt: PlannedPrompt, text: int, negative: int, places: list[TableRow]) -> SetPrompt:
-    """A validation prompt as set.json has it. places: id, shard and row of the image it starts from, or references."""
+    """A validation prompt as stored in set.json. places: id, shard and row of the prompt's start image, or of each of
+    its references."""
     stated = prompt.values() | {"text": text, "negative": negative, "condition": None}
     if prompt.condition:
         stated["condition"] = {key: places[0][key] for key in ("shard", "row")}
@@ -188,13 +193,14 @@ def _describe_prompt(prompt: PlannedPrompt, text: int, negative: int, places: li
 
 
 class _Renumbering:
-    """Numbers from 0 on, in the order of first use, for the numbers of range(size) that are used; -1 stays -1."""
+    """New numbers, from 0 in the order of first use, for those numbers in range(size) that are used; -1 stays -1. size:
+    end of the range. used: arrays of used numbers."""
 
     def __init__(self, size: int, used: Sequence[IntArray]) -> None:
         values = np.concatenate(used)
         values = values[values >= 0]
         first = np.empty(size, np.int64)
-        first[values[::-1]] = np.arange(len(values))[::-1]  # of a repeated index the last assignment counts
+        first[values[::-1]] = np.arange(len(values))[::-1]  # for a repeated index, the last assignment wins
         self.used = values[first[values] == np.arange(len(values))]
         self._number = np.full(size + 1, -1, np.int64)
         self._number[self.used] = np.arange(len(self.used))
@@ -206,11 +212,11 @@ class _Renumbering:
 def _select_encoded(
     active: pa.Table, texts: EncodedMembers, samples: Mapping[str, EncodedMembers]
 ) -> tuple[pa.Table, list[TableRow]]:
-    """The active samples that are encoded, and report rows for the others.
+    """The active samples that are encoded, and report rows for the samples that are left out.
 
-    The table's "texts" and "null_text" are indices in the wanted texts (-1: none); for each kind in `samples` it has a
-    column with indices in the ids wanted of it. Texts that were set aside are not in its lists. A sample is left out if
-    none of its texts remains, or if its null text or its row of any kind was set aside.
+    The table's "texts" and "null_text" are indices in the wanted texts (-1: no text). For each kind in `samples`, the
+    table has a column with indices in the kind's wanted ids. Rejected texts are not in the lists of texts. A sample is
+    left out if none of its texts remains, or if its null text, a reference, or its row of any kind was rejected.
     """
     lists = active.column("texts")
     null_texts, captions = texts.find(active.column("null_text")), texts.find(pc.list_flatten(lists))
@@ -241,7 +247,7 @@ def _select_encoded(
 
 
 def _find_references(active: pa.Table, latents: EncodedMembers) -> dict[str, IntArray]:
-    """Part -> (n,) indices in the wanted ids of the references of active samples, -1 where one has fewer."""
+    """Part -> (n,) indices of the active samples' references in the wanted ids; -1 if a sample has fewer references."""
     if "references" not in active.column_names or not len(active):
         return {}
     lists = active.column("references").combine_chunks()
@@ -251,7 +257,7 @@ def _find_references(active: pa.Table, latents: EncodedMembers) -> dict[str, Int
 
 
 def _sort_order(rows: pa.Table) -> pa.Array:
-    """(n,) rows in the order of the index. Equal samples keep the plan's order, which is that of their paths."""
+    """(n,) row numbers in the order of the index. Equal samples keep the plan's order, which is by path."""
     group = np.zeros(rows.num_rows, np.int64)
     for name in ("role", *GROUP_COLUMNS):
         column = rows.column(name).combine_chunks()
@@ -265,7 +271,7 @@ def _sort_order(rows: pa.Table) -> pa.Array:
 def _require_prompts(
     prompts: list[PlannedPrompt], null: str | None, texts: EncodedMembers, latents: EncodedMembers
 ) -> None:
-    """Every run needs the null prompt and the validation prompts: LatentpressError if one was set aside."""
+    """LatentpressError if the null prompt or a validation prompt was rejected, since every run needs them."""
     needed: list[tuple[str, list[str], list[str]]] = [("the null prompt", [null], [])] if null else []
     for p in prompts:
         images = [p.condition] if p.condition else p.references
@@ -281,5 +287,5 @@ def _require_prompts(
 
 
 def _list_offsets(lists: pa.ChunkedArray | pa.Array) -> IntArray:
-    """(n + 1,) offsets of the lists in their flattened values."""
+    """(n + 1,) offsets of n lists in their flattened values."""
     return np.concatenate([[0], np.cumsum(_to_int64(pc.list_value_length(lists)))])

@@ -1,7 +1,7 @@
-"""Media tables -> samples, texts and active rows: pure functions of tables and settings.
+"""Make the samples, texts and active rows of a plan from media tables: pure functions of tables and settings.
 
-Opens no file and has no loop over items, so that a plan of a million rows takes seconds; the same rows give the same
-plan, in whatever order they were listed.
+Opens no file and has no loop over items, so that a plan of a million rows takes seconds. The same rows give the same
+plan, independent of the order in which they were listed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,22 +31,23 @@ NO_MASK = "has no mask, and none was made of it; `latentpress status --rejects` 
 
 @dataclass
 class DatasetNotes:
-    """Facts about one dataset's plan that `bucket` reports."""
+    """Facts about the plan of one dataset, for the report of `bucket`."""
 
     items: int
-    duplicates: int  # items with the same bytes as another item of the dataset
-    rounded: int  # clips that lost frames to (frames - 1) % stride == 0
-    repeating: int  # clips that show a frame twice
-    aspect_differs: pa.Array  # i2i: descriptions of the pairs of different aspects
+    duplicates: int  # number of items with the same bytes as another item of the dataset
+    rounded: int  # number of clips that lost frames to (frames - 1) % stride == 0
+    repeating: int  # number of clips that show a frame twice
+    aspect_differs: pa.Array  # for i2i, descriptions of the pairs with different aspects
     step: crop_selection.StepCost | None  # None with `buckets: family`
-    crop_statistics: list[TableRow]  # for each bucket: "samples", largest "distortion", largest and mean share "lost"
+    crop_statistics: list[TableRow]  # rows of the function `crop_statistics`
 
 
 @dataclass
 class DraftPlan:
-    """A complete plan, including what earlier plans already contain; or one dataset's part of it.
+    """A complete plan, including the samples and texts that earlier plans already contain; or one dataset's part of it.
 
-    samples, texts: each id once. active: by role, dataset, resolution, path and start. rejects: rows of REJECTS_SCHEMA.
+    samples: rows of SAMPLES_SCHEMA, each id once. texts: rows of `texts_schema`, each id once. active: rows of an
+    `active_schema`, sorted by role, dataset, resolution, path and start. rejects: rows of REJECTS_SCHEMA.
     """
 
     samples: pa.Table
@@ -66,10 +67,10 @@ def build_plan(
     made: Mapping[str, MadeCaptions] = MappingProxyType({}),
     masks: Mapping[str, MadeMasks] = MappingProxyType({}),
 ) -> DraftPlan:
-    """Plan all datasets. `media` maps a dataset's id to its table of schemas.tables.MEDIA_SCHEMA, sorted by path; made,
-    masks: those of datasets that use captions or masks which a model made."""
+    """Plan all datasets. media: dataset id -> table of schemas.tables.MEDIA_SCHEMA, sorted by path. made, masks:
+    dataset id -> captions or masks made by a model, for the datasets that use them."""
     used = sorted((dataset for dataset in datasets if not dataset.disabled), key=lambda dataset: dataset.id)
-    held_out = [pa.array([], pa.string())]  # content ids, which other datasets may not train on
+    held_out = [pa.array([], pa.string())]  # content ids of held-out items; other datasets may not train on them
     for dataset in used:
         if dataset.eval or dataset.eval_fraction:
             ids = samples.content_ids(media[dataset.id])
@@ -81,7 +82,7 @@ def build_plan(
         plans = [_plan_dataset(model, dataset.changed(resolution=size), *inputs) for size in sizes]
         notes[dataset.id] = _join_notes([plan.notes[dataset.id] for plan in plans])
         rows = pa.concat_tables([plan.active for plan in plans])
-        # Equal samples, if resolutions have a bucket in common, count once.
+        # If resolutions have a bucket in common, equal samples count once.
         active.append(first_rows(rows, "sample_id", "path") if len(plans) > 1 else rows)
         parts += plans
     if any(dataset.eval or dataset.eval_fraction for dataset in used):
@@ -103,7 +104,7 @@ def build_plan(
 
 
 def _join_notes(notes: Sequence[DatasetNotes]) -> DatasetNotes:
-    """A dataset's notes from its notes at each of its resolutions: of the steps the one that costs most."""
+    """A dataset's notes, from its notes at each of its resolutions; `step` is the most costly bucket step."""
 
     def cost(notes: DatasetNotes) -> tuple[bool, float]:
         return (False, 0.0) if notes.step is None else (notes.step.advised is not None, notes.step.more)
@@ -185,8 +186,8 @@ def _plan_dataset(
 
 
 def _drop_unused(dataset: Dataset, items: CandidateItems, held_out_ids: pa.Array) -> int:
-    """Drop what a filter or another dataset's held-out share leaves out. Returns how many of the rest have the bytes of
-    another item."""
+    """Drop items that the filter `where` excludes or that another dataset holds out. Returns the number of duplicate
+    files among the items that pass the filter."""
     items.drop(~passes_filter(dataset, "where", items.table), "filtered", f"does not pass where: {dataset.where}")
     duplicates = len(items) - identity.count_distinct(items.column("media_id"))
     elsewhere = np.asarray(pc.is_in(samples.content_ids(items.table), value_set=held_out_ids))
@@ -199,14 +200,14 @@ def _select_captions(
     model: Model, dataset: Dataset, items: CandidateItems, made: MadeCaptions | None
 ) -> tuple[texts.CleanedCaptions, np.ndarray]:
     """Cleaned captions of n items or, if a model described each clip, of n pictures and clips; and (n,) the "row" of
-    each. Items without a caption are dropped."""
+    each item, picture or clip. Items without a caption are dropped."""
     lists, owner, count = items.column("captions"), np.arange(len(items)), len(items)
     rows = items.numbers("row")
     if made is not None:
         members = select_members(model.family_spec, dataset, items)
         lists, owner = made.captions(dataset, members), members.values["item"]
     captions = texts.clean_captions(dataset, model.template, lists)
-    # A video without clips is dropped as such, later.
+    # A video without clips is dropped later, for that reason.
     lacking = (np.bincount(owner[captions.item], minlength=count) == 0) & (np.bincount(owner, minlength=count) > 0)
     if made is not None:
         listed = np.asarray(pc.greater(pc.list_value_length(lists), 0))
@@ -219,8 +220,11 @@ def _select_captions(
 
 
 def _drop_members(members: CandidateItems, lacking: np.ndarray, reason: str, problem: str) -> np.ndarray:
-    """Drop pictures and clips without what a model was to make; returns which stay. An item of which none stays is
-    recorded as a whole."""
+    """Drop pictures and clips for which a model made no caption or mask; returns (n,) whether each remains. If no clip
+    of an item remains, the item is recorded as a whole.
+
+    lacking: (n,) whether the caption or mask is missing. reason, problem: see `CandidateItems.drop`.
+    """
     item = members.values["item"]
     has_others = np.bincount(item[~lacking], minlength=int(item.max(initial=0)) + 1) > 0
 
@@ -232,7 +236,8 @@ def _drop_members(members: CandidateItems, lacking: np.ndarray, reason: str, pro
 
 
 def crop_statistics(buckets: pa.ChunkedArray, distortion: np.ndarray, lost: np.ndarray) -> list[TableRow]:
-    """One row for each bucket, from the (n,) bucket, change of aspect and lost share of each sample."""
+    """One row for each bucket: number of "samples", largest "distortion", largest ("lost") and mean ("mean") share of
+    the area that is lost. buckets, distortion, lost: (n,) values of each sample."""
     columns = {"bucket": buckets, "distortion": distortion, "lost": lost}
     groups = pa.table(columns).group_by("bucket", use_threads=False)
     table = groups.aggregate([([], "count_all"), ("distortion", "max"), ("lost", "max"), ("lost", "mean")])

@@ -1,7 +1,7 @@
 """Samples: their roles, their ids, and their rows in a plan's tables "samples" and "active".
 
 A geometry is seven numbers: width, height and frames of the bucket, width and height to which the media is resized, and
-the x and y from which it is cropped. A row of zeros is the geometry of something that a sample does not have.
+x and y of the crop's corner. A row of zeros is the geometry of a part that a sample does not have, such as a mask.
 """
 
 from collections.abc import Mapping
@@ -28,28 +28,28 @@ Geometries = NDArray[np.int64]
 
 
 def content_ids(table: pa.Table) -> pa.Array:
-    """(n,) what decides on which side an item of a media table is: its media id or, with features, that of the best of
-    its near-duplicates."""
+    """(n,) the id that decides whether an item of a media table is held out: its media id or, with features, the media
+    id of the best of its near-duplicates."""
     ids = table.column("media_id").combine_chunks()
     return pc.coalesce(table.column(GROUP).combine_chunks(), ids) if GROUP in table.column_names else ids
 
 
 def held_out_mask(dataset: Dataset, table: pa.Table) -> np.ndarray:
-    """(n,) whether an item of a media table is held out. Its content decides, so that its role stays when data is
-    added."""
+    """(n,) whether an item of a media table is held out. Its content decides, so that its role does not change when
+    data is added."""
     if dataset.eval or not dataset.eval_fraction:
         return np.full(len(table), dataset.eval)
     return to_unit_interval(identity.derive_seeds(content_ids(table), "eval")) < dataset.eval_fraction
 
 
 def geometry_numbers(width: Any, height: Any, frames: Any, crop: Crop) -> Geometries:
-    """(n, 7) from columns, or from numbers for all."""
+    """(n, 7) geometries. Each argument is a column (n,), or one number for all rows."""
     columns = np.broadcast_arrays(*map(np.atleast_1d, (width, height, frames, *vars(crop).values())))
     return np.stack(columns, axis=1).astype(np.int64)
 
 
 def geometry_column(geometry: Geometries) -> pa.Array:
-    """(n,) of schemas.tables.GEOMETRY_TYPE; null for zeros."""
+    """(n,) values of schemas.tables.GEOMETRY_TYPE; null for a row of zeros."""
     width, height, frames = geometry.T[:3]
     _, first, codes = np.unique((width << 42) + (height << 21) + frames, return_index=True, return_inverse=True)
     names = pa.array([f"{width}x{height}@{frames}" for width, height, frames in geometry[first, :3]], pa.string())
@@ -70,8 +70,9 @@ def sample_table(
 ) -> pa.Table:
     """Rows of SAMPLES_SCHEMA with their ids.
 
-    columns: texts by name, null where they are absent; the condition is "none" by default. start, rate: (n,), NaN for
-    images. source, mask: geometries. references: (n,) V16 of `list_ids`.
+    columns: name -> column of texts, null for an absent text; the condition is "none" by default. start: (n,) seconds,
+    NaN for images. rate: (n,) frames per second, NaN for images. source, mask: (n, 7) geometries. references: (n,) V16
+    from `list_ids`.
     """
     count = len(geometry)
     filled = {"condition": pa.repeat("none", count), **columns, "geometry": geometry_column(geometry)}
@@ -96,8 +97,8 @@ def sample_table(
 
 
 def active_rows(samples: pa.Table, schema: pa.Schema = ACTIVE_SCHEMA, **columns: Any) -> pa.Table:
-    """Rows of an `active_schema`. columns: what samples that are trained on have in place of the values of samples that
-    are read for others alone."""
+    """Rows of an `active_schema`. By default, samples are only read for other samples (repeats 0, no texts). columns:
+    name -> column that replaces the default, for samples that are trained on."""
     count = len(samples)
     filled = {name: samples.column(name) for name in schema.names if name in samples.column_names} | {
         "bucket": pc.struct_field(samples.column("geometry"), "bucket"),
@@ -114,8 +115,8 @@ def active_rows(samples: pa.Table, schema: pa.Schema = ACTIVE_SCHEMA, **columns:
 def plan_samples(
     dataset: Dataset, condition: Condition | None, members: CandidateItems, references: np.ndarray | None = None
 ) -> pa.Table:
-    """Rows of SAMPLES_SCHEMA, one for each picture or clip. members: with the values of `select_crops` and
-    `select_members`. references: (n,) V16 of `list_ids`, if the task has them."""
+    """Rows of SAMPLES_SCHEMA, one for each picture or clip. members: pictures and clips with the values that
+    `select_crops` and `select_members` set. references: (n,) V16 from `list_ids`, if the task has references."""
     geometry, kind = members.values["geometry"].copy(), "none" if condition is None else condition.kind
     geometry[:, 2] = members.values["frames"]
     columns: dict[str, Any] = {
@@ -130,7 +131,7 @@ def plan_samples(
         columns |= {"source_path": members.column("source"), "source_id": members.column("source_id")}
     masked = np.asarray(members.column("mask_id").is_valid())
     if masked.any():
-        # A mask is laid over the media, whatever its own size, and so gets the sample's crop.
+        # A mask of any size is laid over the media, so it gets the sample's crop.
         mask = np.where(masked[:, None], geometry, 0)
         masks = {"mask_path": "mask", "mask_id": "mask_id", "mask_kind": "mask_kind"}
         columns |= {name: members.column(column) for name, column in masks.items()}
@@ -138,14 +139,14 @@ def plan_samples(
     return sample_table(columns, geometry, **clip, source=source, mask=mask, references=references)
 
 
-# -- references: each distinct one, a file at one size, is a row without a caption that is encoded separately --------
+# -- references: each distinct reference, a file at one size, is a row without a caption and is encoded separately ---
 
 
 @dataclass(frozen=True)
 class PlannedReferences:
-    """The references of n items. ids: (n,) lists of the ids of each one's references, in order. buckets: (n,) what the
-    names of their samples' buckets end with, "+WxH" for each reference. samples, active: of the references themselves,
-    each once, rows of SAMPLES_SCHEMA and of `active_schema`."""
+    """The references of n items. ids: (n,) lists of the ids of each item's references, in order. buckets: (n,) suffixes
+    of the items' bucket names, "+WxH" for each reference. samples, active: one row for each distinct reference, of
+    SAMPLES_SCHEMA and of `active_schema`."""
 
     ids: pa.Array
     buckets: pa.Array
@@ -154,7 +155,7 @@ class PlannedReferences:
 
 
 def drop_refused(condition: Condition, items: CandidateItems) -> None:
-    """Drop items with a reference that the family's pipeline refuses."""
+    """Drop items with a reference of a size that the family's pipeline does not support."""
     assert condition.size is not None
     for role in (role for role in SOURCE_ROLES if role in items.table.column_names):
         given = np.asarray(pc.is_valid(items.column(f"{role}_width")))
@@ -171,7 +172,7 @@ def _same(message: pa.Array, dropped: CandidateItems) -> pa.Array:
 
 
 def plan_references(condition: Condition, items: CandidateItems) -> PlannedReferences:
-    """Plan the references of items, of which each has its first."""
+    """Plan the references of items. Each item has at least a first reference."""
     tables, owners = [], []
     for role in (role for role in SOURCE_ROLES if role in items.table.column_names):
         owner = np.flatnonzero(np.asarray(pc.is_valid(items.column(f"{role}_id"))))
@@ -193,7 +194,8 @@ def plan_references(condition: Condition, items: CandidateItems) -> PlannedRefer
 
 
 def reference_rows(condition: Condition, media: pa.Table) -> pa.Table:
-    """Rows of SAMPLES_SCHEMA of references. media: their columns role, dataset, path, media_id, width and height."""
+    """Rows of SAMPLES_SCHEMA for references. media: table with the columns role, dataset, path, media_id, width and
+    height."""
     assert condition.size is not None
     width, height = (np.asarray(media.column(side)).astype(np.int64) for side in ("width", "height"))
     bucket_width, bucket_height, crop = condition.size.fit(width, height)
@@ -203,5 +205,5 @@ def reference_rows(condition: Condition, media: pa.Table) -> pa.Table:
 
 
 def list_ids(references: pa.Array) -> np.ndarray:
-    """(n,) V16, of lists of ids: what a sample's id has in the place of its source."""
+    """(n,) V16 hashes of lists of ids. In the hash of a sample's id, they take the place of the sample's source."""
     return identity.id_bytes(identity.hash_values(pc.binary_join(references, "")))

@@ -1,4 +1,4 @@
-"""Facts about a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
+"""Facts about a plan before it is encoded: buckets, excluded items, sizes, changes. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,14 +19,14 @@ from stages.planning.plan_builder import DraftPlan
 from stages.planning.units import sample_tensor_bytes
 
 TableRow = dict[str, Any]
-SCALE_CLASS = "scale_class"  # the column of families with a scale window
+SCALE_CLASS = "scale_class"  # a column only for families with a scale window
 
 
 def bucket_table(
     model: Model, latents: Latents, active: pa.Table, samples: pa.Table, crops: Iterable[TableRow]
 ) -> list[TableRow]:
-    """One row for each bucket of the training set. crops: rows of `plan_builder.crop_statistics`; the shares
-    of a bucket without any are NaN."""
+    """One row for each bucket of the training set. crops: rows of `plan_builder.crop_statistics`. If a bucket has no
+    such row, its shares are NaN."""
     family, sizes = model.family_spec, sample_tensor_bytes(model, latents, samples)
     buckets = pc.struct_field(samples.column("geometry"), "bucket")
     means = pa.table({"bucket": buckets, "bytes": sizes}).group_by("bucket").aggregate([("bytes", "mean")]).to_pylist()
@@ -56,7 +56,7 @@ def bucket_table(
 
 
 def epoch_schedule(active: pa.Table, batch_size: int) -> BatchSchedule:
-    """The trainer's batch schedule of one epoch, from the training rows of a table of ACTIVE_SCHEMA."""
+    """The trainer's batch schedule of one epoch. active: rows of ACTIVE_SCHEMA; only training rows are used."""
     keys = ["bucket", "dataset", "repeats", "weight"]
     groups = active.group_by([*keys, "role"]).aggregate([([], "count_all")])
     groups = groups.filter(pc.equal(groups.column("role"), "train"))
@@ -70,12 +70,12 @@ def epoch_schedule(active: pa.Table, batch_size: int) -> BatchSchedule:
 
 
 def only_trained(table: pa.Table) -> pa.Table:
-    """Rows with a role of samples that are trained on or held out: not of references, and not of validation prompts."""
+    """The rows of samples that are trained on or held out, without references and validation prompts."""
     return table.filter(pc.is_in(table.column("role"), value_set=pa.array(TRAINED_ROLES)))
 
 
 def count_excluded(excluded: pa.Table) -> list[TableRow]:
-    """One row for each dataset and rule: how many items were dropped, and the message of one.
+    """One row for each dataset and rule: the number of dropped items, and the message of one of them.
 
     excluded: rows of REJECTS_SCHEMA.
     """
@@ -91,14 +91,15 @@ def count_excluded(excluded: pa.Table) -> list[TableRow]:
 
 
 def disk_row(what: str, plan_bytes: np.ndarray, new_bytes: np.ndarray) -> TableRow:
-    """Estimated MiB of what the whole plan needs of latents or text embeddings, and of what no plan had before."""
+    """A row with the estimated MiB of latents or text embeddings of the whole plan, and of the samples or texts that no
+    earlier plan has. what: name of the row. plan_bytes, new_bytes: bytes of each sample or text."""
     plan_mib, new_mib = (round(int(sizes.sum()) / 2**20, 2) for sizes in (plan_bytes, new_bytes))
     return {"estimated": what, "plan_mib": plan_mib, "new_mib": new_mib}
 
 
 def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:
-    """Items that are new, removed and changed between two tables of ACTIVE_SCHEMA: counts, and "dataset/path" of
-    some."""
+    """The items that are new, removed and changed between two tables of ACTIVE_SCHEMA: their number, and "dataset/path"
+    of up to three."""
     if before.equals(now):
         return {}
     if not before.num_rows:
@@ -120,7 +121,8 @@ def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:
 
 
 def _signatures(active: pa.Table) -> dict[str, pa.Array]:
-    """item: "dataset/path". row: the same with everything that affects training."""
+    """Columns (n,) of the training and held-out rows. item: "dataset/path". row: item and all values that affect
+    training, joined."""
     active = only_trained(active)
     column = {name: active.column(name).combine_chunks() for name in ACTIVE_SCHEMA.names}
     item = pc.binary_join_element_wise(column["dataset"], column["path"], "/")
@@ -135,7 +137,7 @@ def _difference(names: pa.Array, others: pa.Array) -> pa.Array:
 
 
 def dataset_table(model: Model, datasets: Sequence[Dataset], plan: DraftPlan) -> list[TableRow]:
-    """One row for each dataset: how many items it has, and how they are used."""
+    """One row for each dataset: the number of its items, and the numbers of items by use."""
     table, crops = [], {dataset.id: dataset.crop for dataset in datasets}
     for name, notes in plan.notes.items():
         active = only_trained(plan.active.filter(pc.equal(plan.active.column("dataset"), name)))
@@ -145,7 +147,7 @@ def dataset_table(model: Model, datasets: Sequence[Dataset], plan: DraftPlan) ->
         row["duplicates"] = notes.duplicates
         row["bucket_step"] = "family" if notes.step is None else notes.step.step
         more = notes.step.more if notes.step and crops[name] else 0.0
-        row["cut_off_percent_more"] = round(100 * max(0.0, more), 2)  # a coarser step may cut off less, too
+        row["cut_off_percent_more"] = round(100 * max(0.0, more), 2)  # a coarser step may also cut off less
         if model.condition is not None and model.condition.kind == "source":
             row["sources_of_other_aspect"] = len(notes.aspect_differs)
         if model.family_spec.video:
@@ -155,7 +157,7 @@ def dataset_table(model: Model, datasets: Sequence[Dataset], plan: DraftPlan) ->
 
 
 def step_warning(dataset: Dataset, cost: StepCost | None) -> str | None:
-    """A warning if a dataset's bucket step costs much, with a smaller one that does not, else None."""
+    """A warning if a dataset's bucket step is costly, with a smaller step that is not; else None."""
     if cost is None or cost.advised is None:
         return None
     what = "cut off" if dataset.crop else "lost by stretching"
@@ -169,12 +171,12 @@ def step_warning(dataset: Dataset, cost: StepCost | None) -> str | None:
 
 
 def scale_name(factors: Sequence[float]) -> str:
-    """A scale class as it is displayed, such as 1x2x2."""
+    """A scale class as text, such as 1x2x2."""
     return "x".join(f"{factor:g}" for factor in factors)
 
 
 def scale_warning(model: Model, buckets: list[TableRow]) -> str | None:
-    """A warning if the flavour was made for one scale class and some buckets have the other, else None."""
+    """A warning if the flavour was made for one scale class and some buckets have another scale class; else None."""
     window = model.family_spec.scale_window
     if window is None or not model.flavour_spec.in_window:
         return None

@@ -1,5 +1,5 @@
-"""From captions to texts: filtered, shuffled, joined, cleaned and given ids, for a whole table at once; and the rows of
-a plan's table "texts", of which some have images in their prompts.
+"""Turn captions into texts: filter, shuffle, join and clean captions and compute their ids, for a whole table at once;
+and make the rows of a plan's table "texts", some of which have images in their prompts.
 
 Every step works on distinct captions, so a caption that a million items share is processed once.
 """
@@ -21,33 +21,34 @@ from schemas.tables import texts_schema
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids
 from stages.planning.samples import Geometries, PlannedReferences, geometry_column
 
-RENDER_CHUNK = 8192  # prompts rendered at a time, which bounds memory: a template has hundreds of bytes
+RENDER_CHUNK = 8192  # prompts rendered at a time; limits memory, since a template has hundreds of bytes
 
 
 @dataclass(frozen=True)
 class CleanedCaptions:
-    """(m,) distinct cleaned captions, and the (k,) (item, caption) pairs, in the items' order, each once."""
+    """Distinct cleaned captions, and the items that use them. texts: (m,) captions. item, caption: (k,) index of the
+    item and of the caption in `texts`, for each distinct pair, in the items' order."""
 
     texts: pa.Array
     item: np.ndarray
     caption: np.ndarray
 
     def of_items(self, stay: np.ndarray) -> "CleanedCaptions":
-        """The captions of the items that stay, renumbered. stay: (n,) bool."""
+        """The captions of the remaining items, with renumbered items. stay: (n,) whether an item remains."""
         kept = stay[self.item]
         return CleanedCaptions(self.texts, (np.cumsum(stay) - 1)[self.item[kept]], self.caption[kept])
 
 
 def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> CleanedCaptions:
-    """Apply the dataset's options and the template's cleaner to a column of caption lists; empty ones are left out.
-    LatentpressError for an invalid pattern."""
+    """Apply the dataset's options and the template's cleaner to a column of caption lists. Captions that are then empty
+    are left out. LatentpressError for an invalid pattern."""
     item = np.asarray(pc.list_parent_indices(captions)).astype(np.int64)
     coded = captions.flatten().dictionary_encode()
     variants, parent = coded.dictionary, np.arange(len(coded.dictionary))
     for pattern in dataset.caption_filter:
         try:
-            if len(pattern) > 2 and pattern[0] == pattern[-1] == "/":  # a regular expression (RE2), else plain text
-                pc.replace_substring_regex("", pattern[1:-1], "")  # an invalid one raises even if there are no captions
+            if len(pattern) > 2 and pattern[0] == pattern[-1] == "/":  # /.../ is a regular expression (RE2)
+                pc.replace_substring_regex("", pattern[1:-1], "")  # raises for an invalid pattern even without captions
                 variants = pc.replace_substring_regex(variants, pattern[1:-1], "")
             else:
                 variants = pc.replace_substring(variants, pattern, "")
@@ -57,7 +58,7 @@ def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> 
     if dataset.tag_shuffle is not None:
         variants, parent = shuffle_tags(variants, dataset.tag_shuffle)
     if dataset.prepend or dataset.append or dataset.trigger_word:
-        # A caption that the filter emptied stays empty: prepended and appended words alone describe nothing.
+        # A caption that the filter emptied stays empty, since prepended and appended words alone describe nothing.
         filled = pc.greater(pc.binary_length(pc.utf8_trim_whitespace(variants)), 0)
         if word := dataset.trigger_word:
             triggered = pc.binary_join_element_wise(word, variants, " ")
@@ -65,7 +66,7 @@ def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> 
         joined = pc.binary_join_element_wise(dataset.prepend, variants, dataset.append, "")
         variants = pc.if_else(filled, joined, "")
     cleaned = template.cleaner.column(variants)
-    # caption -> its variants, a run each; (item, caption) -> (item, variant)
+    # The variants of a caption are consecutive, so (item, caption) pairs become (item, variant) pairs by offsets.
     counts = np.bincount(parent, minlength=len(coded.dictionary))
     first = np.cumsum(counts) - counts
     code = np.asarray(coded.indices).astype(np.int64)
@@ -76,7 +77,7 @@ def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> 
         cleaned, caption = distinct.dictionary, np.asarray(distinct.indices).astype(np.int64)[caption]
     kept = np.asarray(pc.greater(pc.binary_length(cleaned), 0))[caption]
     item, caption = item[kept], caption[kept]
-    # Each pair once. Only items of several captions are compared: most have one.
+    # Keep each pair once. Only items with several captions are compared, since most items have one caption.
     first = np.ones(len(item), bool)
     several = np.flatnonzero(np.bincount(item)[item] > 1) if len(item) else item
     first[several] = False
@@ -91,8 +92,8 @@ def _positions_within(counts: np.ndarray) -> np.ndarray:
 
 
 def shuffle_tags(captions: pa.Array, shuffle: TagShuffle) -> tuple[pa.Array, np.ndarray]:
-    """(variants, caption of each): the first variant is the caption itself, the tags of the others are in an order
-    that is derived from the caption's text."""
+    """(variants, index of each variant's caption). The first variant of a caption is the caption itself; the further
+    variants have their tags in an order that is derived from the caption's text."""
     count = len(captions)
     split = pc.split_pattern(captions, shuffle.delimiter)
     owner = np.asarray(pc.list_parent_indices(split)).astype(np.int64)
@@ -114,7 +115,7 @@ def shuffle_tags(captions: pa.Array, shuffle: TagShuffle) -> tuple[pa.Array, np.
 def compute_text_ids(
     texts: pa.Array, template: Template, *, negative: bool = False, images: pa.Array | None = None
 ) -> pa.Array:
-    """Ids of cleaned texts. images: the ids of the images in their prompts, if the template has one."""
+    """(n,) ids of cleaned texts. images: (n,) ids of the images in their prompts, if the template has an image."""
     ids = []
     for start in range(0, len(texts), RENDER_CHUNK):
         rendered = template.render_column(texts.slice(start, RENDER_CHUNK), negative=negative)
@@ -123,8 +124,8 @@ def compute_text_ids(
 
 
 def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: bool, **image: pa.Array) -> pa.Table:
-    """Rows of schemas.tables.texts_schema. image: the columns image_dataset, _path, _id and _geometry, or
-    image_dataset and references, if any."""
+    """Rows of schemas.tables.texts_schema. image: for prompts with images, the columns image_dataset, image_path,
+    image_id and image_geometry, or image_dataset and references."""
     count = len(ids)
     columns = {
         "text_id": ids,
@@ -141,9 +142,9 @@ def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: 
 def plan_text(
     template: Template, caption: str, *, negative: bool = False, image: Mapping[str, pa.Array] | None = None
 ) -> pa.Table:
-    """The row of schemas.tables.texts_schema of one text. The null prompt is "" as a negative prompt.
+    """The row of schemas.tables.texts_schema for one text. The null prompt is the negative prompt "".
 
-    image: if the template has images, one row of `prompt_image_columns` or `prompt_reference_columns`.
+    image: if the template has images, columns with one row from `prompt_image_columns` or `prompt_reference_columns`.
     """
     cleaned = pa.array([template.cleaner.text(caption)])
     columns = dict(image or {})
@@ -158,10 +159,11 @@ def plan_texts(
     captions: CleanedCaptions,
     references: PlannedReferences | None,
 ) -> tuple[pa.Table, pa.Array, pa.Array | None]:
-    """(rows of `texts_schema`, list of text ids of each sample, each sample's own null text or None).
+    """(rows of `texts_schema`, (m,) list of text ids of each sample, (m,) id of each sample's null text). The last is
+    None if the samples share a null text.
 
-    members: pictures and clips, one for each sample. captioned_by: (m,) whose captions each one has, by the number in
-    `captions`.
+    members: pictures and clips, one for each sample. captioned_by: (m,) index of the item in `captions` whose captions
+    the sample has.
     """
     count = int(captioned_by.max(initial=-1)) + 1
     offsets = pa.array(np.concatenate([[0], np.cumsum(np.bincount(captions.item, minlength=count))]), pa.int32())
@@ -195,7 +197,8 @@ def plan_texts(
 def prompt_image_columns(
     dataset: pa.Array, path: pa.Array, media_id: pa.Array, geometry: Geometries
 ) -> dict[str, pa.Array]:
-    """Columns of schemas.tables.TEXTS_SCHEMA for images in prompts, and "key": their ids as the encoder sees them."""
+    """Columns of schemas.tables.TEXTS_SCHEMA for images in prompts, and "key": ids of the cropped images that the
+    encoder reads."""
     columns = {"image_dataset": dataset, "image_path": path, "image_id": media_id}
     one_frame = geometry.copy()
     one_frame[:, 2] = 1

@@ -1,9 +1,9 @@
-"""Work units: samples of one bucket, or their texts, of about cache.unit_mib of output.
+"""Work units: samples of one bucket, or texts, with about cache.unit_mib of output.
 
 Samples are in the order of their ids, and texts in the order of the samples that use them, so that the texts of a unit
-of samples are in few units: training that keeps to few shards at a time (`train.shuffle_shards`) reads few of texts,
-too. Among the texts of TEXT_GROUP units those of similar length share a unit, so that batches need little padding.
-Units without a shard can be divided again, for jobs that are too short for them.
+of samples are in few units. Training that reads few shards of samples at a time (`train.shuffle_shards`) then also
+reads few shards of texts. Among the texts of TEXT_GROUP units, texts of similar length share a unit, so that batches
+need little padding. Units without a shard can be divided again, for jobs that are too short for them.
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA, texts_sch
 from stages.planning.candidates import drop_duplicate_ids
 from stages.planning.samples import list_ids
 
-TEXT_GROUP = 4  # units among which texts are sorted by length; docs/internals.md has what padding costs
-MOST_MEMBERS = 256  # of a unit of items, however small its pictures are: what a kill costs at most
+TEXT_GROUP = 4  # units among which texts are sorted by length; for the cost of padding, see docs/internals.md
+MOST_MEMBERS = 256  # members of a unit of items, even of small pictures; a kill loses at most these
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
 def sample_tensor_bytes(model: Model, latents: Latents, samples: pa.Table) -> np.ndarray:
-    """(n,) bytes of samples' tensors in their shard: latent, condition and mask."""
+    """(n,) bytes of each sample's tensors in its shard: latent, condition and mask."""
     family = model.family_spec
     moments = family.posterior and latents.posterior == "moments"
     channels = family.latent_channels * (2 if moments else 1)
@@ -52,7 +52,7 @@ def sample_tensor_bytes(model: Model, latents: Latents, samples: pa.Table) -> np
 
 
 def text_tensor_bytes(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
-    """(n,) estimated bytes of texts' tensors: a token for every four characters, and the tokens of the image."""
+    """(n,) estimated bytes of each text's tensors, with one token per four characters and the tokens of the image."""
     tokens = 8 + np.asarray(pc.utf8_length(texts.column("text"))) // 4 + image_tokens(model, texts)
     template = text.stored_template(model.template)
     if template.padded:
@@ -63,8 +63,8 @@ def text_tensor_bytes(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
 
 
 def sample_units(samples: pa.Table, sizes: np.ndarray, limit: int) -> pa.Table:
-    """Divide samples of these sizes into units of at most `limit` bytes and one bucket each, in the order of their ids;
-    those of references, and of validation prompts, get their own."""
+    """Divide samples into units of at most `limit` bytes and one bucket each, in the order of their ids. References and
+    samples of validation prompts get separate units. sizes: (n,) bytes of each sample."""
     bucket = pc.struct_field(samples.column("geometry"), "bucket")
     validation = pc.cast(pc.equal(samples.column("role"), VALIDATION), pa.string())
     references = pc.is_in(samples.column("role"), value_set=pa.array(SOURCE_ROLES))
@@ -74,8 +74,8 @@ def sample_units(samples: pa.Table, sizes: np.ndarray, limit: int) -> pa.Table:
 
 
 def item_units(samples: pa.Table, limit: int) -> pa.Table:
-    """Divide the members of an item plan into units of pictures of one size, in the order of their ids: of about
-    `limit` bytes of pixels, and of at most MOST_MEMBERS."""
+    """Divide the members of an item plan into units of pictures of one size, in the order of their ids. A unit has at
+    most `limit` bytes of pixels and at most MOST_MEMBERS members."""
     buckets = pc.struct_field(samples.column("geometry"), "bucket")
     sources = pc.fill_null(pc.struct_field(samples.column("source_geometry"), "bucket"), "")
     group = pc.binary_join_element_wise(buckets, sources, "|")
@@ -87,7 +87,8 @@ def item_units(samples: pa.Table, limit: int) -> pa.Table:
 
 
 def _divide_groups(kind: str, samples: pa.Table, group: pa.ChunkedArray, sizes: np.ndarray, limit: int) -> pa.Table:
-    """Units of each group of samples, in the order of their ids. group: its bucket, and perhaps more after a "|"."""
+    """Units of each group of samples, in the order of their ids. group: (n,) name of each sample's group: its bucket,
+    optionally followed by "|" and further keys. sizes: (n,) bytes of each sample."""
     coded = group.combine_chunks().dictionary_encode()
     ids, codes = samples.column("sample_id").combine_chunks(), np.asarray(coded.indices)
     order = np.lexsort((identity.id_prefixes(ids), codes))
@@ -100,10 +101,15 @@ def _divide_groups(kind: str, samples: pa.Table, group: pa.ChunkedArray, sizes: 
 
 
 def text_units(texts: pa.Table, active: pa.Table, sizes: np.ndarray, limit: int) -> pa.Table:
-    """Divide texts of these sizes into units of at most `limit` bytes. Texts without an image are in the order of the
-    first of the `active` samples that use them, and sorted by length among about TEXT_GROUP units. Texts with an image
-    are sorted by its size, or the number of references, then in the order of the image's first sample, and texts of one
-    image share a unit if they fit: the image is then read and encoded once."""
+    """Divide texts into units of at most `limit` bytes.
+
+    Texts without an image are in the order of the first of the `active` samples that use them, and sorted by length
+    among about TEXT_GROUP units. Texts with an image are sorted by the image's size, or the number of references, and
+    then in the order of the image's first sample. Texts with the same image share a unit if they fit, so that the image
+    is read and encoded once.
+
+    active: rows of an `active_schema`. sizes: (n,) bytes of each text.
+    """
     if not len(texts):
         return UNITS_SCHEMA.empty_table()
     ids = texts.column("text_id").combine_chunks()
@@ -111,8 +117,8 @@ def text_units(texts: pa.Table, active: pa.Table, sizes: np.ndarray, limit: int)
     bucket = np.argsort(np.argsort(buckets.dictionary.to_pylist()))[np.asarray(buckets.indices)]
     prefixes, lengths = identity.id_prefixes(ids), np.asarray(pc.utf8_length(texts.column("text")))
     places = _first_uses(ids, active)
-    image = np.zeros(len(ids), np.uint64)  # a number for the image in each prompt, file and crop; 0 without one
-    group = np.zeros(len(ids), np.int64)  # of texts sorted by length
+    image = np.zeros(len(ids), np.uint64)  # a number for the image (file and crop) in each prompt; 0 without image
+    group = np.zeros(len(ids), np.int64)  # texts of a group are sorted by length
     lists = texts.column("references").combine_chunks() if "references" in texts.column_names else None
     if lists is not None or texts.column("image_id").null_count < len(ids):
         if lists is not None:
@@ -128,20 +134,20 @@ def text_units(texts: pa.Table, active: pa.Table, sizes: np.ndarray, limit: int)
         np.minimum.at(first, which, places)
         group = first[which]
     else:
-        # So few bytes that units of sorted texts, each with room for less than one more, are no more than TEXT_GROUP.
+        # So few bytes that they fit TEXT_GROUP units of sorted texts, even if room for almost one text is left in each.
         most = TEXT_GROUP * limit - (TEXT_GROUP - 1) * min(limit, int(sizes.max()))
         order = np.lexsort((prefixes, places))
         cuts = _cut(np.cumsum(sizes[order]), most)
         group[order] = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
-    # Sorted by numbers: sorting a million ids as text takes ten times as long.
+    # The ids are sorted as numbers, because sorting a million ids as text takes ten times as long.
     order = np.lexsort((prefixes, lengths, image, group, bucket))
     borders = np.diff(bucket[order]) != 0 if image.any() else np.diff(group[order]) != 0
     return split_into_units("text", "", ids.take(pa.array(order)), sizes[order], limit, image[order], borders)
 
 
 def _first_uses(ids: pa.Array, active: pa.Table) -> NDArray[np.int64]:
-    """(n,) of each text the place of the first sample that uses it, in the order in which `sample_units` lists samples;
-    -1 for a text that none uses."""
+    """(n,) the place of the first sample that uses each text, in the order in which `sample_units` lists samples; -1
+    for a text that no sample uses."""
     bucket = active.column("bucket").combine_chunks().dictionary_encode()
     ranks = np.argsort(np.argsort(bucket.dictionary.to_pylist()))
     validation = np.asarray(pc.equal(active.column("role"), VALIDATION))
@@ -171,7 +177,7 @@ def split_into_units(
     group: np.ndarray | None = None,
     borders: np.ndarray | None = None,
 ) -> pa.Table:
-    """Cut a list of ids into units of at most `limit` bytes; a larger member is a unit of its own.
+    """Cut a list of ids into units of at most `limit` bytes. A larger member is a unit of its own.
 
     group: (n,) numbers; neighbors with the same number share a unit if they fit into one. borders: (n - 1,) whether a
     unit ends after a member.
@@ -195,9 +201,12 @@ def _cut(
     wanted: NDArray[np.bool_] | None = None,
     required: NDArray[np.bool_] | None = None,
 ) -> list[int]:
-    """The places at which to cut a list into pieces of at most `limit` bytes, or of one member, from 0 to its length.
-    ends: (n,) bytes of the members up to each. wanted, required: (n - 1,) whether the list may be cut after a member
-    rather than elsewhere, and whether it has to be."""
+    """The places at which to cut a list into pieces of at most `limit` bytes, or of one member; from 0 to the list's
+    length.
+
+    ends: (n,) cumulative bytes up to the end of each member. wanted: (n - 1,) whether a cut after the member is
+    preferred. required: (n - 1,) whether the list must be cut after the member.
+    """
     wished = np.append([] if wanted is None else np.flatnonzero(wanted) + 1, len(ends)).astype(np.int64)
     borders = np.append([] if required is None else np.flatnonzero(required) + 1, len(ends)).astype(np.int64)
     cuts = [0]
@@ -212,8 +221,8 @@ def _cut(
 
 @dataclass(frozen=True)
 class OpenMembers:
-    """The members of units that are to be divided. samples, texts: rows of SAMPLES_SCHEMA and `texts_schema`. unit_ids:
-    of the units."""
+    """The members of units that will be divided. samples, texts: rows of SAMPLES_SCHEMA and `texts_schema`. unit_ids:
+    ids of the units."""
 
     samples: pa.Table
     texts: pa.Table
@@ -221,8 +230,8 @@ class OpenMembers:
 
 
 def find_open_members(plan: Plan | None, limit: int) -> OpenMembers:
-    """The plan's units that are larger than `limit` bytes, have more than one member and no shard in any cache, of
-    whatever fingerprint. One listing for each kind of shard."""
+    """The members of the plan's units that are larger than `limit` bytes, have more than one member, and have no shard
+    in any cache, of any fingerprint. Makes one listing for each kind of shard."""
     if plan is None:
         return OpenMembers(SAMPLES_SCHEMA.empty_table(), TEXTS_SCHEMA.empty_table(), [])
     names = [name.rpartition("/")[2] for kind in ENCODE_PROGRAMS for name in plan.store.list_names(kind)]

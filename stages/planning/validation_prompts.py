@@ -1,7 +1,7 @@
-"""The validation prompts of a plan, and the image or clip that each starts from if the task has one.
+"""Plan validation prompts, and the image or clip from which each prompt starts if the task needs an image.
 
-A prompt without an image starts from one of the data: for i2v the first frames of a sample, for i2i its source. The
-prompt's name and the samples' contents choose it, so other prompts and moved items change nothing.
+A prompt without an image starts from an image of the data: for i2v the first frames of a sample, for i2i its source.
+The choice depends only on the prompt's name and the samples' contents, not on other prompts or the items' paths.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +34,16 @@ TableRow = dict[str, Any]
 
 
 class DataImage(NamedTuple):
-    """media: its "media_id", "kind", "width" and "height", and of a clip "start" and "rate"."""
+    """An image or clip of the data. described: its dataset, role and path. media: its "media_id", "kind", "width" and
+    "height", and for a clip "start" and "rate"."""
 
     described: PromptImage
     media: TableRow
 
 
 def choose_sample(plan: DraftPlan, name: str) -> TableRow:
-    """The active row of the sample from whose image prompt `name` starts: a held-out one where there are any, which are
-    not trained on."""
+    """The active row of the sample from whose image the prompt `name` starts. If the plan has held-out samples, which
+    are not trained on, it is one of them."""
     active = plan.active
     for role in TRAINED_ROLES:
         if pc.any(pc.equal(plan.active.column("role"), role)).as_py():
@@ -54,7 +55,8 @@ def choose_sample(plan: DraftPlan, name: str) -> TableRow:
 
 
 def choose_image(plan: DraftPlan, media: Mapping[str, pa.Table], condition: Condition, name: str) -> DataImage:
-    """The image of prompt `name`, of the sample of `choose_sample`. media: as of `build_plan`."""
+    """The image of the prompt `name`, from the sample that `choose_sample` returns. media: dataset id -> media table,
+    see `build_plan`."""
     row = choose_sample(plan, name)
     sample = plan.samples.filter(pc.equal(plan.samples.column("sample_id"), row["sample_id"])).to_pylist()[0]
     item = media[row["dataset"]]
@@ -69,7 +71,8 @@ def choose_image(plan: DraftPlan, media: Mapping[str, pa.Table], condition: Cond
 
 
 def choose_references(plan: DraftPlan, name: str) -> tuple[list[str], list[PromptImage]]:
-    """The ids and images of the references of prompt `name`, those of the sample of `choose_sample`."""
+    """The ids and images of the references of the prompt `name`, which are the references of the sample that
+    `choose_sample` returns."""
     ids = choose_sample(plan, name)["references"]
     active = plan.active.filter(pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES)))
     active = active.filter(pc.is_in(active.column("sample_id"), value_set=pa.array(ids)))
@@ -78,7 +81,7 @@ def choose_references(plan: DraftPlan, name: str) -> tuple[list[str], list[Promp
 
 
 def plan_references(plan: DraftPlan, model: Model, prompt: Prompt, probe: Callable[[Path, str], TableRow]) -> list[str]:
-    """Plan the references that a prompt names, and return their ids in order."""
+    """Plan the references that a prompt names; returns their ids in order. probe: see `add_validation_prompts`."""
     condition = model.condition
     assert condition is not None and condition.size is not None
     images = [probe(Path(image), "image") for image in listed(prompt.image)]
@@ -102,7 +105,7 @@ def plan_references(plan: DraftPlan, model: Model, prompt: Prompt, probe: Callab
 
 
 def describe_image(image: PromptImage | list[PromptImage]) -> str:
-    """In words: "clips: a.mp4 at 1.5 s"; of several references all of them."""
+    """A text like "clips: a.mp4 at 1.5 s"; for several references, all of them."""
     if isinstance(image, list):
         return ", ".join(map(describe_image, image))
     words = f"{image.dataset}: {image.path}"
@@ -116,16 +119,16 @@ def add_validation_prompts(
     probe: Callable[[Path, str], TableRow],
     media: Mapping[str, pa.Table],
 ) -> None:
-    """Plan the validation prompts.
+    """Plan the validation prompts and add them to `plan`.
 
-    probe: from a prompt's file and "image" or "video" to its media_id, width, height and duration; raises
-    LatentpressError. media: as of `build_plan`.
+    probe: function from a prompt's file and "image" or "video" to a row with the file's media_id, width, height and
+        duration; raises LatentpressError. media: dataset id -> media table, see `build_plan`.
     """
     family, template = config.model.family_spec, config.model.template
     prompts = {prompt.name: prompt for prompt in config.validation.prompts}
     for name, size in sized_prompts(config.validation):
         prompt, bucket = prompts[name], validation_bucket(family, multiple, size)
-        shown: TableRow = {}  # references and image, as far as the prompt has them
+        shown: TableRow = {}  # references and image, if the prompt has them
         condition, image, chosen = None, None, None
         if config.model.condition is not None and config.model.condition.kind == "references":
             if prompt.image is None:
@@ -177,7 +180,8 @@ def add_validation_prompts(
 
 
 def validation_bucket(family: Family, multiple: int, size: str | None) -> Bucket:
-    """The bucket of a size of validation prompts. LatentpressError if the model can't have it."""
+    """The bucket of a size of validation prompts. LatentpressError if the model does not support the size. multiple:
+    number of pixels that divides the sides. size: "WxH@F"; None: the family's default."""
     if size is None:
         edge = max(multiple, round(family.resolution / multiple) * multiple)
         return Bucket(edge, edge, family.frames)
@@ -192,7 +196,8 @@ def validation_bucket(family: Family, multiple: int, size: str | None) -> Bucket
 def _probe_image(
     model: Model, datasets: Sequence[Dataset], prompt: Prompt, probe: Callable[[Path, str], TableRow], bucket: Bucket
 ) -> TableRow:
-    """A prompt's image, or a clip's first frames at the rate of the first video dataset."""
+    """The row of a prompt's image or, if the bucket has several frames, of the first frames of its clip at the rate of
+    the first video dataset."""
     (path,) = listed(prompt.image)
     clip: TableRow = {"kind": "image"}
     if bucket.frames > 1:
@@ -210,10 +215,10 @@ def _probe_image(
 
 
 def _condition_sample(prompt: Prompt, image: TableRow, geometry: Geometries) -> pa.Table:
-    """The row of SAMPLES_SCHEMA of what a prompt starts from. image: media_id, width, height, kind, and of a clip start
-    and rate."""
+    """The row of SAMPLES_SCHEMA for the image or clip from which a prompt starts. image: media_id, width, height, kind,
+    and for a clip start and rate."""
     columns = {"role": VALIDATION, "dataset": VALIDATION, "path": prompt.name}
     columns |= {name: image[name] for name in ("media_id", "kind")}
     times = {name: np.array([image[name]]) for name in ("start", "rate") if image.get(name) is not None}
     row = sample_table({name: pa.array([value]) for name, value in columns.items()}, geometry, **times).to_pylist()
-    return pa.Table.from_pylist(row, SAMPLES_SCHEMA)  # the bytes under its nulls are a part of a plan's file
+    return pa.Table.from_pylist(row, SAMPLES_SCHEMA)  # made anew, because a plan's file includes the bytes under nulls

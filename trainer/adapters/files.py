@@ -1,8 +1,8 @@
-"""Tensors of adapters in files: reading them, writing them in each format, equal tensors as equal bytes, and adding
-them to the weights of a checkpoint in diffusers layout.
+"""Tensors of adapter files: reading, writing in each format (equal tensors give equal bytes), and merging them into the
+weights of a checkpoint in diffusers' layout.
 
-`trainer/adapters/header.py` describes the formats. To add them no model is built: the tensors of one file of the
-checkpoint are in memory at a time, and names, order and dtype of all tensors stay as they are.
+`trainer/adapters/header.py` describes the formats. Merging does not build a model: the tensors of one file of the
+checkpoint are in memory at a time, and the names, order and dtypes of all tensors do not change.
 """
 
 import json
@@ -40,8 +40,8 @@ from trainer.adapters.layers import METADATA_KEY, SIDES, Layer, Lokr, Tensors
 
 
 def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
-    """By "<component>.<module path>", with tensors, and the strength multiplied by `scale`. AdapterError for numbers
-    that are not finite in float32, the dtype in which adapters are computed."""
+    """ "<component>.<module path>" -> layer with its tensors. AdapterError if a tensor has numbers that are not finite
+    in float32, the dtype in which adapters are computed. scale: factor of the strength."""
     try:
         with safe_open(adapter.path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
@@ -55,7 +55,8 @@ def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
 
 
 def check_finite(tensor: torch.Tensor, dtype: torch.dtype, key: str) -> None:
-    """AdapterError for numbers that are NaN, infinite, or beyond `dtype`. key: the tensor's file and key."""
+    """AdapterError if a tensor has numbers that are NaN, infinite, or too large for `dtype`. key: the tensor's file and
+    key, for the message."""
     wrong = tensor[~tensor.to(dtype).isfinite()]
     if not len(wrong):
         return
@@ -69,7 +70,7 @@ def check_finite(tensor: torch.Tensor, dtype: torch.dtype, key: str) -> None:
 
 
 def with_tensors(layers: Mapping[str, Layer], tensors: Tensors, scale: float = 1.0) -> dict[str, Layer]:
-    """The layers with their tensors, which `tensors` has by their keys; the strength multiplied by `scale`."""
+    """The layers with their tensors. tensors: key in the file -> tensor. scale: factor of the strength."""
     return {
         name: replace(layer, tensors=layer.take(tensors), scale=layer.scale * scale) for name, layer in layers.items()
     }
@@ -83,8 +84,11 @@ def write_formats(
     formats: Sequence[FileFormat],
     names: ComfyUINames = DIFFUSERS_NAMES,
 ) -> Path:
-    """Write what training saves in each format, a LoKr in LyCORIS', too; returns the first file. tensors: by diffusers'
-    keys. settings: peft's configuration for diffusers' header. names: see `adapter_contents`."""
+    """Write a trained adapter in each format, and a LoKr in LyCORIS' format, too. Returns the path of the first file.
+
+    tensors: diffusers' key -> tensor. settings: peft's configuration for the header of diffusers' file. notes, names:
+    see `adapter_contents`.
+    """
     header = make_header(notes, settings)
     lokr: list[FileFormat] = ["lycoris"] if any(".lokr_" in key for key in tensors) else []
     for form in (*formats, *lokr):
@@ -101,9 +105,12 @@ def write_formats(
 def adapter_contents(
     layers: Mapping[str, Layer], form: FileFormat, notes: Mapping[str, str], names: ComfyUINames = DIFFUSERS_NAMES
 ) -> tuple[Tensors, dict[str, str]]:
-    """Tensors and header of the file that the adapter of a transformer is in a format. notes: text for the header
-    (`latentpress.<key>`). names: the family's `comfyui_names`. AdapterError if diffusers' format has no place for a
-    LoKr of another program, or numbers are beyond their dtype."""
+    """Tensors and header of a file with a transformer's adapter. AdapterError if diffusers' format can't represent a
+    LoKr of another program, or numbers are too large for their dtype.
+
+    layers: "transformer.<module path>" -> layer. form: format of the file. notes: text for the header
+    (`latentpress.<key>`). names: the family's `comfyui_names`.
+    """
     if form == "diffusers":
         named = {f"{name}.{end}": tensor for name, layer in layers.items() for end, tensor in layer.tensors.items()}
         header = make_header(notes, describe_for_peft(layers))
@@ -123,20 +130,21 @@ def adapter_contents(
 
 
 def make_header(notes: Mapping[str, str], settings: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The header of a file. notes: text, as `latentpress.<key>`. settings: peft's configuration, for diffusers."""
+    """The header of a file. notes: text, stored as `latentpress.<key>`. settings: peft's configuration; None: not
+    diffusers' format."""
     header = {"format": "pt"} | {OUR_PREFIX + key: value for key, value in notes.items()}
     return header if settings is None else header | {METADATA_KEY: json.dumps(settings, sort_keys=True)}
 
 
 def write_file(tensors: Tensors, header: Mapping[str, str], final: Path) -> Path:
-    """Write a file that appears whole; returns its path."""
+    """Write a file atomically: it appears under its name only when complete. Returns its path."""
     with replacing(final) as temporary:
         write_tensors(tensors, temporary, header)
     return final
 
 
 def describe_for_peft(layers: Mapping[str, Layer]) -> dict[str, Any]:
-    """peft's configuration with the rank and alpha of each module, as diffusers writes it."""
+    """peft's configuration with the rank and alpha of each module, in the form that diffusers writes."""
     from peft import LoKrConfig, LoraConfig
 
     modules = {name.removeprefix("transformer."): layers[name] for name in sorted(layers)}
@@ -159,12 +167,12 @@ def describe_for_peft(layers: Mapping[str, Layer]) -> dict[str, Any]:
 
 
 def find_decomposition(layers: Mapping[str, Lokr]) -> dict[str, Any]:
-    """decompose_factor and decompose_both with which peft makes matrices of these sizes. AdapterError where there are
-    none, as other programs divide sides differently."""
+    """The values of decompose_factor and decompose_both with which peft makes matrices of these sizes. AdapterError if
+    no values do, since other programs may divide sides differently."""
     from peft.tuners.lokr.layer import factorization
 
     both = any(SIDES[0] not in layer.keys for layer in layers.values())
-    sides = dict[int, tuple[int, str]]()  # product -> its first factor, and a module that has it
+    sides = dict[int, tuple[int, str]]()  # side -> its first factor, and a module with this side
     for name, layer in layers.items():
         w1, w2 = layer.matrix_shape(SIDES[0]), layer.matrix_shape(SIDES[1])
         whole = not (both and layer.rank < max(w1) / 2), layer.rank >= max(w2[:2]) / 2
@@ -188,8 +196,8 @@ def _unlike_peft(name: str, layer: Lokr) -> AdapterError:
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file with the permissions of the umask; the library's own are for the owner only. Equal
-    tensors and metadata give equal bytes, as metadata is sorted here: the library's order is random."""
+    """Write a safetensors file with the permissions of the umask; the library would write a file that only its owner
+    can read. Equal tensors and metadata give equal bytes, because metadata is sorted; the library's order is random."""
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
@@ -200,14 +208,14 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Map
             header = json.loads(file.read(size))
             header["__metadata__"] = dict(sorted(metadata.items()))
             sorted_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
-            if len(sorted_header) == size:  # else the library escapes other characters than json, and its order stays
+            if len(sorted_header) == size:  # if library and json escape differently, the order is not changed
                 file.seek(8)
                 file.write(sorted_header)
 
 
 def read_weight_shapes(checkpoint: Path, part: str) -> dict[str, tuple[int, ...]]:
-    """By "<component>.<module path>", from the headers of a component's files. AdapterError where they are damaged or
-    quantized."""
+    """ "<component>.<module path>" -> shape of the weight, from the headers of a component's files. AdapterError if the
+    files are damaged or quantized."""
     shapes = dict[str, tuple[int, ...]]()
     for path in weight_files(checkpoint / part):
         with _explained(path), safe_open(path, "np") as file:
@@ -228,9 +236,11 @@ def weight_files(component: Path) -> list[Path]:
 
 
 def merge_component(source: Path, target: Path, layers: Mapping[str, Layer], advance: Callable[[], None]) -> int:
-    """Write the component `source` to the empty folder `target`, with `layers` (by module path) applied to their
-    weights in float32; returns how many. advance: called after each weight file. AdapterError where a weight is then
-    beyond its dtype."""
+    """Write the component `source` to the empty folder `target`, with `layers` applied to their weights in float32.
+    Returns the number of changed weights. AdapterError if the result is too large for the weight's dtype.
+
+    layers: module path -> layer. advance: function called after each weights file.
+    """
     target.mkdir(parents=True, exist_ok=True)
     merged = set[str]()
     for path in weight_files(source):
@@ -249,13 +259,13 @@ def merge_component(source: Path, target: Path, layers: Mapping[str, Layer], adv
         write_tensors(tensors, target / path.name, header)
         advance()
     for path in other_files(source):
-        shutil.copyfile(path, target / path.name)  # not its mode: new files have that of the umask
+        shutil.copyfile(path, target / path.name)  # without its mode: new files have the mode of the umask
     assert merged == layers.keys(), "checked before by check_fits"
     return len(merged)
 
 
 def other_files(folder: Path) -> list[Path]:
-    """A folder's files that are neither weights nor hidden."""
+    """A folder's files, without weights and hidden files."""
     unread = (WEIGHTS_SUFFIX, *PICKLE_SUFFIXES)
     files = (path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith("."))
     return [path for path in files if not path.name.endswith(unread)]
@@ -268,7 +278,8 @@ def list_parts(checkpoint: Path) -> list[str]:
 
 
 def copy_rest(checkpoint: Path, target: Path, merged: list[str]) -> None:
-    """Copy what a pipeline's `from_pretrained` reads beside the components `merged`, with the modes of new files."""
+    """Copy the files that a pipeline's `from_pretrained` reads, except the components `merged`. The copies have the
+    modes of new files."""
     shutil.copyfile(checkpoint / MODEL_INDEX, target / MODEL_INDEX)
     for part in list_parts(checkpoint):
         if part not in merged and (checkpoint / part).is_dir():

@@ -1,19 +1,20 @@
-"""Adapter files by their headers: layers, rank, strength. Without torch, unless there are alpha tensors.
+"""Read the headers of adapter files: layers, rank, strength. Needs torch only if a file has alpha tensors.
 
-diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.weight (outputs, rank, ...); rank and
-           alpha in the header, as `lora_adapter_metadata`; without that alpha is the rank (diffusers/loaders/peft.py)
-comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a number; without that the strength is 1.
+diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.weight (outputs, rank, ...). Rank and
+           alpha are in the header, as `lora_adapter_metadata`; without it, alpha is the rank
+           (diffusers/loaders/peft.py)
+comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a number; without it, the strength is 1.
            ComfyUI maps this prefix for every model whose modules have these names, and "transformer." only for some
-           (comfy/lora.py, comfy/weight_adapter/lora.py). Where it has other names for them, or knows these with the
-           other prefix alone (Family.comfyui_names), the file has those
-lycoris    lycoris_<module path with underscores>.<tensor>, of a LoKr, as the LyCORIS library names what it trains;
-           ComfyUI maps them for some only. Kohya's LoRAs (musubi-tuner) are read likewise: lora_unet_<module path with
-           underscores>.lora_down.weight
+           models (comfy/lora.py, comfy/weight_adapter/lora.py). If ComfyUI has other names for the modules, or maps
+           their names only with the other prefix, the file uses ComfyUI's names (Family.comfyui_names)
+lycoris    lycoris_<module path with underscores>.<tensor>, for a LoKr: the names of the LyCORIS library. ComfyUI maps
+           them only for some models. LoRAs of kohya (musubi-tuner) are read in the same way:
+           lora_unet_<module path with underscores>.lora_down.weight
 
-Which modules ComfyUI's, LyCORIS' and the original releases' names mean is seen in the model (`resolve_names`).
+`resolve_names` finds the modules for the names of ComfyUI, LyCORIS and the original releases in the model.
 
-A DoRA has transformer.<module>.lora_magnitude_vector, too; `trainer/adapters/layers.py` has the tensors of a LoKr.
-Files of other programs are read: keys without a prefix, and lora_down and lora_up in place of lora_A and lora_B.
+A DoRA also has transformer.<module>.lora_magnitude_vector. `trainer/adapters/layers.py` lists the tensors of a LoKr.
+Files of other programs are read, too: keys without a prefix, and lora_down and lora_up instead of lora_A and lora_B.
 """
 
 import math
@@ -53,9 +54,9 @@ DIFFUSERS_NAMES = ComfyUINames()
 Joined = tuple[tuple[str, tuple[str, ...]], ...]
 FLOAT_DTYPES, INTEGER_DTYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16", "I8", "U8")
 COMFYUI_PREFIX, LYCORIS_PREFIX = "diffusion_model.", "lycoris_"
-FLAT_PREFIXES = (LYCORIS_PREFIX, "lora_unet_")  # of module paths with underscores
+FLAT_PREFIXES = (LYCORIS_PREFIX, "lora_unet_")  # prefixes of module paths with underscores
 ALPHA = "alpha"
-#: End of a key -> which tensor of a layer it is; peft, diffusers before peft, kohya.
+#: End of a key -> name of the layer's tensor, for peft, diffusers before peft, and kohya.
 _TENSORS = {
     "lora_A.default.weight": DOWN,
     "lora_B.default.weight": UP,
@@ -70,7 +71,7 @@ _KEY = re.compile(
     r"(?:(?P<part>transformer(?:_\d+)?)\.|diffusion_model\.|base_model\.model\.|lycoris_|lora_unet_)?"
     rf"(?P<module>.+)\.(?P<tensor>{'|'.join(map(re.escape, _TENSORS))})"
 )
-#: Part of a key -> what such a file is.
+#: Part of a key -> description of a file with such keys.
 _OTHER_KINDS = {
     "dora_scale": "a DoRA with LyCORIS' magnitudes",
     "lokr_t2": "a LoKr with a middle tensor",
@@ -81,7 +82,7 @@ _OTHER_KINDS = {
     "text_encoder": "an adapter of a text encoder",
 }
 WHOLE_COPY = "Copy it again from where it was made, or name another file."
-#: Kind of a file -> what the configuration must say for it.
+#: Kind of a file -> next step: the configuration that fits the file.
 _SETTINGS = {
     "LoRA": "Set train.adapter.type to lora and train.adapter.dora to false.",
     "DoRA": "Set train.adapter.type to lora and train.adapter.dora to true.",
@@ -90,14 +91,15 @@ _SETTINGS = {
 
 
 class AdapterError(LatentpressError, ValueError):
-    """An adapter file that can't be used: damaged, of another kind, or for another model or configuration."""
+    """Raised if an adapter file is damaged, of another kind, or made for another model or configuration."""
 
     exit_code: ClassVar[int] = USAGE
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """layers: by "<component>.<module path>", all of one kind. notes: of our own files, such as family and steps."""
+    """The header of an adapter file. layers: "<component>.<module path>" -> layer, all of one kind. notes: notes in a
+    file of latentpress, such as family and steps."""
 
     path: Path
     format: FileFormat
@@ -114,7 +116,7 @@ class AdapterFile:
 
     @property
     def ranks(self) -> list[int]:
-        """Without those of a LoKr's whole matrices, where no header says them."""
+        """The different ranks, without LoKr layers of whole matrices for which the header has no rank."""
         return sorted({layer.given_rank for layer in self.layers.values() if layer.given_rank is not None})
 
     @property
@@ -123,7 +125,7 @@ class AdapterFile:
 
 
 def find_adapter(path: Path) -> Path:
-    """The adapter file that `place` names: a file, or the folder of an adapter, a checkpoint or a run."""
+    """The adapter file at `path`, which is the file itself, or the folder of an adapter, a checkpoint or a run."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -144,12 +146,12 @@ def find_adapter(path: Path) -> Path:
 
 
 def read_adapter(source: Path) -> AdapterFile:
-    """The adapter that `find_adapter(source)` finds. AdapterError where it is damaged or of a kind that is not read."""
+    """The adapter that `find_adapter(source)` finds. AdapterError if it is damaged or of an unsupported kind."""
     path = find_adapter(source)
     if path.name.endswith(PICKLE_SUFFIXES):
         step = "Convert it on a machine that you can lose: safetensors.torch.save_file(torch.load(...), ...)."
         raise AdapterError(f"{path} is pickled, and a pickle can run code: only *.safetensors is read", step)
-    from safetensors import SafetensorError, safe_open  # of the extra `train`; --help does without
+    from safetensors import SafetensorError, safe_open  # in the extra `train`, which --help does not need
 
     try:
         with safe_open(path, "np") as file:
@@ -185,10 +187,12 @@ def read_adapter(source: Path) -> AdapterFile:
 
 
 def pair_layers(path: Path, shapes: Shapes, header: Mapping[str, str], alphas: Mapping[str, float]) -> dict[str, Layer]:
-    """The layers of a file with these tensors and this header. AdapterError where they are of a kind that is not read,
-    ValueError where they are damaged. alphas: the values of the tensors ".alpha"."""
+    """The layers of a file. AdapterError if the file is of an unsupported kind, ValueError if it is damaged.
+
+    shapes: key -> shape. alphas: key that ends with ".alpha" -> value of the tensor.
+    """
     groups = defaultdict[str, dict[str, str]](dict)
-    spellings = dict[str, str]()  # name -> beginning of its keys
+    spellings = dict[str, str]()  # name -> prefix of its keys
     for key in shapes:
         match = _KEY.fullmatch(key)
         if match is None or any(part in key for part in _OTHER_KINDS):
@@ -233,7 +237,7 @@ def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
 
 
 def check_family(adapter: AdapterFile, family: str) -> None:
-    """AdapterError where our own note names another family."""
+    """AdapterError if the note "family" of a latentpress file names another family."""
     if (trained_for := adapter.notes.get("family", family)) != family:
         raise AdapterError(
             f"{adapter.path} was trained for {printable(trained_for)}, and model.family is {family}",
@@ -242,8 +246,8 @@ def check_family(adapter: AdapterFile, family: str) -> None:
 
 
 def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], model: str) -> None:
-    """AdapterError where a layer has no weight in the model, or one of another shape. weights: shapes by "<component>.
-    <module path>"."""
+    """AdapterError if the model has no weight for a layer, or a weight of another size. weights: "<component>.<module
+    path>" -> shape. model: name of the model in the message."""
     if missing := [name for name in adapter.layers if name not in weights]:
         raise AdapterError(
             f"{adapter.path} adapts {len(missing)} of its {len(adapter.layers)} modules where {model} has none: "
@@ -260,7 +264,8 @@ def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], mod
 
 
 def read_assistant(model: Model) -> AdapterFile | None:
-    """The adapter of `model.assistant`. AdapterError where it is no LoRA, or was trained for another family."""
+    """The adapter of `model.assistant`; None without one. AdapterError if it is not a LoRA, or was trained for another
+    family."""
     if model.assistant is None:
         return None
     try:
@@ -275,8 +280,8 @@ def read_assistant(model: Model) -> AdapterFile | None:
 
 
 def read_initial(settings: Adapter) -> AdapterFile | None:
-    """The adapter of `train.adapter.init`. AdapterError where it is of another kind than the configuration's, or no
-    module has the rank or alpha that the configuration gives."""
+    """The adapter of `train.adapter.init`; None without one. AdapterError if the configuration has another kind of
+    adapter, or if no module of the file has the rank or alpha that the configuration sets."""
     if settings.init is None:
         return None
     try:
@@ -303,7 +308,7 @@ def read_initial(settings: Adapter) -> AdapterFile | None:
 
 
 def initial_scale(layer: Layer, rslora: bool) -> tuple[int, float]:
-    """Rank, and the alpha with which alpha / rank is the layer's strength, with rslora alpha / sqrt(rank)."""
+    """The layer's rank, and the alpha for which alpha / rank, or with rslora alpha / sqrt(rank), is its strength."""
     return layer.rank, layer.scale * (math.sqrt(layer.rank) if rslora else layer.rank)
 
 
@@ -313,7 +318,7 @@ def _join(numbers: Any) -> str:
 
 
 def rename(path: str, names: Iterable[tuple[str, str]]) -> str:
-    """A module path with whole segments replaced, one pair of `names` after the other."""
+    """A module path with whole segments replaced. names: (segments, replacement) pairs, applied in order."""
     path = f".{path}."
     for name, other in names:
         path = path.replace(f".{name}.", f".{other}.")
@@ -321,19 +326,22 @@ def rename(path: str, names: Iterable[tuple[str, str]]) -> str:
 
 
 def from_comfyui(name: str, names: ComfyUINames) -> str:
-    """A module path by diffusers' names, of one by ComfyUI's; a path by diffusers' names is left."""
+    """A module path with diffusers' names, from a path with ComfyUI's names. A path that already has diffusers' names
+    does not change."""
     return rename(name, [(other, ours) for ours, other in names.paths])
 
 
 def flat_name(name: str) -> str:
-    """ "<component>.<module path>" as LyCORIS' files have it, without their prefix."""
+    """ "<component>.<module path>" in the form of LyCORIS' files, without their prefix."""
     return name.removeprefix("transformer.").replace(".", "_")
 
 
 def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> AdapterFile:
-    """The adapter with the model's module paths in place of other programs' names, or itself where it has paths. A
-    layer of several modules becomes one of each. AdapterError where a name may mean several. weights: the model's
-    "<component>.<module path>"."""
+    """The adapter with the model's module paths instead of other programs' names; unchanged if it already has module
+    paths. A layer for several modules becomes one layer per module. AdapterError if a name is ambiguous.
+
+    weights: "<component>.<module path>" of the model's weights. model: name of the model in messages.
+    """
     names, flat = list(weights), adapter.format == "lycoris"
     known = set(names)
     if not flat and known.issuperset(adapter.layers):
@@ -359,8 +367,11 @@ def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> A
 
 
 def _meanings(weights: Sequence[str], flat: bool) -> Iterator[dict[str, list[tuple[str, ...]]]]:
-    """For diffusers' own names, and for those of each family's models elsewhere: name there -> the modules of which it
-    may be, each as one path, or the paths of several whose outputs it has."""
+    """Tables of names: one for diffusers' names, and one for each set of names that other programs use for a family.
+
+    Each table maps a name -> its possible meanings. A meaning is the path of one module, or the paths of the modules
+    whose outputs the named layer concatenates.
+    """
     known = set(weights)
     tables: dict[tuple[tuple[str, str], ...], Joined] = {DIFFUSERS_NAMES.paths: ()} if flat else {}
     for family in FAMILIES.values():
@@ -396,5 +407,5 @@ def _first_key(layer: Layer) -> str:
 
 
 def _start(layer: Layer) -> str:
-    """The name of its module in the file."""
+    """The name of the layer's module in the file."""
     return re.split(r"\.(?:lora_|lokr_|lora\.)", _first_key(layer))[0]

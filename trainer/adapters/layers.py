@@ -1,7 +1,8 @@
-"""Layers of adapters, added to the weight of one module: LoRA, DoRA and LoKr. Without torch until tensors are loaded.
+"""Layers of adapters (LoRA, DoRA, LoKr), each added to the weight of one module. Needs torch only for tensors.
 
-A layer is read from a file's header first, with keys and shapes alone, and rank and strength as peft's configuration in
-it says; `trainer/adapters/files.py` loads its tensors. `trainer/adapters/header.py` describes the formats.
+A layer is first created from a file's header, with keys and shapes only; rank and strength come from peft's
+configuration in the header. `trainer/adapters/files.py` loads its tensors, and `trainer/adapters/header.py` describes
+the formats.
 """
 
 import math
@@ -22,24 +23,24 @@ if TYPE_CHECKING:
 Kind = Literal["LoRA", "DoRA", "LoKr"]
 Shapes = dict[str, tuple[int, ...]]
 Tensors = dict[str, "torch.Tensor"]
-#: Rank that the factors have, or None -> rank and scale that the file's header says.
+#: Rank of the factors, or None -> rank and scale according to the file's header.
 Strength = Callable[[int | None], tuple[int | None, float]]
 
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 SIDES = ("lokr_w1", "lokr_w2")
 LOKR_TENSORS = tuple(f"{side}{end}" for side in SIDES for end in ("", "_a", "_b"))
 METADATA_KEY = "lora_adapter_metadata"
-MAX_ALPHA = 1e30  # well below float32's largest number, as which other programs read alpha
+MAX_ALPHA = 1e30  # well below the largest number of float32, the dtype in which other programs read alpha
 MAX_PATTERNS = 10_000
 
 
 @dataclass(frozen=True)
 class Lora:
-    """W + scale B A. Tensors by the ends of diffusers' keys: DOWN is A (rank, inputs, ...), UP is B (outputs, rank,
-    ...); of a DoRA MAGNITUDE, one number for each output: the norm of the output's weights.
+    """W + scale B A. The tensors are named by the ends of diffusers' keys: DOWN is A (rank, inputs, ...), UP is B
+    (outputs, rank, ...), and for a DoRA, MAGNITUDE (outputs,) is the norm of each output's weights.
 
-    keys: of the tensors in the file. tensors: empty until they are loaded. outputs: the first, and the one after
-    the last, of the file's layer, where that is of several modules.
+    keys: tensor -> key in the file. shapes: tensor -> shape. tensors: tensor -> values; empty until they are loaded.
+    outputs: (first, end) of this module's outputs in the file's layer, if that layer covers several modules.
     """
 
     keys: dict[str, str]
@@ -49,14 +50,14 @@ class Lora:
     outputs: tuple[int, int] | None = None
 
     def take(self, tensors: Tensors) -> Tensors:
-        """Its own of the file's tensors, which are by their keys."""
+        """This layer's tensors. tensors: key in the file -> tensor."""
         taken = {tensor: tensors[key] for tensor, key in self.keys.items()}
         if self.outputs is None:
             return taken
         return {name: tensor if name == DOWN else tensor[slice(*self.outputs)] for name, tensor in taken.items()}
 
     def split(self, parts: int) -> "list[Lora]":
-        """The layers of so many modules of equal size, whose outputs this layer has one after the other."""
+        """One layer per module, for `parts` modules of equal size whose outputs this layer concatenates."""
         size = self.shapes[UP][0] // parts
         cut = {name: shape if name == DOWN else (size, *shape[1:]) for name, shape in self.shapes.items()}
         return [replace(self, shapes=cut, outputs=(n * size, (n + 1) * size)) for n in range(parts)]
@@ -73,17 +74,17 @@ class Lora:
 
     @property
     def alpha(self) -> float:
-        """With which the scale is alpha / rank."""
+        """The alpha for which the scale is alpha / rank."""
         return self.scale * self.rank
 
     @property
     def size(self) -> tuple[int, int]:
-        """Outputs and inputs of the weight that it is added to."""
+        """(outputs, inputs) of the weight to which the layer is added."""
         return self.shapes[UP][0], math.prod(self.shapes[DOWN][1:])
 
     def apply(self, weight: "torch.Tensor") -> "torch.Tensor":
-        """The float32 weight (outputs, inputs, ...) with the update. Of a DoRA each output's weights then get its
-        magnitude as their norm, whatever the scale is, as in peft (peft/tuners/lora/variants.py, after `set_scale`)."""
+        """The float32 weight (outputs, inputs, ...) with the update. For a DoRA, each output's weights are then scaled
+        to the norm in MAGNITUDE for any `scale`, as in peft (peft/tuners/lora/variants.py, after `set_scale`)."""
         product = self.tensors[UP].float().flatten(1) @ self.tensors[DOWN].float().flatten(1)
         weight = weight + self.scale * product.reshape(weight.shape)
         if MAGNITUDE not in self.tensors:
@@ -92,21 +93,21 @@ class Lora:
         return factor.reshape(-1, *[1] * (weight.ndim - 1)) * weight
 
     def tensors_and_alpha(self) -> tuple[Tensors, float]:
-        """The tensors and alpha that ComfyUI reads."""
+        """The tensors, and the alpha that ComfyUI reads."""
         return self.tensors, self.alpha
 
 
 @dataclass(frozen=True)
 class Lokr:
-    """W + scale (w1 kron w2). Tensors by the names of LOKR_TENSORS.
+    """W + scale (w1 kron w2). The tensors have the names of LOKR_TENSORS.
 
-    Each matrix is a tensor, lokr_w1 (L, M) and lokr_w2 (K, N, ...), or two factors: lokr_w1_a (L, rank) and lokr_w1_b
-    (rank, M), the same of w2. In files with diffusers' keys the scale is alpha / rank, both in the header
-    (peft/tuners/lokr). LyCORIS and ComfyUI take alpha from a tensor and the rank from the factors, and ignore alpha
-    where both matrices are whole (comfy/weight_adapter/lokr.py).
+    Each matrix is one tensor, lokr_w1 (L, M) or lokr_w2 (K, N, ...), or two factors: lokr_w1_a (L, rank) and lokr_w1_b
+    (rank, M), and the same for w2. In files with diffusers' keys the scale is alpha / rank, both from the header
+    (peft/tuners/lokr). LyCORIS and ComfyUI take alpha from a tensor and the rank from the factors, and ignore alpha if
+    both matrices are whole (comfy/weight_adapter/lokr.py).
 
-    keys: of the tensors in the file. given_rank: None where both matrices are whole and no header says it. tensors:
-    empty until they are loaded.
+    keys: tensor -> key in the file. shapes: tensor -> shape. given_rank: rank; None if both matrices are whole and the
+    header has no rank. tensors: tensor -> values; empty until they are loaded.
     """
 
     keys: dict[str, str]
@@ -117,45 +118,46 @@ class Lokr:
     kind: ClassVar[Kind] = "LoKr"
 
     def take(self, tensors: Tensors) -> Tensors:
-        """Its own of the file's tensors, which are by their keys."""
+        """This layer's tensors. tensors: key in the file -> tensor."""
         return {tensor: tensors[key] for tensor, key in self.keys.items()}
 
     @property
     def rank(self) -> int:
-        """The given one, or one with which peft keeps both matrices whole."""
+        """The given rank, or else a rank with which peft keeps both matrices whole."""
         return self.given_rank or max(max(self.matrix_shape(side)) for side in SIDES)
 
     @property
     def alpha(self) -> float:
-        """With which the scale is alpha / rank."""
+        """The alpha for which the scale is alpha / rank."""
         return self.scale * self.rank
 
     @property
     def size(self) -> tuple[int, int]:
-        """Outputs and inputs of the weight that it is added to."""
+        """(outputs, inputs) of the weight to which the layer is added."""
         (outputs, inputs), (right_outputs, *right_inputs) = (self.matrix_shape(side) for side in SIDES)
         return outputs * right_outputs, inputs * math.prod(right_inputs)
 
     def matrix_shape(self, side: str) -> tuple[int, ...]:
-        """Shape of w1 (L, M) or w2 (K, N, ...), multiplied out."""
+        """Shape of the whole w1 (L, M) or w2 (K, N, ...)."""
         if side in self.shapes:
             return self.shapes[side]
         return self.shapes[f"{side}_a"][0], *self.shapes[f"{side}_b"][1:]
 
     def matrix(self, side: str) -> "torch.Tensor":
-        """w1 (L, M) or w2 (K, N, ...) in float32, multiplied out."""
+        """The whole w1 (L, M) or w2 (K, N, ...), in float32."""
         if side in self.tensors:
             return self.tensors[side].float()
         return self.tensors[f"{side}_a"].float() @ self.tensors[f"{side}_b"].float()
 
     def apply(self, weight: "torch.Tensor") -> "torch.Tensor":
-        """The float32 weight (outputs, inputs, ...) with the update. Axes of a kernel are the last of w2's and of the
-        weight's, so they stay together as inputs."""
+        """The float32 weight (outputs, inputs, ...) with the update. The axes of a convolution's kernel are the last
+        axes of both w2 and the weight, so flattening them into the inputs keeps their order."""
         product = self.matrix(SIDES[0]).kron(self.matrix(SIDES[1]).flatten(1))
         return weight + self.scale * product.reshape(weight.shape)
 
     def tensors_and_alpha(self) -> tuple[Tensors, float]:
-        """The tensors and alpha that LyCORIS and ComfyUI read: of two whole matrices the first has the scale."""
+        """The tensors and alpha that LyCORIS and ComfyUI read. If both matrices are whole, the first is multiplied by
+        the scale."""
         if self.tensors.keys() != set(SIDES):
             return self.tensors, self.alpha
         return {**self.tensors, SIDES[0]: self.matrix(SIDES[0]) * self.scale}, float(self.rank)
@@ -165,8 +167,11 @@ Layer = Lora | Lokr
 
 
 def pair_lora(name: str, keys: dict[str, str], shapes: Shapes, alpha: float | None, strength: Strength) -> Lora:
-    """The layer of the tensors `keys` (tensor -> key) with these shapes (by key), a LoRA or DoRA. alpha: of a tensor,
-    where there is one. ValueError where tensors are missing or don't belong together."""
+    """The LoRA or DoRA layer of a module. ValueError if tensors are missing or don't belong together.
+
+    name: name of the module. keys: tensor -> key. shapes: key -> shape. alpha: value of the alpha tensor; None if the
+    file has no such tensor. strength: function that returns rank and scale if `alpha` is None.
+    """
     if not {DOWN, UP} <= keys.keys() <= {DOWN, UP, MAGNITUDE}:
         raise ValueError(f"of {name} it has only {', '.join(keys.values())}")
     sizes = {tensor: shapes[key] for tensor, key in keys.items()}
@@ -179,7 +184,7 @@ def pair_lora(name: str, keys: dict[str, str], shapes: Shapes, alpha: float | No
 
 
 def pair_lokr(name: str, keys: dict[str, str], shapes: Shapes, alpha: float | None, strength: Strength) -> Lokr:
-    """The layer of a LoKr; arguments and errors as of `pair_lora`."""
+    """The LoKr layer of a module, with the parameters and errors of `pair_lora`."""
     sizes = {tensor: shapes[key] for tensor, key in keys.items()}
     for side in SIDES:
         if {key for key in sizes if key.startswith(side)} not in ({side}, {f"{side}_a", f"{side}_b"}):
@@ -206,14 +211,15 @@ def check_alpha(value: Any, what: str) -> float:
 def read_configs(
     header: Mapping[str, str], names: Iterable[str]
 ) -> Callable[[str, int | None], tuple[int | None, float]]:
-    """strength_of(name, rank of the tensors or None): rank and scale by the header's peft configurations. ValueError
-    where they are malformed. names: all that it may be asked for, "<component>.<module path>"."""
+    """A function strength_of(name, rank of the tensors or None) that returns rank and scale according to the peft
+    configurations in the header. ValueError if the configurations are malformed. names: all possible names,
+    "<component>.<module path>"."""
     text = header.get(METADATA_KEY)
     whole = {} if text is None else check_object(parse_json(text.encode()), METADATA_KEY)
 
     @cache
     def config_of(part: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        # The keys have no component where the transformer's own save_lora_adapter wrote them.
+        # The keys have no component if the transformer's own save_lora_adapter wrote them.
         config = {key.removeprefix(f"{part}."): value for key, value in whole.items() if key.startswith(f"{part}.")}
         config = config or whole
         modules = [name.removeprefix(f"{part}.") for name in names if name.startswith(f"{part}.")]
@@ -228,15 +234,16 @@ def read_configs(
         stated = check_count(ranks.get(module, config.get("r")), f"the header's rank of {name}")
         if rank not in (None, stated) or not stated:
             raise ValueError(f"the header says rank {stated} for {module}, and its tensors have {rank or 'another'}")
-        alpha = alphas.get(module, config.get("lora_alpha", config.get("alpha")))  # the latter of a LoKr
+        alpha = alphas.get(module, config.get("lora_alpha", config.get("alpha")))  # "alpha" for a LoKr
         return stated, check_alpha(alpha, "lora_alpha") / (math.sqrt(stated) if config.get("use_rslora") else stated)
 
     return strength_of
 
 
 def _by_pattern(patterns: Any, what: str, modules: list[str]) -> dict[str, Any]:
-    """Module -> the value of the first pattern that matches the path's end, as peft's get_pattern_key. By RE2, which
-    takes time in proportion to the text, whatever the pattern is; Python's own takes for ever over some."""
+    """Module -> value of the first pattern that matches the end of its path, as in peft's get_pattern_key. The regular
+    expressions are evaluated by RE2, in time proportional to the text; Python's own engine takes forever with some
+    patterns."""
     if len(check_object(patterns, what)) > MAX_PATTERNS:
         raise ValueError(f"{what} has {len(patterns)} patterns, more than {MAX_PATTERNS}")
     by_module, paths = dict[str, Any](), pa.array(modules, pa.string())

@@ -1,20 +1,20 @@
 """Checkpoints: `<run>/checkpoints/step-000123/` with everything that the next step depends on.
 
-pytorch_lora_weights.safetensors   of a LoRA: the adapter, which pipelines load from this folder
-transformer/                       of a full-rank run: the model, for `from_pretrained`
-trainable.safetensors              trained weights that are in neither bit for bit, by the model's own names
+pytorch_lora_weights.safetensors   for a LoRA: the adapter, which pipelines load from this folder
+transformer/                       for a full-rank run: the model, for `from_pretrained`
+trainable.safetensors              trained weights that neither of these holds bit for bit, by the model's own names
 optimizer.safetensors              the optimizer's state (`trainer/run/optimizer_state.py`): tensors as
                                    <parameter name>/<key> and groups/<number>/<key>, the rest as JSON in the header; the
                                    moving average as ema/<parameter name>
-shards/                            of a sharded model (FSDP2): the optimizer's tensors, the moving average and the
+shards/                            for a sharded model (FSDP2): the optimizer's tensors, the moving average and the
                                    trained weights (weights/<parameter name>), by torch.distributed.checkpoint; any
                                    number of processes reads them
-state.json                         step, epoch, the resume signature (`terms`), skipped steps, random state; in which
-                                   file and under which name each weight of the adapter or model is (`weights`)
+state.json                         step, epoch, the resume signature (`terms`), skipped steps, random state; the file
+                                   and the key of each weight of the adapter or model (`weights`)
 manifest.json                      the checksum of every other file; written last
 
-A folder is written under a temporary name, synced and renamed, so an incomplete one never counts. No pickle. The random
-state is (seed, step), since every random number of a step is a function of them.
+A folder is written under a temporary name, synced and renamed, so an incomplete folder is never used. No file is a
+pickle. The random state is (seed, step), since every random number of a step is a function of seed and step.
 """
 
 import json
@@ -38,10 +38,10 @@ from trainer.run.resume import OPTIMIZER_FILE, TRAINABLE_FILE, CheckpointState
 from trainer.run.sharded import copy_values, is_sharded, load_shards, save_shards
 
 SHARDS_FOLDER, WEIGHTS_PREFIX = "shards", "weights/"
-CHECKPOINTS = 2  # that are there at the same time, at least
-OPTIMIZER_KEY = "latentpress.optimizer"  # of the header of OPTIMIZER_FILE
-#: Writes files that pipelines load into a folder, None on processes that only take part; returns file -> key -> the
-#: parameter whose values it may hold.
+CHECKPOINTS = 2  # least number of checkpoints that exist at the same time
+OPTIMIZER_KEY = "latentpress.optimizer"  # key in the header of OPTIMIZER_FILE
+#: Function that writes files for pipelines into a folder (None on processes that only take part in gathering). Returns
+#: file -> key -> name of the parameter whose values the key may hold.
 Export = Callable[[Path | None], Mapping[str, Mapping[str, str]]]
 
 
@@ -54,10 +54,12 @@ def save(
     export: Export = lambda _: {},
     main: bool = True,
 ) -> Path:
-    """Write or replace `folder`/step-<step>; returns its path. state: without `weights` and `shards`, which are added.
-    averages: the moving average of each weight, if there is one. export: writes the adapter or model; what it holds bit
-    for bit is not written a second time. main: whether this process writes what is not sharded; all processes call
-    it."""
+    """Write or replace `folder`/step-<step>; returns its path. All processes must call this function.
+
+    state: state.json, without `weights` and `shards`, which are added. averages: name -> moving average of the weight;
+    None if the run has no moving average. export: function that writes the adapter or model; weights that it writes bit
+    for bit are not written a second time. main: whether this process writes the tensors that are not sharded.
+    """
     final = folder / f"step-{state.step:06d}"
     states, rest = optimizer_state.collect(trainable, optimizer)
     states |= {f"ema/{name}": value for name, value in (averages or {}).items()}
@@ -87,8 +89,8 @@ def save(
 def _find_weights(
     folder: Path, trainable: Mapping[str, torch.Tensor], exported: Mapping[str, Mapping[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """File -> parameter -> its key, for the parameters that exported files hold, bit for bit: an adapter may be that of
-    a moving average, or converted."""
+    """File -> parameter -> key, for the parameters that exported files hold bit for bit. Exported files may hold other
+    values: the moving average, or converted weights."""
     weights: dict[str, dict[str, str]] = defaultdict(dict)
     for path, names in exported.items():
         with safe_open(folder / path, "pt") as file:
@@ -108,8 +110,8 @@ def restore(
     averages: Mapping[str, torch.Tensor] | None = None,
     methods: Mapping[str, Method] | None = None,
 ) -> None:
-    """Load weights, optimizer state, moving average and methods, in place. ResumeError if they belong to another
-    model."""
+    """Load weights, optimizer state, moving average and the methods' states, in place. ResumeError if they belong to
+    another model."""
     try:
         states = _restore_weights(checkpoint, trainable)
         with safe_open(checkpoint.path / OPTIMIZER_FILE, "pt") as file:
@@ -135,7 +137,7 @@ def restore(
 def _restore_weights(
     checkpoint: resume.Checkpoint, trainable: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Load the weights, in place; returns the other sharded tensors."""
+    """Load the weights, in place; returns name -> tensor for the sharded tensors that are not weights."""
     weights: dict[str, dict[str, str]] = dict(checkpoint.state.weights)
     with safe_open(checkpoint.path / TRAINABLE_FILE, "pt") as file:
         weights[TRAINABLE_FILE] = {name: name for name in file.keys()}  # noqa: SIM118 (no mapping)
@@ -162,8 +164,7 @@ def _restore_weights(
 
 
 def _copy(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a tensor to a value of its own shape and dtype, which is neither broadcast nor converted. ValueError for
-    another."""
+    """Copy a value to a tensor without broadcasting or conversion. ValueError if shape or dtype differ."""
     if value.shape != target.shape or value.dtype != target.dtype:
         raise ValueError(
             f"{name} is of shape {tuple(value.shape)} in {value.dtype}, and should be of shape {tuple(target.shape)} "
@@ -173,8 +174,8 @@ def _copy(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def find_shortage(folder: Path, trainable: Mapping[str, torch.nn.Parameter]) -> str | None:
-    """A warning where the disk of `folder` has no room for CHECKPOINTS checkpoints of weights and two moments. The
-    oldest is removed only when the newest is whole."""
+    """A warning if the disk of `folder` has no room for CHECKPOINTS checkpoints with the weights and two moments; else
+    None. The oldest checkpoint is removed only after the newest is complete."""
     weights = sum(value.numel() * value.element_size() for value in trainable.values())
     if shortage := files.find_shortage(folder, CHECKPOINTS * 3 * weights):
         return f"{shortage}, so that saving a checkpoint may fail; free space, or set `output` to another place"
@@ -182,8 +183,8 @@ def find_shortage(folder: Path, trainable: Mapping[str, torch.nn.Parameter]) -> 
 
 
 def quarantine(damaged: Path, reason: str, taken: resume.Checkpoint) -> str:
-    """Rename a damaged checkpoint, so that it is neither counted nor removed; what to say of it. taken: the checkpoint
-    that is taken instead."""
+    """Rename a damaged checkpoint, so that it is neither counted nor removed; returns a warning. taken: the checkpoint
+    from which the run resumes instead."""
     names = (damaged.with_name(f"damaged-{damaged.name}.{number}") for number in count(1))
     kept = damaged.rename(next(name for name in names if not name.exists()))
     sync(kept.parent)
@@ -194,14 +195,14 @@ def quarantine(damaged: Path, reason: str, taken: resume.Checkpoint) -> str:
 
 
 def prune(folder: Path, keep: int, every: int | None = None, protected: Sequence[int] = ()) -> None:
-    """Remove temporaries of killed processes, and checkpoints but for the `keep` newest, those of steps that `every`
-    divides, and those of the steps `protected`."""
+    """Remove temporary files of killed processes, and all checkpoints except the `keep` newest, the checkpoints whose
+    step is a multiple of `every`, and the checkpoints of the steps `protected`."""
     older = [
         path
         for path in list_checkpoints(folder)[:-keep]
         if (step := checkpoint_step(path)) not in protected and (every is None or step % every)
     ]
     for path in [*older, *folder.glob(".step-*.tmp")]:
-        # Renamed first, as a partly removed folder must not look like a checkpoint.
+        # Renamed first, because a partly removed folder must not look like a checkpoint.
         doomed = path if path.name.startswith(".") else path.rename(temporary(path))
         shutil.rmtree(doomed)

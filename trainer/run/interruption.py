@@ -1,7 +1,8 @@
-"""Ctrl-C, SIGTERM and --max-time in training: the first finishes the step and saves a checkpoint, another Ctrl-C ends.
+"""Ctrl-C, SIGTERM and --max-time in training: the first one finishes the step and saves a checkpoint; a further Ctrl-C
+ends training at once.
 
-All ranks stop after the same step: before each they add up what they have received. Launchers forward signals, some of
-them late and some twice.
+All ranks stop after the same step, because they sum the number of ranks with a stop request before each step. Launchers
+forward signals to the ranks, sometimes late and sometimes twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainingInterrupted(LatentpressError):
-    """A second Ctrl-C ended training in the middle of a step."""
+    """Raised if a second Ctrl-C ends training in the middle of a step."""
 
     exit_code = INTERRUPTED
 
@@ -35,35 +36,36 @@ class TrainingInterrupted(LatentpressError):
 
 
 class StopTraining(Exception):
-    """Raised on every rank between the same two steps."""
+    """Raised on every rank, between the same two steps, to stop training."""
 
 
 class StopValidation(StopTraining):
-    """Raised on every rank in the middle of a validation, which has to be done again."""
+    """Raised on every rank in the middle of a validation, which has to be repeated."""
 
 
 class StopRequest:
-    """Whether and by what training was asked to stop. Without `on_signals` it never is.
+    """Records whether training was asked to stop, and the reason. Signals only count within `on_signals`.
 
-    max_time: seconds from now. console: says that the step is being finished.
+    max_time: seconds from now after which training stops. console: console that reports that the step is being
+    finished. ranks: number of processes.
     """
 
     def __init__(self, max_time: float | None = None, console: Console | None = None, ranks: int = 1) -> None:
         self._handler, self._console = StopHandler(max_time, self._say), console
-        # One process that is still loading ends early, as nothing is lost. Of several, none leaves others waiting.
+        # A single process ends early while it loads, since nothing is lost. Several processes must end together.
         self._handler.raises = ranks == 1
         self._accelerator: Accelerator | None = None
         self._moved: Callable[[], None] = lambda: None
 
     @property
     def reason(self) -> str:
-        """Like "SIGTERM" or "--max-time"."""
+        """The reason to stop, like "SIGTERM" or "--max-time"."""
         return self._handler.reason or "a signal to another rank"
 
     @contextmanager
     def on_signals(self, folder: Path, settings: Train, main: bool) -> Iterator[None]:
-        """Receive signals in the body, which ends early, without an error, if nothing has been trained yet. main:
-        whether this process reports what a second Ctrl-C ends."""
+        """Context that receives signals. Its body ends early, without an error, if no step has been trained yet. main:
+        whether this process reports the steps that a second Ctrl-C loses."""
 
         def end_at_once() -> TrainingInterrupted:
             clear_failure(folder)
@@ -79,14 +81,15 @@ class StopRequest:
     def finish_steps(
         self, accelerator: "Accelerator", model: "torch.nn.Module", moved: Callable[[], None] = lambda: None
     ) -> None:
-        """From now on a signal does not interrupt: `check` raises StopTraining, and a forward pass of the model in eval
-        mode StopValidation, as a validation of videos takes longer than the time that schedulers give after SIGTERM.
-        moved: called at each check."""
+        """From now on, a signal does not interrupt at once. `check` raises StopTraining, and a forward pass of the
+        model in eval mode raises StopValidation, because a validation of videos takes longer than the time that
+        schedulers give after SIGTERM. moved: function called at each check."""
         self._handler.raises, self._accelerator, self._moved = False, accelerator, moved
         self.stop_validation(model)
 
     def stop_validation(self, model: "torch.nn.Module") -> None:
-        """Have a forward pass of the model in eval mode raise StopValidation where training was asked to stop."""
+        """Add a hook, so that a forward pass of the model in eval mode raises StopValidation if training was asked to
+        stop."""
         model.register_forward_pre_hook(lambda model, _: None if model.training else self.check(StopValidation))
 
     def _say(self) -> None:
@@ -96,13 +99,13 @@ class StopRequest:
             )
 
     def check_waiting(self) -> None:
-        """Raise StopTraining if training was asked to stop while it waits for data. One of several processes waits on,
-        since all of them have to stop after the same step."""
+        """Raise StopTraining if training was asked to stop while it waits for data. Several processes continue to wait,
+        since all of them must stop after the same step."""
         if self._handler.reason and self._accelerator is not None and self._accelerator.num_processes == 1:
             raise StopTraining
 
     def check(self, stopped: type[StopTraining] = StopTraining) -> None:
-        """Raise `stopped` on all ranks if any of them was asked to stop. Every rank calls it equally often."""
+        """Raise `stopped` on all ranks if any rank was asked to stop. Every rank must call it equally often."""
         self._moved()
         asked, accelerator = bool(self._handler.reason), self._accelerator
         if accelerator is not None and accelerator.num_processes > 1:
@@ -115,7 +118,8 @@ class StopRequest:
 
 
 def describe_progress(folder: Path, steps: int) -> str:
-    """Say which steps of a run's folder are saved and which are lost. steps: that the run has in all."""
+    """A text about the steps of a run that are saved and the steps that are lost. folder: the run's folder. steps:
+    total number of steps of the run."""
     try:
         newest, _ = newest_checkpoint(folder / "checkpoints")
     except LatentpressError:

@@ -1,5 +1,5 @@
-"""The training log: metrics.jsonl, the trackers (TensorBoard, Weights & Biases), and what a person sees of it: a bar on
-a terminal, elsewhere a line every `train.log_every` steps."""
+"""The training log: metrics.jsonl, the trackers (TensorBoard, Weights & Biases), and the progress on the console: a bar
+on a terminal, otherwise a line every `train.log_every` steps."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from schemas.cli.console import Console
 from schemas.config.training import Train
 from schemas.text_format import to_json_values
 
-if TYPE_CHECKING:  # imports torch, which reading does not need
+if TYPE_CHECKING:  # these modules import torch, which reading metrics does not need
     import torch
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
@@ -37,21 +37,22 @@ __all__ = ["METRICS_FILE", "RecordMetrics", "StepTimer", "open_metrics_log", "re
 
 T = TypeVar("T")
 
-#: Records the metrics of a step, with "step" among them.
+#: Function that records the metrics of a step. The metrics include "step".
 RecordMetrics = Callable[[dict[str, Any]], None]
 
 
 class StepTimer:
-    """Speed over the last steps of this process, the time they waited for data, and the time left."""
+    """Measures the speed of this process over the last steps, the time that the steps waited for data, and the
+    remaining time."""
 
     def __init__(self, first: int, last: int, global_batch: int, clock: Callable[[], float] = time.monotonic):
         self._first, self._last, self._batch, self._clock = first, last, global_batch, clock
-        self._began, self._inside = clock(), 0.0  # inside: seconds of all steps
-        self._asked, self._waited = self._began, 0.0  # when the step's data were asked for, and how long they took
+        self._began, self._inside = clock(), 0.0  # _inside: total seconds of all steps
+        self._asked, self._waited = self._began, 0.0  # when the step's batch was requested, and seconds until it came
         self._recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # seconds of a step, and of its wait
 
     def time_waits(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; a step lasts from asking for one to `rates`."""
+        """Yield the same batches. A step lasts from the request for a batch to the call of `rates`."""
         iterator = iter(batches)
         while True:
             self._asked = self._clock()
@@ -63,8 +64,12 @@ class StepTimer:
             yield batch
 
     def rates(self, done: int) -> dict[str, float]:
-        """samples_per_s, data_wait_share (0 to 1): over the last steps, validation and checkpoints left out. step_s,
-        data_wait_s: of this step. seconds_left: with as much validation and saving as there was."""
+        """The metrics of a step's speed. done: number of steps done.
+
+        samples_per_s, data_wait_share (0 to 1): averages over the last steps, without validation and checkpoints.
+        step_s, data_wait_s: seconds of this step. seconds_left: estimate that assumes as much time per step for
+            validation and saving as so far.
+        """
         now = self._clock()
         self._recent.append((now - self._asked, self._waited))
         self._inside += now - self._asked
@@ -76,9 +81,9 @@ class StepTimer:
 
 
 def memory_use(device: "torch.device") -> dict[str, float]:
-    """The metrics "host_memory_gib", the most that this process has had in memory, and with an accelerator
-    "device_memory_gib", the most that torch has had allocated of its memory, both since the process began; 0 where
-    torch does not count it (mps)."""
+    """Memory metrics since the process began: "host_memory_gib", the peak memory of this process, and with an
+    accelerator "device_memory_gib", the peak memory allocated by torch on the device; 0 if torch does not count it
+    (mps)."""
     import torch
 
     used = {"host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # in KiB on Linux
@@ -96,11 +101,13 @@ def open_metrics_log(
     show: RecordMetrics,
     new_set: str | None = None,
 ) -> Iterator[RecordMetrics]:
-    """Record to `folder`/metrics.jsonl, to the trackers and with `show`, on the main process only.
+    """Context with a function that records metrics to `folder`/metrics.jsonl, to the trackers and with `show`, on the
+    main process only. The accelerator's trackers and processes end with the context.
 
-    first: steps done. The file is append-only: where it has lines already, one with "resumed" marks that the next ones
-    continue from `first`. new_set: on which they do, if it is a new one. The accelerator's trackers and processes end
-    with the context.
+    The file is append-only. If it already has lines, a line with "resumed" marks that the next lines continue from step
+    `first`.
+
+    first: number of steps done. new_set: id of the training set if the run resumes on a new set.
     """
     path = folder / METRICS_FILE
     if accelerator.is_main_process:
@@ -110,11 +117,11 @@ def open_metrics_log(
             line = {"step": first, "resumed": True} | ({"set": new_set} if new_set else {})
             with path.open("r+b") as file:
                 file.seek(-1, os.SEEK_END)
-                cut_off = file.read(1) != b"\n"  # by a kill
+                cut_off = file.read(1) != b"\n"  # the process was killed while it wrote a line
                 file.write((b"\n" if cut_off else b"") + json.dumps(line).encode() + b"\n")
-        trackers: list[GeneralTracker] = []  # which a resumed run continues
+        trackers: list[GeneralTracker] = []  # a resumed run continues their logs
         if "tensorboard" in settings.trackers:
-            purge = first + 1 if first else 0  # a run that begins again validates at step 0 again
+            purge = first + 1 if first else 0  # a run that starts over validates at step 0 again
             trackers.append(tracking.TensorBoardTracker(TENSORBOARD, str(folder), purge_step=purge))
         if "wandb" in settings.trackers:
             trackers.append(tracking.WandBTracker(**wandb_options(folder, "train")))
@@ -128,7 +135,7 @@ def open_metrics_log(
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         scalars = {key: value for key, value in line.items() if isinstance(value, float)}
-        for key, parts in line.items():  # of those by bucket or sigma as "loss_by_sigma/0.5-0.75"
+        for key, parts in line.items():  # metrics by bucket or sigma become "loss_by_sigma/0.5-0.75"
             if isinstance(parts, dict):
                 scalars |= {f"{key}/{name}": part for name, part in parts.items() if isinstance(part, float)}
         accelerator.log(scalars, step=numbers["step"])
@@ -142,9 +149,12 @@ def open_metrics_log(
 
 @contextmanager
 def show_metrics(console: Console, first: int, steps: int, log_every: int) -> Iterator[RecordMetrics]:
-    """Give the function that shows a step's metrics, or those of an eval. first: steps done.
+    """Context with a function that shows the metrics of a step or of an eval.
 
-    A line for the first step, for every `log_every`-th, for the last and for skipped ones, where there is no bar.
+    If the console has no bar, the function logs a line for the first step, every `log_every`-th step and the last step.
+    It always logs a line for skipped steps and evals.
+
+    first: number of steps done.
     """
     losses: deque[float] = deque(maxlen=SMOOTHED_STEPS)
     with console.bar(steps, "train") as bar:
@@ -169,9 +179,9 @@ def show_metrics(console: Console, first: int, steps: int, log_every: int) -> It
 
 
 def format_step(numbers: dict[str, Any], losses: list[float], steps: int) -> str:
-    """Like "step 20/1000  loss 0.8123  lr 0.0001  2.1 samples/s  waiting for data 0 %  0:12:03 left".
+    """A line like "step 20/1000  loss 0.8123  lr 0.0001  2.1 samples/s  waiting for data 0 %  0:12:03 left".
 
-    losses: of the last steps.
+    losses: losses of the last steps.
     """
     smoothed = smoothed_loss([loss if isfinite(loss) else None for loss in losses])
     words = [f"step {numbers['step']}/{steps}"]
@@ -185,7 +195,7 @@ def format_step(numbers: dict[str, Any], losses: list[float], steps: int) -> str
 
 
 def describe_results(folder: Path, trackers: Sequence[str]) -> dict[str, Any]:
-    """The places of a run's results, its best steps and the share that the last steps waited for data, for the
+    """The paths of a run's results, its best steps, and the share of time that the last steps waited for data, for the
     report."""
     lines, best = read_last_metrics(folder / METRICS_FILE), best_steps(folder)
     results: dict[str, Any] = {"best_steps": best} if best else {}

@@ -1,9 +1,9 @@
 """An optimizer's state as named tensors and JSON, so that a checkpoint holds all of it without pickle.
 
-State is what the optimizer keeps of each parameter (tensors, numbers, None, nested), and what it keeps in its parameter
-groups beside the arguments that it was made with, such as Prodigy's `d` or schedule-free's `weight_sum`. Arguments are
-not saved: a run goes on with those of its configuration. `torch.optim.Optimizer.load_state_dict` is not used, as it
-converts the tensors to their parameter's dtype.
+The state consists of the values that the optimizer stores for each parameter (tensors, numbers, None, nested), and the
+values that it stores in its parameter groups in addition to the arguments of its class, such as Prodigy's `d` or
+schedule-free's `weight_sum`. Arguments are not saved: a run resumes with the arguments of its configuration.
+`torch.optim.Optimizer.load_state_dict` is not used, because it converts the tensors to their parameter's dtype.
 """
 
 import inspect
@@ -18,21 +18,21 @@ from schemas.errors import LatentpressError
 from trainer.run.sharded import local, shard_like
 
 Json = Any
-#: Of a group, beside the class' arguments: what training sets.
+#: Keys of a parameter group that training sets, in addition to the arguments of the class.
 SET_BY_TRAINING = ("params", "lr", "initial_lr")
-PAGED = {"state1", "state2"}  # of bitsandbytes' paged optimizers
+PAGED = {"state1", "state2"}  # keys of the states that bitsandbytes' paged optimizers page
 
 
 class OptimizerStateError(LatentpressError):
-    """State that can't be saved."""
+    """Raised if the state of an optimizer can't be saved."""
 
 
 class OtherGroups(ValueError):
-    """A state of another number of parameter groups than the optimizer has."""
+    """Raised if a state has another number of parameter groups than the optimizer."""
 
 
 class _Splitter:
-    """Takes values apart. A tensor that several parameters share is kept once."""
+    """Splits values into tensors and JSON. A tensor that several parameters share is stored once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -62,7 +62,7 @@ class _Splitter:
         view = (storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
         if value.numel() and view in self.paths:
             return self.paths[view]
-        # safetensors refuses different views of one storage.
+        # safetensors rejects different views of one storage.
         self.tensors[path] = value.clone() if value.numel() and storage in self.storages else value
         self.paths[view] = path
         self.storages.add(storage)
@@ -70,26 +70,27 @@ class _Splitter:
 
 
 def _memory_order(value: torch.Tensor) -> list[int]:
-    """The dimensions of a tensor that is dense and not contiguous, the outermost in memory first: a step that
-    multiplies by it rounds otherwise in another order. Else []."""
+    """The dimensions of a dense tensor that is not contiguous, outermost in memory first; [] for all other tensors. The
+    order is restored, because a step that multiplies by the tensor rounds differently in another order."""
     order = sorted(range(value.dim()), key=value.stride, reverse=True)
     dense = not value.is_contiguous() and value.permute(order).is_contiguous()
     return order if dense and not isinstance(value, DTensor) else []
 
 
 class _Joiner:
-    """counts_there: whether the optimizer keeps its counters on the parameters' device, as torch's fused ones do."""
+    """Joins tensors and JSON to values. counts_there: whether the optimizer keeps its step counters on the parameters'
+    device, like torch's fused optimizers."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], counts_there: bool) -> None:
         self.tensors, self.counts_there = tensors, counts_there
         self.placed: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def join(self, value: Json, device: torch.device) -> Any:
-        """The value with its tensors."""
+        """The value that `_Splitter.split` described as `value`, with its tensors on `device`."""
         match value:
             case {"tensor": str(name), "host": bool(host)}:
                 tensor = self.tensors[name]
-                # A counter that stays on the CPU beside parameters of a GPU.
+                # A counter may be on the CPU although the parameters are on a GPU.
                 stays = host and not tensor.dim() and not self.counts_there
                 wanted = torch.device("cpu") if stays else device
                 if order := value.get("order"):
@@ -110,8 +111,9 @@ class _Joiner:
 def collect(
     trainable: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], Json]:
-    """Tensors by "<parameter>/<key>" or "groups/<number>/<key>", and JSON with the rest and where each belongs.
-    OptimizerStateError for what is neither tensor, number, text nor a list or dict of these."""
+    """Tensors by "<parameter>/<key>" or "groups/<number>/<key>", and JSON with all other values and the place of each
+    tensor. OptimizerStateError for a value that is not a tensor, number, text, None, or a list, tuple or dict of
+    these."""
     splitter = _Splitter()
     parameters = {
         name: {key: splitter.split(value, f"{name}/{key}") for key, value in optimizer.state[weight].items()}
@@ -126,7 +128,8 @@ def collect(
 
 
 def _state_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """The keys that are no arguments; and arguments without a value for which the optimizer has chosen one."""
+    """The keys of a parameter group that are state: keys that are not arguments of the class, and arguments with the
+    default None for which the optimizer has chosen a value."""
     arguments, keys = inspect.signature(type(optimizer).__init__).parameters, []
     for key, value in group.items():
         default = optimizer.defaults.get(key)
@@ -142,8 +145,9 @@ def restore(
     tensors: Mapping[str, torch.Tensor],
     description: Json,
 ) -> None:
-    """Set what `collect` returned, in place, with the dtypes that it had. OtherGroups if the optimizer has another
-    number of parameter groups; KeyError, ValueError or TypeError for what `collect` can't have returned."""
+    """Set the optimizer's state to the values that `collect` returned, in place and with their dtypes. OtherGroups if
+    the optimizer has another number of parameter groups; KeyError, ValueError or TypeError for values that `collect`
+    can't have returned."""
     counts_there = any(group.get("fused") for group in optimizer.param_groups)
     joiner, groups = _Joiner(tensors, counts_there), description["groups"]
     arguments = inspect.signature(type(optimizer).__init__).parameters

@@ -1,15 +1,15 @@
-"""The ranks of a run: the folder that every rank must see, small values that they tell each other as JSON, the
-comparison of their settings, and ranks that die or hang; also the settings that changed since a run was last started.
+"""The ranks of a run: the folder that every rank must see, small JSON values that ranks exchange, the comparison of the
+ranks' settings, and ranks that die or hang; also the settings that changed since a run was last started.
 
-A rank that dies or hangs is found by the others in bounded time, and named. The watch begins right after the process
-group, so loading is watched as training is. Each rank has a thread that writes to a TCPStore, every second or so, how
-often its main thread has moved on and what it is doing. Rank 0 reads all of them, the others rank 0's. A rank that has
-written nothing, or not moved on, for train.parallel.timeout seconds ends the run on every rank; of several that wait,
-the one that is behind is named. A rank that fails writes why, so that the others can say more than that a connection
-was closed.
+If a rank dies or hangs, the other ranks detect and name it in bounded time. The watch begins right after the process
+group is created, so it covers loading as well as training. Each rank has a thread that writes a record to a TCPStore
+about every second: how often its main thread has made progress, and the activity of the main thread. Rank 0 reads all
+records, and each other rank reads rank 0's record and its own. If a rank has written no record, or made no progress,
+for train.parallel.timeout seconds, the run ends on every rank. If several ranks wait, the error names the rank that is
+behind. A rank that fails writes the reason, so that the other ranks can report more than a closed connection.
 
-torch's own means are not enough: a collective operation ends after its group's timeout without naming a rank, and
-torch.distributed.monitored_barrier, which does, works with gloo only.
+The functions of torch are not enough: a collective operation ends after its group's timeout without naming a rank, and
+torch.distributed.monitored_barrier, which names the rank, works with gloo only.
 """
 
 import json
@@ -44,26 +44,27 @@ from trainer.run.resume import held_out_digest
 from trainer.run.sharded import broadcast_json
 
 SECTIONS = ("train", "validation")
-NOT_COMPARED = ("train.set",)  # config.yaml has the id of the set; other data can't be gone on with
-#: What belongs to a machine, so that ranks may differ in it. Their sets and initial adapters are compared by content.
+NOT_COMPARED = ("train.set",)  # config.yaml has the id of the set; the resume signature compares the data
+#: Options of a machine, in which ranks may differ. Training sets and initial adapters are compared by content.
 MACHINE_OPTIONS = frozenset(
     ("train.set", "train.adapter.init", "train.device", "train.threads", "train.reading", "train.local_cache")
 ) | {"train.parallel.timeout", "validation.preview_autoencoder", "validation.scores"}
 HASHES = ("code", "training data", "held-out samples", "validation prompts", "initial adapter", "base weights")
-#: Options whose keys are not those of the schema: each is compared as one value.
+#: Options whose keys are not defined by the schema. Each of these options is compared as one value.
 FREE_KEYS = frozenset(("train.adapter.rank_pattern", "train.adapter.alpha_pattern", "train.optimizer.arguments")) | {
     "validation.placeholders"
 }
 
 
 class OutputMismatch(LatentpressError):
-    """The machines have different output folders."""
+    """Raised if the machines have different output folders."""
 
     exit_code = USAGE
 
 
 class RunFiles:
-    """Every rank makes one and calls its methods in the same order. hosts: name of each rank's machine."""
+    """Files and values that the ranks of a run share. Every rank creates an object and calls its methods in the same
+    order. hosts: name of each rank's machine."""
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.folder, self._accelerator = folder, accelerator
@@ -73,7 +74,7 @@ class RunFiles:
         """OutputMismatch if a rank does not see the folder of rank 0, which writes checkpoints and the result."""
         if self._accelerator.num_processes == 1:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)  # which also refreshes NFS's cache of it
+        self.folder.mkdir(parents=True, exist_ok=True)  # also refreshes NFS's cache of the folder
         token = self.folder / self.from_main(f".shared-{uuid.uuid4().hex}")
         if self.main:
             token.touch()
@@ -88,20 +89,20 @@ class RunFiles:
             )
 
     def checkpoint(self, found: resume.Checkpoint | None) -> resume.Checkpoint | None:
-        """The checkpoint that rank 0 has found, on every rank; `found` of other ranks has no effect."""
+        """The checkpoint that rank 0 has found, on every rank. found: ignored on other ranks."""
         name = self.from_main(None if found is None else found.path.name)
         if name is None or self.main:
             return found
         return resume.read_checkpoint(self.folder / "checkpoints" / name, verify=False)
 
     def from_main(self, value: Any) -> Any:
-        """Rank 0's value, which JSON can hold; values of other ranks have no effect."""
+        """Rank 0's value, on every rank. value: a value that JSON can represent; ignored on other ranks."""
         if self._accelerator.num_processes == 1:
             return value
         return broadcast_json(value, self._accelerator.device)
 
     def gathered(self, value: Any) -> list[Any]:
-        """The value of every rank, by rank."""
+        """The values of all ranks, ordered by rank. value: this rank's value, which JSON can represent."""
         if self._accelerator.num_processes == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._accelerator.device)
@@ -114,7 +115,8 @@ class RunFiles:
 
 
 def find_changed_settings(file: Path, config: Config) -> list[str]:
-    """`train.optimizer.lr: 0.0001, now 0.0005` for each; none where the run's config.yaml, `file`, can't be read."""
+    """A text like `train.optimizer.lr: 0.0001, now 0.0005` for each setting that changed; none if `file`, the run's
+    config.yaml, can't be read."""
     from ruamel.yaml import YAML, YAMLError
 
     try:
@@ -129,7 +131,7 @@ def find_changed_settings(file: Path, config: Config) -> list[str]:
 
 
 def describe_rank(config: Config, data: TrainSet, signature: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that must be equal on all ranks before the base weights are read: settings, code, training set."""
+    """The values that must be equal on all ranks before the base weights are read: settings, code, training set."""
     values = config.model_dump(mode="json", by_alias=True, exclude={"validation": {"prompts": {"__all__": {"image"}}}})
     code = xxhash.xxh3_64()
     packages = (package for package in PACKAGES if package.name != "stages")
@@ -147,7 +149,7 @@ def describe_rank(config: Config, data: TrainSet, signature: Mapping[str, Any]) 
 
 
 def refuse_differences(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
-    """RunError with each rank, key and both values where the ranks have other values than rank 0 has."""
+    """RunError with each rank, key and both values if a rank has other values than rank 0."""
     lines = []
     for rank, values in enumerate(ranks):
         for key, first, other in _compare("", ranks[0], values):
@@ -162,10 +164,10 @@ def refuse_differences(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str])
 
 
 def _compare(key: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(option, value before, value now) of each that differs."""
+    """(option, value before, value now) for each option that differs."""
     if isinstance(before, Mapping) and isinstance(now, Mapping) and key not in FREE_KEYS:
         for name in now:
-            if name in before:  # others are of another release
+            if name in before:  # another release has other options
                 yield from _compare(f"{key}.{name}".lstrip("."), before[name], now[name])
     elif before != now:
         yield key, before, now
@@ -176,8 +178,8 @@ def _format(value: Any) -> str:
 
 
 ROOT = PACKAGES[0].parent
-#: How long a rank that lost a connection waits to learn which other one was the cause, and how long one that did not
-#: goes on after another has failed: it may fail for the same reason, and says more of it.
+#: Seconds that a rank which lost a connection waits for the rank that caused the loss to be found, and seconds that
+#: other ranks continue after a rank has failed: they may fail for the same reason, and report it in more detail.
 ANSWER_S = 15.0
 STORE_TIMEOUT = timedelta(seconds=30)
 STORE = "rank 0, or the launcher's store at MASTER_ADDR, by which the ranks know of each other,"
@@ -185,11 +187,12 @@ HINT = "Start training again: it goes on from the last checkpoint."
 
 
 class RankLostError(LatentpressError):
-    """A rank ended or stopped answering."""
+    """Raised if a rank ended or stopped answering."""
 
 
 class RankWatch:
-    """One rank's part. `note` is called by its main thread; without other ranks nothing else happens."""
+    """One rank's part of the watch, with its threads. The main thread of the rank calls `note`. A single process has no
+    threads and no store."""
 
     def __init__(self, accelerator: Accelerator, console: Console, timeout: float, store: Store | None = None) -> None:
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
@@ -197,11 +200,11 @@ class RankWatch:
         self._interval = min(1.0, timeout / 10)
         self._main, self._ended = threading.get_ident(), threading.Event()
         self._count, self._doing, self._moved = 0, "preparing", time.monotonic()
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # rank -> its last record, and when that was new here
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # rank -> last record, time when it was first read
         if self.ranks > 1:
             assert store is not None
-            self._shared_store = store  # rank 0 may serve it, as long as it exists
-            # With a connection of its own: one that waits lets nobody else ask.
+            self._shared_store = store  # rank 0 may serve the store, for as long as this object exists
+            # The watch has its own connection, because a connection that waits blocks other requests.
             self._store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
             self._store.set_timeout(STORE_TIMEOUT)
             self._write()
@@ -211,19 +214,22 @@ class RankWatch:
                 threading.Thread(target=work, name="rank-watch", daemon=True).start()
 
     def note(self, doing: str | None = None, *, alone: bool = False) -> None:
-        """The main thread has moved on, to `doing` if that is given. All ranks call it equally often. alone: in work
-        that ranks do in turns or at different speeds: it is not counted, as it puts none ahead of the others."""
+        """Record that the main thread has made progress. All ranks call it equally often.
+
+        doing: the activity that begins. alone: whether the progress is in work that ranks do in turns or at different
+        speeds. It is not counted then, because it does not put a rank ahead of the rest.
+        """
         self._count, self._moved = self._count + (not alone), time.monotonic()
         self._doing = doing or self._doing
 
     @contextmanager
     def sharing_errors(self, last: bool = False) -> Iterator[None]:
-        """The other ranks learn of an error of the body. RankLostError in place of one that another rank has caused.
-        last: after the body other ranks may end."""
+        """Context that reports an error of its body to all ranks. An error that another rank has caused is replaced by
+        RankLostError. last: whether other ranks may end after the body."""
         try:
             try:
                 yield
-            except CheckpointException as error:  # torch.distributed.checkpoint: the errors of some ranks, on all
+            except CheckpointException as error:  # raised on all ranks, with the errors of some ranks
                 rank, (cause, _) = min(error.failures.items(), key=lambda item: (item[0] != self.rank, item[0]))
                 if rank == self.rank:
                     raise cause from error
@@ -237,7 +243,8 @@ class RankWatch:
             self._ended.set()
 
     def _fail(self, error: BaseException) -> None:
-        """Write why this rank fails; if a connection broke, find the rank that broke it and raise RankLostError."""
+        """Write the reason why this rank fails. If a connection broke, find the rank that broke it and raise
+        RankLostError."""
         broken = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         with suppress(RuntimeError):
             self._store.set(f"failed/{self.rank}", "" if broken else describe_error(error))
@@ -251,7 +258,7 @@ class RankWatch:
     # --- the threads ---
 
     def _run(self) -> None:
-        # Rank 0 looks at all, the others at rank 0.
+        # Rank 0 watches all ranks; every other rank watches rank 0 and itself.
         watched = range(self.ranks) if self.rank == 0 else (0, self.rank)
         while not self._ended.wait(self._interval):
             cause = self._find_cause(watched, self._timeout)
@@ -261,15 +268,16 @@ class RankWatch:
                 self._end(cause)
 
     def _watch_store(self) -> None:
-        """From a machine without power or network nothing comes, not even that a connection is broken: a request to it
-        lasts for a quarter of an hour."""
+        """End the process if the store does not answer. A machine without power or network does not even report a
+        broken connection, and a request to it takes a quarter of an hour to fail."""
         while not self._ended.wait(self._interval):
             if time.monotonic() - self._heard > self._timeout:
                 self._end(f"{STORE} has not answered for {self._timeout:g} s", tell=False)
 
     def _end(self, message: str, tell: bool = True) -> None:
-        """End this process, as its main thread may wait for ever, unless it ends by itself: it may fail for the same
-        reason, and says more of it. tell: the other ranks."""
+        """End this process, because its main thread may wait forever. First give the process up to ANSWER_S to end by
+        itself, since it may fail for the same reason and report it in more detail. tell: whether to write `message` for
+        the other ranks."""
         if self._ended.wait(min(ANSWER_S, self._timeout / 2)):
             return
         if tell:
@@ -278,7 +286,7 @@ class RankWatch:
         if self.rank == 0:
             self._console.print_error("train", RankLostError(message, HINT))
             self._console.stdout.flush()
-        else:  # its console is silent
+        else:  # the console of other ranks is silent
             print(f"rank {self.rank}: {message}", file=sys.stderr, flush=True)
         os._exit(INCOMPLETE)
 
@@ -297,7 +305,7 @@ class RankWatch:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _look_at(self, rank: int) -> float:
-        """Read a rank's record; returns the seconds since it had a new one."""
+        """Read a rank's record; returns the seconds since the record last changed."""
         record, known = json.loads(self._store.get(f"rank/{rank}")), self._seen.get(rank)
         if known is None or known[0] != record:
             self._seen[rank] = record, time.monotonic()
@@ -310,8 +318,9 @@ class RankWatch:
         return f"rank {rank} (process {record['process']} on {record['host']})"
 
     def _find_cause(self, ranks: Iterable[int], patience: float) -> str | None:
-        """Write this rank's record, and tell which of these ranks failed or has had no new one for `patience` seconds.
-        What fails as a connection broke is not the cause."""
+        """Write this rank's record. Returns a message with the rank among `ranks` that failed, or that has written no
+        new record for `patience` seconds; None if there is none. A rank that fails because a connection broke is not
+        the cause."""
         try:
             self._write()
             if message := self._read("ended"):
@@ -324,12 +333,12 @@ class RankWatch:
                     doing = self._seen[rank][0]["doing"]
                     return f"{self._name(rank)} has not answered for {patience:g} s, last at {doing}"
             self._heard = time.monotonic()
-        except RuntimeError:  # it ends with rank 0, or with the launcher on its machine
+        except RuntimeError:  # the store ends with rank 0, or with the launcher on the store's machine
             return f"{STORE} can't be reached"
         return None
 
     def _find_hanging(self) -> str | None:
-        """If no rank moves on, tell which are behind."""
+        """A message with the ranks that are behind if no rank makes progress; else None."""
         records = {rank: record for rank, (record, _) in self._seen.items()}
         if min(record["still"] for record in records.values()) < self._timeout:
             return None

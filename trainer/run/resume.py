@@ -1,8 +1,9 @@
-"""Find the checkpoint to continue from, and check that it fits, on new data too. Reads files, without torch.
+"""Find the checkpoint to resume from, and check that it fits configuration and data. Reads files, without torch.
 
-`trainer/run/checkpoint.py` describes and writes checkpoints. On another training set (`train.on_new_data: continue`)
-weights, optimizer and moving average stay, steps and the rate's schedule count on, and the order of the samples begins
-anew. state.json has the changes, oldest first, and the `held_out_digest` that was compared with the sets before.
+`trainer/run/checkpoint.py` describes and writes checkpoints. If a run continues on another training set
+(`train.on_new_data: continue`), it keeps weights, optimizer, moving average, the number of steps and the position in
+the learning rate's schedule, and the order of the samples starts again. state.json lists the changes of the data,
+oldest first, and has the `held_out_digest` that was compared with the previous sets.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ SETTINGS = {
     "ema": "train.ema",
     "base_precision": "train.base_precision",
 }
-#: Of the other keys: what to do about a difference.
+#: Key of the resume signature that is not in SETTINGS -> next step for a difference.
 HINTS = {
     "data": "Run `latentpress train --set train.on_new_data=continue` to continue with the new data in a new order; or "
     "set train.set to the set of the checkpoint, to continue with it; or begin a new run, from this one's adapter: "
@@ -67,7 +68,7 @@ HINTS["shuffle_shards"] = "Set train.shuffle_shards back, and train.set to the s
 HINTS["base weights"] = HINTS["transformer"]
 HINTS["initial adapter"] = "Set train.adapter.init back, or its file."
 HINTS["assistant"] = "Set model.assistant back, or its file."
-#: Hashes in the signature -> the message in place of their values.
+#: Key of a hash in the signature -> message that is shown instead of its values.
 HASHES = {
     "transformer": "the transformer has another shape",
     "base weights": "training starts from other weights",
@@ -77,19 +78,19 @@ HASHES = {
 
 
 class ResumeError(LatentpressError):
-    """A checkpoint that this configuration can't continue."""
+    """Raised if a checkpoint can't be continued with this configuration."""
 
     exit_code = USAGE
 
 
 class NoUsableCheckpoint(LatentpressError):
-    """A run whose checkpoints are all damaged."""
+    """Raised if all checkpoints of a run are damaged."""
 
     exit_code = DAMAGE
 
 
 class DataChange(Record):
-    """A change of the training data: the first step on the next set (from 0), and the id of the set before."""
+    """A change of the training data. step: first step on the next set (from 0). set: id of the previous set."""
 
     step: NonNegativeInt
     set: str | None
@@ -102,9 +103,9 @@ class Manifest(Record):
 
 
 class CheckpointState(Record):
-    """state.json. terms: the resume signature. weights: file -> trained parameter -> its key in that file. shards:
-    files of a sharded model. methods: the state of each method. data_changes: oldest first. held_out_compared: the
-    `held_out_digest` that was compared with the sets before."""
+    """state.json. terms: the resume signature. weights: file -> trained parameter -> key in the file. shards: files of
+    a sharded model. methods: name -> state of the method. data_changes: changes of the data, oldest first.
+    held_out_compared: the `held_out_digest` that was compared with the previous sets."""
 
     model_config = ConfigDict(strict=True)
 
@@ -125,22 +126,22 @@ class CheckpointState(Record):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder, and its state.json."""
+    """A checkpoint's folder, and its state.json."""
 
     path: Path
     state: CheckpointState
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self.state.step
 
 
 def newest_checkpoint(folder: Path, verify: bool = False) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-    """The newest intact checkpoint, and of newer damaged ones the folder and the reason. NoUsableCheckpoint if all
-    are damaged; ResumeError for one of another release.
+    """The newest intact checkpoint (None without checkpoints), and (folder, reason) for each newer checkpoint that is
+    damaged. NoUsableCheckpoint if all checkpoints are damaged; ResumeError if another release wrote a checkpoint.
 
-    verify: read the weights and compare their checksums; otherwise they need only exist.
+    verify: whether to read the weights and compare their checksums; if not, the files must only exist.
     """
     damaged: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(folder)):
@@ -182,7 +183,7 @@ def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """ValueError with the file's name if it can't be read."""
+    """Context that raises ValueError with the file's name if the file can't be read."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -192,7 +193,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the checksums of all files below `folder`, which is a finished checkpoint but for that."""
+    """Write manifest.json with the checksums of all files below `folder`, a checkpoint that is otherwise complete."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: file_checksum(folder / name) for name in names if name != MANIFEST_FILE}
     Manifest(files=files).write(folder / MANIFEST_FILE)
@@ -204,9 +205,9 @@ def file_checksum(path: Path) -> str:
 
 
 def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
-    """ResumeError with every difference between the checkpoint's signature and this one. Keys that `signature` lacks
-    are not compared, so most can be compared before a model is loaded; but for "assistant", which means that there is
-    none. new_data: whether the data may be others."""
+    """ResumeError with every difference between the checkpoint's signature and `signature`. Keys that are missing in
+    `signature` are not compared, so most keys can be compared before a model is loaded. Only a missing "assistant" is
+    compared: the run has no assistant. new_data: whether the training data may differ."""
     saved = checkpoint.state.terms
     current = {"assistant": None} | json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
     if new_data:
@@ -245,15 +246,16 @@ def _format_value(key: str, value: Any) -> str:
 
 
 def _comparable(key: str, value: Any) -> Any:
-    """The part that is compared: of the data its digest, as another set may have the same samples."""
+    """The part of a value that is compared: for the data only the digest, because another set may have the same
+    samples."""
     return value.get("digest") if key == "data" and isinstance(value, dict) else value
 
 
-MOST_NAMED = 3  # samples
+MOST_NAMED = 3  # samples in a message
 
 
 def list_changes(checkpoint: Checkpoint, digest: str) -> list[DataChange]:
-    """The changes of data before the next step. digest: of the data that it is going to be trained on."""
+    """The changes of the data up to the next step. digest: digest of the data that the next step is trained on."""
     changes, data = list(checkpoint.state.data_changes), checkpoint.state.terms.get("data")
     if data is not None and data["digest"] != digest:
         changes.append(DataChange(step=checkpoint.step, set=data["set"]))
@@ -261,7 +263,7 @@ def list_changes(checkpoint: Checkpoint, digest: str) -> list[DataChange]:
 
 
 def first_step(changes: Sequence[DataChange]) -> int:
-    """The step with which the order of the present data begins."""
+    """The step at which the order of the current data begins."""
     return changes[-1].step if changes else 0
 
 
@@ -274,8 +276,8 @@ def _held_out(data: TrainSet) -> pa.Array:
 
 
 def check_new_data(checkpoint: Checkpoint, data: TrainSet, changes: Sequence[DataChange]) -> None:
-    """ResumeError where the data were made by other encoders than those before, or where they hold out what the run was
-    trained on, also at another resolution; and where a set before is not there, so that this is not known."""
+    """ResumeError if the data were encoded by other encoders than the previous sets, if they hold out samples that the
+    run was trained on (at any resolution), or if a previous set is missing, so that this can't be checked."""
     compared = checkpoint.state.held_out_compared == held_out_digest(data)
     if not changes or (compared and changes == checkpoint.state.data_changes):
         return
@@ -321,7 +323,8 @@ def _open(data: TrainSet, id: str) -> TrainSet | None:
 
 
 def _media_of(ids: pa.Array, known: pa.Table | None) -> pa.Array:
-    """(n,) the media of samples; where no plan has a sample its own id."""
+    """(n,) media ids of the samples `ids`; for a sample that is in no plan, the sample's id. known: the plans' samples
+    with sample_id and media_id."""
     if known is None:
         return ids
     rows = pc.index_in(ids, value_set=known.column("sample_id").combine_chunks())
@@ -329,7 +332,7 @@ def _media_of(ids: pa.Array, known: pa.Table | None) -> pa.Array:
 
 
 def _name_samples(data: TrainSet, ids: list[str]) -> list[str]:
-    """ "dataset/path" as planned, else the id."""
+    """ "dataset/path" of each sample in the plan; the id of a sample that is not in the plan."""
     try:
         active = plans.read_plan_table(data.store, data.meta.generation, "active")
     except DamageError:

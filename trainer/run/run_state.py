@@ -1,5 +1,5 @@
-"""A run's folder: its lock, resume signature and progress, computed from files without torch, and what is said of a
-full disk and too little memory."""
+"""A run's folder: its lock, resume signature and progress, computed from files without torch; and errors for a full
+disk and too little memory."""
 
 import os
 import re
@@ -49,7 +49,7 @@ from trainer.run.resume import (
     newest_checkpoint,
 )
 
-#: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
+#: The generator of noise and sigma (`trainer/noise.py`). A run can't resume with another generator.
 RANDOM_NUMBERS = "philox4x64-10"
 HASH_ROWS = 1 << 18  # rows hashed at a time
 HASHED_STRINGS = ("sample_id", "bucket", "dataset")
@@ -57,11 +57,12 @@ HASHED_NUMBERS = ("repeats", "weight", "regularization")
 
 
 class RunFinished(Exception):
-    """There is nothing left to do, as rank 0 has seen; of several processes."""
+    """Raised on every rank of several processes if rank 0 finds that the run is finished."""
 
 
 def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
-    """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
+    """The part of a run's resume signature that configuration and training set determine. `trainer/setup/prepare.py`
+    adds the terms of the transformer."""
     shards = config.train.shuffle_shards
     needs = {name for method in config.train.methods.used.values() for name in method.needs}
     return config_signature(config) | {
@@ -77,7 +78,7 @@ def _method_terms(methods: Mapping[str, Method]) -> dict[str, Any]:
 
 
 def config_signature(config: Config) -> dict[str, Any]:
-    """The part that the configuration alone determines."""
+    """The part of a run's resume signature that the configuration alone determines."""
     init, assistant = config.train.adapter.init, config.model.assistant
     optional: dict[str, Any] = {"assistant": file_checksum(find_adapter(Path(assistant)))} if assistant else {}
     if config.expert is not None:
@@ -94,20 +95,22 @@ def config_signature(config: Config) -> dict[str, Any]:
         "timesteps": config.train.timesteps.model_dump(mode="json"),
         "loss": config.train.loss.model_dump(mode="json"),
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
-        # Of the file's bytes, so that the same adapter may be elsewhere when the run goes on.
+        # A checksum of the file's bytes, so that the adapter may be at another path when the run resumes.
         "initial adapter": init and file_checksum(find_adapter(Path(init))),
         "optimizer": config.train.optimizer.name,
         "weight_precision": config.train.weight_precision,
         "ema": config.train.ema and config.train.ema.model_dump(mode="json", include={"decay", "warmup"}),
-        # Whether weights that are not quantized are float32 or bfloat16 may change, as train.precision may.
+        # The dtype of weights that are not quantized (float32 or bfloat16) may change, like train.precision.
         "base_precision": config.train.base_precision if config.train.quantized else "no_change",
     }
 
 
 def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any]:
-    """digest: a hash of the rows that are trained on, in order, and of the fingerprints of their latents, texts and
-    those further kinds of shards that `needs` names. Validation prompts, held-out samples and locations of shards have
-    no part in it."""
+    """The part of a run's resume signature that the training set determines.
+
+    "digest" is a hash of the training rows, in order, and of the fingerprints of their latents, texts and the kinds of
+    shards in `needs`. It does not depend on validation prompts, held-out samples and the locations of shards.
+    """
     index, texts = data.tables["index"].slice(0, len(data)), data.tables["texts"].column("text_id")
     null, captions = data.meta.null_text, 0
     fingerprints = data.fingerprints
@@ -126,7 +129,7 @@ def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any
 
 
 def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
-    """The length of each value, -1 for null; then the values."""
+    """Update the digest with the length of each value (-1 for null), then with the values."""
     lengths, parts = [np.zeros(0, "<i8")], list[memoryview]()
     for chunk in column.chunks:
         _, offsets, data = chunk.buffers()
@@ -140,16 +143,17 @@ def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
 
 
 def train_shift(settings: Train, model: Model, bucket: str) -> float:
-    """The shift of sigma for samples of a bucket ("WxH@F"), of which only train.timesteps.auto_shift makes use."""
+    """The shift of sigma for samples of a bucket. bucket: "WxH@F", only used if train.timesteps.auto_shift is set."""
     if not settings.timesteps.auto_shift:
         return settings.shift or model.flavour_spec.shift
     size, family = Bucket.parse(bucket), model.family_spec
-    token = family.side_multiple  # pixels
+    token = family.side_multiple  # side of a token, in pixels
     return family.shift_by_tokens((size.width // token) * (size.height // token))
 
 
 def find_checkpoint(folder: Path, may_resume: bool) -> Checkpoint | None:
-    """The checkpoint to continue from. Errors as of `find_resume_state`."""
+    """The checkpoint to resume from; None if the run has no checkpoint. ResumeError if it has one and `may_resume` is
+    false, NoUsableCheckpoint if all checkpoints are damaged."""
     checkpoint, _ = newest_checkpoint(folder / "checkpoints")
     if checkpoint is not None and not may_resume:
         raise ResumeError(
@@ -160,9 +164,9 @@ def find_checkpoint(folder: Path, may_resume: bool) -> Checkpoint | None:
 
 
 def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -> CheckpointState | None:
-    """state.json of the checkpoint to continue from, with the changes of data up to now; None for a new run.
+    """state.json of the checkpoint to resume from, with all changes of the data up to now; None for a new run.
 
-    ResumeError where the run can't be continued, NoUsableCheckpoint where all checkpoints are damaged.
+    ResumeError if the run can't be resumed, NoUsableCheckpoint if all checkpoints are damaged.
     """
     if (checkpoint := find_checkpoint(config.run_folder, config.train.resume)) is None:
         return None
@@ -174,8 +178,8 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
 
 
 def write_config(config: Config, data: TrainSet) -> None:
-    """Write <run>/config.yaml: every resolved setting, with the set's id in place of "current". Settings that differ
-    from those of a named set are listed at the top as not in force."""
+    """Write <run>/config.yaml: every resolved setting, with the set's id in place of "current". If a named set was made
+    with other settings, comments at the top list the settings that are not in force."""
     if "/" not in config.train.set:
         config = config.changed(train=config.train.changed(set=data.id))
     lines = [f"# Not in force, as set {data.id} was named: {row}\n" for row in data.recipe_differences]
@@ -185,23 +189,24 @@ def write_config(config: Config, data: TrainSet) -> None:
 
 
 def is_finished(config: Config, state: CheckpointState | None) -> bool:
-    """Whether the run, whose newest checkpoint has this state, has done its steps and saved its result."""
+    """Whether the run has done all of its steps and saved its result. state: state of its newest checkpoint; None if
+    it has no checkpoint."""
     folder, adapter = config.result_folder, config.train.adapter
     if state is None or state.step < config.train.steps or not folder.is_dir():
         return False
     if adapter.type != "full" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):
-        return False  # a format was added
+        return False  # the configuration has a new format
     note = ResultNote.try_read(config.run_folder / RESULT_NOTE)
-    return note is not None and note.step == state.step  # a damaged note: the result is saved again
+    return note is not None and note.step == state.step  # if the note is damaged, the result is saved again
 
 
-LOCK_WAIT_S = 0.3  # as `is_running` holds the lock for a moment
+LOCK_WAIT_S = 0.3  # because `is_running` holds the lock for a moment
 
 
 @contextmanager
 def lock_output(folder: Path, console: Console) -> Iterator[None]:
-    """Create `folder` and hold its lock, which the kernel releases when this process ends. OutputLocked where another
-    process holds it, StoreError where the folder can't be written to."""
+    """Context that creates `folder` and holds its lock, which the kernel releases when this process ends. OutputLocked
+    if another process holds the lock, StoreError if the folder is not writable."""
     check_writable(folder)
     with explained(str(folder / LOCK_NAME)):
         lock = FileLock(folder / LOCK_NAME)
@@ -221,13 +226,13 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
 
 
 class DeviceOutOfMemory(LatentpressError):
-    """The device has too little memory for this configuration."""
+    """Raised if the device has too little memory for the configuration."""
 
 
 @contextmanager
 def explain_failures(folder: Path) -> Iterator[None]:
-    """Turn a full disk, missing permissions or memory in training under `folder` into errors for the user; an obstacle
-    to creating the folder, or one in it, is found before anything is loaded."""
+    """Context that turns a full disk, missing permissions or too little memory during training into errors for the
+    user. Before its body, check that `folder` and the folders in it can be created."""
     import torch
     from safetensors import SafetensorError
 

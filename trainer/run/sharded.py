@@ -1,4 +1,4 @@
-"""Tensors of which each process has a shard: torch's DTensor, as `fully_shard` (FSDP2) makes of parameters.
+"""Sharded tensors: torch's DTensor, of which each process has a shard. `fully_shard` (FSDP2) makes parameters DTensors.
 
 Plain tensors pass through every function unchanged, so code that saves or loads is the same for one process, DDP and
 FSDP2.
@@ -22,24 +22,24 @@ def is_sharded(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process' shard, with the same memory; a plain tensor itself."""
+    """This process' shard of a tensor, sharing its memory; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor. Every process calls it for the same tensors in the same order."""
+    """The whole tensor. Every process must call this function for the same tensors in the same order."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh, placements = tensor.device_mesh, tensor.placements
-    on_device = tensor.to_local().detach().to(mesh.device_type)  # a shard on the host is joined with others there
+    on_device = tensor.to_local().detach().to(mesh.device_type)  # gathers shards on the device, even from the host
     return DTensor.from_local(
         on_device, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     ).full_tensor()
 
 
 def gather_all(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Name -> whole tensor, on the host where it was sharded. keep: False on the processes that need nothing but have
-    to take part, which get an empty result."""
+    """Name -> whole tensor; tensors that were sharded are moved to the host. keep: whether this process needs the
+    tensors; False: the process only takes part, and the result is empty."""
     gathered = {}
     for name, tensor in tensors.items():
         whole = gather(tensor)
@@ -49,7 +49,7 @@ def gather_all(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, tor
 
 
 def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A tensor of the target's shape, which all processes have, sharded and on a device as the target is."""
+    """A tensor, equal in all processes, with the sharding and the device of `target`, which has the same shape."""
     if isinstance(value, DTensor) or not isinstance(target, DTensor):
         return value.to(target.device)
     mesh = target.device_mesh
@@ -59,13 +59,13 @@ def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_values(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a tensor to the values of one that is sharded alike or whole."""
+    """Copy `value`, which is sharded like `target` or whole, to `target`."""
     local(target).copy_(local(shard_like(value, target)))
 
 
 def broadcast_json(value: Any, device: torch.device) -> Any:
-    """Rank 0's value, which JSON can hold, on every rank. torch's object collectives would pickle it: a rank would run
-    what another process sends."""
+    """Rank 0's value, which JSON can represent, on every rank. torch's object collectives are not used, because they
+    pickle values, and unpickling can run code that another process sends."""
     main = torch.distributed.get_rank() == 0
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([len(data)], device=device)
@@ -76,8 +76,11 @@ def broadcast_json(value: Any, device: torch.device) -> Any:
 
 
 def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path | None = None) -> list[str]:
-    """Write sharded tensors as safetensors files, a file by each process; returns their paths relative to the parent of
-    `folder`, which the main process names. Every process calls it; nothing happens without tensors."""
+    """Write sharded tensors as safetensors files, one file per process. Returns their paths relative to the parent of
+    `folder`. Every process must call this function; without tensors it does nothing.
+
+    folder: folder to write to, on the main process; None on all other processes.
+    """
     if not tensors:
         return []
     device = torch.device(
@@ -89,8 +92,10 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path | None = None)
 
 
 def load_shards(folder: Path, owner: Callable[[str], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Read what `save_shards` wrote, by any number of processes, each sharded as its owner is. owner: name -> weight of
-    the same shape; a tensor without one is whole and on the host."""
+    """Read the tensors that `save_shards` wrote, with any number of processes. Each tensor is sharded like its owner.
+
+    owner: name of a tensor -> weight of the same shape; None: the tensor is whole and on the host.
+    """
     wanted: dict[str, torch.Tensor] = {}
     for name, stored in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata), f"{name} in {folder} is not a tensor"

@@ -1,12 +1,13 @@
-"""Attaching what is trained of a model: a LoRA, a LoKr, every weight, or a subset of the weights. An adapter's file to
-start from (`train.adapter.init`) gives modules, ranks, alphas and weights.
+"""Selecting the trained parameters of a model: a LoRA, a LoKr, every weight, or a subset of the weights. An initial
+adapter file (`train.adapter.init`) gives modules, ranks, alphas and weights.
 
-LoRA and LoKr are peft's. A LoKr's update of a matrix is alpha / rank times the Kronecker product of two small ones.
+LoRA and LoKr are peft's. A LoKr's update of a weight matrix is alpha / rank times the Kronecker product of two small
+matrices.
 
-An assistant (`model.assistant`) is a frozen LoRA with which a checkpoint that was distilled to few steps is trained. It
-takes back the distillation: training steps and the eval loss compute with it, so that what is trained need not do that.
-Samples are made without it, as what was trained is used later, and no file of the run has it. Ostris' training adapters
-of distilled models are such files.
+An assistant (`model.assistant`) is a frozen LoRA for training a checkpoint that was distilled to few steps. It reverses
+the distillation: training steps and the eval loss compute with the assistant, so that the trained adapter does not have
+to learn the reversal. Samples are generated without the assistant, because the result is used without it later, and the
+run saves it to no file. Ostris' training adapters for distilled models are such files.
 """
 
 import math
@@ -38,8 +39,11 @@ Model = Any  # a diffusers ModelMixin, which has no type annotations
 
 
 def choose_targets(model: Model, patterns: Sequence[str], left_out: Sequence[torch.nn.Module] = ()) -> list[str]:
-    """Full paths of the modules that LoRA can wrap (linear layers, convolutions without groups), that are not inside of
-    those left out, and that a regular expression matches whole. AdapterError for a pattern without matches."""
+    """Full paths of the modules that LoRA can wrap (linear layers, convolutions without groups) and whose whole path
+    matches one of the regular expressions `patterns`. AdapterError if a pattern matches no module.
+
+    left_out: modules that are excluded together with their submodules.
+    """
     inside = {part for module in left_out for part in module.modules()}
     wrappable = [
         name
@@ -64,9 +68,10 @@ def choose_scales(
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
 ) -> dict[str, tuple[int, float]]:
-    """Target -> its rank and alpha: those of the first pattern that matches its path whole, else `rank` and `alpha`.
+    """Target -> (rank, alpha): the values of the first pattern that matches the whole path, else `rank` and `alpha`.
+    AdapterError if a pattern matches no target.
 
-    alpha: default each module's own rank. AdapterError for a pattern that matches no target.
+    alpha: default alpha; None: each module's own rank.
     """
     ranks, alphas = rank_pattern or {}, alpha_pattern or {}
     for option, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
@@ -89,11 +94,12 @@ def _first_match(patterns: Mapping[str, T], path: str, default: T) -> T:
 
 
 def scale_settings(scales: Mapping[str, tuple[int, float]]) -> tuple[int, float, dict[str, Any]]:
-    """The commonest rank and alpha, and peft's rank_pattern and alpha_pattern with the other modules' by full path."""
+    """The most common rank and alpha, and peft's rank_pattern and alpha_pattern for the modules with other values, by
+    full path."""
     [((rank, alpha), _)] = Counter(scales.values()).most_common(1)
     patterns: dict[str, dict[str, Any]] = {"rank_pattern": {}, "alpha_pattern": {}}
     for other in sorted({*scales.values()} - {(rank, alpha)}):
-        # "^": peft looks for a suffix otherwise, and the same name may end paths of other ranks.
+        # Without "^" peft would match suffixes, and a path of another rank may end with the same name.
         key = "^(" + "|".join(re.escape(path) for path, scale in scales.items() if scale == other) + ")"
         patterns["rank_pattern"][key], patterns["alpha_pattern"][key] = other
     return rank, alpha, patterns
@@ -112,17 +118,18 @@ def add_lora(
     dora: bool = False,
     init_weights: str = "default",
 ) -> None:
-    """Freeze the model, and add a float32 LoRA, drawn from torch's generator, to each target.
+    """Freeze the model, and add a float32 LoRA, initialized with torch's global generator, to each target.
 
     scales: full module path -> rank and alpha; the update is scaled by alpha / rank, with rslora by alpha / sqrt(rank).
-    init_weights: pissa and olora change the base weights, and leave a copy of their start for `save_lora`.
+    init_weights: initialization of the LoRA. pissa and olora change the base weights; a copy of the initial LoRA is
+        then stored as `model.initial_lora` for `save_lora`.
     """
     if not scales:
         raise ValueError("LoRA needs at least one target module")
     model.requires_grad_(False)
     r, lora_alpha, patterns = scale_settings(scales)
     with warnings.catch_warnings():
-        # Of merging into torchao's tensors, and of peft's own way to save PiSSA: nothing here does either.
+        # These warnings are about merging into torchao's tensors and peft's own way to save PiSSA, both unused here.
         warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without", UserWarning)
         warnings.filterwarnings("ignore", "Using Rank-Stabilized LoRA with rank_pattern", UserWarning)
         settings = LoraConfig(
@@ -150,17 +157,17 @@ def finish_adapter(model: Model, targets: Sequence[str]) -> None:
 
 
 def lora_state(model: Model) -> dict[str, torch.Tensor]:
-    """The adapter's tensors by peft's names, without the adapter's."""
+    """The adapter's tensors by peft's keys, which do not contain the name of the adapter."""
     return get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
 
 
 def list_adapted_modules(model: Model) -> list[str]:
-    """Full paths of the modules that carry an adapter."""
+    """Full paths of the modules that have an adapter."""
     return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
 
 
 def read_scales(model: Model) -> dict[str, tuple[int, float]]:
-    """Full path of each module that carries an adapter -> its rank and alpha."""
+    """Full path of each module that has an adapter -> (rank, alpha)."""
     modules: dict[str, Any] = {name: model.get_submodule(name) for name in list_adapted_modules(model)}
     return {
         name: (
@@ -172,14 +179,14 @@ def read_scales(model: Model) -> dict[str, tuple[int, float]]:
 
 
 def trainable_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
-    """Name -> parameter with gradients, in the model's order."""
+    """Name -> parameter that requires a gradient, in the model's order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @contextmanager
 def adapter_off(model: Model) -> Iterator[None]:
-    """The model without its LoRA or LoKr. Its weights keep `requires_grad`, which peft takes from them: `fully_shard`
-    looks at it once, in the first forward pass."""
+    """Context in which the model computes without its LoRA or LoKr. The adapter's weights keep `requires_grad`, which
+    peft would unset: `fully_shard` reads it only once, in the first forward pass."""
     layers, trained = (
         [module for module in model.modules() if isinstance(module, BaseTunerLayer)],
         trainable_parameters(model),
@@ -197,9 +204,9 @@ def adapter_off(model: Model) -> Iterator[None]:
 
 
 class KroneckerLinear(Linear):
-    """peft's layer, without making the product: (w1 kron w2) x = w1 X w2^T with X the reshaped x, so that neither the
-    product nor its gradient is in memory, and the base may be packed in 4 bits, whose shape peft would take for the
-    product's."""
+    """peft's LoKr layer without computing the Kronecker product: (w1 kron w2) x = w1 X w2^T, X being the reshaped x.
+    Neither the product nor its gradient is in memory, and the base weight may be packed in 4 bits; peft's layer would
+    reshape the product to the shape of the packed weight."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.disable_adapters or self.merged:
@@ -217,9 +224,10 @@ class KroneckerLinear(Linear):
 def add_lokr(
     model: Any, scales: Mapping[str, tuple[int, float]], decompose_factor: int = -1, decompose_both: bool = False
 ) -> None:
-    """Freeze the model, and add a float32 LoKr, drawn from torch's generator, to each target.
+    """Freeze the model, and add a float32 LoKr, initialized with torch's global generator, to each target.
 
-    scales: full module path -> rank and alpha. decompose_factor: the first factor of each side; -1: near its root.
+    scales: full module path -> rank and alpha. decompose_factor: the first factor of each side of the weight; -1: the
+    factor next to the side's square root. decompose_both: whether w1 may be factorized to the rank, too.
     """
     model.requires_grad_(False)
     rank, alpha, patterns = scale_settings(scales)
@@ -250,12 +258,12 @@ def make_trainable(
     weight_precision: str = "float32",
     scales: Mapping[str, tuple[int, float]] | None = None,
 ) -> None:
-    """Add an adapter, or unfreeze weights. AdapterError where a target or pattern matches nothing, or the initial
-    adapter does not fit.
+    """Add an adapter, or unfreeze weights. Modules that the family lists as `without_gradient` get no adapter and stay
+    frozen. AdapterError if a target or pattern matches no module, or if the initial adapter does not fit the model.
 
-    weight_precision: of full rank; float32 weights are computed with under autocast. scales: rank and alpha of an
-    adapter by full module path, in place of those of the settings or the initial adapter, whose weights are then left.
-    What the family names as `without_gradient` has no adapter and stays frozen.
+    weight_precision: dtype of the weights in full-rank training; float32 weights compute under autocast. scales: full
+    module path -> rank and alpha of the adapter, instead of the values in the settings or the initial adapter; the
+    weights of the initial adapter are not loaded then.
     """
     if adapter.type == "full":
         unfreeze(model, adapter.targets, family)
@@ -280,8 +288,11 @@ def make_trainable(
 
 
 def unfreeze(model: Any, targets: Sequence[str] | None, family: ModelFamily) -> None:
-    """Train the parameters that a pattern matches whole, by their own path or that of a module around them; None: all.
-    Those without a gradient stay frozen. AdapterError for a pattern without matches."""
+    """Make parameters trainable. Parameters without a gradient stay frozen. AdapterError if a pattern matches nothing.
+
+    targets: regular expressions that match the whole path of a parameter or of a module that contains it; None: all
+        parameters.
+    """
     model.requires_grad_(targets is None)
     for pattern in targets or ():
         modules = [part for path, part in model.named_modules() if path and re.fullmatch(pattern, path)]
@@ -308,11 +319,11 @@ def unfreeze(model: Any, targets: Sequence[str] | None, family: ModelFamily) -> 
 def fit_initial(
     model: Any, family: ModelFamily, file: AdapterFile, adapter: Adapter
 ) -> tuple[AdapterFile, dict[str, tuple[int, float]]]:
-    """The file with module paths for names, and of each module that it adapts the full path, rank and alpha.
-    AdapterError where the model has no such module or one of another size, or `train.adapter.targets` chooses others.
-    What it has of modules without a gradient, which changes nothing, is left out.
+    """The file with its layers by module path, and full path -> rank and alpha for each module that it adapts. Layers
+    for modules without a gradient are left out, since they have no effect. AdapterError if the model does not have such
+    a module, if the module has another size, or if `train.adapter.targets` selects other modules.
 
-    model: without an adapter, on any device, quantized or not.
+    model: transformer without an adapter, on any device, quantized or not.
     """
     paths = name_modules(model, [".*"])
     file = resolve_names(file, paths, "the transformer")
@@ -335,20 +346,20 @@ def fit_initial(
 
 
 def name_modules(model: Any, patterns: Sequence[str], left_out: Sequence[torch.nn.Module] = ()) -> dict[str, str]:
-    """ "transformer.<module path>" of the modules that the patterns choose -> full path."""
+    """ "transformer.<module path>" -> full path, for each module that the patterns select."""
     return {f"transformer.{path}": path for path in choose_targets(model, patterns, left_out)}
 
 
 def module_size(module: Any) -> tuple[int, int]:
-    """Outputs and inputs of a linear layer, whose weight may be packed, or of a convolution."""
+    """(outputs, inputs) of a linear layer, whose weight may be packed, or of a convolution."""
     if isinstance(module, torch.nn.Linear):
         return module.out_features, module.in_features
     return module.weight.shape[0], math.prod(module.weight.shape[1:])
 
 
 def load_weights(model: Any, file: AdapterFile) -> None:
-    """Set the model's adapter, which has what `fit_initial` said, to the file's weights. AdapterError where a LoKr
-    divides matrices otherwise."""
+    """Copy the file's weights to the model's adapter, which has the modules, ranks and alphas that `fit_initial`
+    returned. AdapterError if a LoKr in the file divides the matrices differently."""
     parameters = {f"transformer.{key}": value for key, value in lora_state(model).items()}
     held = {f"{name}.{end}": value for name, layer in load_layers(file).items() for end, value in layer.tensors.items()}
     if file.kind == "LoKr":
@@ -367,7 +378,8 @@ def load_weights(model: Any, file: AdapterFile) -> None:
 
 
 class Assistant:
-    """A hook that adds the LoRA of a module to its output, while it is active; one for all modules of a model."""
+    """A forward hook that adds the output of a module's LoRA to the module's output while the assistant is active. All
+    modules of a model share one object."""
 
     def __init__(self) -> None:
         self.active = True
@@ -380,9 +392,10 @@ class Assistant:
 
 
 def add_assistant(model: Any, file: AdapterFile, dtype: torch.dtype) -> None:
-    """Add the LoRA to a model, quantized or not, before what is trained is added. AdapterError where it does not fit.
+    """Add the assistant's LoRA to a model, quantized or not, before the trained adapter is added. AdapterError if it
+    does not fit the model.
 
-    Its matrices are buffers in `dtype`, which are in no state_dict.
+    dtype: dtype of the LoRA's matrices, which are buffers and not part of the state_dict.
     """
     file, modules = match_modules(model, file)
     assistant = Assistant()
@@ -397,8 +410,11 @@ def add_assistant(model: Any, file: AdapterFile, dtype: torch.dtype) -> None:
 
 
 def match_modules(model: Any, file: AdapterFile) -> tuple[AdapterFile, dict[str, Any]]:
-    """The file with module paths for names, and the model's linear layers by them. AdapterError where the file adapts
-    another module or one of another size. model: on any device, quantized or not."""
+    """The file with its layers by module path, and the model's linear layers by the same names. AdapterError if the
+    file adapts a module that the model does not have as a linear layer, or that has another size.
+
+    model: transformer on any device, quantized or not.
+    """
     parts = {name: model.get_submodule(path) for name, path in name_modules(model, [".*"]).items()}
     linear = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Linear)}
     file = resolve_names(file, linear, "the transformer")

@@ -1,19 +1,20 @@
-"""How the transformer's blocks compute: compiled one by one, and what they keep on the device between the forward and
-the backward pass (gradient checkpointing; frozen weights or activations on the host).
+"""How the transformer's blocks compute: compilation of single blocks, and the tensors that blocks keep on the device
+between the forward and the backward pass (gradient checkpointing; frozen weights or activations on the host).
 
-Block offload: the frozen weights of the transformer's blocks stay on the host, and a group of blocks has copies of
-them on the device while it computes.
+Block offload: the frozen weights of the transformer's blocks stay on the host, and a group of blocks has copies of its
+weights on the device while it computes.
 
 diffusers' group offloading (`block_level`) does this for inference and is not used, for four reasons (0.42.1):
-- It moves all parameters of a block, and with streams puts the first values back: what an optimizer has changed would
-  be lost. Here trained weights stay on the device.
-- A group is brought by its first block and leaves with its last, but the backward pass computes the last one first.
-  Here a group comes when any of its blocks computes, in either direction, and leaves when another one comes.
-- It moves the data of quanto's and bitsandbytes' weights, and leaves their scales behind.
-- It gives a weight another content in place, also where the backward pass still needs it. Here the host's weight never
-  changes, so that nothing is copied back: a copy takes its place in the module, and is dropped.
+- It moves all parameters of a block, and with streams restores the initial values, so that the optimizer's updates
+  would be lost. Here trained weights stay on the device.
+- The first block of a group onloads the group and the last block offloads it, but the backward pass computes the last
+  block first. Here any block of a group onloads the group, in either direction, and the next group offloads it.
+- It moves the data of quanto's and bitsandbytes' weights, but not their scales.
+- It replaces a weight's data in place, even if the backward pass still needs the data. Here the host's weight never
+  changes, and nothing is copied back: a copy on the device replaces the weight in the module, and is dropped later.
 
-All blocks are checkpointed. What others save for their backward pass would keep the copies on the device.
+All blocks use gradient checkpointing. Other blocks would save the copies for their backward pass and so keep them on
+the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +31,11 @@ from schemas.devices import STREAM_DEVICES, pins_memory
 from trainer.families.base import ModelFamily
 from trainer.setup.quantize import remake
 
-MOST_GRAPHS = 64  # of a class of blocks: shapes of pictures and text, with and without gradient
+MOST_GRAPHS = 64  # graphs per class of blocks: one per shape of images and text, with and without gradient
 
 
 class HostedWeight(NamedTuple):
-    """A frozen weight of a module, which is on the host, and for a time has a copy on the device in its place."""
+    """A frozen weight on the host. While its group computes, the module has a copy on the device in its place."""
 
     module: torch.nn.Module
     name: str
@@ -42,12 +43,13 @@ class HostedWeight(NamedTuple):
 
 
 def copy_weight(weight: torch.nn.Parameter, device: torch.device, non_blocking: bool = False) -> torch.nn.Parameter:
-    """A copy of a frozen weight on the device, of which nothing changes if the weight is moved later."""
+    """A copy of a frozen weight on the device. The copy does not change if the weight is moved later."""
     return remake(weight, lambda part: part.to(device, non_blocking=non_blocking, copy=True))
 
 
 class BlockGroup:
-    """The frozen weights of some blocks. stream: that copies, or None where copying waits."""
+    """The frozen weights of consecutive blocks. stream: stream of the copies to the device; None: copies are
+    synchronous."""
 
     def __init__(self, blocks: Sequence[torch.nn.Module], device: torch.device, stream: torch.Stream | None) -> None:
         self.device, self.stream, self.there = device, stream, False
@@ -60,12 +62,12 @@ class BlockGroup:
             if not weight.requires_grad
         ]
         for number, hosted in enumerate(self.weights if stream is not None else ()):
-            # A stream can copy from pinned memory while another computes.
+            # A stream can copy from pinned memory while another stream computes.
             self.weights[number] = hosted._replace(weight=remake(hosted.weight, torch.Tensor.pin_memory))
             setattr(hosted.module, hosted.name, self.weights[number].weight)
 
     def bring(self) -> None:
-        """Copy the weights to the device, or begin to."""
+        """Copy the weights to the device; with a stream, only start the copy."""
         if self.there:
             return
         self.there = True
@@ -73,7 +75,7 @@ class BlockGroup:
             self._copy()
             return
         backend = torch.get_device_module(self.device)
-        # Copies reuse the memory of groups that left, whose last kernels may not have run yet.
+        # Copies reuse the memory of groups that were offloaded, whose last kernels may not have run yet.
         self.stream.wait_stream(backend.current_stream(self.device))
         with backend.stream(self.stream):
             self._copy()
@@ -84,7 +86,7 @@ class BlockGroup:
             setattr(hosted.module, hosted.name, copy_weight(hosted.weight, self.device, self.stream is not None))
 
     def wait(self) -> None:
-        """Have what is computed from now on find the weights."""
+        """Make the current stream wait for the copy."""
         if self.copied is not None:
             torch.get_device_module(self.device).current_stream(self.device).wait_event(self.copied)
 
@@ -96,14 +98,14 @@ class BlockGroup:
 
 
 class GroupScheduler:
-    """Decides which groups are on the device: that of the block that computes, and with `prefetch` the next one,
-    too."""
+    """Decides which groups are on the device: the group of the block that computes and, with `prefetch`, the next
+    group."""
 
     def __init__(self, groups: Sequence[BlockGroup], prefetch: bool = False) -> None:
         self.groups, self.prefetch, self.current = groups, prefetch, -1
 
     def enter(self, number: int) -> None:
-        """A block of this group is going to compute."""
+        """Onload group `number`, one block of which is about to compute, and offload the other groups."""
         if number == self.current:
             return
         forward, self.current = number > self.current, number
@@ -129,10 +131,12 @@ def offload_blocks(
     blocks_per_group: int = 1,
     streams: bool = False,
 ) -> GroupScheduler:
-    """Keep the blocks' frozen weights on the host, where they are, and on the device only while their group computes;
-    move all else to the device. The blocks keep their names and hooks.
+    """Keep the blocks' frozen weights on the host, with copies on the device only while their group computes, and move
+    all other weights and buffers to the device. The blocks keep their names and hooks.
 
     After a forward pass without gradient, and after a backward pass, all frozen weights of blocks are on the host.
+
+    streams: whether to copy the next group in a stream of its own while a group computes.
     """
     stream = torch.get_device_module(device).Stream(device) if streams else None
     parts = [blocks[first : first + blocks_per_group] for first in range(0, len(blocks), blocks_per_group)]
@@ -147,7 +151,7 @@ def offload_blocks(
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else scheduler.leave())
     for number, part in enumerate(parts):
         for block in part:
-            # Not through __setattr__, which is for modules and parameters.
+            # Not through __setattr__, which torch overrides for modules and parameters.
             block.__dict__["forward"] = enter_first(scheduler, number, block.forward)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if trained:
@@ -156,7 +160,8 @@ def offload_blocks(
 
 
 def largest_groups(sizes: Sequence[int], blocks_per_group: int, streams: bool) -> int:
-    """Bytes that are on the device at most, where each block has `sizes`: those of a group, or of two neighbors."""
+    """The most bytes of offloaded weights on the device at a time: one group, or with streams two neighboring groups.
+    sizes: bytes of each block."""
     starts = range(0, len(sizes), blocks_per_group)
     return max(sum(sizes[first : first + blocks_per_group * (1 + streams)]) for first in starts)
 
@@ -170,7 +175,7 @@ def enter_first(scheduler: GroupScheduler, number: int, compute: Callable[..., A
 
 
 def check_offload(offload: Offload, parallel: Parallel, ranks: int) -> None:
-    """RunError if so many processes can't train so. Called before a model is loaded."""
+    """RunError if `ranks` processes can't train with this offloading. Called before a model is loaded."""
     if ranks == 1 and parallel.cpu_offload:
         raise RunError(
             "train.parallel.cpu_offload: one process trains the whole model and has no shards to keep on the host",
@@ -186,13 +191,13 @@ def check_offload(offload: Offload, parallel: Parallel, ranks: int) -> None:
 
 
 def loading_device(offload: Offload, sharded: bool, device: torch.device) -> torch.device:
-    """The device that the checkpoint is loaded to: the host for block offload and for FSDP2, so that the device never
-    holds all weights."""
+    """The device to load the checkpoint to: the CPU for block offload and for FSDP2, so that the device never holds all
+    weights."""
     return torch.device("cpu") if offload.blocks or sharded else device
 
 
 def reduce_memory(model: Any, family: ModelFamily, settings: Train, device: torch.device) -> None:
-    """Set up gradient checkpointing and block offload of a model whose trained weights are attached."""
+    """Set up gradient checkpointing and block offload of a model that already has its trained weights."""
     blocks = family.blocks(model)
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, blocks[:: settings.gradient_checkpointing_interval])
@@ -202,20 +207,20 @@ def reduce_memory(model: Any, family: ModelFamily, settings: Train, device: torc
 
 
 def checkpoint_block(block: torch.nn.Module, *args: Any) -> Any:
-    """Compute a block now, and again in the backward pass instead of keeping its activations."""
+    """Compute a block, and compute it again in the backward pass instead of keeping its activations."""
     return checkpoint(block, *args, use_reentrant=False)
 
 
 def checkpoint_blocks(model: Any, blocks: Sequence[torch.nn.Module]) -> None:
-    """Gradient checkpointing of these blocks, and of no other. A transformer that needs more than
-    torch.utils.checkpoint to compute a block again has a `checkpoint_block` of its own."""
+    """Enable gradient checkpointing for these blocks only. A transformer for which torch.utils.checkpoint is not enough
+    has its own `checkpoint_block`."""
     chosen, run = set(blocks), getattr(model, "checkpoint_block", checkpoint_block)
     model.enable_gradient_checkpointing(lambda block, *args: run(block, *args) if block in chosen else block(*args))
 
 
 def around_forward(offload: Offload, device: torch.device) -> ExitStack:
-    """The contexts that the forward pass runs in: what it saves for the backward pass goes to the host, if that is
-    asked for."""
+    """The contexts for the forward pass. If `offload.activations` is set, tensors that are saved for the backward pass
+    go to the host."""
     stack = ExitStack()
     if offload.activations:
         stack.enter_context(save_on_host(pin_memory=pins_memory(device)))
@@ -223,8 +228,8 @@ def around_forward(offload: Offload, device: torch.device) -> ExitStack:
 
 
 def save_on_host(pin_memory: bool) -> saved_tensors_hooks:
-    """torch's `save_on_cpu`, but strides are kept too: without them a block that is computed again may take another way
-    through a matrix product than before, which torch's checkpointing refuses."""
+    """torch's `save_on_cpu`, except that strides are kept. With other strides, the recomputation of a block may use
+    another kernel for a matrix product, and torch's checkpointing raises an error."""
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         host = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory)
@@ -250,10 +255,10 @@ def check_compile(settings: Train) -> None:
 
 
 def compile_blocks(blocks: Sequence[torch.nn.Module], backend: str, log: Callable[[str], None]) -> None:
-    """torch.compile of each block's forward pass, at its first call. Blocks of one class share their graphs, so 60 of
-    them are compiled in the time of one; hooks of methods stay outside. log: gets a line for each graph that is made.
+    """Compile each block's forward pass with torch.compile, at its first call. Blocks of one class share their graphs,
+    so compiling 60 blocks takes as long as one; hooks of methods are not compiled. log: receives a line per graph.
     """
-    # torch's guide to custom backends documents it under this name; imported late, as it takes a second.
+    # torch's guide to custom backends documents it under this name. The import takes a second, so it is done here.
     from torch._dynamo import lookup_backend
 
     compile_graph, graphs = lookup_backend(backend), 0
@@ -266,7 +271,7 @@ def compile_blocks(blocks: Sequence[torch.nn.Module], backend: str, log: Callabl
         log(f"torch.compile: graph {graphs} of the blocks ({nodes} operations){remark}")
         return compile_graph(graph, inputs, **options)
 
-    # By default a class of blocks has 8, and computes further shapes without a graph.
+    # By default a class of blocks has 8 graphs, and further shapes are computed without a graph.
     torch.compiler.config.recompile_limit = max(MOST_GRAPHS, torch.compiler.config.recompile_limit)
     for block in blocks:
         block.__dict__["forward"] = torch.compile(block.forward, backend=count)

@@ -1,14 +1,15 @@
-"""Checks of training that need torch and no weights in memory: on the device, and on the model without its weights.
+"""Checks of training that need torch but no weights in memory: checks on the device, and on the model without weights.
 
-`latentpress run` makes them before its first stage, `train --dry-run`, and `train` before it loads the transformer.
-They read the headers of local weights, and files of adapters. What is left is found by `train` alone:
+`latentpress run` makes these checks before its first stage, and `train`, also with --dry-run, before it loads the
+transformer. They read the headers of local weights, and adapter files. Only `train` itself detects:
 
-- the processes of a run that do not meet, are not alike, or do not see one folder: there is one process before;
-- weights of a repository, which only `train` fetches; numbers in weights that are damaged, or other than those of the
-  checkpoint to resume from: all files have to be read for that;
-- samples and shards that a stage of the same `run` makes: whether they may follow those of the checkpoint, and whether
-  two sections of a remote set fit `train.local_cache.max_gb`;
-- memory that is not enough (`--dry-run` predicts it), and kernels that torch.compile makes in the first step.
+- processes of a run that do not meet, differ, or do not see one folder: only one process exists at the checks;
+- problems in the weights of a repository, which only `train` fetches; weights that are damaged, or differ from the
+  weights that the checkpoint was trained on, since that requires reading all files;
+- problems with samples and shards that a stage of the same `run` makes: whether the run may continue from the
+  checkpoint with them, and whether two sections of a remote set fit `train.local_cache.max_gb`;
+- too little memory (`--dry-run` predicts the memory), and failures of the kernels that torch.compile makes in the first
+  step.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +49,7 @@ from trainer.setup.quantize import NF4_COLUMN_MULTIPLE, base_matrices, can_quant
 from trainer.validation import load_scheduler
 
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper
-PROBED_TOKENS = 1024  # of an image for which a scheduler is tried
+PROBED_TOKENS = 1024  # image tokens for which a scheduler is tried
 
 
 def check_training(
@@ -62,12 +63,12 @@ def check_training(
     sharded: bool = False,
     is_stored: bool = True,
 ) -> dict[str, Method]:
-    """Every check of this file; returns the methods, set up. RunError, or AdapterError for what is wrong with an
-    adapter, its targets and patterns. Attention backends are checked apart (`trainer/attention.py`).
+    """Make every check of this file; returns the methods after their setup. AdapterError if an adapter, its targets or
+    its patterns are invalid, RunError for any other problem. `trainer/attention.py` checks attention backends.
 
-    warn: of a disk that is too small for checkpoints. buckets: of the set or, as long as there is none, that it may
-    have. data: None as long as there is none. sharded: see `check_optimizer`. is_stored: whether the checkpoint's
-    weights are loaded.
+    warn: function that shows the warning that the disk is too small for checkpoints. buckets: names of the set's
+    buckets or, before a set exists, of the buckets that it may have. data: the training set; None before it exists.
+    sharded: see `check_optimizer`. is_stored: whether the checkpoint's weights are loaded, and so checked.
     """
     check_options(config, device, buckets, ranks, sharded)
     with explain_checkpoint_errors(config.model.source):
@@ -78,7 +79,7 @@ def check_training(
             check_stored(folder / config.part, weights, type(model)._keys_to_ignore_on_load_unexpected or ())
     used = config.train.methods.used if data is None else used_methods(config.train, data)
     methods = make_methods(used)
-    # Without a set the methods' own weights have other sizes than later.
+    # Without a set, the sizes of the methods' own weights are not known, and 1 takes their place.
     shapes: dict[str, tuple[int, ...]] = {name: (1,) for section in used.values() for name in section.needs}
     if data is not None and methods:
         shapes = {name: tuple(array.shape) for name, array in data.sample(0).tensors.items()}
@@ -99,7 +100,7 @@ def check_training(
 def check_options(
     config: Config, device: torch.device, buckets: Iterable[str], ranks: int = 1, sharded: bool = False
 ) -> None:
-    """The checks that need no model; see `check_training`."""
+    """Make the checks that do not need a model; see `check_training`."""
     settings = config.train
     check_offload(settings.offload, settings.parallel, ranks)
     check_compile(settings)
@@ -114,7 +115,7 @@ def check_options(
 
 
 def check_precision(name: str, device: torch.device) -> None:
-    """RunError for a base_precision whose library or card is not there."""
+    """RunError if the library that a base_precision needs is not installed, or the card does not support it."""
     library = QUANTIZATION_LIBRARIES.get(name)
     if library and not is_installed(library):
         step = f"Install it: {find_library(library).command}"
@@ -132,8 +133,9 @@ def check_precision(name: str, device: torch.device) -> None:
 
 
 def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, torch.nn.Parameter]:
-    """Add to a model on the meta device what `prepare_model` adds to the loaded one; returns what is trained. RunError
-    for a base_precision or init_weights that the model can't have, AdapterError for what does not fit it."""
+    """Add the assistant and the adapter to a model on the meta device, as `prepare_model` does for the loaded model;
+    returns the trained parameters. RunError for a base_precision or init_weights that the model does not support,
+    AdapterError for an adapter that does not fit the model."""
     settings, adapter = config.train, config.train.adapter
     name, init = settings.base_precision, adapter.init_weights
     matrices = base_matrices(model, family).values() if settings.quantized else ()
@@ -148,7 +150,7 @@ def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, 
         if assistant := read_assistant(config.model):
             dtype, autocast = choose_dtypes(config.train, config.model)
             add_assistant(model, assistant, autocast or dtype)
-        # Other first values would be computed from weights that are not there.
+        # Other initializations would be computed from weights that are not in memory.
         make_trainable(model, family, adapter.changed(init_weights="default"), settings.weight_precision)
     adapted = {path: model.get_submodule(path).get_base_layer() for path in list_adapted_modules(model)}
     convolutions = [path for path, part in adapted.items() if is_convolution(part)]
@@ -162,12 +164,12 @@ def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, 
 
 
 def check_scheduler(model: Model, shift: float | None, family: ModelFamily) -> None:
-    """RunError if the checkpoint's scheduler, by which validation prompts are denoised, is missing, or can't have the
+    """RunError if the checkpoint's scheduler, which denoises validation prompts, is missing, or does not support the
     family's noise levels or validation.shift."""
     try:
         scheduler = load_scheduler(model.source, model.revision, shift)
         family.set_timesteps(scheduler, model.family_spec.steps, PROBED_TOKENS, torch.device("cpu"))
-    except Exception as error:  # whatever a scheduler of another family raises
+    except Exception as error:  # a scheduler of another family may raise any error
         raise RunError(
             f"{model.source}/scheduler can't denoise validation prompts as {model.family}'s pipeline does: "
             f"{str(error) or type(error).__name__}",
@@ -177,7 +179,7 @@ def check_scheduler(model: Model, shift: float | None, family: ModelFamily) -> N
 
 
 def check_noise_levels(expert: Expert, settings: Train, model: Model, bucket: str) -> None:
-    """RunError if hardly any of the configured noise levels is one of the expert that is trained."""
+    """RunError if hardly any of the configured noise levels is in the range of the trained expert."""
     shift = train_shift(settings, model, bucket)
     first, last = flow.draws_within(settings.timesteps, shift, expert.range)
     if abs(last - first) < flow.LEAST_SHARE:

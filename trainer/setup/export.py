@@ -1,4 +1,4 @@
-"""Export of what is trained to files that diffusers' pipelines load: a run's result, and a part of each checkpoint."""
+"""Export of trained weights to files that diffusers' pipelines load: a run's result, and a part of each checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,11 +35,12 @@ def export_weights(
     notes: Mapping[str, str],
     formats: Sequence[AdapterFormat],
 ) -> dict[str, dict[str, str]]:
-    """Write an adapter in each format, with `notes` in its header, or of a full-rank run the transformer, in the folder
-    `part`, to `folder`. Returns each file of weights, relative to `folder`: its keys and
-    the parameters that they hold.
+    """Write the adapter to `folder` in each format, with `notes` in its header, or, for a full-rank run, the
+    transformer to the folder `part` in it. Returns weights file, relative to `folder` -> key -> name of the parameter
+    that the key holds.
 
-    folder: None on processes that only take part in gathering a sharded model."""
+    folder: None on processes that only take part in gathering a sharded model.
+    """
     if is_sharded(model.parameters()):
         model = gather_model(model, family, adapter, folder is not None)
     if folder is None:
@@ -58,8 +59,8 @@ def export_weights(
 
 
 def gather_model(model: Any, family: ModelFamily, adapter: Adapter, keep: bool) -> Any:
-    """A model on the host with the whole weights that are saved, the others on the meta device; None where not kept.
-    Every process calls it."""
+    """A model on the host with the unsharded weights that are saved; all other weights are on the meta device. Every
+    process must call this function. keep: whether this process needs the model; False: returns None."""
     trained = trainable_parameters(model)
     state = gather_all(model.state_dict() if adapter.type == "full" else trained, keep)
     if not keep:
@@ -69,7 +70,7 @@ def gather_model(model: Any, family: ModelFamily, adapter: Adapter, keep: bool) 
         adapter = adapter.changed(init_weights="default")
         make_trainable(whole, family, adapter, scales=read_scales(model))
     whole.load_state_dict(state, strict=False, assign=True)
-    if hasattr(model, "initial_lora"):  # of PiSSA and OLoRA
+    if hasattr(model, "initial_lora"):  # with PiSSA and OLoRA
         whole.initial_lora = model.initial_lora
     return whole
 
@@ -81,11 +82,13 @@ def save_lora(
     metadata: Mapping[str, str] | None = None,
     formats: Sequence[AdapterFormat] = ("diffusers",),
 ) -> Path:
-    """Write the adapter's file of each format to `directory`, of a LoKr also LyCORIS'; returns the first's path.
+    """Write the adapter to `directory` as a file of each format, and a LoKr in LyCORIS' format, too. Returns the path
+    of the first file.
 
-    metadata: further text for the files' headers (`latentpress.<key>`), which also have the family. The header of
-    diffusers' file has the adapter's configuration, too, without which a pipeline would guess alpha. Names begin with
-    "transformer." whichever of two experts it is: of other prefixes, pipelines load nothing without a word.
+    The header of diffusers' file also has the adapter's configuration, without which a pipeline would guess alpha.
+    Names begin with "transformer." for either of two experts, since pipelines silently ignore other prefixes.
+
+    metadata: text for the files' headers (`latentpress.<key>`), in addition to the family.
     """
     state, config = file_contents(model)
     tensors = {f"transformer.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
@@ -99,17 +102,17 @@ def save_lora(
 
 
 def file_contents(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The adapter's tensors and peft configuration, such that loading them into the original base gives this model."""
+    """The adapter's tensors and peft configuration. Loading them into the original base model gives this model."""
     state, config = lora_state(model), model.peft_config[ADAPTER_NAME].to_dict()
     if config["peft_type"] == PeftType.LOKR:
         return state, config
-    # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
+    # A pipeline adds layers in training mode and never calls eval(), so a dropout would stay active at inference.
     config["lora_dropout"] = 0.0
-    config["init_lora_weights"] = True  # a pipeline would start with it, and pissa and olora would change its base
+    config["init_lora_weights"] = True  # a pipeline applies it first, and pissa and olora would change its base
     initial = getattr(model, "initial_lora", None)
     if initial is None:
         return state, config
-    # With W - s B0 A0 in place of W, the change of W is s (B A - B0 A0), a LoRA of twice the rank with the same s.
+    # As the base W was replaced by W - s B0 A0, the change of W is s (B A - B0 A0): a LoRA of twice the rank, same s.
     for name, value in state.items():
         start = initial[name].to(value.device)
         state[name] = torch.cat([value, start]) if "lora_A" in name else torch.cat([value, -start], 1)
@@ -123,7 +126,7 @@ def file_contents(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def save_full(model: Any, directory: Path) -> Path:
     """Write the transformer to `directory` for its `from_pretrained`."""
     model.save_pretrained(directory)
-    mode = (directory / "config.json").stat().st_mode & 0o777  # safetensors makes weights private to their owner
+    mode = (directory / "config.json").stat().st_mode & 0o777  # safetensors makes files that only their owner can read
     for path in directory.glob("*.safetensors"):
         path.chmod(mode)
     return directory

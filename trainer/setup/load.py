@@ -23,10 +23,12 @@ from trainer.families.base import ModelFamily, module_of
 def load_transformer(
     config: Config, family: ModelFamily, device: torch.device, load: Callable[..., Any] | None = None
 ) -> tuple[Any, torch.dtype | None]:
-    """The transformer on the device, and the dtype of autocast, None without it. RunError where it can't be trained.
+    """The transformer on the device, and the autocast dtype (None: no autocast). RunError if the transformer can't be
+    loaded.
 
-    A base that is going to be quantized is on the CPU: `quantize_base` moves it. load: in place of the family's
-    function of this name, with the same parameters.
+    A base that is going to be quantized is loaded to the CPU; `quantize_base` moves it.
+
+    load: function that replaces the family's `load`, with the same parameters.
     """
     dtype, autocast = choose_dtypes(config.train, config.model)
     with explain_checkpoint_errors(config.model.source):
@@ -37,8 +39,8 @@ def load_transformer(
 
 
 def choose_dtypes(settings: Train, model: Model) -> tuple[torch.dtype, torch.dtype | None]:
-    """The dtype of the weights, and of autocast, None without it. Full-rank weights stay float32 and compute under
-    autocast, as steps of 1e-5 vanish in bfloat16 weights, unless the optimizer sums what they lose
+    """The dtype of the weights, and the autocast dtype (None: no autocast). Full-rank weights stay float32 and compute
+    under autocast, because steps of 1e-5 vanish in bfloat16 weights, unless the optimizer compensates the rounding
     (train.weight_precision)."""
     if train_precision(settings, model) != "bfloat16":
         return torch.float32, None
@@ -47,21 +49,22 @@ def choose_dtypes(settings: Train, model: Model) -> tuple[torch.dtype, torch.dty
 
 
 def empty_transformer(model: Model, part: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The transformer on the meta device, as the family makes it by its config.json: names and shapes, no weights.
-    part: its folder in the checkpoint."""
+    """The transformer on the meta device, built by the family from config.json: names and shapes, without weights.
+    part: folder of the transformer in the checkpoint."""
     settings = read_component_config(model.source, model.revision, part)
     with torch.device("meta"), config_errors(f"{model.source}/{part}/config.json"):
         return module_of(model.family_spec).untrained(settings, dtype)
 
 
 def model_shape(model: Any) -> dict[str, Any]:
-    """A transformer's config.json, without the entries that diffusers adds."""
+    """The configuration of a transformer, without the entries that diffusers adds."""
     return {key: value for key, value in model.config.items() if not key.startswith("_")}
 
 
 @contextmanager
 def explain_checkpoint_errors(source: str) -> Iterator[None]:
-    """RunError where diffusers or the family refuse the checkpoint, or peft a target, or the weights are damaged."""
+    """Context that raises RunError if diffusers or the family rejects the checkpoint, peft rejects a target, or the
+    weights are damaged."""
     try:
         yield
     except (LatentpressError, torch.OutOfMemoryError):
@@ -72,7 +75,7 @@ def explain_checkpoint_errors(source: str) -> Iterator[None]:
 
 
 def fingerprint_base(model: Model, part: str, root: str) -> str:
-    """A hash of the files of the transformer that is trained, made as the hash of an encoder's files is."""
+    """A hash of the trained transformer's files, computed like the hash of an encoder's files."""
     folder = fetch_components(model.source, model.revision, (part,))
     memo = Store(root) if "://" in root or Path(root).is_dir() else None
     return fingerprint_weights(str(folder), (part,), None, memo)["content"]

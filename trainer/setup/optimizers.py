@@ -1,5 +1,5 @@
-"""The optimizer: its class by name, its parameter groups, its rate at each step, steps that are skipped, whether it
-works, tried before a model is loaded; and an exponential moving average of the trained weights."""
+"""The optimizer: its class by name, a trial of it before a model is loaded, its parameter groups, its learning rate at
+each step, skipped steps; and an exponential moving average of the trained weights."""
 
 import importlib
 import inspect
@@ -22,15 +22,15 @@ from trainer.run.optimizer_state import collect
 from trainer.run.sharded import gather, local
 from trainer.schedules import scheduled_value
 
-TRIAL_SHAPE = (64, 64)  # the smallest that bitsandbytes keeps in 8 bits
+TRIAL_SHAPE = (64, 64)  # the smallest parameter for which bitsandbytes keeps 8-bit states
 TRIAL_STEPS = 3
-BAD_STEP_WINDOW = 100  # steps over which skipped ones are counted
+BAD_STEP_WINDOW = 100  # number of last steps over which skipped steps are counted
 
 
 def check_optimizer(train: Train, device: torch.device, sharded: bool = False) -> None:
-    """Take steps on small parameters. RunError where the optimizer is not installed, can't be made as configured,
-    does not run on the device, or does not go with other settings; OptimizerStateError where a checkpoint can't hold
-    its state. sharded: also take them on parameters of which each process has a part (FSDP2)."""
+    """Take trial steps on small parameters. RunError if the optimizer is not installed, can't be created as configured,
+    does not run on the device, or does not fit other settings; OptimizerStateError if a checkpoint can't hold its
+    state. sharded: whether to take the steps on sharded parameters (FSDP2), too."""
     settings, pure = train.optimizer, train.weight_precision == "bfloat16"
     kind = find_class(settings.name)
     parameters = inspect.signature(kind.__init__).parameters
@@ -65,7 +65,11 @@ def _try_steps(
     device: torch.device,
     distribute: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
-    """A parameter of each group after a few steps with different gradients. distribute: makes them sharded ones."""
+    """One parameter per group, and one outside of the groups, after a few steps with different gradients; and the
+    optimizer.
+
+    distribute: function applied to each parameter and gradient, to shard it.
+    """
     values = torch.linspace(-1, 1, math.prod(TRIAL_SHAPE), device=device).reshape(TRIAL_SHAPE)
     weights = {
         f"{number}.weight": torch.nn.Parameter(distribute(values.to(dtype, copy=True)))
@@ -89,7 +93,7 @@ def check_sharded_steps(
     whole: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> None:
-    """RunError where steps on sharded parameters end elsewhere than `whole`, those on plain ones."""
+    """RunError if trial steps on sharded parameters give other values than `whole`, the result on plain parameters."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     dtype, problem = next(iter(whole.values())).dtype, "its steps on sharded parameters differ from those on whole ones"
     try:
@@ -107,7 +111,7 @@ def check_sharded_steps(
 
 
 def find_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of a name or dotted path. RunError where it is not installed or no optimizer."""
+    """The optimizer class for a name or dotted path. RunError if it is not installed or not an optimizer."""
     module, _, attribute = find_optimizer(name).path.rpartition(".")
     package = module.partition(".")[0]
     try:
@@ -127,7 +131,8 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def divide_weights(trainable: Mapping[str, torch.nn.Parameter], settings: Optimizer) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each of train.optimizer.groups, and the others. RunError for a group that matches none."""
+    """The parameters of each of train.optimizer.groups, and last the parameters in none of them. RunError if a group
+    matches no parameter."""
     chosen: list[list[torch.nn.Parameter]] = [[] for _ in (*settings.groups, "the others")]
     for name, weight in trainable.items():
         matches = (number for number, group in enumerate(settings.groups) if re.fullmatch(group.match, name))
@@ -145,7 +150,7 @@ def divide_weights(trainable: Mapping[str, torch.nn.Parameter], settings: Optimi
 
 
 def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer over `trainable` (name -> parameter), in training mode where it has one. Errors as of
+    """The optimizer over `trainable` (name -> parameter), in training mode if it has modes. Raises the errors of
     `divide_weights`."""
     groups = [
         {"params": weights, **options}
@@ -156,12 +161,13 @@ def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], settings: Optimi
 
 
 def averages_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has modes for training and inference, as schedule-free optimizers have."""
+    """Whether the optimizer averages the weights itself: it has `train` and `eval` modes like schedule-free
+    optimizers."""
     return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
 
 
 def _options(settings: Optimizer) -> list[dict[str, Any]]:
-    """Each group's settings, as keys of a parameter group."""
+    """The settings of each group, as keys of a torch parameter group."""
     return [group.model_dump(include={"lr", "weight_decay"}, exclude_none=True) for group in settings.groups]
 
 
@@ -172,11 +178,11 @@ def _make(
     arguments = {**find_optimizer(settings.name).arguments, **given, **settings.arguments}
     groups = list(groups)
     device = groups[0]["params"][0].device
-    # The accelerators for which torch has a kernel for a whole step of AdamW, which is the fastest there.
+    # The accelerators for which torch has a fused kernel for a whole step of AdamW, the fastest implementation.
     fused = {*torch.utils._foreach_utils._get_fused_kernels_supported_devices()} - {"cpu", "mps"}
     if kind is torch.optim.AdamW and device.type in fused and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
-    # Some of optimi's take Triton's kernels wherever it is installed, as it is beside torch for CUDA.
+    # Some of optimi's optimizers use Triton's kernels if Triton is installed, and torch for CUDA installs it.
     takes_triton = "triton" in inspect.signature(kind.__init__).parameters
     if takes_triton and device.type == "cpu" and arguments.setdefault("triton", False):
         raise ValueError("Triton has no kernels for a CPU: leave the argument triton out")
@@ -190,17 +196,19 @@ def _make(
 
 
 class DivergedError(LatentpressError):
-    """Too many steps had a non-finite loss or gradient."""
+    """Raised if too many steps had a non-finite loss or gradient."""
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: warm-up, then the schedule from lr to lr_end, `cycles` times."""
+    """The learning rate of step `step` (from 0) of `steps`: warm-up, then the schedule from lr to lr_end, `cycles`
+    times."""
     first, last, options = config.lr, config.lr_end, config.model_dump(include={"warmup", "power", "cycles"})
     return scheduled_value(config.schedule, first, last, step, steps, **options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: Optimizer, step: int, steps: int) -> float:
-    """Give every parameter group its own rate times the schedule's factor; returns train.optimizer.lr's."""
+    """Set the learning rate of every parameter group to its initial rate times the schedule's factor. Returns the rate
+    that train.optimizer.lr has at this step."""
     rate = learning_rate(config, step, steps)
     for group in optimizer.param_groups:
         initial = group["initial_lr"]
@@ -210,9 +218,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Optimizer, step:
 
 @dataclass
 class BadStepCounter:
-    """Counts steps skipped for a non-finite loss or gradient: more than `limit` of BAD_STEP_WINDOW steps end the run.
+    """Counts steps that are skipped because of a non-finite loss or gradient. More than `limit` such steps among
+    BAD_STEP_WINDOW end the run.
 
-    Skipped steps use up their samples.
+    The samples of a skipped step are not drawn again.
     """
 
     limit: int
@@ -220,7 +229,7 @@ class BadStepCounter:
     total: int = 0
 
     def check(self, step: int, loss: float, norm: float) -> bool:
-        """Whether to take the step. Otherwise it is counted; DivergedError past the limit."""
+        """Whether to take the step. If not, the step is counted. DivergedError if the count exceeds the limit."""
         if math.isfinite(loss) and math.isfinite(norm):
             return True
         self.total += 1
@@ -236,13 +245,13 @@ class BadStepCounter:
         return False
 
 
-POWER = 2 / 3  # of the warm-up "power"
+POWER = 2 / 3  # exponent of the warm-up "power"
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
 def ema_decay(settings: EMA, updates: int) -> float:
-    """The decay of an update that follows `updates` others; the first copies the weights. The formulas of diffusers'
-    EMAModel: "ratio" is its default, "power" its use_ema_warmup."""
+    """The decay of an update that follows `updates` earlier updates; the first update copies the weights. The formulas
+    are from diffusers' EMAModel: "ratio" is its default, "power" its use_ema_warmup."""
     if updates == 0:
         return 0.0
     warm = {"ratio": (1 + updates) / (10 + updates), "power": 1 - (1 + updates) ** -POWER, "none": 1.0}
@@ -250,7 +259,10 @@ def ema_decay(settings: EMA, updates: int) -> float:
 
 
 class MovingAverage:
-    """averages: name -> float32 average, on the parameter's device or on the CPU. updates: optimizer steps in it."""
+    """Exponential moving average of the trained weights.
+
+    averages: name -> float32 average, on the parameter's device or on the CPU. updates: number of updates done.
+    """
 
     def __init__(self, trainable: Parameters, settings: EMA) -> None:
         self.settings, self.updates = settings, 0
@@ -261,8 +273,11 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, trainable: Parameters, finite: torch.Tensor | None = None) -> None:
-        """average = decay * average + (1 - decay) * weight. finite: (), on the weights' device, 0 after a step that
-        was left out there: the averages stay as they are, and `updates` is put right when the host knows it."""
+        """average = decay * average + (1 - decay) * weight.
+
+        finite: () on the weights' device; 0 after a step that the device skipped: the averages do not change, and
+            the caller corrects `updates` once the host has read `finite`.
+        """
         share: float | torch.Tensor = 1 - ema_decay(self.settings, self.updates)
         share = share if finite is None else share * finite
         self.updates += 1
@@ -273,7 +288,7 @@ class MovingAverage:
 
 
 def name_weights(optimizer: torch.optim.Optimizer, average: MovingAverage | None) -> str:
-    """Name the weights that are validated and saved: the moving average where there is one, the average of a
+    """The name of the weights that are validated and saved: the moving average if there is one, the average of a
     schedule-free optimizer, or the trained weights."""
     if average is not None:
         return "ema"
@@ -284,9 +299,10 @@ def name_weights(optimizer: torch.optim.Optimizer, average: MovingAverage | None
 def inference_weights(
     trainable: Parameters, optimizer: torch.optim.Optimizer, average: MovingAverage | None
 ) -> Iterator[str]:
-    """Within, `trainable` holds the weights that `name_weights` names; yields that name.
+    """Context in which `trainable` holds the weights that `name_weights` names; yields that name.
 
-    Afterwards the weights are bit for bit those of before. They wait on the CPU: the optimizer's own way back rounds.
+    Afterwards `trainable` holds its previous weights again, bit for bit. A copy of them is kept on the CPU, because a
+    schedule-free optimizer rounds when it switches back to train mode.
     """
     switch: Any = optimizer
     name = name_weights(optimizer, average)

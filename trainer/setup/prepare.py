@@ -1,9 +1,10 @@
-"""A model's way into training, one step after the other: checks, load, quantize, attach, blocks, wrap, optimizers; a
-run's way back to its newest checkpoint; and the expert that is not trained.
+"""Steps that prepare a model for training, in order: checks, load, quantize, attach, blocks, wrap, optimizers. Also
+resumes a run from its newest checkpoint, and loads the expert that is not trained.
 
-Of a model with two experts one is trained, and only that one is in memory, but for samples, which the other one takes a
-part of. Then it is loaded as the trained one was, in the same precision and offloaded or sharded alike, and the trained
-one waits on the host. It has what its own run has saved, if that is finished.
+For a model with two experts, one expert is trained, and only that expert is in memory, except while samples are
+generated, because the other expert computes a part of their steps. The other expert is then loaded in the same
+precision, with the same offloading or sharding, while the trained expert waits on the host. If the other expert's own
+run is finished, its result is loaded.
 """
 
 import gc
@@ -62,7 +63,7 @@ from trainer.setup.wrap import (
 
 @dataclass
 class TrainState:
-    """The objects of one training run. Those without a value at first are set by `prepare_run`."""
+    """The objects of one training run. `prepare_run` sets the fields that have no value at first."""
 
     config: Config
     console: Console
@@ -72,18 +73,18 @@ class TrainState:
     loader: BatchLoader
     family: ModelFamily
     methods: dict[str, Method]
-    signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
+    signature: dict[str, Any]  # the terms that a checkpoint and a run that resumes from it must share
     bad_steps: BadStepCounter
     model: Any = field(init=False)  # the family's transformer, a diffusers ModelMixin
     denoiser: torch.nn.Module = field(init=False)  # a Denoiser, wrapped for several processes
-    predict: Predict = field(init=False)  # of the denoiser that is not wrapped
+    predict: Predict = field(init=False)  # method of the unwrapped denoiser
     trainable: dict[str, torch.nn.Parameter] = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     average: MovingAverage | None = field(init=False)
     reads_late: bool = field(init=False)  # see `can_read_late`
     stop: StopRequest | None = None
     data_changes: list[resume.DataChange] = field(default_factory=list)
-    new_set: str | None = None  # on which the run goes on, if it is not that of the step before
+    new_set: str | None = None  # id of the training set, if it differs from the set of the previous step
 
     @property
     def folder(self) -> Path:
@@ -91,7 +92,7 @@ class TrainState:
 
     @property
     def skip_frames(self) -> int:
-        """Leading latent frames that are given, and not in the loss."""
+        """Number of leading latent frames that are conditions and do not count in the loss."""
         return self.family.clean_frames(self.config.model.task)
 
     @property
@@ -100,13 +101,14 @@ class TrainState:
 
     @property
     def validation_share(self) -> tuple[int, int]:
-        """(i, n): the part of the validation samples that this rank denoises; of a sharded model every rank all."""
+        """(i, n): this rank denoises part i of n of the validation samples; (0, 1), all samples, if the model is
+        sharded."""
         if is_sharded(self.model.parameters()):
             return 0, 1
         return self.accelerator.process_index, self.accelerator.num_processes
 
     def most_passes(self, count: int) -> int:
-        """The largest `count` of all ranks where these share one model; else `count`."""
+        """The largest `count` of all ranks if the model is sharded; else `count`."""
         if not is_sharded(self.trainable.values()):
             return count
         counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
@@ -119,10 +121,10 @@ class TrainState:
 
 @contextmanager
 def unwrap_at_end(run: TrainState) -> Iterator[None]:
-    """At the end of the body, free DistributedDataParallel before the process group is destroyed.
+    """Context that frees DistributedDataParallel at its end, before the process group is destroyed.
 
-    Freed later, it would hold the last reference to the group, whose threads it then waits for without releasing the
-    GIL; a thread of gloo that frees the tensors of the last barrier waits for the GIL (seen with torch 2.13).
+    If it is freed later, it holds the last reference to the group and waits for the group's threads without releasing
+    the GIL, while a thread of gloo that frees the tensors of the last barrier waits for the GIL (seen with torch 2.13).
     """
     try:
         yield
@@ -141,7 +143,7 @@ def prepare_training(
     device: str,
     load: Callable[..., Any] | None = None,
 ) -> TrainState:
-    """Connect the ranks and watch them, then `prepare_run`."""
+    """Connect the ranks and start watching them, then call `prepare_run`."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     parallel = config.train.parallel
@@ -178,8 +180,10 @@ def prepare_run(
     files: RunFiles,
     load: Callable[..., Any] | None = None,
 ) -> TrainState:
-    """Load the transformer, add what is trained, and move both to the device. load: in place of the family's; the
-    benchmarks draw random weights."""
+    """Load the transformer, add the adapter and the methods' modules, and move them to the device.
+
+    load: function that replaces the family's `load`; the benchmarks use it to make random weights.
+    """
     settings, device = config.train, accelerator.device
     rank, ranks = accelerator.process_index, accelerator.num_processes
     assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
@@ -211,10 +215,11 @@ def prepare_run(
 
 
 def can_read_late(run: TrainState) -> bool:
-    """Whether a step's numbers may be read when the next one is queued, so that the device never waits for the host.
+    """Whether a step's metrics may be read after the next step is queued, so that the device never waits for the host.
 
-    That takes an optimizer that leaves out a step which is not finite without asking the host (torch's fused AdamW),
-    what it changes whole on the device, and no method whose next step depends on the numbers.
+    This requires an optimizer that skips a non-finite step without synchronizing with the host (torch's fused AdamW),
+    unsharded parameters and moving averages that are all on the device, a device that supports pinned host memory, and
+    no method that reads the step's metrics.
     """
     optimizer, averages = run.optimizer, run.average.averages if run.average is not None else {}
     fused = type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
@@ -225,7 +230,8 @@ def can_read_late(run: TrainState) -> bool:
 
 
 def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | None) -> Denoiser:
-    """The transformer with what is trained, on the device or sharded over devices; completes the signature."""
+    """The transformer with the trained adapter and the methods' modules, on the device or sharded over devices. Adds
+    "base weights" and "transformer" to the run's signature."""
     config, console, family, device = run.config, run.console, run.family, run.accelerator.device
     settings, home = config.train, loading_device(config.train.offload, sharded, device)
     run.watch.note("loading the transformer", alone=True)
@@ -266,7 +272,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
 
 
 def resume_run(run: TrainState) -> resume.Checkpoint | None:
-    """Continue from the newest intact checkpoint and return it, if there is one. Writes config.yaml."""
+    """Restore the newest intact checkpoint and return it; None if the run has no checkpoint. Writes config.yaml."""
     folder, newest = run.folder / "checkpoints", None
     run.watch.note("looking for a checkpoint")
     if run.is_main:
@@ -300,7 +306,7 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
 
 
 def log_start(run: TrainState) -> None:
-    """Log what a person should know before the first step."""
+    """Log the source of the eval loss before the first step."""
     data, settings = run.loader.data, run.config.validation
     if settings.eval_samples and run.config.eval_sigmas:
         rows, source = data.choose_eval_rows(settings.eval_samples)
@@ -309,10 +315,10 @@ def log_start(run: TrainState) -> None:
 
 @contextmanager
 def other_expert(run: TrainState) -> Iterator[Any]:
-    """The other expert in eval mode, on the device in place of the trained one, which is back there at the end. Every
-    rank enters it."""
+    """Context with the untrained expert in eval mode on the device. The trained expert waits on the CPU and returns to
+    the device at the end. Every rank must enter the context."""
     device, sharded = run.accelerator.device, is_sharded(run.model.parameters())
-    moves = not (sharded or run.config.train.offload.blocks)  # else the device has a part of it alone
+    moves = not (sharded or run.config.train.offload.blocks)  # else only a part of it is on the device
     [name] = run.config.experts.keys() - {run.config.train.experts}
     config = run.config.changed(train=run.config.train.changed(experts=name))
     found = ResultNote.try_read(config.run_folder / RESULT_NOTE) is not None and config.result_folder.is_dir()
@@ -333,7 +339,7 @@ def other_expert(run: TrainState) -> Iterator[Any]:
 
 
 def load_other(run: TrainState, config: Config, result: Path | None, sharded: bool) -> Any:
-    """The expert that `config` trains. result: what its run has saved."""
+    """Load the expert that `config` trains. result: the result saved by its run; None if the run is not finished."""
     family, device, settings = run.family, run.accelerator.device, config.train
     home, name = loading_device(settings.offload, sharded, device), f"the expert {settings.experts}"
     run.watch.note(f"loading {name}", alone=True)
@@ -346,7 +352,7 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
         if settings.quantized:
             quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
         if result is not None:
-            kind = read_adapter(result).kind  # whatever its rank is
+            kind = read_adapter(result).kind  # the rank may be different
             given: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA"}
             if kind == "LoKr":
                 given |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})

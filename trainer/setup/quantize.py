@@ -1,11 +1,11 @@
-"""Base weights in 8 or 4 bits, one matrix after the other, so that the host never holds a second copy of the model.
+"""Quantize base weights to 8 or 4 bits, one matrix at a time, so that the host never holds a second copy of the model.
 
-Quantized are the linear layers that the family names: attention and feed-forward of the blocks, which are nearly all
-weights. Biases, norms, embeddings of time and text, convolutions, final layers and mostly modulations keep their dtype,
-as diffusers' quantizers do with what a model names for float32. diffusers' own quantizers are not
-used: the one of bitsandbytes refuses to run without a GPU, and the one of quanto is deprecated.
+The family names the linear layers to quantize: attention and feed-forward of the blocks, which are nearly all weights.
+Biases, norms, embeddings of time and text, convolutions, final layers and most modulations keep their dtype. (Under
+diffusers' quantizers, the modules that a model keeps in float32 do.) diffusers' own quantizers are not used: its
+bitsandbytes quantizer requires a GPU, and its quanto quantizer is deprecated.
 
-Sharding and offloading take weights as the plain tensors that they consist of: their numbers, and the scales of these.
+Sharding and offloading treat a quantized weight as the plain tensors that it consists of: its values and their scales.
 """
 
 import ctypes
@@ -20,19 +20,19 @@ from trainer.families.base import ModelFamily
 from trainer.setup.adapters import choose_targets
 
 MIB = 1 << 20
-NF4_COLUMN_MULTIPLE = 64  # numbers that share a scale; a matrix of other rows would share some between two rows
+NF4_COLUMN_MULTIPLE = 64  # values that share a scale; with other row lengths two rows would share one
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def take_apart(weight: torch.Tensor) -> tuple[list[torch.Tensor], Make]:
-    """The tensors that a weight consists of, and what makes such a weight of tensors like them."""
+    """The tensors that a weight consists of, and a function that makes a weight of the same kind from such tensors."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
         assert not state.nested, "scales are float32 here, and not quantized themselves"
         settings = {name: getattr(state, name) for name in ("shape", "blocksize", "quant_type", "dtype")}
         return [weight.data, state.absmax, state.code], partial(make_nf4, settings)
-    if hasattr(weight, "__tensor_flatten__"):  # torch's protocol of tensors that wrap others (quanto, torchao)
+    if hasattr(weight, "__tensor_flatten__"):  # torch's protocol for wrapper tensors (quanto, torchao)
         names, context = weight.__tensor_flatten__()
         make = partial(unflatten, type(weight), names, context, weight.shape, weight.stride())
         return [getattr(weight, name) for name in names], make
@@ -47,7 +47,8 @@ def unflatten(
 
 
 def make_nf4(settings: dict[str, Any], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """bitsandbytes' weight of its numbers, scales and the 16 values that 4 bits stand for. settings: of its state."""
+    """bitsandbytes' weight from `parts`: packed values, scales, and the 16 numbers that a 4-bit value can stand for.
+    settings: arguments of its QuantState."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
@@ -58,19 +59,19 @@ def make_nf4(settings: dict[str, Any], parts: Sequence[torch.Tensor]) -> torch.T
 
 
 def remake(weight: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Parameter:
-    """A frozen weight of the same kind, of tensors that `change` makes of its own; that one stays as it is."""
+    """A new frozen weight of the same kind, made by applying `change` to each tensor that `weight` consists of."""
     parts, make = take_apart(weight)
     made = make([change(part) for part in parts])
     return made if isinstance(made, torch.nn.Parameter) else torch.nn.Parameter(made, requires_grad=False)
 
 
 def stored_bytes(weight: torch.Tensor) -> int:
-    """Bytes of a weight, with its scales."""
+    """Bytes of a weight, including its scales."""
     return sum(part.nbytes for part in take_apart(weight)[0])
 
 
 def base_matrices(model: Any, family: ModelFamily) -> dict[str, torch.nn.Linear]:
-    """Full path -> linear layer of those that may be quantized."""
+    """Full path -> linear layer, for the layers that may be quantized."""
     paths = choose_targets(model, [family.QUANTIZED])
     return {path: part for path in paths if isinstance(part := model.get_submodule(path), torch.nn.Linear)}
 
@@ -80,8 +81,8 @@ def can_quantize(part: torch.nn.Linear, name: str) -> bool:
 
 
 def packed_bytes(part: torch.nn.Linear, name: str) -> int:
-    """Bytes of a quantized weight: each number has 8 or 4 bits, and scales come on top, in the weight's dtype for a
-    row, in float32 for 64 numbers of nf4-bnb."""
+    """Bytes of the layer's weight after quantization: 8 or 4 bits per value, and scales: one per row in the weight's
+    dtype, or for nf4-bnb one per 64 values in float32."""
     count = part.weight.numel()
     return int(count * 0.5625) if name == "nf4-bnb" else count + part.out_features * part.weight.element_size()
 
@@ -89,20 +90,21 @@ def packed_bytes(part: torch.nn.Linear, name: str) -> int:
 def quantize_base(
     model: Any, family: ModelFamily, name: str, via: str, device: torch.device, home: torch.device | None = None
 ) -> str:
-    """Quantize the base in place and move it to `place`, by default the device; returns a remark for the log.
+    """Quantize the base in place and move it to `home`; returns a remark for the log.
 
-    model: on the CPU. via: "cpu", or "device" where each matrix is quantized after it was moved there, which is faster.
+    model: transformer on the CPU. via: "cpu", or "device" to move each matrix to the device first and quantize it
+    there, which is faster. home: default `device`.
     """
     home = home or device
     can = {path: can_quantize(part, name) for path, part in base_matrices(model, family).items()}
-    paths, before, after = [path for path in can if can[path]], 0, 0  # paths: no reference keeps a matrix to the end
+    paths, before, after = [path for path in can if can[path]], 0, 0  # references to layers would keep their weights
     for path in paths:
         part = model.get_submodule(path)
         before += part.weight.numel() * part.weight.element_size()
         part = QUANTIZERS[name](part.to(device) if via == "device" else part).to(home)
         model.set_submodule(path, part)
         after += stored_bytes(part.weight)
-        with suppress(AttributeError):  # another C library
+        with suppress(AttributeError):  # a C library without malloc_trim
             # glibc keeps freed blocks below 32 MiB, and the host would hold 2.4 times the model.
             ctypes.CDLL(None).malloc_trim(0)
     model.to(home)
@@ -113,7 +115,7 @@ def quantize_base(
 
 
 def count_numbers(weights: Iterable[torch.Tensor]) -> int:
-    """How many numbers weights have that may be quantized: bitsandbytes packs two numbers of 4 bits into one."""
+    """The number of values in weights that may be quantized. bitsandbytes packs two values of 4 bits into one byte."""
     states = ((weight, getattr(weight, "quant_state", None)) for weight in weights)
     return sum(weight.numel() if state is None else state.shape.numel() for weight, state in states)
 
@@ -127,7 +129,7 @@ def to_int8_quanto(part: torch.nn.Linear) -> torch.nn.Linear:
 
 
 def to_torchao(kind: str, part: torch.nn.Linear) -> torch.nn.Linear:
-    """kind: the start of the name of torchao's configuration, such as Int8."""
+    """Quantize the layer in place. kind: start of the name of torchao's configuration class, such as Int8."""
     from torchao import quantization
 
     quantization.quantize_(part, getattr(quantization, f"{kind}WeightOnlyConfig")(version=2))
@@ -135,7 +137,7 @@ def to_torchao(kind: str, part: torch.nn.Linear) -> torch.nn.Linear:
 
 
 def to_nf4_bnb(part: torch.nn.Linear) -> torch.nn.Linear:
-    """Quantize on the part's device; `Params4bit.to` does."""
+    """The layer quantized by `Params4bit.to`, on the same device."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     settings: dict[str, Any] = {"compress_statistics": False, "quant_type": "nf4"}
@@ -145,8 +147,8 @@ def to_nf4_bnb(part: torch.nn.Linear) -> torch.nn.Linear:
     )
     quantized.weight = Params4bit(part.weight.data, requires_grad=False, module=quantized, **settings)
     quantized.bias = part.bias
-    # On CPUs with AVX512-BF16 it would repack the weights at the first validation, and the kernel that reads these has
-    # no backward pass: gradients would be lost without an error.
+    # On CPUs with AVX512-BF16, the layer would repack its weights at the first validation. The kernel for repacked
+    # weights has no backward pass, so that gradients would be lost without an error.
     quantized.support_avx512bf16_for_cpu = False
     return quantized.to(where)
 

@@ -1,11 +1,11 @@
-"""Devices and processes: how the ranks that a launcher started meet (docs/machines.md), accelerate, the module that it
-wraps, and FSDP2: torch's `fully_shard` over the family's blocks, then over what else the transformer has.
+"""Devices and processes: connecting the ranks that a launcher started (docs/machines.md), accelerate, the module that
+accelerate wraps, and FSDP2: torch's `fully_shard` over the family's blocks, then over the rest of the transformer.
 
-With FSDP2 every process has a part of each weight, of its gradient and of its optimizer state, and gathers a block's
-weights when it computes. accelerate's own FSDP is not used: on CPUs it trains by DistributedDataParallel without a
-word. `fully_shard` copies a weight's values only, so that the tensor subclasses of torchao, optimum-quanto and
-bitsandbytes would lose their scales. The numbers and the scales of such a weight become parameters of their own, by
-torch.nn.utils.parametrize, and the weight is made of them again each time when its layer computes. It shares their
+With FSDP2 every process has a part of each weight, its gradient and its optimizer state, and gathers a block's weights
+when the block computes. accelerate's own FSDP is not used: on CPUs it silently trains by DistributedDataParallel.
+`fully_shard` copies only a weight's values, so that the tensor subclasses of torchao, optimum-quanto and bitsandbytes
+would lose their scales. torch.nn.utils.parametrize therefore turns the values and the scales of such a weight into
+separate parameters, and the weight is rebuilt from them each time its layer computes. The weight shares the parameters'
 memory, which `fully_shard` fills again before the backward pass reads it.
 """
 
@@ -43,15 +43,16 @@ from trainer.setup.adapters import adapter_off
 from trainer.setup.blocks import around_forward
 from trainer.setup.quantize import take_apart
 
-# The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
+# The other ranks wait while rank 0 saves. A large model takes longer than torch's default timeout of ten minutes.
 PROCESS_TIMEOUT = timedelta(hours=6)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_connections = count()  # of this process: with train.experts: both it trains two runs
+_connections = count()  # numbers the connections of this process, which trains two runs with train.experts: both
 HINT = "Look at what these processes say; start training on all machines at about the same time, with the same command."
 
 
 class Denoiser(torch.nn.Module):
-    """The transformer from noisy latents to float32 velocity, and the methods' own weights. This is what DDP wraps."""
+    """The module that DDP wraps: the transformer, which maps noisy latents to a float32 velocity, and the methods' own
+    modules."""
 
     def __init__(
         self,
@@ -78,9 +79,10 @@ class Denoiser(torch.nn.Module):
     def predict(
         self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, base: bool = False
     ) -> torch.Tensor:
-        """`methods.base.Predict`, called in training.
+        """Implements `methods.base.Predict` for training.
 
-        All is in eval mode but the transformer itself, by which StopRequest tells a step from validation.
+        Submodules are in eval mode. The transformer stays in train mode, because StopRequest uses `model.training` to
+        detect validation.
         """
         parts = [*self.model.children()]
         for part in parts:
@@ -93,18 +95,18 @@ class Denoiser(torch.nn.Module):
                 part.train()
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Name -> parameter that gradients reach: those of the model by its own names, those of methods as
-        "methods.<method>.<name>"."""
+        """Name -> parameter that requires a gradient. The model's parameters have the model's own names, the methods'
+        parameters "methods.<method>.<name>"."""
         named = {**dict(self.model.named_parameters()), **dict(self.methods.named_parameters(prefix="methods"))}
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
 def make_accelerator(device: str) -> Accelerator:
-    """Accelerate on this device. Without `find_device` it would silently use the CPU where there is no GPU."""
+    """The Accelerator on this device. Without `find_device`, it would silently use the CPU if a GPU is missing."""
     chosen = find_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     if chosen.index is not None:
         torch.accelerator.set_device_index(chosen.index)
-    # Without cpu=True, accelerate takes each of several CPU processes for the only one.
+    # Without cpu=True, accelerate treats each of several CPU processes as the only process.
     accelerator = Accelerator(cpu=chosen.type == "cpu", mixed_precision="no")
     if accelerator.device.type != chosen.type:
         raise DeviceNotFound(
@@ -115,9 +117,10 @@ def make_accelerator(device: str) -> Accelerator:
 
 
 def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train) -> torch.nn.Module:
-    """The denoiser on the device; of several processes in DistributedDataParallel, with the weights of rank 0.
+    """The denoiser on the device, wrapped in DistributedDataParallel with the weights of rank 0 if there are several
+    processes.
 
-    torchao's tensors can't be sent. Each process has quantized them from its copy of the checkpoint.
+    torchao's tensors can't be sent. Each process has quantized them from its own copy of the checkpoint.
     """
     device = accelerator.device
     if not settings.offload.blocks:
@@ -128,11 +131,11 @@ def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train
     if not sent:
         for weight in denoiser.trainable().values():
             broadcast(weight.data)
-    # Of depthwise convolutions: their strides differ in a side of 1, where any stride is the same.
+    # The warning is about depthwise convolutions. Their strides differ only in dimensions of size 1, without effect.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
-    # Gradients are views into what is sent: else there would be a second copy of them.
+    # Gradients are views into the communication buckets (below), to avoid a second copy of all gradients.
     devices = None if device.type == "cpu" else [device]
-    # Buffers are tables and the assistant, the same in all processes: they need not be sent for each forward pass.
+    # Buffers (tables and the assistant) are equal in all processes, so they need not be sent for each forward pass.
     wrapped = DistributedDataParallel(
         denoiser, device_ids=devices, init_sync=sent, broadcast_buffers=False, gradient_as_bucket_view=True
     )
@@ -142,16 +145,17 @@ def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train
 
 
 def send_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook. Under its own name it is refused where torch has no CUDA, but gloo adds bfloat16, too."""
+    """torch's bf16_compress_hook. Under its own name, DistributedDataParallel rejects the hook if torch has no CUDA,
+    although gloo supports sums in bfloat16."""
     return bf16_compress_hook(group, bucket)
 
 
 def connect_ranks(device: str, parallel: Parallel) -> Store | None:
-    """Open torch's process group, in place of that of a run before; returns a store that all ranks share, None of a
-    single process.
+    """Open torch's process group, replacing the group of a previous run in this process. Returns a store that all ranks
+    share; None if there is a single process.
 
-    RankLostError where some do not come within `parallel.timeout` seconds, with their numbers: torch's own wait names
-    none, and lasts for PROCESS_TIMEOUT.
+    RankLostError with the numbers of the missing ranks if some do not connect within `parallel.timeout` seconds. The
+    wait of torch itself does not name them and takes PROCESS_TIMEOUT.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
@@ -161,7 +165,7 @@ def connect_ranks(device: str, parallel: Parallel) -> Store | None:
             "Start training with torchrun, accelerate launch or examples/ray_train.py, which set it.",
         )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Not the run's name: ranks with different names would not meet, and so not learn that the names differ.
+    # The prefix is not the run's name: ranks with different names would not meet, and the difference not be reported.
     store = PrefixStore(f"run {next(_connections)}", open_store(rank, parallel.timeout))
     meet(store, rank, ranks, parallel.timeout)
     if torch.distributed.is_initialized():
@@ -169,7 +173,7 @@ def connect_ranks(device: str, parallel: Parallel) -> Store | None:
     kind = find_device(device, int(os.environ.get("LOCAL_RANK", 0))).type
     backend = torch.distributed.get_default_backend_for_device(kind)
     if parallel.cpu_offload and kind != "cpu":
-        backend = f"{kind}:{backend},cpu:gloo"  # shards on the host are gathered by gloo
+        backend = f"{kind}:{backend},cpu:gloo"  # gloo gathers shards that are on the host
     torch.distributed.init_process_group(
         backend, store=PrefixStore("group", store), rank=rank, world_size=ranks, timeout=PROCESS_TIMEOUT
     )
@@ -178,8 +182,8 @@ def connect_ranks(device: str, parallel: Parallel) -> Store | None:
 
 @cache
 def open_store(rank: int, timeout: float) -> Store:
-    """The launcher's store where it has one, as torchrun's agent does, on any of the machines; else rank 0's, which
-    lives as long as its process."""
+    """The launcher's store if the launcher has one (torchrun's agent, on any of the machines); else a store of rank 0,
+    which exists as long as rank 0's process."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -189,12 +193,12 @@ def open_store(rank: int, timeout: float) -> Store:
             advice = "Give MASTER_PORT (torchrun --master-port) a port that no other program on rank 0's machine has."
             raise RankLostError(f"rank 0 can't listen at port {port} ({error})", advice) from error
         raise RankLostError(f"rank {rank} can't reach {host}:{port} after {timeout:g} s ({error})", HINT) from error
-    # The agent's store outlives a failed attempt.
+    # The agent's store outlives a failed attempt, so each attempt has its own prefix.
     return PrefixStore(f"latentpress/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def meet(store: Store, rank: int, ranks: int, timeout: float) -> None:
-    """Wait for all ranks. RankLostError names those that did not come, and the machines of the others."""
+    """Wait for all ranks. RankLostError with the missing ranks, and the machines of the connected ranks."""
     store.set(f"here/{rank}", socket.gethostname())
     end, came, late = time.monotonic() + timeout, dict[int, str](), list[int]()
     with activity("waiting for all ranks", total=ranks, unit="ranks") as task:
@@ -211,32 +215,37 @@ def meet(store: Store, rank: int, ranks: int, timeout: float) -> None:
         raise RankLostError(f"after {timeout:g} s these ranks have not come: {names}; those here: {machines}", HINT)
 
 
-#: With older versions a group of modules does not come back whole from torch.utils.checkpoint.
+#: With older versions, a group of modules is gathered incompletely after torch.utils.checkpoint.
 GATHERS_GROUPS = torch.__version__ >= "2.13"
 #: Modules whose weights autocast casts to its dtype.
 AUTOCAST = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-#: The numbers of 8 or 4 bits go under a dtype that torch takes for floating-point, as each parameter that it shards
-#: must be; nothing computes in it.
+#: Values of 8 or 4 bits are viewed as this dtype, because torch shards only parameters of a floating-point dtype.
+#: Nothing computes in it.
 BYTES = torch.float8_e5m2
 
 
 def uses_sharding(settings: Parallel, ranks: int) -> bool:
-    """One process has nothing to share: it trains a plain model, and reads and writes the same checkpoints."""
+    """Whether the model is sharded. A single process trains a plain model, and reads and writes the same checkpoints as
+    several processes."""
     return settings.strategy == "fsdp2" and ranks > 1
 
 
 def gathered_dtype(settings: Train, autocast: torch.dtype | None) -> torch.dtype | None:
-    """The dtype in which `shard_model` gathers weights that autocast casts to it; None: in their own.
+    """The dtype in which `shard_model` gathers the weights that autocast casts to it; None: the weights' own dtype.
 
-    A compiled block has its linear layers in its graph, without the hooks by which a group of them is gathered.
+    It is None for compiled blocks, since their linear layers are part of a graph, without the hooks that gather them.
     """
     return autocast if GATHERS_GROUPS and settings.compile == "none" else None
 
 
 @contextmanager
 def by_turns(accelerator: Accelerator, wanted: bool, note: Callable[[str], object]) -> Iterator[None]:
-    """Run the body in one process of this machine after the other, so that its memory holds one whole model at a
-    time. note: called before each wait, equally often by every rank."""
+    """Context that the processes of a machine enter in turns, so that the machine's memory holds one whole model at a
+    time.
+
+    wanted: whether to take turns; False: all processes enter at once. note: called with the reason before each wait,
+    equally often on every rank.
+    """
     if not wanted:
         yield
         return
@@ -259,14 +268,16 @@ def shard_model(
     device: torch.device,
     gathered: torch.dtype | None = None,
 ) -> None:
-    """Shard the weights of a model on the host, block by block, onto the device, and those of methods.
+    """Shard a model on the host, block by block, onto the device, and the modules of `methods`.
 
-    gathered: the dtype that the blocks' linear layers and convolutions, which are nearly all weights, are gathered in.
-    Norms and tables, which autocast casts to nothing smaller, are gathered in their own, as is all outside of the
-    blocks. Gradients are averaged in float32, as by DistributedDataParallel. Nothing is sent: each process
-    keeps its part of the weights that it has.
+    No weights are sent: each process keeps its shard of the weights that it has loaded. Gradients are averaged in
+    float32, as by DistributedDataParallel.
+
+    gathered: dtype in which the blocks' linear layers and convolutions (nearly all weights) are gathered. Norms and
+    tables, which autocast does not cast to a smaller dtype, and all modules outside of the blocks are gathered in their
+    own dtype.
     """
-    # It warns that the output is a view, which must not be changed in place: nothing does.
+    # fully_shard warns that the output is a view, which must not be changed in place. Nothing here does so.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     split_quantized(model)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
@@ -288,7 +299,7 @@ def shard_model(
 
 
 class QuantizedWeight(torch.nn.Module):
-    """A parametrization: the tensors that a quantized weight consists of, all of them sharded -> the weight."""
+    """A parametrization that makes a quantized weight from the tensors that it consists of, each of them sharded."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -296,7 +307,7 @@ class QuantizedWeight(torch.nn.Module):
         self._dtypes = [part.dtype for part in parts]
 
     def right_inverse(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that the parameters are made of when this is registered."""
+        """The tensors that become the parameters when this parametrization is registered."""
         return [part if part.is_floating_point() else part.view(BYTES) for part in take_apart(weight)[0]]
 
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
@@ -304,7 +315,7 @@ class QuantizedWeight(torch.nn.Module):
 
 
 def split_quantized(model: torch.nn.Module) -> None:
-    """Replace the quantized weights of a model by parameters that can be sharded. In place."""
+    """Replace the quantized weights of a model with parameters that can be sharded, in place."""
     for part in [*model.modules()]:
         weight: Any = dict(part.named_parameters(recurse=False)).get("weight")
         if hasattr(weight, "__tensor_flatten__") or getattr(weight, "quant_state", None) is not None:
