@@ -319,8 +319,8 @@ def _cpus(resources: Encoding) -> float:
 
 
 def actor_settings(resources: Encoding) -> Encoding:
-    """The settings of an actor: one worker, and one reader fewer than its CPUs, since a node's other cores belong to
-    other actors."""
+    """The settings of an actor: one worker and, unless readers are configured, one reader fewer than its CPUs (at least
+    1, at most MOST_READERS), since a node's other cores may belong to other actors."""
     readers = resources.readers or max(1, min(MOST_READERS, int(_cpus(resources)) - 1))
     return resources.changed(workers=1, readers=readers)
 

@@ -113,7 +113,7 @@ def find_folders(run_folder: Path) -> dict[str, str]:
 
 def remove_unfinished(run_folder: Path) -> None:
     """Remove the temporary files of programs that were killed while they wrote pictures, clips, pages or notes, if the
-    files are older than ABANDONED_S. Does nothing while a trainer is running."""
+    files are older than ABANDONED_S. Does nothing unless it is certain that no trainer is running."""
     if is_running(run_folder) is not False:
         return
     pattern = f".*{TEMP_SUFFIX}"

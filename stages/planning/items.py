@@ -162,7 +162,7 @@ def read_boxes(items: CandidateItems, name: str) -> Geometries:
 
 @dataclass(frozen=True)
 class CaptionSet:
-    """One set of captions from the stage `caption`. request: request with which the captions were made. table: rows of
+    """One set of captions made by a model. request: request with which the captions were made. table: rows of
     cache.sets.item_rows.CAPTIONS_SCHEMA."""
 
     request: ItemRequest

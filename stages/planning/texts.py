@@ -159,8 +159,8 @@ def plan_texts(
     captions: CleanedCaptions,
     references: PlannedReferences | None,
 ) -> tuple[pa.Table, pa.Array, pa.Array | None]:
-    """(rows of `texts_schema`, (m,) list of text ids of each sample, (m,) id of each sample's null text). The last is
-    None if the samples share a null text.
+    """(rows of `texts_schema`, (m,) list of text ids of each sample, (m,) id of each sample's null text). The third
+    value is None if the samples share a null text.
 
     members: pictures and clips, one for each sample. captioned_by: (m,) index of the item in `captions` whose captions
     the sample has.

@@ -206,8 +206,8 @@ def file_checksum(path: Path) -> str:
 
 def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
     """ResumeError with every difference between the checkpoint's signature and `signature`. Keys that are missing in
-    `signature` are not compared, so most keys can be compared before a model is loaded. Only a missing "assistant" is
-    compared: the run has no assistant. new_data: whether the training data may differ."""
+    `signature` are not compared, so most keys can be compared before a model is loaded. A missing "assistant" is
+    compared as None, since the run then has no assistant. new_data: whether the training data may differ."""
     saved = checkpoint.state.terms
     current = {"assistant": None} | json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
     if new_data:

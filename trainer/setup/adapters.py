@@ -7,7 +7,7 @@ matrices.
 An assistant (`model.assistant`) is a frozen LoRA for training a checkpoint that was distilled to few steps. It reverses
 the distillation: training steps and the eval loss compute with the assistant, so that the trained adapter does not have
 to learn the reversal. Samples are generated without the assistant, because the result is used without it later, and the
-run saves it to no file. Ostris' training adapters for distilled models are such files.
+run does not save it. Ostris' training adapters for distilled models are such assistants.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Quantize base weights to 8 or 4 bits, one matrix at a time, so that the host never holds a second copy of the model.
 
 The family names the linear layers to quantize: attention and feed-forward of the blocks, which are nearly all weights.
-Biases, norms, embeddings of time and text, convolutions, final layers and most modulations keep their dtype. (Under
-diffusers' quantizers, the modules that a model keeps in float32 do.) diffusers' own quantizers are not used: its
-bitsandbytes quantizer requires a GPU, and its quanto quantizer is deprecated.
+Biases, norms, embeddings of time and text, convolutions, final layers and most modulations keep their dtype. diffusers'
+quantizers treat the modules that a model lists for float32 in the same way, but are not used: the bitsandbytes
+quantizer of diffusers requires a GPU, and its quanto quantizer is deprecated.
 
 Sharding and offloading treat a quantized weight as the plain tensors that it consists of: its values and their scales.
 """
