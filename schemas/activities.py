@@ -148,9 +148,9 @@ def activity(
     description: str, *, total: float | None = None, unit: str = "", keep: bool = False, at_once: bool = False
 ) -> Iterator[Progress]:
     """Show an activity while the body runs. total: number of units that the body advances to. unit: name of the units;
-    "bytes" are shown as sizes, and "" is not counted. keep: whether the end is shown, too, with the time taken. at_once:
-    whether the activity is shown without delay; an import needs this because no other thread runs while it reads a
-    library from a cold disk. Raises Stopped if the program was asked to stop before."""
+    "bytes" are shown as sizes, and "" is not counted. keep: whether the end is shown, too, with the time taken.
+    at_once: whether the activity is shown without delay; an import needs this because no other thread runs while it
+    reads a library from a cold disk. Raises Stopped if the program was asked to stop before."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main:
         check_stop()

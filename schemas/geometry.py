@@ -69,7 +69,7 @@ class Bucket:
         return "landscape" if self.width > self.height else "portrait"
 
     def latent_shape(self, spatial_stride: int, temporal_stride: int = 1) -> tuple[int, int, int]:
-        """Latent (frames, height, width) of an autoencoder with these strides. ValueError if they do not divide the size.
+        """Latent (frames, height, width) of an autoencoder with these strides. ValueError if they don't divide the size.
 
         The first frame is one latent frame, and each group of `temporal_stride` further frames is another.
         """
@@ -95,7 +95,7 @@ class Crop(Generic[Pixels]):
 def resolution_buckets(
     resolution: float, resolution_type: ResolutionType, stride: int, *, step: int = 1, max_aspect: float = MAX_ASPECT
 ) -> tuple[tuple[int, int], ...]:
-    """All sorted (width, height) in pixels of a dataset's `resolution`, with sides that are multiples of `workable_step`.
+    """All (width, height) in pixels for a dataset's `resolution`, sorted. Sides are multiples of `workable_step`.
 
     resolution: depending on the type, edge of the square with the buckets' area (`pixel_area`), megapixels (`area`), or
     shorter edge (`pixel`). The result always contains a square, and the mirror image of each pair. A longer side is at
@@ -146,8 +146,8 @@ def _measure_square(resolution: float, resolution_type: ResolutionType) -> tuple
 
 
 def choose_buckets(width: Numbers, height: Numbers, candidates: Sequence[tuple[int, int]]) -> Ints:
-    """(n,) index of the candidate (width, height) nearest in the logarithm of the aspect. Ties are resolved by the larger
-    area, then by the wider candidate. To choose by aspect alone, pass it as the width, with height 1. ValueError without
+    """(n,) index of the candidate (width, height) nearest in the logarithm of the aspect. Of equally near candidates, the
+    larger is chosen, then the wider. To choose by aspect alone, pass it as the width, with height 1. ValueError without
     candidates, or for a side that is not positive and finite.
     """
     if not candidates:
@@ -189,9 +189,9 @@ def cover_crop(
     """Scale (width, height) until it just covers the bucket, and crop.
 
     One side equals the bucket's; the other is rounded to the nearest pixel. style: `center`; `corner`, the upper left
-    corner; `random`, at the relative position `across` and `down`, each in [0, 1), so that uniform values give a uniform
-    offset; or `face`. scaled_shorter: shorter side of the scaled picture in pixels, at least as large as needed to cover
-    the bucket and at most as large as in the picture; both sides are rounded to the nearest pixel, the longer side to
+    corner; `random`, at the relative position `across` and `down`, each in [0, 1), so that uniform values give a
+    uniform offset; or `face`. scaled_shorter: shorter side of the scaled picture in pixels; raised to the length that
+    covers the bucket, and limited to the picture's own; both sides are rounded to the nearest pixel, the longer side to
     keep the aspect. face: for style `face`, box (x, y, width, height) in pixels of the unscaled picture. The crop is
     centered on the box, within the picture, so the box stays whole if the crop is large enough. Width 0: no face, which
     is `center`.

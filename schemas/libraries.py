@@ -18,7 +18,7 @@ QUANTIZATION_LIBRARIES = {
     "fp8-torchao": "torchao",
     "nf4-bnb": "bitsandbytes",
 }
-#: Values of attention options -> the package with the kernels. For values with "hub", `kernels` loads them from the Hub.
+#: Values of attention options -> the package with the kernels; `kernels` loads them from the Hub.
 ATTENTION_LIBRARIES = {
     "flash_attention_2": "flash_attn",
     "flash": "flash_attn",
@@ -164,8 +164,8 @@ def missing_libraries(config: Config) -> dict[Library, str]:
 
 
 def require_libraries(config: Config, training: bool) -> None:
-    """Raise LatentpressError if a needed library is missing, so that a run of hours does not fail late. training: whether
-    libraries that only training and validation need are checked, too."""
+    """Raise LatentpressError if a needed library is missing, before stages that take hours. training: whether all
+    libraries are checked, or only those needed by options of `train` and `validation`."""
     ours = ("train", "validation")
     missing = {
         library: why for library, why in missing_libraries(config).items() if training or not why.startswith(ours)

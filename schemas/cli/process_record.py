@@ -9,7 +9,7 @@ Kinds of processes with more information add fields. `RecordWriter` writes a cha
 
 `latentpress ui` sets $LATENTPRESS_NOTES for the programs that it starts, and they pass it on to their subprocesses.
 So a page that is opened later can still show the running programs, their progress and their results. A record that
-can't be written does not stop the program. Files that are not valid records, or have a different version, are ignored.
+can't be written does not stop the program. Files that are not valid records of this version are ignored.
 """
 
 import os
@@ -157,8 +157,8 @@ def storable_text(text: str, limit: int = MAX_CHARS) -> str:
 @contextmanager
 def noted(program: str, folder: Path | str | None = None) -> Iterator[NoteWriter | None]:
     """A context around a program: its record exists from the start and gets the exit code at the end, unless the
-    process is killed. The body sets the exit code by `update(exit_code=...)`; an exception counts as 1. folder: directory of
-    the record; by default the directory in $LATENTPRESS_NOTES. Without both, no record is written."""
+    process is killed. The body sets the exit code by `update(exit_code=...)`; an exception counts as 1. folder:
+    directory of the record; by default the directory in $LATENTPRESS_NOTES. Without both, no record is written."""
     folder = folder or os.environ.get(NOTES_VARIABLE)
     if not folder:
         yield None
