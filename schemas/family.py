@@ -169,7 +169,7 @@ class Template:
     sequential: bool = False
 
     def render(self, cleaned: str, *, negative: bool = False) -> str:
-        """The exact text that is tokenized for a caption. Some templates are not applied to negative and null prompts."""
+        """The exact text that is tokenized for a caption. Some templates do not apply to negative and null prompts."""
         alone = negative and not self.negative_uses_template
         return cleaned if alone else self.text.replace("{}", cleaned, 1)
 
@@ -366,8 +366,8 @@ class Family:
     shapes: sub-folder -> published config, reduced to the keys that differ from the defaults of the class, for
     predictions without a download. one_checkpoint: whether one checkpoint serves all tasks, so that its
     model_index.json may name the pipeline of any of them. comfyui_names: module names in ComfyUI. original_names:
-    module names in adapters of other trainers. shift_by_tokens: function from the visual tokens of an image to the shift of
-    `train.timesteps.auto_shift`.
+    module names in adapters of other trainers. shift_by_tokens: function from the number of visual tokens
+    of an image to the shift of `train.timesteps.auto_shift`.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 Sizes are written WIDTHxHEIGHT in pixels, a bucket as WIDTHxHEIGHT@FRAMES. A parameter documented as a column (n,)
 also accepts a number, which is used for every item; if all parameters are numbers, the result is a number. The result
-for an item depends only on that item. Only integers and correctly rounded divisions and square roots are used (no logarithms), so every machine makes
-the same choice, for sides of up to a million pixels.
+for an item depends only on that item. Only integers and correctly rounded divisions and square roots are used (no
+logarithms), so every machine makes the same choice, for sides of up to a million pixels.
 """
 
 import math
@@ -69,7 +69,7 @@ class Bucket:
         return "landscape" if self.width > self.height else "portrait"
 
     def latent_shape(self, spatial_stride: int, temporal_stride: int = 1) -> tuple[int, int, int]:
-        """Latent (frames, height, width) of an autoencoder with these strides. ValueError if they don't divide the size.
+        """Latent (frames, height, width) of an autoencoder with these strides. ValueError unless they divide the size.
 
         The first frame is one latent frame, and each group of `temporal_stride` further frames is another.
         """
@@ -146,9 +146,9 @@ def _measure_square(resolution: float, resolution_type: ResolutionType) -> tuple
 
 
 def choose_buckets(width: Numbers, height: Numbers, candidates: Sequence[tuple[int, int]]) -> Ints:
-    """(n,) index of the candidate (width, height) nearest in the logarithm of the aspect. Of equally near candidates, the
-    larger is chosen, then the wider. To choose by aspect alone, pass it as the width, with height 1. ValueError without
-    candidates, or for a side that is not positive and finite.
+    """(n,) index of the candidate (width, height) nearest in the logarithm of the aspect. If several are
+    equally near, the larger is chosen, then the wider. To choose by aspect alone, pass it as the width, with
+    height 1. ValueError without candidates, or for a side that is not positive and finite.
     """
     if not candidates:
         raise ValueError("no bucket to choose from: give at least one (width, height)")

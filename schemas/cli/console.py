@@ -172,7 +172,7 @@ class Display:
     ) -> None:
         self._log, self._clock, self._interval, self._terminal = log, clock, interval, terminal
         self._lock = threading.RLock()
-        self._tasks = dict[Progress, tuple[float, float | None]]()  # -> time of its last line, and units done at that time
+        self._tasks = dict[Progress, tuple[float, float | None]]()  # -> time of the last line, units done then
         self._at_once: set[Progress] = set()
         self._live: Live | None = None
         self._ticks = False

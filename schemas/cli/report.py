@@ -101,11 +101,12 @@ class Report:
     """done, skipped, remaining: counts of the program's kind of item, which `what` names unless it is obvious.
 
     set_aside (rejected items), truncated, failed, damage: a dict per item, with the keys "item", "path", "reason" and
-    "message" if they apply. Truncated items count as done. Rejected items do not count as failures; failed items do, and
-    the next run tries them again. answer: a sentence at the start of the summary, instead of the counts.
-    more_set_aside: number of further rejected items, which only the full list (`rejects`) contains. next_steps: commands. details: anything else; a list of flat dicts is shown as a table. Keys
-    are snake_case at every level, with a number's unit at their end (`written_mib`), and never data such as a bucket,
-    which belongs in rows of a list. `heading` makes them readable.
+    "message" if they apply. Truncated items count as done. Rejected items do not count as failures; failed
+    items do, and the next run tries them again. answer: a sentence at the start of the summary, instead of the counts.
+    more_set_aside: number of further rejected items, which only the full list (`rejects`) contains. next_steps:
+    commands. details: all other information; a list of flat dicts is shown as a table. Keys are snake_case
+    at every level, with a number's unit at their end (`written_mib`), and never data such as a bucket, which belongs in
+    rows of a list. `heading` makes them readable.
     """
 
     program: str
@@ -210,7 +211,7 @@ def for_each_expert(
     *, in_order: bool = False, of_one: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
     """A decorator that calls a program's `run` for the run of each expert. in_order: whether the second run starts only
-    if the first returned exit code 0. of_one: arguments that are valid for a single run only -> names of the options."""
+    if the first returned exit code 0. of_one: arguments that are valid for a single run only -> option names."""
 
     def decorate(run: Callable[..., Report]) -> Callable[..., Report]:
         @wraps(run)
