@@ -28,9 +28,9 @@ from schemas.errors import INTERRUPTED, RERUN_HINT, Interrupted, LatentpressErro
 
 T = TypeVar("T")
 
-WAIT_S = 0.1  # between two looks at the flag
+WAIT_S = 0.1  # between two checks of the flag
 REPEATED_S = 1.0  # launchers may forward a Ctrl-C to a process that the terminal has sent it to
-NOTICE_S = 1.0  # after which a program that is still stopping says so
+NOTICE_S = 1.0  # after which a program that is still stopping prints a message
 END_S = 2.0  # for the last message, and for child programs to end, before they are killed
 MAX_ANSWER_BYTES = 65_536
 PARENT_VARIABLE = "LATENTPRESS_PARENT"
@@ -62,8 +62,8 @@ MaxTimeOption = Annotated[
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised by `check_stop` in a program that was asked to stop. Not an Exception, so that nothing takes it for a
-    failure of an item."""
+    """Raised by `check_stop` in a program that was asked to stop. Not an Exception, so that it is not handled as
+    a failure of an item."""
 
 
 class Speaker(NamedTuple):
@@ -78,7 +78,7 @@ class StopHandler:
     now.
 
     stop: called once, by another thread; the program then ends in its own way. Without it `check_stop` raises Stopped,
-    which ends the body. error: describes what a second Ctrl-C ends. reason: "SIGINT", "SIGTERM" or "--max-time"; "" if
+    which ends the body. error: the error that a second Ctrl-C prints. reason: "SIGINT", "SIGTERM" or "--max-time"; "" if
     nothing asked. raises: whether `check_stop` raises.
     """
 
@@ -93,8 +93,8 @@ class StopHandler:
         self._end = None if max_time is None else time.monotonic() + max_time
 
     def check(self) -> None:
-        """Raise Stopped if a stop was asked for and the program does not end in its own way; not in the clean-up after
-        another one."""
+        """Raise Stopped if a stop was requested, unless the program ends by `stop`, or is cleaning up after an earlier
+        Stopped."""
         if self.reason and self.raises and not isinstance(sys.exc_info()[1], Stopped):
             raise Stopped
 
@@ -229,7 +229,7 @@ _signals = _Signals()
 
 
 def speak_by(speaker: Speaker | None) -> None:
-    """From now on the thread that acts on signals prints by `speaker`."""
+    """Set the output of the thread that acts on signals."""
     _signals.speaker = speaker
 
 
@@ -245,7 +245,7 @@ def check_stop() -> None:
 
 
 def pause(seconds: float) -> None:
-    """Sleep, unless the program is asked to stop meanwhile: see `check_stop`."""
+    """Sleep. Ends early if the program is asked to stop, see `check_stop`."""
     end = time.monotonic() + seconds
     check_stop()
     while (left := end - time.monotonic()) > 0:
@@ -254,7 +254,7 @@ def pause(seconds: float) -> None:
 
 
 def wait_for(future: "Future[T]") -> T:
-    """The result of a future, unless the program is asked to stop meanwhile: see `check_stop`."""
+    """Wait for the result of a future. Ends early if the program is asked to stop, see `check_stop`."""
     while not future.done():
         wait([future], WAIT_S)
         check_stop()
@@ -262,14 +262,14 @@ def wait_for(future: "Future[T]") -> T:
 
 
 def read_answer() -> str:
-    """A line that somebody types in the terminal; "" at its end. Stopped if the program is asked to stop meanwhile."""
+    """Read a line from the terminal; "" at the end of input. Raises Stopped if the program is asked to stop."""
     while not select.select([sys.stdin], [], [], WAIT_S)[0]:
         check_stop()
     return os.read(sys.stdin.fileno(), MAX_ANSWER_BYTES).decode(errors="replace")
 
 
 def end_with_this(child: subprocess.Popen) -> None:
-    """From now on a second Ctrl-C ends this child, too."""
+    """Register a child process, which a second Ctrl-C ends, too."""
     _signals.children.add(child)
 
 
@@ -290,7 +290,7 @@ def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def hangup_ignored() -> Iterator[None]:
-    """In the body the end of the terminal or the connection does not end this process, nor those that it starts."""
+    """In the body, a closed terminal or connection does not end this process or its child processes."""
     before = signal.getsignal(signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
         yield
@@ -303,8 +303,8 @@ def hangup_ignored() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """End a program that another one, such as `run`, started with `child_environment`: if that is gone, as after
-    SIGKILL, this one ends as it does by SIGTERM. Otherwise it would continue alone, in the way of the next `run`."""
+    """End this program, as by SIGTERM, when the program that started it with `child_environment`, such as `run`, no
+    longer exists, for example after SIGKILL. Otherwise it would continue and block the next `run`."""
     parent = int(os.environ.pop(PARENT_VARIABLE, 0))
 
     def watch() -> None:

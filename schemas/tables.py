@@ -26,7 +26,7 @@ _DRAWS = [("repeats", _int), ("weight", _float), ("regularization", pa.bool_())]
 #: Media resized to resize_w x resize_h, then cropped to the bucket at (x, y).
 GEOMETRY_TYPE = pa.struct([("bucket", _str), ("resize_w", _int), ("resize_h", _int), ("x", _int), ("y", _int)])
 
-#: media/<dataset>/media.arrow: items found by discover, one row per item, sorted by path. A path names an item within its
+#: media/<dataset>/media.arrow: items found by discover, one row per item, sorted by path. A path names an item in its
 #: source, always with "/": a file below the folder, "shard-000.tar/000123.jpg", a row of a table. size: bytes. version:
 #: changes when the item may have changed (modification time, ETag, ...). width, height: pixels as shown (orientation
 #: applied). frames, rate (frames per second), duration (seconds), constant_rate (whether frames follow each other

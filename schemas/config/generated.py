@@ -40,7 +40,7 @@ def json_schema() -> dict[str, Any]:
 def write_all(root: Path) -> list[Path]:
     """Write the generated files whose content changed. root: the source tree. Returns the written files."""
     schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-    folders = (root / "schemas", root / "examples" / "recipes")  # with a copy, since people copy a folder of recipes alone
+    folders = (root / "schemas", root / "examples" / "recipes")  # a copy, since recipes are copied alone
     texts = {folder / "pipeline.schema.json": schema for folder in folders}
     texts[root / "pipeline.yaml"] = commented_example((root / "pipeline.yaml").read_text())
     changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
@@ -80,7 +80,7 @@ def description(info: FieldInfo) -> str:
 
 
 def flow(value: Any, inside: str = "[{}]") -> str:
-    """A value in YAML, on one line. inside: template of the text around `{}`, which determines whether quotes are needed."""
+    """A value in YAML, on one line. inside: the surrounding YAML, which decides if a text needs quotes."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{flow(key)}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -72,7 +72,7 @@ class Loss(Section, json_schema_extra={"affects": "run"}):
 
 
 class Method(Section):
-    """needs: tensor of a sample -> what to do where the training set has none."""
+    """needs: tensor of a sample -> next step for the user if the training set lacks the tensor."""
 
     needs: ClassVar[Mapping[str, str]] = {}
 

@@ -109,7 +109,7 @@ def idle_options(section: Section, names: Sequence[str], reason: str) -> Iterato
 
 
 def foreign_options(section: Section, key: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
-    """Problems of options with non-default values that the value of `key` ignores. owners: option -> values that use it."""
+    """Problems of options with non-default values that do not apply to `key`. owners: option -> values that use it."""
     chosen = getattr(section, key)
     for name, values in owners.items():
         if chosen not in values:

@@ -132,7 +132,7 @@ DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """path: import path of the class. arguments: keyword arguments; all further arguments have the defaults of the class.
+    """path: import path of the class. arguments: keyword arguments; further arguments have the class's defaults.
     lr: default of train.optimizer.lr. full_rank_lr: highest learning rate without a warning if all weights are trained;
     None for an optimizer that finds its rate itself, of which lr is a factor. scheduled: whether a schedule may lower
     the rate.
