@@ -20,7 +20,7 @@ RERUN_HINT = "What was finished is kept, and nothing half-written counts: run th
 
 
 class LatentpressError(Exception):
-    """message: the problem, with the valid choices. next_step: a sentence or a command. exit_code: the program's code."""
+    """message: the problem, with the valid choices. next_step: a sentence or a command. exit_code: the exit code."""
 
     exit_code: ClassVar[int] = INCOMPLETE
 

@@ -67,19 +67,18 @@ class Stopped(KeyboardInterrupt):
 
 
 class Speaker(NamedTuple):
-    """Output of the program. say: prints a line. end: prints the error with which the process is about to end."""
+    """Output functions of the program. say: prints a line. end: prints the error that ends the process."""
 
     say: Callable[[str], object]
     end: Callable[[LatentpressError], object]
 
 
 class StopHandler:
-    """A request to stop: by the first SIGINT or SIGTERM in the body of `stop_on_signals`, or `max_time` seconds from
-    now.
+    """A request to stop: by the first SIGINT or SIGTERM in the body of `stop_on_signals`, or after `max_time` seconds.
 
     stop: called once, by another thread; the program then ends in its own way. Without it `check_stop` raises Stopped,
-    which ends the body. error: the error that a second Ctrl-C prints. reason: "SIGINT", "SIGTERM" or "--max-time"; "" if
-    nothing asked. raises: whether `check_stop` raises.
+    which ends the body. error: returns the error that a second Ctrl-C prints. reason: "SIGINT", "SIGTERM" or
+    "--max-time"; "" if no stop was requested. raises: whether `check_stop` raises.
     """
 
     def __init__(

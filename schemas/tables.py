@@ -63,7 +63,7 @@ MEASURES = (
     *("sharpness", "luminance", "dark", "bright", "contrast"),
     *("bar_left", "bar_right", "bar_top", "bar_bottom", "motion"),
 )
-#: items/<name>.arrow: the results of `features`, one row per media id, sorted by it. outlier: distance from the other
+#: items/<name>.arrow: the results of `features`, one row per media id, sorted by it. outlier: distance from all other
 #: items, 0 to 2. cluster: media id of the item nearest to the center of its cluster. Both null without a model.
 #: duplicate_group: media id of the best of a group of near-duplicates; null without near-duplicates. duplicate_of: the
 #: same id, but null for the best item.

@@ -1,9 +1,9 @@
 """Filters on the columns of a media table: `score > 5 and license in ('cc0', 'cc-by')`. Pure.
 
 The grammar is a small part of Python's: comparisons, `in`, `not in`, `and`, `or`, `not`, `is null`, numbers, text,
-True and False. A name is a column of the manifest or one of BUILTIN_COLUMNS; a name that is not valid in Python is written
-in backquotes: `` `punsafe (nsfw)` < 0.1 ``. A comparison with a missing value is neither true nor false: the item is
-excluded.
+True and False. A name is a column of the manifest or one of BUILTIN_COLUMNS; a name that is not valid in Python is
+written in backquotes: `` `punsafe (nsfw)` < 0.1 ``. A comparison with a missing value is neither true nor false: the
+item is excluded.
 """
 
 import ast
