@@ -1,5 +1,5 @@
-"""Types of model families: everything the stages and the trainer need to know without loading a model. And how
-templates clean captions: FOLDED is the `prompt_clean` of the diffusers pipelines, LOWERCASE their
+"""Types of model families: all data that the stages and the trainer need before they load a model. Also the
+cleaning of captions by templates: FOLDED is the `prompt_clean` of the diffusers pipelines, LOWERCASE their
 `_text_preprocessing` with `clean_caption=False`; tests compare both with the installed release. VERBATIM is for
 pipelines without cleaning.
 

@@ -1,4 +1,4 @@
-"""Effects that Ctrl-C, SIGTERM and the end of `--max-time` have on a program that can be stopped and started again.
+"""Handling of Ctrl-C, SIGTERM and the end of `--max-time` in programs that can be stopped and started again.
 
 A signal only sets a flag. A thread reads the signals, so no exception is raised between two instructions of a library.
 Loops call `check_stop`, as activities do when they begin and advance (schemas/activities.py); waits are `pause` and
@@ -106,11 +106,11 @@ class StopHandler:
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """Receive signals in the body, instead of the handler around this one."""
+        """Receive signals in the body, in place of the enclosing handler."""
         if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
             yield
             return
-        if _signals.process != os.getpid():  # a fork has none of the threads
+        if _signals.process != os.getpid():  # a forked process does not have the threads
             _signals.__init__()  # type: ignore[misc]
         with _signals.listening() if not _signals.handlers else nullcontext():
             outer = _signals.handlers[-1] if _signals.handlers else None
@@ -137,8 +137,8 @@ class StopHandler:
 
 
 class _Signals:
-    """The signals of this process. handlers: the innermost is the last. asked: the handler that was asked to stop, at
-    the time `asked_at`."""
+    """The signals of this process. handlers: active handlers, the innermost last. asked: handler that received a stop
+    request, at the time `asked_at`."""
 
     def __init__(self) -> None:
         self.process, self.handlers = os.getpid(), list[StopHandler]()
@@ -153,14 +153,14 @@ class _Signals:
             handler.reason = handler.reason or reason
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, once it is at an instruction of Python's."""
-        with suppress(IndexError):  # the last handler has just gone
+        """The signal handler, which Python runs in the main thread between two bytecode instructions."""
+        with suppress(IndexError):  # the last handler was removed just before
             self.ask(self.handlers[-1], signal.Signals(number).name)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """In the body a thread acts on signals. It reads them from a pipe, which is written to whatever the main thread
-        is doing."""
+        """In the body, a thread handles signals. It reads them from a pipe, which is written even while the main thread
+        is blocked."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         thread = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
@@ -200,7 +200,7 @@ class _Signals:
                 self.asked.tell()
 
     def end_at_once(self, describe: Callable[[], LatentpressError], code: int) -> None:
-        def say() -> None:  # it may wait for a lock of the main thread's
+        def say() -> None:  # it may wait for a lock that the main thread holds
             if self.speaker is not None:
                 self.speaker.end(describe())
 
@@ -210,7 +210,7 @@ class _Signals:
             process.kill()
         children = [child for child in self.children if child.poll() is None]
         for child in children:
-            child.send_signal(signal.SIGINT)  # a second one of its own, too
+            child.send_signal(signal.SIGINT)  # for the child, too, this is the second signal
         until = time.monotonic() + END_S
         ending.join(END_S)
         while any(child.poll() is None for child in children) and time.monotonic() < until:
@@ -233,12 +233,12 @@ def speak_by(speaker: Speaker | None) -> None:
 
 
 def end_at_once(error: LatentpressError) -> None:
-    """Print the error and end this process and its children, from any thread and whatever the main thread waits for."""
+    """Print the error and end this process and its children, from any thread, even if the main thread is blocked."""
     _signals.end_at_once(lambda: error, error.exit_code)
 
 
 def check_stop() -> None:
-    """Raise Stopped if the program was asked to stop: for a place in a loop at which the work may be left."""
+    """Raise Stopped if the program was asked to stop. Call it in loops, at points at which work may be interrupted."""
     if _signals.handlers:
         _signals.handlers[-1].check()
 
@@ -273,13 +273,13 @@ def end_with_this(child: subprocess.Popen) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a program that is to end with this one: see `end_with_parent`."""
+    """The environment for a child program that ends with this program, see `end_with_parent`."""
     return {**os.environ, PARENT_VARIABLE: str(os.getpid())}
 
 
 @contextmanager
 def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
-    """Processes that are started in the body, and those that they start, have these signals blocked."""
+    """In the body, started processes and their child processes have these signals blocked."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -246,7 +246,7 @@ def _values(option: str, prompt: Prompt | None, validation: Validation) -> tuple
 
 
 def _format_size(size: str) -> str:
-    """WxH, or WxHxF: "@" has a meaning of its own in many places."""
+    """WxH, or WxHxF: "@" has a special meaning in many places."""
     bucket = Bucket.parse(size)
     return f"{bucket.width}x{bucket.height}" + (f"x{bucket.frames}" if bucket.frames > 1 else "")
 
