@@ -164,8 +164,8 @@ def missing_libraries(config: Config) -> dict[Library, str]:
 
 
 def require_libraries(config: Config, training: bool) -> None:
-    """Raise LatentpressError if a needed library is missing, before stages that take hours. training: whether all
-    libraries are checked, or only those needed by options of `train` and `validation`."""
+    """Raise LatentpressError if a needed library is missing, before stages that take hours. training: whether
+    libraries that only options of `train` and `validation` need are checked, too."""
     ours = ("train", "validation")
     missing = {
         library: why for library, why in missing_libraries(config).items() if training or not why.startswith(ours)
