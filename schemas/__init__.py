@@ -1,4 +1,4 @@
-"""What crosses a machine boundary: the configuration, families, tables, records; and what all programs share."""
+"""Data that crosses a machine boundary (configuration, families, tables, records), and code shared by all programs."""
 
 import os
 import sys

@@ -1,12 +1,12 @@
-"""What a program does at the moment, and how far it is.
+"""Activities: the current work of a program, and its progress.
 
-Whatever takes a while says so where it happens, in any module, without knowing the program:
+Code that takes long, in any module, announces itself by a context and does not depend on the program:
 
     with activity(f"loading {name}"): ...
     with activity(f"reading {path}", total=size, unit="bytes") as task: task.advance(len(piece))
 
-The console of the program shows it. In a process that has none, such as a worker's, and outside the main thread
-nothing is shown.
+The console of the program shows the activity. In a process without a console, such as a worker, and outside the main
+thread nothing is shown.
 """
 
 import threading
@@ -19,8 +19,8 @@ from typing import Protocol
 from schemas.interruption import check_stop
 from schemas.text_format import format_bytes
 
-DELAY_S = 1.0  # what takes less is not shown
-STILL_S = 30.0  # after which it is said how long something has not moved
+DELAY_S = 1.0  # shorter activities are not shown
+STILL_S = 30.0  # without progress, after which the time since the last progress is shown
 
 Clock = Callable[[], float]
 
@@ -28,23 +28,23 @@ Clock = Callable[[], float]
 class Progress:
     """Counts the units done of `total` (None: unknown). Safe to advance from several threads.
 
-    The rate is measured from the first advance on, so that loading a model does not count; 0 starts it, too.
+    The rate is measured from the first advance, so that loading a model does not count. `advance(0)` starts it, too.
     """
 
     def __init__(self, total: float | None, description: str, unit: str = "items", clock: Clock = time.monotonic):
         self.total, self.description, self.unit, self.done = total, description, unit, 0.0
         self.moved: Callable[[], None] = lambda: None  # called after each advance
-        self.measure: Callable[[], float] | None = None  # how many units are done, asked whenever that is shown
+        self.measure: Callable[[], float] | None = None  # returns the units done; called whenever they are shown
         self._clock, self._lock, self._begin = clock, threading.Lock(), clock()
         self._first: tuple[float, float] | None = None  # time and count of the first advance
         self._text, self._said = "", clock()
 
     def say(self, done: float, text: str) -> None:
-        """`done` units are done, and `text` is shown in place of the count."""
+        """Set the number of units done, and the text that is shown instead of the count."""
         self.done, self._text, self._said = done, text, self._clock()
 
     def advance(self, n: float = 1) -> None:
-        """In the main thread Stopped is raised if the program was asked to stop."""
+        """Add `n` units. In the main thread, raises Stopped if the program was asked to stop."""
         with self._lock:
             self.done += n
             self._first = self._first or (self._clock(), self.done)
@@ -54,21 +54,21 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start."""
         return self._clock() - self._begin
 
     @property
     def says(self) -> bool:
-        """Tell whether it has a text of its own, by `say`."""
+        """Whether a text was set by `say`."""
         return bool(self._text)
 
     @property
     def counts(self) -> bool:
-        """False of an activity, of which only the time is known."""
+        """Whether units are counted; False if only the time is shown."""
         return self.total is not None or bool(self.unit)
 
     def state(self) -> str:
-        """Like "12/140 units, 1.5 units/s, 0:01:25 left"; "0/140 units, 0:00:07" as long as there is no rate."""
+        """Like "12/140 units, 1.5 units/s, 0:01:25 left"; "0/140 units, 0:00:07" until a rate is measured."""
         if self.measure is not None:
             self.done = max(self.done, self.measure())
             self._first = self._first or (self._clock(), self.done)
@@ -81,11 +81,11 @@ class Progress:
         return ", ".join(words)
 
     def final_state(self) -> str:
-        """The same at the end, like "140/140 units, 1.5 units/s, after 0:01:33"."""
+        """The state at the end, like "140/140 units, 1.5 units/s, after 0:01:33"."""
         return ", ".join([*(self._measured() or ["done"]), f"after {format_seconds(self.seconds)}"])
 
     def _measured(self) -> list[str]:
-        """Count, rate and time left, as far as they are known."""
+        """Count, rate and time left; unknown values are omitted."""
         if not self.counts:
             return []
         start, counted = self._first or (self._clock(), self.done)
@@ -111,7 +111,7 @@ def format_seconds(seconds: float) -> str:
 
 
 class Shower(Protocol):
-    """A console, as far as this module knows it."""
+    """The methods of a console that this module calls."""
 
     def activity(
         self, description: str, *, total: float | None = None, unit: str = "", keep: bool = False, at_once: bool = False
@@ -124,19 +124,19 @@ _say: Callable[[str], object] | None = None
 
 
 def show_activities(shower: Shower | None) -> None:
-    """From now on this process' activities are shown there; None: nowhere."""
+    """Set the console that shows this process's activities; None: they are not shown."""
     global _shower
     _shower = shower
 
 
 def announce_by(say: Callable[[str], object] | None) -> None:
-    """From now on `announce` calls `say`: a worker's process hands its messages to the program that shows them."""
+    """Make `announce` call `say`, by which a worker process sends its messages to the program that shows them."""
     global _say
     _say = say
 
 
 def announce(message: str) -> None:
-    """A line about what goes on, from any thread."""
+    """Show a line about the current work. Can be called from any thread."""
     if _say is not None:
         _say(message)
     elif _shower is not None:
@@ -147,10 +147,10 @@ def announce(message: str) -> None:
 def activity(
     description: str, *, total: float | None = None, unit: str = "", keep: bool = False, at_once: bool = False
 ) -> Iterator[Progress]:
-    """Show what is being done while the body lasts. total: of the units that the body advances by; unit: "bytes" are
-    shown as sizes, and "" has no count. keep: the end is shown, too, with the time that it took. at_once: from the
-    first moment on, as of an import, which lets no other thread run while it reads a library from a cold disk. Raises
-    Stopped if the program was asked to stop before."""
+    """Show an activity while the body runs. total: number of units that the body advances to. unit: name of the units;
+    "bytes" are shown as sizes, and "" is not counted. keep: whether the end is shown, too, with the time taken.
+    at_once: whether the activity is shown without delay; an import needs this because no other thread runs while it
+    reads a library from a cold disk. Raises Stopped if the program was asked to stop before."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main:
         check_stop()

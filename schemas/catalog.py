@@ -20,7 +20,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class VisionModel:
-    """A DINOv2 that CREPA is published with. size: pixels of its square input there."""
+    """A DINOv2 model used in the publication of CREPA. size: side of its square input there, in pixels."""
 
     repo: str
     size: int

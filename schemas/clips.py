@@ -2,7 +2,7 @@
 
 Times are in seconds. A segment is a whole video or one scene of it. A clip's frames are at start, start + 1/rate,
 start + 2/rate ..., and the start is a multiple of 1/rate after the beginning of its segment. The rate is the configured
-one, or the video's own where that (or a fraction of it) nearly equals it, such as 23.976 for 24. The clips of a segment
+rate, or the video's rate if it (or a fraction of it) is nearly equal, such as 23.976 for 24. The clips of a segment
 do not depend on other segments.
 """
 
@@ -41,8 +41,8 @@ def frames_available(duration: Floats, rate: float | Floats) -> Ints: ...
 def frames_available(duration: Any, rate: Any) -> Any:
     """Count the times 0, 1/rate, 2/rate ... that are within a segment of `duration` seconds, at most MAX_FRAMES.
 
-    A time within a millisecond of the end (or a quarter of 1/rate, if that is less) is outside, as containers round
-    durations. 0 where the duration is not positive, NaN (unknown) or infinite.
+    A time within a millisecond of the end (or a quarter of 1/rate, if that is less) is outside, because containers
+    round durations. 0 if the duration is not positive, NaN (unknown) or infinite.
     """
     seconds = np.asarray(duration, np.float64)
     known = np.isfinite(seconds) & (seconds > 0)
@@ -72,7 +72,7 @@ def takes_every_kth_frame(start: Floats, frames: Ints, source: Floats, rate: flo
     Timestamps may be off by TIME_TOLERANCE. start: seconds after the first frame. source: frames per second.
     """
     tolerance = np.minimum(TIME_TOLERANCE, 0.25 / source)
-    # Where within a source frame the first time of a clip falls, and how far the last one moves from there.
+    # The position of a clip's first time within a source frame, and the drift from it up to the clip's last time.
     phase = ((start + tolerance) * source) % 1.0
     drift = (frames - 1) * (source / rate - np.rint(source / rate))
     margin = tolerance * source
@@ -92,18 +92,18 @@ def select_clips(
     clips: int = 1,
     clip_stride: int | None = None,
 ) -> Clips:
-    """The clips of n segments of `duration` seconds (n,), at one rate or each at its own (n,).
+    """The clips of n segments. duration: (n,) seconds. rate: frames per second, a number or (n,).
 
     A clip has the largest number of frames, up to num_frames, that is 1 more than a multiple of every stride. A shorter
-    segment yields a shorter clip, or none if `fixed`. Clips of fewer than min_frames are left out. clip:
+    segment yields a shorter clip, or none if `fixed`. Clips of fewer than min_frames are omitted. clip:
 
-    - head, middle: one, at the beginning or in the middle;
-    - random: `clips` of them, drawn from all starts by the segment's seed and the clip's number, equal ones once;
-    - uniform: `clips` of them from the first start to the last, evenly spread (one: in the middle), equal ones once;
-    - chunks: one after the other; unless `fixed`, the rest at the end is a shorter clip;
-    - slide: every `clip_stride` frames, as long as they are inside.
+    - head, middle: one clip, at the beginning or in the middle;
+    - random: `clips` clips, drawn from all starts by the segment's seed and the clip's number, without duplicates;
+    - uniform: `clips` clips, evenly spread from the first start to the last (one: in the middle), without duplicates;
+    - chunks: consecutive clips; unless `fixed`, the remaining frames are a shorter clip;
+    - slide: a clip every `clip_stride` frames, while it is inside the segment.
 
-    Every frame is within its segment as `frames_available` counts. ValueError for more than MAX_CLIPS.
+    Every frame is within its segment by the rule of `frames_available`. ValueError for more than MAX_CLIPS.
     """
     rates = np.broadcast_to(np.asarray(rate, np.float64), np.shape(duration))
     available = frames_available(np.asarray(duration, np.float64), rates)

@@ -1,7 +1,7 @@
 """Devices: the names that a configuration may give, and the device of this machine that a name stands for.
 
-The one module of `schemas` that imports torch, and only where a function is called that needs it: trainer and stages
-choose alike. Everything goes through `torch.accelerator`, so every accelerator that torch knows is one of them.
+The only module of `schemas` that imports torch, and only inside functions, so that the trainer and the stages choose
+devices by the same rules. All functions use `torch.accelerator`, so every accelerator that torch supports can be used.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 ACCELERATORS = ("cuda", "xpu", "mps", "npu", "hpu", "mlu", "musa", "mtia")
 NAME_OF_DEVICE = rf"^(auto|cpu|({'|'.join(ACCELERATORS)})(:[0-9]{{1,3}})?)$"
 DESCRIPTION = "auto, cpu, cuda, cuda:N, xpu, mps or another name of torch's"
-#: On a stream of theirs weights are copied while another computes.
+#: Devices that copy weights on one stream while another stream computes.
 STREAM_DEVICES = ("cuda", "xpu")
-#: Their memory is this machine's, so nothing is pinned for them.
+#: Devices that share the host's memory, so tensors are not pinned for them.
 UNIFIED_MEMORY = ("cpu", "mps")
-ALIGNMENT = 64  # bytes that tensors are apart which go to a device in one copy
+ALIGNMENT = 64  # bytes; tensors that are copied together begin at multiples of it
 
 
 class DeviceNotFound(LatentpressError):
-    """The device that was asked for is not here."""
+    """Raised if the requested device is not available."""
 
     exit_code = USAGE
 
 
 def find_device(name: str, process: int = 0) -> "torch.device":
-    """The device that `name` is on this machine. auto: the accelerator that torch finds, else the CPU.
+    """The device that `name` refers to on this machine. "auto" is the accelerator that torch finds, else the CPU.
 
-    process: number of this process among those of this machine. A name without a number gives the devices to them in
-    turn. DeviceNotFound where there is no such device: it never becomes another.
+    process: number of this process among the processes of this machine. A name without a number assigns the devices to
+    the processes in turn. DeviceNotFound if the device does not exist; it is never replaced by a different device.
     """
     import torch
 
@@ -55,20 +55,20 @@ def find_device(name: str, process: int = 0) -> "torch.device":
 
 
 def pins_memory(device: "torch.device") -> bool:
-    """Whether host memory is pinned (page-locked) for this device, which then copies from it while the host goes on."""
+    """Whether host memory is pinned (page-locked) for this device, so that copies run while the host continues."""
     return device.type not in UNIFIED_MEMORY
 
 
 def to_device(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
-    """A tensor on the device. The host does not wait for what is queued there, as it does where it copies from pages
-    that are not locked."""
+    """A copy of the tensor on the device. The host does not wait for the device's queue, since the copy is from pinned
+    memory; a copy from pageable memory would wait."""
     pinned = tensor.device.type == "cpu" and pins_memory(device)
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
 
 def to_device_together(tensors: "Sequence[torch.Tensor]", device: "torch.device") -> "list[torch.Tensor]":
-    """Tensors of the host on the device, as `to_device`, by one copy. There they share memory, which is free when none
-    of them is used any more."""
+    """Copies of host tensors on the device, like `to_device`, made by a single transfer. The copies share one block of
+    device memory, which is freed when none of them is used any more."""
     import torch
 
     if not pins_memory(device):
@@ -86,8 +86,8 @@ def to_device_together(tensors: "Sequence[torch.Tensor]", device: "torch.device"
 
 
 class HostCopy:
-    """Tensors of one device on their way to the host: the copies begin now, and `wait` gives them when they are there,
-    which the host waits for once."""
+    """Copies of tensors from one device to the host. The copies start when the object is created; `wait` and `wait_all`
+    synchronize once and return the tensors on the host."""
 
     def __init__(self, *tensors: "torch.Tensor") -> None:
         import torch
@@ -119,7 +119,7 @@ def has_float64(device: "torch.device") -> bool:
 
 
 def device_name(device: "torch.device") -> str:
-    """The card's own name, else torch's name of the device."""
+    """The name of the card; if it has no name, torch's type of the device."""
     import torch
 
     module = torch.get_device_module(device)
@@ -127,7 +127,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def device_memory(device: "torch.device") -> tuple[int, int]:
-    """(free, all) bytes of an accelerator's memory; of Apple's, what torch recommends to use of the machine's."""
+    """(free, total) bytes of an accelerator's memory. For mps, total is the maximum recommended by torch."""
     import torch
 
     if device.type == "mps":

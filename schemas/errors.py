@@ -1,7 +1,7 @@
 """Errors that a user can correct, and the exit codes of every program.
 
-A LatentpressError is shown as its message and its next step, without a traceback. Anything else that escapes a program
-is our own bug and keeps its traceback.
+A LatentpressError is shown as its message and its next step, without a traceback. Any other exception of a program
+is a bug in latentpress and keeps its traceback.
 """
 
 from typing import Any, ClassVar
@@ -10,17 +10,17 @@ OK = 0  # everything is done
 USAGE = 2  # wrong usage or configuration
 INCOMPLETE = 3  # work remains, or failed
 DAMAGE = 4  # damaged data was found
-INTERRUPTED = 130  # Ctrl-C, as a shell reports it
+INTERRUPTED = 130  # the exit code that a shell reports for Ctrl-C
 EXIT_CODES = (
     "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage; "
     "130 interrupted."
 )
-#: True of every program: files appear whole or not at all.
+#: Valid for every program, since files are written completely or not at all.
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
 
 
 class LatentpressError(Exception):
-    """message: what is wrong, with the valid choices. next_step: a sentence or a command. exit_code: the program's."""
+    """message: the problem, with the valid choices. next_step: a sentence or a command. exit_code: the exit code."""
 
     exit_code: ClassVar[int] = INCOMPLETE
 
@@ -38,12 +38,12 @@ class LatentpressError(Exception):
 
 
 class UsageError(LatentpressError):
-    """The options or the configuration do not fit the program."""
+    """Raised if the options or the configuration are not valid for the program."""
 
     exit_code = USAGE
 
 
 class Interrupted(LatentpressError):
-    """Ctrl-C."""
+    """Raised for Ctrl-C."""
 
     exit_code = INTERRUPTED

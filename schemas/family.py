@@ -1,5 +1,5 @@
-"""Types of model families: everything the stages and the trainer need to know without loading a model. And how
-templates clean captions: FOLDED is the `prompt_clean` of the diffusers pipelines, LOWERCASE their
+"""Types of model families: all data that the stages and the trainer need before they load a model. Also the
+cleaning of captions by templates: FOLDED is the `prompt_clean` of the diffusers pipelines, LOWERCASE their
 `_text_preprocessing` with `clean_caption=False`; tests compare both with the installed release. VERBATIM is for
 pipelines without cleaning.
 
@@ -20,8 +20,8 @@ from schemas.geometry import Crop, Ints
 if TYPE_CHECKING:  # `--help` imports the catalog, and need not load pyarrow
     import pyarrow as pa
 
-MOST_REFERENCES = 9  # of a sample, in any family
-#: Roles of the companions that are source images. Those after the first exist where a task has several references.
+MOST_REFERENCES = 9  # reference images of a sample, in any family
+#: Roles of the companions that are source images. Tasks with several references use more than the first role.
 SOURCE_ROLES = ("source", *(f"source_{number}" for number in range(2, MOST_REFERENCES + 1)))
 #: The parts of a sample, or of a validation prompt, that are its references, in their order.
 REFERENCE_PARTS = tuple(f"reference{number}" for number in range(1, MOST_REFERENCES + 1))
@@ -29,11 +29,12 @@ REFERENCE_PARTS = tuple(f"reference{number}" for number in range(1, MOST_REFEREN
 
 @dataclass(frozen=True)
 class ReferenceSize:
-    """How a family's pipeline makes a reference's size, from its own. Pixels.
+    """The size to which a family's pipeline resizes a reference image, computed from the image's size. Pixels.
 
-    area: of the largest reference, or of any that is stretched. multiple: of its sides. stretched: to this area, with
-    both sides rounded; else one with more is scaled down, and what is over the multiples is cut off evenly. least_side,
-    most_aspect: it takes none with a shorter side, or whose longer side is more times the shorter.
+    area: largest area of a resized reference. multiple: both sides are multiples of this number. stretched: whether
+    each reference is resized to about `area`, with both sides rounded to multiples; otherwise a reference with a
+    larger area is scaled down, and the pixels beyond the last multiple are cropped evenly on both sides. least_side:
+    length of the shortest side that the pipeline accepts. most_aspect: largest ratio of longer to shorter side.
     """
 
     area: int
@@ -43,7 +44,7 @@ class ReferenceSize:
     most_aspect: float = math.inf
 
     def fit(self, width: Ints, height: Ints) -> tuple[Ints, Ints, Crop]:
-        """(n,) width and height of references of these sizes, and their crops."""
+        """(n,) width and (n,) height of n resized references, and their crops."""
         if self.stretched:
             aspect = width / height
             exact = np.sqrt(self.area * aspect)
@@ -56,13 +57,13 @@ class ReferenceSize:
         return sides[0], sides[1], Crop(*scaled, *offsets)
 
     def refused(self, width: Ints, height: Ints) -> np.ndarray:
-        """(n,) whether the pipeline takes no reference of this size."""
+        """(n,) whether the pipeline rejects a reference of this size."""
         shorter, longer = np.minimum(width, height), np.maximum(width, height)
         return (shorter < self._shortest) | (longer > self.most_aspect * shorter)
 
     @property
     def limits(self) -> str:
-        """Describe the sizes that are taken."""
+        """A description of the sizes that the pipeline accepts, for messages."""
         aspect = "" if math.isinf(self.most_aspect) else f" and an aspect of at most {self.most_aspect:g}:1"
         return f"sides of {self._shortest} pixels or more{aspect}"
 
@@ -71,9 +72,9 @@ class ReferenceSize:
         return self.least_side if self.stretched else max(self.least_side, self.multiple)
 
 
-# ftfy takes 65 to 220 us a caption. It leaves printable ASCII words with single spaces between them alone, if there is
-# no "&" that could begin an entity; where typographic punctuation is added, it straightens the quotes and nothing else.
-# Tests compare both with ftfy.
+# ftfy takes 65 to 220 us a caption. It does not change printable ASCII words with single spaces between them and
+# without "&", which could begin an entity. If the text also has typographic punctuation, ftfy only straightens the
+# quotes. Tests compare both cases with ftfy.
 _ALREADY_CLEAN = "^[!-%'-~]+( [!-%'-~]+)*$"
 _ONLY_TYPOGRAPHY = "^[ -%'-~\u2013\u2014\u2018\u2019\u201c\u201d\u2026]*$"
 _QUOTES = (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
@@ -87,12 +88,12 @@ class Cleaner:
     fast: "Callable[[pa.Array], pa.Array] | None" = None
 
     def column(self, texts: "pa.Array") -> "pa.Array":
-        """n captions cleaned; null stays null."""
+        """The n cleaned captions; null stays null."""
         return map_distinct(texts, self.text) if self.fast is None else self.fast(texts)
 
 
 def map_distinct(texts: "pa.Array", function: Callable[[str], str]) -> "pa.Array":
-    """Apply `function` to n texts, once for each distinct one."""
+    """Apply `function` to n texts, once for each distinct text."""
     import pyarrow as pa
 
     coded = texts.dictionary_encode()
@@ -141,15 +142,15 @@ TEXT_PARTS = {"embeds": "text_encoder", "pooled": "text_encoder_2"}
 
 @dataclass(frozen=True)
 class Template:
-    """text: the prompt, with `{}` for the caption. crop: tokens of constant prefix dropped from the encoder's output
-    (None: the encoder decides). max_length: tokens kept after the crop. layers: whose hidden states are stored, joined
-    along the channels, numbered as transformers numbers `hidden_states` (0: embeddings, -1: after the last norm).
-    longest: tokens that the transformer reads at most; None: any number.
-    thinking: the text is what the tokenizer's chat template makes with thinking on, where it is one. padded: what pads
-    a text to max_length is part of it, and its states are stored, too. with_image: the sample's source image is in the
-    prompt. image_size: all references of the sample are, each of the size that this makes of it; where `reference` is
-    not empty, it stands for each of them before the caption, with `{}` for its number. sequential: an image's tokens
-    have positions one after the other, as a text's have, and not those of rows and columns.
+    """text: the prompt, with `{}` for the caption. crop: number of constant prefix tokens dropped from the encoder's
+    output (None: the encoder decides). max_length: number of tokens kept after the crop. layers: layers with stored
+    hidden states, concatenated along the channels; numbered like `hidden_states` of transformers (0: embeddings, -1:
+    after the last norm). longest: largest number of tokens that the transformer reads; None: no limit.
+    thinking: for a prompt made by the tokenizer's chat template, whether thinking is on. padded: whether the padding up
+    to max_length is part of the text, so that its hidden states are stored, too. with_image: whether the prompt
+    contains the sample's source image. image_size: size of each reference image in the prompt; None: no references.
+    reference: text before the caption for each reference image, with `{}` for its number; "": no such text.
+    sequential: whether an image's tokens have consecutive positions like text tokens, instead of rows and columns.
     """
 
     name: str
@@ -168,7 +169,7 @@ class Template:
     sequential: bool = False
 
     def render(self, cleaned: str, *, negative: bool = False) -> str:
-        """The exact text that is tokenized for a caption; some templates leave negative and null prompts alone."""
+        """The exact text that is tokenized for a caption. Some templates do not apply to negative and null prompts."""
         alone = negative and not self.negative_uses_template
         return cleaned if alone else self.text.replace("{}", cleaned, 1)
 
@@ -183,13 +184,13 @@ class Template:
 
 @dataclass(frozen=True)
 class Condition:
-    """The pictures that a task gives the model beside the text, encoded separately by the autoencoder.
+    """The pictures that a task gives the model in addition to the text, encoded separately by the autoencoder.
 
-    kind: "source", a source image of each sample, of its size; "first-frame", the first `frames` (pixel frames) of the
-    clip; "references", one to `most` images in their order, each of the size that `size` makes of its own, and each
-    encoded once, in a row of its own. posterior: what its pipeline takes of the autoencoder's distribution; None: what
-    `latents.posterior` says. padded: zeros, the middle of -1..1, follow the first frames, so that they are encoded as a
-    clip of the same length.
+    kind: "source", a source image for each sample, with the sample's size; "first-frame", the first `frames` pixel
+    frames of the clip; "references", one to `most` ordered images, each resized by `size` and encoded once, in a
+    separate row. posterior: "mode" if the pipeline uses the mode of the autoencoder's distribution; None: the option
+    `latents.posterior` decides. padded: whether zeros (the middle of -1..1) up to the clip's length follow the first
+    frames before encoding.
     """
 
     kind: Literal["source", "first-frame", "references"]
@@ -201,15 +202,16 @@ class Condition:
 
     @property
     def in_row(self) -> bool:
-        """Whether it is a tensor of the sample's own row."""
+        """Whether the condition is a tensor in the sample's row."""
         return self.kind != "references"
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """From the autoencoder's latents to the model's: (z - mean) / deviation * scale.
+    """Normalization of the autoencoder's latents for the model: (z - mean) / deviation * scale.
 
-    Each names a key of the autoencoder's config, whose value is a number or a list of one per channel. None: left out.
+    scale, mean, deviation: keys of the autoencoder's config, with a number or a list of one number per channel as the
+    value. None: the term is omitted.
     """
 
     scale: str | None = "scaling_factor"
@@ -220,11 +222,12 @@ class Normalization:
 @dataclass(frozen=True)
 class ShiftByTokens:
     """The shift of noise levels by an image's visual tokens: exp(mu), mu on a line from `low` at `fewest` tokens to
-    `high` at `most`. clamped: with fewer or more it is that of the nearest end.
+    `high` at `most`. clamped: whether mu stays at the nearest end outside this range.
 
     `calculate_shift` of diffusers' pipelines, whose scheduler's exp(mu) / (exp(mu) + 1 / u - 1) is `flow.shift_sigma`
-    by exp(mu). Of a video, the tokens of one frame; all frames' would give a shift of about 100 at 24,576 tokens. The
-    line is diffusers' own default; families whose pipeline has none are clamped, since it was not made for other sizes.
+    by exp(mu). For a video, the tokens of one frame count; all frames would give a shift of about 100 at 24,576 tokens.
+    The line is the default of diffusers. Families with a pipeline without this shift clamp mu, since the line was not
+    made for other sizes.
     """
 
     fewest: int = 256
@@ -241,8 +244,8 @@ class ShiftByTokens:
 
 @dataclass(frozen=True)
 class ComfyUINames:
-    """The names of modules in ComfyUI. paths: (path, path there) of modules and of parts of such paths, of whole
-    segments, where it has others than diffusers; replaced one after the other. prefix: of these paths in a file."""
+    """The names of modules in ComfyUI. paths: pairs (diffusers path, ComfyUI path) for names that differ: paths of
+    modules, or whole segments of such paths; replaced in order. prefix: text before each path in a file."""
 
     paths: tuple[tuple[str, str], ...] = ()
     prefix: str = "diffusion_model."
@@ -250,9 +253,9 @@ class ComfyUINames:
 
 @dataclass(frozen=True)
 class OriginalNames:
-    """The names of modules in the original release, by which other trainers write adapters, where diffusers has others.
-    paths: as of ComfyUINames. joined: (module there, the modules here whose outputs it has, one after the other); of
-    the last, equally long segments of a path."""
+    """The names of modules in the original release that differ from diffusers; other trainers use them in adapters.
+    paths: pairs (diffusers path, original path), see ComfyUINames. joined: pairs (original module, diffusers modules
+    whose concatenated outputs it computes); each name consists of the last segments of a path, equally many."""
 
     paths: tuple[tuple[str, str], ...] = ()
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -260,7 +263,8 @@ class OriginalNames:
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Attention over blocks, of checkpoints whose transformer config has `value` at `key`. side_multiple: pixels."""
+    """Block-sparse attention, used by checkpoints with `value` at `key` of the transformer's config. side_multiple:
+    divisor of both sides of a bucket (pixels)."""
 
     name: str
     key: str
@@ -273,7 +277,7 @@ class SparseAttention:
 
 @dataclass(frozen=True)
 class ScaleWindow:
-    """Scale factors (frames, height, width) of the transformer's positions: `inside` where both sides are within
+    """Scale factors (frames, height, width) of the transformer's positions: `inside` if both sides are within
     low..high pixels, else `outside`. `bucket` shows them as scale class.
     """
 
@@ -291,8 +295,8 @@ class ScaleWindow:
 
 @dataclass(frozen=True)
 class Expert:
-    """One of a checkpoint's transformers, which each predict a range of noise levels, from `lowest` to below `highest`
-    (1: to the end). part: its sub-folder. guidance: default scale of its steps."""
+    """One of the transformers of a checkpoint. Each predicts a range of noise levels, from `lowest` to below `highest`
+    (1: inclusive). part: sub-folder of the transformer. guidance: default guidance scale of its denoising steps."""
 
     part: str
     lowest: float
@@ -311,11 +315,12 @@ class Expert:
 class Flavour:
     """One published checkpoint.
 
-    shift: training default of s in sigma = s u / (1 + (s - 1) u). sizes: published (width, height) in pixels of its
-    training. sparse: it uses the family's sparse attention. in_window: it was trained inside the family's scale window.
-    shape, encoder_shape: of its transformer's and its text encoder's config, what differs from the family's.
-    distilled_from: the flavour to train in its place, where it was distilled to few steps, which training would undo.
-    experts: its transformers where it has several, "high" and "low", in the order in which denoising needs them.
+    shift: training default of s in sigma = s u / (1 + (s - 1) u). sizes: published (width, height) pairs of its
+    training, in pixels. sparse: whether it uses the family's sparse attention. in_window: whether it was trained inside
+    the family's scale window. shape, encoder_shape: keys of the transformer's and the text encoder's config that differ
+    from the family. distilled_from: for a checkpoint distilled to few steps, the flavour to train instead, since
+    training would undo the distillation. experts: "high" and "low", in the order of denoising, if the checkpoint has
+    several transformers.
     """
 
     name: str
@@ -339,28 +344,30 @@ class Family:
     text_components, latent_components: the checkpoint's sub-folders that determine embeddings and latents.
     model_classes: sub-folder -> the model that its config names, to refuse another family's checkpoint. side_multiple:
     both sides of a bucket are multiples of it (pixels). resolution: edge of the square that is a bucket's default area
-    (pixels). frames: of a validation clip by default. frame_rate: of clips by default (frames per second). image_token:
-    side of the pixels that one token of an image in a prompt covers, for estimates. transformer_config: task -> values
-    in the transformer's config that tell tasks apart. autoencoder_config: likewise; of a list, its length. text_width:
-    channels of a stored text token. text_widths: tensor of a text -> its width's key in the transformer's config.
-    pipelines: task -> diffusers class; none if diffusers has none. pipeline_settings: key of model_index.json -> the
-    value that the pipeline needs; a missing key means false. distilled_mark: model_index.json says by is_distilled
-    whether a checkpoint is distilled. tokenizers: sub-folder -> class, without "Fast". negative_prompt: default of
-    validation prompts; None if the pipeline takes none and guides with an empty one. conditions: task -> its
-    condition, if it has one. posterior: the autoencoder gives a distribution. latent_settings: what else determines
-    latents; checked when the autoencoder is loaded. latent_precision (None: the model's), text_attention: defaults of
-    the configuration. preview_autoencoder: diffusers' class of tiny autoencoders for these latents, if it has one.
-    layers: keys of the transformer's config, whose sum is
-    the number of blocks that compute visual tokens. convolves: these blocks convolve over the grid of tokens.
-    frame_chunks: the autoencoder's convolutions can compute a few frames at a time (`latents.chunk_frames`). tile: side
-    of the tiles of `latents.tiling`, and the distance between their beginnings (pixels). own_sizes: what keeps its
-    pipelines from taking a size of their own near that which is asked for: their attribute `resolutions`, or the
-    argument `use_resolution_binning`. guidance_argument: theirs of classifier-free guidance. pipeline_packages: those
-    that they need beside diffusers' and transformers' own. shapes: sub-folder -> its published config, of which only
-    the keys that differ from the defaults of its class, for predictions without a download. one_checkpoint: a
-    checkpoint is for all tasks, and its model_index.json names the pipeline of any. comfyui_names: of modules there.
-    original_names: of modules in adapters of other trainers. shift_by_tokens: visual tokens of an
-    image -> the shift of `train.timesteps.auto_shift`.
+    (pixels). frames: default number of frames of a validation clip. frame_rate: default frame rate of clips (frames per
+    second). image_token: side of the square that one token of an image in a prompt covers (pixels), for estimates.
+    transformer_config: task -> values of the transformer's config that distinguish the task. autoencoder_config: values
+    of the autoencoder's config that identify the family; for a list, its length. text_width: channels of a stored text
+    token. text_widths: tensor of a text -> key of its width in the transformer's config. pipelines: task -> diffusers
+    class; without tasks that diffusers does not support. pipeline_settings: key of model_index.json -> value that the
+    pipeline needs; a missing key means false. distilled_mark: whether model_index.json marks distilled checkpoints by
+    is_distilled. tokenizers: sub-folder -> class, without "Fast". negative_prompt: default of validation prompts; None
+    if the pipeline does not accept one and guides with an empty prompt. conditions: task -> condition, for tasks with
+    a condition. posterior: whether the autoencoder returns a distribution. latent_settings: further settings that
+    determine latents; checked when the autoencoder is loaded. latent_precision (None: the model's precision),
+    text_attention: defaults of the configuration. preview_autoencoder: diffusers class of tiny autoencoders for these
+    latents; None if diffusers has no such class. layers: keys of the transformer's config whose sum is the number of
+    blocks that compute visual tokens. convolves: whether these blocks convolve over the grid of tokens. frame_chunks:
+    whether the autoencoder's convolutions can compute a few frames at a time (`latents.chunk_frames`). tile: side of
+    the tiles of `latents.tiling`, and the distance between the starts of two tiles (pixels). own_sizes: attribute
+    (`resolutions`) or argument (`use_resolution_binning`) that keeps the family's pipelines from replacing a requested
+    size by a similar one. guidance_argument: name of the pipelines' argument for classifier-free guidance.
+    pipeline_packages: packages that the pipelines need in addition to diffusers, transformers and their dependencies.
+    shapes: sub-folder -> published config, reduced to the keys that differ from the defaults of the class, for
+    predictions without a download. one_checkpoint: whether one checkpoint serves all tasks, so that its
+    model_index.json may name the pipeline of any of them. comfyui_names: module names in ComfyUI. original_names:
+    module names in adapters of other trainers. shift_by_tokens: function from the number of visual tokens
+    of an image to the shift of `train.timesteps.auto_shift`.
     """
 
     name: str
@@ -426,7 +433,7 @@ class Family:
         return flavour.shape.get(self.text_widths["embeds"], self.text_width)
 
     def count_layers(self, transformer_config: Mapping[str, Any]) -> int | None:
-        """The number of blocks that compute visual tokens; None where the config does not have it."""
+        """The number of blocks that compute visual tokens; None if the config does not contain this number."""
         counts = [count for key in self.layers if isinstance(count := transformer_config.get(key), int)]
         return sum(counts) if len(counts) == len(self.layers) else None
 
@@ -437,8 +444,8 @@ class Family:
         return tuple(expert.part for expert in experts) or ("transformer",)
 
     def condition_frames(self, task: Task) -> int | None:
-        """Latent frames of the condition in a sample's row; 0 where it has none, None where it has as many as the
-        clip."""
+        """Number of latent frames of the condition in a sample's row; 0 if the row has no condition, None if the
+        condition has as many frames as the clip."""
         condition = self.conditions.get(task)
         if condition is not None and condition.padded:
             return None

@@ -1,9 +1,9 @@
 """Sizes and crops: pure functions of numbers or of whole columns.
 
-Sizes are written WIDTHxHEIGHT in pixels, a bucket as WIDTHxHEIGHT@FRAMES. Where a parameter is a column (n,), a number
-is valid too and is used for every item; numbers alone give a number. The result for an item does not depend on other
-items. Only integers and correctly rounded divisions and square roots are used (no logarithms), so every machine makes
-the same choice, for sides of up to a million pixels.
+Sizes are written WIDTHxHEIGHT in pixels, a bucket as WIDTHxHEIGHT@FRAMES. A parameter documented as a column (n,)
+also accepts a number, which is used for every item; if all parameters are numbers, the result is a number. The result
+for an item depends only on that item. Only integers and correctly rounded divisions and square roots are used (no
+logarithms), so every machine makes the same choice, for sides of up to a million pixels.
 """
 
 import math
@@ -25,19 +25,19 @@ Frames = TypeVar("Frames", int, Ints)
 CropStyle = Literal["center", "random", "corner", "face"]
 ResolutionType = Literal["pixel", "area", "pixel_area"]
 
-#: Type -> what the resolution is.
+#: Type -> meaning of the resolution.
 RESOLUTION_TYPES = {"pixel": "the shorter edge", "area": "megapixels", "pixel_area": "the edge of a square"}
 MAX_ASPECT = 2.5
 MAX_BUCKET_PIXELS = 8192 * 8192
-LEAST_STEPS = 4  # of a bucket step that the edge of the square bucket has at least
+LEAST_STEPS = 4  # smallest number of bucket steps in the edge of the square bucket
 
 _BUCKET_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?((?:\+[1-9]\d*x[1-9]\d*)*)")
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """Width and height in pixels, and the frame count; an image has one frame. references: width and height of each
-    reference image, which samples of a batch have in common."""
+    """Width and height in pixels, and number of frames (1 for an image). references: (width, height) of each reference
+    image, in pixels; equal for all samples of a batch."""
 
     width: int
     height: int
@@ -69,9 +69,9 @@ class Bucket:
         return "landscape" if self.width > self.height else "portrait"
 
     def latent_shape(self, spatial_stride: int, temporal_stride: int = 1) -> tuple[int, int, int]:
-        """Latent (frames, height, width) of an autoencoder with these strides, ValueError where they do not divide it.
+        """Latent (frames, height, width) of an autoencoder with these strides. ValueError unless they divide the size.
 
-        The first frame is a latent frame of its own and every `temporal_stride` further ones are another.
+        The first frame is one latent frame, and each group of `temporal_stride` further frames is another.
         """
         if self.width % spatial_stride or self.height % spatial_stride:
             raise ValueError(f"bucket {self}: both sides must be multiples of {spatial_stride}")
@@ -95,13 +95,14 @@ class Crop(Generic[Pixels]):
 def resolution_buckets(
     resolution: float, resolution_type: ResolutionType, stride: int, *, step: int = 1, max_aspect: float = MAX_ASPECT
 ) -> tuple[tuple[int, int], ...]:
-    """All (width, height) in pixels of a dataset's `resolution`, whose sides are multiples of `workable_step`, sorted.
+    """All (width, height) in pixels for a dataset's `resolution`, sorted. Sides are multiples of `workable_step`.
 
-    resolution: by its type, the edge of a square of the buckets' area (`pixel_area`), megapixels (`area`), or the
-    shorter edge (`pixel`). Always a square, and with each pair its mirror image. A longer side is at most `max_aspect`
-    times the shorter. `pixel`: the shorter side of all is the multiple nearest to `resolution`. Else the longer side is
-    the multiple nearest to the area over the shorter, so that areas are within `step * (longer side + step)` of the
-    one asked for. ValueError where the edge is less than one stride or the area more than MAX_BUCKET_PIXELS.
+    resolution: depending on the type, edge of the square with the buckets' area (`pixel_area`), megapixels (`area`), or
+    shorter edge (`pixel`). The result always contains a square, and the mirror image of each pair. A longer side is at
+    most `max_aspect` times the shorter side. For `pixel`, the shorter side is the multiple nearest to `resolution`.
+    Otherwise the longer side is the multiple nearest to the area divided by the shorter side, so that areas differ from
+    the requested area by at most `step * (longer side + step)`. ValueError if the edge is less than one stride or the
+    area more than MAX_BUCKET_PIXELS.
     """
     step = workable_step(resolution, resolution_type, stride, step)
     area, edge = _measure_square(resolution, resolution_type)
@@ -117,11 +118,11 @@ def resolution_buckets(
 
 def workable_step(resolution: float, resolution_type: ResolutionType, stride: int, step: int) -> int:
     """The steps, in pixels, in which the sides of a dataset's buckets differ: `step`, rounded up to a multiple of
-    `stride`, the model's own.
+    `stride`, the model's divisor of both sides.
 
-    Where the square bucket's edge is less than LEAST_STEPS of these, it is the largest multiple of the stride of which
-    the edge has as many: else nearly every picture would be square, and the square of 96 pixels one of 128. Errors:
-    see `resolution_buckets`.
+    If the square bucket's edge is shorter than LEAST_STEPS such steps, the step is the largest multiple of the stride
+    that fits LEAST_STEPS times into the edge (at least one stride). Otherwise nearly every picture would get a square
+    bucket, and the square of 96 pixels would become one of 128. Errors: see `resolution_buckets`.
     """
     _, edge = _measure_square(resolution, resolution_type)
     if stride < 1 or step < 1:
@@ -145,9 +146,9 @@ def _measure_square(resolution: float, resolution_type: ResolutionType) -> tuple
 
 
 def choose_buckets(width: Numbers, height: Numbers, candidates: Sequence[tuple[int, int]]) -> Ints:
-    """(n,) index of the candidate (width, height) nearest in the logarithm of the aspect; of equals the larger, then
-    the wider. An aspect alone is its width at a height of 1. ValueError without candidates or for a side that is not
-    positive and finite.
+    """(n,) index of the candidate (width, height) nearest in the logarithm of the aspect. If several are
+    equally near, the larger is chosen, then the wider. To choose by aspect alone, pass it as the width, with
+    height 1. ValueError without candidates, or for a side that is not positive and finite.
     """
     if not candidates:
         raise ValueError("no bucket to choose from: give at least one (width, height)")
@@ -187,12 +188,13 @@ def cover_crop(
 ) -> Crop:
     """Scale (width, height) until it just covers the bucket, and crop.
 
-    One side equals the bucket's; the other is rounded to the nearest pixel. style: `center`; `corner`, the upper left;
-    `random`, at `across` and `down`, each in [0, 1): where they are uniform, so is the offset. scaled_shorter: shorter
-    side in pixels of the scaled picture, where that is more than covers the bucket and no more than the picture has;
-    both sides are rounded to the nearest pixel, the longer one to keep the aspect. face: of `face`, x, y, width and
-    height in pixels of the picture of what is in the middle, as far as the picture reaches: it stays whole where the
-    crop is large enough; 0 wide for none, which is `center`.
+    One side equals the bucket's; the other is rounded to the nearest pixel. style: `center`; `corner`, the upper left
+    corner; `random`, at the relative position `across` and `down`, each in [0, 1), so that uniform values give a
+    uniform offset; or `face`. scaled_shorter: shorter side of the scaled picture in pixels; raised to the length that
+    covers the bucket, and limited to the picture's own; both sides are rounded to the nearest pixel, the longer side to
+    keep the aspect. face: for style `face`, box (x, y, width, height) in pixels of the unscaled picture. The crop is
+    centered on the box, within the picture, so the box stays whole if the crop is large enough. Width 0: no face, which
+    is `center`.
     """
     sides = _check_sides(width, height, bucket_width, bucket_height)
     wide, tall = sides[0] * sides[3], sides[1] * sides[2]
@@ -207,7 +209,7 @@ def cover_crop(
         if not (exact > 0).all():
             raise ValueError("scaled_shorter: every length must be more than 0 pixels")
         scaled = np.floor(exact + 0.5).astype(np.int64)
-        # Both are roundings of the sides times one factor each, so the larger pair is that of the larger factor.
+        # Both pairs are the rounded sides times one factor, so the larger pair belongs to the larger factor.
         pairs = zip(sides[:2], size, strict=True)
         size = [np.maximum(covering, _rounded_division(side * scaled, shorter)) for side, covering in pairs]
     offsets = []
@@ -234,7 +236,7 @@ def measure_size(width: Lengths, height: Lengths, resolution_type: ResolutionTyp
 
 
 def shorter_side_at_size(width: Lengths, height: Lengths, size: Numbers, resolution_type: ResolutionType) -> Floats:
-    """Shorter side, in pixels, not rounded, of the picture scaled to the `measure_size` of `size`."""
+    """Shorter side in pixels (not rounded) of the picture scaled to `size`, in the unit of `measure_size`."""
     across, down = _check_sides(width, height)
     if resolution_type == "pixel":
         return np.broadcast_arrays(np.asarray(size, np.float64), across, down)[0]
@@ -257,7 +259,7 @@ def aspect_distortion(width: Lengths, height: Lengths, crop: Crop) -> Floats:
 
 
 def _check_sides(*values: Lengths) -> tuple[Ints, ...]:
-    """Lengths in pixels as int64. ValueError for one below 1, TypeError for fractions."""
+    """Lengths in pixels as int64. ValueError if a length is below 1, TypeError for fractions."""
     sides = tuple(np.asarray(value).astype(np.int64, casting="same_kind", copy=False) for value in values)
     for side in sides:
         if (side < 1).any():
@@ -284,5 +286,5 @@ def largest_valid_frames(frames: Frames, *strides: int) -> Frames:
 
 
 def to_python_scalar(values: Any) -> Any:
-    """A Python number for an array without dimensions; a column (n,) as it is."""
+    """A Python number for an array without dimensions; a column (n,) is returned unchanged."""
     return values.item() if np.ndim(values) == 0 else values

@@ -1,8 +1,8 @@
 """Content-based identities: media, texts, samples, units, and the fingerprints of caches; and stateless random numbers,
 the same on every machine and in every release.
 
-Each identity is a hexadecimal xxh3-128 of a canonical encoding of what determines the thing, so all machines agree on
-it without communication. Nothing here reads a file.
+Each identity is a hexadecimal xxh3-128 of a canonical encoding of everything that determines the object, so all
+machines agree on it without communication. The functions of this module do not read files.
 """
 
 import binascii
@@ -61,12 +61,12 @@ def permute_groups(
     positions: NDArray[np.int64], groups: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
     """(n,) the images of `positions`, each under the permutation of range(sizes[g]) that keys[g] chooses, g being its
-    number in `groups`. sizes, keys: (G,), of all groups; fast where the numbers in `groups` are close together."""
+    number in `groups`. sizes, keys: (G,), for all groups. Fast if the numbers in `groups` are close together."""
     if not len(positions):
         return positions
     permuted, first, last = positions.astype(np.uint64), int(groups.min()), int(groups.max()) + 1
     groups, limits = groups - first, sizes[first:last].astype(np.uint64)
-    bits = np.where(limits > 1, np.frexp(np.maximum(limits, 2) - 1)[1], 0)  # of its domain, less than twice its size
+    bits = np.where(limits > 1, np.frexp(np.maximum(limits, 2) - 1)[1], 0)  # of the domain, less than twice the size
     rounds, group_bits = mix_bits(_ROUND_NUMBERS[:, None] ^ keys[first:last]), bits[groups]
     for count in np.unique(bits[bits > 0]).tolist():
         outside = np.flatnonzero(group_bits == count)
@@ -79,8 +79,8 @@ def permute_groups(
 
 
 def _feistel(values: NDArray[np.uint64], high: int, low: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of range(2**(high + low)): each round mixes some of the bits into the others, in turn. keys: for
-    each round one, or one for each of the values."""
+    """A bijection of range(2**(high + low)): each round mixes one part of the bits into the remaining bits, in turn.
+    keys: for each round, one key, or one key per value."""
     masks = [np.uint64((1 << high) - 1), np.uint64((1 << low) - 1)]
     left, right = values >> np.uint64(low), values & masks[1]
     for number, key in enumerate(keys):
@@ -93,9 +93,9 @@ def _feistel(values: NDArray[np.uint64], high: int, low: int, keys: NDArray[np.u
     return left
 
 
-#: A sample's fields: its id is the xxh3-128 of these bytes. Little-endian; ids as 16 bytes; zeros for what it lacks.
-#: condition: 0 none, 1 first frame, 2 source, 3 references, whose ids in order are hashed as its source. A geometry is
-#: its bucket (w, h, frames), resize (w, h), crop (x, y).
+#: A sample's fields: its id is the xxh3-128 of these bytes. Little-endian; ids as 16 bytes; missing fields are 0.
+#: condition: 0 none, 1 first frame, 2 source, 3 references, whose ordered ids are hashed as the source. A geometry
+#: is bucket (w, h, frames), resize (w, h), crop (x, y).
 SAMPLE_DTYPE = np.dtype(
     [
         ("media", "V16"),
@@ -126,7 +126,7 @@ def text_ids(rendered: pa.Array, image: pa.Array | None = None) -> pa.Array:
 
 
 def prompt_image_ids(media: pa.Array, geometry: NDArray[np.integer]) -> pa.Array:
-    """Ids of images as a text encoder sees them: of the file and its geometry, (n, 7)."""
+    """Ids of a text encoder's input images, from the file ids (n,) and the geometry (n, 7)."""
     record = np.zeros(len(media), SAMPLE_DTYPE)
     record["media"], record["geometry"] = id_bytes(media), geometry
     return sample_ids(record)
@@ -153,18 +153,18 @@ def id_bytes(ids: pa.Array) -> np.ndarray:
 
 
 def id_prefixes(ids: pa.Array) -> NDArray[np.uint64]:
-    """(n,) the first half of each id as a number, which orders as the ids do."""
+    """(n,) the first half of each id as a number. The numbers sort like the ids."""
     return id_bytes(ids).view(">u8")[::2].astype(np.uint64)
 
 
 def count_distinct(ids: pa.Array) -> int:
-    """Count the distinct first halves of the ids: where it is len(ids), all ids are distinct."""
+    """The number of distinct first halves of the ids. If it equals len(ids), all ids are distinct."""
     prefixes = np.sort(id_prefixes(ids))  # np.unique hashes, which is several times slower
     return len(prefixes) and 1 + int((prefixes[1:] != prefixes[:-1]).sum())
 
 
 def derive_seeds(ids: pa.Array, purpose: str) -> NDArray[np.uint64]:
-    """(n,) seeds, each a function of an id and what the randomness is for."""
+    """(n,) seeds, each a function of an id and the purpose of the random numbers."""
     halves = id_bytes(ids).view("<u8").reshape(-1, 2)
     return mix_bits(halves[:, 0] ^ mix_bits(halves[:, 1] ^ np.uint64(xxhash.xxh3_64_intdigest(purpose.encode()))))
 
@@ -180,5 +180,5 @@ def compute_fingerprint(parts: Mapping[str, Any]) -> str:
 
 
 def derive_seed(identity: str, purpose: str = "") -> int:
-    """A 63-bit seed: a function of an identity and what the randomness is for."""
+    """A 63-bit seed: a function of an identity and the purpose of the random numbers."""
     return xxhash.xxh3_64_intdigest(f"{purpose}:{identity}".encode()) >> 1

@@ -1,4 +1,4 @@
-"""Effects that Ctrl-C, SIGTERM and the end of `--max-time` have on a program that can be stopped and started again.
+"""Handling of Ctrl-C, SIGTERM and the end of `--max-time` in programs that can be stopped and started again.
 
 A signal only sets a flag. A thread reads the signals, so no exception is raised between two instructions of a library.
 Loops call `check_stop`, as activities do when they begin and advance (schemas/activities.py); waits are `pause` and
@@ -28,9 +28,9 @@ from schemas.errors import INTERRUPTED, RERUN_HINT, Interrupted, LatentpressErro
 
 T = TypeVar("T")
 
-WAIT_S = 0.1  # between two looks at the flag
+WAIT_S = 0.1  # between two checks of the flag
 REPEATED_S = 1.0  # launchers may forward a Ctrl-C to a process that the terminal has sent it to
-NOTICE_S = 1.0  # after which a program that is still stopping says so
+NOTICE_S = 1.0  # after which a program that is still stopping prints a message
 END_S = 2.0  # for the last message, and for child programs to end, before they are killed
 MAX_ANSWER_BYTES = 65_536
 PARENT_VARIABLE = "LATENTPRESS_PARENT"
@@ -62,24 +62,23 @@ MaxTimeOption = Annotated[
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised by `check_stop` in a program that was asked to stop. Not an Exception, so that nothing takes it for a
-    failure of an item."""
+    """Raised by `check_stop` in a program that was asked to stop. Not an Exception, so that it is not handled as
+    a failure of an item."""
 
 
 class Speaker(NamedTuple):
-    """Output of the program. say: prints a line. end: prints the error with which the process is about to end."""
+    """Output functions of the program. say: prints a line. end: prints the error that ends the process."""
 
     say: Callable[[str], object]
     end: Callable[[LatentpressError], object]
 
 
 class StopHandler:
-    """A request to stop: by the first SIGINT or SIGTERM in the body of `stop_on_signals`, or `max_time` seconds from
-    now.
+    """A request to stop: by the first SIGINT or SIGTERM in the body of `stop_on_signals`, or after `max_time` seconds.
 
     stop: called once, by another thread; the program then ends in its own way. Without it `check_stop` raises Stopped,
-    which ends the body. error: describes what a second Ctrl-C ends. reason: "SIGINT", "SIGTERM" or "--max-time"; "" if
-    nothing asked. raises: whether `check_stop` raises.
+    which ends the body. error: returns the error that a second Ctrl-C prints. reason: "SIGINT", "SIGTERM" or
+    "--max-time"; "" if no stop was requested. raises: whether `check_stop` raises.
     """
 
     def __init__(
@@ -93,8 +92,8 @@ class StopHandler:
         self._end = None if max_time is None else time.monotonic() + max_time
 
     def check(self) -> None:
-        """Raise Stopped if a stop was asked for and the program does not end in its own way; not in the clean-up after
-        another one."""
+        """Raise Stopped if a stop was requested, unless the program ends by `stop`, or is cleaning up after an earlier
+        Stopped."""
         if self.reason and self.raises and not isinstance(sys.exc_info()[1], Stopped):
             raise Stopped
 
@@ -107,11 +106,11 @@ class StopHandler:
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """Receive signals in the body, instead of the handler around this one."""
+        """Receive signals in the body, in place of the enclosing handler."""
         if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
             yield
             return
-        if _signals.process != os.getpid():  # a fork has none of the threads
+        if _signals.process != os.getpid():  # a forked process does not have the threads
             _signals.__init__()  # type: ignore[misc]
         with _signals.listening() if not _signals.handlers else nullcontext():
             outer = _signals.handlers[-1] if _signals.handlers else None
@@ -138,8 +137,8 @@ class StopHandler:
 
 
 class _Signals:
-    """The signals of this process. handlers: the innermost is the last. asked: the handler that was asked to stop, at
-    the time `asked_at`."""
+    """The signals of this process. handlers: active handlers, the innermost last. asked: handler that received a stop
+    request, at the time `asked_at`."""
 
     def __init__(self) -> None:
         self.process, self.handlers = os.getpid(), list[StopHandler]()
@@ -154,14 +153,14 @@ class _Signals:
             handler.reason = handler.reason or reason
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, once it is at an instruction of Python's."""
-        with suppress(IndexError):  # the last handler has just gone
+        """The signal handler, which Python runs in the main thread between two bytecode instructions."""
+        with suppress(IndexError):  # the last handler was removed just before
             self.ask(self.handlers[-1], signal.Signals(number).name)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """In the body a thread acts on signals. It reads them from a pipe, which is written to whatever the main thread
-        is doing."""
+        """In the body, a thread handles signals. It reads them from a pipe, which is written even while the main thread
+        is blocked."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         thread = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
@@ -201,7 +200,7 @@ class _Signals:
                 self.asked.tell()
 
     def end_at_once(self, describe: Callable[[], LatentpressError], code: int) -> None:
-        def say() -> None:  # it may wait for a lock of the main thread's
+        def say() -> None:  # it may wait for a lock that the main thread holds
             if self.speaker is not None:
                 self.speaker.end(describe())
 
@@ -211,7 +210,7 @@ class _Signals:
             process.kill()
         children = [child for child in self.children if child.poll() is None]
         for child in children:
-            child.send_signal(signal.SIGINT)  # a second one of its own, too
+            child.send_signal(signal.SIGINT)  # for the child, too, this is the second signal
         until = time.monotonic() + END_S
         ending.join(END_S)
         while any(child.poll() is None for child in children) and time.monotonic() < until:
@@ -229,23 +228,23 @@ _signals = _Signals()
 
 
 def speak_by(speaker: Speaker | None) -> None:
-    """From now on the thread that acts on signals prints by `speaker`."""
+    """Set the output of the thread that acts on signals."""
     _signals.speaker = speaker
 
 
 def end_at_once(error: LatentpressError) -> None:
-    """Print the error and end this process and its children, from any thread and whatever the main thread waits for."""
+    """Print the error and end this process and its children, from any thread, even if the main thread is blocked."""
     _signals.end_at_once(lambda: error, error.exit_code)
 
 
 def check_stop() -> None:
-    """Raise Stopped if the program was asked to stop: for a place in a loop at which the work may be left."""
+    """Raise Stopped if the program was asked to stop. Call it in loops, at points at which work may be interrupted."""
     if _signals.handlers:
         _signals.handlers[-1].check()
 
 
 def pause(seconds: float) -> None:
-    """Sleep, unless the program is asked to stop meanwhile: see `check_stop`."""
+    """Sleep. Ends early if the program is asked to stop, see `check_stop`."""
     end = time.monotonic() + seconds
     check_stop()
     while (left := end - time.monotonic()) > 0:
@@ -254,7 +253,7 @@ def pause(seconds: float) -> None:
 
 
 def wait_for(future: "Future[T]") -> T:
-    """The result of a future, unless the program is asked to stop meanwhile: see `check_stop`."""
+    """Wait for the result of a future. Ends early if the program is asked to stop, see `check_stop`."""
     while not future.done():
         wait([future], WAIT_S)
         check_stop()
@@ -262,25 +261,25 @@ def wait_for(future: "Future[T]") -> T:
 
 
 def read_answer() -> str:
-    """A line that somebody types in the terminal; "" at its end. Stopped if the program is asked to stop meanwhile."""
+    """Read a line from the terminal; "" at the end of input. Raises Stopped if the program is asked to stop."""
     while not select.select([sys.stdin], [], [], WAIT_S)[0]:
         check_stop()
     return os.read(sys.stdin.fileno(), MAX_ANSWER_BYTES).decode(errors="replace")
 
 
 def end_with_this(child: subprocess.Popen) -> None:
-    """From now on a second Ctrl-C ends this child, too."""
+    """Register a child process, which a second Ctrl-C ends, too."""
     _signals.children.add(child)
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a program that is to end with this one: see `end_with_parent`."""
+    """The environment for a child program that ends with this program, see `end_with_parent`."""
     return {**os.environ, PARENT_VARIABLE: str(os.getpid())}
 
 
 @contextmanager
 def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
-    """Processes that are started in the body, and those that they start, have these signals blocked."""
+    """In the body, started processes and their child processes have these signals blocked."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -290,7 +289,7 @@ def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def hangup_ignored() -> Iterator[None]:
-    """In the body the end of the terminal or the connection does not end this process, nor those that it starts."""
+    """In the body, a closed terminal or connection does not end this process or its child processes."""
     before = signal.getsignal(signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
         yield
@@ -303,8 +302,8 @@ def hangup_ignored() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """End a program that another one, such as `run`, started with `child_environment`: if that is gone, as after
-    SIGKILL, this one ends as it does by SIGTERM. Otherwise it would continue alone, in the way of the next `run`."""
+    """End this program, as by SIGTERM, when the program that started it with `child_environment`, such as `run`, no
+    longer exists, for example after SIGKILL. Otherwise it would continue and block the next `run`."""
     parent = int(os.environ.pop(PARENT_VARIABLE, 0))
 
     def watch() -> None:

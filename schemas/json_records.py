@@ -1,7 +1,7 @@
 """JSON from files of unknown origin, and `Record`: the base class of a JSON file that a program writes and reads back,
 with a checksum of its values.
 
-Checksums find accidents; a file made with intent has matching checksums too. Nothing here allocates more than a small
+Checksums find accidents; a file made with intent has matching checksums too. No function allocates more than a small
 multiple of the bytes given.
 """
 
@@ -36,14 +36,14 @@ def hash_bytes(*parts: bytes) -> str:
 
 
 def hash_json(value: Any) -> str:
-    """xxh3-128 of `value` as canonical JSON: sorted keys, no spaces, NaN refused."""
+    """xxh3-128 of `value` as canonical JSON: sorted keys, no spaces, NaN is an error."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hash_bytes(text.encode())
 
 
 def parse_json(data: Any) -> Any:
-    """The value of JSON in bytes. ValueError where it is no JSON, is nested deeper than MAX_DEPTH, or has a key twice,
-    NaN, a number that no float64 holds, or text that UTF-8 can't hold."""
+    """Parse JSON from bytes. ValueError if the bytes are not valid JSON, are nested deeper than MAX_DEPTH, or contain a
+    duplicate key, NaN, a number beyond float64, or text that UTF-8 can't encode."""
     text = bytes(data)
     try:
         value = _DECODER.decode(text.decode())
@@ -108,7 +108,7 @@ def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]
 
 
 class RecordError(ValueError):
-    """A JSON file is not as it was written. The message names the file."""
+    """Raised if the content of a JSON file has changed since it was written. The message names the file."""
 
 
 class Record(BaseModel):

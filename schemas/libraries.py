@@ -1,4 +1,4 @@
-"""Libraries that an installation may lack: what each is for, how it is installed, and which options need it."""
+"""Optional libraries: their purpose, the command that installs them, and the options that need them."""
 
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
@@ -18,7 +18,7 @@ QUANTIZATION_LIBRARIES = {
     "fp8-torchao": "torchao",
     "nf4-bnb": "bitsandbytes",
 }
-#: Values of attention options -> the package with the kernels; of "hub" the one that loads them from the Hub.
+#: Values of attention options -> the package with the kernels; `kernels` loads them from the Hub.
 ATTENTION_LIBRARIES = {
     "flash_attention_2": "flash_attn",
     "flash": "flash_attn",
@@ -31,9 +31,9 @@ ATTENTION_LIBRARIES = {
 
 
 class Library(NamedTuple):
-    """module: what is imported. distribution: what pip installs. purpose: what it is for. extra: of latentpress that
-    has it, or "" for one that is installed by its own name. imported: whether importing it can fail where it is
-    installed, as it may not fit torch or the driver."""
+    """module: import name. distribution: package name for pip. purpose: use of the library in latentpress. extra: the
+    extra of latentpress that includes the library; "" if pip installs it by name. imported: whether importing it can
+    fail although it is installed, because it may not match torch or the driver."""
 
     module: str
     distribution: str
@@ -155,7 +155,7 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def missing_libraries(config: Config) -> dict[Library, str]:
-    """Libraries that the configuration needs and that are not installed, each with what needs it."""
+    """Libraries that the configuration needs and that are not installed -> the option that needs the library."""
     missing: dict[Library, str] = {}
     for module, option in needed_libraries(config):
         if not is_installed(module):
@@ -164,7 +164,8 @@ def missing_libraries(config: Config) -> dict[Library, str]:
 
 
 def require_libraries(config: Config, training: bool) -> None:
-    """LatentpressError where one is missing: before stages that take hours. training: whether it is one of these."""
+    """Raise LatentpressError if a needed library is missing, before stages that take hours. training: whether
+    libraries that only options of `train` and `validation` need are checked, too."""
     ours = ("train", "validation")
     missing = {
         library: why for library, why in missing_libraries(config).items() if training or not why.startswith(ours)
@@ -176,7 +177,7 @@ def require_libraries(config: Config, training: bool) -> None:
 
 
 def needed_stores(root: str, datasets: Iterable[Dataset]) -> Iterator[tuple[str, str]]:
-    """(option, URL) of what is read and written over the network."""
+    """(option, URL) of each location that is read or written over the network."""
     if "://" in root:
         yield "root", root
     for dataset in datasets:

@@ -24,9 +24,9 @@ TEXT_VERSION, LATENTS_VERSION, VISION_VERSION, CAPTION_VERSION, FEATURES_VERSION
 # Names of the pixel operations before an encoder. Change a name with its code, which is elsewhere, so that computing a
 # fingerprint needs no Pillow.
 RESIZE = "pillow-lanczos"  # stages/media/sample_reader.py: resize_and_crop
-# the text encoder that reads pictures (half of each side, as its pipeline does; the rest in its image processor)
+# for the text encoder that reads pictures (the pipeline halves both sides, the image processor does the rest)
 PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalize"
-# those that read references
+# for text encoders that read references
 PROMPT_REFERENCE = "torch-uint8-bicubic-antialias;fused-normalize"
 # stages/media/sample_reader.py: read_sample_mask; stages/encoding/vae/worker.py: mask_to_latent_grid
 MASK = "gray-over-black;pillow-bilinear;area-mean"
@@ -35,19 +35,19 @@ COLOR = (
     "srgb8-rounded-over-white;yuv-tagged-else-709-above-576-lines-601-below;profiles-and-wide-primaries-to-srgb;"
     "mirrored-as-shown;main-track;hdr-and-interlaced-refused"
 )
-#: Of vision features: the model's pixels, and its patch tokens.
+#: For vision features: how the model's input pixels are made, and how its patch tokens are pooled.
 VISION_PIXELS = "aspect-kept-to-multiples-of-14;pillow-bicubic;imagenet-mean-deviation"
 VISION_POOLING = (
     "last-hidden-state-patches;space-area-mean-where-finer-than-tokens;time-mean-of-each-latent-frames-group"
 )
-#: Of features of whole items: stages/encoding/features/worker.py and measures.py.
+#: For features of whole items: stages/encoding/features/worker.py and measures.py.
 FEATURES_POOLING = "class-token;mean-of-frames;length-one"
 MEASURES = "luminance-601;area-of-448;bars-of-24;motion-of-64;cosines-of-8-in-19"
 #: Options of a dataset that do not change a plan.
 MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
 #: Options of a dataset that are filters on columns.
 FILTERS = ("where", "make_captions_where")
-#: Options that change its media table.
+#: Options that change a dataset's media table.
 DISCOVERY_OPTIONS = (
     *("instance_data_dir", "source", "dataset_type", "split", "media_column", "follow_links", "identity", "animations"),
     *("caption_strategy", "caption_file", "caption_column", "captions_per_file", "instance_prompt"),
@@ -120,16 +120,16 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
 
 
 def uses_features(features: Features | None, datasets: Sequence[Dataset]) -> bool:
-    """Whether a plan depends on what `features` makes: by filters, and where a share is held out, of which
-    near-duplicates are on one side."""
+    """Whether a plan depends on the tables of `features`: by filters, or because samples are held out for evaluation,
+    which keeps near-duplicates on the same side."""
     used = [dataset for dataset in datasets if not dataset.disabled]
     named = any(feature_columns(getattr(dataset, option)) for dataset in used for option in FILTERS)
     return features is not None and (named or any(dataset.eval or dataset.eval_fraction for dataset in used))
 
 
 def dataset_settings(dataset: Dataset) -> Settings:
-    """A dataset's part of `plan_settings`. Locations of companions may differ between machines, so only whether there
-    are any counts, and of several places how many."""
+    """A dataset's part of `plan_settings`. Locations of companions may differ between machines, so the settings
+    only contain whether companions exist, and the number of locations if there are several."""
     sources = dataset.conditioning_data
     settings = dataset.model_dump(exclude={*MACHINE_OPTIONS}, mode="json") | {
         "instance_data_dir": dataset.portable_path("instance_data_dir"),
@@ -145,14 +145,14 @@ def dataset_settings(dataset: Dataset) -> Settings:
 
 
 def item_dataset_settings(dataset: Dataset, options: tuple[str, ...]) -> Settings:
-    """A dataset's part of what determines an item plan: its media, how clips are cut, and these options."""
+    """A dataset's settings that determine an item plan: its media, how clips are cut, and the given options."""
     settings = dataset_settings(dataset)
     names = ("id", "instance_data_dir", "source", "split", "media_column", "video", "where", *options)
     return {name: settings[name] for name in names}
 
 
 def discovery_settings(dataset: Dataset) -> Settings:
-    """Settings that determine a dataset's media table, beside the media and the face detector."""
+    """Settings that determine a dataset's media table, except the media and the face detector."""
     settings = dataset_settings(dataset)
     return {name: settings[name] for name in DISCOVERY_OPTIONS} | {
         "video.scenes": dataset.video.scenes,
@@ -161,12 +161,12 @@ def discovery_settings(dataset: Dataset) -> Settings:
     }
 
 
-#: What is quantized exactly, where a library's default depends on its version or on the CPU.
+#: Quantization -> the exact modules that are quantized, if the library's default depends on its version or the CPU.
 QUANTIZATION_NAMES = {"nf4-bnb": "nf4-bnb: matrices of the language model's blocks, multiples of 32x64"}
 
 
 def text_settings(model: Model, text: Text) -> Settings:
-    """Settings that determine the bytes of a shard of embeddings, beside the texts and the encoder's weights."""
+    """Settings that determine the bytes of a shard of embeddings, except the texts and the encoder's weights."""
     family, template = model.family_spec, text.stored_template(model.template)
     precision, quantization = text.precision or model.precision, text.quantization
     if quantization == "bf16" and precision == "bfloat16":
@@ -199,7 +199,7 @@ def text_settings(model: Model, text: Text) -> Settings:
 
 
 def latents_settings(model: Model, latents: Latents) -> Settings:
-    """Settings that determine the bytes of a shard of latents, beside the samples and the autoencoder's weights."""
+    """Settings that determine the bytes of a shard of latents, except the samples and the autoencoder's weights."""
     family = model.family_spec
     settings = {
         "stage": "encode-latents",
@@ -226,7 +226,7 @@ def _pixel_settings(model: Model, latents: Latents) -> Settings:
 
 
 def caption_settings(model: Model, caption: Caption, latents: Latents) -> Settings:
-    """Settings that determine captions, beside the items and the model's weights."""
+    """Settings that determine captions, except the items and the model's weights."""
     has_sources = has_source_images(model)
     settings: Settings = {
         "stage": "caption",
@@ -248,7 +248,7 @@ def caption_settings(model: Model, caption: Caption, latents: Latents) -> Settin
 
 
 def features_settings(model: Model, features: Features, latents: Latents) -> Settings:
-    """Settings that determine features and measures, beside the items and the model's weights."""
+    """Settings that determine features and measures, except the items and the model's weights."""
     settings: Settings = {
         "stage": "features",
         "version": FEATURES_VERSION,
@@ -267,7 +267,7 @@ def features_settings(model: Model, features: Features, latents: Latents) -> Set
 
 
 def masks_settings(model: Model, masks: Masks, latents: Latents) -> Settings:
-    """Settings that determine made masks, beside the items and the model's weights."""
+    """Settings that determine generated masks, except the items and the model's weights."""
     names = ("classes", "box_column", "threshold", "grow", "blur", "invert", "min_area", "resolution")
     return masks.model_dump(include={*names}, mode="json") | {
         "stage": "masks",
@@ -278,12 +278,12 @@ def masks_settings(model: Model, masks: Masks, latents: Latents) -> Settings:
 
 
 def has_source_images(model: Model) -> bool:
-    """Whether the task makes a picture of others."""
+    """Whether the task generates a picture from source images or references."""
     return model.condition is not None and model.condition.kind in ("source", "references")
 
 
 def vision_settings(model: Model, vision: Vision, latents: Latents) -> Settings:
-    """Settings that determine the bytes of a shard of vision features, beside the samples and the model's weights."""
+    """Settings that determine the bytes of a shard of vision features, except the samples and the model's weights."""
     family = model.family_spec
     return {
         "stage": "encode-vision",

@@ -1,5 +1,5 @@
-"""Paths that come from outside: what may be opened, as a pipe or a device would be waited on, or read, for ever; and
-what keeps a folder from being created."""
+"""Checks of paths from users: only regular files are opened, because opening a pipe or reading a device may never
+end; and the obstacles that keep a folder from being created."""
 
 import errno
 import os
@@ -11,12 +11,12 @@ NOT_REGULAR = "is no regular file"
 
 
 class NotRegular(OSError):
-    """A folder, a pipe, a socket or a device."""
+    """Raised for a pipe, a socket or a device."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """A reader of a file, or of what a link leads to. OSError as of `open`; NotRegular for a pipe, a socket
-    or a device."""
+    """Open a regular file, or a link to one, for reading bytes. Raises the OSErrors of `open`, and NotRegular for a
+    pipe, a socket or a device."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -31,7 +31,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def find_obstacle(path: str | Path) -> str | None:
-    """Say what is in the way of the folder `path` or one above it, and what to do; None where nothing is."""
+    """A message about the file or link that keeps the folder `path` from being created; None if nothing does."""
     folder = Path(os.path.abspath(path))
     for part in (*reversed(folder.parents), folder):
         if os.path.isdir(part):

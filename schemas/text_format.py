@@ -22,12 +22,12 @@ def escape_unprintable(text: str) -> str:
 
 
 def escape_lines(text: str) -> str:
-    """The same of each line: line breaks stay."""
+    """Escape each line separately, so that line breaks stay."""
     return "\n".join(map(escape_unprintable, text.split("\n")))
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines of a text, trimmed, without empty ones. CR, LF and CRLF end a line, and nothing else does:
+    """The lines of a text, trimmed, without empty ones. Only CR, LF and CRLF end a line:
     `str.splitlines` also splits at characters that are part of a caption, such as U+2028."""
     return [line.strip() for line in re.split(r"\r\n?|\n", text) if line.strip()]
 
@@ -56,7 +56,7 @@ def describe_exit(code: int) -> str:
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path as people like to read it: from the working directory where that is above it, or from the home (~)."""
+    """A short path for people: relative to the working directory if the path is below it, or to the home (~)."""
     absolute = Path(os.path.abspath(path))
     if absolute.is_relative_to(Path.cwd()):
         return os.fspath(absolute.relative_to(Path.cwd()))

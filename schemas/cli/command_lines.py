@@ -12,17 +12,17 @@ from typing import Annotated, Any
 import typer
 
 TABLE = Path(__file__).with_name("command_lines.json")
-#: What a word of the command line is. Other values of options are checked by the program.
+#: Types of words on the command line. Other types are strings here, and the program checks them.
 KINDS: dict[str, Any] = {"bool": bool, "str": str, "list[str]": list[str], "list[int]": list[int]}
 KINDS["list[Path]"] = list[Path]
 
 
 class _Accepted(Exception):
-    """The words are options and arguments of the program; it checks their values itself."""
+    """Raised if the words are options and arguments of the program, which checks their values."""
 
 
 def check_words(program: str, words: Sequence[str]) -> None:
-    """Exit, with the help or the error, where the words ask for help or are not those of the program."""
+    """Exit with the help if the words contain --help, or with an error if the program does not accept them."""
     about, rows = json.loads(TABLE.read_text(encoding="utf-8"))[program]
     parameters = [_make_parameter(number, *row) for number, row in enumerate(rows)]
 
@@ -53,8 +53,8 @@ def _make_parameter(
 
 
 def describe_command(app: typer.Typer, program: str) -> tuple[str, list[tuple[list[str], str, str, str, str]]]:
-    """The row of a program in the table: its help, and for each word the names of an option (none of an argument), its
-    kind, what stands for its value in the help, what the help says of it, and whether it is "hidden" or "required"."""
+    """The table's entry for a program: its help, and a row for each option or argument: option names (none for an
+    argument), kind, placeholder of the value, help text, and the state "hidden", "required" or ""."""
     command: Any = typer.main.get_command(app)
     context = command.make_context(program, [], resilient_parsing=True)
     rows: list[tuple[list[str], str, str, str, str]] = []

@@ -81,18 +81,18 @@ __all__ = [
 
 #: Shared options that a program without computation ignores: `unused` of make_app.
 NOT_COMPUTING = ("device", "workers")
-OPEN_FILES = 4096  # that a process should be allowed to open: a stage reads many shards at once
+OPEN_FILES = 4096  # limit of open files that a process needs: a stage reads many shards at once
 LOGS = "logs"  # folder of a run
-LOG_VARIABLE = "LATENTPRESS_LOG"  # the file that a program adds to, which another one started
-EARLIER_MESSAGES = 1000  # of a program that are kept until it is known where
+LOG_VARIABLE = "LATENTPRESS_LOG"  # path of the log to which programs started by `run` append
+EARLIER_MESSAGES = 1000  # most messages kept in memory until the log's path is known
 
 
 class KeptLog:
     """The log of `run` or `train` in <output>/<run>/logs/, since a terminal or a connection may be closed: each line
-    with the time and the program's name. The programs that `run` starts add to its log. What can't be written is lost,
-    and stops nothing.
+    with the time and the program's name. The programs that `run` starts append to its log. Lines that can't be written
+    are lost; no error is raised.
 
-    path: None as long as it is not known; what was added before is written then.
+    path: path of the file; None until `open`, which also writes the messages added before.
     """
 
     def __init__(self, program: str) -> None:
@@ -109,7 +109,7 @@ class KeptLog:
             self._write(self.path, lines)
 
     def open(self, folder: Path) -> None:
-        """Write to a file in this folder from now on. OSError if it can't be written."""
+        """Write all messages to a file in this folder. OSError if it can't be written."""
         path = folder.absolute() / f"{self._program}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._write(path, "".join(self._earlier))
@@ -121,7 +121,7 @@ class KeptLog:
 
 
 class LastingStream:
-    """A stream whose other end may be closed, as with a closed connection: what is written after that is dropped."""
+    """A stream that drops all further output once its other end is closed, for example by a lost connection."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -143,7 +143,7 @@ class LastingStream:
             self._drop()
 
     def _drop(self) -> None:
-        """Drop what libraries write to the same file, too."""
+        """Redirect the file descriptor to the null device, so that output of libraries is dropped, too."""
         with suppress(OSError), open(os.devnull, "wb") as sink:
             os.dup2(sink.fileno(), self._stream.fileno())
 
@@ -160,11 +160,11 @@ MARGIN = 4  # columns that stay free next to a full line, for the terminal's "^C
 
 
 class Display:
-    """Shows what goes on at the moment: several at a time, one inside the other, each from its DELAY_S on.
+    """Shows the current activities. Activities may be nested; each is shown after it has lasted DELAY_S.
 
-    On a terminal each is a line at the bottom, with a bar if the end is known. Elsewhere, and in a kept log, it is a
-    line at most every `interval` seconds in which it moves, else after STILL_S, and without a count less and less
-    often. keep, of begin: it is shown from the beginning, and so is its end.
+    On a terminal, each activity is a line at the bottom, with a bar if the total is known. Elsewhere, and in a kept
+    log, it is printed at most every `interval` seconds while it progresses, otherwise after STILL_S, and with growing
+    pauses if it has no count. keep: parameter of `begin` and `end`; whether the start and the end are shown, too.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Display:
     ) -> None:
         self._log, self._clock, self._interval, self._terminal = log, clock, interval, terminal
         self._lock = threading.RLock()
-        self._tasks = dict[Progress, tuple[float, float | None]]()  # -> when its last line was, and what was done then
+        self._tasks = dict[Progress, tuple[float, float | None]]()  # -> time of the last line, units done then
         self._at_once: set[Progress] = set()
         self._live: Live | None = None
         self._ticks = False
@@ -195,7 +195,7 @@ class Display:
     def end(self, task: Progress, *, keep: bool) -> None:
         with self._lock:
             if self._live is not None:
-                self._live.refresh()  # its end is seen, however short it was
+                self._live.refresh()  # shows the end even of a short activity
                 if [*self._tasks] == [task]:
                     self._live.transient = not keep
                     self._live.stop()
@@ -208,7 +208,7 @@ class Display:
     # --- lines of a log ---
 
     def _write(self, task: Progress, now: bool = False) -> None:
-        """Write a line about a task if it is time for one; not at its end, which has a line of its own."""
+        """Write a line about a task if one is due, but not for the final state, for which `end` writes a line."""
         with self._lock:
             if task not in self._tasks or task.done == task.total:
                 return
@@ -270,9 +270,9 @@ class Display:
 class Console:
     """A program's output: the report to `stdout`, everything else to `stderr`.
 
-    On a terminal progress is a bar; elsewhere a line at most every `interval` seconds, and one at the end. complete:
-    adds this program's options to the commands in a warning. note: says what is shown to others, too. kept: see
-    `keep_log`.
+    On a terminal, progress is a bar; elsewhere a line at most every `interval` seconds, and a line at the end.
+    complete: function that adds this program's options to the commands in a warning. note: writer of a record with the
+    same activities for other programs. kept: log file, see `keep_log`.
     """
 
     def __init__(
@@ -304,8 +304,8 @@ class Console:
 
     @contextmanager
     def keep_log(self, run_folder: Path | None) -> Iterator[None]:
-        """Keep what is printed in the run's folder, too, from now on, unless the program that started this one keeps
-        it. In the body the end of the terminal or connection ends nothing. run_folder: None changes nothing."""
+        """Also write the output to a log in the run's folder, unless the program that started this program already
+        does. In the body, a closed terminal or connection does not end the program. run_folder: None: no effect."""
         kept = self._kept
         if run_folder is None or kept is None:
             yield
@@ -320,7 +320,7 @@ class Console:
             with hangup_ignored():
                 yield
         except Exception as error:
-            if not isinstance(error, LatentpressError):  # that is printed in words
+            if not isinstance(error, LatentpressError):  # a LatentpressError is printed as a message
                 kept.add(traceback.format_exc().rstrip())
             raise
         finally:
@@ -337,7 +337,7 @@ class Console:
         self._print(f"error: {message}", style="bold red")
 
     def _print(self, message: str, style: str | None = None) -> None:
-        """On a terminal folded to its width; elsewhere a message stays a line, which other programs look for."""
+        """Print a message. On a terminal it is folded to the width; elsewhere it stays one line, for other programs."""
         lines = escape_lines(message).split("\n")
         if self._kept is not None:
             self._kept.add("\n".join(lines))
@@ -346,13 +346,13 @@ class Console:
         self._rich.print("\n".join(lines), style=style)
 
     def progress(self, total: float | None, description: str, unit: str = "items") -> AbstractContextManager[Progress]:
-        """A context in which `.advance(n)` moves the progress of `total` units; its end is shown, too."""
+        """A context in which `.advance(n)` advances the progress of `total` units. The final state is shown, too."""
         return self.activity(description, total=total, unit=unit, keep=True)
 
     @contextmanager
     def bar(self, total: float, description: str) -> Iterator[Callable[[float, str], None] | None]:
-        """On a terminal give `show(done, text)`, which moves a bar of `total` and shows the text beside it; None
-        elsewhere. Progress and activities inside appear below the bar while they last."""
+        """On a terminal, yield `show(done, text)`, which moves a bar of `total` units and shows the text next to it;
+        elsewhere yield None. Progress and activities of the body appear below the bar."""
         if not self._on_terminal:
             yield None
             return
@@ -363,7 +363,7 @@ class Console:
     def activity(
         self, description: str, *, total: float | None = None, unit: str = "", keep: bool = False, at_once: bool = False
     ) -> Iterator[Progress]:
-        """See schemas.activities.activity, by which any module does the same."""
+        """See `schemas.activities.activity`, the function for other modules."""
         task, displays = Progress(total, description, unit, self._clock), self._displays
         for display in displays:
             display.begin(task, at_once=at_once, keep=keep)
@@ -379,8 +379,8 @@ class Console:
 
     @contextmanager
     def live_display(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:
-        """Give `show(lines, text)`. On a terminal `text` replaces the last one and disappears at the end; elsewhere
-        the values of `lines` whose keys are new are printed. From the first one on no activities are shown."""
+        """Yield `show(lines, text)`. On a terminal, `text` replaces the last text and disappears at the end; elsewhere
+        the values of new keys in `lines` are printed. After the first call no activities are shown."""
         from rich.live import Live
         from rich.text import Text
 
@@ -429,7 +429,7 @@ class Console:
         return error.exit_code
 
     def show_cursor(self) -> None:
-        """Undo what a display of progress does to a terminal, before the process ends in the middle of it."""
+        """Show the cursor, which a progress display hides, before the process ends during the display."""
         if self._on_terminal:
             self._rich.show_cursor()
 
@@ -450,11 +450,11 @@ def make_app(
 ) -> typer.Typer:
     """The typer application of one program. `run(config, options, console, **own options) -> Report`.
 
-    examples: argument lines for --help. unused: common options that --help leaves out. They are read, so that the
-    program can say why it has none. needs_config: False for a program that gets None for the configuration, which it
-    reads itself; one that takes several has --config as its own option `configs`. divided: whether --shard divides the
-    program's work; other programs reject it. passes_to: a function to which `run` passes its further keywords on, whose
-    options the program has, too.
+    examples: argument lines for --help. unused: common options that --help omits. They are still parsed, so that the
+    program can explain why it does not support them. needs_config: False for a program that reads the configuration
+    itself and gets None; a program with several configurations defines --config as its own option `configs`. divided:
+    whether --shard divides the program's work; other programs reject --shard. passes_to: function that receives the
+    further keywords of `run`; its options are options of the program, too.
     """
 
     def command(
@@ -467,7 +467,7 @@ def make_app(
         workers: WorkersOption = None,
         **own_options: Any,
     ) -> None:
-        hide_line()  # by which another program showed that this one starts
+        hide_line()  # the line "starting ..." of the program that started this one
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
         with StopHandler().stop_on_signals():
             raise typer.Exit(run_program(name, run, options, own_options, needs_config, divided))

@@ -15,7 +15,7 @@ from schemas.config.pipeline import Config
 from schemas.config.section import MOST_PROCESSES
 from schemas.devices import ACCELERATORS, DESCRIPTION, NAME_OF_DEVICE
 
-#: What is read, as a message lists it.
+#: Schedulers and their variables, as listed in messages.
 SCHEDULERS = "Slurm (SLURM_ARRAY_TASK_ID, SLURM_PROCID), Kubernetes (JOB_COMPLETION_INDEX) and AWS Batch"
 
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class Partition(NamedTuple):
-    """This process's share of the work: number `number` (from 0) of `total`. is_found: by `auto`."""
+    """This process's share of the work: number `number` (from 0) of `total`. is_found: whether `auto` found it."""
 
     number: int = 0
     total: int = 1
     is_found: bool = False
 
     def select(self, items: Sequence[T]) -> list[T]:
-        """Every total-th item, from `number` on."""
+        """Every total-th item, starting with item `number`."""
         return list(items[self.number :: self.total])
 
     def __str__(self) -> str:
@@ -38,10 +38,10 @@ class Partition(NamedTuple):
 
 
 def find_task(environment: Mapping[str, str], total: int | None = None) -> Partition:
-    """This process' task of a job array. total: the number of tasks where the user gave it; the array's own index is
-    then the number as it is, so that some tasks of an array can be started again by their numbers.
+    """This process's task of a job array. total: the number of tasks, if the user specified it; then the array index is
+    used unchanged as the task number, so that some tasks of an array can be started again by their numbers.
 
-    typer.BadParameter where the variables are missing, contradict each other, or leave out tasks.
+    typer.BadParameter if the variables are missing, contradict each other, or leave out tasks.
     Sources: man sbatch and man srun ("OUTPUT ENVIRONMENT VARIABLES"), Kubernetes' "Indexed Job", AWS Batch's "Array
     jobs".
     """
@@ -159,7 +159,7 @@ WorkersOption = Annotated[
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. `device` and `workers` are None where the configuration decides."""
+    """The common options of the command line. device, workers: None if the configuration decides."""
 
     config: Path = Path("pipeline.yaml")
     overrides: tuple[str, ...] = ()

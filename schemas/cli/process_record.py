@@ -1,15 +1,15 @@
-"""The record in which a process says what it does: who, where, since when, doing what, how far, and how it ended.
+"""The record of a process: program, machine, start time, current tasks, their progress, and exit code.
 
-A kind of process with more to say adds fields. `RecordWriter` writes again what has changed, `try_read` reads:
+Kinds of processes with more information add fields. `RecordWriter` writes a changed record again, `try_read` reads:
 
     <output>/<run>/logs/run.json, $LATENTPRESS_NOTES/<program>.json   programs, by `noted`
-    <output>/.ui/starts/<job>.json             what the page started (stages/pages/ui/child_programs.py)
+    <output>/.ui/starts/<job>.json             programs that the page started (stages/pages/ui/child_programs.py)
     <root>/jobs/<stage>/<fingerprint>/*.json   jobs of the encoding stages (stages/encoding/job_reports.py)
     <output>/<run>/failure.json                the last attempt of a run (cache/runs/training_run.py)
 
-`latentpress ui` sets $LATENTPRESS_NOTES for the programs that it starts, and they pass it on to those that they start.
-So a page that is opened later still knows what runs, how far it is, and how it ended. A record that can't be written
-stops nothing; a file that is none, or of another version, is passed over.
+`latentpress ui` sets $LATENTPRESS_NOTES for the programs that it starts, and they pass it on to their subprocesses.
+So a page that is opened later can still show the running programs, their progress and their results. A record that
+can't be written does not stop the program. Files that are not valid records of this version are ignored.
 """
 
 import os
@@ -31,15 +31,15 @@ from schemas.json_records import Record
 from schemas.text_format import shorten
 
 NOTES_VARIABLE = "LATENTPRESS_NOTES"
-MAX_CHARS = 10_000  # of a text in it
+MAX_CHARS = 10_000  # of a text in a record
 INTERVAL_S = 1.0
-LAST_MOMENT = 253_402_214_400.0  # in the year 9999, where calendars end
+LAST_MOMENT = 253_402_214_400.0  # in the year 9999, the last year of datetime
 Moment = Annotated[float, Field(ge=0, le=LAST_MOMENT, allow_inf_nan=False)]  # seconds since 1970
 State = Literal["running", "lost", "failed", "stopped", "ended"]  # in the order of interest
 
 
 class Task(BaseModel):
-    """A part of the work. state: how far it is, in words. total: None where the end is not known."""
+    """A part of the work. state: progress in words. total: number of units; None if it is unknown."""
 
     model_config = ConfigDict(frozen=True, str_max_length=2000, allow_inf_nan=False)
 
@@ -50,9 +50,9 @@ class Task(BaseModel):
 
 
 class ProcessRecord(Record):
-    """process_start: of `find_process_start`, so that another process with the same id is not taken for this one.
-    began, updated: seconds since 1970. exit_code: None until it has ended. reason: why it failed or stopped; without an
-    exit code, why it counts as lost. advice: the next step."""
+    """process_start: start time from `find_process_start`, which distinguishes processes with the same id. began,
+    updated: seconds since 1970. exit_code: None until the process has ended. reason: cause of a failure or stop; with
+    exit_code None, the reason why the process counts as lost. advice: the next step for the user."""
 
     model_config = ConfigDict(str_max_length=MAX_CHARS)
     max_bytes: ClassVar[int] = 100_000
@@ -70,23 +70,23 @@ class ProcessRecord(Record):
 
     @property
     def state(self) -> State:
-        """The state by the record alone: a process that was killed could not write that down."""
+        """The state according to the record: "running" for a killed process, which could not update its record."""
         if self.exit_code is None:
             return "lost" if self.reason else "running"
         return "ended" if self.exit_code == OK else "stopped" if self.exit_code == INTERRUPTED else "failed"
 
     @property
     def is_running(self) -> bool:
-        """Whether its process is at work on this machine."""
+        """Whether the process is running on this machine."""
         return self.exit_code is None and is_process(self.process, self.process_start, self.host)
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether it runs, or ran, on another machine, whose processes are not seen from here."""
+        """Whether the process runs, or ran, on another machine, whose processes can't be checked from this machine."""
         return self.exit_code is None and self.host != socket.gethostname()
 
 
-_noted: list["NoteWriter"] = []  # the records that are written at the moment
+_noted: list["NoteWriter"] = []  # writers of the programs that are running now
 
 
 def read_notes(folder: Path) -> list[ProcessRecord]:
@@ -95,14 +95,14 @@ def read_notes(folder: Path) -> list[ProcessRecord]:
 
 
 class RecordWriter:
-    """The record of this process. put: writes it to its place. Safe to use from several threads."""
+    """Writes the record of this process. put: function that stores a record. Safe to use from several threads."""
 
     def __init__(self, record: ProcessRecord, put: Callable[[ProcessRecord], object]) -> None:
         self._record = record.model_copy(update={"process_start": find_process_start(os.getpid())})
         self._put, self._lock = put, threading.RLock()
 
     def update(self, **changes: object) -> None:
-        """Write it with these changes. With an `exit_code` it is the last time."""
+        """Write the record with these changes. After an `exit_code`, further calls have no effect."""
         with self._lock:
             if self._record.exit_code is None:
                 self._record = self._record.model_copy(update={**changes, "updated": time.time()})
@@ -111,7 +111,7 @@ class RecordWriter:
 
 
 class NoteWriter(RecordWriter):
-    """A program's record in a folder, written again every INTERVAL_S while something is being done."""
+    """A program's record in a folder, written again every INTERVAL_S while a task is in progress."""
 
     def __init__(self, folder: Path, program: str) -> None:
         path = folder / f"{program}.json"
@@ -120,7 +120,7 @@ class NoteWriter(RecordWriter):
         self._ticker: threading.Thread | None = None
 
     def begin(self, task: Progress) -> None:
-        """Say from now on how far this is."""
+        """Include the task's progress in the record until `end`."""
         with self._lock:
             self._tasks.append(task)
             if self._ticker is None:
@@ -132,7 +132,7 @@ class NoteWriter(RecordWriter):
             self._tasks.remove(task)
 
     def _tick(self) -> None:
-        """Write until nothing has been done for INTERVAL_S: tasks that follow each other share a thread."""
+        """Write until no task has been in progress for INTERVAL_S, so that consecutive tasks share a thread."""
         while True:
             with self._lock:
                 tasks = tuple(_describe_task(task) for task in self._tasks)
@@ -150,15 +150,15 @@ def _describe_task(task: Progress) -> Task:
 
 
 def storable_text(text: str, limit: int = MAX_CHARS) -> str:
-    """A text that a record can hold: names of files may have bytes that UTF-8 does not."""
+    """A text that a record can hold, with bytes that are not UTF-8, as in file names, escaped."""
     return shorten(text.encode(errors="backslashreplace").decode(), limit)
 
 
 @contextmanager
 def noted(program: str, folder: Path | str | None = None) -> Iterator[NoteWriter | None]:
-    """A context around a program: its record is there from the beginning, and says afterwards how it ended, unless the
-    process was killed. The body tells the exit code by `update(exit_code=...)`; an exception counts as 1. folder: else
-    that of the variable."""
+    """A context around a program: its record exists from the start and gets the exit code at the end, unless the
+    process is killed. The body sets the exit code by `update(exit_code=...)`; an exception counts as 1. folder:
+    directory of the record; by default the directory in $LATENTPRESS_NOTES. Without both, no record is written."""
     folder = folder or os.environ.get(NOTES_VARIABLE)
     if not folder:
         yield None
@@ -170,7 +170,7 @@ def noted(program: str, folder: Path | str | None = None) -> Iterator[NoteWriter
         yield writer
         writer.update(tasks=(), exit_code=OK)
     finally:
-        writer.update(tasks=(), exit_code=1)  # no effect on one that has ended
+        writer.update(tasks=(), exit_code=1)  # no effect on a record with an exit code
         _noted.remove(writer)
 
 
@@ -181,13 +181,13 @@ def end_records(exit_code: int) -> None:
 
 
 def is_process(process: int, start: str, host: str) -> bool:
-    """Whether this process of this machine is at work, and not another one that was given its id later."""
+    """Whether the process is running on this machine; False for a later process that got the same id."""
     return host == socket.gethostname() and bool(start) and find_process_start(process) == start
 
 
 def find_process_start(process: int) -> str:
-    """When a process began, as the system tells it: no other process with the same id has the same. "" where none is at
-    work."""
+    """The start time of a process as the system reports it, which differs between processes with the same id. "" if no
+    process with this id is running."""
     if platform.system() != "Linux":
         command = ["ps", "-o", "stat=,lstart=", "-p", str(process)]
         state, _, start = subprocess.run(command, capture_output=True, text=True).stdout.strip().partition(" ")

@@ -1,5 +1,5 @@
-"""A program's report, as one JSON document or as a summary for a reader; tables and long lines within a width. One
-report of the two runs that `train.experts: both` makes."""
+"""A program's report, as one JSON document or as a summary for people, with tables and long lines limited to a width.
+Also the joined report of the two runs of `train.experts: both`."""
 
 import io
 import json
@@ -22,14 +22,14 @@ from schemas.text_format import escape_unprintable, shown_path, to_json_values
 WIDTH = 100  # columns of a report that is not printed to a terminal
 NARROWEST, WIDEST = 40, 140  # of a terminal's columns that are used
 MAX_LISTED = 20  # items of a list that the summary shows
-MOST_COLUMNS = 10  # of a table; rows of more are shown one below the other
+MOST_COLUMNS = 10  # of a table; the cells of longer rows are shown as a list
 REJECTS_COMMAND = "latentpress status --rejects"
 _NO_BREAK = "\0"  # in place of a space; no message has one
 _WORDS = {"mib": "MiB", "percent": "%", "psnr": "PSNR", "db": "dB", "tensorboard": "TensorBoard"}
 
 
 def heading(key: str) -> str:
-    """A key as a person reads it: `latents_mib` is "latents MiB"."""
+    """A key in readable words: `latents_mib` is "latents MiB"."""
     return " ".join(_WORDS.get(word, word) for word in key.split("_"))
 
 
@@ -41,8 +41,8 @@ def report_width(stream: Any) -> int:
 
 
 def fold(text: str, width: int, *, divide_paths: bool = False) -> list[str]:
-    """Lines of at most `width` columns, wide characters take two. A longer word is divided, but not what people
-    copy: a path, unless divide_paths, and a command in backticks."""
+    """Lines of at most `width` columns; wide characters take two columns. Longer words are divided, except texts that
+    people copy: paths (unless divide_paths) and commands in backticks."""
     lines: list[str] = []
     for part in re.sub("`[^`]+`", lambda match: match[0].replace(" ", _NO_BREAK), text).split(" "):
         word = part.replace(_NO_BREAK, " ")
@@ -54,7 +54,7 @@ def fold(text: str, width: int, *, divide_paths: bool = False) -> list[str]:
 
 
 def fold_message(line: str, width: int) -> list[str]:
-    """The same, indented as the line is, and later lines further. A command that is a line of its own stays whole."""
+    """`fold` with the indentation of the line, increased for later lines. A line that is a command is not folded."""
     text = line.lstrip(" ")
     if cell_len(line) <= width or text.startswith("latentpress "):
         return [line]
@@ -100,12 +100,13 @@ def _format_cell(value: Any) -> str:
 class Report:
     """done, skipped, remaining: counts of the program's kind of item, which `what` names unless it is obvious.
 
-    set_aside, truncated, failed, damage: a dict per item, with "item", "path", "reason" and "message" where they apply;
-    truncated ones count as done. Set-aside items are no failure; failed ones are, and the next run tries them again.
-    answer: a sentence that the summary begins with, in place of the counts. more_set_aside: those that only the full
-    list (`rejects`) has. next_steps: commands. details: anything else; a list of flat dicts is shown as a table. Keys
-    are snake_case at every level, with a number's unit at their end (`written_mib`), and never data such as a bucket:
-    those are rows of a list. `heading` makes them readable.
+    set_aside (rejected items), truncated, failed, damage: a dict per item, with the keys "item", "path", "reason" and
+    "message" if they apply. Truncated items count as done. Rejected items do not count as failures; failed
+    items do, and the next run tries them again. answer: a sentence at the start of the summary, instead of the counts.
+    more_set_aside: number of further rejected items, which only the full list (`rejects`) contains. next_steps:
+    commands. details: all other information; a list of flat dicts is shown as a table. Keys are snake_case
+    at every level, with a number's unit at their end (`written_mib`), and never data such as a bucket, which belongs in
+    rows of a list. `heading` makes them readable.
     """
 
     program: str
@@ -139,7 +140,8 @@ class Report:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
 
     def summary(self, complete: Callable[[str], str] = str, width: int = WIDTH) -> str:
-        """Text for people, in lines of `width` columns. complete: adds the given options to a command."""
+        """Text for people, in lines of `width` columns. complete: function that adds the given options
+        to a command."""
         set_aside = len(self.set_aside) + self.more_set_aside
         counts = {"to do" if self.dry_run else "remaining": self.remaining, "set aside": set_aside}
         counts |= {"truncated": len(self.truncated), "failed": len(self.failed), "damaged": len(self.damage)}
@@ -158,7 +160,7 @@ class Report:
 
 
 def _format_detail(key: str, value: Any, width: int) -> list[str]:
-    """Lines of at most `width` columns, as far as their words are shorter."""
+    """Lines of at most `width` columns, unless a word is longer."""
     name = heading(key)
     if isinstance(value, Mapping):
         return [f"  {name}:", *(f"  {line}" for inner in value.items() for line in _format_detail(*inner, width - 2))]
@@ -166,7 +168,7 @@ def _format_detail(key: str, value: Any, width: int) -> list[str]:
         if len(value[0]) <= MOST_COLUMNS and (table := format_table(value, width - 4)):
             return [f"  {name}:", *(f"    {line}" for line in table)]
         lines = [f"  {name}:"]
-        for row in value:  # the first value of each, and below it the others
+        for row in value:  # the first value as a title, and the further values below it
             (_, title), *others = row.items()
             lines.append(f"    {escape_unprintable(str(title))}:")
             filled = [(key, cell) for key, cell in others if cell not in ("", None)]
@@ -209,8 +211,8 @@ def _format_items(
 def for_each_expert(
     *, in_order: bool = False, of_one: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
-    """A decorator of a program's `run`, which is then called for the run of each expert. in_order: for the second
-    only once the first has done its work. of_one: its arguments that are for one run only, and the options' names."""
+    """A decorator that calls a program's `run` for the run of each expert. in_order: whether the second run starts only
+    if the first returned exit code 0. of_one: arguments that are valid for a single run only -> option names."""
 
     def decorate(run: Callable[..., Report]) -> Callable[..., Report]:
         @wraps(run)
@@ -238,7 +240,7 @@ def for_each_expert(
 
 
 def join_reports(reports: Mapping[str, Report]) -> Report:
-    """One report of several: their sums and lists, details that all have alike, and the others of each by its name."""
+    """Join reports: sums of counts, concatenated lists, equal details once, and differing details by report name."""
     first, *others = reports.values()
     joined = replace(first, details=dict(_join_details({name: report.details for name, report in reports.items()})))
     for name, value in vars(first).items():
@@ -258,5 +260,5 @@ def _join_details(details: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[st
 
 
 def printable(text: str) -> str:
-    """`text` with bytes of a file's name that are not UTF-8 as escapes."""
+    """`text` with escapes for bytes that are not UTF-8, as in file names."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,8 +1,8 @@
 """The start and the end of a program, by a person or by another program.
 
-On a terminal, what is shown while its modules are imported, which from a cold disk takes seconds, and while its process
-ends; what it prints for a pipe; a library that is not installed, named in place of a traceback; and how large libraries
-are imported in less time and memory, without messages that no user can act on.
+On a terminal, a line while the modules are imported (seconds from a cold disk) and while the process ends; output to a
+closed pipe; an error that names a missing library instead of a traceback; and faster imports of large libraries with
+less memory, without messages that users can't act on.
 """
 
 import gc
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from subprocess import Popen
 
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
-#: The extra that a program is installed with, of those that need one.
+#: Program -> the extra that installs its libraries. Programs without extra libraries are not listed.
 EXTRAS = {
     **dict.fromkeys(("configure", "discover", "bucket", "preview", "notify", "push", "thumbnails"), "media"),
     **dict.fromkeys(
@@ -31,7 +31,7 @@ EXTRAS = {
 }
 #: Programs of the trainer -> module.
 TRAINER_PROGRAMS = {"train": "trainer", "checks": "trainer.checks", "export-adapter": "trainer.export_adapter"}
-PIPE_CLOSED = 141  # the exit code that a shell gives SIGPIPE
+PIPE_CLOSED = 141  # exit code that a shell reports for SIGPIPE
 
 
 def program_module(program: str) -> str:
@@ -39,8 +39,8 @@ def program_module(program: str) -> str:
 
 
 def start_program(program: str, words: Sequence[str], **options: Any) -> "Popen[str]":
-    """Start a program as a process, without the working directory on its import path. words: its arguments. options: of
-    subprocess.Popen."""
+    """Start a program as a process, without the working directory on its import path. words: its arguments. options:
+    keyword arguments of subprocess.Popen."""
     import subprocess
 
     return subprocess.Popen([sys.executable, "-P", "-m", program_module(program), *words], **options)
@@ -71,28 +71,28 @@ def show_ending(program: str) -> None:
 
 
 def hide_line() -> None:
-    """Called when a program's modules are there, or its process is gone."""
+    """Clear the line, after a program's modules are imported or its process has ended."""
     if _is_shown():
         print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 def print_for_reader(text: str, stream: TextIO) -> None:
-    """End the process as SIGPIPE does where the reader of a pipe is gone, as `head` is when it has its lines."""
+    """Print a text. If the reader of a pipe has exited, as `head` does, end the process with the code of SIGPIPE."""
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what is left in its buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # discards the rest of the buffer
         sys.exit(PIPE_CLOSED)
 
 
 def explain_missing_libraries() -> None:
-    """Programs call it before their imports of libraries."""
+    """Replace tracebacks of missing libraries by messages. Programs call it before they import libraries."""
     sys.excepthook = _explain
 
 
 def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Instead of `sys.excepthook`: end the process. What is imported here may not be imported at the top, where the
-    working directory may still have a module of that name (`remove_working_directory`)."""
+    """Replacement of `sys.excepthook`, which ends the process. Its imports can't be at the top of the module, since the
+    working directory may still provide modules of the same names at that time (`remove_working_directory`)."""
     from importlib.util import find_spec
 
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
@@ -114,7 +114,7 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 
 def install_command(extra: str = "") -> str:
-    """The command that installs latentpress with an extra, as it is installed here: from a clone, or as a package."""
+    """The command that installs latentpress with an extra, from a clone or from the package index like this one."""
     from pathlib import Path
 
     clone = (Path(__file__).parents[2] / "pyproject.toml").exists()
@@ -131,13 +131,14 @@ def _program() -> str:
     return "train" if name == "trainer" else name
 
 
-MANY_OBJECTS = 100_000  # torch alone creates more, a program that has imported it before fewer
+MANY_OBJECTS = 100_000  # torch alone creates more; if it was imported before, fewer are created
 
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """For imports of torch, transformers and diffusers. They create millions of objects that stay, and the collector
-    would examine them again and again: a sixth of the import's time. Here it does so once at most, at the end."""
+    """Pause garbage collection for imports of torch, transformers and diffusers. They create millions of permanent
+    objects, which the collector would examine repeatedly: a sixth of the import's time. With the pause, it runs at most
+    once, at the end."""
     gc.disable()
     try:
         yield
@@ -155,9 +156,9 @@ class _NoPandas:
 
 
 def leave_out_pandas() -> None:
-    """Let pyarrow find no pandas in this process. Where pandas is installed, pyarrow imports it at its first conversion
-    and then has no use for it: 50 MiB and a quarter of a second. It looks for pandas once. For programs that have no
-    use for pandas either; they can still import it."""
+    """Keep pyarrow from importing pandas in this process. If pandas is installed, pyarrow imports it at the first
+    conversion without using it, which costs 50 MiB and a quarter of a second. pyarrow looks for pandas only once. For
+    programs that do not use pandas; they can still import it."""
     sys.meta_path.insert(0, _NoPandas)
     try:
         import pyarrow as pa
@@ -167,22 +168,22 @@ def leave_out_pandas() -> None:
         sys.meta_path.remove(_NoPandas)
 
 
-#: Logger -> beginning of a message, empty for all. On CPUs with AVX512-BF16 bitsandbytes then computes with its own
-#: library; torchao's are of compiled kernels and tensor classes that nothing here uses.
+#: Logger -> start of the hidden messages. bitsandbytes' message is harmless: on CPUs with AVX512-BF16 it computes with
+#: its own library instead. torchao's messages are about compiled kernels and tensor classes that are not used here.
 NOISE = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
     "torchao": "Failed to load ",
     "torch.utils._pytree": "<enum ",
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }
-#: torch says that float32 norms of bfloat16 weights have no fused kernel; bitsandbytes that nothing is paged on a CPU,
-#: as docs/training.md does.
+#: torch warns that float32 norms of bfloat16 weights have no fused kernel; bitsandbytes warns that nothing is paged on
+#: a CPU, which docs/training.md explains.
 IGNORED_WARNINGS = ("Mismatch dtype between input and weight", "Paged optimizers are not supported on CPU")
 
 
 @lru_cache(None)
 def silence_libraries() -> None:
-    """Hide log records and warnings of libraries that ask for nothing. Only the first call has an effect."""
+    """Hide log records and warnings of libraries that need no action. Only the first call has an effect."""
     import logging
     import warnings
 

@@ -1,6 +1,6 @@
-"""`datasets` of pipeline.yaml: where media comes from, its captions and companions, and how it is cut.
+"""`datasets` of pipeline.yaml: source of the media, captions, companions, and how media is cut.
 
-The names are those of other trainers for these models; docs/datasets.md explains each with an example.
+The options have the same names as in other trainers for these models; docs/datasets.md explains each with an example.
 """
 
 import re
@@ -79,7 +79,7 @@ class Video(Section, json_schema_extra={"affects": "plan"}):
     )
 
     def rate_or(self, rate: float) -> float:
-        """frame_rate; `rate` if each video has its own."""
+        """frame_rate; `rate` if each video keeps its own frame rate."""
         return rate if self.frame_rate == "source" else self.frame_rate
 
     def _problems(self) -> Iterator[Problem]:
@@ -277,8 +277,8 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
     _portable_paths: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def portable_path(self, key: str) -> str | None:
-        """A location as every machine names it: relative to the configuration's folder where it is written so or is
-        below it. `schemas/config/loading.py` records it; without a file it is the location itself."""
+        """A location that is equal on every machine: relative to the configuration's folder if it is relative in the
+        file or below this folder. `schemas/config/loading.py` records it; without a file, the location is unchanged."""
         return self._portable_paths.get(key, getattr(self, key))
 
     @property
@@ -297,13 +297,13 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
         return self.media_root or self.instance_data_dir
 
     def resolutions(self, default: float) -> tuple[float, ...]:
-        """From the lowest; `default`, the family's, where none is given or `buckets: family` uses none."""
+        """Resolutions in ascending order; `default` (the family's) if none is configured or with `buckets: family`."""
         given = listed(self.resolution) if self.buckets == "computed" else ()
         return tuple(sorted(set(given))) or (default,)
 
     @property
     def resolved_source(self) -> SourceName:
-        """The source that is configured, else that of the location."""
+        """The configured source, else the source that the location implies."""
         if self.source:
             return self.source
         where = self.instance_data_dir.split("?")[0].lower()
@@ -315,7 +315,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
 
     @property
     def resolved_caption_strategy(self) -> CaptionStrategy:
-        """The strategy that is configured, else the source's own."""
+        """The configured strategy, else the default strategy of the source."""
         if self.caption_strategy:
             return self.caption_strategy
         source = self.resolved_source
@@ -326,7 +326,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
 
     @property
     def describes_missing(self) -> bool:
-        """Whether items without a caption are kept, as a model describes them."""
+        """Whether items without a caption are kept, because a model describes them."""
         return self.make_captions in ("missing", "all")
 
     @property
@@ -336,7 +336,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
 
     @property
     def used_caption_sets(self) -> tuple[str, ...]:
-        """Made captions that are used: current, and names under captions/."""
+        """Names of the generated captions that are used: current, and names under captions/."""
         return self.caption_sets if self.describes_missing or self.caption_sets != ("current",) else ()
 
     def _problems(self) -> Iterator[Problem]:
@@ -405,7 +405,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
             yield ("minimum_image_size",), f"{low:g} is more than maximum_image_size, {high:g}"
 
     def _options_without_effect(self) -> Iterator[Problem]:
-        """Options of a caption strategy, source or type of media that this dataset does not have."""
+        """Problems of options for a caption strategy, source or media type that this dataset does not use."""
         strategy, source = self.resolved_caption_strategy, self.resolved_source
         in_table, places = strategy in TABLE_STRATEGIES, (self.instance_data_dir, self.media_root or "")
         folders = [*listed(self.conditioning_data), self.mask_data or "://", *(places if source == "folder" else ())]

@@ -1,4 +1,4 @@
-"""Sections about the model, encoding, captions and masks that models make, and what the stages may use of a machine."""
+"""Sections about the model, encoding, generated captions and masks, and the stages' share of a machine."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ StageName = Literal[
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
 MOST_PREFETCH = 1_000_000
-MOST_READERS = 8  # beyond which a disk is rarely faster
+MOST_READERS = 8  # more readers rarely make a disk faster
 
 
 class Cache(Section, json_schema_extra={"affects": "nothing"}):
@@ -127,12 +127,12 @@ class Text(Section, json_schema_extra={"affects": "text"}):
     )
 
     def stored_template(self, template: Template) -> Template:
-        """The template of the stored texts: that of the model, changed as `positions` says."""
+        """The template of the stored texts: the model's template, changed according to `positions`."""
         as_model = self.positions == "pipeline"
         return replace(template, padded=template.padded and as_model, sequential=template.sequential and as_model)
 
     def embeds_dtype(self, precision: str) -> str:
-        """The dtype of a stored text's embeddings. precision: that of its other tensors."""
+        """The dtype of a stored text's embeddings. precision: dtype of its other tensors."""
         return {"exact": precision, "float8": "float8_e4m3fn", "int8": "int8"}[self.storage]
 
 
@@ -163,7 +163,7 @@ class Latents(Section, json_schema_extra={"affects": "latents"}):
     tiling: bool = Field(False, description="encode overlapping spatial tiles, to save memory: gives other latents")
 
     def settings(self, family: Family) -> dict[str, int | bool | str]:
-        """Settings of latents beside weights and precision: part of the fingerprint, without what has no effect."""
+        """Settings of latents for the fingerprint: without weights, precision and options that have no effect."""
         settings = dict(family.latent_settings)
         if self.tiling:
             settings |= {"tiling": True, "tile": family.tile[0], "tile_stride": family.tile[1]}
@@ -198,7 +198,7 @@ class DinoModel(Section):
 
     @property
     def source(self) -> str | None:
-        """Folder or repo id of the weights; None for no features."""
+        """Folder or repo id of the weights; None if no features are computed."""
         return VISION_MODELS[self.model].repo if self.model in VISION_MODELS else self.model
 
     @property
@@ -275,7 +275,7 @@ class Encoding(Resources):
 
     @property
     def worker_count(self) -> int:
-        """`workers`; 1 where a number is neither given nor chosen."""
+        """`workers`; 1 if the number is neither configured nor chosen automatically."""
         return self.workers or 1
 
     @property
@@ -330,7 +330,7 @@ class Stages(Section, json_schema_extra={"affects": "nothing"}):
         return getattr(self, stage.replace("-", "_"), StageWorkers())
 
 
-#: Name of a preset -> the words that the model is asked with.
+#: Name of a preset -> prompt for the captioning model.
 PRESETS = {
     "plain": "Describe this picture in one sentence, without an introduction.",
     "detailed": (
@@ -350,7 +350,7 @@ PRESETS = {
         "to end, the setting and the style. Write no introduction."
     ),
 }
-INSTRUCTION = "instruction"  # the preset that is shown the source image, too
+INSTRUCTION = "instruction"  # the preset whose input includes the source image
 PIXEL_MULTIPLE = 28  # of a picture's sides: two patches of Qwen2.5-VL, and few enough shapes for batches
 
 
@@ -397,7 +397,7 @@ class Caption(Section, json_schema_extra={"affects": "captions"}):
     )
 
     def questions(self, has_sources: bool) -> tuple[str, ...]:
-        """The words of each prompt. has_sources: whether the task has source images."""
+        """The text of each prompt. has_sources: whether the task has source images."""
         return tuple(PRESETS.get(prompt, prompt) for prompt in self._names(has_sources))
 
     def shows_source(self, has_sources: bool) -> bool:

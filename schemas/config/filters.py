@@ -1,9 +1,9 @@
 """Filters on the columns of a media table: `score > 5 and license in ('cc0', 'cc-by')`. Pure.
 
 The grammar is a small part of Python's: comparisons, `in`, `not in`, `and`, `or`, `not`, `is null`, numbers, text,
-True and False. A name is a column of the manifest or one of BUILTIN_COLUMNS; one that is no Python name is written in
-backquotes: `` `punsafe (nsfw)` < 0.1 ``. A comparison with a missing value is neither true nor false: its item is left
-out.
+True and False. A name is a column of the manifest or one of BUILTIN_COLUMNS; a name that is not valid in Python is
+written in backquotes: `` `punsafe (nsfw)` < 0.1 ``. A comparison with a missing value is neither true nor false: the
+item is excluded.
 """
 
 import ast
@@ -43,13 +43,13 @@ class _NullNames(ast.NodeTransformer):
 
 
 def feature_columns(text: str | None, columns: Collection[str] = ()) -> list[str]:
-    """The FEATURE_COLUMNS that a filter names. columns: of the media table; one of that name is meant instead."""
+    """The FEATURE_COLUMNS that a filter names. columns: media table columns, which take precedence over equal names."""
     names = () if text is None else Filter(text).columns
     return [name for name in names if name in FEATURE_COLUMNS and EXTRA_PREFIX + name not in columns]
 
 
 class Filter:
-    """A parsed filter. ValueError for what is not understood."""
+    """A parsed filter. ValueError if the syntax is not supported."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -65,7 +65,7 @@ class Filter:
         self._evaluate(self._tree, empty, dry=True)
 
     def mask(self, table: pa.Table) -> pa.BooleanArray:
-        """Tell which rows pass. ValueError for an unknown column or one of another type than it is compared with."""
+        """(n,) mask of the rows that pass. ValueError for an unknown column, or a comparison of different types."""
         result = self._evaluate(self._tree, table)
         if not isinstance(result, pa.Array | pa.ChunkedArray) or not pa.types.is_boolean(result.type):
             raise ValueError(f"{self.text!r} is no comparison; write it as in: score > 5")

@@ -1,7 +1,7 @@
 """Files written from the sections of the configuration: the JSON Schema and pipeline.yaml.
 
-`python -m schemas.config.generated` (`make generated`) writes them in the source tree. pipeline.yaml keeps what people
-write in it: its values in force and its remarks between the options. docs/generated.py writes the tables of options.
+`python -m schemas.config.generated` (`make generated`) writes them in the source tree. pipeline.yaml keeps
+people's edits: active values, and remarks between the options. docs/generated.py writes the tables of options.
 """
 
 import json
@@ -38,9 +38,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def write_all(root: Path) -> list[Path]:
-    """Write what differs below `root`, the source tree; returns these files."""
+    """Write the generated files whose content changed. root: the source tree. Returns the written files."""
     schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-    folders = (root / "schemas", root / "examples" / "recipes")  # a copy, as a folder of recipes is copied by itself
+    folders = (root / "schemas", root / "examples" / "recipes")  # a copy, since recipes are copied alone
     texts = {folder / "pipeline.schema.json": schema for folder in folders}
     texts[root / "pipeline.yaml"] = commented_example((root / "pipeline.yaml").read_text())
     changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
@@ -53,15 +53,15 @@ def write_all(root: Path) -> list[Path]:
 
 
 def options(section: type[Section]) -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:
-    """Each key as written in YAML, its field, and the section that its value is, or that the items of its list are."""
+    """Each key as written in YAML, its field, and the section class of its value or of the items of its list."""
     for name, info in section.model_fields.items():
         inner = [kind for kind in (info.annotation, *get_args(info.annotation)) if is_section(kind)]
         yield info.alias or name, info, inner[0] if inner else None
 
 
 def affects(section: type[Section], info: FieldInfo) -> str:
-    """What a change of the option makes again: `affects` in the json_schema_extra of the field or of its section; empty
-    for an option that is a section."""
+    """The results that a changed option recomputes: `affects` in the json_schema_extra of the field or of its section;
+    empty for an option that is a section."""
     for extra in (info.json_schema_extra, section.model_config.get("json_schema_extra")):
         if isinstance(extra, dict) and "affects" in extra:
             return str(extra["affects"])
@@ -69,7 +69,7 @@ def affects(section: type[Section], info: FieldInfo) -> str:
 
 
 def description(info: FieldInfo) -> str:
-    """Words about the option, after its choices where neither the words nor the default name each of them."""
+    """The description of the option, preceded by its choices unless the description and default name all of them."""
     kinds = (info.annotation, *get_args(info.annotation))
     choices = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     words = info.description or ""
@@ -80,7 +80,7 @@ def description(info: FieldInfo) -> str:
 
 
 def flow(value: Any, inside: str = "[{}]") -> str:
-    """A value in YAML, on one line. inside: what stands around a text, which may need quotes there."""
+    """A value in YAML, on one line. inside: the surrounding YAML, which decides if a text needs quotes."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{flow(key)}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -184,7 +184,7 @@ def _section_lines(
 
 
 def _commented(line: str, indent: str, words: str) -> Iterator[str]:
-    """The line with the words as a comment behind it, and below where they are long."""
+    """The line with the words as a comment behind it, continued on the next lines if the words are long."""
     column = len(indent) + COMMENT_COLUMN
     room = WIDTH - column - 2
     if not words:

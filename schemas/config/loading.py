@@ -42,7 +42,7 @@ def section_fields(section: type[Section]) -> dict[str, Any]:
 
 
 def type_at(path: KeyPath) -> Any:
-    """The type of the value at `path` ("datasets", 0, "id"); None where there is no such key."""
+    """The type of the value at `path` ("datasets", 0, "id"); None if the key does not exist."""
     here: Any = Config
     for step in path:
         if isinstance(step, int):
@@ -147,7 +147,7 @@ def _format_value(value: Any) -> str:
 def parse_override(text: str) -> tuple[str, Any]:
     """Read "train.optimizer.lr=1e-4" as ("train.optimizer.lr", 0.0001); the value is YAML.
 
-    ValueError where there is no "=", no key, or the value is not valid YAML.
+    ValueError if "=" or the key is missing, or if the value is not valid YAML.
     """
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -166,7 +166,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 def set_value(config: dict[str, Any], key: str, value: Any) -> KeyPath:
     """Put `value` at `key` into nested dicts and lists, in place; returns the key's path.
 
-    Missing sections are created. Items of a list are addressed by id, name or number (from 0). ValueError where the
+    Missing sections are created. Items of a list are addressed by id, name or number (from 0). ValueError if the
     path leads through a plain value or to a missing item.
     """
     here: Any = config
@@ -190,7 +190,7 @@ def set_value(config: dict[str, Any], key: str, value: Any) -> KeyPath:
 
 
 def _find_item(here: Any, words: Sequence[str], path: KeyPath) -> tuple[int, list[str]]:
-    """The item of the list `here` that the first words address (an id may contain dots), and the other words."""
+    """The item of the list `here` that the first words address (an id may contain dots), and the remaining words."""
     if not isinstance(here, list):
         raise ValueError(f"{dotted_path(path)} is the value {here!r} and has no keys below it")
     names = [item.get("id", item.get("name")) if isinstance(item, dict) else None for item in here]
@@ -203,8 +203,8 @@ def _find_item(here: Any, words: Sequence[str], path: KeyPath) -> tuple[int, lis
     raise ValueError(f"{dotted_path(path)} has no item {words[0]!r}; valid: {', '.join(valid) or 'none, it is empty'}")
 
 
-MAX_ERRORS = 100  # that are explained: finding near misses of a key takes a millisecond
-PORTABLE_PATHS = ("instance_data_dir", "caption_file")  # those that identify a dataset
+MAX_ERRORS = 100  # most errors to explain: finding similar keys takes a millisecond per error
+PORTABLE_PATHS = ("instance_data_dir", "caption_file")  # paths that identify a dataset
 
 
 class ConfigError(LatentpressError, ValueError):
@@ -223,7 +223,7 @@ class ConfigError(LatentpressError, ValueError):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read the file `path` and apply `overrides` ("train.steps=10").
 
-    ConfigError has every error found, each as "pipeline.yaml:17: train.optimizer.lr: what is wrong".
+    ConfigError contains every error found, in the form "pipeline.yaml:17: train.optimizer.lr: message".
     """
     path = Path(path)
     return parse_config(read_text(path), path, overrides)
@@ -232,8 +232,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def parse_config(
     text: str, path: Path, overrides: Sequence[str] = (), why_not_read: Callable[[Path], str] = lambda file: ""
 ) -> Config:
-    """Do as `load_config`, with a text that the file `path` has or will have. why_not_read: why a file that the text
-    names is not to be opened, "" where it may be."""
+    """Like `load_config`, for a text that is or will be the content of the file `path`. why_not_read: function that
+    returns the reason why a file named in the text must not be opened, or "" if it may be opened."""
     try:
         document = parse_yaml(text)
     except YamlError as error:
@@ -291,7 +291,7 @@ class _Library:
     prompts: Sequence[LibraryPrompt] = ()
 
     def locate(self, path: KeyPath, message: str) -> tuple[int, str] | None:
-        """The line to sort by, and the error after its place in the file; None where it is elsewhere."""
+        """The line to sort by, and the error with its place in the file; None if the error is in a different file."""
         if path[:2] != ("validation", "prompts") or len(path) < 3 or not isinstance(path[2], int):
             return None
         if not self.first <= path[2] < self.first + len(self.prompts):
@@ -303,7 +303,7 @@ class _Library:
 
 
 def _add_library(config: dict[str, Any], why_not_read: Callable[[Path], str]) -> tuple[_Library, list[str]]:
-    """Append the prompts of validation.prompts_file to validation.prompts; and the errors of the file."""
+    """Append the prompts of validation.prompts_file to validation.prompts. Returns the prompts and the errors."""
     section = config.get("validation")
     file = section.get("prompts_file") if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(file, str) or not file:
@@ -320,14 +320,14 @@ def _add_library(config: dict[str, Any], why_not_read: Callable[[Path], str]) ->
         return _Library(), [f"{file}:{line}: {message}" for line, message in error.problems[:MAX_ERRORS]]
     inline = section.get("prompts")
     if inline is not None and not isinstance(inline, list):
-        return _Library(), []  # which the checks of the configuration refuse
+        return _Library(), []  # an error that the checks of the configuration report
     section["prompts"] = [*(inline or []), *(prompt.values for prompt in prompts)]
     return _Library(file, len(inline or []), prompts), []
 
 
 def read_text(path: Path) -> str:
-    """Read a configuration file; of one that is too long only so much that the parser says so. ConfigError where
-    it can't be read."""
+    """Read a configuration file. From a file that is too long, only enough is read for the parser to report this.
+    ConfigError if the file can't be read."""
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             return file.read(MAX_CHARACTERS + 1)
@@ -347,7 +347,7 @@ def read_text(path: Path) -> str:
 def _locate_error(
     file: Path, document: Document, set_paths: dict[KeyPath, str], path: KeyPath, message: str
 ) -> tuple[int, str]:
-    """The line to sort by, and the error after its location: the --set that caused it, or file and line."""
+    """The line to sort by, and the error after its location: the --set option that caused it, or file and line."""
     for set_path, key in set_paths.items():
         if path == set_path or (set_path[: len(path)] == path and path not in document.lines):
             return 0, f"--set {key}: {message}"
@@ -402,8 +402,8 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
 
 
 def _portable_paths(dataset: Any, folder: Path) -> dict[str, str]:
-    """A dataset's PORTABLE_PATHS, relative to the configuration's folder where they are written so or are below it, so
-    that a project can be moved. URLs without their query, which may be a signature."""
+    """A dataset's PORTABLE_PATHS, relative to the configuration's folder if they are relative in the file or below
+    this folder, so that a project can be moved. URLs are without their query, which may be a signature."""
     portable = dict[str, str]()
     for key in PORTABLE_PATHS:
         text = dataset.get(key) if isinstance(dataset, dict) else None
@@ -421,7 +421,7 @@ def _list_items(section: Any, key: str) -> list[Any]:
 
 
 def _map_texts(section: Any, keys: Sequence[str], change: Callable[[str], str]) -> None:
-    """Change the texts at `keys`, and those in lists; validation reports other values."""
+    """Change the texts at `keys`, and the texts in lists there; validation reports other values."""
 
     def change_text(value: Any) -> Any:
         return change(value) if isinstance(value, str) and value else value

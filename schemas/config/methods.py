@@ -1,5 +1,5 @@
-"""train.timesteps, train.loss and train.methods: which noise levels are trained, what the loss of a prediction is, and
-what is added to it, a section for each method."""
+"""train.timesteps, train.loss and train.methods: the noise levels in training, the loss of a prediction, and the
+methods that add to it, a section for each method."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -72,16 +72,16 @@ class Loss(Section, json_schema_extra={"affects": "run"}):
 
 
 class Method(Section):
-    """needs: tensor of a sample -> what to do where the training set has none."""
+    """needs: tensor of a sample -> next step for the user if the training set lacks the tensor."""
 
     needs: ClassVar[Mapping[str, str]] = {}
 
     def layer_problems(self, layers: int) -> Iterator[Problem]:
-        """Yield what does not fit a transformer with so many blocks of visual tokens."""
+        """Yield the options that are invalid for a transformer with `layers` blocks of visual tokens."""
         yield from ()
 
     def find_conflicts(self, train: Any) -> Iterator[str]:
-        """Yield why it does not go with other settings of `train` (a Train section)."""
+        """Yield conflicts of the method with other settings. train: the Train section."""
         yield from ()
 
 
@@ -116,7 +116,7 @@ class Route(Section, json_schema_extra={"affects": "run"}):
     )
 
     def layers(self, count: int) -> range:
-        """The blocks of the route, of `count`; empty where it ends before it starts."""
+        """The indices of the route's blocks. count: number of blocks. Empty if the route ends before it starts."""
         start, end = (index + count if index < 0 else index for index in (self.start_layer_idx, self.end_layer_idx))
         return range(start, end + 1)
 
@@ -132,7 +132,7 @@ class Tread(Method, json_schema_extra={"affects": "run"}):
     keep_masked: bool = Field(True, description="tokens under a sample's mask are never dropped")
 
     def layer_problems(self, layers: int) -> Iterator[Problem]:
-        free = 0  # the first block after the routes before
+        free = 0  # the first block after the previous routes
         for number, route in enumerate(self.routes):
             blocks, key = route.layers(layers), ("routes", number)
             for name, value, layer in (

@@ -89,8 +89,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> "Config":
-        """Set latents.precision and the videos' frame_rate to the family's own where they are not given, and which
-        items `caption` and `masks` are for where they are configured."""
+        """Set latents.precision and the videos' frame_rate to the family's values if they are not configured, and set
+        the datasets' make_captions and make_masks to "missing" if `caption` and `masks` are configured."""
         if self.latents.precision is None and self.model.family_spec.latent_precision is not None:
             latents = self.latents.changed(precision=self.model.family_spec.latent_precision)
             object.__setattr__(self, "latents", latents)  # sections are frozen
@@ -107,19 +107,19 @@ class Config(Section):
 
     @property
     def clip_rate(self) -> float:
-        """Frames per second of decoded clips: validation.fps, else the first video dataset's, else the family's own."""
+        """Frames per second of decoded clips: validation.fps, the first video dataset's rate, or the family's."""
         own = self.model.family_spec.frame_rate
         rates = [dataset.video.rate_or(own) for dataset in self.datasets if dataset.dataset_type == "video"]
         return self.validation.fps or next(iter(rates), own)
 
     @property
     def experts(self) -> Mapping[str, Expert]:
-        """The experts of the model; none where it has one transformer."""
+        """The experts of the model; empty if it has one transformer."""
         return self.model.flavour_spec.experts
 
     @property
     def expert(self) -> Expert | None:
-        """The one that is trained; None where the model has one transformer. Of both, the first."""
+        """The expert that is trained (the first, if both are); None if the model has one transformer."""
         chosen = self.train.experts
         return None if chosen is None else self.experts["high" if chosen == "both" else chosen]
 
@@ -130,7 +130,7 @@ class Config(Section):
 
     @property
     def expert_runs(self) -> "list[Config]":
-        """The runs that this is of: one for each expert with `train.experts: both`, in order, else itself."""
+        """With `train.experts: both`, a configuration for each expert, in order; otherwise this configuration."""
         if self.train.experts != "both":
             return [self]
         trains = [self.train.changed(experts=name) for name in self.experts]
@@ -138,24 +138,24 @@ class Config(Section):
 
     @property
     def run_name(self) -> str:
-        """`train.run`, of an expert with its name. Of both, that of the first."""
+        """`train.run`, followed by the name of the expert, if any. For two experts, the name of the first run."""
         first = self.expert_runs[0].train
         return first.run + (f"-{first.experts}" if first.experts else "")
 
     @property
     def run_folder(self) -> Path:
-        """The folder of everything of the training run: checkpoints, adapters, metrics, samples."""
+        """The folder of the training run, with checkpoints, adapters, metrics and samples."""
         return Path(self.output) / self.run_name
 
     @property
     def result_folder(self) -> Path:
-        """adapter/ of a LoRA or LoKr in the run's folder, of a full-rank run model/ with the transformer's folder."""
+        """The result in the run's folder: adapter/ for LoRA and LoKr, model/<transformer's folder> for full rank."""
         return self.run_folder / (f"model/{self.part}" if self.train.adapter.type == "full" else "adapter")
 
     @property
     def eval_sigmas(self) -> tuple[float, ...]:
-        """Noise levels of the eval loss, in the range of the expert that is trained: the defaults are
-        shares of it, of others those in it are used."""
+        """Noise levels of the eval loss, in the noise range of the trained expert: the defaults are shares of the
+        range; configured levels outside the range are omitted."""
         given, expert = self.validation.eval_sigmas, self.expert
         if expert is None:
             return given
@@ -169,7 +169,7 @@ class Config(Section):
 
     @property
     def stage_order(self) -> list[StageName]:
-        """The programs that `latentpress run` runs: of `stages.order` those that this configuration has work for."""
+        """The programs that `latentpress run` runs: the entries of `stages.order` with work for this configuration."""
         idle = {
             "features": self.features is None,
             "caption": self.caption is None,
@@ -180,7 +180,7 @@ class Config(Section):
         return [stage for stage in self.stages.order if not idle.get(stage)]
 
     def unused_features(self, *topics: Topic) -> Iterator[str]:
-        """A sentence for each of `topics` that is configured and prepared, but that training does not use."""
+        """A sentence for each topic that is configured and prepared, but not used by training."""
         used = [dataset for dataset in self.datasets if not dataset.disabled]
         masked = ", ".join(d.id for d in used if d.mask_data or d.mask_column or d.makes_masks)
         methods = self.train.methods
@@ -348,7 +348,7 @@ class Config(Section):
 
 
 def set_frame_rate(dataset: Dataset, rate: float) -> Dataset:
-    """The dataset with this rate of frames where it gives none."""
+    """The dataset with this frame rate, unless it is an image dataset or has a configured rate."""
     if dataset.dataset_type == "image" or "frame_rate" in dataset.video.model_fields_set:
         return dataset
     return dataset.changed(video=dataset.video.changed(frame_rate=rate))

@@ -21,13 +21,14 @@ from schemas.regular_files import open_regular
 
 FORMATS = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".txt": "text"}
 PLACEHOLDER = re.compile(r"<<|<([A-Za-z][A-Za-z0-9_-]*)>")
-NAME_CHARACTERS = 40  # of a name that is made of a prompt's words
+NAME_CHARACTERS = 40  # most characters of a name made of a prompt's words
 TEXTS = ("name", "prompt", "negative_prompt")  # in which placeholders are replaced
 
 
 @dataclass
 class LibraryPrompt:
-    """values: as of an item of validation.prompts, not checked yet. lines: of its keys in the file; line: its own."""
+    """values: fields of an item of validation.prompts, not checked yet. line: first line of the prompt in the file.
+    lines: key -> line."""
 
     values: dict[str, Any]
     line: int
@@ -47,8 +48,8 @@ class PromptLibraryError(ValueError):
 
 
 def read_prompts(path: Path, placeholders: Mapping[str, str]) -> list[LibraryPrompt]:
-    """The prompts of a file, placeholders replaced and paths of images absolute. PromptLibraryError has every problem
-    that is not one of a value, which the configuration's own checks find."""
+    """The prompts of a file, placeholders replaced and paths of images absolute. PromptLibraryError contains all
+    problems except invalid values, which the checks of the configuration find."""
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
         raise PromptLibraryError([(1, f"{path.name!r} ends with none of {', '.join(FORMATS)}; rename it")])
@@ -130,7 +131,7 @@ def _text_prompts(text: str) -> Iterator[LibraryPrompt]:
 
 
 def name_of(prompt: str) -> str:
-    """A name of a prompt's words, which no other prompt of the file changes: cut where it is long, then with a hash."""
+    """A name made of the prompt's words only, independent of other prompts. Long names are cut and end with a hash."""
     words = re.sub(r"[^a-z0-9]+", "-", PLACEHOLDER.sub(lambda match: match[1] or "", prompt).lower()).strip("-")
     digest = hashlib.sha256(prompt.encode()).hexdigest()[:6]
     if not words:
@@ -157,5 +158,5 @@ def _fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def _name_part(value: str) -> str:
-    """A placeholder's value inside a name: what can't be in one becomes "-"."""
+    """A placeholder's value inside a name; characters that are not valid in names become "-"."""
     return value if re.fullmatch(NAME_PATTERN, value) else re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-")

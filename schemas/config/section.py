@@ -50,12 +50,12 @@ Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 
-#: A key's path below the section, and what is wrong there.
+#: A key's path below the section, and the error message.
 Problem = tuple[tuple[str | int, ...], str]
 
 
 class InconsistentValues(ValueError):
-    """Values that are valid each but not together; all problems of a section."""
+    """Raised for values that are valid separately but not together; contains all problems of a section."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(message for _, message in problems))
@@ -63,7 +63,7 @@ class InconsistentValues(ValueError):
 
 
 def listed(value: Any) -> tuple[Any, ...]:
-    """The values of an option of OneOrSeveral; none where it is null."""
+    """The values of a OneOrSeveral option; empty for null."""
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
@@ -79,8 +79,8 @@ class Section(BaseModel):
         return self
 
     def changed(self, **values: Any) -> Self:
-        """A copy with other values of these fields, validated as a new section is. ValidationError if they don't
-        fit."""
+        """A copy with different values of these fields, validated like a new section. ValidationError if the values
+        are invalid."""
         fields = type(self).model_fields
         given = {name: getattr(self, name) for name in self.model_fields_set} | values
         copy = self.model_validate({fields[name].alias or name: value for name, value in given.items()})
@@ -88,12 +88,12 @@ class Section(BaseModel):
         return copy
 
     def _problems(self) -> Iterator[Problem]:
-        """Yield what is inconsistent in this section."""
+        """Yield the inconsistencies of this section."""
         yield from ()
 
 
 def check_pattern(pattern: str) -> str:
-    """ValueError where it is no regular expression."""
+    """The pattern. ValueError if it is not a valid regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -102,14 +102,14 @@ def check_pattern(pattern: str) -> str:
 
 
 def idle_options(section: Section, names: Sequence[str], reason: str) -> Iterator[Problem]:
-    """Problems of the options `names` that are not their defaults, which have no effect for that reason."""
+    """Problems of the options `names` with non-default values that have no effect. reason: the error message."""
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
             yield (name,), reason
 
 
 def foreign_options(section: Section, key: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
-    """Options other than their defaults that the value of `key` does not use. owners: option -> values that use it."""
+    """Problems of options with non-default values that do not apply to `key`. owners: option -> values that use it."""
     chosen = getattr(section, key)
     for name, values in owners.items():
         if chosen not in values:

@@ -1,5 +1,5 @@
-"""Sections about training: the adapter, the optimizer, memory, several processes, and the loop; what of a run is sent
-to webhooks (notify), and where its result is uploaded (hub). The last two hold no secret."""
+"""Sections about training: the adapter, the optimizer, memory, several processes, and the loop; messages about
+a run to webhooks (notify), and the repository of its result (hub). The last two do not contain secrets."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -36,15 +36,15 @@ from schemas.config.section import (
 )
 
 AdapterFormat = Literal["diffusers", "comfyui"]
-FileFormat = Literal["diffusers", "comfyui", "lycoris"]  # the last is written beside the others, of a LoKr
-#: Format -> name of the file. A pipeline given a folder prefers the first name to all others.
+FileFormat = Literal["diffusers", "comfyui", "lycoris"]  # lycoris: for LoKr, written in addition
+#: Format -> name of the file. A pipeline that loads a folder prefers the first name.
 FILE_NAMES: dict[FileFormat, str] = {
     "diffusers": "pytorch_lora_weights.safetensors",
     "comfyui": "comfyui_lora.safetensors",
     "lycoris": "lycoris_weights.safetensors",
 }
 Alpha = Annotated[float, Field(gt=0, le=1e6)]
-#: Options of an adapter's type -> the types.
+#: Option of an adapter -> the types that use it.
 TYPE_OPTIONS = {
     **dict.fromkeys(("rank", "alpha", "rank_pattern", "alpha_pattern", "formats"), ("lora", "lokr")),
     **dict.fromkeys(("dropout", "rslora", "dora", "init_weights"), ("lora",)),
@@ -87,7 +87,7 @@ class Adapter(Section, json_schema_extra={"affects": "run"}):
 
     @model_serializer(mode="wrap")
     def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without a rank that is that of the initial adapter, as the default would be a given rank when read again."""
+        """Omit a rank taken from the initial adapter, since it would be read back as a configured rank."""
         values: dict[str, Any] = handler(self)
         if self.init is not None and "rank" not in self.model_fields_set:
             values.pop("rank", None)
@@ -132,9 +132,10 @@ DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """path: the class. arguments: its keyword arguments here; the others have the class' own defaults. lr: the default
-    of train.optimizer.lr. full_rank_lr: the highest rate without a warning when every weight is trained; None for an
-    optimizer that finds its rate itself, of which lr is a factor. scheduled: whether a schedule may lower the rate.
+    """path: import path of the class. arguments: keyword arguments; further arguments have the class's defaults.
+    lr: default of train.optimizer.lr. full_rank_lr: highest learning rate without a warning if all weights are trained;
+    None for an optimizer that finds its rate itself, of which lr is a factor. scheduled: whether a schedule may lower
+    the rate.
     """
 
     path: str
@@ -161,12 +162,12 @@ OPTIMIZERS = {
     "adamw-schedulefree": OptimizerRow("schedulefree.AdamWScheduleFree", scheduled=False),
 }
 
-#: Package that a class is imported from -> what pip installs, where the names differ.
+#: Import name of a package -> its name for pip, if the names differ.
 DISTRIBUTIONS = {"optimi": "torch-optimi", "pytorch_optimizer": "pytorch-optimizer"}
 
 
 def find_optimizer(name: str) -> OptimizerRow:
-    """The row of a name; for a dotted path one without arguments."""
+    """The row of a name; for a dotted path, a row without arguments."""
     return OPTIMIZERS.get(name) or OptimizerRow(name)
 
 
@@ -285,7 +286,7 @@ class Reading(Section, json_schema_extra={"affects": "run"}):
 
     @property
     def steps_ahead(self) -> int:
-        """Steps of training that are read ahead."""
+        """Number of training steps that are read ahead."""
         return max(2, self.threads)
 
 
@@ -383,7 +384,7 @@ class Train(Section, json_schema_extra={"affects": "run"}):
 
     @property
     def quantized(self) -> bool:
-        """Tell whether base weights are stored in 8 or 4 bits."""
+        """Whether base weights are stored in 8 or 4 bits."""
         return self.base_precision not in ("no_change", "bf16")
 
     def _problems(self) -> Iterator[Problem]:
@@ -449,9 +450,9 @@ class Train(Section, json_schema_extra={"affects": "run"}):
 
 EventName = Literal["started", "validation", "checkpoint", "finished", "failed"]
 EVENTS: tuple[EventName, ...] = ("started", "validation", "checkpoint", "finished", "failed")
-MOST_PICTURES = 10  # of one message: Discord takes no more files
+MOST_PICTURES = 10  # per message: the limit of Discord
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
-#: These errors never repeat the value, as it may be the secret.
+#: These errors never repeat the value, because it may be the secret.
 URL_ADVICE = (
     "a webhook's URL is a secret, and this file is copied into every run's folder: put the URL into an environment "
     "variable (export LATENTPRESS_WEBHOOK=...), and name the variable here: "

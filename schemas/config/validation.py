@@ -1,8 +1,8 @@
 """validation: the eval loss, and prompts that are denoised while training.
 
-`validation_samples` is the one place where they are computed, each prompt at each of its sizes,
-guidances, step counts and seeds: what is planned and encoded (prompts at sizes), what the trainer denoises, and the
-names by which decode and the report find its files.
+Only `validation_samples` computes the samples: each prompt at each of its sizes, guidances, step counts and seeds. The
+result determines the prompts and sizes to plan and encode, the samples that the trainer denoises, and the names by
+which decode and the report find the trainer's files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +78,7 @@ class Prompt(GridSection, json_schema_extra={"affects": "plan"}):
     )
 
 
-#: Of a model with two experts, shares of the range of the one that is trained.
+#: For a model with two experts, shares of the noise range of the trained expert.
 EVAL_SIGMAS = (0.2, 0.4, 0.6, 0.8)
 
 
@@ -107,7 +107,7 @@ class Scores(Section, json_schema_extra={"affects": "run"}):
 
 class Validation(GridSection, json_schema_extra={"affects": "run"}):
     prompts: tuple[Prompt, ...] = Field((), strict=False, description="denoised while training")
-    # What the file has becomes items of `prompts` (`schemas/config/loading.py`); a resolved configuration has these.
+    # The prompts of the file become items of `prompts` (`schemas/config/loading.py`), also in a resolved configuration.
     prompts_file: str | None = Field(
         None,
         min_length=1,
@@ -163,7 +163,7 @@ MOST_SAMPLES = 10_000  # of one validation
 
 
 class SizedPrompt(NamedTuple):
-    """A prompt, by name, at one size: what is encoded. size: None for the family's own."""
+    """The name of a prompt, and one size at which it is encoded. size: None for the family's default size."""
 
     name: str
     size: str | None
@@ -171,9 +171,10 @@ class SizedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class ValidationSample:
-    """A sample that is denoised once in each validation. name: that of its files, the prompt's name and what varies.
-    group: the name without the seed. planned: index of the prompt at its size, in the list that the samples were made
-    of. guidance_low: that of the expert for little noise, where the model has one."""
+    """A sample that is denoised once in each validation. name: name of its files, made of the prompt's name and
+    the options with several values. group: the name without the seed. planned: index of the prompt and size in the list
+    of `SizedPrompt`. guidance_low: guidance scale of the low-noise expert; None if the model has only one
+    transformer."""
 
     name: str
     group: str
@@ -187,7 +188,7 @@ class ValidationSample:
 
     @property
     def draw(self) -> str:
-        """The key of its noise, which is equal for all guidances and step counts."""
+        """The key of the sample's noise, which is equal for all guidances and step counts."""
         return f"{self.seed}/{self.prompt}"
 
 
@@ -196,7 +197,7 @@ def prompt_sizes(validation: Validation, prompt: Prompt) -> tuple[str | None, ..
 
 
 def sized_prompts(validation: Validation) -> list[SizedPrompt]:
-    """Every prompt at every of its sizes, in the order of the configuration."""
+    """Every prompt at each of its sizes, in the order of the configuration."""
     prompts = validation.prompts
     return [SizedPrompt(prompt.name, size) for prompt in prompts for size in prompt_sizes(validation, prompt)]
 
@@ -207,10 +208,10 @@ def validation_samples(
     planned: Sequence[SizedPrompt] | None = None,
     experts: Mapping[str, Expert] | None = None,
 ) -> list[ValidationSample]:
-    """The samples in order; those that differ by their seeds alone follow each other.
+    """The samples in order; samples that differ only by their seeds follow each other.
 
-    planned: the prompts and sizes of a training set, in place of the configuration's own; what it says of prompts of
-    these names, or else of all, still holds. experts: those of the flavour.
+    planned: the prompts and sizes of a training set, which replace the prompts and sizes of the configuration; its
+    other options still apply, for the prompt of the same name or for all prompts. experts: experts of the flavour.
     """
     default = tuple(expert.guidance for expert in experts.values()) if experts else (family.guidance,)
     planned = sized_prompts(validation) if planned is None else planned
@@ -239,13 +240,13 @@ def validation_samples(
 
 
 def _values(option: str, prompt: Prompt | None, validation: Validation) -> tuple[Any, ...]:
-    """Values of an option: the prompt's own, else those of all prompts."""
+    """Values of an option: the prompt's values, else the values for all prompts."""
     value = None if prompt is None else getattr(prompt, option)
     return listed(getattr(validation, option) if value is None else value)
 
 
 def _format_size(size: str) -> str:
-    """WxH, or WxHxF: "@" has a meaning of its own in many places."""
+    """WxH, or WxHxF: "@" has a special meaning in many places."""
     bucket = Bucket.parse(size)
     return f"{bucket.width}x{bucket.height}" + (f"x{bucket.frames}" if bucket.frames > 1 else "")
 

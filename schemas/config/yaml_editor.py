@@ -43,7 +43,7 @@ _Representer.add_representer(type(None), lambda self, _: self.represent_scalar(f
 
 
 def round_trip(text: str = "") -> YAML:
-    """ruamel's reader and writer. text: its indentation is used for what is written."""
+    """ruamel's reader and writer. text: document whose indentation is used for output."""
     yaml = YAML()
     yaml.Constructor, yaml.Representer = _Constructor, _Representer
     yaml.preserve_quotes, yaml.allow_unicode, yaml.width, yaml.max_depth = True, True, 1 << 20, MAX_DEPTH
@@ -60,13 +60,13 @@ class YamlEditor:
 
     def __init__(self, text: str) -> None:
         self._yaml, value = round_trip(text), parse_yaml(text).value
-        self._plain = {} if value is None else value  # what has to be read from the changed text
+        self._plain = {} if value is None else value  # the values that the changed text must contain
         self._tree = CommentedMap() if value is None else self._yaml.load(text)
         self._head = "" if value is not None or not text else text.rstrip("\n") + "\n"  # only comments
 
     def set(self, path: KeyPath, value: str, is_text: bool = False) -> None:
-        """Set the value at `path`, with the sections above it. value: as written in YAML; is_text: it is a text, which
-        is quoted if YAML would read something else. CannotEdit if there is no such place, YamlError if the value is not
+        """Set the value at `path`, with the sections above it. value: YAML, or a plain text with is_text, which is
+        quoted if YAML would read something else. CannotEdit if the path can't be created, YamlError if the value is not
         valid YAML."""
         new = value if is_text else parse_yaml(value).value
         self._set(path, new, new if is_text else round_trip().load(value))
@@ -225,7 +225,7 @@ def _add_tail(holder: Any, key: Any, tail: str) -> None:
 
 
 def value_at(value: Any, path: KeyPath) -> Any:
-    """The value that a document has at `path`; None if it has nothing."""
+    """The value of a document at `path`; None if the path does not exist."""
     for step in path:
         value = value[step] if _has(value, step) else None
     return value

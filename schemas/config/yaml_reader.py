@@ -1,4 +1,4 @@
-"""A YAML 1.2 reader that knows the line of every key.
+"""A YAML 1.2 reader that records the line of every key.
 
 Only the core schema: `1e-4` is a number, `no`, `on`, `yes` and dates are text. Tags, merge keys and duplicate keys are
 errors. Length, depth, number of values (with aliases expanded) and digits are limited, so that no document takes
@@ -21,7 +21,7 @@ from schemas.text_format import shorten
 KeyPath = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
 MAX_CHARACTERS = 256 * 1024  # the parser takes up to 50 us per character
-KEPT_CHARACTERS = 16 * 1024  # of a text that is read again: by a page at each request, by what follows a run
+KEPT_CHARACTERS = 16 * 1024  # longest cached text: pages and followers of a run read the same text repeatedly
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
 MAX_DIGITS = 64
@@ -29,7 +29,7 @@ _TOO_DEEP = f"lists and sections are nested more than {MAX_DEPTH} deep"
 _INTEGER = re.compile(r"[-+]?(0x_*[0-9a-f][0-9a-f_]*|0o_*[0-7][0-7_]*|0b_*[01][01_]*|_*[0-9][0-9_]*)", re.A | re.I)
 
 
-#: Part of the parser's message -> what is wrong in most cases.
+#: Part of the parser's message -> the most likely error.
 _HINTS = {
     "mapping values are not allowed here": "put a text that holds ': ' in quotes; indent the keys of a section alike",
     "could not find expected ':'": "a line before it, or it, lacks the ':' after a key: write KEY: VALUE",

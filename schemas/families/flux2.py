@@ -2,7 +2,7 @@
 
 Sources: the model cards of black-forest-labs/FLUX.2-klein-*, and the pipeline of the installed diffusers
 (pipelines/flux2), with which tests compare. Its template is the chat template of the checkpoint's tokenizer with
-thinking off, with which the encoder compares it. The shift of training is diffusion-pipe's recommendation.
+thinking off; the encoder compares the two. The shift of training is diffusion-pipe's recommendation.
 """
 
 import math
@@ -84,11 +84,11 @@ _FLAVOURS = [
     *(_flavour(*size, distilled) for distilled in (False, True) for size in _SIZES),
     *(_flavour(*size, task="i2i") for size in _SIZES),
 ]
-#: As the pipeline makes and checks references. It takes any number of them; the limit of four is this project's.
+#: Size and limits of references in the pipeline. It accepts any number of references; latentpress accepts up to four.
 _REFERENCES = ReferenceSize(area=1024 * 1024, multiple=16, least_side=64, most_aspect=8)
 
-#: mu at few and at many steps, each on a line over visual tokens: steps, slope, beginning. With more tokens than
-#: _MOST_TOKENS it is that of many steps, however many there are.
+#: Lines of mu over visual tokens, at few and at many steps: (steps, slope, intercept). With more tokens than
+#: _MOST_TOKENS, the line of many steps is used for any number of steps.
 _FEW_STEPS, _MANY_STEPS = (10, 8.73809524e-05, 1.89833333), (200, 0.00016927, 0.45666666)
 _MOST_TOKENS = 4300
 STEPS = 50  # denoising steps of the pipeline by default
@@ -138,7 +138,7 @@ FAMILIES = {
         distilled_mark=True,
         negative_prompt=None,
         tokenizers={"tokenizer": "Qwen2Tokenizer"},
-        comfyui_names=ComfyUINames(prefix="transformer."),  # with the other one it knows the original names only
+        comfyui_names=ComfyUINames(prefix="transformer."),  # with the default prefix, ComfyUI reads only original names
         original_names=_ORIGINAL_NAMES,
         latent_settings={"tiling": False},
         shift_by_tokens=shift_by_tokens,

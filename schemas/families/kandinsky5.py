@@ -150,7 +150,7 @@ _IMAGE = Family(
         "vae": FLUX_VAE,
     },
 )
-#: The text encoder, the transformer's module and what follows from them are the image family's.
+#: The text encoder, the transformer's module and the values that depend on them are equal to the image family's.
 _VIDEO_FAMILY = replace(
     _IMAGE,
     name="kandinsky5-video",

@@ -2,7 +2,7 @@
 
 Sources: the model cards of Qwen/Qwen-Image and Qwen/Qwen-Image-2512 (sizes), the pipelines of the installed diffusers
 (pipelines/qwenimage), with which tests compare the templates and the sizes of references, and its scheduler's config:
-the training default of the shift is about what that gives at 1328x1328 pixels, 2.3, rounded as other trainers do.
+the training default of the shift is about its shift at 1328x1328 pixels, 2.3, rounded like in other trainers.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ _SYSTEM = (
 )
 _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 #: `calculate_dimensions` of the pipelines, which stretch a picture to nearly its aspect. The limit of the aspect is
-#: this project's: Qwen2.5-VL takes none of more than 200:1.
+#: set by latentpress: Qwen2.5-VL rejects aspects of more than 200:1.
 _REFERENCE = ReferenceSize(area=1024 * 1024, multiple=32, stretched=True, most_aspect=100)
 _EDIT_TEMPLATE = Template(
     name="qwen-image-edit",
@@ -52,7 +52,7 @@ _PLUS_TEMPLATE = replace(
     image_size=replace(_REFERENCE, area=384 * 384),
     reference=f"Picture {{}}: {_PICTURE}",
 )
-#: What the pipelines make of squares, and of 3:2, 4:3 and 16:9, both ways.
+#: Sizes to which the pipelines resize squares, and pictures of 3:2, 4:3 and 16:9 in both orientations.
 _EDIT_SIZES = ((1024, 1024), (1248, 832), (832, 1248), (1184, 896), (896, 1184), (1376, 768), (768, 1376))
 
 _QWEN_IMAGE = Family(

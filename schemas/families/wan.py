@@ -1,9 +1,10 @@
 """Wan 2.1 text to video, Wan 2.2 TI2V-5B, and Wan 2.2 T2V-A14B and I2V-A14B.
 
 Sources: the model cards of Wan-AI/Wan2.*-Diffusers and the configurations of the original release (wan/configs), the
-pipelines of the installed diffusers (pipelines/wan), with which tests compare what they have. Shifts are the flow_shift
-that their documentation gives: 3.0 for 480p, 5.0 for 720p; of A14B the sample_shift of the original release, whose
-boundary and guidance scales it has, too. The I2V checkpoints of 2.1 are others: they read an encoded image, too.
+pipelines of the installed diffusers (pipelines/wan), with which tests compare the values. Shifts are the flow_shift of
+the pipelines' documentation: 3.0 for 480p, 5.0 for 720p. For A14B, the shift is the sample_shift of the original
+release, and the boundary and guidance scales are from the same release. The I2V checkpoints of 2.1 are not supported:
+they also read an encoded image.
 """
 
 from dataclasses import replace
@@ -105,7 +106,7 @@ _2_1 = Family(
         "vae": {},
     },
 )
-#: An autoencoder of its own, and one checkpoint for both tasks, which says that it is the first one's.
+#: A different autoencoder, and one checkpoint for both tasks; its model_index.json names the pipeline of the first.
 _2_2_5B = replace(
     _2_1,
     name="wan2.2-5b",
@@ -119,7 +120,7 @@ _2_2_5B = replace(
     autoencoder_config={"z_dim": 48, "scale_factor_spatial": 16, "scale_factor_temporal": 4},
     pipelines={**_2_1.pipelines, "i2v": "WanImageToVideoPipeline"},
     one_checkpoint=True,
-    pipeline_settings={"expand_timesteps": True},  # a noise level for each token, as the first frame has none
+    pipeline_settings={"expand_timesteps": True},  # a noise level for each token, since the first frame has no noise
     tile=(512, 384),
     frames=121,
     frame_rate=24.0,
@@ -134,7 +135,7 @@ _2_2_5B = replace(
         },
     },
 )  # fmt: skip
-#: The autoencoder of 2.1. The transformer of i2v reads a mask of 4 channels and the condition's 16 beside the noise.
+#: The autoencoder of 2.1. The i2v transformer reads 4 mask channels and 16 condition channels in addition to the noise.
 _2_2_A14B = replace(
     _2_1,
     name="wan2.2-a14b",
