@@ -265,7 +265,7 @@ def set_linear_sigmas(
 
 
 def module_of(family: Family) -> ModelFamily:
-    """Returns the trainer's object for a family: an instance of the only ModelFamily subclass in the family's module."""
+    """Returns the trainer's object for a family: an instance of the only ModelFamily subclass in its module."""
     return _make(family.transformer)
 
 
@@ -282,7 +282,7 @@ def _make(name: str) -> ModelFamily:
 
 @contextmanager
 def assistant_off(model: Any) -> Iterator[None]:
-    """Context in which the model computes without its assistant adapter, if it has one (`trainer/setup/adapters.py`)."""
+    """Context in which the model computes without its assistant adapter, if any (`trainer/setup/adapters.py`)."""
     assistant = getattr(model, "assistant", None)
     if assistant is None:
         yield

@@ -1,5 +1,5 @@
-"""Tensors without bytes that take what tensors of a device would take, a meter of the memory they stand for, and the
-memory of an optimizer, measured with small matrices."""
+"""Measures memory without allocating it: tensors without bytes with the memory layout of a device's tensors, a meter of
+the bytes that they would take, and the memory of an optimizer, measured with small matrices."""
 
 import weakref
 from contextlib import nullcontext
@@ -20,7 +20,8 @@ from trainer.setup.quantize import base_matrices, can_quantize, packed_bytes
 
 META = torch.device("meta")
 TRIAL_SHAPE = (256, 256)
-#: Matrices of two trials. A loop over parameters may keep what the one before needed, so no trial has only one.
+#: Numbers of matrices in two trials. A loop over parameters may still hold the previous parameter's tensors, so a trial
+#: has at least two matrices.
 FEW, MORE = 2, 6
 
 
@@ -53,15 +54,14 @@ class MemoryMeter(TorchDispatchMode):
 
 
 class KernelMode(TorchFunctionMode):
-    """Imitates what a device's own kernels do and meta tensors do not: attention that stores no scores, and
-    autocast."""
+    """Imitates a device's kernels on meta tensors: attention that does not store scores, and autocast."""
 
     CAST = (torch.nn.functional.linear, torch.nn.functional.conv2d, torch.matmul, torch.bmm)
 
     def __init__(self, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.autocast = autocast
-        self.casts: dict[torch.Tensor, torch.Tensor] = {}  # as autocast keeps those of weights until the pass ends
+        self.casts: dict[torch.Tensor, torch.Tensor] = {}  # autocast keeps casts of weights until the pass ends
         self.entered = False
 
     def __enter__(self) -> "KernelMode":
@@ -74,7 +74,7 @@ class KernelMode(TorchFunctionMode):
         super().__exit__(*error)
 
     def follow(self, block: torch.nn.Module) -> None:
-        """Have the mode on too where the backward pass, which runs without it, computes a block again."""
+        """Enable the mode when the backward pass, which runs outside the mode, computes a block again."""
         compute = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ class KernelMode(TorchFunctionMode):
 
 
 def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, scale: Any = None, **__: Any) -> Any:
-    """Attention by the kernel whose memory is that of all flash kernels: the output and a number for each row."""
+    """Attention by a kernel with the memory of any flash kernel: the output and a number for each row."""
     if attn_mask is not None:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device=META)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -112,8 +112,8 @@ def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, sca
 
 
 class SavedOnHost:
-    """Hooks for saved tensors that give back tensors of the same layout, and count the bytes that `save_on_host` would
-    hold at most."""
+    """Hooks for saved tensors that return tensors of the same layout, and count the largest number of bytes that
+    `save_on_host` would hold."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
@@ -133,7 +133,7 @@ class SavedOnHost:
 
 
 class SavedTensor:
-    """All of a tensor but its values."""
+    """Metadata of a tensor: size, stride, dtype, device and bytes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
@@ -141,8 +141,8 @@ class SavedTensor:
 
 
 class QuantizedLinear(torch.nn.Linear):
-    """A linear layer on the meta device whose weight has the storage of a quantized one, and whose passes make the
-    tensors that the library `name` makes (optimum-quanto 0.2, torchao 0.18, bitsandbytes 0.50)."""
+    """A linear layer on the meta device whose weight has the storage of a quantized weight, and whose passes create the
+    same tensors as the library `name` (optimum-quanto 0.2, torchao 0.18, bitsandbytes 0.50)."""
 
     def __init__(self, part: torch.nn.Linear, name: str) -> None:
         super().__init__(part.in_features, part.out_features, part.bias is not None, META, part.weight.dtype)

@@ -93,7 +93,7 @@ class MethodStep:
         return seeded_uniform(self.identities, purpose, shape)
 
     def normal(self, purpose: str, *shape: int) -> torch.Tensor:
-        """Returns (B, *shape) standard normal numbers, determined as in `uniform`, on the device of the step's noise."""
+        """Returns (B, *shape) standard normal numbers, determined as in `uniform`, on the device of the noise."""
         return seeded_noise(self.identities, purpose, shape, self.noise_BCTHW.device)
 
 
@@ -133,7 +133,7 @@ class Method:
 
     @property
     def reads_numbers(self) -> bool:
-        """Whether the next step depends on the numbers passed to `finish_step`; if so, each step waits for its numbers."""
+        """Whether the next step depends on the numbers passed to `finish_step`; if so, each step waits for them."""
         return False
 
     def finish_step(self, numbers: Mapping[str, float]) -> None:
