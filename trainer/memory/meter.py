@@ -148,12 +148,12 @@ class QuantizedLinear(torch.nn.Linear):
         super().__init__(part.in_features, part.out_features, part.bias is not None, META, part.weight.dtype)
         self.name, self.bias = name, part.bias
         packed = torch.empty(packed_bytes(part, name) // 2, dtype=torch.bfloat16, device=META)
-        # Any dtype and shape: what looks at them, such as DoRA, sees those of the matrix.
+        # The weight has the dtype and shape of the original matrix, because code such as DoRA reads them.
         whole = torch.empty(0, dtype=part.weight.dtype, device=META).set_(packed.untyped_storage())
         self.weight = torch.nn.Parameter(whole.as_strided(part.weight.shape, (0, 1)), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.name.endswith("torchao"):  # a product like any other: autograd keeps the whole matrix
+        if self.name.endswith("torchao"):  # an ordinary product: autograd keeps the whole matrix
             matrix = torch.empty(self.weight.shape, dtype=x.dtype, device=x.device)
             scale = torch.empty(self.out_features, dtype=x.dtype, device=x.device)
             out = torch.mm(x.reshape(-1, x.shape[-1]), matrix.t()) * scale
@@ -165,7 +165,7 @@ class QuantizedLinear(torch.nn.Linear):
 
 class DequantizedProduct(torch.autograd.Function):
     """x times the transposed matrix, which is made in each pass; `keep` keeps the input for the backward pass, as
-    optimum-quanto does without need."""
+    optimum-quanto does unnecessarily."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, keep: bool) -> torch.Tensor:
@@ -189,9 +189,9 @@ def quantize_shapes(model: Any, family: ModelFamily, name: str) -> None:
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes for each trained number: `state`, and what a step needs besides, `working`, of which as much as is needed
-    for one parameter at a time is `working_one`. averages: whether it keeps the weights that are saved apart from those
-    that are trained."""
+    """Bytes of an optimizer for each trained number. state: bytes of the state. working: additional bytes during a
+    step. working_one: additional bytes during a step that are needed for one parameter at a time. averages: whether the
+    optimizer stores averaged weights for saving separately from the trained weights."""
 
     state: float
     working: float
@@ -199,14 +199,14 @@ class OptimizerMemory:
     averages: bool
 
 
-#: Of an optimizer that runs on no CPU.
+#: Assumed for an optimizer that does not run on a CPU
 LIKE_ADAMW = OptimizerMemory(8, 4, 0, False)
 
 
 def measure_optimizer(settings: Optimizer, dtype: torch.dtype, cpu: bool) -> OptimizerMemory:
-    """From steps on a CPU with few matrices and with more, once in a process for equal settings. cpu: whether training
-    runs on one, too; elsewhere torch's own optimizers take all parameters at once. RunError where the optimizer is not
-    installed."""
+    """Measure an optimizer by steps on a CPU with few matrices and with more, once in a process for equal settings.
+    cpu: whether training runs on a CPU, too; on other devices torch's own optimizers update all parameters at once.
+    Raises RunError if the optimizer is not installed."""
     return _measure(settings.model_dump_json(), dtype, cpu)
 
 
@@ -227,7 +227,8 @@ def _measure(settings_json: str, dtype: torch.dtype, cpu: bool) -> OptimizerMemo
 
 
 def trial(settings: Optimizer, dtype: torch.dtype, count: int) -> tuple[int, int, bool]:
-    """(bytes of one matrix' state, those that a step of `count` matrices needs besides, whether it averages)."""
+    """Returns (bytes of one matrix's state, additional bytes during a step of `count` matrices, whether the optimizer
+    averages weights)."""
     weights = {str(number): torch.nn.Parameter(torch.ones(TRIAL_SHAPE, dtype=dtype)) for number in range(count)}
     optimizer = make_optimizer(weights, settings)
     for weight in weights.values():
