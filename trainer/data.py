@@ -5,8 +5,9 @@ Rows are found and verified by `TrainSet.read_draw`. Copies and checksums run wi
 read at once. The batch's memory is pinned if it goes to an accelerator.
 
 Noise, the choice of sigma and the draw from a stored posterior are functions of (seed, step, position in the global
-batch), so a resumed run, or one on another number of ranks, gets the same. On a CPU the thread that reads ahead draws
-them, on other devices the step does, so that nothing of them is copied and no thread computes them.
+batch), so a resumed run, or a run on another number of ranks, gets the same values. For training on a CPU the thread
+that reads ahead draws them; for other devices the step draws them on the device, so that they need no copy and no
+thread's time.
 """
 
 from collections import deque
@@ -218,7 +219,7 @@ class BatchLoader:
                     supply.finished(batches.step)
                     yield batches
             finally:
-                supply.stop_waiting()  # next, the reading threads are waited for
+                supply.stop_waiting()  # leaving `steps` then waits for the reading threads
 
 
 def prefetch(

@@ -371,9 +371,7 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
         held_out_compared=held_out_digest(run.loader.data) if run.data_changes else None,
     )
     averages = run.average.averages if run.average is not None else None
-    formats = tuple(
-        dict.fromkeys(("diffusers", *settings.adapter.formats))
-    )  # the diffusers format, so that every checkpoint can be loaded
+    formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
     write = lambda to: export(run, done, to, formats)  # noqa: E731
     with activity(f"writing the checkpoint of step {done}"):
         path = checkpoint.save(folder, state, run.trainable, run.optimizer, averages, write, main=run.is_main)

@@ -165,7 +165,7 @@ def write_validation_latents(
                     latent = denoising.finish()[0].float().cpu().contiguous()
                     write_tensors({"latent": latent}, temp, {"latentpress": json.dumps(metadata)})
                     temp.replace(folder / f"{sample.name}.safetensors")
-            del current  # so that the device has no more than one of them
+            del current  # so that the device holds at most one expert
     return len(samples)
 
 
@@ -262,7 +262,7 @@ class Denoising:
         self._scheduler, self._dtype, self._done = scheduler, family.sampling_dtype(plain), 0
         self._x = family.initial_latents(noise_BCTHW.to(device, self._dtype), batch, task)
         family.set_timesteps(scheduler, steps, family.token_grid(plain, batch).tokens, device)
-        scheduler.set_begin_index(0)  # else it looks for the first timestep, and waits for the device
+        scheduler.set_begin_index(0)  # otherwise the scheduler searches the first timestep, and waits for the device
 
     @torch.no_grad()
     def take_steps(

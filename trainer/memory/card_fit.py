@@ -332,7 +332,7 @@ def estimate_text(base: Model, text: Text, shapes: Shapes, length: int) -> Encod
     seen = _pass_bytes(patches, vision.hidden_size, vision.intermediate_size, dtype)
     seen += patches**2 * _scores(heads, dtype)
     numbers = patches * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    seen += numbers * (torch.float32.itemsize + dtype.itemsize)  # of the picture, which comes in float32
+    seen += numbers * (torch.float32.itemsize + dtype.itemsize)  # for the image, whose values start in float32
     kept = CACHED_IMAGES * of_each * vision.out_hidden_size * dtype.itemsize
     return EncoderMemory(weights, max(activations, seen) + kept)
 
@@ -386,15 +386,13 @@ def estimate_latents(model: Model, latents: Latents, shapes: Shapes, bucket: str
     dtype = getattr(torch, latents.precision or model.precision)
     with META:
         vae = getattr(diffusers, family.model_classes["vae"]).from_config(dict(shapes["vae"])).eval()
-        torch.nn.Module.to(vae, dtype)  # the class's own warns of a conversion
+        torch.nn.Module.to(vae, dtype)  # the class's own `to` warns of a conversion
     pixels = size.width * size.height * size.frames
     count = max(1, latents.batch_pixels // pixels)
     side = family.tile[0] if latents.tiling else max(size.width, size.height)
     height, width = min(size.height, side), min(size.width, side)
     passes = 1 if latents.slicing else count
-    frames = (
-        (size.frames,) if family.video or "z_dim" in vae.config else ()
-    )  # an image family may have an autoencoder for clips
+    frames = (size.frames,) if family.video or "z_dim" in vae.config else ()  # an image family may have a video VAE
     weights, meter = sum_bytes(vae.parameters()), MemoryMeter()
     with META, torch.no_grad(), ExitStack() as stack:
         stack.enter_context(meter)

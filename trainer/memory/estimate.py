@@ -1,9 +1,9 @@
 """Device and host memory of a run, predicted from its settings and the transformer's config.json.
 
 The transformer is built on torch's meta device, whose tensors have shapes and no bytes; adapters are attached, and one
-step is computed there by the code that trains. Counted are the bytes of all tensors that are alive at once. Not
-counted: memory inside kernels (cuBLAS, cuDNN), the CUDA context (0.3 to 0.6 GB), the allocator's fragments, and what
-methods compute. Attention counts as a kernel that stores no scores; NABLA's choice of blocks is in it.
+step is computed there by the training code. The prediction counts the bytes of all tensors that are alive at once. Not
+counted: memory inside kernels (cuBLAS, cuDNN), the CUDA context (0.3 to 0.6 GB), the allocator's fragments, and the
+computations of methods. Attention counts as a kernel that does not store scores; NABLA's choice of blocks is included.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -239,8 +239,8 @@ def step_memory(
     text_length: int,
     kernels: KernelMode,
 ) -> tuple[int, int]:
-    """(bytes of activations on the host at most, bytes on the device at most, weights included) of the forward and
-    backward passes of one step. about: the section `model` of the configuration."""
+    """Returns the largest bytes of activations on the host, and the largest bytes on the device including weights,
+    during the forward and backward passes of one step. about: the section `model` of the configuration."""
     offload = settings.offload
     denoiser = Denoiser(model, family, about.task, None, {}, Offload(blocks=offload.blocks))
     meter, moved = MemoryMeter(), SavedOnHost()
@@ -264,7 +264,7 @@ def step_memory(
 
 
 def make_batch(model: Any, about: Model, size: int, bucket: str, text_length: int) -> Batch:
-    """A batch of `size` samples on the meta device, except the texts' mask, whose values are read."""
+    """Make a batch of `size` samples on the meta device, except the texts' mask, whose values are read."""
     spec, task = about.family_spec, about.task
     widths = {name: model.config[key] for name, key in spec.text_widths.items()}
     latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(spec, bucket), device=META)

@@ -34,7 +34,7 @@ from trainer.schedules import scheduled_value
 
 
 class CREPAMethod(Method):
-    """similarity: the moving average of the bracket above. ended: whether it has reached the threshold for good."""
+    """similarity: moving average of the bracket above. ended: whether the loss has ended because of the threshold."""
 
     def __init__(self, settings: CREPA) -> None:
         self.settings = settings
@@ -122,7 +122,7 @@ class CREPAMethod(Method):
         return loss_B
 
     def nothing(self, step: MethodStep) -> torch.Tensor:
-        """(B,) zeros that depend on every weight of the projection."""
+        """Returns zeros (B,) that depend on every weight of the projection."""
         assert self._projection is not None
         return 0.0 * self._projection(step.sigma_B.new_zeros(len(step.batch), self._width)).mean(-1)
 
@@ -144,7 +144,7 @@ class CREPAMethod(Method):
         return add_neighbors(unit_BTHWC, self.distances, self.settings.adjacent_tau)
 
     def take(self, step: MethodStep, values_BTHWD: torch.Tensor) -> torch.Tensor:
-        """(B, L, D): values on the token grid, of the tokens that the block computes, in their order."""
+        """Returns (B, L, D): values on the token grid for the tokens that the block computes, in token order."""
         values_BLD, positions_BK = step.grid.flatten(values_BTHWD), step.kept_tokens.get(self.settings.block_index)
         return values_BLD if positions_BK is None else values_BLD.take_along_dim(positions_BK[..., None], 1)
 
