@@ -42,7 +42,7 @@ from trainer.run.run_state import (
     train_shift,
 )
 
-MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a factor of one
+MIN_RATE_FACTOR = 0.1  # a smaller value looks like a learning rate, not like a factor of the rate
 CardOption = Annotated[
     float | None,
     typer.Option(
@@ -112,7 +112,7 @@ def run(
             device = options.device or config.train.device
             try:
                 summary = train(config, data, schedule, console, device, stop)
-            except StopTraining:  # before the first step, while data were waited for
+            except StopTraining:  # before the first step, while waiting for data
                 console.log(f"stopped by {stop.reason}")
     except RunFinished:
         return report_finished(report, config)
@@ -130,7 +130,7 @@ def run(
 
 
 def report_card(config: Config, options: Options, card: float, ranks: int) -> Report:
-    """`trainer.memory.card_fit.check_card`, with the errors of a model's config.json in words."""
+    """`trainer.memory.card_fit.check_card`, with readable errors for an invalid config.json of a model."""
     if not options.dry_run:
         raise RunError("--card asks what would fit and does nothing", "Add --dry-run, or leave --card out.")
     with garbage_collection_paused(), activity("loading torch", at_once=True):
@@ -204,7 +204,7 @@ def read_launch_variable(name: str, alone: int) -> int:
 
 
 def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
-    """Details of the run that need no model."""
+    """Returns details of the run that do not require a model."""
     buckets: list[dict[str, Any]] = []
     for bucket in schedule.buckets:
         buckets.append({"bucket": bucket.name, "samples": bucket.samples, "draws": bucket.draws, "fill": bucket.fill})
@@ -229,7 +229,7 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
 def log_warnings(
     config: Config, data: TrainSet, schedule: BatchSchedule, state: CheckpointState | None, console: Console
 ) -> None:
-    """Warn of what is allowed but may be a mistake."""
+    """Warn of settings that are allowed but may be mistakes."""
     if schedule.small_buckets:
         small = ", ".join(f"{short.name} ({short.distinct})" for short in schedule.small_buckets)
         console.warn(
@@ -263,7 +263,8 @@ def log_warnings(
 
 
 def warn_of_learning_rate(settings: Train, console: Console) -> None:
-    """Warn of a LoRA's rate where every weight is trained, and of a rate where the optimizer finds its own."""
+    """Warn of a LoRA's learning rate in full-rank training, and of a low factor for an optimizer that finds its own
+    rate."""
     row, name = find_optimizer(settings.optimizer.name), settings.optimizer.name
     rates = {"train.optimizer.lr": settings.optimizer.lr}
     rates |= {f"train.optimizer.groups.{i}.lr": group.lr or 0 for i, group in enumerate(settings.optimizer.groups)}

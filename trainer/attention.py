@@ -1,8 +1,9 @@
 """The attention backend: which kernels compute the self-attention of the visual tokens, by diffusers' names.
 
-It grows with the square of the tokens and has no mask. Attention with keys of texts, which have masks, stays with
-torch's own choice ("native"). A backend is tried on small tensors before a model is loaded, so that none is taken whose
-package, card, dtype, head size or backward pass is missing, and none that computes something else.
+The cost of this attention grows with the square of the number of tokens, and it has no mask. Attention with keys of
+texts, which have masks, always uses torch's own choice ("native"). A backend is tried on small tensors before a model
+is loaded, so that a backend with a missing package, an unsupported card, dtype, head size or backward pass, or wrong
+results is rejected.
 """
 
 import math
@@ -21,15 +22,16 @@ from schemas.config.pipeline import Config
 from trainer.families.base import ModelFamily
 
 NATIVE = "native"
-TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS = 2, 200, 2  # tokens: no multiple of the tiles that kernels have
-#: Of output and gradients, by the norm. TF32 reaches 1e-3 and bfloat16 3e-3; SageAttention's products have 8 bits.
+TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS = 2, 200, 2  # tokens: not a multiple of the tile sizes of kernels
+#: Largest relative error of output and gradients, by the norm. TF32 reaches 1e-3 and bfloat16 3e-3; SageAttention's
+#: products have 8 bits.
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}
 TOLERANCE_8_BITS = 0.15
 
 
 def check_attention(config: Config, family: ModelFamily, device: torch.device) -> None:
-    """RunError if train.attention_backend or the backend of the validation prompts can't compute this model's attention
-    on the device."""
+    """Raise RunError if train.attention_backend or the backend of the validation prompts can't compute this model's
+    attention on the device."""
     for _, _, error in try_backends(config, family, device):
         if error is not None:
             raise error
@@ -38,7 +40,8 @@ def check_attention(config: Config, family: ModelFamily, device: torch.device) -
 def try_backends(
     config: Config, family: ModelFamily, device: torch.device
 ) -> Iterator[tuple[str, str, RunError | None]]:
-    """Each option in force, the backend that it names, and why that can't compute this model's attention."""
+    """Yields each option in use, the backend that it names, and an error if the backend can't compute this model's
+    attention."""
     chosen: dict[str, str] = {"train.attention_backend": config.train.attention_backend}
     if config.validation.attention_backend and config.validation.prompts:
         chosen["validation.attention_backend"] = config.validation.attention_backend
@@ -65,13 +68,13 @@ def try_backends(
 
 
 def find_problem(name: str, head_size: int, dtype: torch.dtype, device: torch.device, gradient: bool) -> str | None:
-    """Why a backend can't be used; None where output and, if asked for, gradients are those of attention by its
-    definition. Loads the kernels of a backend that comes from the Hub."""
+    """Returns the reason why a backend can't be used; None if its output and, with `gradient`, its gradients match
+    attention by definition. Loads the kernels of a backend from the Hub."""
     generator = torch.Generator().manual_seed(0)
     shape = (4, TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS, head_size)
     query, key, value, weights = torch.randn(shape, generator=generator).to(device, dtype).unbind()
     inputs = [tensor.requires_grad_(gradient) for tensor in (query, key, value)]
-    with warnings.catch_warnings(record=True) as remarks:  # torch says there why a kernel is none
+    with warnings.catch_warnings(record=True) as remarks:  # with the reasons why torch rejects a kernel
         warnings.simplefilter("always")
         try:
             with attention_backend(name):
@@ -98,15 +101,15 @@ def define_attention(query_BLHD: torch.Tensor, key_BLHD: torch.Tensor, value_BLH
 
 
 def use_backend(model: Any, family: ModelFamily, name: str) -> None:
-    """Have the model's visual tokens attended to by a backend that `check_attention` has tried. ValueError where the
-    model has no such attention."""
+    """Use a backend, which `check_attention` has tried, for the model's self-attention of visual tokens. Raises
+    ValueError if the model has no such attention."""
     for attention in family.dense_attention(model)[0]:
         attention.set_attention_backend(name)
 
 
 @contextmanager
 def validation_backend(model: Any, family: ModelFamily, training: str, wanted: str | None) -> Iterator[None]:
-    """Within the body, the backend of the validation prompts, `wanted`, in place of the one of training."""
+    """Context that uses the backend of the validation prompts, `wanted`, instead of the backend for training."""
     if wanted is None or wanted == training:
         yield
         return

@@ -10,9 +10,9 @@ from cache.shards import tensor_checks
 from schemas.devices import to_device
 from schemas.family import REFERENCE_PARTS
 
-#: Tensors that tell the host which samples it treats otherwise.
+#: Tensors that stay on the CPU: masks over samples that Python code reads.
 ON_HOST = frozenset({"regularization"})
-SCALE = f"text.{tensor_checks.SCALE}"  # float32, by which each token's numbers are multiplied
+SCALE = f"text.{tensor_checks.SCALE}"  # float32, factor of each token's numbers
 TOKENWISE = ("text.embeds", SCALE)  # padded to the longest text of a batch
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
 ABSENT = {"mask": 1.0}
@@ -22,14 +22,13 @@ ABSENT = {"mask": 1.0}
 class Batch:
     """Samples of one bucket, latents in model space (normalized).
 
-    latents_BCTHW: images have T = 1. condition_BCTHW: the first frames, encoded alone or
-    with zeros behind them (i2v), or the source image (i2i).
-    From the data side, tensors are on the host in the dtypes in which they are stored; `to` converts them.
-    text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
-    (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>", of which SCALE (B, L) is
-    there while text_BLD is in 8 bits; "regularization" (B,), bool, where some sample of the batch is regularization
-    data, which stays on the host; references, under the names of their parts. lengths: tokens of each text; found in
-    the mask where they are not given.
+    latents_BCTHW: images have T = 1. condition_BCTHW: the first frames, encoded alone or followed by zeros (i2v), or
+    the source image (i2i). In batches from the data loader, tensors are on the host in the dtypes in which they are
+    stored; `to` converts them. text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F".
+    extras: additional tensors (B, ...) by the name of their encoding stage, such as "mask"; text tensors as
+    "text.<name>", including SCALE (B, L) while text_BLD is in 8 bits; "regularization" (B,), bool, which stays on the
+    CPU, if the batch contains regularization data; references, under the names of their parts. lengths: number of
+    tokens of each text; by default computed from the mask.
     """
 
     latents_BCTHW: torch.Tensor
@@ -48,19 +47,20 @@ class Batch:
 
     @property
     def references(self) -> list[torch.Tensor]:
-        """Reference images in their order, (B, C, 1, h, w) each, of sizes of their own."""
+        """Reference images in their order, (B, C, 1, h, w) each; the sizes may differ."""
         return [self.extras[part] for part in REFERENCE_PARTS if part in self.extras]
 
     @property
     def padded(self) -> bool:
-        """Whether some text has padding; found on the host, as the device would have to be waited for."""
+        """Whether some text has padding; computed on the CPU, because reading the mask would wait for the device."""
         return min(self.lengths) < self.text_BLD.shape[1]
 
     def __len__(self) -> int:
         return self.latents_BCTHW.shape[0]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Batch":
-        """On a device, with floating-point tensors in a dtype: copied as they are, and converted there."""
+        """Returns the batch on a device, with floating-point tensors in a dtype: tensors are copied, then converted
+        there."""
         if SCALE in self.extras:
             text_BLD, scale_BL = (to_device(part, torch.device(device)) for part in (self.text_BLD, self.extras[SCALE]))
             extras = {name: value for name, value in self.extras.items() if name != SCALE}
@@ -80,16 +80,16 @@ class Batch:
         )
 
     def is_finite(self) -> torch.Tensor:
-        """(), bool, on the batch's device: whether no number is NaN or infinite."""
+        """Returns a bool tensor (), on the batch's device: whether all numbers are finite."""
         tensors = [
-            tensor.float() if tensor.itemsize == 1 else tensor  # torch asks this of no float8
+            tensor.float() if tensor.itemsize == 1 else tensor  # torch.isfinite does not support float8
             for tensor in (*vars(self).values(), *self.extras.values())
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
         ]
         return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
 
     def select(self, rows: torch.Tensor) -> "Batch":
-        """The samples at these positions (R,), which are on the host, with as many text tokens."""
+        """Returns the samples at positions `rows` (R,), a CPU tensor; the number of text tokens does not change."""
         there = to_device(rows, self.latents_BCTHW.device)
         chosen: dict[str, Any] = {
             name: value[there] for name, value in vars(self).items() if isinstance(value, torch.Tensor)
@@ -100,14 +100,14 @@ class Batch:
 
 
 def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor], lengths: Sequence[int]) -> Batch:
-    """tensors: name -> (B, ...), those of texts as "text.<name>". lengths: of the texts."""
+    """Make a batch. tensors: name -> (B, ...), with text tensors as "text.<name>". lengths: numbers of text tokens."""
     latent, condition = tensors.pop("latent"), tensors.pop("condition", None)
     text, pooled = tensors.pop("text.embeds"), tensors.pop("text.pooled", None)
     return Batch(latent, condition, text, text_mask(lengths), pooled, list(ids), bucket, tensors, [*lengths])
 
 
 def text_mask(lengths: Sequence[int]) -> torch.Tensor:
-    """(B, max L) bool: True for the tokens that texts of these lengths have. ValueError where one is 0."""
+    """(B, max L) bool: True for real tokens of texts with these lengths. Raises ValueError if a length is 0."""
     if 0 in lengths:
         raise ValueError(f"text {lengths.index(0)} of the batch has no tokens; even an empty prompt has some")
     return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]

@@ -1,5 +1,5 @@
 """checks: every check of training that needs neither weights nor a set of this configuration. `latentpress run` starts
-it before its first stage, so that training refuses nothing after hours of encoding."""
+it before its first stage, so that training does not fail with an invalid setting after hours of encoding."""
 
 from contextlib import ExitStack
 
@@ -28,7 +28,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
             find_resume_state(config, data, schedule)
         elif checkpoint := find_checkpoint(config.run_folder, config.train.resume):
             signature, before = config_signature(config), checkpoint.state.terms["methods"]
-            if "regularization" in before:  # of a set with regularization data, which need not be configured
+            if "regularization" in before:  # the checkpoint's set has regularization data, which need not be configured
                 signature["methods"].setdefault("regularization", before["regularization"])
             check_signature(checkpoint, signature)
         with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):

@@ -5,8 +5,9 @@ Rows are found and verified by `TrainSet.read_draw`. Copies and checksums run wi
 read at once. The batch's memory is pinned if it goes to an accelerator.
 
 Noise, the choice of sigma and the draw from a stored posterior are functions of (seed, step, position in the global
-batch), so a resumed run, or one on another number of ranks, gets the same. On a CPU the thread that reads ahead draws
-them, on other devices the step does, so that nothing of them is copied and no thread computes them.
+batch), so a resumed run, or a run on another number of ranks, gets the same values. For training on a CPU the thread
+that reads ahead draws them; for other devices the step draws them on the device, so that they need no copy and no
+thread's time.
 """
 
 from collections import deque
@@ -45,7 +46,7 @@ class BatchReader:
         """The samples of these rows in their stored dtypes, moments too (`trainer.noise.draw_latents`), with one text
         each (`cache.sets.trainset.RowTexts.draw`), padded with zeros to the longest.
 
-        Errors as of `TrainSet.read_draw`, and ValueError if samples can't be stacked.
+        Raises the errors of `TrainSet.read_draw`, and ValueError if samples can't be stacked.
         """
         draws = [self.data.read_draw(*draw, bucket) for draw in zip(rows.tolist(), texts.tolist(), strict=True)]
         ids = [draw[SAMPLE].id for draw in draws]
@@ -91,8 +92,8 @@ def stack(ids: Sequence[str], samples: Sequence[Mapping[str, Array]], pinned: bo
 
 
 def copy_arrays(arrays: Sequence[Array], shape: tuple[int, ...], pinned: bool) -> torch.Tensor:
-    """(B, *shape): a copy of the arrays, whose first dimension may be shorter; what they lack is 0. Arrays of several
-    dtypes become float32."""
+    """Returns (B, *shape): a copy of the arrays. An array's first dimension may be shorter; it is padded with zeros.
+    Arrays of several dtypes become float32."""
     if len({array.dtype for array in arrays}) > 1:
         arrays = [Array.from_numpy(to_tensor(array).float().numpy()) for array in arrays]
     dtype = arrays[0].dtype
@@ -119,9 +120,10 @@ SHOW_WAIT_AFTER_S, CHECK_S = 0.5, 0.2
 class MicroBatch:
     """One forward pass on one rank.
 
-    batch: with latents as they are stored, perhaps as moments, where there is no noise yet. identities: (B,) text that
-    is unique to a position of a step's global batch, and determines random numbers. uniform_B: in 0..1, float32, on the
-    CPU, by which sigma is chosen. noise_BCTHW: standard normal, float32. finite: whether all of its numbers are.
+    batch: samples; before the noise is drawn, with latents as they are stored, possibly as moments. identities: (B,)
+    strings, unique to a position in a step's global batch, that determine random numbers. uniform_B: numbers in 0..1,
+    float32, on the CPU, from which sigma is computed. noise_BCTHW: standard normal noise, float32. finite: whether all
+    numbers of the batch are finite.
     """
 
     batch: Batch
@@ -131,8 +133,8 @@ class MicroBatch:
     finite: bool = True
 
     def draw(self, device: torch.device | str, family: Family) -> "MicroBatch":
-        """On the device in float32, with latents drawn from moments and with noise. Both are computed there, unless
-        they were before."""
+        """Returns the micro-batch on the device in float32, with latents drawn from moments and with noise. Both are
+        computed on the device, unless they were computed before."""
         batch = self.batch.to(device, torch.float32)
         if self.noise_BCTHW is not None:
             return replace(self, batch=batch, noise_BCTHW=self.noise_BCTHW.to(device))
@@ -145,8 +147,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """This rank's share of one optimizer step. epoch: of its first micro-batch. buckets: bucket -> micro-batches of all
-    ranks together."""
+    """This rank's share of one optimizer step. epoch: epoch of the first micro-batch. buckets: bucket -> number of
+    micro-batches of all ranks together."""
 
     step: int
     epoch: int
@@ -158,9 +160,9 @@ class StepBatches:
 class BatchLoader:
     """Reads the steps of one rank.
 
-    low_discrepancy: of the choice of sigma, `spread_uniform`. draw_noise: while reading, on the CPU; else
-    `MicroBatch.draw` is left to the step. reading: how rows are read. pinned: whether batches are in page-locked
-    memory.
+    low_discrepancy: whether sigma is chosen by `spread_uniform`. draw_noise: whether noise is drawn on the CPU while
+    reading; otherwise the step calls `MicroBatch.draw`. reading: options for reading rows. pinned: whether batches are
+    in page-locked memory.
     """
 
     data: TrainSet
@@ -172,7 +174,7 @@ class BatchLoader:
     draw_noise: bool = True
     reading: Reading = field(default_factory=Reading)
     pinned: bool = False
-    check_waiting: Callable[[], object] = lambda: None  # called while data are waited for; what it raises ends the wait
+    check_waiting: Callable[[], object] = lambda: None  # called while waiting for data; an exception ends the wait
 
     @property
     def family(self) -> Family:
@@ -182,7 +184,7 @@ class BatchLoader:
         self.reader = BatchReader(self.data, self.pinned)
 
     def step(self, number: int) -> StepBatches:
-        """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
+        """Returns the micro-batches of optimizer step `number` (from 0). Raises DamageError if a shard is damaged."""
         drawn = self.schedule.step(number, self.rank, self.world)
         micro_batches = [self._read(number, rows) for rows in drawn]
         return StepBatches(number, drawn[0].epoch, self.schedule.step_buckets(number), micro_batches)
@@ -201,8 +203,8 @@ class BatchLoader:
         return self.data.row_texts.draw(self.schedule.seed, self.caption_dropout, step, *draws)
 
     def check_step(self, number: int) -> None:
-        """DamageError if a number of the step is NaN or infinite, which its checksum does not show. The training step
-        calls this if a `MicroBatch` is not `finite`; the error names the row."""
+        """Raise DamageError if a number of the step is NaN or infinite, which a checksum does not detect. The training
+        step calls this if a `MicroBatch` is not `finite`; the error names the row."""
         for drawn in self.schedule.step(number, self.rank, self.world):
             self.reader.explain(drawn.rows, self._draw_texts(number, drawn))
 
@@ -217,7 +219,7 @@ class BatchLoader:
                     supply.finished(batches.step)
                     yield batches
             finally:
-                supply.stop_waiting()  # the threads that read are waited for next
+                supply.stop_waiting()  # leaving `steps` then waits for the reading threads
 
 
 def prefetch(
@@ -230,8 +232,8 @@ def prefetch(
 ) -> Generator[T]:
     """`read(n)` of each number in order, at most `depth` or `threads` results ahead, by background threads.
 
-    waiting: entered if a result is waited for longer than SHOW_WAIT_AFTER_S; `check` is then called again and again. An
-    exception in a thread is raised at its place in the order. Leaving the iterator ends the threads. Threads are
+    waiting: context that is entered if a result takes longer than SHOW_WAIT_AFTER_S; `check` is then called repeatedly.
+    An exception in a thread is raised at its place in the order. Leaving the iterator ends the threads. Threads are
     enough: reading is copies and checksums, both of which release Python's lock.
     """
     results = deque[Future[T]]()

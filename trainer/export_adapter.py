@@ -1,7 +1,7 @@
 """export-adapter: an adapter as a file in another format, or added to the weights of a model.
 
-The adapter is that of the configuration's run, or any file that `trainer/adapters/header.py` describes: a LoRA, DoRA or
-LoKr. Nothing is loaded but the adapter and, to merge, one file of weights at a time.
+The adapter is the result of the configuration's run, or any file that `trainer/adapters/header.py` describes: a LoRA,
+DoRA or LoKr. Only the adapter is loaded and, to merge, one file of weights at a time.
 """
 
 import os
@@ -33,7 +33,7 @@ from trainer.adapters.header import (
 
 
 class ExportError(LatentpressError):
-    """Options that do not go together, or a place that can't be written to."""
+    """Raised for options that can't be combined, or a path that can't be written."""
 
     exit_code = USAGE
 
@@ -83,7 +83,7 @@ def run(
             f"{config.run_folder} has no result yet",
             "Run `latentpress train`, or name an adapter: latentpress export-adapter --from PATH",
         )
-    # The folder of a full-rank run, so that the error says what it holds.
+    # For a full-rank run the run folder, so that the error describes its content.
     own = config.run_folder if config.train.adapter.type == "full" else config.result_folder
     adapter = read_adapter(source or own)
     check_family(adapter, config.model.family)
@@ -114,7 +114,7 @@ def run(
 def check_options(
     options: Options, form: str | None, merge: bool, whole: bool, to: Path | None, scale: float, overwrite: bool
 ) -> None:
-    """ExportError for options that do not go together."""
+    """Raise ExportError for options that can't be combined."""
     if merge and form:
         raise ExportError("--merge writes weights of a model, not --format", "Leave out one of them.")
     if merge and to is None:
@@ -141,7 +141,7 @@ def describe(adapter: AdapterFile, scale: float) -> dict[str, Any]:
 
 
 def check_format(adapter: AdapterFile, form: FileFormat) -> None:
-    """ExportError for a format that has no place for this kind of adapter."""
+    """Raise ExportError for a format that can't store this kind of adapter."""
     if adapter.kind == "DoRA" and form != "diffusers":
         raise ExportError(
             f"{adapter.path} is a DoRA, and {form}'s file has no place for its magnitudes here",
@@ -154,8 +154,8 @@ def check_format(adapter: AdapterFile, form: FileFormat) -> None:
 
 
 def fit_to_model(adapter: AdapterFile, folder: Path, part: str) -> AdapterFile:
-    """The adapter with the model's module paths. AdapterError where it is for another model. part: the sub-folder of
-    the transformer that it is for."""
+    """Returns the adapter with the model's module paths. Raises AdapterError if the adapter is for another model. part:
+    sub-folder of the adapted transformer."""
     from trainer.adapters.files import read_weight_shapes
 
     named = {name.partition(".")[2]: shape for name, shape in read_weight_shapes(folder, part).items()}
@@ -166,7 +166,8 @@ def fit_to_model(adapter: AdapterFile, folder: Path, part: str) -> AdapterFile:
 
 
 def check_parts(spec: Family, adapter: AdapterFile) -> None:
-    """AdapterError where the file has other transformers than one by the name that diffusers' loader looks for."""
+    """Raise AdapterError if the file adapts a component other than "transformer", the name that diffusers' loader
+    reads."""
     known = spec.components
     if lacking := [part for part in adapter.components if part not in known]:
         raise AdapterError(
@@ -181,7 +182,8 @@ def check_parts(spec: Family, adapter: AdapterFile) -> None:
 
 
 def check_outside_models(source: str, path: Path) -> None:
-    """ExportError where `path` is in a model's folder, whose weights a new file there would replace or join."""
+    """Raise ExportError if `path` is in a model's folder: a new file would replace the model's weights or be loaded
+    with them."""
     parent, checkpoint = path.parent.resolve(), local_folder(source)
     folders = [
         folder
@@ -203,8 +205,8 @@ def convert_adapter(
     report: Report,
     overwrite: bool,
 ) -> list[Path]:
-    """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
-    machine."""
+    """Write the adapter in a format; returns the files. The checkpoint's shapes are checked if the checkpoint is on
+    this machine."""
     from trainer.adapters.files import adapter_contents, load_layers, write_file
     from trainer.run.run_state import explain_failures
 
@@ -262,7 +264,7 @@ def merge_adapter(
     layers = {name.removeprefix("transformer."): layer for name, layer in load_layers(adapter, scale).items()}
     files = weight_files(folder / part)
     if not report.dry_run:
-        for left in to.parent.glob(f".{to.name}.*"):  # of a killed process
+        for left in to.parent.glob(f".{to.name}.*"):  # leftovers of a killed process
             if is_temporary(left.name):
                 shutil.rmtree(left, ignore_errors=True)
     needed = sum(path.stat().st_size for path in (folder.rglob("*") if whole else files))

@@ -1,15 +1,15 @@
-"""Flow matching as pure functions of tensors: the path, the loss, the choice of the noise levels that are trained, and
-how much each counts.
+"""Flow matching as pure functions of tensors: the path, the loss, and the distribution and the weighting of noise
+levels.
 
 x_sigma = (1 - sigma) x0 + sigma noise; the model predicts the velocity noise - x0. sigma is 1 for noise, 0 for data. A
 shift above 1 moves the distribution of sigma towards noise, one below 1 towards data.
 
-A function in LOSS_TYPES maps errors (B, ...) and c, which can be broadcast to them, to losses of their shape. One in
-LOSS_WEIGHTING maps sigma (B,) to factors (B,) of each sample's loss. `bell` and `cosmap` have the mean 1 over uniform
-sigma; the others are not normalized. One in TIMESTEP_SAMPLING is the inverse of a cumulative distribution (falling or
-rising): it maps uniform draws (B,) in 0..1 to sigma (B,) before the shift, so evenly spread draws give evenly spread
-quantiles. Reference: Esser et al. 2024, "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis",
-section 3.1.
+A function in LOSS_TYPES maps errors (B, ...) and c, which can be broadcast to the errors, to losses of the same shape.
+A function in LOSS_WEIGHTING maps sigma (B,) to factors (B,) of each sample's loss. `bell` and `cosmap` have the mean 1
+over uniform sigma; the remaining functions are not normalized. A function in TIMESTEP_SAMPLING is the inverse of a
+cumulative distribution (falling or rising): it maps uniform draws (B,) in 0..1 to sigma (B,) before the shift, so
+evenly spread draws give evenly spread quantiles. Reference: Esser et al. 2024, "Scaling Rectified Flow Transformers for
+High-Resolution Image Synthesis", section 3.1.
 """
 
 import math
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from schemas.config.methods import Loss, Timesteps
 from schemas.identity import derive_seed, permute
 
-SMALLEST_SIGMA = 1e-3  # of diffusers' 1000 timesteps, where sigma_sqrt is largest
+SMALLEST_SIGMA = 1e-3  # smallest sigma of diffusers' 1000 timesteps, at which sigma_sqrt is largest
 BELL_END = math.exp(-0.5)  # exp(-2 (sigma - 1/2)^2) at sigma 0 and 1
 BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - BELL_END
 ALL_SIGMAS = (0.0, 1.0)
 BISECTIONS = 50
-LEAST_SHARE = 1e-6  # of a distribution, in an expert's range
+LEAST_SHARE = 1e-6  # smallest share of a distribution in an expert's range
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -58,8 +58,8 @@ def loss_per_sample(
 ) -> torch.Tensor:
     """Mean loss (B,) in float32, without the `skip_frames` leading latent frames that are given (i2v: 1).
 
-    weight_BTHW: multiplies the losses before the mean; T is 1 where all frames share it. loss_of_error: errors
-    (B, C, T, h, w) -> losses of the same shape.
+    weight_BTHW: factors of the losses before the mean; T is 1 if all frames share them. loss_of_error: function from
+    errors (B, C, T, h, w) to losses of the same shape.
     """
     assert prediction_BCTHW.shape == target_BCTHW.shape, (prediction_BCTHW.shape, target_BCTHW.shape)
     frames = target_BCTHW.shape[2]
@@ -87,7 +87,7 @@ def huber(error: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def smooth_l1(error: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """2 (sqrt(e^2 + c^2) - c): e^2 / c for small errors, 2 |e| for large ones; their pseudo-Huber loss over c."""
+    """2 (sqrt(e^2 + c^2) - c): e^2 / c for small errors, 2 |e| for large ones; the `huber` loss divided by c."""
     squared = error.square()
     return 2 * squared / ((squared + c.square()).sqrt() + c)
 
@@ -100,10 +100,10 @@ LOSS_TYPES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def scheduled_c(settings: Loss, sigma_B: torch.Tensor) -> torch.Tensor:
-    """(B,) the c of huber and smooth_l1, by `huber_schedule`.
+    """Returns c (B,) of huber and smooth_l1, by `huber_schedule`.
 
-    exponential: c^sigma. snr: (1 - c) / (1 + r)^2 + c of sd-scripts, where r is the ratio of noise to signal; here it
-    is sigma / (1 - sigma), which makes (1 - c) (1 - sigma)^2 + c. Both are 1 at data and c at noise.
+    exponential: c^sigma. snr: (1 - c) / (1 + r)^2 + c of sd-scripts, with r the ratio of noise to signal; for flow
+    matching r = sigma / (1 - sigma), so c becomes (1 - c) (1 - sigma)^2 + c. Both are 1 at data and c at noise.
     """
     c = torch.full_like(sigma_B, settings.huber_c)
     if settings.huber_schedule == "exponential":
@@ -112,7 +112,7 @@ def scheduled_c(settings: Loss, sigma_B: torch.Tensor) -> torch.Tensor:
 
 
 def error_function(settings: Loss, sigma_B: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Errors (B, ...) of samples at these noise levels -> their losses, of the same shape."""
+    """Returns a function from errors (B, ...) of samples at these noise levels to losses of the same shape."""
     c_B, function = scheduled_c(settings, sigma_B), LOSS_TYPES[settings.type]
     return lambda error: function(error, c_B.view(-1, *[1] * (error.ndim - 1)))
 
@@ -127,7 +127,7 @@ def cosmap(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
 
 
 def sigma_sqrt(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
-    """sigma^-2, as diffusers has it under this name; at most that of SMALLEST_SIGMA."""
+    """sigma^-2, as in diffusers under this name; at most SMALLEST_SIGMA^-2."""
     return sigma_B.clamp(min=SMALLEST_SIGMA) ** -2
 
 
@@ -146,10 +146,10 @@ def min_snr(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
     """sigma^2 min(SNR, gamma) = min((1 - sigma)^2, gamma sigma^2), with SNR = ((1 - sigma) / sigma)^2.
 
     Hang et al. 2023, "Efficient Diffusion Training via Min-SNR Weighting Strategy", weigh the squared error of a
-    predicted x0 by min(SNR, gamma). From x_sigma = (1 - sigma) x0 + sigma noise and v = noise - x0 follows
-    x0 = x_sigma - sigma v, so with x_sigma given the error of x0 is -sigma times that of v, and its square sigma^2
-    times. The usual factor of v-prediction, min(SNR, gamma) / (SNR + 1), holds where a^2 + sigma^2 = 1, so that
-    SNR + 1 = 1 / sigma^2. Largest, gamma / (1 + sqrt(gamma))^2, at sigma = 1 / (1 + sqrt(gamma)): 0.31 for gamma 5.
+    predicted x0 by min(SNR, gamma). From x_sigma = (1 - sigma) x0 + sigma noise and v = noise - x0 follows x0 = x_sigma
+    - sigma v, so with x_sigma given the error of x0 is -sigma times the error of v, and its square is sigma^2 times the
+    square. The usual factor of v-prediction, min(SNR, gamma) / (SNR + 1), holds if a^2 + sigma^2 = 1, so that SNR + 1 =
+    1 / sigma^2. Largest, gamma / (1 + sqrt(gamma))^2, at sigma = 1 / (1 + sqrt(gamma)): 0.31 for gamma 5.
     """
     return torch.minimum((1 - sigma_B).square(), settings.snr_gamma * sigma_B.square())
 
@@ -165,7 +165,7 @@ LOSS_WEIGHTING: dict[str, Callable[[torch.Tensor, Loss], torch.Tensor]] = {
 
 
 def loss_weight(settings: Loss, sigma_B: torch.Tensor) -> torch.Tensor:
-    """(B,) factors of each sample's loss."""
+    """Returns the factors (B,) of each sample's loss."""
     return LOSS_WEIGHTING[settings.weighting](sigma_B, settings)
 
 
@@ -210,8 +210,8 @@ def sample_sigma(
     uniform_B: torch.Tensor, settings: Timesteps, shift: float, within: tuple[float, float] = ALL_SIGMAS
 ) -> torch.Tensor:
     """Uniform draws (B,) -> sigma (B,) in 0..1. A shift above 1 moves the distribution towards noise; a list is not
-    shifted. within: the distribution under the condition that sigma is at least the first and less than the second,
-    where that is not 1; of a list its values there."""
+    shifted. within: range of sigma to which the distribution is restricted, including the first value and excluding the
+    second unless it is 1; for a list, its values in the range."""
     if within != ALL_SIGMAS:
         lowest, highest = within
         if settings.sampling == "list":
@@ -227,8 +227,8 @@ def sample_sigma(
 
 @lru_cache
 def draws_within(settings: Timesteps, shift: float, within: tuple[float, float]) -> tuple[float, float]:
-    """The two draws between which `sample_sigma` of all noise levels gives those within a range, found by bisection;
-    0 and 1 for a list."""
+    """Returns the two draws between which the unrestricted `sample_sigma` gives noise levels within a range, found by
+    bisection; 0 and 1 for a list."""
     if settings.sampling == "list":
         return 0.0, 1.0
 
@@ -253,9 +253,9 @@ def spread_uniform(seed: int, step: int, positions: NDArray[np.int64], global_ba
     """(B,) float32 draws in 0..1 at `positions` of a step's global batch, spread evenly over the batch and over steps.
 
     One in each of `global_batch` equal parts of 0..1, at the same place in each (Kingma et al. 2021, "Variational
-    Diffusion Models"); the place moves on by the golden ratio from step to step, so that successive steps
-    fill the gaps. Which position gets which part is a permutation of the step's own, as positions are ordered by
-    bucket. A function of its arguments: the same for any number of ranks. Each draw is uniform over seeds.
+    Diffusion Models"); the place advances by the golden ratio from step to step, so that successive steps fill the
+    gaps. Each step assigns parts to positions by its own permutation, because positions are ordered by bucket. The
+    draws depend only on the arguments, so they are the same for any number of ranks. Each draw is uniform over seeds.
     """
     start = derive_seed(str(seed), "noise levels") / 2**63
     part = permute(positions, global_batch, derive_seed(f"{seed}/{step}", "noise levels"))

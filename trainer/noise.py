@@ -1,17 +1,19 @@
-"""Random numbers of samples: functions of an identity, what they are for, and their place, on a CPU and on a GPU alike.
+"""Random numbers of samples: functions of an identity, a purpose and an index, equal on a CPU and on a GPU.
 
 Word n of a stream is word n of Philox4x64-10, a counter-based generator (Salmon et al. 2011, "Parallel Random Numbers:
-As Easy as 1, 2, 3"), with `derive_seed(identity, purpose)` as its key. So a sample's noise depends neither on the
-samples beside it nor on ranks, threads or the parts in which it is computed, and begins alike in every shape.
+As Easy as 1, 2, 3"), with `derive_seed(identity, purpose)` as its key. So a sample's noise does not depend on the rest
+of its batch, on ranks, threads or the parts in which it is computed, and it starts with the same numbers in every
+shape.
 
 On a CPU the words are numpy's, whose bit generators keep their streams from release to release. On other devices
-`philox` computes the same ones by torch's integer operations, as no library does: the generators of torch and cuRAND
-give each device other numbers, and count by how a kernel is launched; Triton's, to be used in a kernel of one's own,
-needs a GPU and a compiler. Philox4x32, which these have, would be own code on a CPU too, and slower: numpy has 4x64.
+`philox` computes the same words by torch's integer operations, because libraries do not provide them: the generators of
+torch and cuRAND give different numbers on each device, and their counters depend on the kernel launch; Triton's
+generator, for custom kernels, needs a GPU and a compiler. These libraries use Philox4x32, which would need our own code
+on a CPU too, and would be slower: numpy has 4x64.
 
-Normal numbers are computed in float64 and rounded once. Where a logarithm, sine or cosine of another device or
-processor differs in its last bit, fewer than one number in ten million differ, by one rounding. `benchmarks/noise.py`
-has the cost.
+Normal numbers are computed in float64 and rounded once. If a logarithm, sine or cosine of another device or processor
+differs in its last bit, fewer than one number in ten million differ, by one rounding. `benchmarks/noise.py` has the
+cost.
 """
 
 import math
@@ -28,11 +30,11 @@ from schemas.family import Family
 from schemas.identity import derive_seed
 from trainer.batch import Batch
 
-#: Words computed at a time. On a CPU they fit its caches, and torch computes them in the calling thread, which reads
-#: ahead, as any tensor of less than 32768 numbers; elsewhere they need some 40 MiB.
+#: Number of words computed at a time. On a CPU they fit its caches, and torch computes them in the calling thread, a
+#: thread that reads ahead, because the tensor has less than 32768 numbers; on other devices they need some 40 MiB.
 CPU_PART, DEVICE_PART = 1 << 14, 1 << 19
 LOW_32 = 0xFFFFFFFF
-#: Factors of the first and third word of a counter, and what is added to a key's words in each round.
+#: Factors of the first and third word of a counter, and increments of a key's words in each round.
 FACTORS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 ROUNDS = 10
@@ -67,9 +69,10 @@ def seeded_uniform(
 
 
 def draw_latents(batch: Batch, family: Family, identities: Sequence[str]) -> Batch:
-    """The batch with latents and condition drawn from moments, where it has them; else SetError.
+    """Returns the batch with latents and condition drawn from moments, if they are stored as moments. Raises SetError
+    for an invalid number of channels.
 
-    identities: (B,) text that determines the noise of each sample's draw.
+    identities: (B,) strings that determine the noise of each sample's draw.
     """
     condition = batch.condition_BCTHW
     if condition is not None:
@@ -81,10 +84,11 @@ def draw_latents(batch: Batch, family: Family, identities: Sequence[str]) -> Bat
 def sample_latents(
     stored_BCTHW: torch.Tensor, family: Family, identities: Sequence[str], purpose: str = "posterior"
 ) -> torch.Tensor:
-    """float32 latents (B, C, T, h, w) from stored ones, or from moments, of twice the channels; else SetError.
+    """Returns float32 latents (B, C, T, h, w) from stored latents, or from moments, which have twice the channels.
+    Raises SetError for any other number of channels.
 
     Moments are mean and log-variance in model space, joined along the channels; the latent is mean + exp(logvar / 2) *
-    noise, with standard normal noise of each identity, computed where the moments are.
+    noise, with standard normal noise of each identity, computed on the device of the moments.
     """
     stored_BCTHW, channels = stored_BCTHW.float(), family.latent_channels
     stored_channels = stored_BCTHW.shape[1]
@@ -103,8 +107,8 @@ def sample_latents(
 def draw_words(
     identities: Sequence[str], purpose: str, count: int, device: torch.device
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Words 0..count-1 of each identity's stream in parts: which identities, which words, and their 64 bits as int64 on
-    the device."""
+    """Yields words 0..count-1 of each identity's stream in parts: slice of the identities, slice of the words, and
+    their 64 bits as int64 on the device."""
     seeds = [derive_seed(identity, purpose) for identity in identities]
     if device.type == "cpu":
         together = max(1, CPU_PART // count)
@@ -132,8 +136,8 @@ def compute_words(key_B: torch.Tensor, places: slice) -> torch.Tensor:
 
 
 def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """(4, ...) words of Philox4x64-10. counter: (4, ...), key: (2, ...), of shapes that go together. All are int64,
-    whose bits are those of unsigned words: torch's sums and products are modulo 2**64 on every device."""
+    """(4, ...) words of Philox4x64-10. counter: (4, ...), key: (2, ...), in shapes that can be broadcast. All are int64
+    with the bits of unsigned words: torch's sums and products are modulo 2**64 on every device."""
     factors, steps = (constant.view(2, *[1] * (key.dim() - 1)) for constant in constants(key.device))
     even, odd = counter[0::2], counter[1::2]  # words 0 and 2, words 1 and 3
     for _ in range(ROUNDS):

@@ -23,8 +23,8 @@ def scheduled_value(
     power: float = 1,
     cycles: int = 1,
 ) -> float:
-    """The value of step `step` (from 0) of `steps`: linear warm-up, of which step 0 has the first part already, then
-    the schedule from `first` to `last`, `cycles` times."""
+    """Returns the value at step `step` (from 0) of `steps`: linear warm-up, in which step 0 already has `first` /
+    `warmup`, then the schedule from `first` to `last`, `cycles` times."""
     if step < warmup:
         return first * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)

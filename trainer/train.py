@@ -47,11 +47,11 @@ def train(
     device: str,
     stop: StopRequest | None = None,
 ) -> dict[str, Any]:
-    """Train to config.train.steps and save the result under <output>/<run>, or a checkpoint where `stop` asks for it;
-    returns details for the report, of which "saved" is there only at the end.
+    """Train to config.train.steps and save the result under <output>/<run>, or save a checkpoint if `stop` requests
+    one; returns details for the report, with "saved" only if training is complete.
 
-    device: see `find_device`. DamageError before a damaged row reaches a gradient, DivergedError after too many
-    non-finite steps, StoreError on a full disk.
+    device: see `find_device`. Raises DamageError before a damaged row reaches a gradient, DivergedError after too many
+    non-finite steps, StoreError if the disk is full.
     """
     with explain_failures(config.run_folder):
         run = prepare_training(config, data, schedule, console, device)
@@ -111,13 +111,13 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
         return summarize(run, first, done, save_result(run, done))
 
 
-# --- what a step measures, summed over the ranks in one call and copied to the host at once, so that no step waits ---
+# --- measurements of a step: summed over ranks in one call, copied to the host together, so that no step waits ---
 
 QUARTERS = ("0-0.25", "0.25-0.5", "0.5-0.75", "0.75-1")  # of sigma
 
 
 class StepLosses:
-    """Sums of the losses of one step's samples. buckets: bucket -> micro-batches of all ranks."""
+    """Sums of the losses of one step's samples. buckets: bucket -> number of micro-batches of all ranks."""
 
     def __init__(self, buckets: Mapping[str, int], batch_size: int, device: torch.device):
         self.buckets = len(buckets)
@@ -134,8 +134,8 @@ class StepLosses:
         loss_B: torch.Tensor,
         logged: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Add one micro-batch. A loss that is not finite stays in its own quarter and bucket. logged: (B,) numbers of
-        methods."""
+        """Add one micro-batch. A loss that is not finite stays in its own quarter and bucket. logged: numbers that
+        methods logged, (B,) each."""
         for name, value_B in logged.items():
             self._logged[name] = self._logged.get(name, 0.0) + value_B.sum().float()
         bucket_number = list(self._samples).index(bucket)
@@ -174,9 +174,9 @@ class StepLosses:
 class StepNumbers:
     """The numbers of an optimizer step, on their way to the host.
 
-    sums, norm: what `losses` reduced, and (), the norm of the gradients. finite: (), on the device: 1 where the losses
-    and the norm are finite, else 0. known, measured: metrics that the host knows before and after the step is queued.
-    metrics: None until they are read.
+    sums: result of `losses.reduce`. norm: norm of the gradients, (). finite: tensor () on the device, 1 if the losses
+    and the norm are finite, else 0. known, measured: metrics that are available on the CPU before the step is queued,
+    and after. metrics: None until they are read.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class StepNumbers:
 def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None = None) -> StepNumbers:
     """One optimizer step over this rank's share of the global batch; returns its numbers, for `finish_step`.
 
-    With `run.reads_late` nothing waits for the device: the optimizer leaves out a step that is not finite, and the
-    numbers of the step before, `earlier`, are read while the device computes. Otherwise they are read before the
-    optimizer takes its step.
+    With `run.reads_late` the step does not wait for the device: the optimizer skips a step that is not finite, and the
+    numbers of the previous step, `earlier`, are read while the device computes. Otherwise the step's own numbers are
+    read before the optimizer's step.
 
     The loss is the mean over the global batch of each sample's own mean, for any accumulate and number of ranks.
     """
@@ -239,8 +239,8 @@ def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None =
 
 
 def finish_step(run: TrainState, numbers: StepNumbers) -> dict[str, Any]:
-    """Wait for the numbers of a step, unless they were read before, and count it; returns its metrics. DivergedError
-    after too many steps that were not finite."""
+    """Wait for the numbers of a step, unless they were read before, and count the step; returns its metrics. Raises
+    DivergedError after too many steps that were not finite."""
     if numbers.metrics is not None:
         return numbers.metrics
     measured, norm = numbers.read()
@@ -254,15 +254,15 @@ def finish_step(run: TrainState, numbers: StepNumbers) -> dict[str, Any]:
 
 
 def record_step(run: TrainState, record: metrics.RecordMetrics, numbers: StepNumbers) -> None:
-    """Record the metrics of a step, when they are there."""
+    """Record the metrics of a step; waits until they are available."""
     record({"step": numbers.step + 1, **finish_step(run, numbers), **numbers.measured})
 
 
 def backward(
     run: TrainState, number: int, micro_batch: MicroBatch, share: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Forward and backward pass of one micro-batch of step `number`, of its samples' losses over `share`; returns (B,)
-    sigma, (B,) losses and what methods logged, (B,) each."""
+    """Forward and backward pass of one micro-batch of step `number`; the loss is the sum of its samples' losses divided
+    by `share`. Returns sigma (B,), the losses (B,) and the numbers that methods logged, (B,) each."""
     step, settings = start_step(run, number, micro_batch), run.config.train.loss
     methods = run.methods.values()
     for method in methods:
@@ -283,7 +283,7 @@ def backward(
 
 
 def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodStep:
-    """The micro-batch on the device, noised."""
+    """Returns a MethodStep with the micro-batch on the device, noised."""
     config, device = run.config, run.accelerator.device
     drawn = micro_batch.draw(device, config.model.family_spec)
     assert drawn.noise_BCTHW is not None
@@ -313,15 +313,13 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
 
 
 def is_due(done: int, last: int, *intervals: int | None) -> bool:
-    """Whether `done` steps are all, or a multiple of one of `intervals`."""
+    """Whether `done` is the last step, or a multiple of one of `intervals`."""
     return done == last or any(every and done % every == 0 for every in intervals)
 
 
 def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
-    """Eval loss on the fixed grid, and the validation prompts denoised, after `done` steps.
-
-    Every rank computes: those of a sharded model can't without each other, others take prompts of their own.
-    """
+    """Compute the eval loss on the fixed grid, and denoise the validation prompts, after `done` steps. All ranks take
+    part: ranks that share a sharded model compute together; otherwise each rank denoises a part of the prompts."""
     run.watch.note(f"the validation of step {done}")
     ema = run.config.train.ema
     average = run.average if ema is not None and ema.validate_with else None
@@ -331,7 +329,7 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
 
 
 def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, weights: str) -> None:
-    """`validate` with the weights that the model has; `weights` says which they are."""
+    """`validate` with the model's current weights. weights: name of these weights in the metrics."""
     predict, reader = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.reader
     settings = run.config.validation.changed(eval_sigmas=run.config.eval_sigmas)
     batch_size, device = run.loader.schedule.batch_size, run.accelerator.device
@@ -355,8 +353,8 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
 
 
 def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) -> int:
-    """Write a checkpoint after `done` steps, which are returned, and remove older ones. validation_due: that of this
-    step was broken off, and is done when the run goes on."""
+    """Write a checkpoint after `done` steps and remove older ones; returns `done`. validation_due: whether this step's
+    validation was interrupted, and is repeated when the run resumes."""
     run.watch.note(f"the checkpoint of step {done}")
     schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
     epoch = (done - schedule.first_step) * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch

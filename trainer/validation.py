@@ -37,7 +37,7 @@ from trainer.run.resume import DataChange
 
 #: (noisy_BCTHW, sigma_B, batch) -> velocity_BCTHW
 PredictVelocity = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
-SHIFT_KEYS = ("shift", "flow_shift")  # of FlowMatchEulerDiscreteScheduler, and of the others
+SHIFT_KEYS = ("shift", "flow_shift")  # config keys of FlowMatchEulerDiscreteScheduler, and of other schedulers
 
 
 @torch.no_grad()
@@ -51,14 +51,14 @@ def compute_eval_loss(
     advance: Callable[[], object] = lambda: None,
     data_changes: Sequence[DataChange] = (),
 ) -> dict[str, Any]:
-    """The metrics "eval_loss", "eval_by_sigma", "eval_by_bucket", "eval_on" and "eval_id": the mean loss over
-    `eval_samples` rows of the set with their first captions, at each of `eval_sigmas` (0: data, 1: noise) and of the
-    rows of each bucket, what rows they are (`TrainSet.choose_eval_rows`), and a hash that is equal where losses can be
-    compared.
+    """Returns the metrics "eval_loss" (mean loss over `eval_samples` rows of the set with their first captions),
+    "eval_by_sigma" (mean at each of `eval_sigmas`; 0: data, 1: noise), "eval_by_bucket" (mean over the rows of each
+    bucket), "eval_on" (description of the rows, see `TrainSet.choose_eval_rows`) and "eval_id" (a hash; losses with
+    equal hashes can be compared).
 
     Noise and draws from stored posteriors depend only on (seed, sample id), so checkpoints and runs of one set can be
     compared. The loss of training samples shows fitting, not generalizing. advance: called after each sample.
-    data_changes: of the run, with the last of which losses that can be compared begin.
+    data_changes: data changes of the run; losses can only be compared between two changes.
     """
     losses: list[tuple[Sequence[float], str, torch.Tensor]] = []  # sigmas, bucket, (B,) on the device
     ids: list[str] = []
@@ -69,7 +69,7 @@ def compute_eval_loss(
         texts = data.row_texts.first(np.array([row]))
         stored = reader.read(np.array([row]), texts, data.bucket(row))
         if not stored.is_finite():
-            data.sample(row)  # says which number is not
+            data.sample(row)  # raises an error that names the number
         (id,) = stored.ids
         ids += [id, data.text_id(int(texts[0]))]
         for first in range(0, len(settings.eval_sigmas), batch_size):
@@ -99,13 +99,14 @@ def compute_eval_loss(
 
 
 def list_samples(config: Config, data: TrainSet) -> list[ValidationSample]:
-    """The validation samples of the set's prompts, in order."""
+    """Returns the validation samples of the set's prompts, in order."""
     return config.validation_samples([SizedPrompt(entry.name, entry.bucket) for entry in data.meta.validation])
 
 
 def divide_samples(samples: Sequence[ValidationSample], share: tuple[int, int]) -> list[tuple[ValidationSample, bool]]:
-    """The samples that rank i of n denoises, share (i, n): every n-th from i on, and whether its result counts. Ranks
-    with one sample less denoise the last one too, as all must compute equally often."""
+    """Returns the samples that a rank denoises, each with whether its result counts. share: (i, n) for rank i of n,
+    which denoises every n-th sample from i on. Ranks with one sample less repeat the last sample, because all ranks
+    must compute the same number of samples."""
     first, every = share
     numbers = range(first, -(-len(samples) // every) * every, every)
     return [(samples[min(number, len(samples) - 1)], number < len(samples)) for number in numbers]
@@ -123,11 +124,11 @@ def write_validation_latents(
     advance: Callable[[], object] = lambda: None,
     other_expert: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> int:
-    """Denoise the validation samples of the set's prompts to `folder`/<name>.safetensors; returns how many there are.
-    model: in eval mode. folder: None to write nothing, on ranks beside the first of a sharded model. share: see
-    `divide_samples`. advance: called after each denoising step. other_expert: a context with the expert that is not
-    trained, where the model has two. Each takes its steps of all samples before the next one does, so that it is loaded
-    once.
+    """Denoise the validation samples of the set's prompts to `folder`/<name>.safetensors; returns the number of
+    samples. model: transformer in eval mode. folder: output folder; None to write nothing, on all ranks of a sharded
+    model except rank 0. share: see `divide_samples`. advance: called after each denoising step. other_expert: a context
+    with the expert that is not trained, if the model has two. One expert computes its steps for all samples before the
+    next expert does, so that each is loaded once.
 
     Each file has a float32 tensor, `latent` (C, T, h, w) in model space, and JSON under the metadata key "latentpress".
     A sample has the same noise at every step of every run. Files appear whole. `latentpress decode` makes pictures of
@@ -164,14 +165,14 @@ def write_validation_latents(
                     latent = denoising.finish()[0].float().cpu().contiguous()
                     write_tensors({"latent": latent}, temp, {"latentpress": json.dumps(metadata)})
                     temp.replace(folder / f"{sample.name}.safetensors")
-            del current  # so that the device has no more than one of them
+            del current  # so that the device holds at most one expert
     return len(samples)
 
 
 def draw_inputs(
     spec: Family, prompt: ValidationPrompt, sample: ValidationSample, device: torch.device
 ) -> tuple[Batch, Batch, torch.Tensor]:
-    """The batches of the prompt and of its negative prompt, and the noise (1, C, T, h, w)."""
+    """Returns the batches of the prompt and of its negative prompt, and the noise (1, C, T, h, w)."""
     grid_THW = Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
     shape = (spec.latent_channels, *grid_THW)
     batches = []
@@ -189,7 +190,8 @@ def draw_inputs(
 
 
 def describe_sample(model: Model, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample) -> dict[str, Any]:
-    """The description in a file of validation latents: all that it depends on beside the weights."""
+    """Returns the metadata of a file of validation latents: everything that determines the latents except the
+    weights."""
     stated = data.meta.validation[sample.planned].values()
     return {key: stated[key] for key in ("image",) if key in stated} | {
         "family": model.family,
@@ -210,9 +212,10 @@ def describe_sample(model: Model, data: TrainSet, prompt: ValidationPrompt, samp
 
 
 def load_scheduler(source: str, revision: str | None = None, shift: float | None = None) -> Any:
-    """The scheduler of a checkpoint's folder `scheduler`. shift: replaces the checkpoint's own, also one by tokens.
+    """Returns the scheduler of a checkpoint's folder `scheduler`. shift: replaces the checkpoint's shift, also a shift
+    that depends on the number of tokens.
 
-    ValueError for a class that diffusers lacks, or that has no shift to set.
+    Raises ValueError for a class that diffusers lacks, or that has no shift.
     """
     any_class = diffusers.schedulers.FlowMatchEulerDiscreteScheduler  # all classes read the same file
     config = any_class.load_config(source, subfolder="scheduler", revision=revision)
@@ -234,11 +237,12 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
 
 
 class Denoising:
-    """Latents (B, C, T, h, w) in model space, on the model's device, on their way from noise; at the end equal to those
-    of the pipelines' `output_type="latent"` for equal weights, embeddings and noise. Several models may take steps.
+    """Latents (B, C, T, h, w) in model space, on the model's device, during denoising; at the end equal to the
+    pipelines' output with `output_type="latent"` for equal weights, embeddings and noise. Several models may take
+    steps.
 
-    model: in eval mode. batch, negative: their texts and conditions are used, their latents are not; the negative only
-    above the family's UNGUIDED_SCALE.
+    model: transformer in eval mode. batch, negative: batches whose texts and conditions are used, but not their
+    latents; `negative` is only used above the family's UNGUIDED_SCALE.
     """
 
     def __init__(
@@ -258,7 +262,7 @@ class Denoising:
         self._scheduler, self._dtype, self._done = scheduler, family.sampling_dtype(plain), 0
         self._x = family.initial_latents(noise_BCTHW.to(device, self._dtype), batch, task)
         family.set_timesteps(scheduler, steps, family.token_grid(plain, batch).tokens, device)
-        scheduler.set_begin_index(0)  # else it looks for the first timestep, and waits for the device
+        scheduler.set_begin_index(0)  # otherwise the scheduler searches the first timestep, and waits for the device
 
     @torch.no_grad()
     def take_steps(

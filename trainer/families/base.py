@@ -22,8 +22,8 @@ from trainer.batch import Batch
 class TokenGrid:
     """The order of a transformer's tokens: frames x rows x columns of patches, and the longest text of the batch.
 
-    square: above 1, a frame's tokens go square by square (rows of squares), each of so many rows and columns of tokens,
-    which stay together where tokens are dropped.
+    square: side of a square in tokens. Above 1, the tokens of a frame are ordered square by square (rows of squares),
+    and a square is kept or dropped as a whole when tokens are dropped.
     """
 
     frames: int
@@ -37,7 +37,7 @@ class TokenGrid:
         return self.frames * self.rows * self.columns
 
     def flatten(self, values_BTHWD: torch.Tensor) -> torch.Tensor:
-        """(B, N, D), in the order of the tokens, of values on the grid."""
+        """Returns values on the grid, (B, T, H, W, D), in the order of the tokens, (B, N, D)."""
         if self.square > 1:
             squares = values_BTHWD.unflatten(3, (-1, self.square)).unflatten(2, (-1, self.square))
             values_BTHWD = squares.transpose(3, 4)  # B T H/s W/s s s D
@@ -46,9 +46,9 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class BlockTokens:
-    """The places of the visual tokens in the hidden states (B, L, D) that a visual block has as its first argument and
-    as its output, or one of several outputs, at the index `output`. last: whether a text is before the visual tokens
-    along the second axis; else they are the first, and a text may follow."""
+    """The positions of the visual tokens in the hidden states (B, L, D) of a visual block: in its first argument, and
+    in its output. output: index of the hidden states if the block returns several outputs. last: whether visual tokens
+    come after the text tokens in dim 1; otherwise they come first, and text tokens may follow."""
 
     output: int | None = None
     last: bool = False
@@ -62,7 +62,7 @@ class BlockTokens:
         return *output[: self.output], hidden, *output[self.output + 1 :]
 
     def divide(self, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, L, ...) -> those of `count` visual tokens, and the text's."""
+        """(B, L, ...) -> the values of `count` visual tokens, and the values of the text tokens."""
         text = values.shape[1] - count
         return (values[:, text:], values[:, :text]) if self.last else (values[:, :count], values[:, count:])
 
@@ -77,8 +77,9 @@ FIRST_TOKENS = BlockTokens()
 
 
 def change_arguments(block: torch.nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> RemovableHandle:
-    """A hook by which a block gets all arguments by name, some of them changed. change: from its arguments by name to
-    the ones that change. A block that is checkpointed is called with arguments in order, others with some by name."""
+    """Register a hook that passes all arguments to a block by name, with some of them changed. change: function from
+    the block's arguments by name to the arguments that change. A checkpointed block is called with positional
+    arguments, any other block with some arguments by name."""
     signature = inspect.signature(type(block).forward)
 
     def by_name(
@@ -93,11 +94,11 @@ def change_arguments(block: torch.nn.Module, change: Callable[[dict[str, Any]], 
 
 @dataclass
 class KeptTokens:
-    """The tokens of a route, of the N visual ones that the transformer has.
+    """The tokens that a route of blocks computes, K of the transformer's N visual tokens.
 
-    positions_BK: ascending, in the order of `ModelFamily.token_grid`. square: that of the TokenGrid, whose squares are
-    kept whole. waiting_BND: the hidden states of all visual tokens where the route begins; set by its first block.
-    What stands before or after the visual tokens, as a text that is attended to jointly, is kept whole.
+    positions_BK: ascending positions in the order of `ModelFamily.token_grid`. square: side of the TokenGrid's squares,
+    which are kept as a whole. waiting_BND: hidden states of all visual tokens at the start of the route; its first
+    block sets them. Tokens before or after the visual tokens, such as the text in joint attention, are all kept.
     """
 
     positions_BK: torch.Tensor
@@ -107,16 +108,16 @@ class KeptTokens:
 
     def __post_init__(self) -> None:
         starts_B1 = torch.arange(len(self.positions_BK), device=self.positions_BK.device)[:, None] * self.tokens
-        self._rows = (self.positions_BK + starts_B1).flatten()  # of all samples' tokens, one after the other
+        self._rows = (self.positions_BK + starts_B1).flatten()  # row numbers in the tokens of all samples, concatenated
 
     def take(self, values: torch.Tensor, where: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
-        """(B or 1, N + M, ...) -> (B, K + M, ...), where M values of a text stand `where` a block has them."""
+        """(B or 1, N + M, ...) -> (B, K + M, ...). where: positions of the N visual tokens next to M text tokens."""
         shape = self.positions_BK.shape
         visual, text = where.divide(values.expand(shape[0], *values.shape[1:]), self.tokens)
         return where.join(visual.flatten(0, 1).index_select(0, self._rows).unflatten(0, shape), text)
 
     def restore(self, values: torch.Tensor, where: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
-        """(B, K + M, D) -> (B, N + M, D): the tokens that waited, with these in their places."""
+        """(B, K + M, D) -> (B, N + M, D): the waiting tokens, with the K kept tokens replaced by `values`."""
         assert self.waiting_BND is not None, "the route's first block has not run"
         visual, text = where.divide(values, self.positions_BK.shape[1])
         waiting = self.waiting_BND.to(values.dtype)
@@ -125,17 +126,17 @@ class KeptTokens:
 
 
 class ModelFamily(ABC):
-    """What the trainer asks of a transformer: a subclass in a module of `trainer/families/`, which `Family.transformer`
-    names.
+    """The trainer's interface to a transformer. A family is a subclass in a module of `trainer/families/`;
+    `Family.transformer` is the name of the module.
 
-    Latents are (B, C, T, h, w) in the model's space, sigma_B goes from 0 (data) to 1 (noise). model: what `load`
-    returns; `predict` may get it inside DistributedDataParallel. TRANSFORMER: its class, a ModelMixin and ConfigMixin,
-    which diffusers need not have. Its blocks are checkpointed if it calls them by `_gradient_checkpointing_func`, as
-    diffusers' models do. FLOAT32_MODULES: names of the modules that stay in float32 for any dtype: never call
-    `.to(dtype)` on such a model. LORA_TARGETS: a regular expression that matches the full paths of the modules that
-    LoRA adapts by default. QUANTIZED: a regular expression for the linear layers that a quantized base has in 8 or 4
-    bits, nearly all weights. UNGUIDED_SCALE: the guidance scale up to which the pipeline does without the negative
-    prompt.
+    Latents are (B, C, T, h, w) in the model's space, sigma_B goes from 0 (data) to 1 (noise). model: the transformer
+    that `load` returns; `predict` may get it inside DistributedDataParallel. TRANSFORMER: class of the model, a
+    ModelMixin and ConfigMixin, which need not be part of diffusers. Its blocks are checkpointed if it calls them by
+    `_gradient_checkpointing_func`, like the models of diffusers. FLOAT32_MODULES: names of the modules that stay in
+    float32 for any dtype: never call `.to(dtype)` on such a model. LORA_TARGETS: a regular expression that matches the
+    full paths of the modules that LoRA adapts by default. QUANTIZED: a regular expression for the linear layers that
+    are stored in 8 or 4 bits in a quantized base, nearly all weights. UNGUIDED_SCALE: the largest guidance scale at
+    which the pipeline does not compute the negative prompt.
     """
 
     TRANSFORMER: Any
@@ -152,16 +153,16 @@ class ModelFamily(ABC):
         device: torch.device | str = "cpu",
         part: str = "transformer",
     ) -> Any:
-        """Only a transformer of a checkpoint (a folder or repo). part: its sub-folder. ValueError or OSError if it
-        can't be trained."""
+        """Load only a transformer of a checkpoint (a folder or repo). part: sub-folder of the transformer. Raises
+        ValueError or OSError if the transformer can't be trained."""
         model = load_part(self.TRANSFORMER, source, revision, part, torch_dtype=dtype)
         self.check(source, model.config)
         self.install(model)
         return model.to(device)
 
     def untrained(self, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-        """A transformer as `load` would return, made from a config.json, with weights of no meaning. On the meta device
-        it takes no memory."""
+        """Returns a transformer like `load`, made from a config.json, with untrained weights. On the meta device it
+        takes no memory."""
         model = self.TRANSFORMER.from_config(dict(config))
         self.install(model)
         for name, weight in model.named_parameters():
@@ -170,18 +171,18 @@ class ModelFamily(ABC):
         return model
 
     def check(self, source: str, config: Any) -> None:  # noqa: B027
-        """ValueError if a transformer with this config can't be trained."""
+        """Raise ValueError if a transformer with this config can't be trained."""
 
     def install(self, model: Any) -> None:  # noqa: B027
         """Give a new transformer its own attention processors and hooks."""
 
     def clean_frames(self, task: Task) -> int:
-        """Leading latent frames that are given: not noised, not in the loss."""
+        """Number of leading latent frames that are given: they are not noised and are not part of the loss."""
         return 0
 
     def blocks(self, model: Any) -> list[torch.nn.Module]:
-        """The transformer's repeated blocks, in the order in which they compute: what is offloaded, checkpointed,
-        compiled or sharded one by one."""
+        """The transformer's repeated blocks, in the order in which they compute: the units of offloading,
+        checkpointing, compilation and sharding."""
         return [*model.transformer_blocks]
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
@@ -189,12 +190,12 @@ class ModelFamily(ABC):
         return self.blocks(model)
 
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
-        """The places where a visual block has these tokens in its arguments and output."""
+        """Returns the positions of the visual tokens in the arguments and output of a visual block."""
         return FIRST_TOKENS
 
     def without_gradient(self, model: Any) -> list[torch.nn.Module]:
-        """Modules on whose weights no prediction depends, as what a last block computes of the text. They are never
-        trained: DistributedDataParallel waits for a gradient of each trained weight."""
+        """Modules whose weights do not affect the prediction, such as the text layers of a last block. They are never
+        trained, because DistributedDataParallel waits for a gradient of each trained weight."""
         return []
 
     @abstractmethod
@@ -202,43 +203,43 @@ class ModelFamily(ABC):
         """The order of the visual blocks' tokens."""
 
     def hidden_size(self, model: Any) -> int:
-        """D of the visual tokens."""
+        """Width D of the visual tokens (B, N, D)."""
         return model.config.num_attention_heads * model.config.attention_head_dim
 
     @abstractmethod
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
-        """The attention modules, of diffusers' AttentionModuleMixin, in which all visual tokens attend to each other
-        without a mask, and the size of a head. ValueError, with the reason, if no attention backend can compute
-        them."""
+        """Returns the attention modules (of diffusers' AttentionModuleMixin) in which all visual tokens attend to each
+        other without a mask, and the size of a head. Raises ValueError, with the reason, if attention backends can't
+        compute them."""
 
     @abstractmethod
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        """Hooks by which `blocks`, visual ones in a row, compute kept tokens (B, K, D) alone, which the first of them
-        gets in place of all: what else belongs to a token is taken with it. A block may look at the tokens that wait
-        (`kept.restore`) where it computes neighbors."""
+        """Register hooks so that `blocks`, consecutive visual blocks, compute only the kept tokens (B, K, D), which the
+        first block gets instead of all tokens. Other values of a token, such as rotary embeddings, are selected in the
+        same way. A block may read the waiting tokens (`kept.restore`) if it computes neighboring tokens."""
 
     @abstractmethod
     def predict(
         self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
     ) -> torch.Tensor:
-        """The predicted velocity, shaped as the latents; meaningless for given frames. A sample's prediction must not
-        depend on its batch mates."""
+        """Returns the predicted velocity, in the shape of the latents; meaningless for given frames. A sample's
+        prediction must not depend on the rest of its batch."""
 
     def sampling_dtype(self, model: Any) -> torch.dtype:
         """The dtype of the pipeline's latents between denoising steps."""
         return torch.float32
 
     def set_timesteps(self, scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
-        """Set the scheduler's noise levels as the pipeline does, for latents of so many visual tokens."""
+        """Set the scheduler's noise levels as the pipeline does. tokens: number of visual tokens of the latents."""
         scheduler.set_timesteps(steps, device=device)
 
     def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
-        """The guided velocity (B, C, T, h, w), of the velocities with the prompt and with the negative prompt: by
-        default classifier-free guidance (Ho and Salimans 2022), without effect at a scale of 1."""
+        """Returns the guided velocity (B, C, T, h, w) from the velocities with the prompt and with the negative prompt:
+        by default classifier-free guidance (Ho and Salimans 2022), which has no effect at a scale of 1."""
         return unconditional + scale * (conditional - unconditional)
 
     def initial_latents(self, noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-        """The latents that denoising starts from."""
+        """Returns the latents from which denoising starts."""
         return noise_BCTHW
 
     def postprocess_latents(self, latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
@@ -249,10 +250,10 @@ class ModelFamily(ABC):
 def set_linear_sigmas(
     scheduler: Any, steps: int, tokens: int, device: torch.device, linspace: Callable[..., Any] = np.linspace
 ) -> None:
-    """`ModelFamily.set_timesteps` of pipelines that give sigmas from 1 to 1 / steps, and mu by the scheduler's config:
-    that of a line through two numbers of tokens (`calculate_shift`), which a scheduler with a fixed shift ignores.
-    linspace: that of the pipeline, in float64 or float32. A single step begins at 1, of which a scheduler with a
-    `shift_terminal` makes 0 / 0."""
+    """`ModelFamily.set_timesteps` for pipelines that pass sigmas from 1 to 1 / steps, and mu from the scheduler's
+    config: mu is linear in the number of tokens (`calculate_shift`), and a scheduler with a fixed shift ignores it.
+    linspace: the pipeline's function, in float64 (NumPy) or float32 (torch). A single step starts at sigma 1, which is
+    set explicitly because a scheduler with a `shift_terminal` would compute 0 / 0."""
     config = scheduler.config
     fewest, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
@@ -264,7 +265,7 @@ def set_linear_sigmas(
 
 
 def module_of(family: Family) -> ModelFamily:
-    """The trainer's side of a family: the object of the only subclass that its module defines."""
+    """Returns the trainer's object for a family: an instance of the only ModelFamily subclass in its module."""
     return _make(family.transformer)
 
 
@@ -281,7 +282,7 @@ def _make(name: str) -> ModelFamily:
 
 @contextmanager
 def assistant_off(model: Any) -> Iterator[None]:
-    """Within the body the model computes without its assistant, if it has one (`trainer/setup/adapters.py`)."""
+    """Context in which the model computes without its assistant adapter, if any (`trainer/setup/adapters.py`)."""
     assistant = getattr(model, "assistant", None)
     if assistant is None:
         yield

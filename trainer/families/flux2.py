@@ -1,9 +1,10 @@
 """FLUX.2 klein: the transformer, its inputs (equal to the pipeline's), and what LoRA adapts. See ModelFamily.
 
-Its double blocks have image and text apart, its single blocks the text before the image in one tensor. It takes no mask
-of the text: stored texts are of one length, padding included. Texts of unequal lengths are masked. Reference images
-are tokens before those of the noisy image, and what it says of them is left out. The pipeline has them after
-these, which is the same to the transformer: a token's place is its position's.
+Double blocks take image and text as separate tensors, single blocks take one tensor with the text before the image.
+Stored texts usually have one length, padding included, and need no mask. Texts of unequal lengths are masked. Tokens of
+reference images come before the tokens of the noisy image, and their predictions are discarded. The pipeline places
+references after the noisy image, which is equivalent, because attention depends on position ids, not on the order of
+tokens.
 """
 
 from collections.abc import Sequence
@@ -25,15 +26,15 @@ FAMILY = FAMILIES["flux2-klein"]
 DOUBLE, SINGLE = BlockTokens(output=1, last=True), BlockTokens(last=True)
 
 
-REFERENCE_DISTANCE = 10  # of the first reference's frame from the image's, and of each from the one before
+REFERENCE_DISTANCE = 10  # of the first reference's frame id from the image's, and between references
 
 
 class JointAttention:
-    """The stock processors, but each sample may have its own rotary embeddings, as where tokens are dropped: cosines
-    and sines (L + N, D) each, or (B, L + N, D)."""
+    """The stock processors, except that each sample may have its own rotary embeddings, which dropping of tokens needs:
+    cosines and sines (L + N, D) each, or (B, L + N, D)."""
 
-    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. By default not
-    # None, which would be what the environment variable DIFFUSERS_ATTN_BACKEND names.
+    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. The default is
+    # not None, because None selects the backend of the environment variable DIFFUSERS_ATTN_BACKEND.
     _attention_backend = AttentionBackendName.NATIVE
     _parallel_config = None
 
@@ -45,7 +46,7 @@ class JointAttention:
         mask: torch.Tensor | None,
         rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """(B, L + N, heads * D), of tensors (B, L + N, heads, D) before they are rotated."""
+        """Returns (B, L + N, heads * D) from query, key and value (B, L + N, heads, D) before rotation."""
         query, key = rotate(query, rotary), rotate(key, rotary)
         out = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)
         return out.flatten(2).to(query.dtype)
@@ -86,7 +87,7 @@ class SingleAttention(JointAttention):
 
 
 def rotate(x_BLHD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Each pair of neighboring channels, in float32."""
+    """Rotate each pair of neighboring channels, in float32."""
     cosine, sine = (values.unsqueeze(-2) for values in rotary)
     x = x_BLHD.float()
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -113,8 +114,8 @@ def unpack(tokens_BND: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def positions(
     grid: TokenGrid, device: torch.device, references: Sequence[tuple[int, int]] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, 4) of the references and the image, and (L, 4) of the text: frame, row, column, place in the text.
-    references: rows and columns of each."""
+    """Returns position ids (N, 4) of the references and the image, and (L, 4) of the text: frame, row, column, index in
+    the text. references: rows and columns of each reference."""
     first = REFERENCE_DISTANCE * torch.arange(1, len(references) + 1, device=device)
     tables = [(first[number : number + 1], *sides) for number, sides in enumerate(references)]
     images = []
@@ -150,7 +151,7 @@ class Flux2(ModelFamily):
         return [block.attn for block in self.blocks(model)], model.config.attention_head_dim
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: dict[str, Any] = {}  # the same for all of them: rotary embeddings, and the mask of padded texts
+        taken: dict[str, Any] = {}  # the same for all blocks: rotary embeddings, and the mask of padded texts
 
         def take(arguments: dict[str, Any]) -> dict[str, Any]:
             if not taken:

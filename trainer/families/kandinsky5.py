@@ -1,7 +1,7 @@
 """Kandinsky 5 Image and Video: the transformer, its inputs for each task, and what LoRA adapts.
 
-Inputs equal those of the diffusers pipelines (pipelines/kandinsky5), where trained weights are used. ModelFamily
-documents the functions.
+The inputs are equal to the inputs in the diffusers pipelines (pipelines/kandinsky5), in which the trained weights are
+used. ModelFamily documents the functions.
 
 Attention: the stock forward pass takes no text mask, so padding is attended to and a sample's output depends on its
 batch mates. Here the keys of padded text are masked in the text blocks' self-attention and the visual blocks'
@@ -40,7 +40,8 @@ class TextMask:
     """The (B, L) mask of real text tokens in the current forward pass; None without padding."""
 
     def __init__(self) -> None:
-        # Two attributes and no list: its length, other in the backward pass, would make new compiled graphs.
+        # Two attributes instead of a stack: a stack's length differs in the backward pass, so torch.compile would
+        # recompile.
         self._running = False
         self._mask_BL: Mask = None
 
@@ -70,9 +71,9 @@ class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
     text_mask: TextMask
 
     def forward(self, *args: Any, text_mask_BL: Mask = None, **kwargs: Any) -> Any:
-        # No buffer in diffusers: it would be copied from the host in each pass.
+        # diffusers has no buffer for the frequencies, so they would be copied from the host in each pass.
         self.time_embeddings.freqs = to_device(self.time_embeddings.freqs, kwargs["timestep"].device)
-        # A copy, which the caller can't change before the backward pass computes blocks again.
+        # A copy, so that the caller can't change the mask before the backward pass computes blocks again.
         with self.text_mask.using(None if text_mask_BL is None else text_mask_BL.clone()):
             return super().forward(*args, **kwargs)
 
@@ -80,7 +81,7 @@ class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
         super().enable_gradient_checkpointing(gradient_checkpointing_func or self.checkpoint_block)
 
     def checkpoint_block(self, block: torch.nn.Module, *args: Any) -> Any:
-        """The block, computed again in the backward pass with the same text mask."""
+        """Compute the block, and compute it again in the backward pass with the same text mask."""
         mask = self.text_mask.current
 
         def run(*inputs: Any) -> Any:
@@ -93,8 +94,8 @@ class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
 def install_processors(model: Any, float32_rotary: bool = False) -> None:
     """Give every attention of the model its processor.
 
-    float32_rotary: for tests, keep the rotary embedding in float32, where the stock model rounds to bfloat16: the
-    largest rounding error.
+    float32_rotary: whether to keep the rotary embedding in float32, for tests. The stock model rounds it to bfloat16,
+    which is its largest rounding error.
     """
     model.text_mask = TextMask()
     for block in model.text_transformer_blocks:
@@ -107,9 +108,9 @@ def install_processors(model: Any, float32_rotary: bool = False) -> None:
 class MaskedAttnProcessor:
     """The stock Kandinsky5AttnProcessor, with text keys masked by `text_mask`."""
 
-    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. By default not
-    # None, which would be what the environment variable DIFFUSERS_ATTN_BACKEND names.
-    _attention_backend = AttentionBackendName.NATIVE  # used where keys are neither text nor sparse
+    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. The default is
+    # not None, because None selects the backend of the environment variable DIFFUSERS_ATTN_BACKEND.
+    _attention_backend = AttentionBackendName.NATIVE  # used if keys are neither text nor sparse
     _parallel_config = None
 
     def __init__(self, text_mask: TextMask | None, float32_rotary: bool) -> None:
@@ -151,11 +152,12 @@ class MaskedAttnProcessor:
         return (rope * pairs).sum(-1).reshape(x_BLHD.shape).to(self.rotary_dtype).type_as(x_BLHD)
 
 
-# NABLA, for checkpoints whose own config says attention_type "nabla".
+# NABLA, for checkpoints with attention_type "nabla" in their config.
 
 
 def sparse_params(model: Any, frames: int, height: int, width: int) -> SparseParams | None:
-    """The forward pass's `sparse_params`; None without NABLA. ValueError for a size without whole blocks."""
+    """Returns the forward pass's `sparse_params`; None without NABLA. Raises ValueError if blocks do not fit the
+    size."""
     config = model.config
     if config.attention_type != "nabla":
         return None
@@ -182,12 +184,12 @@ def sparse_params(model: Any, frames: int, height: int, width: int) -> SparsePar
 
 
 def sparse_edge(model: Any) -> int:
-    """Rows and columns of the square of tokens that is one block; 1 without NABLA."""
+    """Returns the side, in tokens, of the square that forms one block; 1 without NABLA."""
     return math.isqrt(BLOCK_TOKENS) if model.config.attention_type == "nabla" else 1
 
 
 def take_blocks(sparse: SparseParams, positions_BK: torch.Tensor) -> SparseParams:
-    """The parameters of some of the tokens, whole blocks (B, K)."""
+    """Returns the parameters for a selection of tokens. positions_BK: their positions, which form whole blocks."""
     blocks_Bk = positions_BK[:, ::BLOCK_TOKENS] // BLOCK_TOKENS
     near_NN = sparse["sta_mask"][0, 0]
     return sparse | {"sta_mask": near_NN[blocks_Bk[:, :, None], blocks_Bk[:, None, :]][:, None]}
@@ -202,19 +204,19 @@ def window_mask(
     return (distances_NN3 <= torch.tensor([size // 2 for size in window], device=device)).all(-1)
 
 
-@torch.compiler.disable  # in compiled blocks too, flex attention is compiled alone, with options of its own
+@torch.compiler.disable  # flex attention is compiled separately, with its own options, also in compiled blocks
 def nabla_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse: SparseParams) -> torch.Tensor:
     """Attention (B, L, heads, D) over the blocks that `nablaT_v2` chooses; L in the order of blocks.
 
-    On CUDA compiled flex attention skips the other blocks; elsewhere, for tests, a dense mask gives the same result at
-    the cost of full attention.
+    On CUDA compiled flex attention skips blocks that are not chosen; on other devices, for tests, a dense mask gives
+    the same result at the cost of full attention.
     """
     with torch.no_grad():  # the choice of blocks has no gradient
         blocks = stock.nablaT_v2(query, key, sparse["sta_mask"], thr=sparse["P"])
     query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     if query.device.type == "cuda":
         out = compiled_flex(query.device, query.dtype, query.shape[-1])(query, key, value, block_mask=blocks)
-    elif query.device.type == "meta":  # memory is predicted, and what is left out changes no size
+    elif query.device.type == "meta":  # for memory prediction; the choice of blocks does not affect sizes
         out = F.scaled_dot_product_attention(query, key, value)
     else:
         out = dense_attention(query, key, value, blocks)
@@ -231,8 +233,8 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 def compiled_flex(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor]:
     """Compiled flex attention, after a check that it really leaves blocks out on this device.
 
-    max_autotune, because the kernels that inductor takes otherwise divide queries or keys by 128, and refuse blocks of
-    64: on Ampere those of the forward pass, on Hopper those of both (torch 2.11 to 2.13, flex_attention.py).
+    max_autotune, because inductor's default kernels divide queries or keys by 128 and reject blocks of 64: on Ampere
+    the kernel of the forward pass, on Hopper the kernels of both passes (torch 2.11 to 2.13, flex_attention.py).
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -244,7 +246,7 @@ def compiled_flex(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ca
 def check_block_mask_used(
     flex: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """RuntimeError unless `flex` obeys a block mask: without compilation it silently computes full attention."""
+    """Raise RuntimeError unless `flex` obeys a block mask: without compilation it silently computes full attention."""
     from torch.nn.attention.flex_attention import BlockMask
 
     generator = torch.Generator().manual_seed(0)
@@ -267,17 +269,17 @@ def check_block_mask_used(
 
 VIDEO = FAMILIES["kandinsky5-video"]
 LATENT_STRIDE = VIDEO.spatial_stride  # pixels of one latent, the same for images
-NORMALIZED_FRAMES, REFERENCE_FRAMES = 4, 5  # of i2v's normalize_first_frame
+NORMALIZED_FRAMES, REFERENCE_FRAMES = 4, 5  # latent frames in i2v's normalize_first_frame
 
 
 def visual_input(
     noisy_BCTHW: torch.Tensor, condition_BCTHW: torch.Tensor | None, task: Task, visual_cond: bool
 ) -> torch.Tensor:
-    """The result of the pipelines' `prepare_latents`, (B, T, H, W, C): the latent's 16 channels, and with `visual_cond`
-    those of the condition and a mask.
+    """The result of the pipelines' `prepare_latents`, (B, T, H, W, C): the 16 channels of the latent, and with
+    `visual_cond` also the condition's channels and a mask.
 
     i2v: frame 0 of the latent is the clean first frame and has mask 1, the condition is zero. i2i: the source's latent
-    and ones. t2v: zeros. ValueError where checkpoint and task do not fit.
+    and ones. t2v: zeros. Raises ValueError if checkpoint and task do not match.
     """
     if task in ("i2i", "i2v") and condition_BCTHW is None:
         raise ValueError(f"{task} needs the condition's latent, and this batch has none; run encode-latents")
@@ -404,9 +406,8 @@ class Kandinsky5(ModelFamily):
 
     def postprocess_latents(self, latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
         """For i2v the pipeline's `normalize_first_frame`: mean and deviation of the first four latent frames move
-        towards those of the next five, within limits, against mesh artifacts. With fewer than five frames, the
-        pipeline's result is not finite, and latents are unchanged.
-        """
+        towards mean and deviation of the next five frames, within limits, against mesh artifacts. With fewer than five
+        frames, the pipeline's result is not finite, and latents are unchanged."""
         if task != "i2v" or latents_BCTHW.shape[2] <= NORMALIZED_FRAMES:
             return latents_BCTHW
         first = latents_BCTHW[:, :, :NORMALIZED_FRAMES]

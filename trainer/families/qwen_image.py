@@ -1,5 +1,6 @@
 """Qwen-Image and Qwen-Image-Edit: the transformer, its inputs (equal to the pipelines'), and what LoRA adapts. See
-ModelFamily. Reference images are tokens after those of the noisy image, and what it says of them is left out."""
+ModelFamily. Tokens of reference images come after the tokens of the noisy image, and their predictions are discarded.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +22,8 @@ BLOCK_TOKENS = BlockTokens(output=1)  # blocks return text and image
 
 class JointAttnProcessor:
     """The stock QwenDoubleStreamAttnProcessor2_0 with two differences. Each sample may have its own rotary embeddings
-    of the image, as where tokens are dropped: (N, D), or (B, N, D). The text's mask comes by `attention_kwargs`: for a
-    mask of its own the forward pass copies to the device, and waits, for lengths that nothing uses."""
+    of the image, (N, D) or (B, N, D), which dropping of tokens needs. The text's mask is passed in `attention_kwargs`:
+    if the forward pass gets a mask, it computes lengths that are not used, and waits for their copy to the device."""
 
     def __call__(
         self,
@@ -65,25 +66,27 @@ def rotate(x_BLHD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
 
 
 def install_processors(model: Any) -> None:
-    """And, where references have the noise level 0, hooks by which the blocks get it from `model_inputs`: the forward
-    pass makes an index of the tokens on the host and copies it to the device, for which it waits."""
+    """Install the attention processors and, if references have the noise level 0, hooks that pass an index of these
+    tokens from `model_inputs` to the blocks: the stock forward pass makes the index on the host and waits for its copy
+    to the device."""
     for block in model.transformer_blocks:
         block.attn.set_processor(JointAttnProcessor())
     if model.zero_cond_t:
-        model.zero_cond_t = False  # of the forward pass; the blocks have their own
+        model.zero_cond_t = False  # attribute of the forward pass; the blocks have their own
         for block in model.transformer_blocks:
             change_arguments(block, give_index)
         model.norm_out.register_forward_pre_hook(leave_zero_out)
 
 
 def give_index(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Pass the tokens that have the noise level 0 from the options of attention to a block's own argument."""
+    """Move the index of tokens with noise level 0 from the attention options to the block's own argument."""
     options = dict(arguments["joint_attention_kwargs"])
     return {"modulate_index": options.pop("modulate_index"), "joint_attention_kwargs": options}
 
 
 def leave_zero_out(norm: torch.nn.Module, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The hidden states, and the embeddings of the noisy tokens' time (B, D), of those with 0 behind them (2 B, D)."""
+    """Returns the hidden states, and the time embeddings of the noisy tokens (B, D): the first half of (2 B, D), whose
+    second half is for time 0."""
     hidden, time = inputs
     return hidden, time.chunk(2)[0]
 
@@ -102,10 +105,10 @@ def unpack(tokens_BND: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 class QwenImage(ModelFamily):
     TRANSFORMER = QwenImageTransformer2DModel
-    # The image's attention, as other trainers have it by default; the text's are add_q_proj and its like.
+    # The image's attention, the default of other trainers; the text's layers are add_q_proj and similar names.
     LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)"
-    # All of the blocks: a third of the weights is modulations. The first block's of the image is left out, as in the
-    # 4-bit checkpoint that diffusers publishes (diffusers/Qwen-Image-Layered-modular).
+    # All linear layers of the blocks: a third of the weights is in modulations. The first block's image modulation is
+    # not quantized, as in the 4-bit checkpoint that diffusers publishes (diffusers/Qwen-Image-Layered-modular).
     QUANTIZED = r"transformer_blocks\.(?!0\.img_mod)\d+\..*"
 
     def check(self, source: str, config: Any) -> None:
@@ -131,7 +134,9 @@ class QwenImage(ModelFamily):
         raise ValueError("Qwen-Image attends to image and text at once, and the text's padding needs a mask")
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: dict[str, Any] = {}  # the same for all of them: rotary embeddings, and which tokens have noise, or None
+        taken: dict[
+            str, Any
+        ] = {}  # the same for all blocks: rotary embeddings, and the index of tokens with noise, or None
 
         def take(arguments: dict[str, Any]) -> dict[str, Any]:
             if not taken:
@@ -149,7 +154,7 @@ class QwenImage(ModelFamily):
     sampling_dtype = compute_dtype
 
     def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
-        """Classifier-free guidance, but each token has the norm of the conditional one."""
+        """Classifier-free guidance, rescaled so that each token has the norm of the conditional token."""
         tokens, guided = pack(conditional), pack(super().guide(conditional, unconditional, scale))
         norm, guided_norm = (torch.linalg.vector_norm(vectors, dim=-1, keepdim=True) for vectors in (tokens, guided))
         return unpack(guided * (norm / guided_norm), conditional.shape)

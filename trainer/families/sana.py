@@ -18,7 +18,8 @@ TASKS = tuple(FAMILIES["sana"].pipelines)
 class Sana(ModelFamily):
     TRANSFORMER = SanaTransformer2DModel
     # The feed-forward's depthwise convolution is left out: LoRA of a grouped convolution needs a rank that is a
-    # multiple of its groups, which are thousands of channels. Its two pointwise ones are linear layers in effect.
+    # multiple of its groups, which are thousands of channels. Its two pointwise convolutions are equivalent to linear
+    # layers.
     LORA_TARGETS = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
     QUANTIZED = LORA_TARGETS
 
@@ -37,9 +38,9 @@ class Sana(ModelFamily):
         raise ValueError("Sana's self-attention is linear: it has no softmax, for which backends have kernels")
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        """Attention computes the kept tokens alone. The feed-forward's depthwise convolution, from which the
-        transformer knows positions, gets the whole grid, with the waiting tokens as they are; the layers behind it get
-        the kept tokens."""
+        """Attention computes only the kept tokens. The feed-forward's depthwise convolution, the transformer's only
+        source of positions, gets the whole grid, with the waiting tokens unchanged; the layers after it get the kept
+        tokens."""
 
         def whole_grid(norm: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
             return (kept.restore(inputs[0]),)

@@ -1,8 +1,8 @@
 """Wan 2.1 text to video and Wan 2.2 TI2V-5B: the transformer, its inputs (equal to the pipelines'), and what LoRA
 adapts. See ModelFamily.
 
-The transformer has no mask for text, and attends to zeros behind the real tokens. The pipelines pad to 512 tokens, so
-every batch is padded to as many, and a sample's prediction does not depend on how long the others' texts are.
+The transformer has no mask for text, and attends to zeros after the real tokens. The pipelines pad to 512 tokens, so
+every batch is padded to 512 tokens, and a sample's prediction does not depend on the text lengths of its batch.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ TEXT_LENGTH = FAMILIES["wan2.1"].templates["t2v"].max_length
 
 
 def pad_texts(text_BLD: torch.Tensor) -> torch.Tensor:
-    """(B, 512, D), with zeros behind the texts. ValueError for texts that are longer."""
+    """Pad texts with zeros to (B, 512, D). Raises ValueError for longer texts."""
     if (length := text_BLD.shape[1]) > TEXT_LENGTH:
         raise ValueError(f"a text has {length} tokens, and this model reads {TEXT_LENGTH}; set text.max_length to that")
     return F.pad(text_BLD, (0, 0, 0, TEXT_LENGTH - length))
@@ -53,13 +53,13 @@ class Wan(ModelFamily):
         return [block.attn1 for block in model.blocks], model.config.attention_head_dim
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: list[tuple[torch.Tensor, ...]] = []  # the same for all of them
+        taken: list[tuple[torch.Tensor, ...]] = []  # the same for all blocks
 
         def take(arguments: dict[str, Any]) -> dict[str, Any]:
             if not taken:
                 taken.append(tuple(kept.take(values) for values in arguments["rotary_emb"]))
-            # (B, 6, D), or if given frames have a time of their own (B, N, 6, D). It may have a gradient, and what is
-            # computed once would be missing when gradient checkpointing computes a block again.
+            # (B, 6, D), or (B, N, 6, D) if given frames have their own time. It may have a gradient, so it is selected
+            # in every block: a stored selection would be missing when gradient checkpointing computes a block again.
             time = arguments["temb"]
             return {"temb": kept.take(time) if time.ndim == 4 else time, "rotary_emb": taken[0]}
 
@@ -74,9 +74,9 @@ class Wan(ModelFamily):
     ) -> dict[str, Any]:
         """Keyword arguments of the transformer's forward pass.
 
-        i2v: frame 0 of the latent is the clean first frame, whose tokens have the timestep 0, the other tokens the
-        sample's, all in order (B, N). t2v: (B,), with which the transformer gives the same as with a timestep for each
-        token, and computes the modulations of a sample once.
+        i2v: frame 0 of the latent is the clean first frame, whose tokens have the timestep 0; all remaining tokens have
+        the sample's timestep; shape (B, N). t2v: one timestep per sample, (B,); the output is the same as with a
+        timestep for each token, but the modulations are computed once per sample.
         """
         dtype, timestep = self.compute_dtype(model), (1000 * sigma_B).float()
         if task == "i2v":

@@ -1,9 +1,9 @@
 """Wan 2.2 T2V-A14B and I2V-A14B: one of their two transformers, its inputs (equal to the pipelines'), and what LoRA
 adapts. See ModelFamily.
 
-The transformer of i2v reads three things of each latent frame: what is denoised, 4 channels that are 1 where the frame
-is given (the first one) and 0 elsewhere, and the latents of a clip that has the first frame and zeros behind it. All
-frames are noised, and the loss has all of them.
+The transformer of i2v reads three inputs for each latent frame: the noisy latents, 4 mask channels that are 1 for the
+given frame (the first) and 0 for all later frames, and the latents of a clip with the first frame followed by zeros.
+All frames are noised, and all frames are part of the loss.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ MASK_CHANNELS = 4  # one for each of the frames of a latent frame
 
 
 def given_frames(batch: Batch) -> torch.Tensor:
-    """(B, 4 + C, T, h, w): the mask of frames that are given, and the condition's latents."""
+    """Returns (B, 4 + C, T, h, w): the mask of given frames, and the condition's latents."""
     condition_BCTHW = batch.condition_BCTHW
     if condition_BCTHW is None:
         raise ValueError("i2v needs the condition's latent, and this batch has none; run encode-latents")

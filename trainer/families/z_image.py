@@ -1,7 +1,7 @@
 """Z-Image: the transformer, its inputs (equal to ZImagePipeline's), and what LoRA adapts. See ModelFamily.
 
-Its blocks compute visual tokens and text jointly: first the visual ones, padded to a multiple of 32 with a learned
-token, then the text, padded likewise. Both lengths are the sample's own, and what pads a batch is masked.
+Its blocks compute visual tokens and text jointly: first the visual tokens, then the text tokens, each padded to a
+multiple of 32 with a learned token. Both lengths depend only on the sample, and the padding of a batch is masked.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class ZImage(ModelFamily):
         raise ValueError("its attention is joint with the text, whose padding is masked in a batch")
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: dict[str, Any] = {}  # the same for all of them
+        taken: dict[str, Any] = {}  # the same for all blocks
 
         def take(arguments: dict[str, Any]) -> dict[str, Any]:
             if not taken:
@@ -68,7 +68,7 @@ class ZImage(ModelFamily):
         self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
     ) -> dict[str, Any]:
         """Arguments of the transformer's forward pass: images (C, 1, h, w) and texts (L, D), each of its own length. T
-        must be 1. Its timestep is 0 for noise and 1 for data."""
+        must be 1. The transformer's timestep is 0 for noise and 1 for data."""
         dtype = self.compute_dtype(model)
         texts = batch.text_BLD.to(dtype).unbind()
         return {

@@ -1,12 +1,13 @@
-"""Whether a run fits the card that is there, and what makes it fit; with `train --dry-run --card GIB`, whether
-encode-text, encode-latents and train fit a card, from the configuration alone.
+"""Predicts whether a run fits the available card, and which options make it fit; with `train --dry-run --card GIB`,
+whether encode-text, encode-latents and train fit a card, from the configuration alone.
 
-For the latter nothing is downloaded: shapes of a published repository are the catalog's, of a folder its own. The
-buckets and the longest text are the plan's; without a plan, those that the datasets and the family allow.
+With --card nothing is downloaded: shapes of a published repository are from the catalog, shapes of a folder from its
+config files. The buckets and the longest text are from the plan; without a plan, from the limits of the datasets and
+the family.
 
-Models of the encoding stages are built on torch's meta device. The autoencoder encodes a batch there, whose tensors are
-counted; of the text encoder the weights are counted and the activations of one block computed, as they are small beside
-the weights. Not counted: memory inside kernels, of which convolutions may take some hundred MB.
+Models of the encoding stages are built on torch's meta device. The autoencoder encodes a batch there, and its tensors
+are counted. For the text encoder, the weights are counted and the activations of only one block are computed, because
+they are small compared with the weights. Not counted: memory inside kernels (convolutions may take some hundred MB).
 """
 
 import math
@@ -44,16 +45,16 @@ from trainer.setup.load import explain_checkpoint_errors
 from trainer.setup.quantize import QUANTIZERS, packed_bytes
 
 Shapes = dict[str, dict[str, Any]]
-#: Bytes of a card, for the CUDA context, kernels' own memory and fragments
+#: Bytes of a card that are reserved for the CUDA context, memory inside kernels and fragmentation
 RESERVED = 1 << 30
-CAPTION_TOKENS = 512  # of a caption behind references, whose template has no limit of its own
-LEAST_SAVED = 0.01  # share of what is needed, by an option that is named
+CAPTION_TOKENS = 512  # limit of a caption after references, whose template has no limit
+LEAST_SAVED = 0.01  # smallest share of the needed memory that an option saves to be suggested
 OTHERWISE = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
 
 
 @dataclass(frozen=True)
 class EncoderMemory:
-    """Bytes on the device."""
+    """Memory of an encoder on the device, in bytes."""
 
     weights: int
     activations: int
@@ -64,14 +65,14 @@ class EncoderMemory:
 
 
 def check_card(config: Config, card: float, ranks: int) -> Report:
-    """The report: of each program its prediction in GiB and whether it fits `card` GiB; what does not fit has failed,
-    with the options that help."""
+    """Returns a report with a prediction in GiB for each program, and whether it fits `card` GiB. A program that does
+    not fit is listed as failed, with the options that help."""
     size, report = int(card * 2**30), Report("train", dry_run=True)
     shapes, assumed = read_shapes(config.model)
     plan = find_plan(config)
     buckets, where = list_buckets(config.model, config.datasets, plan)
     largest = max(buckets, key=_numbers)
-    settings = config.train.changed(device="cuda")  # as if the card were here
+    settings = config.train.changed(device="cuda")  # as if the card were available
     config = config.changed(train=settings)
     length = longest_text(config, plan)
 
@@ -114,7 +115,7 @@ def _numbers(bucket: str) -> int:
 
 
 def read_shapes(model: Model) -> tuple[Shapes, list[str]]:
-    """Component -> its config, and which of them are assumed to be as published."""
+    """Returns component -> config, and messages about components that are assumed to have the published shape."""
     spec = model.family_spec
     folder, shapes, assumed = local_folder(model.source), Shapes(), list[str]()
     known = folder is None and bool(find_published(model.source))
@@ -134,8 +135,8 @@ def read_shapes(model: Model) -> tuple[Shapes, list[str]]:
 def predict_step(
     config: Config, shape: Mapping[str, Any], buckets: Sequence[str], ranks: int, warn: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Details for a report: the memory of a step of the largest bucket with the longest text, by part; a warning if the
-    card of train.device has less. shape: the transformer's config.json."""
+    """Returns details for a report: the memory of a step with the largest bucket and the longest text, by part. Warns
+    if the card of train.device has less memory. shape: the transformer's config.json."""
     length = longest_text(config, find_plan(config) if config.train.set == "current" else None)
 
     def predict(config: Config) -> MemoryEstimate:
@@ -171,9 +172,9 @@ def explain(
     predict: Callable[[Config], Any],
     otherwise: str,
 ) -> str:
-    """Say what is needed, which of `changes` help, and `otherwise` if they are not enough. The changes that need fewer
-    bytes than the ones before add up, and the last one is the first that fits. changes: (label, section of the
-    configuration -> keys). need: bytes, without changes."""
+    """Returns a message with the needed memory, the `changes` that help, and `otherwise` if the changes are not enough.
+    Changes are applied one after another; a change that does not save memory is skipped, and the list ends when the
+    program fits. changes: (label, section of the configuration -> keys). need: bytes without changes."""
     (name, size), least, shown = card, need, list[str]()
     for label, sections in changes:
         try:
@@ -194,7 +195,8 @@ def explain(
 
 
 def _change_settings(settings: Section, values: Mapping[str, Any]) -> Section:
-    """`settings` with `values`, in which a section has the keys that change. ValidationError if they don't fit."""
+    """Returns `settings` updated with `values`, in which a nested section contains only the keys that change. Raises
+    ValidationError for an invalid combination."""
     given = settings.model_dump(by_alias=True)
     for key, value in values.items():
         given[key] = {**given[key], **value} if isinstance(value, dict) else value
@@ -202,7 +204,8 @@ def _change_settings(settings: Section, values: Mapping[str, Any]) -> Section:
 
 
 def train_changes(settings: Train, ranks: int) -> list[tuple[str, dict[str, Any]]]:
-    """Options that change nothing of what is trained, and their values, in the order in which they are tried."""
+    """Options that save memory and do not change the training result, with values, in the order in which they are
+    tried."""
     every_block = {"gradient_checkpointing": True, "gradient_checkpointing_interval": 1}
     changes: list[tuple[str, dict[str, Any]]] = [("gradient_checkpointing true of every block", every_block)]
     if settings.ema:
@@ -230,16 +233,16 @@ def find_plan(config: Config) -> plans.Plan | None:
 
 
 def list_buckets(model: Model, datasets: Sequence[Dataset], plan: plans.Plan | None) -> tuple[list[str], str]:
-    """The buckets, and where they are from: the plan, or the sizes and frames of the datasets."""
+    """Returns the buckets and the name of their source: the plan, or the sizes and frames of the datasets."""
     if plan is not None:
-        alone = pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES))  # which are not trained on
+        alone = pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES))  # sources are not trained on
         if buckets := pc.unique(plan.active.filter(pc.invert(alone)).column("bucket")).to_pylist():
             return buckets, "the plan"
     return sorted(set(_possible_buckets(model, datasets))), "the datasets' sizes, as there is no plan yet"
 
 
 def longest_text(config: Config, plan: plans.Plan | None) -> int:
-    """Tokens that are stored of the longest text, at most: of one in the plan a token for every byte."""
+    """Upper bound of the stored tokens of the longest text; for a text in the plan, one token per byte."""
     most = config.text.max_length or config.model.template.max_length
     if plan is not None:
         active = plan.text_table.filter(pc.is_in(plan.text_table.column("text_id"), value_set=plan.active_text_ids))
@@ -280,33 +283,33 @@ def _possible_buckets(model: Model, datasets: Sequence[Dataset]) -> Iterator[str
 
 
 def _references(condition: Condition | None, dataset: Dataset) -> tuple[tuple[int, int], ...]:
-    """Sizes of as many references as the dataset's items may have: squares of the largest area."""
+    """Sizes of an item's references, as many as the dataset's items may have: squares of the largest area."""
     if condition is None or condition.size is None:
         return ()
     side = math.isqrt(condition.size.area) // condition.size.multiple * condition.size.multiple
     return ((side, side),) * len(dataset.source_roles)
 
 
-#: Of tensors of a text token that are alive in a block at once: of the width of the hidden states (input, residual,
-#: norm, query, keys and values, attention's output), and of the width inside of the feed-forward.
+#: Number of tensors per text token that are alive in a block at once: tensors with the width of the hidden states
+#: (input, residual, norm, query, keys and values, attention's output), and with the inner width of the feed-forward.
 HIDDEN_TENSORS, INNER_TENSORS = 8, 3
-#: Of the activations of an autoencoder those that `latents.chunk_frames` leaves: two of four.
+#: Share of an autoencoder's activations that remains with `latents.chunk_frames`: two of four.
 CHUNKED_SHARE = 0.5
 
-CACHED_IMAGES = 64  # of whose features encode-text keeps those of the last ones
+CACHED_IMAGES = 64  # number of last images whose features encode-text keeps
 
 
 def estimate_text(base: Model, text: Text, shapes: Shapes, length: int) -> EncoderMemory:
-    """Predict encode-text: the language model, other text models beside it, and a pass with texts of which the longest
-    has `length` tokens that are stored; before it one of the vision model where prompts have images. base: the model
-    that is trained."""
+    """Predict encode-text: the language model, additional text models, and a pass with texts of which the longest has
+    `length` tokens that are stored; before it a pass of the vision model if prompts have images. base: the model that
+    is trained."""
     template = base.template
     dtype = torch.bfloat16 if text.quantization == "bf16" else getattr(torch, text.precision or base.precision)
     types = base.family_spec.model_classes
     model = _untrained(types["text_encoder"], shapes["text_encoder"], dtype)
     if not template.with_image and hasattr(model, "visual"):
         del model.visual
-    if hasattr(model, "decoder"):  # transformers' model of a T5 has one, and no pipeline uses it
+    if hasattr(model, "decoder"):  # transformers' T5 model has a decoder, which pipelines do not use
         del model.decoder
     layers = model.encoder.block if hasattr(model, "encoder") else getattr(model, "language_model", model).layers
     others = [
@@ -320,7 +323,7 @@ def estimate_text(base: Model, text: Text, shapes: Shapes, length: int) -> Encod
     tokens = max(text.batch_tokens, longest)
     inner = settings.d_ff if hasattr(settings, "d_ff") else settings.intermediate_size
     eager = (text.attention or base.family_spec.text_attention) == "eager"
-    heads = settings.num_attention_heads if eager else 0  # whose scores are stored, and in float32
+    heads = settings.num_attention_heads if eager else 0  # their scores are stored, in float32
     activations = _pass_bytes(tokens, settings.hidden_size, inner, dtype) + tokens * longest * _scores(heads, dtype)
     if not template.with_image:
         return EncoderMemory(weights, activations)
@@ -329,18 +332,18 @@ def estimate_text(base: Model, text: Text, shapes: Shapes, length: int) -> Encod
     seen = _pass_bytes(patches, vision.hidden_size, vision.intermediate_size, dtype)
     seen += patches**2 * _scores(heads, dtype)
     numbers = patches * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    seen += numbers * (torch.float32.itemsize + dtype.itemsize)  # of the picture, which comes in float32
+    seen += numbers * (torch.float32.itemsize + dtype.itemsize)  # for the image, whose values start in float32
     kept = CACHED_IMAGES * of_each * vision.out_hidden_size * dtype.itemsize
     return EncoderMemory(weights, max(activations, seen) + kept)
 
 
 def _pass_bytes(tokens: int, width: int, inner: int, dtype: torch.dtype) -> int:
-    """Activations of a block of these widths, which are small beside the weights."""
+    """Bytes of the activations of a block with these widths, which are small compared with the weights."""
     return tokens * (HIDDEN_TENSORS * width + INNER_TENSORS * inner) * dtype.itemsize
 
 
 def _scores(heads: int, dtype: torch.dtype) -> int:
-    """Bytes of a query's and a key's scores."""
+    """Bytes of the attention scores of a query and a key."""
     return heads * (2 * dtype.itemsize + 4)
 
 
@@ -383,13 +386,13 @@ def estimate_latents(model: Model, latents: Latents, shapes: Shapes, bucket: str
     dtype = getattr(torch, latents.precision or model.precision)
     with META:
         vae = getattr(diffusers, family.model_classes["vae"]).from_config(dict(shapes["vae"])).eval()
-        torch.nn.Module.to(vae, dtype)  # the class's own warns of a conversion
+        torch.nn.Module.to(vae, dtype)  # the class's own `to` warns of a conversion
     pixels = size.width * size.height * size.frames
     count = max(1, latents.batch_pixels // pixels)
     side = family.tile[0] if latents.tiling else max(size.width, size.height)
     height, width = min(size.height, side), min(size.width, side)
     passes = 1 if latents.slicing else count
-    frames = (size.frames,) if family.video or "z_dim" in vae.config else ()  # an image family may have one of clips
+    frames = (size.frames,) if family.video or "z_dim" in vae.config else ()  # an image family may have a video VAE
     weights, meter = sum_bytes(vae.parameters()), MemoryMeter()
     with META, torch.no_grad(), ExitStack() as stack:
         stack.enter_context(meter)
@@ -400,7 +403,8 @@ def estimate_latents(model: Model, latents: Latents, shapes: Shapes, bucket: str
 
 
 def text_changes(text: Text) -> list[tuple[str, dict[str, Any]]]:
-    """Options with which encode-text needs less, in the order in which they are tried. The first ones give the same."""
+    """Options with which encode-text needs less memory, in the order in which they are tried. The first options do not
+    change the result."""
     return [
         ("text.batch_tokens 1024", {"text": {"batch_tokens": min(1024, text.batch_tokens)}}),
         ("text.offload blocks", {"text": {"offload": "blocks"}}),
@@ -410,7 +414,7 @@ def text_changes(text: Text) -> list[tuple[str, dict[str, Any]]]:
 
 
 def latent_changes(model: Model, latents: Latents) -> list[tuple[str, dict[str, Any]]]:
-    """Options with which encode-latents needs less. Tiles give other latents, and come last."""
+    """Options with which encode-latents needs less memory. Tiling changes the latents and comes last."""
     changes: list[tuple[str, dict[str, Any]]] = [("latents.slicing true", {"latents": {"slicing": True}})]
     if model.family_spec.frame_chunks and not latents.chunk_frames:
         changes.append(("latents.chunk_frames 4", {"latents": {"chunk_frames": 4}}))

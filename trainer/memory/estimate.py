@@ -1,9 +1,9 @@
 """Device and host memory of a run, predicted from its settings and the transformer's config.json.
 
-The transformer is built on torch's meta device, where tensors have shapes and no bytes; adapters are attached, and one
-step is computed there by the code that trains. Counted are the bytes of all tensors that are alive at once. Not
-counted: memory inside kernels (cuBLAS, cuDNN), the CUDA context (0.3 to 0.6 GB), the allocator's fragments, and what
-methods compute. Attention counts as a kernel that stores no scores; NABLA's choice of blocks is in it.
+The transformer is built on torch's meta device, whose tensors have shapes and no bytes; adapters are attached, and one
+step is computed there by the training code. The prediction counts the bytes of all tensors that are alive at once. Not
+counted: memory inside kernels (cuBLAS, cuDNN), the CUDA context (0.3 to 0.6 GB), the allocator's fragments, and the
+computations of methods. Attention counts as a kernel that does not store scores; NABLA's choice of blocks is included.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,18 +41,19 @@ from trainer.setup.load import choose_dtypes
 from trainer.setup.wrap import AUTOCAST, Denoiser, gathered_dtype, uses_sharding
 
 Parts = tuple[int, int, int, int]
-#: of the Python process beside the model: torch, diffusers, peft, data. Measured on a CPU: 750 to 1000 MiB
+#: Bytes of the Python process without the model: torch, diffusers, peft, data. Measured on a CPU: 750 to 1000 MiB
 LIBRARIES = 900 << 20
-#: of the files that diffusers writes a model in; one at a time is copied to the host
+#: Bytes of one of the files in which diffusers writes a model; one file at a time is copied to the host
 MODEL_FILE = 10_000_000_000
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes. Device: `weights` (frozen and trained), `gradients`, `optimizer` (its state), `average` (EMA) and
-    `activations` (all else at the moment of the largest sum), whose sum is `device`. `offloaded`: what waits on the
-    host while training: blocks, activations, EMA. `host`: at its peak, while loading, training or saving; on a CPU
-    the device's are in it. `checkpoint`: one checkpoint folder. `bucket`: the largest."""
+    """The memory of a run in bytes. On the device: `weights` (frozen and trained), `gradients`, `optimizer` (its
+    state), `average` (EMA) and `activations` (all other tensors at the moment of the largest sum); their sum is
+    `device`. `offloaded`: blocks, activations and EMA that are kept on the host while training. `host`: peak while
+    loading, training or saving; on a CPU it includes the device's bytes. `checkpoint`: one checkpoint folder. `bucket`:
+    the largest bucket."""
 
     device: int
     weights: int
@@ -68,7 +69,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained weights: how many numbers of each dtype, and of the largest parameter."""
+    """Sizes of the trained weights. numbers: dtype -> count of numbers. largest: count of the largest parameter."""
 
     numbers: Mapping[torch.dtype, int]
     largest: int
@@ -84,7 +85,7 @@ class Trained:
 
     @property
     def working(self) -> int:
-        """Bytes that the optimizer's step needs beside weights, gradients and state."""
+        """Bytes that the optimizer's step needs in addition to weights, gradients and state."""
         return int(sum(count * self.states[dtype].working for dtype, count in self.numbers.items())) + int(
             max(self.largest * state.working_one for state in self.states.values())
         )
@@ -99,12 +100,12 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The prediction for a transformer whose config.json has `shape`, for the largest bucket.
 
-    text_length: tokens of the longest text. ranks: processes that share the work. ValueError where no adapter fits,
-    RunError where the optimizer is not installed. Any train.device but cpu counts as a GPU.
+    text_length: tokens of the longest text. ranks: number of processes that share the work. Raises ValueError if no
+    adapter fits, RunError if the optimizer is not installed. Any train.device but cpu counts as a GPU.
     """
     settings, family = config.train, module_of(config.model.family_spec)
     dtype, autocast = choose_dtypes(settings, config.model)
-    # Its values change no size.
+    # The initial values do not affect sizes.
     adapter = settings.adapter.changed(init_weights="default")
     file = read_initial(adapter)
     with META:
@@ -132,7 +133,7 @@ def estimate_memory(
     moved, peak = step_memory(model, family, config.model, settings, bucket, text_length, kernels)
     activations = max(peak - weights - sum_bytes(trainable), trained.working)
     sharded = uses_sharding(settings.parallel, ranks)
-    # Gradients that DistributedDataParallel does not send yet are apart from those that it sends.
+    # DistributedDataParallel holds gradients that are not sent yet separately from the gradients that it sends.
     gradients = trained.bytes * (2 if ranks > 1 and not sharded and settings.accumulate > 1 else 1)
     average = 4 * sum(trained.numbers.values()) if settings.ema else 0
     near = average if settings.ema and settings.ema.device == "auto" else 0
@@ -165,11 +166,12 @@ def estimate_memory(
 
 
 def share_parts(parts: Parts, outside: int, blocks: Sequence[int], settings: Parallel, ranks: int) -> tuple[Parts, int]:
-    """(weights, gradients, state, average) on each device, and the bytes on the host, where ranks share the model.
+    """Returns (weights, gradients, state, average) on each device, and the bytes on the host, for a sharded model.
 
-    Beside its shards a rank has the weights that are gathered: of two blocks, as the next one's come while one
-    computes, and all that is outside of the blocks, until the backward pass ends. blocks: bytes that each is gathered
-    in."""
+    In addition to its shards a rank holds gathered weights: the weights of two blocks, because the next block is
+    gathered while one computes, and all weights outside of the blocks, until the backward pass ends. blocks: bytes of
+    each gathered block.
+    """
     kept = sum(blocks) if not settings.reshard_after_forward else sum(sorted(blocks)[-2:])
     weights, gradients, state, average = (-(-part // ranks) for part in parts)
     if settings.cpu_offload:
@@ -178,7 +180,7 @@ def share_parts(parts: Parts, outside: int, blocks: Sequence[int], settings: Par
 
 
 def gathered_bytes(block: torch.nn.Module, cast: bool) -> int:
-    """Bytes of a block's weights. cast: from float32 to bfloat16, those that autocast casts."""
+    """Bytes of a block's weights. cast: whether weights that autocast casts count in bfloat16 instead of float32."""
     chosen = [part for part in block.modules() if cast and isinstance(part, AUTOCAST)]
     return sum_bytes(block.parameters()) - sum(sum_bytes(part.parameters(recurse=False)) for part in chosen) // 2
 
@@ -194,7 +196,7 @@ def find_trained(weights: Iterable[torch.nn.Parameter], settings: Train) -> Trai
 
 def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> tuple[int, int]:
     """Bytes of the frozen weights that block offload keeps on the host, and of the copies that the device has at most:
-    those of a group, or of two."""
+    one group, or two."""
     offload = settings.offload
     if not offload.blocks:
         return 0, 0
@@ -208,7 +210,7 @@ def exported_bytes(model: Any, adapter: Adapter, trained: int) -> int:
     if adapter.type == "full":
         return sum_bytes(model.parameters())
     files = len({"diffusers", *adapter.formats}) + (adapter.type == "lokr")  # LyCORIS' file
-    # With PiSSA and OLoRA the file has the difference of two.
+    # With PiSSA and OLoRA the file has the difference of two adapters, of twice the rank.
     return trained * files * (2 if adapter.init_weights in MUTATING_INITS else 1)
 
 
@@ -237,8 +239,8 @@ def step_memory(
     text_length: int,
     kernels: KernelMode,
 ) -> tuple[int, int]:
-    """(bytes of activations on the host at most, bytes on the device at most, weights included) of the forward and
-    backward passes of one step. about: the section `model` of the configuration."""
+    """Returns the largest bytes of activations on the host, and the largest bytes on the device including weights,
+    during the forward and backward passes of one step. about: the section `model` of the configuration."""
     offload = settings.offload
     denoiser = Denoiser(model, family, about.task, None, {}, Offload(blocks=offload.blocks))
     meter, moved = MemoryMeter(), SavedOnHost()
@@ -262,7 +264,7 @@ def step_memory(
 
 
 def make_batch(model: Any, about: Model, size: int, bucket: str, text_length: int) -> Batch:
-    """A batch of `size` samples on the meta device, all but the texts' mask, whose values are looked at."""
+    """Make a batch of `size` samples on the meta device, except the texts' mask, whose values are read."""
     spec, task = about.family_spec, about.task
     widths = {name: model.config[key] for name, key in spec.text_widths.items()}
     latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(spec, bucket), device=META)

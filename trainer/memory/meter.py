@@ -1,5 +1,5 @@
-"""Tensors without bytes that take what tensors of a device would take, a meter of the memory they stand for, and the
-memory of an optimizer, measured with small matrices."""
+"""Measures memory without allocating it: tensors without bytes with the memory layout of a device's tensors, a meter of
+the bytes that they would take, and the memory of an optimizer, measured with small matrices."""
 
 import weakref
 from contextlib import nullcontext
@@ -20,7 +20,8 @@ from trainer.setup.quantize import base_matrices, can_quantize, packed_bytes
 
 META = torch.device("meta")
 TRIAL_SHAPE = (256, 256)
-#: Matrices of two trials. A loop over parameters may keep what the one before needed, so no trial has only one.
+#: Numbers of matrices in two trials. A loop over parameters may still hold the previous parameter's tensors, so a trial
+#: has at least two matrices.
 FEW, MORE = 2, 6
 
 
@@ -53,15 +54,14 @@ class MemoryMeter(TorchDispatchMode):
 
 
 class KernelMode(TorchFunctionMode):
-    """Imitates what a device's own kernels do and meta tensors do not: attention that stores no scores, and
-    autocast."""
+    """Imitates a device's kernels on meta tensors: attention that does not store scores, and autocast."""
 
     CAST = (torch.nn.functional.linear, torch.nn.functional.conv2d, torch.matmul, torch.bmm)
 
     def __init__(self, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.autocast = autocast
-        self.casts: dict[torch.Tensor, torch.Tensor] = {}  # as autocast keeps those of weights until the pass ends
+        self.casts: dict[torch.Tensor, torch.Tensor] = {}  # autocast keeps casts of weights until the pass ends
         self.entered = False
 
     def __enter__(self) -> "KernelMode":
@@ -74,7 +74,7 @@ class KernelMode(TorchFunctionMode):
         super().__exit__(*error)
 
     def follow(self, block: torch.nn.Module) -> None:
-        """Have the mode on too where the backward pass, which runs without it, computes a block again."""
+        """Enable the mode when the backward pass, which runs outside the mode, computes a block again."""
         compute = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ class KernelMode(TorchFunctionMode):
 
 
 def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, scale: Any = None, **__: Any) -> Any:
-    """Attention by the kernel whose memory is that of all flash kernels: the output and a number for each row."""
+    """Attention by a kernel with the memory of any flash kernel: the output and a number for each row."""
     if attn_mask is not None:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device=META)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -112,8 +112,8 @@ def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, sca
 
 
 class SavedOnHost:
-    """Hooks for saved tensors that give back tensors of the same layout, and count the bytes that `save_on_host` would
-    hold at most."""
+    """Hooks for saved tensors that return tensors of the same layout, and count the largest number of bytes that
+    `save_on_host` would hold."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
@@ -133,7 +133,7 @@ class SavedOnHost:
 
 
 class SavedTensor:
-    """All of a tensor but its values."""
+    """Metadata of a tensor: size, stride, dtype, device and bytes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
@@ -141,19 +141,19 @@ class SavedTensor:
 
 
 class QuantizedLinear(torch.nn.Linear):
-    """A linear layer on the meta device whose weight has the storage of a quantized one, and whose passes make the
-    tensors that the library `name` makes (optimum-quanto 0.2, torchao 0.18, bitsandbytes 0.50)."""
+    """A linear layer on the meta device whose weight has the storage of a quantized weight, and whose passes create the
+    same tensors as the library `name` (optimum-quanto 0.2, torchao 0.18, bitsandbytes 0.50)."""
 
     def __init__(self, part: torch.nn.Linear, name: str) -> None:
         super().__init__(part.in_features, part.out_features, part.bias is not None, META, part.weight.dtype)
         self.name, self.bias = name, part.bias
         packed = torch.empty(packed_bytes(part, name) // 2, dtype=torch.bfloat16, device=META)
-        # Any dtype and shape: what looks at them, such as DoRA, sees those of the matrix.
+        # The weight has the dtype and shape of the original matrix, because code such as DoRA reads them.
         whole = torch.empty(0, dtype=part.weight.dtype, device=META).set_(packed.untyped_storage())
         self.weight = torch.nn.Parameter(whole.as_strided(part.weight.shape, (0, 1)), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.name.endswith("torchao"):  # a product like any other: autograd keeps the whole matrix
+        if self.name.endswith("torchao"):  # an ordinary product: autograd keeps the whole matrix
             matrix = torch.empty(self.weight.shape, dtype=x.dtype, device=x.device)
             scale = torch.empty(self.out_features, dtype=x.dtype, device=x.device)
             out = torch.mm(x.reshape(-1, x.shape[-1]), matrix.t()) * scale
@@ -165,7 +165,7 @@ class QuantizedLinear(torch.nn.Linear):
 
 class DequantizedProduct(torch.autograd.Function):
     """x times the transposed matrix, which is made in each pass; `keep` keeps the input for the backward pass, as
-    optimum-quanto does without need."""
+    optimum-quanto does unnecessarily."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, keep: bool) -> torch.Tensor:
@@ -189,9 +189,9 @@ def quantize_shapes(model: Any, family: ModelFamily, name: str) -> None:
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes for each trained number: `state`, and what a step needs besides, `working`, of which as much as is needed
-    for one parameter at a time is `working_one`. averages: whether it keeps the weights that are saved apart from those
-    that are trained."""
+    """Bytes of an optimizer for each trained number. state: bytes of the state. working: additional bytes during a
+    step. working_one: additional bytes during a step that are needed for one parameter at a time. averages: whether the
+    optimizer stores averaged weights for saving separately from the trained weights."""
 
     state: float
     working: float
@@ -199,14 +199,14 @@ class OptimizerMemory:
     averages: bool
 
 
-#: Of an optimizer that runs on no CPU.
+#: Assumed for an optimizer that does not run on a CPU
 LIKE_ADAMW = OptimizerMemory(8, 4, 0, False)
 
 
 def measure_optimizer(settings: Optimizer, dtype: torch.dtype, cpu: bool) -> OptimizerMemory:
-    """From steps on a CPU with few matrices and with more, once in a process for equal settings. cpu: whether training
-    runs on one, too; elsewhere torch's own optimizers take all parameters at once. RunError where the optimizer is not
-    installed."""
+    """Measure an optimizer by steps on a CPU with few matrices and with more, once in a process for equal settings.
+    cpu: whether training runs on a CPU, too; on other devices torch's own optimizers update all parameters at once.
+    Raises RunError if the optimizer is not installed."""
     return _measure(settings.model_dump_json(), dtype, cpu)
 
 
@@ -227,7 +227,8 @@ def _measure(settings_json: str, dtype: torch.dtype, cpu: bool) -> OptimizerMemo
 
 
 def trial(settings: Optimizer, dtype: torch.dtype, count: int) -> tuple[int, int, bool]:
-    """(bytes of one matrix' state, those that a step of `count` matrices needs besides, whether it averages)."""
+    """Returns (bytes of one matrix's state, additional bytes during a step of `count` matrices, whether the optimizer
+    averages weights)."""
     weights = {str(number): torch.nn.Parameter(torch.ones(TRIAL_SHAPE, dtype=dtype)) for number in range(count)}
     optimizer = make_optimizer(weights, settings)
     for weight in weights.values():

@@ -1,4 +1,4 @@
-"""Training methods: a file each, which `METHODS` names."""
+"""Training methods: one file per method; `METHODS` lists them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,9 +12,9 @@ from trainer.methods.regularization import RegularizationMethod
 from trainer.methods.scheduled_sampling import ScheduledSamplingMethod
 from trainer.methods.tread import TreadMethod
 
-#: Key of train.methods -> what makes the method from its section.
-#: In the order in which `prepare` is called: scheduled sampling takes the input to be on the line between latents and
-#: noise, and regularization asks the base model about the input that is trained on. What changes the input is between.
+#: Key of train.methods -> class that makes the method from its section. In the order in which `prepare` is called:
+#: scheduled sampling requires an input on the line between latents and noise, and regularization computes the base
+#: model's prediction for the final input. Methods that change the input are in between.
 METHODS: dict[str, Callable[[Any], Method]] = {
     "masked_loss": MaskedLossMethod,
     "tread": TreadMethod,

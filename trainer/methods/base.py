@@ -1,7 +1,8 @@
-"""The contract of a training method: what it adds to the plain flow-matching loss. Nothing of a method is in the loop.
+"""The interface of training methods, which extend the plain flow-matching loss. The training loop has no code of a
+particular method.
 
-A method is a file of this folder, a section of the configuration under train.methods, which names the tensors that it
-needs of a sample, and a row of METHODS in `trainer/methods/__init__.py`.
+A method consists of a file in this folder, a section of the configuration under train.methods, which lists the tensors
+of a sample that the method needs, and a row of METHODS in `trainer/methods/__init__.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,35 +21,37 @@ from trainer.noise import seeded_noise, seeded_uniform
 
 
 class MethodError(LatentpressError):
-    """A method that can't be used with this transformer or set."""
+    """Raised if a method can't be used with this transformer or set."""
 
     exit_code = USAGE
 
 
 class Predict(Protocol):
-    """A forward pass without gradient and dropout, apart from DistributedDataParallel. Every rank takes as many (see
-    `MethodStep.most_passes`)."""
+    """A forward pass without gradient and dropout, outside DistributedDataParallel. Every rank makes the same number of
+    passes (see `MethodStep.most_passes`)."""
 
     def __call__(
         self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, base: bool = False
     ) -> torch.Tensor:
-        """The velocity in float32. base: that of the model without its adapter, which only a LoRA or LoKr has."""
+        """Returns the velocity in float32. base: whether to compute without the adapter, which only a LoRA or LoKr
+        supports."""
 
 
 @dataclass
 class MethodStep:
-    """One forward and backward pass, as methods see it. `prepare` may replace its input and target.
+    """The values of one forward and backward pass that methods can access. `Method.prepare` may replace the input and
+    target.
 
-    number: optimizer steps done before this one, of `steps`. model: the family's transformer. most_passes: of a number
-    of forward passes the largest of all ranks where they share one model, and each has to take as many; else the number
-    itself. Every rank calls it. host_sigma_B: sigma_B, on the host. shift: of the schedule of sigma. identities: (B,)
-    text that determines a sample's random numbers. noisy_BCTHW: the input, in float32. Its first
-    `family.clean_frames(task)` frames are given (i2v) and replaced by those of the condition, which has no noise.
-    target_BCTHW: what the prediction is compared with. prediction_BCTHW: the predicted velocity, None until the forward
-    pass is done. weight_BTHW: the product of the methods' factors of the squared errors, known to `Method.loss`.
-    logged: see `log`. kept_tokens: index in `visual_blocks` -> the positions (B, K) of the only tokens that this block
-    computes, where a method drops the others. A forward hook on such a block, registered with prepend=True, sees the K
-    tokens.
+    number: number of optimizer steps before this one, of `steps` in total. model: the family's transformer.
+    most_passes: function of a rank's number of forward passes that returns the largest number of all ranks if they
+    share one sharded model, because each rank has to make the same number of passes; otherwise it returns its argument.
+    Every rank calls it. host_sigma_B: sigma_B on the CPU. shift: shift of the sigma schedule. identities: (B,) strings
+    that determine the random numbers of each sample. noisy_BCTHW: the input, in float32. Its first
+    `family.clean_frames(task)` frames are given (i2v) and replaced by the frames of the condition, which has no noise.
+    target_BCTHW: target of the prediction. prediction_BCTHW: the predicted velocity, None until the forward pass is
+    done. weight_BTHW: product of all methods' factors of the squared errors, available in `Method.loss`. logged: see
+    `log`. kept_tokens: block index in `visual_blocks` -> positions (B, K) of the tokens that this block computes, if a
+    method drops the remaining tokens. A forward hook on such a block, registered with prepend=True, gets the K tokens.
     """
 
     number: int
@@ -80,29 +83,29 @@ class MethodStep:
         return self.family.token_grid(self.model, self.batch)
 
     def log(self, name: str, value_B: torch.Tensor) -> None:
-        """A number of each sample, whose mean over the global batch becomes a metric of the optimizer step. All
+        """Log a number per sample; the mean over the global batch becomes a metric of the optimizer step. All
         micro-batches of a step, on all ranks, log the same names in the same order."""
         self.logged[name] = value_B.detach()
 
     def uniform(self, purpose: str, *shape: int) -> torch.Tensor:
-        """(B, *shape) numbers in 0..1 on the CPU, the same for the same step, position and purpose on any number of
-        ranks."""
+        """Returns (B, *shape) uniform numbers in 0..1 on the CPU; step, position in the global batch and purpose
+        determine them, for any number of ranks."""
         return seeded_uniform(self.identities, purpose, shape)
 
     def normal(self, purpose: str, *shape: int) -> torch.Tensor:
-        """Numbers like those of `uniform`, of the standard normal distribution, on the device of the step's noise."""
+        """Returns (B, *shape) standard normal numbers, determined as in `uniform`, on the device of the noise."""
         return seeded_noise(self.identities, purpose, shape, self.noise_BCTHW.device)
 
 
 class Method:
-    """Does nothing; a method overrides what it needs. The tensors that it needs are named by its section. Eval loss and
-    validation call nothing of it."""
+    """Base class whose functions do nothing; a method overrides the functions that it needs. The method's section lists
+    the tensors that it needs. The evaluation loss and validation do not use methods."""
 
     def setup(self, model: Any, family: ModelFamily, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Called once, before weights are loaded: MethodError where the method can't be used.
+        """Called once, before weights are loaded. Raises MethodError if the method can't be used.
 
-        model: the transformer on the meta device, without weights. shapes: those of one sample's tensors, by name.
-        torch is seeded for what is drawn here.
+        model: the transformer on the meta device, without weights. shapes: name -> shape of one sample's tensor.
+        torch's global seed is set before this call.
         """
 
     def modules(self) -> torch.nn.Module | None:
@@ -110,35 +113,36 @@ class Method:
         return None
 
     def prepare(self, step: MethodStep) -> None:
-        """Replace input or target, perhaps by forward passes of `step.predict`. Methods are called in the order of
-        METHODS, all of them before the first `around`. sigma_B stays as it is."""
+        """Replace the input or target, for example by forward passes of `step.predict`. Methods are called in the order
+        of METHODS, and each `prepare` is called before the first `around`. sigma_B must not change."""
 
     def around(self, step: MethodStep) -> AbstractContextManager[None]:
         """Entered before the forward pass and left after the backward pass, since gradient checkpointing computes
-        blocks again in the latter. Whatever is drawn at random is drawn once, here or in `prepare`."""
+        blocks again in the backward pass. Random numbers are drawn once, here or in `prepare`."""
         return nullcontext()
 
     def loss_weight(self, step: MethodStep) -> torch.Tensor | None:
-        """(B, T, h, w) factors of the squared errors; T is 1 where all frames share them."""
+        """Returns (B, T, h, w) factors of the squared errors; T is 1 if all frames share them."""
         return None
 
     def loss(self, step: MethodStep) -> torch.Tensor | None:
-        """(B,) added to the flow-matching loss. Called after the forward pass. A method with modules always returns a
-        loss that depends on all of their weights, if only times 0: DistributedDataParallel waits for each gradient."""
+        """Returns a loss (B,) that is added to the flow-matching loss. Called after the forward pass. A method with
+        modules always returns a loss that depends on all of their weights, multiplied by 0 if necessary, because
+        DistributedDataParallel waits for each gradient."""
         return None
 
     @property
     def reads_numbers(self) -> bool:
-        """Whether the next step depends on what `finish_step` is given, which is waited for then."""
+        """Whether the next step depends on the numbers passed to `finish_step`; if so, each step waits for them."""
         return False
 
     def finish_step(self, numbers: Mapping[str, float]) -> None:
-        """Called after the backward passes of an optimizer step with the means of what was logged, the same on all
+        """Called after the backward passes of an optimizer step. numbers: means of the logged numbers, the same on all
         ranks."""
 
     def state(self) -> dict[str, Any]:
-        """JSON that checkpoints keep of the method beside its weights."""
+        """Returns the method's state as JSON, which checkpoints store in addition to the method's weights."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. ValueError for what it can't have returned."""
+        """Restore the state that `state` returned. Raises ValueError for an invalid state."""

@@ -1,20 +1,20 @@
 """CREPA: the hidden states of one transformer block are aligned with vision features of the frame and its neighbors.
 
-Hwang et al. 2025, "Cross-Frame Representation Alignment for Fine-Tuning Video Diffusion Models", arXiv 2506.09229. What
-is added to a sample's loss is
+Hwang et al. 2025, "Cross-Frame Representation Alignment for Fine-Tuning Video Diffusion Models", arXiv 2506.09229. The
+term that is added to a sample's loss is
 
     -weight * mean over frames f and their tokens of [cos(p(h_f), y_f) + sum over k = f - d, f + d of
                                                       exp(-d / tau) * cos(p(h_f), y_k)]
 
 with h the block's output, p a LayerNorm and a Linear that are trained and thrown away, y DINOv2's patch tokens, d the
 distance and tau a temperature. Neighbors outside of the clip have no term. A clip of one frame, or an image, has no
-neighbors: that is REPA (Yu et al. 2024, arXiv 2410.06940).
+neighbors: the loss is then REPA (Yu et al. 2024, arXiv 2410.06940).
 
 encode-vision has computed y from the frames themselves, so nothing is decoded here and no vision model is loaded. y is
 enlarged to the transformer's tokens (bilinear), and never shifted: both grids divide the same frame evenly. Text tokens
-have no term. i2v's clean first frame has, as in SimpleTuner. Where another method weighs the squared errors
-(`masked_loss`), the same factors weigh the tokens' similarities. Of tokens that another method drops in the block
-(`tread`), none has a term.
+have no term. i2v's clean first frame has a term, as in SimpleTuner. If another method weights the squared errors
+(`masked_loss`), the same factors weight the tokens' similarities. Tokens that another method drops in the block
+(`tread`) have no term.
 """
 
 import math
@@ -34,17 +34,17 @@ from trainer.schedules import scheduled_value
 
 
 class CREPAMethod(Method):
-    """similarity: the moving average of the bracket above. ended: whether it has reached the threshold for good."""
+    """similarity: moving average of the bracket above. ended: whether the loss has ended because of the threshold."""
 
     def __init__(self, settings: CREPA) -> None:
         self.settings = settings
         self.similarity: float | None = None
         self.ended = False
         self._projection: torch.nn.Module | None = None
-        self._width = 0  # of the hidden states
+        self._width = 0  # width of the hidden states
         self._hidden: torch.Tensor | None = None  # (B, L or more, D)
         self._hook: RemovableHandle | None = None
-        self._tokens = FIRST_TOKENS  # where the block has those that it computes
+        self._tokens = FIRST_TOKENS  # positions of the visual tokens in the block's output
 
     def setup(self, model: Any, family: ModelFamily, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._width = family.hidden_size(model)
@@ -67,7 +67,8 @@ class CREPAMethod(Method):
         return scheduled_value(settings.schedule, *ends, number, last, **options)
 
     def measures(self, number: int, steps: int) -> bool:
-        """Whether the similarity is computed in this step: it is trained on, or may fall below the threshold again."""
+        """Whether the similarity is computed in this step: for the loss, or because it may fall below the threshold
+        again."""
         past = self.settings.cutoff_step is not None and number >= self.settings.cutoff_step
         recovers = self.settings.threshold_mode == "recoverable" and self.settings.similarity_threshold is not None
         return self.weight(number, steps) > 0 or (recovers and not past)
@@ -86,13 +87,13 @@ class CREPAMethod(Method):
             self._release()
 
     def _keep(self, block: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep what the block computes. With gradient checkpointing this is the tensor that the next block reads, too,
-        so gradients reach it; `loss` removes the hook before the block is computed again."""
+        """Keep the block's output. With gradient checkpointing this is the same tensor that the next block reads, so
+        gradients reach it; `loss` removes the hook before the block is computed again."""
         if torch.is_grad_enabled():
             self._hidden = self._tokens.read_output(output)
 
     def _release(self) -> torch.Tensor | None:
-        """Return what was kept, once."""
+        """Remove the hook; return the kept output, and forget it."""
         if self._hook is not None:
             self._hook.remove()
         hidden, self._hidden, self._hook = self._hidden, None, None
@@ -121,13 +122,13 @@ class CREPAMethod(Method):
         return loss_B
 
     def nothing(self, step: MethodStep) -> torch.Tensor:
-        """(B,) zeros that depend on every weight of the projection."""
+        """Returns zeros (B,) that depend on every weight of the projection."""
         assert self._projection is not None
         return 0.0 * self._projection(step.sigma_B.new_zeros(len(step.batch), self._width)).mean(-1)
 
     def targets(self, step: MethodStep) -> torch.Tensor:
-        """(B, T, rows, columns, C): what a token's projection is multiplied with, the weighted sum of the unit vectors
-        of its place in its own frame and the neighbors."""
+        """Returns (B, T, rows, columns, C): the vector by which a token's projection is multiplied, the weighted sum of
+        the unit vectors at its position in its own frame and in the neighboring frames."""
         features_BTHWC, grid = step.batch.extras["vision"].float(), step.grid
         if features_BTHWC.ndim != 5 or features_BTHWC.shape[1] != grid.frames:
             raise MethodError(
@@ -143,7 +144,7 @@ class CREPAMethod(Method):
         return add_neighbors(unit_BTHWC, self.distances, self.settings.adjacent_tau)
 
     def take(self, step: MethodStep, values_BTHWD: torch.Tensor) -> torch.Tensor:
-        """(B, L, D): values on the token grid, of the tokens that the block computes, in their order."""
+        """Returns (B, L, D): values on the token grid for the tokens that the block computes, in token order."""
         values_BLD, positions_BK = step.grid.flatten(values_BTHWD), step.kept_tokens.get(self.settings.block_index)
         return values_BLD if positions_BK is None else values_BLD.take_along_dim(positions_BK[..., None], 1)
 
@@ -173,7 +174,8 @@ class CREPAMethod(Method):
 
 
 def add_neighbors(values_BTHWC: torch.Tensor, distances: range, tau: float) -> torch.Tensor:
-    """Each frame and, times exp(-d / tau), those d before and after it, for each of `distances`."""
+    """Add to each frame the frames at distance d before and after it, times exp(-d / tau), for each d in
+    `distances`."""
     summed = values_BTHWC.clone()
     for d in distances:
         factor = math.exp(-d / tau)

@@ -1,7 +1,8 @@
-"""More noise in the input than the target knows of, as at inference, where the input has the errors of earlier steps.
+"""Adds noise to the input that is not part of the target, because at inference the input has the errors of earlier
+steps.
 
 Source: Ning et al. 2023, "Input Perturbation Reduces Exposure Bias in Diffusion Models" (ICML 2023), arXiv 2301.11706;
-for flow matching as sd-scripts (ip_noise_gamma) and SimpleTuner (input_perturbation) have it.
+for flow matching as in sd-scripts (ip_noise_gamma) and SimpleTuner (input_perturbation).
 """
 
 from schemas.config.methods import InputPerturbation
@@ -22,6 +23,6 @@ class InputPerturbationMethod(Method):
         step.noisy_BCTHW = step.noisy_BCTHW + (strength * step.sigma_B).view(-1, 1, 1, 1, 1) * xi_BCTHW
 
     def strength(self, step: int) -> float:
-        """gamma after so many optimizer steps."""
+        """Returns gamma after `step` optimizer steps."""
         left = 1 - step / self._settings.decay_steps if self._settings.decay_steps else 1
         return self._settings.strength * max(0, left)

@@ -7,9 +7,9 @@ are trained everywhere.
 
 unmasked_probability: a share of the samples, drawn at each step, is trained everywhere (OneTrainer's option;
 SimpleTuner's masked_loss_probability is 1 minus it). normalize_area: w is divided by its mean over the trained frames
-(OneTrainer's normalize_masked_area_loss), so that a sample's loss is the mean over its mask however small that is.
-prior_weight: (1 - mask) times the squared difference from the prediction without adapter, its mean times this, is added
-(OneTrainer's masked_prior_preservation_weight).
+(OneTrainer's normalize_masked_area_loss), so that a sample's loss is the mean over its mask, however small the mask is.
+prior_weight: factor of an added loss, the mean of (1 - mask) times the squared difference from the prediction without
+adapter (OneTrainer's masked_prior_preservation_weight).
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class MaskedLossMethod(Method):
         self._base_BCTHW: torch.Tensor | None = None
 
     def mask(self, step: MethodStep) -> torch.Tensor | None:
-        """(B, T, h, w), 1 everywhere of samples that are trained everywhere in this step."""
+        """Returns (B, T, h, w); 1 everywhere for samples that are trained everywhere in this step."""
         mask_BTHW = step.batch.extras.get("mask")
         if mask_BTHW is None or not self.settings.unmasked_probability:
             return mask_BTHW
@@ -40,9 +40,10 @@ class MaskedLossMethod(Method):
 
     @contextmanager
     def around(self, step: MethodStep) -> Iterator[None]:
-        """Here, and not in `prepare`, the input is final; as the first of METHODS before the others' hooks are set."""
+        """Computes the base prediction here and not in `prepare`, because the input is final. As the first of METHODS,
+        this runs before later methods register hooks."""
         self._base_BCTHW = None
-        if self.settings.prior_weight:  # without masks, too: ranks that share a model take as many forward passes
+        if self.settings.prior_weight:  # without masks, too: ranks that share a model need equal numbers of passes
             self._base_BCTHW = step.predict(step.noisy_BCTHW, step.sigma_B, step.batch, base=True)
         yield
 

@@ -1,8 +1,8 @@
-"""Regularization data: samples that keep the model as it was.
+"""Regularization data: samples that preserve the behavior of the base model.
 
-`base`: their target is the prediction of the model without its adapter, at the same noisy input, sigma and text; what
-the sample shows has no part in it but to make the input. `data`: their target is noise - x0, as of any sample, and the
-weight is the `prior_loss_weight` of DreamBooth (Ruiz et al. 2023, arXiv 2208.12242).
+`base`: the target is the prediction of the model without its adapter, at the same noisy input, sigma and text; the
+sample's content only affects the input. `data`: the target is noise - x0, as for any sample, and the weight is the
+`prior_loss_weight` of DreamBooth (Ruiz et al. 2023, arXiv 2208.12242).
 """
 
 import torch
@@ -21,7 +21,7 @@ class RegularizationMethod(Method):
         if self.settings.target == "data" or not step.most_passes(int(marked_B.any())):
             return
         rows = marked_B.nonzero()[:, 0]
-        asked = rows if len(rows) else rows.new_zeros(1)  # another rank has samples to ask about
+        asked = rows if len(rows) else rows.new_zeros(1)  # another rank has regularization samples
         device = step.sigma_B.device
         there = to_device(asked, device)
         base = step.predict(step.noisy_BCTHW[there], step.sigma_B[there], step.batch.select(asked), base=True)

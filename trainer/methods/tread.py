@@ -1,9 +1,10 @@
 """TREAD: in some blocks only a random part of the visual tokens is computed, which saves time.
 
-A route drops `selection_ratio` of the tokens at its first block (in i2v, of those after the first frame); they come
-back after its last one as they were there. What belongs to a token (its position, NABLA's neighborhoods) goes with it;
-texts, masks of texts and the modulation by the noise level are the sample's, and stay. Which tokens a block of a family
-takes, and how, `route_blocks` of the family says. Validation and eval run outside of `around`, and compute every token.
+A route drops `selection_ratio` of the tokens at its first block (in i2v, of the tokens after the first frame); they
+return unchanged after its last block. Values of a token (its position, NABLA's neighborhoods) are selected with it;
+texts, masks of texts and the modulation by the noise level belong to the sample and do not change. A family's
+`route_blocks` makes its blocks compute only the kept tokens. Validation and eval run outside of `around`, and compute
+every token.
 
 Source: Krause et al. 2025, "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training",
 arXiv:2501.04765.
@@ -41,7 +42,7 @@ class TreadMethod(Method):
                 handle.remove()
 
     def _open(self, step: MethodStep, route: Route, purpose: str) -> list[RemovableHandle]:
-        """Hooks of one route; none where no token is dropped."""
+        """Register the hooks of one route; an empty list if all tokens are kept."""
         grid, handles = step.family.token_grid(step.model, step.batch), list[RemovableHandle]()
         positions_BK = self._draw(step, route, grid, purpose)
         if positions_BK.shape[1] == grid.tokens:
@@ -57,12 +58,12 @@ class TreadMethod(Method):
         return handles
 
     def _draw(self, step: MethodStep, route: Route, grid: TokenGrid, purpose: str) -> torch.Tensor:
-        """(B, K) positions of the tokens that are kept, a function of each sample's identity. K is the same for all: a
-        mask that leaves too few to drop lets the sample's batch mates keep more, too."""
+        """Returns the positions (B, K) of the kept tokens, a function of each sample's identity. K is equal for all
+        samples: if one sample's mask leaves fewer tokens to drop, all samples of the batch keep more."""
         size, device = grid.square**2, step.batch.latents_BCTHW.device
         squares, given = grid.tokens // size, 0 if self.settings.drop_first_frame else given_squares(step, grid)
         dropped = count_dropped(route.selection_ratio, squares - given)
-        scores_BS = to_device(step.uniform(purpose, squares), device)  # the lowest are dropped, never one of 1 or more
+        scores_BS = to_device(step.uniform(purpose, squares), device)  # the lowest scores are dropped, if below 1
         scores_BS[:, :given] += 1
         mask_BTHW = step.batch.extras.get("mask")
         if mask_BTHW is not None and self.settings.keep_masked:
@@ -73,21 +74,21 @@ class TreadMethod(Method):
 
 
 def count_dropped(ratio: float, count: int) -> int:
-    """The share of so many, rounded down; within 1e-9 of a whole number it is that one: in binary 0.29 * 100 is
-    28.999..."""
+    """Returns ratio * count, rounded down. A product within 1e-9 of an integer is that integer, because in binary 0.29
+    * 100 is 28.999..."""
     return math.floor(round(ratio * count, 9))
 
 
 def given_squares(step: MethodStep, grid: TokenGrid) -> int:
-    """How many squares the leading frames have that are given (i2v)."""
-    latent_frames = step.batch.latents_BCTHW.shape[2] // grid.frames  # of one token
+    """Returns the number of squares in the leading frames that are given (i2v)."""
+    latent_frames = step.batch.latents_BCTHW.shape[2] // grid.frames  # latent frames per token
     frames = -(-step.family.clean_frames(step.task) // latent_frames)
     return frames * grid.rows * grid.columns // grid.square**2
 
 
 def covered_squares(mask_BTHW: torch.Tensor, grid: TokenGrid) -> torch.Tensor:
-    """(B, S) whether a mask is above 0 anywhere in a square of tokens; nowhere for one that covers all of them, as that
-    of a sample without a mask does."""
+    """Returns bool (B, S): whether the mask is above 0 anywhere in a square of tokens. All False for a mask that covers
+    all squares, such as the default mask of a sample without one."""
     frames, sides = min(grid.frames, mask_BTHW.shape[1]), (grid.rows // grid.square, grid.columns // grid.square)
     covered_BTHW = F.adaptive_max_pool3d(mask_BTHW[:, None].float(), (frames, *sides))[:, 0] > 0
     covered_BS = covered_BTHW.expand(-1, grid.frames, -1, -1).flatten(1)
