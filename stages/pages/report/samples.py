@@ -97,8 +97,8 @@ def gather_samples(
 
 
 def _share(listings: Sequence[RunFiles], max_bytes: int, notes: list[str]) -> tuple[list[str], int, int]:
-    """Choose (names of the rows, number of columns, bytes per cell) so that all cells have at most `max_bytes` together.
-    Sentences about rows and steps that are left out are added to `notes`."""
+    """Choose (names of the rows, number of columns, bytes per cell) so that all cells together have at most
+    `max_bytes`. Sentences about rows and steps that are left out are added to `notes`."""
     all_names = names = list(dict.fromkeys(name for one in listings for name in one.files))
     most = max((len(one.steps) for one in listings), default=0)
     columns, cells = min(most, MAX_STEPS), min(MAX_CELLS, max_bytes // MIN_CELL_BYTES)
