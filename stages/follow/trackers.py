@@ -115,6 +115,6 @@ def encode_gif(frames_THWC: np.ndarray, fps: float) -> bytes:
     for image in images:
         image.thumbnail((GIF_SIDE, GIF_SIDE), Image.Resampling.LANCZOS)
     with io.BytesIO() as file:
-        duration = 10 * max(2, round(100 * every / fps))  # ms; GIF stores hundredths of a second, and browsers slow down delays below 2
+        duration = 10 * max(2, round(100 * every / fps))  # ms; GIF stores 1/100 s, and browsers slow down below 2
         images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
         return file.getvalue()

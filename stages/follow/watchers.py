@@ -173,13 +173,13 @@ class Watch:
     """Polls runs that are being trained, for a program with --watch:
 
         for last in Watch(folders):
-            ...  # handle what the trainer has written since the previous poll
+            ...  # handle the files that the trainer has written since the previous poll
 
     Polling continues until no trainer is running. After that, or after SIGTERM or Ctrl-C, there is one last poll, so
     that no file of a trainer is missed. A watcher that `run` started polls until it gets SIGTERM, or until both `run`
     and the trainer have ended.
 
-    Between polls the terminal shows what the watcher waits for, and for how long. A program that shows its own progress
+    Between polls the terminal shows a line about the wait, and its duration. A program that shows its own progress
     calls `hide_wait` first.
 
     told: whether SIGTERM or Ctrl-C was received. on_told: function that is called when this happens.
@@ -245,7 +245,7 @@ def _is_trained(folder: Path) -> bool:
 
 
 def describe_wait(folder: Path) -> tuple[str, str]:
-    """Returns (what a watcher waits for, progress of training; "" if the progress is not known)."""
+    """Returns (description of the wait, progress of training or "" if the progress is not known)."""
     if is_running(folder) is False:
         return "waiting for training to begin", ""
     trained = [line for line in read_last_metrics(folder / METRICS_FILE) if "loss" in line]

@@ -32,7 +32,7 @@ class PictureFile:
 
 @dataclass(frozen=True)
 class Figure:
-    """Pictures, one below the other, with a caption.
+    """Pictures in a column, with a caption.
 
     alts: alternative text of each picture. crop: (left, top, width, height) in pixels of the only picture, which is
     darkened outside of this rectangle. problem: reason to show if the figure does not have pictures. link: address that

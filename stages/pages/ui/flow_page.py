@@ -89,7 +89,7 @@ def show(request: Request) -> Response:
 
 
 def _has_nothing(progress: RunProgress, status: Report | LatentpressError | None, whole: Card) -> bool:
-    """Whether the project does not have any results, and `run` was never started."""
+    """Whether the project does not have any results, and `run` can be started and was not tried."""
     if progress.state != "not started" or not isinstance(status, Report) or whole.can != ["start"] or whole.remark:
         return False
     return not any(row["done"] or row["set_aside"] for row in status.details["stages"])

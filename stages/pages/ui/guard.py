@@ -2,8 +2,8 @@
 
 A page of another site can make a browser send requests to this server. If a foreign name resolves to this machine (DNS
 rebinding), the browser also lets that site read the answers. So a request has to name a host of this machine, a request
-that changes something has to come from this server's pages, and a request from another machine needs the token's
-cookie.
+that changes something has to come from this server's pages, and every request needs the token's cookie
+if the server has a token, which it always has when it listens beyond this machine.
 """
 
 import hashlib
@@ -137,7 +137,8 @@ def find_refusal(method: str, path: str, headers: Mapping[str, str], hosts: Sequ
 
 
 def _is_ours(host: str, names: Iterable[str]) -> bool:
-    """Whether a Host header names this machine. A numeric IP address is accepted, because DNS rebinding needs a name."""
+    """Whether a Host header names this machine. A numeric IP address is accepted, because no other site can have it as
+    its name."""
     matched = _HOST.fullmatch(host.lower())
     if matched is None:
         return False

@@ -58,7 +58,7 @@ class Projects:
 
     @property
     def top(self) -> Project | None:
-        """The project whose pages are at the top, None if there is no such project."""
+        """The project whose pages are at the top; None if every project has a prefix."""
         return next((project for project in self._projects.values() if not project.site.base), None)
 
     def open(self, path: Path, at_top: bool = False) -> Project:
