@@ -1,7 +1,7 @@
-"""The events of a run, found in its folder, and the messages about them, sent by apprise: a title, a sentence and
-pictures.
+"""The events of a run, which are found in its folder, and messages about them, which are sent with apprise: a title, a
+sentence and pictures.
 
-The URL of a webhook is a secret: no message of this project has it, and apprise's own log is switched off.
+The URL of a webhook is a secret: it is not in any message or log of this project, and apprise's own log is disabled.
 """
 
 import logging
@@ -184,7 +184,7 @@ class Service:
     def __init__(self, hook: Webhook) -> None:
         from apprise import Apprise
 
-        logging.getLogger("apprise").disabled = True  # it logs addresses
+        logging.getLogger("apprise").disabled = True  # apprise logs addresses
         self.hook, self.sent, self.lost, self.problem = hook, 0, 0, ""
         self._apprise, url = Apprise(), os.environ.get(hook.url_env, "").strip()
         if not url:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 Job = Literal["pictures", "scores"]
-GIF_SIDE, GIF_FPS = 320, 12.5  # at most: 61 frames of 320x192 take about 2 MB in TensorBoard's file
+GIF_SIDE, GIF_FPS = 320, 12.5  # largest values: 61 frames of 320x192 take about 2 MB in TensorBoard's file
 
 
 class Trackers:

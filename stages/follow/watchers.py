@@ -123,8 +123,8 @@ class Watchers:
                 watcher.program, words, stdout=file, stderr=file, env=environment, start_new_session=True
             )
         end_with_this(process)
-        with suppress(OSError):  # it has ended
-            niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system ends at 19
+        with suppress(OSError):  # the process has ended
+            niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system limits it to 19
             os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
         self._console.log(f"beside training: {watcher.program} --watch, its log: {shown_path(log)}")
         return process

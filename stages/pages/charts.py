@@ -28,7 +28,7 @@ MARKED_POINTS = 60  # curves with at most this many points have a dot for each p
 SIDE = 1000  # width and height in SVG coordinates, which are stretched to the size of the plot
 MARGIN = 0.06  # empty share of the range of values, above and below
 MAX_TICKS = 5  # intervals between ticks
-#: Okabe and Ito's colors for the color-blind without black and yellow, and two more; seen on white and on black.
+#: Okabe and Ito's colors for the color-blind without black and yellow, and two more; visible on white and on black.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
 DASHES = ("", "6", "2 4", "2 4 6 4")
 Line = Mapping[str, Any]
@@ -144,7 +144,7 @@ class Chart:
 
     @property
     def thinning(self) -> list[str]:
-        """A note if points are left out."""
+        """A list with a note if points are left out, else empty."""
         most = max((len(curve.steps) for curve in self.curves), default=0)
         is_thin = most > self.most_points
         return [f"Of {most} points the lowest and the highest of each stretch are drawn."] if is_thin else []

@@ -42,8 +42,8 @@ Value = TypeVar("Value")
 Handler = Callable[[Request], Response]
 LOCAL_S, REMOTE_S = 2.0, 30.0  # seconds between two listings of the root: of a folder, of an object store
 FIRST_WAIT_S = 3.0  # longest time that the first page waits for the first status
-MIN_PAUSE_FACTOR = 3  # listing takes a quarter of the time at most
-DRAWING_PAUSE_FACTOR = 50  # reading metrics and drawing take 2 % of the time at most
+MIN_PAUSE_FACTOR = 3  # listing takes at most a quarter of the time
+DRAWING_PAUSE_FACTOR = 50  # reading metrics and drawing take at most 2 % of the time
 
 
 class MetricsHistory:
@@ -195,7 +195,7 @@ def build_app(pages: Sequence[Page], site: Site | None = None, extra: Sequence[B
 
 def site_of(request: Request) -> Site:
     site = request.app.state.site
-    assert site is not None  # the page is one of a project
+    assert site is not None  # only pages of a project call this function
     return site
 
 

@@ -28,7 +28,12 @@ from stages.pages.ui.app import Page, Site, get, read_form, render, serve_file, 
 
 Schema = Mapping[str, Any]
 FLAVOUR = "model.flavour"
-FOLDERS = ("instance_data_dir", "conditioning_data", "mask_data", "media_root")  # options that the page can browse for
+FOLDERS = (
+    "instance_data_dir",
+    "conditioning_data",
+    "mask_data",
+    "media_root",
+)  # options whose folder can be chosen by browsing
 MAX_NAME = 24  # characters of a new item's name
 
 
@@ -106,7 +111,8 @@ class Group:
 
 
 def build_form(text: str) -> Group:
-    """The form of a text, with a group for each item of its lists of sections. YamlError if it is not YAML."""
+    """Make the form of a text, with a group for each item of a list of sections. Raises YamlError if the text is not
+    YAML."""
     value = parse_yaml(text).value
     form = _build_group("", "", _schema(), value)
     fields = list(form.all_fields())

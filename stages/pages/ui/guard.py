@@ -2,8 +2,8 @@
 
 A page of another site can make a browser send requests to this server. If a foreign name resolves to this machine (DNS
 rebinding), the browser also lets that site read the answers. So a request has to name a host of this machine, a request
-that changes something has to come from this server's pages, and every request needs the token's cookie
-if the server has a token, which it always has when it listens beyond this machine.
+that changes something has to come from this server's pages, and a server that listens beyond this machine requires the
+token's cookie.
 """
 
 import hashlib

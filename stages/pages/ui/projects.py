@@ -100,7 +100,7 @@ class Projects:
                 self.invalid[path] = error
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to the project that its address names."""
+        """Forward a request to the project that its address names."""
         project = self._projects.get(scope["path_params"]["name"])
         if project is None or not project.site.base:
             raise HTTPException(404, "there is no such project")

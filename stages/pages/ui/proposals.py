@@ -70,7 +70,7 @@ class Proposal:
         return {}
 
     def text(self, report: Mapping[str, Any]) -> str:
-        """The text of the file; "" if none is proposed."""
+        """The proposed text of the file; "" if the report does not have one."""
         details = report.get("details", {})
         return str(details.get("file", {}).get("text", "") or details.get("pipeline", ""))
 
