@@ -116,11 +116,8 @@ def _share(listings: Sequence[RunFiles], max_bytes: int, notes: list[str]) -> tu
     if most > columns:
         notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
     limit = min(MAX_CELL_BYTES, max_bytes // max(1, count()))
-    return (
-        names,
-        columns,
-        1 << limit.bit_length() >> 1,
-    )  # a power of two, so that most pictures stay the same when a step is added
+    # The limit is a power of two, so that most pictures stay the same when a step is added.
+    return names, columns, 1 << limit.bit_length() >> 1
 
 
 def _read_row(

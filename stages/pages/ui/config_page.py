@@ -28,12 +28,7 @@ from stages.pages.ui.app import Page, Site, get, read_form, render, serve_file, 
 
 Schema = Mapping[str, Any]
 FLAVOUR = "model.flavour"
-FOLDERS = (
-    "instance_data_dir",
-    "conditioning_data",
-    "mask_data",
-    "media_root",
-)  # options whose folder can be chosen by browsing
+FOLDERS = ("instance_data_dir", "conditioning_data", "mask_data", "media_root")  # options with a browser for folders
 MAX_NAME = 24  # characters of a new item's name
 
 
