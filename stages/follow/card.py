@@ -1,6 +1,6 @@
-"""A model card: what was trained, how to load it, prompts with pictures, settings, data counts, scores.
+"""A model card: the trained model, how to load it, prompts with pictures, settings, data counts, scores.
 
-It holds no path, no caption but the validation prompts, and nothing of the environment.
+The card does not contain paths, captions other than the validation prompts, or information about the environment.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from stages.pages.pictures import SmallPicture, read_pictures
 
 CARD, PICTURES, TEMPLATE = "README.md", "images", Path(__file__).with_name("card.md.jinja")
 MOST_PICTURES = 12
-LIMITS = (1024, 600_000, 8_000_000)  # pixels of a side, bytes of a picture and of a clip
+LIMITS = (1024, 600_000, 8_000_000)  # longest side in pixels, bytes of a picture, bytes of a clip
 PIPELINE_TAGS: dict[Task, str] = {
     "t2i": "text-to-image",
     "i2i": "image-to-image",
@@ -33,7 +33,7 @@ PIPELINE_TAGS: dict[Task, str] = {
     "i2v": "image-to-video",
 }
 KINDS = {"lora": "LoRA", "lokr": "LoKr", "full": "fine-tuned transformer"}
-#: Words for a picture's settings, and for the counts of a set.
+#: Labels of a picture's settings, and of the counts of a set.
 LABELS = {
     "bucket": "size",
     "seed": "seed",
@@ -42,7 +42,7 @@ LABELS = {
     "guidance_low": "guidance below the boundary",
 }
 COUNTED = {"samples": "samples trained on", "eval": "held out", "texts": "texts"}
-#: Options of the table of settings; none of them can hold a path.
+#: Options in the table of settings. None of them can contain a path.
 SHOWN = (
     *("train.batch_size", "train.accumulate", "train.seed", "train.caption_dropout"),
     *("train.optimizer.name", "train.optimizer.lr", "train.optimizer.schedule", "train.optimizer.warmup"),
@@ -53,8 +53,8 @@ SHOWN = (
 
 
 def write_card(config: Config, hub: Hub, repo: str, step: int, run: Path, folder: Path) -> list[Path]:
-    """Write the card and its pictures, of the last validation, into `folder`, in place of older ones; returns the
-    files. config: by which the run was trained. step: of the result. run: its folder."""
+    """Write the card and the pictures of the last validation into `folder`, replacing older files, and return the
+    files. config: configuration of the run. step: training step of the result. run: folder of the run."""
     steps = [made for path in (run / "validation").glob("step-*") if (made := step_of(path)) is not None]
     newest = read_pictures(config, run, max(steps), *LIMITS) if steps else iter(())
     pictures = list(islice(newest, MOST_PICTURES))
@@ -67,7 +67,7 @@ def write_card(config: Config, hub: Hub, repo: str, step: int, run: Path, folder
 
 
 def _read_counts(root: str, set_id: str) -> list[str]:
-    """The counts of the set that the run was trained on, in words; none if it can't be read from here."""
+    """The counts of the set that the run was trained on, as texts; empty if the set can't be read on this machine."""
     if "/" in set_id:
         return []
     try:
@@ -82,7 +82,7 @@ def picture_name(picture: SmallPicture) -> str:
 
 
 def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence[SmallPicture], run: Path) -> str:
-    """The text of the card; card.md.jinja says what is in it."""
+    """Make the text of the card from the template card.md.jinja."""
     from huggingface_hub import ModelCard, ModelCardData
 
     model, adapter = config.model, config.train.adapter.type
@@ -125,14 +125,14 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
 
 
 def base_model(model: Model) -> str:
-    """The hub's name of the checkpoint; of a local copy that of its flavour."""
+    """The name of the checkpoint's repository on the Hub; for a local copy, the repository of its flavour."""
     source = model.source
     is_repo = source.count("/") == 1 and not source.startswith((".", "~")) and not Path(source).exists()
     return source if is_repo else model.flavour_spec.repo
 
 
 def _pipeline_arguments(model: Model, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the pipeline's call that makes the first prompt's picture or clip, as Python source."""
+    """Arguments of the pipeline call that makes the first prompt's picture or clip, as Python source."""
     family, condition = model.family_spec, model.condition
     arguments: dict[str, Any] = {}
     if condition is not None:
@@ -164,7 +164,8 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _measurements(folder: Path) -> Iterator[tuple[str, tuple[float, int], tuple[float, int, str] | None]]:
-    """(name, last value and its step, best value with its step and the word for it) of the eval loss and the scores."""
+    """Yield the measures of a run, eval loss and scores: (name, (last value, step), (best value, step, "lowest" or
+    "best") or None)."""
     metrics = read_metrics(folder / METRICS_FILE)
     if evaluated := [line for line in metrics if isinstance(line.get("eval_loss"), float)]:
         last, best = evaluated[-1], best_evaluation(metrics)
@@ -180,6 +181,6 @@ def _one_line(text: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value in a table of Markdown, shown as it is."""
+    """Escape a value for a cell of a Markdown table, so that it is shown unchanged."""
     text = _one_line(str(value)).replace("&", "&amp;").replace("<", "&lt;")
     return "".join(f"\\{character}" if character in "\\`*_[]|~$!#" else character for character in text)

@@ -1,8 +1,9 @@
 """The CLIP score of validation samples, by `transformers`. Imports no torch until the model is loaded.
 
-The CLIP score of a picture (Hessel et al. 2021, https://arxiv.org/abs/2104.08718, as torchmetrics scales it) is
-max(100 * cos(picture, prompt), 0); of a clip it is the mean over its frames. The checkpoint's preprocessor_config.json
-says how pictures are prepared; Pillow does it, so that a score does not depend on whether torchvision is installed.
+The CLIP score of a picture (Hessel et al. 2021, https://arxiv.org/abs/2104.08718, scaled like in torchmetrics) is
+max(100 * cos(picture, prompt), 0). The score of a clip is the mean over its frames. Pictures are prepared by the
+settings in the checkpoint's preprocessor_config.json, with Pillow, so that a score does not depend on whether
+torchvision is installed.
 """
 
 from dataclasses import replace
@@ -27,31 +28,32 @@ CLIP_ADVICE = (
     "set validation.scores.clip to a CLIP in transformers' layout: a folder, or a repository such as "
     "openai/clip-vit-large-patch14"
 )
-VERSION = 1  # of how scores are computed: raise it if the same file would get another score
+VERSION = 1  # version of the computation: increase it if a change gives the same file another score
 
 
 class NotAClip(WeightsError):
-    """The model has another architecture than CLIP."""
+    """Raised if the model has another architecture than CLIP."""
 
     exit_code = USAGE
 
 
 class ClipScore:
-    """The CLIP score as a measure: `name` on curves, `measured` as its identity; `load` before `score`."""
+    """The CLIP score as a measure. Call `load` before `score`. name: name of the measure on curves. measured: identity
+    of the measure."""
 
     name = "clip_score"
 
     def __init__(self, scores: Scores, memo: Store) -> None:
-        """Raises WeightsError if the model is missing. memo: where the hashes of large files are stored."""
+        """Find the model. Raises WeightsError if it is missing. memo: store for the hashes of large files."""
         model = find_clip(scores)
         weights = model.fingerprint(memo)
         settings = {"version": VERSION, "weights": weights, "frames": scores.frames}
         self.measured = Measured(hash_json(settings), model.source)
-        # The commit that was fingerprinted: a repository's branch may have moved since.
+        # Use the commit that was fingerprinted, because a repository's branch may have moved since then.
         self._source = replace(model, revision=weights.get("commit", model.revision))
 
     def load(self, device: "torch.device") -> None:
-        """Load the model in float32. Raises WeightsError for damaged files and for missing weights."""
+        """Load the model in float32. Raises WeightsError if files are damaged or weights are missing."""
         import torch
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
@@ -67,8 +69,8 @@ class ClipScore:
         self._max_tokens: int = model.config.text_config.max_position_embeddings
 
     def score(self, frames_FHWC: "np.ndarray", prompt: str) -> float:
-        """The score of uint8 frames, 0 to 100. Of a longer prompt the first tokens and the end token count, as CLIP
-        itself cuts it."""
+        """Compute the score of uint8 frames, 0 to 100. A prompt that is too long is truncated to its first tokens and
+        the end token, as in CLIP."""
         import torch
 
         pictures = self._processor(images=list(frames_FHWC), return_tensors="pt")
@@ -79,14 +81,15 @@ class ClipScore:
         return (100 * cosine_F).clamp(min=0).mean().item()
 
     def find_cut(self, prompt: str) -> tuple[int, int] | None:
-        """(tokens, how many of them count) of a prompt that is too long; the begin and the end token included."""
+        """For a prompt that is too long, returns (number of tokens, number of tokens used), including the begin and the
+        end token; otherwise None."""
         tokens = len(self._tokenizer(prompt, verbose=False)["input_ids"])
         return (tokens, self._max_tokens) if tokens > self._max_tokens else None
 
 
 def find_clip(scores: Scores) -> SingleModel:
-    """The model of `validation.scores.clip`. Raises WeightsError if it is missing or is not a CLIP; of a repository
-    only config.json is looked at."""
+    """Find the model of `validation.scores.clip`. Raises WeightsError if it is missing or is not a CLIP. For a
+    repository, only config.json is checked."""
     assert scores.clip is not None
     model = SingleModel(scores.clip, scores.clip_revision, "validation.scores.clip", CLIP_ADVICE, CLIP_FILES)
     if (kind := read_object(model.config_file()).get("model_type")) != "clip":
@@ -95,8 +98,8 @@ def find_clip(scores: Scores) -> SingleModel:
 
 
 def check_clip(scores: Scores) -> None:
-    """WeightsError if the model is missing or can't score, before hours of training: of a folder the files, of a
-    repository its config.json, from the hub or the local cache."""
+    """Check the model before hours of training. Raises WeightsError if it is missing or can't compute scores. For a
+    folder, the files are checked; for a repository, its config.json, from the Hub or the local cache."""
     model = find_clip(scores)
     if Path(model.source).is_dir() and not (model.fetch() / PREPROCESSOR).exists():
         raise WeightsError(f"{model.source} has no {PREPROCESSOR}", "replace it with a whole copy")

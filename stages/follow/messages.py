@@ -1,7 +1,7 @@
-"""The events of a run, found in its folder, and the messages about them, sent by apprise: a title, a sentence and
-pictures.
+"""The events of a run, which are found in its folder, and messages about them, which are sent with apprise: a title, a
+sentence and pictures.
 
-The URL of a webhook is a secret: no message of this project has it, and apprise's own log is switched off.
+The URL of a webhook is a secret: it is not in any message or log of this project, and apprise's own log is disabled.
 """
 
 import logging
@@ -33,16 +33,17 @@ from schemas.text_format import format_duration
 from stages.discovery.sources.urls import scrub_secrets
 from stages.pages.pictures import SmallPicture, list_samples, read_pictures
 
-PICTURES_WAIT_S = 900.0  # for which a validation waits at most for its pictures to be decoded
-SCORES_WAIT_S = 900.0  # and then for its scores, unless the next validation comes first
-MOST_CHARACTERS = 1500  # of a text: Discord takes 2,000
+PICTURES_WAIT_S = 900.0  # longest time that a validation's message waits for decoded pictures
+SCORES_WAIT_S = 900.0  # longest time that it then waits for scores, unless there is a newer validation
+MOST_CHARACTERS = 1500  # largest length of a text: Discord accepts 2,000
 MAX_PICTURE_BYTES = 200_000
-TRIES, PAUSE_S = 3, 2.0  # of one message, and seconds between tries; apprise waits 4 s for an answer
+TRIES, PAUSE_S = 3, 2.0  # tries per message, seconds between tries; apprise waits 4 s for an answer
 _PHASES = ("started", "finished", "failed")
 
 
 class Event(BaseModel, frozen=True):
-    """key: unique in the run. failure: of a failed run, the stage, the reason and the advice."""
+    """An event of a run. key: identifier that is unique in the run. failure: (stage, reason, advice) of a failed run,
+    otherwise None."""
 
     key: str
     event: EventName
@@ -51,9 +52,9 @@ class Event(BaseModel, frozen=True):
 
 
 def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tuple[list[Event], int]:
-    """The events that are not among `known`, in order, and the number of validations that wait for their pictures or
-    scores. watching: whether decode and score may still make these; if not, and no trainer is at work, a validation is
-    sent with those that exist."""
+    """Find new events. Returns (events that are not in `known`, in order; number of validations that wait for pictures
+    or scores). watching: whether decode and score may still make pictures and scores; if not, and no trainer is
+    running, a validation is sent with the pictures and scores that exist."""
     folder = config.run_folder
     progress = read_progress(config)
     keys, phase = {event.key for event in known}, next((e for e in reversed(known) if e.event in _PHASES), None)
@@ -75,13 +76,14 @@ def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tu
     if progress.state == "finished" and not pending:
         add("finished", progress.step, progress.step)
     last = None if progress.state == "running" else read_failure(folder)
-    if last and not (progress.state == "unknown" and last.state == "lost"):  # then it may still be at work
+    if last and not (progress.state == "unknown" and last.state == "lost"):  # a lost run may still be running
         add("failed", progress.step, last.began, (last.program, last.reason, last.advice))
     return events, pending
 
 
 def _has_started(progress: RunProgress, phase: Event | None, folder: Path) -> bool:
-    """Whether training has begun, for the first time or again, and there is no "started" event of that yet."""
+    """Whether training has begun, for the first time or again, without a "started" event for it. phase: last event of
+    _PHASES, None if there is none."""
     if phase is None:
         return progress.state == "running" or (folder / METRICS_FILE).exists()
     if phase.event == "finished":
@@ -90,8 +92,8 @@ def _has_started(progress: RunProgress, phase: Event | None, folder: Path) -> bo
 
 
 def _find_validations(folder: Path, progress: RunProgress, scores: bool, watching: bool) -> tuple[list[int], int]:
-    """(steps of validations that can be sent, number of validations that wait for pictures or scores). scores: whether
-    pictures get scores."""
+    """Returns (steps of validations that can be sent, number of validations that wait for pictures or scores). scores:
+    whether pictures get scores."""
     lines = read_last_metrics(folder / METRICS_FILE)
     trained = max((line["step"] for line in lines if "loss" in line), default=0)
     evaluated = {line["step"] for line in lines if "eval_loss" in line}
@@ -116,12 +118,12 @@ def _find_validations(folder: Path, progress: RunProgress, scores: bool, watchin
 
 
 def _age(files: Sequence[Path]) -> float:
-    """Seconds since the newest was written; without files, since 1970."""
+    """The seconds since the newest file was written; without files, the seconds since 1970."""
     return time.time() - max((file.stat().st_mtime for file in files), default=0.0)
 
 
 def read_eval_loss(folder: Path, step: int) -> dict[str, Any]:
-    """The line of metrics of this validation; empty if it no longer exists."""
+    """The metrics of a validation; empty if its line no longer exists."""
     lines = read_last_metrics(folder / METRICS_FILE)
     return next((line for line in reversed(lines) if line["step"] == step and "eval_loss" in line), {})
 
@@ -140,7 +142,7 @@ class Message:
 
 
 def describe(config: Config, event: Event) -> Message:
-    """The message about an event; losses, scores and pictures are the run's present ones."""
+    """Make the message about an event, with the current losses, scores and pictures of the run."""
     folder, progress, run = config.run_folder, read_progress(config), config.run_name
     at = f"step {event.step} of {config.train.steps}"
     pictures: list[SmallPicture] = []
@@ -165,7 +167,7 @@ def describe(config: Config, event: Event) -> Message:
         more = sum(event.step in steps for steps in list_samples(config, folder).values()) - len(pictures)
         text = f"{run}: validation at {at}{''.join(numbers)}{left}"
         text += f" ({more} more pictures are not shown)" if more else ""
-    text = text.encode(errors="replace").decode()  # bytes of a file's name may be half a surrogate pair
+    text = text.encode(errors="replace").decode()  # file names may contain unpaired surrogates
     for mention in ("everyone", "here"):
         text = text.replace(f"@{mention}", f"@ {mention}")
     return Message(run, text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}...", pictures)
@@ -176,12 +178,13 @@ def _number(name: str, value: float | None) -> str:
 
 
 class Service:
-    """One webhook. sent, lost: numbers of messages. problem: why the last message was not sent; "" if it was."""
+    """A webhook. sent, lost: numbers of messages that were sent, and that could not be sent. problem: why the last
+    message was not sent; "" if it was sent."""
 
     def __init__(self, hook: Webhook) -> None:
         from apprise import Apprise
 
-        logging.getLogger("apprise").disabled = True  # it logs addresses
+        logging.getLogger("apprise").disabled = True  # apprise logs addresses
         self.hook, self.sent, self.lost, self.problem = hook, 0, 0, ""
         self._apprise, url = Apprise(), os.environ.get(hook.url_env, "").strip()
         if not url:

@@ -1,7 +1,7 @@
-"""Decoded pictures and scores in the training's trackers, beside its metrics, by accelerate's trackers.
+"""Decoded pictures and scores in the training's trackers, next to its metrics, written with accelerate's trackers.
 
-The trainer may be writing at the same time, as may other programs, and two processes can't write to one run. So each
-program adds a run of its own: `pictures` and `scores` below the run's TensorBoard folder, and in the run's group at
+The trainer and other programs may be writing at the same time, and two processes can't write to one tracker run. So
+each program adds a separate run: `pictures` and `scores` below the run's TensorBoard folder, and in the run's group at
 Weights & Biases.
 """
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 Job = Literal["pictures", "scores"]
-GIF_SIDE, GIF_FPS = 320, 12.5  # at most: 61 frames of 320x192 take about 2 MB in TensorBoard's file
+GIF_SIDE, GIF_FPS = 320, 12.5  # largest values: 61 frames of 320x192 take about 2 MB in TensorBoard's file
 
 
 class Trackers:
-    """The trackers of one program. Weights & Biases gets the step as a metric: its own steps can't go backward."""
+    """The trackers of one program. Weights & Biases gets the step as a metric, because its own steps can't decrease."""
 
     def __init__(self, folder: Path, trackers: "Sequence[GeneralTracker]") -> None:
         self._folder, self._trackers = str(folder), trackers
 
     def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
-        """The uint8 frames of a validation sample at a step, and the file that they were written to. tag:
-        validation/NAME, or preview/NAME."""
+        """Add a validation sample at a step. tag: validation/NAME or preview/NAME. frames_THWC: uint8 frames. file: the
+        file to which the frames were written. fps: frames per second."""
         for tracker in self._trackers:
             if tracker.name == "tensorboard":
                 with explained(self._folder):
@@ -45,7 +45,7 @@ class Trackers:
                 tracker.log({tag: picture, f"{tag.partition('/')[0]}/step": step})
 
     def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        """Numbers of a validation, by name."""
+        """Add the scores of a validation. scores: name -> value."""
         values = {f"scores/{name}": value for name, value in scores.items()}
         for tracker in self._trackers:
             if tracker.name == "tensorboard":
@@ -62,7 +62,8 @@ class Trackers:
 
 @contextmanager
 def open_trackers(folder: Path, names: Sequence[str], console: Console, job: Job = "pictures") -> Iterator[Trackers]:
-    """The trackers `names` of the run in `folder`; a tracker that is not installed is named and left out."""
+    """Context with the trackers `names` of the run in `folder`. A tracker that is not installed is logged and left
+    out."""
     installed = [name for name in names if importlib.util.find_spec(name) is not None]
     for name in sorted({*names} - {*installed}):
         console.log(f"{job} are not added to {name}, which is not installed here: pip install {name}")
@@ -98,14 +99,15 @@ def _add_image(writer: Any, tag: str, step: int, frames_THWC: np.ndarray, fps: f
         return
     from torch.utils.tensorboard.summary import Summary
 
-    # Its own videos are GIFs, which need moviepy; its pictures may be any that browsers show.
+    # TensorBoard's videos are GIFs, which need moviepy; its images can have any format that browsers show, GIF too.
     image = Summary.Image(colorspace=3, encoded_image_string=encode_gif(frames_THWC, fps))
     image.height, image.width = frames_THWC.shape[1:3]
     writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
 
 def encode_gif(frames_THWC: np.ndarray, fps: float) -> bytes:
-    """An animated GIF, made smaller and with frames left out where they are larger or faster than its limits."""
+    """Encode an animated GIF. Frames larger than GIF_SIDE are scaled down, and frames are left out if there are more
+    than GIF_FPS per second."""
     from PIL import Image
 
     every = max(1, int(np.ceil(fps / GIF_FPS)))
@@ -113,6 +115,6 @@ def encode_gif(frames_THWC: np.ndarray, fps: float) -> bytes:
     for image in images:
         image.thumbnail((GIF_SIDE, GIF_SIDE), Image.Resampling.LANCZOS)
     with io.BytesIO() as file:
-        duration = 10 * max(2, round(100 * every / fps))  # ms; GIF counts hundredths, and browsers slow down below 2
+        duration = 10 * max(2, round(100 * every / fps))  # ms; GIF stores 1/100 s, and browsers slow down below 2
         images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
         return file.getvalue()

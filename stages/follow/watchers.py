@@ -1,8 +1,9 @@
-"""The watchers that `latentpress run` starts beside `train`, and `Watch`, by which a watcher follows training.
+"""The watchers that `latentpress run` starts together with `train`, and `Watch`, which a watcher uses to follow
+training.
 
 A watcher is a program with --watch. It can also be started by hand, on any machine that can read the run's folder. It
-polls what the trainer has written there. The trainer does not know of watchers: one that fails, hangs or is killed
-neither stops nor slows training. A new watcher is a row of WATCHERS.
+polls the files that the trainer writes there. The trainer does not depend on watchers: a watcher that fails, hangs or
+is killed neither stops nor slows training. To add a watcher, add a row to WATCHERS.
 """
 
 import os
@@ -29,20 +30,20 @@ from schemas.text_format import describe_exit, format_duration, shown_path
 from stages.follow.clip_score import check_clip
 
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a watcher
-FINISH_S = 600.0  # for a watcher to end once it is told to
-INTERRUPTED_S = 10.0  # the same where `run` itself is interrupted: schedulers wait 30 s before they kill
-NICENESS = 10  # of a watcher beyond that of `run`, so that the trainer's threads run first
-WATCH_S = 2.0  # between two polls
-START_S = 120.0  # for which a watcher that was started by hand waits for a trainer to begin
+FINISH_S = 600.0  # longest time from SIGTERM to the end of a watcher
+INTERRUPTED_S = 10.0  # the same limit if `run` itself is interrupted: schedulers wait 30 s before they kill
+NICENESS = 10  # added to the niceness of `run` for a watcher, so that the trainer's threads run first
+WATCH_S = 2.0  # seconds between two polls
+START_S = 120.0  # longest time that a watcher started by hand waits for a trainer to begin
 
 
 @dataclass(frozen=True)
 class Watcher:
     """A program that `run` starts with --watch.
 
-    stage: the stage beside which it runs; None: all of `run`, also if nothing is left to train. applies: whether this
-    configuration has work for it. library: if it is missing, the watcher is not started, and the log says how to
-    install it.
+    stage: the stage during which the watcher runs; None if it runs during all of `run`, even if nothing is left to
+    train. applies: function that returns whether a configuration has work for the watcher. library: module that the
+    watcher imports; if it is missing, the watcher is not started, and the log shows how to install it.
     """
 
     program: str
@@ -52,8 +53,9 @@ class Watcher:
 
 
 def decodes_while_training(config: Config) -> bool:
-    """Whether the configuration says so; by default pictures are, on the processor or on the configured device. Clips
-    take minutes and tens of gigabytes on a processor, so they are decoded only where a device is configured."""
+    """Whether validation samples are decoded during training: `stages.decode.while_training` if it is set. By default,
+    pictures are decoded, on the CPU or on the configured device. Clips take minutes and tens of gigabytes on a CPU, so
+    they are decoded only if a device is configured."""
     decode = config.stages.decode
     if "decode" not in config.stages.order or not config.validation.prompts:
         return False
@@ -71,7 +73,8 @@ WATCHERS = (
 
 
 def check_models(config: Config) -> None:
-    """LatentpressError where a model that a watcher needs is missing or of the wrong kind: before training begins."""
+    """Check the models that watchers need, before training begins. Raises LatentpressError if a model is missing or of
+    the wrong kind."""
     if config.validation.preview_autoencoder:
         check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
     if "score" in config.stage_order and config.validation.scores.clip:
@@ -79,20 +82,21 @@ def check_models(config: Config) -> None:
 
 
 class Watchers:
-    """The watchers of one `run`: started by `start`, told to finish by `finish`, all of them at the end of the block.
+    """The watchers of one `run`: `start` starts watchers, `finish` ends them, and the end of the `with` block ends all
+    of them.
 
-    failed: program, exit code and log of each that ended with an error.
+    failed: program, exit code and log of each watcher that ended with an error.
     """
 
     def __init__(self, config: Config, options: Options, console: Console, stop_handler: StopHandler) -> None:
         self._config, self._console, self._stop_handler = config, console, stop_handler
-        self._options = replace(options, json=False, device=None, workers=None)  # those of the stages
+        self._options = replace(options, json=False, device=None, workers=None)  # these options apply to stages
         self._folder = config.run_folder
         self._running: dict[Watcher, subprocess.Popen] = {}
         self.failed: list[dict[str, str | int]] = []
 
     def start(self, stage: StageName | None = None) -> None:
-        """Start the watchers of a stage. With a stage, none is started if nothing is left to train."""
+        """Start the watchers of a stage. If `stage` is set and nothing is left to train, no watcher is started."""
         watchers = [watcher for watcher in WATCHERS if watcher.stage == stage and watcher.applies(self._config)]
         if not watchers or self._options.dry_run or (stage and read_progress(self._config).state == "finished"):
             return
@@ -109,8 +113,8 @@ class Watchers:
     def _start(self, watcher: Watcher) -> subprocess.Popen:
         log = self._log(watcher)
         log.parent.mkdir(parents=True, exist_ok=True)
-        # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
-        # SIGTERM is blocked until `Watch` handles it: told to finish while it imports, it polls once all the same.
+        # The watcher has its own session, so that Ctrl-C in a terminal reaches only `run`, which then ends the watcher.
+        # SIGTERM is blocked until `Watch` handles it: a watcher that gets SIGTERM during its imports still polls once.
         with log.open("wb") as file, signals_blocked(signal.SIGTERM):
             environment = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}
             environment[BESIDE] = str(os.getpid())
@@ -119,8 +123,8 @@ class Watchers:
                 watcher.program, words, stdout=file, stderr=file, env=environment, start_new_session=True
             )
         end_with_this(process)
-        with suppress(OSError):  # it has ended
-            niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system ends at 19
+        with suppress(OSError):  # the process has ended
+            niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system limits it to 19
             os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
         self._console.log(f"beside training: {watcher.program} --watch, its log: {shown_path(log)}")
         return process
@@ -129,8 +133,8 @@ class Watchers:
         return self._folder / LOGS / f"{watcher.program}.log"
 
     def finish(self, stage: StageName | None = None) -> None:
-        """Tell the watchers of a stage to finish (None: all), and wait until they have ended. A watcher that takes
-        longer than FINISH_S, or INTERRUPTED_S if `run` is interrupted, is killed."""
+        """Send SIGTERM to the watchers of a stage (None: to all watchers), and wait until they have ended. A watcher
+        that takes longer than FINISH_S, or INTERRUPTED_S if `run` is interrupted, is killed."""
         ending = {row: process for row, process in self._running.items() if stage is None or row.stage == stage}
         for process in ending.values():
             if process.poll() is None:
@@ -169,16 +173,16 @@ class Watch:
     """Polls runs that are being trained, for a program with --watch:
 
         for last in Watch(folders):
-            ...  # handle what the trainer has written since the previous poll
+            ...  # handle the files that the trainer has written since the previous poll
 
-    It goes on until no trainer is at work. Then, or where the program is told to finish (SIGTERM, Ctrl-C), there is one
-    more poll, the last, so that nothing that a trainer wrote is missed. A watcher that `run` started goes on until it
-    is told to finish, or until both `run` and the trainer have ended.
+    Polling continues until no trainer is running. After that, or after SIGTERM or Ctrl-C, there is one last poll, so
+    that no file of a trainer is missed. A watcher that `run` started polls until it gets SIGTERM, or until both `run`
+    and the trainer have ended.
 
-    Between polls the terminal shows what is waited for, and for how long. A program that shows progress of its own
+    Between polls the terminal shows a line about the wait, and its duration. A program that shows its own progress
     calls `hide_wait` first.
 
-    told: whether it was told to finish; on_told is then called.
+    told: whether SIGTERM or Ctrl-C was received. on_told: function that is called when this happens.
     """
 
     def __init__(
@@ -187,7 +191,7 @@ class Watch:
         self.told, self._on_told = False, on_told
         self._folders, self._pause_s = folders, pause_s
         self._seen, self._began = False, time.monotonic()
-        self._shown, self._wait = ExitStack(), dict[str, Progress]()  # what is waited for -> where it is shown
+        self._shown, self._wait = ExitStack(), dict[str, Progress]()  # description of the wait -> its progress line
 
     def __iter__(self) -> Iterator[bool]:
         with StopHandler(stop=self._tell).stop_on_signals(), self._shown:
@@ -202,7 +206,7 @@ class Watch:
             yield last
 
     def hide_wait(self) -> None:
-        """Stop showing what is waited for, until the next pause."""
+        """Remove the line about waiting from the terminal, until the next pause."""
         self._wait.clear()
         self._shown.close()
 
@@ -229,18 +233,19 @@ class Watch:
 
 
 def is_watcher() -> bool:
-    """Whether `run` started this program, or the one that started it, beside training."""
+    """Whether `run` started this program as a watcher, directly or through another program."""
     return bool(os.environ.get(BESIDE))
 
 
 def _is_trained(folder: Path) -> bool:
-    """Whether a trainer is at work there: by its lock or, where there are no locks, by the age of what it wrote."""
+    """Whether a trainer is running in a folder: by its lock or, if the file system has no locks, by the age of the
+    files that it wrote."""
     running = is_running(folder)
     return may_be_running(folder) if running is None else running
 
 
 def describe_wait(folder: Path) -> tuple[str, str]:
-    """Describe what is waited for, and how far training is; "" if that is not known."""
+    """Returns (description of the wait, progress of training or "" if the progress is not known)."""
     if is_running(folder) is False:
         return "waiting for training to begin", ""
     trained = [line for line in read_last_metrics(folder / METRICS_FILE) if "loss" in line]

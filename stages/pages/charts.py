@@ -1,7 +1,7 @@
 """Charts of a run's metrics and scores as inline SVG: curves by step, smoothed, with a band for the spread over seeds,
-and thinned to what a plot can show.
+and thinned to at most MAX_POINTS points.
 
-They are drawn by templates/parts.html and need no script; templates/charts.js shows the values under the pointer, hides
+templates/parts.html draws the charts without a script; templates/charts.js shows the values under the pointer, hides
 curves and enlarges a part of the steps.
 """
 
@@ -20,15 +20,15 @@ from cache.runs.scores import ScoreCurve, ScorePoint, score_label
 from cache.runs.training_run import SMOOTHED_STEPS
 from schemas.text_format import shorten
 
-MAX_POINTS = 4000  # of a chart, over all of its curves
-MAX_CURVES = 8  # of a chart and a run: colors that can be told apart
-MAX_NAMED_STEPS = 10  # in a note
-MAX_ROWS = 12  # of a table of values
-MARKED_POINTS = 60  # curves of at most so many have a dot for each point
-SIDE = 1000  # of the SVG's coordinates, which are stretched to the size of the plot
-MARGIN = 0.06  # of the range of values, above and below
-MAX_TICKS = 5  # intervals between them
-#: Okabe and Ito's colors for the color-blind without black and yellow, and two more; seen on white and on black.
+MAX_POINTS = 4000  # points in a chart, over all of its curves
+MAX_CURVES = 8  # curves per run in a chart: number of colors that can be distinguished
+MAX_NAMED_STEPS = 10  # steps named in a note
+MAX_ROWS = 12  # rows in a table of values
+MARKED_POINTS = 60  # curves with at most this many points have a dot for each point
+SIDE = 1000  # width and height in SVG coordinates, which are stretched to the size of the plot
+MARGIN = 0.06  # empty share of the range of values, above and below
+MAX_TICKS = 5  # intervals between ticks
+#: Okabe and Ito's colors for the color-blind without black and yellow, and two more; visible on white and on black.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
 DASHES = ("", "6", "2 4", "2 4 6 4")
 Line = Mapping[str, Any]
@@ -36,8 +36,11 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values by step, ascending; NaN where there is none. run: number of its run. faint: another curve is its mean.
-    spread: half the height of a band around the curve, NaN where it has none."""
+    """Values by step.
+
+    run: index of the curve's run. steps: (n,) ascending. values: (n,), NaN for steps without a value. faint: whether
+    another curve is the smoothed version of this curve. spread: (n,) half the height of a band around the curve, NaN
+    for points without a band."""
 
     name: str
     run: int
@@ -56,12 +59,12 @@ class Axis:
     least: float = 0.0
 
     def place(self, values: np.ndarray) -> np.ndarray:
-        """From 0 at the start to SIDE at the end."""
+        """Coordinates of values: 0 at the start of the axis, SIDE at its end."""
         return (values - self.start) / (self.end - self.start) * SIDE
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """(place, label) of round values."""
+        """(coordinate, label) of ticks at round values."""
         low, high = sorted((self.start, self.end))
         rough = (high - low) / MAX_TICKS
         power = 10.0 ** math.floor(math.log10(rough))
@@ -72,8 +75,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Chart:
-    """One plot. runs: number of runs; with several a color is a run's, and the curves of one differ by dashes. notes:
-    sentences below it. missing: why runs have no curves. marks: steps with a vertical line."""
+    """One plot. runs: number of runs; with several runs, each run has a color, and the curves of a run differ by
+    dashes. notes: sentences below the plot. missing: reasons why runs do not have curves. marks: steps with a vertical
+    line."""
 
     key: str
     title: str
@@ -91,7 +95,8 @@ class Chart:
 
     @cached_property
     def y(self) -> Axis:
-        """It has all values; of a faint curve the usual ones, as a few others would press the rest into a line."""
+        """The axis of values. It covers all values; for a faint curve only the 2nd to 98th percentile, because a few
+        outliers would flatten the rest of the curve."""
         parts = list[np.ndarray]()
         for curve in self.curves:
             spread = 0.0 if curve.spread is None else np.nan_to_num(curve.spread)
@@ -108,8 +113,8 @@ class Chart:
 
     @cached_property
     def drawn(self) -> list[dict[str, Any]]:
-        """For the legend and the SVG, of each curve: name, color, dash, faint, and the data of <path>s: path, band and
-        dots, "" for none. Curves that differ only in being smoothed have the same color."""
+        """A dict per curve for the legend and the SVG: name, color, dash, faint, and <path> data: path, band and dots
+        ("" for none). A curve and its smoothed version have the same color."""
         drawn, counts = [], Counter[int]()
         is_smoothed = any(curve.faint for curve in self.curves)
         for number, curve in enumerate(self.curves):
@@ -134,19 +139,20 @@ class Chart:
 
     @property
     def most_points(self) -> int:
-        """Of a curve."""
+        """The largest number of points in a curve."""
         return MAX_POINTS // max(1, len(self.curves))
 
     @property
     def thinning(self) -> list[str]:
-        """A note if points are left out."""
+        """A list with a note if points are left out, else empty."""
         most = max((len(curve.steps) for curve in self.curves), default=0)
         is_thin = most > self.most_points
         return [f"Of {most} points the lowest and the highest of each stretch are drawn."] if is_thin else []
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Some of the values, spread evenly, at steps that the first curve that is not faint has."""
+        """Rows of a table of values: at most MAX_ROWS steps, spread evenly over the steps of the first curve that is
+        not faint."""
         shown = [curve for curve in self.curves if not curve.faint]
         steps = shown[0].steps if shown else np.array([])
         indices = np.unique(np.linspace(0, len(steps) - 1, min(MAX_ROWS, len(steps))).astype(int))
@@ -164,8 +170,8 @@ class Chart:
 
 
 def _draw(x: np.ndarray, y: np.ndarray, after: str = "") -> str:
-    """Data of a <path> through points, interrupted where one is not finite. after: what each point is drawn by, if it
-    is not joined with the next one."""
+    """Data of a <path> through points, interrupted at points that are not finite. after: path command that draws each
+    point as a separate mark; "" to join the points by lines."""
     pieces, pen = list[str](), "M"
     for across, down in zip(x.tolist(), y.tolist(), strict=True):
         if math.isfinite(down):
@@ -175,7 +181,7 @@ def _draw(x: np.ndarray, y: np.ndarray, after: str = "") -> str:
 
 
 def _at(curve: Curve, step: float) -> str:
-    """The value at a step, or of the last one before it."""
+    """The value at a step, or at the last step before it, as text; "" if it is not finite or does not exist."""
     index = int(np.searchsorted(curve.steps, step, side="right")) - 1
     if index < 0 or not np.isfinite(curve.values[index]):
         return ""
@@ -185,7 +191,7 @@ def _at(curve: Curve, step: float) -> str:
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars, one for each label, of stacked parts (name -> a number for each label)."""
+    """Horizontal bars, one for each label, made of stacked parts. parts: name of a part -> a number for each label."""
 
     title: str
     labels: Sequence[str]
@@ -202,9 +208,9 @@ class Bars:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A chart before it has curves. names: metrics, each a curve. nested: the metric is an object, each of whose keys
-    is a curve. spread: metric of half the height of a band. smooth: the mean of the last steps lies over the raw
-    values. absent: why a run has no curve."""
+    """The definition of a chart. names: metrics, each drawn as a curve. nested: whether the metric is an object with a
+    curve for each key. spread: metric with half the height of a band. smooth: whether the mean of the last steps is
+    drawn over the raw values. absent: reason to show if a run does not have a curve."""
 
     key: str
     title: str
@@ -235,14 +241,14 @@ _KINDS = (
 
 
 def build_charts(runs: Sequence[tuple[str, Sequence[Line]]], keys: Sequence[str] = ()) -> list[Chart]:
-    """The charts of runs (name, lines of metrics). keys: of the charts to build, by default all."""
+    """Build the charts of runs (name, lines of metrics). keys: keys of the charts to build, by default all charts."""
     return [_build(kind, runs) for kind in _KINDS if not keys or kind.key in keys]
 
 
 def _build(
     kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]], about: Mapping[str, Sequence[str]] | None = None
 ) -> Chart:
-    """about: further notes of runs."""
+    """Build a chart. about: run -> further notes for the chart."""
     curves, notes, missing, marks = list[Curve](), list[str](), list[str](), list[int]()
     for number, (run, lines) in enumerate(runs):
         prefix = f"{shorten(run, 40)}: " if len(runs) > 1 else ""
@@ -274,7 +280,7 @@ def _build(
 
 
 def _list_curves(kind: _Kind, run: int, lines: Sequence[Line]) -> Iterator[Curve]:
-    """With ascending steps; NaN for what is not a number."""
+    """The curves of one run, with ascending steps. Values that are not numbers become NaN."""
     lines = sorted(lines, key=lambda line: line["step"])
     if kind.nested:
         (metric,) = kind.names
@@ -296,12 +302,12 @@ def _number(value: Any) -> float:
 
 
 def _name_steps(steps: Sequence[int]) -> str:
-    """The first MAX_NAMED_STEPS."""
+    """The first MAX_NAMED_STEPS steps as text."""
     return ", ".join(map(str, steps[:MAX_NAMED_STEPS])) + (", ..." if len(steps) > MAX_NAMED_STEPS else "")
 
 
 def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """(n,) the mean of the last `window` finite values up to each one; NaN where there is none."""
+    """(n,) mean of the finite values among the `window` values that end at each index; NaN if none is finite."""
     finite = np.isfinite(values)
     parts = np.where(finite, values, 0.0), finite.astype(np.float64)
     sums, counts = (np.convolve(part, np.ones(window))[: len(values)] for part in parts)
@@ -309,8 +315,8 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _thin(values: np.ndarray, most: int) -> np.ndarray:
-    """Indices of at most `most` (4 or more) values, ascending: all, or the first, the last, and the lowest and the
-    highest of equal stretches, so that no peak is lost."""
+    """Indices of at most `most` (4 or more) values, ascending: all indices, or the first, the last, and the lowest and
+    the highest value of stretches of equal length, so that no peak is lost."""
     if len(values) <= most:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), (most - 2) // 2 + 1).astype(int)
@@ -323,8 +329,8 @@ def _thin(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart]:
-    """A chart for each score and, where there are several prompts, one by prompt. runs: name, its scores. Scores of
-    different models are in different charts."""
+    """Build a chart for each score and, if there are several prompts, a second chart with a curve for each prompt.
+    runs: (name, score curves). Scores of different models are in different charts."""
     names = sorted({curve.name for _, curves in runs for curve in curves})
     if not names:
         return [Chart("scores", "Scores", "", len(runs), missing=("none are recorded.",))]

@@ -1,8 +1,8 @@
-"""The toolkit of all pages: cards, galleries and figures, and how templates are rendered.
+"""The parts that all pages share: cards, galleries and figures, and the rendering of templates.
 
-The pages of `latentpress preview` and `report` are HTML files with everything embedded; those of `latentpress ui` share
-their frame, macros (templates/parts.html) and stylesheet. Names, captions and messages are untrusted: the templates
-escape every value.
+The pages of `latentpress preview` and `report` are HTML files with everything embedded. The pages of `latentpress ui`
+share their frame, macros (templates/parts.html) and stylesheet. Names, captions and messages are untrusted: the
+templates escape every value.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class PictureFile:
-    """A picture or clip that a page links to. uri: its address. width, height: not known."""
+    """A picture or clip that a page links to. uri: address. width, height: 0, because the size is not known."""
 
     uri: str
     is_clip: bool
@@ -32,10 +32,11 @@ class PictureFile:
 
 @dataclass(frozen=True)
 class Figure:
-    """Pictures, one below the other, with a caption; or `problem`, why there are none.
+    """Pictures in a column, with a caption.
 
-    alts: alternative text of each. crop: (left, top, width, height) in pixels of the only picture, outside of which it
-    is darkened. link: where the caption leads to, and pictures. apart: with a line between it and the next figure.
+    alts: alternative text of each picture. crop: (left, top, width, height) in pixels of the only picture, which is
+    darkened outside of this rectangle. problem: reason to show if the figure does not have pictures. link: address that
+    caption and pictures link to. apart: whether a line separates the figure from the next figure.
     """
 
     pictures: tuple[Picture | PictureFile, ...]
@@ -49,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Figures side by side. look: "pictures", which shrink to one row, "frames" of a clip, or "steps", which scroll."""
+    """Figures side by side. look: "pictures", which shrink to one row; "frames" of a clip; or "steps", which scroll."""
 
     figures: Sequence[Figure]
     look: str = "pictures"
@@ -58,8 +59,8 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Caption:
-    """A sample's caption. tokens, kept: their number, and how many of them the encoder kept; None if nothing is known.
-    problem: why not."""
+    """A sample's caption. tokens: number of tokens, None if not known. kept: number of tokens that the encoder kept,
+    None if not known. problem: reason why the numbers are not known."""
 
     text: str
     tokens: int | None = None
@@ -79,8 +80,8 @@ class Caption:
 
 @dataclass(frozen=True)
 class Card:
-    """A sample on a page. marks: short labels. facts: a line each. more: what follows the captions. whole: it takes the
-    width of the page."""
+    """A sample on a page. marks: short labels. facts: lines of text. more: text after the captions. whole: whether the
+    card has the width of the page."""
 
     title: str
     galleries: Sequence[Gallery] = ()
@@ -96,8 +97,8 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: facts by name, a note, a table and cards. Cards may be made as they are rendered. look: of the
-    table, "texts" where its last column has sentences."""
+    """A part of a page: facts by name, a note, a table and cards. cards: may be a generator, so that cards are made
+    when they are rendered. look: style of the table, "texts" if its last column has sentences."""
 
     title: str
     anchor: str = ""
@@ -110,7 +111,7 @@ class Section:
 
 @cache
 def _environment() -> Environment:
-    """Every value is escaped, and an undefined name is an error."""
+    """The Jinja environment, in which every value is escaped and an undefined name is an error."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -123,7 +124,7 @@ def _environment() -> Environment:
 
 
 def render_template(template: str, **values: Any) -> Iterator[bytes]:
-    """A page in pieces, UTF-8, so that only one card is in memory. Characters without a UTF-8 encoding are written as
-    \\udcXX."""
+    """Render a page in pieces of UTF-8, so that only one card is in memory. Characters without a UTF-8 encoding are
+    written as \\udcXX."""
     pieces = _environment().get_template(template).generate(values)
     return (piece.encode("utf-8", "backslashreplace") for piece in pieces)

@@ -1,5 +1,5 @@
-"""Pictures and clips: written whole, made smaller than a number of bytes, and a run's validation samples with them, for
-its pages, messages and model card."""
+"""Pictures and clips: written in full size, or shrunk to a number of bytes; and the validation samples of a run, for
+pages, messages and the model card."""
 
 import base64
 import io
@@ -22,12 +22,12 @@ from stages.media.files import MediaError, MediaPath, unreadable_error
 
 IMAGE_BOX, FRAME_BOX, THUMBNAIL_BOX = (384, 320), (208, 160), (256, 256)  # pixels
 QUALITY_STEPS = ((82, 1.0), (70, 1.0), (55, 1.0), (45, 0.75), (40, 0.5), (35, 0.35))  # quality, scale
-MAX_CLIP_FRAMES = 241  # decoded of a clip
-#: Longest side in pixels and H.264's constant rate factor, until a clip is small enough.
+MAX_CLIP_FRAMES = 241  # frames that are decoded to shrink a clip
+#: (longest side in pixels, constant rate factor of H.264), tried in order until a clip is small enough.
 CLIP_STEPS = ((256, 26), (256, 32), (192, 34), (128, 36))
 CLIP_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts")
-MAX_KEPT = 1000  # twice those of a page
-JPEG_STEPS = ((85, 1.0), (70, 1.0), (60, 0.7), (50, 0.5), (40, 0.25))  # of JPEG, and share of the size
+MAX_KEPT = 1000  # shrunk pictures in memory: twice as many as a page has
+JPEG_STEPS = ((85, 1.0), (70, 1.0), (60, 0.7), (50, 0.5), (40, 0.25))  # quality of JPEG, scale
 SETTINGS = ("seed", "size", "steps", "guidance", "guidance_low")
 
 
@@ -49,16 +49,16 @@ class Picture:
         return self.mime == "video/mp4"
 
 
-# -- whole ones ------------------------------------------------------------------------------------------------------
+# -- full size -------------------------------------------------------------------------------------------------------
 
 
 def output_suffix(config: Config) -> str:
-    """The suffix of a run's pictures or clips."""
+    """The file suffix of a run's validation samples: ".mp4" for a video family, else ".png"."""
     return ".mp4" if config.model.family_spec.video else ".png"
 
 
 def write_output(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | None = None) -> None:
-    """Write uint8 frames as PNG (the first one) or MP4, by the path's suffix, atomically."""
+    """Write uint8 frames atomically: as MP4, or the first frame as PNG if the path ends with ".png"."""
     with replacing(path) as temporary:
         if path.suffix == ".png":
             from PIL import Image
@@ -71,7 +71,8 @@ def write_output(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | N
 
 
 def write_video(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | None = None) -> None:
-    """H.264 in MP4, nearly lossless except for the halved chroma; sides must be even, as every bucket's are."""
+    """Write H.264 in MP4, nearly lossless except for the halved chroma. Sides must be even, which every bucket's sides
+    are."""
     from av.video.reformatter import VideoReformatter
 
     from stages.media import color
@@ -91,7 +92,8 @@ def _encode_clip(
     options: dict[str, str],
     comment: str = "",
 ) -> None:
-    """Stream and container name the color space by `tags`: without it players guess by the size."""
+    """Encode frames. Stream and container name the color space by `tags`; without them, players guess it from the
+    size."""
     import av
 
     rate = rate.limit_denominator(1001)
@@ -108,7 +110,7 @@ def _encode_clip(
         container.mux(stream.encode())
 
 
-# -- small ones ------------------------------------------------------------------------------------------------------
+# -- shrunk ----------------------------------------------------------------------------------------------------------
 
 
 def encode_picture(
@@ -118,8 +120,8 @@ def encode_picture(
     steps: Sequence[tuple[int, float]] = QUALITY_STEPS,
     codec: str = "WEBP",
 ) -> Picture:
-    """uint8 pixels, scaled down to fit into `box` (never up), by the first of `steps` (quality, scale) with at most
-    `max_bytes`, else by the last."""
+    """Encode uint8 pixels, scaled down (never up) to fit into `box` (width, height). The first of `steps` (quality,
+    scale) that gives at most `max_bytes` is used, otherwise the last step."""
     from PIL import Image
 
     full: Image.Image = Image.fromarray(pixels_HWC)
@@ -134,8 +136,8 @@ def encode_picture(
 
 
 def shrink_file(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | None = None) -> Picture | None:
-    """An image, or the frame of a clip at `at` seconds, by default the middle one, as WebP of at most `max_bytes`; None
-    where it can't be so small. Raises MediaError."""
+    """Shrink an image, or the frame of a clip at `at` seconds (by default the middle frame), to a WebP of at most
+    `max_bytes`; None if it can't be so small. Raises MediaError."""
     try:
         picture = encode_picture(read_pixels(path, at), box, max_bytes)
     except OSError as error:
@@ -144,7 +146,8 @@ def shrink_file(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float
 
 
 def read_pixels(path: MediaPath, at: float | None = None) -> np.ndarray:
-    """(H, W, 3) uint8 of an image, or of a clip at `at` seconds, by default in its middle. Raises MediaError."""
+    """Read an image, or the frame of a clip at `at` seconds (by default the middle frame): (H, W, 3) uint8. Raises
+    MediaError."""
     from stages.media.image import load_image
     from stages.media.video import probe_video, read_frames
 
@@ -157,8 +160,8 @@ def read_pixels(path: MediaPath, at: float | None = None) -> np.ndarray:
 
 
 def shrink_clip(path: Path, max_bytes: int) -> Picture | None:
-    """A clip of at most `max_bytes`: the file itself where it is small enough, else smaller frames of lower quality, at
-    last fewer of them; None where a single one is too large. Raises MediaError."""
+    """Shrink a clip to at most `max_bytes`: the file itself if it is small enough, otherwise smaller frames of lower
+    quality, and finally fewer frames; None if even a single frame is too large. Raises MediaError."""
     import av
 
     from stages.media.color import ColorTags
@@ -188,8 +191,8 @@ def shrink_clip(path: Path, max_bytes: int) -> Picture | None:
 
 
 def shrink(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | None = None) -> Picture | None:
-    """A picture, or a clip that ends with .mp4, of at most `max_bytes`; None if it can't be so small. Kept in memory as
-    long as the file stays as it is. Raises MediaError."""
+    """Shrink a picture, or a clip whose path ends with ".mp4", to at most `max_bytes`; None if it can't be so small.
+    The result is kept in memory until the file changes. Raises MediaError."""
     if not isinstance(path, str | Path):
         return shrink_file(path, box, max_bytes, at)
     version = None
@@ -207,12 +210,12 @@ def _shrink_kept(
     return shrink_clip(Path(path), max_bytes) if is_clip else shrink_file(path, box, max_bytes, at)
 
 
-# -- of a run --------------------------------------------------------------------------------------------------------
+# -- samples of a run ------------------------------------------------------------------------------------------------
 
 
 def list_samples(config: Config, folder: Path) -> dict[str, dict[int, Path | None]]:
-    """name -> step, ascending -> picture or clip, None where it is not decoded. In the order of the configuration's
-    samples, and then of names that it does not have."""
+    """List a run's validation samples: name -> step (ascending) -> picture or clip, None if it is not decoded. Samples
+    are in the order of the configuration, followed by names that the configuration does not have."""
     order = {sample.name: number for number, sample in enumerate(config.validation_samples())}
     rows: dict[str, dict[int, Path | None]] = {}
     for file in list_validations(folder):
@@ -221,7 +224,7 @@ def list_samples(config: Config, folder: Path) -> dict[str, dict[int, Path | Non
 
 
 def describe(config: Config, folder: Path, name: str, step: int) -> dict[str, Any]:
-    """prompt, negative_prompt, and those of SETTINGS that are known."""
+    """Describe a validation sample: prompt, negative_prompt, and the SETTINGS that are known."""
     known = describe_sample(config, latent_path(folder, step, name))
     known["size"] = known.get("bucket")
     settings = {key: known[key] for key in SETTINGS if known.get(key) is not None}
@@ -231,8 +234,8 @@ def describe(config: Config, folder: Path, name: str, step: int) -> dict[str, An
 
 @dataclass(frozen=True)
 class SmallPicture:
-    """A sample. picture: JPEG, of a clip its middle frame, or a clip. about: what the trainer wrote about the sample,
-    with prompt, seed, bucket, steps and guidance."""
+    """A validation sample. picture: a clip, or a JPEG (of a clip's middle frame). about: the trainer's metadata of the
+    sample, with prompt, seed, bucket, steps and guidance."""
 
     name: str
     picture: Picture
@@ -246,8 +249,9 @@ class SmallPicture:
 def read_pictures(
     config: Config, folder: Path, step: int, side: int, max_bytes: int, max_clip_bytes: int = 0
 ) -> Iterator[SmallPicture]:
-    """Read pictures in the order of `list_samples`, at most `side` pixels wide and high; those that are not decoded,
-    can't be read or are links to places outside of the run's folder are left out. max_clip_bytes: 0 without clips."""
+    """Read the pictures of a step in the order of `list_samples`, at most `side` pixels wide and high. Samples that are
+    not decoded, can't be read or are links to files outside of the run's folder are left out. max_bytes: size of a
+    picture. max_clip_bytes: size of a clip; 0 to read the middle frames of clips instead."""
     for name, steps in list_samples(config, folder).items():
         path = steps.get(step)
         if path and path.resolve().is_relative_to(folder.resolve()):

@@ -1,4 +1,4 @@
-"""The samples of a plan, for pages: which of them are shown, how each is cropped, what of it is encoded, and its pixels
+"""The samples of a plan, for pages: which samples are shown, how each is cropped, whether it is encoded, and its pixels
 as the encoder gets them, read in sandboxed processes."""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -34,18 +34,18 @@ TableRow = dict[str, Any]
 StoredRow = tuple[str, ShardRow]  # path of the shard, row
 MAX_OPEN_SHARDS = 16
 NOT_ENCODED = "not encoded yet"
-MAX_SHOWN_FRAMES = 9  # of a clip; 1 + 8, because the frames of most clips divide evenly by that
-WHOLE_BOX = (240, 160)  # pixels, of the picture of a whole item
-MASK_TINT = (214, 40, 40)  # color of what is not trained on
+MAX_SHOWN_FRAMES = 9  # frames of a clip; 1 + 8, because most clips have 1 + 8n frames
+WHOLE_BOX = (240, 160)  # largest width and height of the picture of a whole item, in pixels
+MASK_TINT = (214, 40, 40)  # color of the parts that are not trained on
 
 
 class PlanTable:
-    """The n samples of a plan, without those of validation.
+    """The n samples of a plan, without validation samples.
 
-    active: their rows of ACTIVE_SCHEMA. shapes: of each "width" and "height" of the item as displayed, null if the
-    media table no longer has it; "lost" and "stretched", the share cut off and the change of aspect, null without a
-    size. samples: the active samples, validation included, with the columns that sizes are computed from. locations: of
-    their files.
+    active: table of n rows of ACTIVE_SCHEMA. shapes: table of n rows: "width" and "height" of the item as displayed,
+    null if the media table no longer has the item; "lost" and "stretched", the share that is cut off and the change of
+    aspect, null if the size is not known. samples: table of the active samples, including validation samples, with the
+    columns from which sizes are computed. locations: locations of the samples' files.
     """
 
     def __init__(self, store: Store, config: Config, plan: Plan) -> None:
@@ -82,7 +82,8 @@ class PlanTable:
         return len(rows) if role is None else len(rows.filter(pc.equal(rows["role"], role)))
 
     def choose(self, count: int, buckets: Sequence[str], among: np.ndarray | None = None) -> dict[str, list[int]]:
-        """bucket -> `count` rows of `active`: those of the lowest ids, a random choice that stays when data is added.
+        """Choose samples: bucket -> row numbers of `active`, at most `count` each. The samples with the lowest ids are
+        chosen: since ids are hashes, this is a random choice that changes little when data is added.
 
         among: (n,) bool, which rows may be chosen.
         """
@@ -104,7 +105,8 @@ class PlanTable:
 
 
 def _measure_crops(rows: pa.Table, geometry: pa.StructArray) -> pa.Table:
-    """The table `shapes` of rows with the columns "width" and "height", if any is known, and their geometries."""
+    """Make the table `PlanTable.shapes`. rows: table with the columns "width" and "height", unless no size is known.
+    geometry: geometries of the rows."""
     unknown = pa.nulls(len(rows), pa.int32())
     sides = [rows[name] if name in rows.column_names else unknown for name in ("width", "height")]
     width, height = (np.asarray(pc.fill_null(side, 1)) for side in sides)  # the results of unknown sizes are not used
@@ -119,7 +121,8 @@ def _measure_crops(rows: pa.Table, geometry: pa.StructArray) -> pa.Table:
 
 
 class StageShards:
-    """The shards of one stage. members: ids of the units that are encoded. set_aside: ids among them without a row."""
+    """The shards of one stage. members: ids of the items in encoded units. set_aside: ids of rejected items, which do
+    not have a row."""
 
     def __init__(self, table: PlanTable, stage: EncodingStage, readers: ReaderPool) -> None:
         state = stage.state(table.store, table.config, table.plan)
@@ -130,8 +133,8 @@ class StageShards:
         self._store, self._readers = table.store, readers
 
     def read(self, name: str) -> StoredRow:
-        """The stored row of a member. LatentpressError where it is not encoded or was set aside, DamageError where it
-        is damaged."""
+        """The stored row of an item. Raises LatentpressError if the item is not encoded or was rejected, DamageError if
+        its shard is damaged. name: id of the item."""
         index = pc.index(self.members, name).as_py()
         if index < 0:
             raise LatentpressError(NOT_ENCODED, "run the stage that encodes it")
@@ -145,8 +148,8 @@ class StageShards:
 class EncodedPlan:
     """The encoded samples and texts of a plan.
 
-    encoded, set_aside: (n,) bool for the rows of `table.active`. missing: the number of samples that are neither.
-    folder: of the latents' shards.
+    encoded, set_aside: (n,) bool, whether a row of `table.active` is encoded, or rejected. missing: number of samples
+    that are neither encoded nor rejected. folder: folder of the latents' shards in the root.
     """
 
     def __init__(self, table: PlanTable) -> None:
@@ -160,13 +163,13 @@ class EncodedPlan:
         self.missing = int((~self.encoded & ~self.set_aside).sum())
 
     def bucket_row(self, bucket: str, shown: int) -> TableRow:
-        """A bucket's row of the table."""
+        """A bucket's row of the table of encoded samples. shown: number of samples on the page."""
         in_bucket = pc.equal(self.table.active["bucket"], bucket).to_numpy()
         encoded = int(self.encoded[in_bucket].sum())
         return {"bucket": bucket, "samples": int(in_bucket.sum()), "encoded": encoded, "shown": shown}
 
     def caption(self, name: str) -> Caption:
-        """The text of this id with its tokens."""
+        """A text and its number of tokens. name: id of the text."""
         text = self.table.plan.texts[name]["text"]
         try:
             _, row = self.texts.read(name)
@@ -177,8 +180,8 @@ class EncodedPlan:
 
 @dataclass(frozen=True)
 class PlanSample:
-    """One sample of a page: its rows of ACTIVE_SCHEMA, of SAMPLES_SCHEMA and of `PlanTable.shapes`. references: rows of
-    SAMPLES_SCHEMA of its references."""
+    """A sample on a page. active_row, sample, shape: the sample's rows of ACTIVE_SCHEMA, SAMPLES_SCHEMA and
+    `PlanTable.shapes`. references: rows of SAMPLES_SCHEMA, for the sample's reference images."""
 
     active_row: TableRow
     sample: TableRow
@@ -195,7 +198,7 @@ class PlanSample:
 
     @property
     def times(self) -> list[float]:
-        """Seconds of a clip's frames; none of an image."""
+        """The times of a clip's frames in seconds; empty for an image."""
         if self.sample["kind"] != "video":
             return []
         return clip_times(self.sample["start"], self.sample["rate"], self.bucket.frames)
@@ -206,7 +209,7 @@ class PlanSample:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Geometry, times and companions, a line each."""
+        """Lines about the sample: geometry, times, source image, references and mask."""
         geometry, row, shape, times = self.sample["geometry"], self.active_row, self.shape, self.times
         size = "{width}x{height}".format(**shape) if shape["width"] else "size no longer known"
         resized = "resized to {resize_w}x{resize_h}, cropped at ({x}, {y})".format(**geometry)
@@ -226,7 +229,7 @@ class PlanSample:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Labels for what is particular about it."""
+        """Labels for the sample's special properties, such as "held out"."""
         row, geometry = self.active_row, self.sample["geometry"]
         width, height = self.shape["width"], self.shape["height"]
         marks = {
@@ -244,10 +247,10 @@ class PlanSample:
 class SampleTask:
     """A sample to read.
 
-    sample: its row of SAMPLES_SCHEMA. files: by role ("media", "source", "mask"; of references the source roles in
-    their order), each with the media id it was planned with. given: how many frames of a clip the task starts from.
-    crops: geometries of the source image or the references. whole: size of the picture of the whole item; None for all
-    frames without their masks.
+    sample: the sample's row of SAMPLES_SCHEMA. files: role ("media", "source", "mask"; for references the roles of
+    SOURCE_ROLES in order) -> file and the media id with which it was planned. given: number of frames at the start of a
+    clip that condition the model. crops: geometries of the source image or the references. whole: (width, height) of
+    the picture of the whole item, for a page; None to read all frames, without masks.
     """
 
     sample: TableRow
@@ -260,11 +263,11 @@ class SampleTask:
 
 @dataclass(frozen=True)
 class SamplePixels:
-    """uint8 pixels as the encoder gets them: frames (T, H, W, 3); conditions (F, H, W, 3) each, the source image, the
-    references or the first frames, if there are any.
+    """uint8 pixels as the encoder gets them. frames: (T, H, W, 3). conditions: the source image, the references or the
+    first frames, (F, H, W, 3) each; empty if the sample is not conditioned on images.
 
-    Of a task with `whole`, frames are those of `frame_indices`, masked has them under the mask if there is one, and
-    whole is the whole image or first frame.
+    For a task with `whole`, frames has only the frames of `frame_indices`; masked has the same frames with the mask
+    drawn over them, None without a mask; whole is the uncropped image or first frame.
     """
 
     frames: np.ndarray
@@ -274,12 +277,12 @@ class SamplePixels:
 
 
 def frame_indices(count: int) -> list[int]:
-    """Choose at most MAX_SHOWN_FRAMES of `count` frames, evenly spaced, with the first and the last."""
+    """Choose at most MAX_SHOWN_FRAMES of `count` frames, evenly spaced, including the first and the last frame."""
     return np.unique(np.rint(np.linspace(0, count - 1, min(MAX_SHOWN_FRAMES, count)))).astype(int).tolist()
 
 
 def read_sample(task: SampleTask) -> SamplePixels:
-    """The pixels of a sample whose files did not change since they were planned. Raises MediaError."""
+    """Read the pixels of a sample. Raises MediaError if a file can't be read or has changed since it was planned."""
     from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
 
     path, sample = task.files["media"][0], task.sample
@@ -317,8 +320,8 @@ def _make_reader() -> Callable[[SampleTask], SamplePixels]:
 def read_samples(
     table: PlanTable, rows: Iterable[int], workers: int, with_whole: bool = False
 ) -> Generator[tuple[PlanSample, SamplePixels | MediaError]]:
-    """Yield the samples of these rows of `table`, with their pixels or why there are none. Processes read ahead.
-    with_whole: with the whole item and the mask, but only some frames of a clip."""
+    """Yield samples with their pixels, or with the error if they can't be read. Worker processes read ahead. rows: row
+    numbers of `table.active`. with_whole: read the whole item and the mask too, but only some frames of a clip."""
     opened = [_open_sample(table, row, with_whole) for row in rows]
     with SandboxPool.configured(_make_reader, workers, table.config.stages) as pool:
         results = pool.map(task for _, task in opened if isinstance(task, SampleTask))

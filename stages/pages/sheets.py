@@ -21,7 +21,7 @@ from stages.media.video import probe_video, read_frames
 from stages.pages.pictures import list_samples
 
 LINE_HEIGHT, FONT_SIZE = 18, 13  # pixels
-MAX_ROWS, MAX_STEPS = 64, 16  # of validation samples: a sheet has some 80 million pixels then
+MAX_ROWS, MAX_STEPS = 64, 16  # rows and columns of validation samples; the largest sheet has about 80 million pixels
 SAMPLE_SIDE, MIN_CELL, MIN_HEIGHT, PADDING = 256, 160, 32, 4  # pixels
 PROMPT_LINES = 3
 FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf")
@@ -29,7 +29,7 @@ TEXT_COLOR, MUTED_COLOR, BACKGROUND = "#1b1f24", "#57606a", "#ffffff"
 
 
 def update_sheet(config: Config, run_folder: Path) -> Path:
-    """Make the contact sheet of a run, unless it shows its present samples and prompts."""
+    """Make the contact sheet of a run, unless the existing sheet shows the current samples and prompts."""
     path, files = run_folder / "samples" / "contact-sheet.png", list_samples(config, run_folder)
     prompts = {prompt.name: prompt.prompt for prompt in config.validation.prompts}
     titles = {sample.name: f"{sample.name}: {prompts[sample.prompt]}" for sample in config.validation_samples()}
@@ -42,9 +42,10 @@ def update_sheet(config: Config, run_folder: Path) -> Path:
 
 
 def draw_sheet(files: Mapping[str, Mapping[int, Path | None]], titles: Mapping[str, str]) -> Image.Image:
-    """A row for each sample with its prompt, a column for each step.
+    """Draw a row for each sample, with its prompt, and a column for each step: the first MAX_ROWS samples, and at most
+    MAX_STEPS steps, spread evenly.
 
-    files: as of `list_samples`, at most MAX_ROWS of them and MAX_STEPS, spread evenly.
+    files: name -> step -> file, as returned by `list_samples`. titles: name -> text above the row.
     """
     steps = spread(sorted({step for row in files.values() for step in row}), MAX_STEPS)
     images = {
@@ -77,7 +78,7 @@ def draw_sheet(files: Mapping[str, Mapping[int, Path | None]], titles: Mapping[s
 
 
 def _thumbnail(file: Path) -> Image.Image:
-    """A small picture; of a clip four frames from its first to its last, in two rows."""
+    """Make a small picture; for a clip, four frames from its first to its last frame, in two rows."""
     if file.suffix == ".png":
         image = Image.open(file).convert("RGB")
     else:
@@ -90,7 +91,7 @@ def _thumbnail(file: Path) -> Image.Image:
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """At most PROMPT_LINES lines that have about `width` pixels."""
+    """Wrap a text into at most PROMPT_LINES lines of about `width` pixels."""
     text = escape_unprintable(text)
     letters = int(0.9 * width * len(text) / max(1.0, _font().getlength(text)))
     return textwrap.wrap(text, max(1, letters), max_lines=PROMPT_LINES, placeholder="…")
@@ -98,8 +99,8 @@ def _wrap(text: str, width: int) -> list[str]:
 
 @cache
 def _font() -> Any:
-    """The first of FONTS that is installed, which has the letters of most European languages, else Pillow's own, which
-    has little but ASCII. A letter that a font lacks is a box."""
+    """The first of FONTS that is installed; these have the letters of most European languages. If none is installed,
+    Pillow's own font, which has little more than ASCII. A letter that the font lacks is drawn as a box."""
     for name in FONTS:
         with suppress(OSError):
             return ImageFont.truetype(name, FONT_SIZE)

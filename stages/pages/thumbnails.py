@@ -1,13 +1,14 @@
-"""Thumbnails of items (also rejected ones) whose file can be read: decoded in a sandboxed process, as the file may be
-damaged or hostile.
+"""Thumbnails of items (also rejected items) whose file can be read. Files are decoded in a sandboxed process, because
+they may be damaged or hostile.
 
-The report has them in its page. For `latentpress ui`, `python -m stages.pages.thumbnails` makes files, so that the page
-never decodes a file and never reads what a decoder's process says:
+The report embeds thumbnails in its page. For `latentpress ui`, `python -m stages.pages.thumbnails` makes files, so that
+the page never decodes a file and never reads the output of a decoder's process:
 
-    <output>/.ui/thumbnails/<id>.webp   of an item
-    <output>/.ui/thumbnails/<id>.none   none could be made of it
+    <output>/.ui/thumbnails/<id>.webp   thumbnail of an item
+    <output>/.ui/thumbnails/<id>.none   marks an item without a thumbnail, because none could be made
 
-The id is the media's. What was set aside has none: its id is a hash of its dataset, path, reason and message.
+The id is the media id. A rejected item does not have a media id: its id is a hash of its dataset, path, reason and
+message.
 """
 
 import os
@@ -34,9 +35,9 @@ from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.media.files import MediaError, MediaPath
 from stages.pages.pictures import Picture, shrink_file
 
-FOLDER = ".ui"  # in the output: what belongs to `latentpress ui`
+FOLDER = ".ui"  # folder of `latentpress ui` in the output folder
 MOST_KEPT = 1000  # files, of about 4 kB each
-MOST_MADE = 500  # by one start, the first ones of the list
+MOST_MADE = 500  # thumbnails per start, for the first items of the list
 PICTURE, NONE = ".webp", ".none"
 BOX, MAX_BYTES = (96, 96), 4000
 TIMEOUT_S, MEMORY_MIB = 20.0, 4096
@@ -44,37 +45,39 @@ _ID = re.compile("[0-9a-f]{32}")
 
 
 def thumbnail_id(item: SetAside) -> str:
-    """Another one when the file is rejected for another reason, so that the picture of a file that was replaced is made
-    again."""
+    """The id of a rejected item's thumbnail. It changes when the file is rejected for another reason, so that the
+    thumbnail of a replaced file is made again."""
     parts = (item.dataset, item.path, item.reason, item.message)
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode("utf-8", "surrogatepass"))
 
 
 def can_have_thumbnail(path: str) -> bool:
-    """Whether an item's path leads to a place in its dataset by its letters: what a table says is not trusted."""
+    """Whether an item's path is relative and without "..", so that it leads to a place in its dataset: paths from a
+    table are not trusted."""
     place = PurePosixPath(path)
     return bool(path) and not place.is_absolute() and ".." not in place.parts
 
 
 class ThumbnailFiles:
-    """The files in an output."""
+    """The thumbnail files in an output folder."""
 
     def __init__(self, output: Path) -> None:
         self.folder = output / FOLDER / "thumbnails"
 
     def find(self, name: str) -> Path | None:
-        """The picture of this id; None where there is none, or is something else in its place."""
+        """The path of an id's thumbnail; None if it does not exist or is not a regular file. name: the id."""
         path = self.folder / f"{name}{PICTURE}"
         return path if _ID.fullmatch(name) and path.is_file() and not path.is_symlink() else None
 
     def list_known(self) -> dict[str, bool]:
-        """id -> whether there is a picture; False where none could be made."""
+        """id -> whether the thumbnail exists; False if none could be made. Ids that were not tried are left out."""
         if not self.folder.is_dir():
             return {}
         return {path.stem: path.suffix == PICTURE for path in self.folder.iterdir() if path.suffix in (PICTURE, NONE)}
 
     def write(self, pictures: Mapping[str, Picture | None]) -> None:
-        """Write pictures by their ids, and keep the newest MOST_KEPT."""
+        """Write pictures by their ids (None marks that no thumbnail could be made), and keep the newest MOST_KEPT
+        files."""
         with explained(str(self.folder)):
             make_folders(self.folder)
             for name, picture in pictures.items():
@@ -92,8 +95,8 @@ class ThumbnailFiles:
 
 
 def read_thumbnails(config: Config, items: Sequence[tuple[str, str]]) -> list[Picture | None]:
-    """The picture of each item (its dataset's id, "" for any, and its path below the dataset's root), None where there
-    is none."""
+    """Make a thumbnail of each item. items: (id of the dataset or "" for any dataset, path below the dataset's root).
+    Returns a picture for each item, None if the item's file can't be read."""
     from stages.engines.sandbox import SandboxPool
 
     sources = {dataset.id: open_source(dataset) for dataset in config.datasets if not dataset.disabled}

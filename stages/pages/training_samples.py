@@ -1,9 +1,9 @@
-"""The training samples that a run's validation prompts name, as files to compare the run's own samples with.
+"""The training samples whose captions are a run's validation prompts, as files to compare with the run's own samples.
 
-A prompt names a training sample where it is its caption (i2i: with the same source image). For each such prompt
-<output>/<run>/samples/training/<prompt>/ has `original.png|mp4`, the pixels that were encoded,
-`reconstruction.png|mp4`, their cached latents decoded again, and `sample.json`, which says what sample it is. The
-original is left out where its file is not on this machine.
+A prompt names a training sample if it is the sample's caption (i2i: with the same source image). For each such prompt,
+<output>/<run>/samples/training/<prompt>/ contains `original.png|mp4`, the pixels that were encoded,
+`reconstruction.png|mp4`, decoded from the cached latents, and `sample.json`, which identifies the sample. The original
+is left out if its file is not on this machine.
 """
 
 import shutil
@@ -32,7 +32,7 @@ ORIGINAL, RECONSTRUCTION, DESCRIPTION = "original", "reconstruction", "sample.js
 
 
 class TrainingSample(Record):
-    """sample.json. latents: the folder of their shards."""
+    """The content of sample.json. latents: folder of the latents' shards in the root."""
 
     sample_id: str
     dataset: str
@@ -44,16 +44,16 @@ class TrainingSample(Record):
 def write_training_samples(
     config: Config, run_folder: Path, load: Callable[[], tuple[Any, Any]], workers: int, console: Console
 ) -> None:
-    """Write those that are not there yet, and remove those that no prompt names. load: returns (autoencoder,
-    device)."""
+    """Write the training samples that are missing in the run's folder, and remove the samples that no prompt names.
+    load: function that returns (autoencoder, device)."""
     try:
         table = PlanTable(store := Store(config.root), config, current_plan(store, config))
         encoded = EncodedPlan(table)
-    except LatentpressError:  # trained on a set that was made elsewhere: there is no plan, or not its checkpoint
+    except LatentpressError:  # the set was made on another machine: the plan or the checkpoint is not on this one
         return
     folder, rows, abouts = run_folder / FOLDER, find_training_samples(encoded), dict[str, TrainingSample]()
     for stale in folder.glob("*"):
-        if stale.name not in rows and not stale.name.startswith("."):  # another process may write it
+        if stale.name not in rows and not stale.name.startswith("."):  # another process may be writing a hidden folder
             shutil.rmtree(stale)
     for prompt, row in rows.items():
         sample = table.active.select(["sample_id", "dataset", "path", "bucket"]).slice(row, 1).to_pylist()[0]
@@ -82,7 +82,8 @@ def write_training_samples(
 
 
 def find_training_samples(encoded: EncodedPlan) -> dict[str, int]:
-    """prompt -> row of `encoded.table.active`: the first encoded training sample that the prompt is a caption of."""
+    """Find prompt -> row number of `encoded.table.active`: the first encoded training sample with the prompt as a
+    caption."""
     table = encoded.table
     texts = {prompt.name: prompt.text for prompt in table.plan.info.validation}
     trained = pc.equal(table.active.column("role"), "train").to_numpy() & encoded.encoded

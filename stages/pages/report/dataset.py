@@ -1,4 +1,4 @@
-"""The data of a run, in one glance: buckets, captions and what was cut off of them, and what was set aside."""
+"""An overview of a run's data: buckets, captions, captions that the encoder truncated, and rejected items."""
 
 import re
 from collections import Counter
@@ -29,22 +29,22 @@ from stages.pages.thumbnails import read_thumbnails
 from stages.planning.summary import only_trained
 
 MAX_BUCKETS = 30  # bars
-MAX_LISTED = 100  # rows of what was set aside
+MAX_LISTED = 100  # rows of rejected items
 MAX_THUMBNAILS = 24
-MAX_OPENED_SHARDS = 256  # of text, for captions that were cut off
+MAX_OPENED_SHARDS = 256  # text shards that are searched for truncated captions
 MAX_CUT_SHOWN = 10
 TableRow = dict[str, Any]
-MAX_COMPARED = 2000  # captions; all pairs of so many take a second
+MAX_COMPARED = 2000  # captions; comparing all pairs of them takes a second
 MAX_PAIRS = 6
 _WORD = re.compile(r"\w+")
 
 
 def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[tuple[float, str, str]]:
-    """(similarity, caption, caption) of the `count` pairs of highest Jaccard similarity of their sets of words (Jaccard
-    1901, as used for near-duplicates by Broder 1997), exact, highest first. Case and order of words do not count.
-    Captions without words are left out.
+    """Find the `count` pairs of captions with the highest Jaccard similarity of their sets of words (Jaccard 1901, used
+    for near-duplicates by Broder 1997), exactly: (similarity, caption, caption), highest first. Case and order of words
+    are ignored, and captions without words are left out.
 
-    Words of one caption alone are in no intersection, so they have no column; their number counts in the union.
+    A word that only one caption has is never in an intersection, so it does not get a column; it counts in the union.
     """
     words = [frozenset(_WORD.findall(caption.casefold())) for caption in captions]
     uses = Counter(chain.from_iterable(words))
@@ -62,7 +62,7 @@ def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[tuple[fl
 
 
 def length_bins(lengths: np.ndarray, most: int = 16) -> tuple[list[str], list[int]]:
-    """Labels ("1-5") and counts of equal bins of whole numbers, at most `most`."""
+    """Group integers into at most `most` bins of equal width. Returns (labels such as "1-5", counts)."""
     low, high = int(lengths.min()), int(lengths.max())
     width = -(-(high - low + 1) // most)
     counts = np.bincount((lengths.astype(np.int64) - low) // width)
@@ -71,8 +71,9 @@ def length_bins(lengths: np.ndarray, most: int = 16) -> tuple[list[str], list[in
 
 
 class DataGlance:
-    """The data of runs that have the same plan. facts: sentences. alike: pairs of captions. cut: captions that the
-    encoder cut off. set_aside: with a thumbnail each, where there is one. missing: what can't be told, and why."""
+    """The data of runs that share a plan. facts: sentences. alike: pairs of similar captions. cut: captions that the
+    encoder truncated. set_aside: (rejected item, its thumbnail or None). missing: sentences about information that is
+    not available, with the reason."""
 
     def __init__(self, run: str, source: str) -> None:
         self.runs, self.source = [run], source
@@ -131,7 +132,7 @@ class DataGlance:
             )
 
     def _find_cuts(self, store: Store, config: Config, plan: Plan) -> None:
-        """Captions that had more tokens than the encoder takes, by the shards' own account."""
+        """Find captions with more tokens than the encoder accepts, which the shards' metadata lists."""
         state = stage_registry.TEXT.state(store, config, plan)
         paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
         if not paths:
@@ -167,8 +168,8 @@ class DataGlance:
 
 
 def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlance]:
-    """The data of each run (name, configuration, the configuration that names its plan if no set does); runs of the
-    same plan share an entry."""
+    """The data of runs; runs with the same plan share an entry. runs: (name, configuration, configuration by which the
+    plan is found if the run's training set does not name one)."""
     glances: dict[tuple[str, str], DataGlance] = {}
     for run, config, planned in runs:
         store = Store(config.root)
@@ -187,7 +188,7 @@ def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlanc
 
 
 def _find_plan(store: Store, config: Config, planned: Config) -> Plan:
-    """The plan of the set which the run was trained on, where it is there; else the newest of `planned`."""
+    """The plan of the set that the run was trained on if it exists, else the current plan of `planned`."""
     name = config.train.set
     if "/" not in name and store.exists(f"sets/{name}/set.json"):
         generation = store.read_record(f"sets/{name}/set.json", SetRecord).generation

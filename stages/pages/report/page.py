@@ -1,7 +1,7 @@
 """The page of `latentpress report`: runs, their curves, samples, data, costs and settings, as one HTML file.
 
-Nothing on it is loaded from elsewhere: a Content-Security-Policy forbids every request, and runs no script but the
-page's own, whose hash it has.
+The page loads nothing from elsewhere: its Content-Security-Policy forbids every request, and allows only the page's own
+script, by its hash.
 """
 
 import base64
@@ -35,18 +35,19 @@ from stages.pages.html import TEMPLATES, render_template
 from stages.pages.report.dataset import glance_at_data
 from stages.pages.report.samples import gather_samples
 
-SAMPLE_BYTES = 6_000_000  # of pictures and clips, before base64 makes a third more of them
+SAMPLE_BYTES = 6_000_000  # bytes of pictures and clips, before base64 adds a third
 MAX_SHOWN = 300  # characters of a value
 MAX_TEXT = 200_000  # characters of a configuration
-NOT_SET = ("train.set",)  # config.yaml has the id of the set that was found
+NOT_SET = ("train.set",)  # not a choice of the user: config.yaml has the id of the set that was found
 ABSENT = "\N{EM DASH}"
 TableRow = dict[str, Any]
 
 
 class ReportRun:
-    """A run of the report. config: its own, or `given`, the configuration that the program was called with, if it has
-    none (not_own), so that settings are those of `given`. planned: `given` if it has the same datasets, as a plan is
-    found by paths relative to the configuration's folder; else the run's own."""
+    """A run of the report. given: the configuration that the program was called with. config: the run's own
+    configuration, or `given` if the run does not have one (not_own). planned: the configuration by which the run's plan
+    is found: `given` if it has the same root, datasets and model, because a plan is found by paths relative to the
+    configuration's folder; otherwise `config`."""
 
     def __init__(self, name: str, folder: Path, config: Config, given: Config) -> None:
         shared = {"root", "datasets", "model"}
@@ -60,7 +61,8 @@ class ReportRun:
 def make_page(
     runs: Sequence[ReportRun], command: str = "", beside: tuple[Path, Path] | None = None
 ) -> tuple[list[bytes], list[str]]:
-    """(the page in pieces, what is missing on it). command: makes it again. beside: see `gather_samples`."""
+    """Make the page. Returns (the page in pieces, sentences about missing content). command: command that makes the
+    page again. beside: see `gather_samples`."""
     several = len(runs) > 1
     charts = build_charts([(run.name, run.metrics) for run in runs])
     charts += score_charts([(run.name, run.scores) for run in runs])
@@ -120,7 +122,7 @@ def run_facts(run: ReportRun) -> TableRow:
 
 
 def best_rows(run: ReportRun, named: bool) -> Iterator[TableRow]:
-    """The best step by each measure. named: with the run."""
+    """Rows with the best step by each measure. named: whether rows have the name of the run."""
     for row in best_steps(run.folder):
         spread = f"{row['spread']:.2g}" if row["spread"] != "" else ""
         values = {"value": f"{row['value']:.5g}", "spread": spread, "checkpoint": row["checkpoint"] or "none"}
@@ -128,9 +130,9 @@ def best_rows(run: ReportRun, named: bool) -> Iterator[TableRow]:
 
 
 def list_costs(run: ReportRun, named: bool) -> Iterator[TableRow]:
-    """For each stage the time that `latentpress run` took for it, all its runs together, and the bytes that it has
-    made. Without `run`, training's time is that of the recorded steps, and an encoding stage's that of its jobs of the
-    last day, added up. named: with the run."""
+    """Rows with the time and the size of each stage: the sum of the times that `latentpress run` took for the stage,
+    and the bytes of its files. If `run` did not run the stage, training's time is the sum of the recorded steps, and an
+    encoding stage's time is the sum over its jobs of the last day. named: whether rows have the name of the run."""
     config, folder, store = run.config, run.folder, Store(run.config.root)
     seconds = defaultdict[str, float](float)
     for stage_run in read_stages(folder):
@@ -171,8 +173,8 @@ def _measure_folder(folder: Path) -> int:
 
 
 def list_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value, default) of every option, with those of lists as "datasets.photos.resolution". The default of
-    a required option is PydanticUndefined."""
+    """Yield (dotted key, value, default) for every option. Keys in lists have the item's name, for example
+    "datasets.photos.resolution". The default of a required option is PydanticUndefined."""
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{prefix}{field.alias or name}"
         default = field.get_default(call_default_factory=True, validated_data={})
@@ -187,7 +189,7 @@ def list_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, A
 
 
 def show(value: Any) -> str:
-    """A value as the page shows it, on one line and without the secrets of URLs."""
+    """A value as the page shows it, on one line and without secrets in URLs."""
     if value is PydanticUndefined:
         return "required"
     if isinstance(value, BaseModel):
@@ -197,18 +199,18 @@ def show(value: Any) -> str:
 
 
 def differing_from_defaults(config: Config) -> list[dict[str, str]]:
-    """A row for each option whose value is not its default: what its section, or the model's family, has without it."""
+    """A row for each option whose value differs from the default of its section or of the model's family."""
     family = config.model.family_spec
-    sources = family.flavours[family.default_flavour].task == "i2i"  # which it can't do without
+    sources = family.flavours[family.default_flavour].task == "i2i"  # such a family requires source images
     required = {"instance_data_dir": "any"} | ({"conditioning_data": "any"} if sources else {})
     datasets = [required | {"id": dataset.id} for dataset in config.datasets]
     given = {"root": config.root, "model": {"family": family.name}, "datasets": datasets}
-    given |= {"train": {"experts": config.train.experts}} if config.experts else {}  # required, and in "Runs"
+    given |= {"train": {"experts": config.train.experts}} if config.experts else {}  # required, and shown in "Runs"
     settings = list_settings(Config.model_validate(given))
     made = {key: value for key, value, _ in settings if not key.endswith(".conditioning_data")}
     rows = []
     for key, value, default in list_settings(config):
-        if default is not PydanticUndefined:  # else required, and not the same in every configuration
+        if default is not PydanticUndefined:  # a required option has no default
             default = made.get(key, default)
         if value != default and key not in NOT_SET:
             rows.append({"option": escape_unprintable(key), "value": show(value), "default": show(default)})
@@ -216,7 +218,7 @@ def differing_from_defaults(config: Config) -> list[dict[str, str]]:
 
 
 def differing_between(configs: Sequence[tuple[str, Config]]) -> list[dict[str, str]]:
-    """A row for each option that runs (name, configuration) have with different values; a column for each run."""
+    """A row for each option whose value differs between runs (name, configuration), with a column for each run."""
     tables: list[Mapping[str, str]] = [
         {key: show(value) for key, value, _ in list_settings(config)} for _, config in configs
     ]
@@ -231,7 +233,7 @@ def differing_between(configs: Sequence[tuple[str, Config]]) -> list[dict[str, s
 
 
 def configuration_text(path: Path) -> str:
-    """The resolved configuration as the trainer wrote it, without the secrets of URLs; empty where there is none."""
+    """The resolved configuration that the trainer wrote, without secrets in URLs; empty if it can't be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -240,7 +242,7 @@ def configuration_text(path: Path) -> str:
 
 
 def content_policy(script: str) -> str:
-    """Forbids every request but for files beside the page, and every script but this."""
+    """A Content-Security-Policy that allows only files next to the page and this script."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "

@@ -1,8 +1,8 @@
-"""The validation samples of a run as a grid: a row for each, a cell for each step, pictures and playing clips.
+"""The validation samples of a run as a grid: a row for each sample, a cell for each step, pictures and playing clips.
 
-The trainer writes latents (validation/<step>/<name>.safetensors), decode makes files of them (samples/<step>/), and
-of the training samples whose captions the prompts are. What is shown is small enough for one page; a cell without a
-file says what is missing.
+The trainer writes latents (validation/<step>/<name>.safetensors). `decode` decodes these latents into files
+(samples/<step>/), and also the training samples whose captions are used as prompts. Pictures and clips are shrunk so
+that all of them fit into one page; a cell without a file shows the reason.
 """
 
 import os
@@ -29,8 +29,8 @@ from stages.pages.pictures import THUMBNAIL_BOX, describe, list_samples, shrink
 from stages.planning.validation_prompts import describe_image
 
 MAX_STEPS = 16  # columns
-MAX_CELLS = 480  # of a page, with originals, reconstructions and source images
-MIN_STEPS = 3  # the first, a middle one and the last, before prompts are left out
+MAX_CELLS = 480  # cells on a page, including originals, reconstructions and source images
+MIN_STEPS = 3  # the first, a middle and the last step; rows are left out before there are fewer columns
 MIN_CELL_BYTES, MAX_CELL_BYTES = 3_000, 300_000
 SOURCE_BOX, SOURCE_BYTES = (160, 160), 12_000
 Folders = tuple[Path, Path]
@@ -39,9 +39,9 @@ Files = dict[str, dict[int, Path | None]]  # name -> step -> picture or clip, No
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A validation sample of a run. about: as of `describe`. settings: seed, size, steps, guidance. gallery: the source
-    image, the training sample whose caption the prompt is, as it was encoded and decoded again, where there are these,
-    and the steps."""
+    """A validation sample of a run. about: result of `describe`. settings: seed, size, steps and guidance as text.
+    gallery: figures of the source image, of the training sample with this caption (original and reconstruction), if
+    these exist, and of the steps."""
 
     run: str
     about: dict[str, Any]
@@ -51,8 +51,8 @@ class SampleRow:
 
 @dataclass
 class SampleGrid:
-    """rows: group of samples that differ by their seeds -> each of them, of each run. notes: what is not shown, and
-    where it is."""
+    """The grid of a page. rows: group of samples that differ by their seeds -> a row for each sample and run. notes:
+    sentences about samples that are left out. missing: sentences about samples that do not exist."""
 
     rows: dict[str, list[SampleRow]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -60,8 +60,8 @@ class SampleGrid:
 
 
 class RunFiles:
-    """The validation samples of a run. files: name -> step -> picture or clip, None if it is not decoded. in_front: the
-    most cells in front of the steps of a row."""
+    """The validation samples of a run. files: name -> step -> picture or clip, None if it is not decoded. in_front:
+    largest number of cells before the steps of a row."""
 
     def __init__(self, run: str, folder: Path, config: Config) -> None:
         self.run, self.folder, self.config, self.files = run, folder, config, list_samples(config, folder)
@@ -73,9 +73,10 @@ class RunFiles:
 def gather_samples(
     runs: Sequence[tuple[str, Path, Config]], max_bytes: int, beside: Folders | None = None
 ) -> SampleGrid:
-    """The grid of runs (name, folder, configuration), of at most `max_bytes` of pictures and clips.
+    """Make the grid of runs (name, folder, configuration), with at most `max_bytes` of pictures and clips.
 
-    beside: a folder for whole files, which cells link to, and the page's folder. It gets copies of the files.
+    beside: (folder that gets copies of the full-size files, to which cells link; folder of the page), None for no
+    copies.
     """
     grid, listings = SampleGrid(), [RunFiles(*run) for run in runs]
     for one in listings:
@@ -96,8 +97,8 @@ def gather_samples(
 
 
 def _share(listings: Sequence[RunFiles], max_bytes: int, notes: list[str]) -> tuple[list[str], int, int]:
-    """(names of the rows, columns, bytes of a cell) with which all cells have at most `max_bytes`. `notes` get what is
-    left out."""
+    """Choose (names of the rows, number of columns, bytes per cell) so that all cells together have at most
+    `max_bytes`. Sentences about rows and steps that are left out are added to `notes`."""
     all_names = names = list(dict.fromkeys(name for one in listings for name in one.files))
     most = max((len(one.steps) for one in listings), default=0)
     columns, cells = min(most, MAX_STEPS), min(MAX_CELLS, max_bytes // MIN_CELL_BYTES)
@@ -115,13 +116,14 @@ def _share(listings: Sequence[RunFiles], max_bytes: int, notes: list[str]) -> tu
     if most > columns:
         notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
     limit = min(MAX_CELL_BYTES, max_bytes // max(1, count()))
-    return names, columns, 1 << limit.bit_length() >> 1  # so that most pictures stay the same when a step is added
+    # The limit is a power of two, so that most pictures stay the same when a step is added.
+    return names, columns, 1 << limit.bit_length() >> 1
 
 
 def _read_row(
     one: RunFiles, name: str, steps: Sequence[int], limit: int, beside: Folders | None
 ) -> tuple[str, SampleRow]:
-    """(its group, the row)"""
+    """Read a sample. Returns (group of the sample, its row). limit: largest size of a picture or clip in bytes."""
     config, latent = one.config, latent_path(one.folder, steps[-1], name)
     known, about = describe_sample(config, latent), describe(config, one.folder, name, steps[-1])
     sample = next((sample for sample in config.validation_samples() if sample.name == name), None)
@@ -162,7 +164,8 @@ def _read_row(
 
 
 def _open_data_image(config: Config, image: PromptImage) -> MediaPath:
-    """The image of the data that a prompt started from, where its dataset is here."""
+    """Open the image from a dataset that a prompt starts from. Raises ValueError if the configuration does not have the
+    dataset."""
     dataset = next((dataset for dataset in config.datasets if dataset.id == image.dataset), None)
     if dataset is None:
         raise ValueError(f"there is no dataset {image.dataset!r}")
@@ -171,7 +174,8 @@ def _open_data_image(config: Config, image: PromptImage) -> MediaPath:
 
 
 def _read_file(one: RunFiles, path: Path, alt: str, caption: str, limit: int, beside: Folders | None) -> Figure:
-    """A picture or clip of the run. It is copied into the folder beside the page, if there is one, and linked."""
+    """Make the figure of a picture or clip of a run. If `beside` is set, the file is copied into its folder, and the
+    figure links to the copy."""
     caption += ", preview" if read_mark(path).is_preview else ""
     link = ""
     if beside:
@@ -193,7 +197,7 @@ def _shrink(
     box: tuple[int, int] = THUMBNAIL_BOX,
     at: float | None = None,
 ) -> Figure:
-    """The picture or clip in at most `limit` bytes, or why it is not shown."""
+    """Make a figure of a picture or clip in at most `limit` bytes, or with the reason why it is not shown."""
     try:
         if picture := shrink(path, box, limit, at):
             return Figure((picture,), (alt,), caption)

@@ -1,7 +1,7 @@
-"""The web application: pages, and what each of their handlers uses.
+"""The web application: pages, and the functions that their handlers share.
 
-A page is a module with a `PAGE`: its place in the navigation and its routes. Handlers are ordinary functions in
-threads; those that change something are made by `action`, so that the answer is alike with and without a script.
+A page is a module with a `PAGE`: its place in the navigation and its routes. Handlers are ordinary functions that run
+in threads. Handlers that change something are made by `action`, so that they work with and without a script.
 """
 
 import math
@@ -36,25 +36,25 @@ from stages.pages.thumbnails import ThumbnailFiles
 from stages.pages.ui.child_programs import ChildPrograms
 
 MAX_FORM_BYTES = 4 << 20
-DOCUMENTS = "/documents/"  # files under the output: their addresses hold a key of their own
+DOCUMENTS = "/documents/"  # files under the output folder: their addresses contain a separate key
 Form = Mapping[str, str]
 Value = TypeVar("Value")
 Handler = Callable[[Request], Response]
-LOCAL_S, REMOTE_S = 2.0, 30.0  # between two listings of the root, of a folder and of an object store
-FIRST_WAIT_S = 3.0  # for which the first page waits for the first status
-MIN_PAUSE_FACTOR = 3  # listing takes a quarter of the time at most
-DRAWING_PAUSE_FACTOR = 50  # reading metrics and drawing take 2 % of the time at most
+LOCAL_S, REMOTE_S = 2.0, 30.0  # seconds between two listings of the root: of a folder, of an object store
+FIRST_WAIT_S = 3.0  # longest time that the first page waits for the first status
+MIN_PAUSE_FACTOR = 3  # listing takes at most a quarter of the time
+DRAWING_PAUSE_FACTOR = 50  # reading metrics and drawing take at most 2 % of the time
 
 
 class MetricsHistory:
-    """The losses of a metrics.jsonl as charts, read and drawn again only so often that it takes 2 % of the time."""
+    """The losses of a metrics.jsonl as charts. Reading and drawing take at most 2 % of the time."""
 
     def __init__(self) -> None:
         self._path, self._again = Path(), 0.0
         self._drawn: tuple[list[Chart], Mapping[str, Any]] = ([], {})
 
     def draw(self, path: Path) -> tuple[list[Chart], Mapping[str, Any]]:
-        """(charts that have curves, the line of the last step); of a long run as they were a while ago."""
+        """Returns (charts with curves, metrics of the last step). For a long run, both may be some time old."""
         began = time.monotonic()
         if self._path != path or began > self._again:
             lines = read_metrics(path)
@@ -67,8 +67,8 @@ class MetricsHistory:
 
 
 class Listing(Generic[Value]):
-    """What `make` finds in a root, made again in the background while somebody asks, in a quarter of the time at
-    most."""
+    """The result of `make` for a root. While `read` is called, it is made again in the background, which takes at most
+    a quarter of the time."""
 
     def __init__(self, root: str, make: Callable[[Config], Value]) -> None:
         self._make, self._is_remote, self._lock = make, "://" in root, threading.Lock()
@@ -77,7 +77,8 @@ class Listing(Generic[Value]):
         self._made, self._took_s = -math.inf, 0.0
 
     def read(self, config: Config, wait_s: float | None = None) -> Value | LatentpressError | None:
-        """The newest. None before the first, for which it waits `wait_s`, by default until it exists."""
+        """Returns the newest result, or the error that `make` raised. wait_s: longest time to wait for the first
+        result, by default without a limit; None is returned if it does not exist by then."""
         with self._lock:
             pause_s = max(REMOTE_S if self._is_remote else LOCAL_S, self._took_s * MIN_PAUSE_FACTOR)
             if self._thread is None and time.monotonic() - self._made > pause_s:
@@ -95,7 +96,7 @@ class Listing(Generic[Value]):
             value = self._make(config)
         except LatentpressError as error:
             value = error
-        except Exception as error:  # the page has to show it: nobody sees this thread's traceback
+        except Exception as error:  # the page has to show the error: nobody sees this thread's traceback
             value = LatentpressError(f"status failed: {error!r}", "run `latentpress status` to see where")
         with self._lock:
             self._value, self._thread, self._made = value, None, time.monotonic()
@@ -103,7 +104,8 @@ class Listing(Generic[Value]):
 
 
 class Site:
-    """A project. build_status: makes the report of `latentpress status`. base: before the path of each of its pages."""
+    """A project. build_status: function that makes the report of `latentpress status`. base: prefix of the paths of the
+    project's pages."""
 
     def __init__(
         self, config: Config, options: Options, build_status: Callable[[Config], Report], base: str = ""
@@ -120,7 +122,8 @@ class Site:
         self._set_aside = Listing(self.root, lambda config: list_set_aside(Store(config.root), config))
 
     def config(self) -> Config:
-        """Read the file as it is now; if it is not valid, it is as it last was, and `config_error` says why."""
+        """The current configuration, read again if the file has changed. If the file is not valid, the last valid
+        configuration is returned, and `config_error` has the error."""
         with self._lock:
             version = version_of(self.options.config)
             if version != self._version:
@@ -137,24 +140,26 @@ class Site:
             return self._config
 
     def status(self, wait_s: float = FIRST_WAIT_S) -> Report | LatentpressError | None:
-        """The newest status. None before the first, for which it waits `wait_s`."""
+        """The newest status, or the error that was raised. wait_s: longest time to wait for the first status; None is
+        returned if it does not exist by then."""
         return self._status.read(self.config(), wait_s)
 
     def set_aside(self) -> Sequence[SetAside]:
-        """List what was rejected. LatentpressError as of `list_set_aside`."""
+        """List the rejected items. Raises the errors of `list_set_aside`."""
         found = self._set_aside.read(self.config())
         if isinstance(found, LatentpressError):
             raise found
         return found or ()
 
     def address_of(self, path: Path) -> str:
-        """The address of a file under the output, another one when it is written again."""
+        """The address of a file under the output folder. It changes when the file is written again."""
         name = quote(path.relative_to(self.output).as_posix())
         return f"{DOCUMENTS}{self.document_key}/{name}?version={version_of(path)}"
 
 
 def version_of(path: Path | None) -> str:
-    """Changes when a file is written again; "" where there is none."""
+    """An identifier of a file's content, which changes when the file is written again; "" if the file does not
+    exist."""
     with suppress(OSError):
         if path is not None:
             about = path.stat()
@@ -164,7 +169,7 @@ def version_of(path: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """title: in the navigation. path: where it leads."""
+    """A page. title: name in the navigation. path: address that the navigation links to."""
 
     title: str
     path: str
@@ -173,13 +178,15 @@ class Page:
 
 @dataclass(frozen=True)
 class Moved:
-    """The address of what an action made. Its form is sent without the script (data-plain)."""
+    """The address of the page that an action made, to which the browser is sent. The action's form is sent without the
+    script (data-plain)."""
 
     address: str
 
 
 def build_app(pages: Sequence[Page], site: Site | None = None, extra: Sequence[BaseRoute] = ()) -> Starlette:
-    """The pages of a project, or with `site` None those that are of none."""
+    """Make the application with the pages of a project, or with the pages outside of projects if `site` is None. extra:
+    further routes."""
     routes = [route for page in pages for route in page.routes]
     app = Starlette(routes=[*routes, *extra], exception_handlers={HTTPException: _explain_http})
     app.state.site, app.state.pages = site, tuple(pages)
@@ -188,7 +195,7 @@ def build_app(pages: Sequence[Page], site: Site | None = None, extra: Sequence[B
 
 def site_of(request: Request) -> Site:
     site = request.app.state.site
-    assert site is not None  # the page is one of a project
+    assert site is not None  # only pages of a project call this function
     return site
 
 
@@ -198,7 +205,7 @@ def get(path: str, handler: Handler) -> Route:
 
 
 def render(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """A page of templates/: every value is escaped."""
+    """Answer with a page made from templates/, in which every value is escaped."""
     site: Site | None = request.app.state.site
     base = _base(request)
     common = {"pages": request.app.state.pages, "path": request.url.path.removeprefix(base), "base": base}
@@ -210,13 +217,13 @@ def render(request: Request, template: str, status: int = 200, **values: Any) ->
 
 
 def _base(request: Request) -> str:
-    """Before the paths of the pages that have this one's navigation."""
+    """The prefix of the paths in the page's navigation."""
     site: Site | None = request.app.state.site
     return "" if site is None else site.base
 
 
 def fragment(template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """A part of a page, which the script puts in the place of the one before."""
+    """Answer with a part of a page, with which the script replaces the previous version of this part."""
     return HTMLResponse(b"".join(render_template(template, **values)), status)
 
 
@@ -227,8 +234,9 @@ def serve_file(path: str, name: str) -> Route:
 
 
 def action(path: str, act: Callable[[Request, Form], str | Moved], back: str = "/") -> Route:
-    """A route that changes something. act: what it does with the form's fields; returns what it did, in words. An error
-    is shown with its next step. Afterwards a browser without a script is sent to `back`, or to where `act` says."""
+    """A route that changes something. act: function that gets the request and the form's fields; it returns a message
+    about the change, or the address of a new page. back: path to which a browser without a script is sent afterwards.
+    An error is shown with its next step."""
 
     async def handle(request: Request) -> Response:
         form = await read_form(request)
@@ -249,7 +257,7 @@ def action(path: str, act: Callable[[Request, Form], str | Moved], back: str = "
 
 
 async def read_form(request: Request) -> Form:
-    """The fields of an ordinary form, of which the last of a name counts."""
+    """The fields of an ordinary form. If a name occurs more than once, its last value is used."""
     body = bytearray()
     try:
         async for piece in request.stream():
@@ -266,13 +274,13 @@ async def read_form(request: Request) -> Form:
 
 
 def first_item(asked: Mapping[str, str], count: int) -> int:
-    """The number of the first item that a page of a list of `count` shows: that of the address, if it has one."""
+    """The index of the first item on a page of a list with `count` items: the query parameter "first", or 0."""
     first = asked.get("first", "")
     return min(int(first), count) if first.isdecimal() and len(first) < 10 else 0
 
 
 def lines_of(form: Form, name: str) -> list[str]:
-    """The lines of a field that have words."""
+    """The lines of a field, without empty lines."""
     return split_lines(form.get(name, ""))
 
 

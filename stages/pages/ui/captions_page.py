@@ -1,7 +1,7 @@
-"""The captions of a dataset beside thumbnails: read, searched, and edited one by one.
+"""The captions of a dataset next to thumbnails: read, searched, and edited one by one.
 
-Edits are kept under the root, by the content of the file, and used before the captions of the user's files, which stay
-as they are; the next `bucket` plans with them.
+Edits are stored in the root by the hash of the media file. They are used instead of the captions in the user's files,
+which do not change; the next `bucket` plans with them.
 """
 
 import json
@@ -34,13 +34,13 @@ from stages.pages.ui.job_cards import AT_WORK, build_job_card
 
 PATH, JOB = "/captions", "caption-thumbnails"
 MOST_SHOWN = 50  # items on one page
-MOST_CHARACTERS = 100_000  # of the captions of an item
+MOST_CHARACTERS = 100_000  # characters in all captions of an item
 
 
 @dataclass(frozen=True)
 class Item:
-    """captions: those that are used, one a line, as edited; of_file: what `discover` found. before: the edit that is
-    there, as JSON, "" where there is none."""
+    """An item on the page. captions: the captions in use, one per line, with edits. of_file: the captions that
+    `discover` found, one per line. before: the stored edit as JSON, "" if the item was not edited."""
 
     media_id: str
     path: str
@@ -52,14 +52,15 @@ class Item:
 
 @lru_cache(maxsize=8)
 def _store(root: str) -> Store:
-    """One for all requests: it reads a table again only when it changed."""
+    """A store that all requests share, because it reads a table again only if the table has changed."""
     return Store(root)
 
 
 @dataclass
 class Shown:
-    """The items of a dataset that are asked for, those of one page of them. given: what was asked. total, edited: items
-    of the dataset; count: those that are asked for, of which `items` begin at `start`."""
+    """The result of a search in a dataset's items. names: ids of the datasets. given: the search. items: the items on
+    this page. total, edited: numbers of all items and of edited items in the dataset. count: number of items found.
+    start: index of the page's first item among the items found."""
 
     names: list[str]
     given: dict[str, str]
@@ -69,7 +70,7 @@ class Shown:
     count: int = 0
     start: int = 0
     made: frozenset[str] = frozenset()  # paths of items whose captions a model made
-    made_problem: LatentpressError | None = None  # why these can't be shown
+    made_problem: LatentpressError | None = None  # why captions that a model made can't be shown
     problem: LatentpressError | None = None
 
 
@@ -118,7 +119,7 @@ def show(request: Request) -> Response:
 
 
 def make_thumbnails(request: Request, form: Form) -> str:
-    """Start the program that makes those of the items which the same form shows."""
+    """Start the program that makes thumbnails of the items on the page from which the form was sent."""
     site = site_of(request)
     shown = _find(site, form)
     if not shown.items:
@@ -129,8 +130,8 @@ def make_thumbnails(request: Request, form: Form) -> str:
 
 
 def made_captions(store: Store, config: Config) -> dict[str, list[str]]:
-    """media id -> captions of the current set, of a video the captions of all its clips. LatentpressError for a damaged
-    shard or a model that is missing."""
+    """Read the captions that the configured model made: media id -> captions; for a video, the captions of all its
+    clips. Raises LatentpressError if a shard is damaged or the model is missing."""
     captions = dict[str, list[str]]()
     if config.caption is None:
         return captions
@@ -145,13 +146,15 @@ def made_captions(store: Store, config: Config) -> dict[str, list[str]]:
 
 @lru_cache(maxsize=1000)
 def _read_shard(root: str, shard: str, version: Entry) -> list[tuple[str, list[str]]]:
-    """(media id, captions) of each row, which are kept, as a root may be an object store."""
+    """(media id, captions) of each row of a shard. They are kept in memory, because the root may be an object store.
+    version: the shard's entry in the store, which changes with the shard."""
     rows = iter_item_rows(_store(root), shard.rpartition("/")[0], [shard])
     return [(row.info["media_id"], row.info["captions"]) for _, _, row in rows]
 
 
 def add_made(media: pa.Table, made: Mapping[str, Sequence[str]]) -> tuple[pa.Table, frozenset[str]]:
-    """A media table with made captions where an item's files have none, and the paths of these items."""
+    """Add captions of a model to the items without captions of their own. media: media table. made: media id ->
+    captions. Returns (media table, paths of the items that got captions)."""
     lacking = pc.equal(pc.fill_null(pc.list_value_length(media["captions"]), 0), 0)
     ids = [*dict.fromkeys(name for name in media["media_id"].filter(lacking).to_pylist() if name in made)]
     table = pa.table({"media_id": pa.array(ids, pa.string()), "captions": [list(made[name]) for name in ids]})
@@ -164,7 +167,7 @@ def add_made(media: pa.Table, made: Mapping[str, Sequence[str]]) -> tuple[pa.Tab
 
 
 def _matches(media: pa.Table, edits: pa.Table, words: str) -> np.ndarray:
-    """(n,) bool: the items whose path, captions or edited captions have all words, in any case."""
+    """(n,) bool, whether an item's path, captions and edited captions contain all words (case-insensitive)."""
     matches = np.ones(len(media), bool)
     if not words.split():
         return matches
@@ -189,7 +192,8 @@ def _items(media: pa.Table, edits: pa.Table) -> Iterator[Item]:
 
 
 def _one_a_line(captions: Sequence[str]) -> str:
-    """Captions as the form has them. A caption of a table may have several lines: it must not become several."""
+    """Captions as the form shows them, one per line. A caption from a table may have several lines, which are joined,
+    so that it stays one caption."""
     return "\n".join(" ".join(split_lines(text)) for text in captions)
 
 

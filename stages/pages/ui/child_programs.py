@@ -1,12 +1,12 @@
-"""Programs that the page starts, stops and finds again: the ones of the command line, as processes of their own.
+"""Programs that the page starts, stops and finds again: the command line's programs, as separate processes.
 
-Each has a session of its own, so it goes on when the page's process ends, and its log and note are files under
+Each program has its own session, so it continues when the page's process ends. Its log and records are files under
 <output>/.ui/, so a page that is opened later finds it again. Several pages may share the folder.
 
-    <output>/.ui/lock               held while something is started
+    <output>/.ui/lock               held while a program is started or stopped
     <output>/.ui/starts/<job>.json  the record of the last start (schemas/cli/process_record.py)
-    <output>/.ui/logs/<job>-*.log   what each start printed
-    <output>/.ui/notes/<job>/       the records of the job's programs, by themselves
+    <output>/.ui/logs/<job>-*.log   output of each start
+    <output>/.ui/notes/<job>/       the records that the job's programs write
 """
 
 import math
@@ -36,9 +36,9 @@ from schemas.cli.starting import start_program
 from schemas.errors import LatentpressError
 
 FOLDER = ".ui"  # a run's name can't begin with a dot
-KEPT_LOGS = 20  # of each job
+KEPT_LOGS = 20  # logs per job
 POLL_S = 0.2
-#: What each does, in the order in which they follow each other.
+#: Stage -> its description, in the order in which the stages run.
 STAGES = {
     "discover": "finds media and captions",
     "features": "compares and measures pictures and clips",
@@ -53,7 +53,7 @@ STAGES = {
     "decode": "decodes the validation latents",
     "score": "scores the decoded samples",
 }
-#: Jobs that the page can start, by their names in addresses and files: the program of each, and its words.
+#: Jobs that the page can start: name in addresses and files -> program and its arguments.
 JOBS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in (*STAGES, "run", "report", "preview")},
     "preview-plan": ("preview", "--plan"),
@@ -63,11 +63,12 @@ JOBS: dict[str, tuple[str, ...]] = {
 }
 
 
-NEED_OPTIONS = ("caption-thumbnails",)  # jobs that a page of their own starts, as they need to be told what of
+NEED_OPTIONS = ("caption-thumbnails",)  # jobs that need options (the items), so that only their own page can start them
 
 
 def list_conflicts(name: str) -> list[str]:
-    """Jobs beside which this one is not started: `run` and the stages that it runs, and the queue, which runs `run`."""
+    """Jobs that must not run at the same time as this job: `run` conflicts with its stages, and the queue, which starts
+    `run`, conflicts with `run` and the stages."""
     whole = ("run", "queue")
     if name in whole:
         return [*STAGES, *(other for other in whole if other != name)]
@@ -75,18 +76,19 @@ def list_conflicts(name: str) -> list[str]:
 
 
 class Refused(LatentpressError):
-    """Raised where what was asked for can't be done now."""
+    """Raised if the requested action is not possible now."""
 
 
 class Start(ProcessRecord):
-    """A start of a job, which is its `program`. log: name of the file. stop_asked: when it was told to stop."""
+    """A start of a job; `program` is the job's name. log: name of the log file. stop_asked: time at which the page sent
+    SIGTERM, None if it did not."""
 
     log: str
     stop_asked: Moment | None = None
 
 
 class ChildPrograms:
-    """The jobs of one output folder. argv: the options that all of them get."""
+    """The jobs of one output folder. argv: options that all jobs get."""
 
     def __init__(self, output: Path, argv: Sequence[str]) -> None:
         self._folder, self._argv, self.queue = output / FOLDER, list(argv), RunQueue(output)
@@ -94,11 +96,12 @@ class ChildPrograms:
         self._restarting: set[str] = set()
 
     def retry(self, name: str) -> Start:
-        """Start a stage so that it tries again what it rejected, also files that have not changed."""
+        """Start a stage so that it tries rejected items again, even if their files have not changed."""
         return self.start(name, *(["--retry-set-aside"] if name in STAGE_PROGRAMS.values() else []))
 
     def start(self, name: str, *more: str) -> Start:
-        """Start a job. Refused if it, or a job that it conflicts with, is at work. more: options."""
+        """Start a job. Raises Refused if the job, or a job that it conflicts with, is running. more: further
+        options."""
         program, *words = (*JOBS[name], *more)
         with self._locked():
             for other in (name, *list_conflicts(name)):
@@ -116,7 +119,7 @@ class ChildPrograms:
 
     def _refuse_beside(self, name: str, other: str) -> None:
         last: ProcessRecord | None = self.last_start(other)
-        if other == "queue" and not (last and last.is_running):  # it may have been started on a command line
+        if other == "queue" and not (last and last.is_running):  # the queue may have been started on a command line
             last = self.queue.worker()
         if last is None or not (last.is_running or last.runs_elsewhere):
             return
@@ -127,18 +130,18 @@ class ChildPrograms:
         raise Refused(f"{what}: it was started at {began}, process {last.process}", step)
 
     def stop(self, name: str) -> None:
-        """Send SIGTERM, after which each program ends in its own way, and keeps what is done."""
+        """Send SIGTERM to a job. Its program then ends in its own way, and keeps the work that is done."""
         with self._locked():
             last = self._require_running(name)
             if last.stop_asked is not None:
                 step = "wait until it has kept what is done, or kill it: then it keeps what was kept before"
                 raise Refused(f"{name} was told to stop already", step)
-            with suppress(ProcessLookupError):  # it has just ended
+            with suppress(ProcessLookupError):  # the process has just ended
                 os.kill(last.process, signal.SIGTERM)
             last.model_copy(update={"stop_asked": time.time()}).write(self._path(name))
 
     def kill(self, name: str) -> None:
-        """Kill a job that was told to stop and does not."""
+        """Send SIGKILL to a job that `stop` did not end. Raises Refused if `stop` was not called before."""
         last = self._require_running(name)
         if last.stop_asked is None:
             raise Refused(f"{name} was not told to stop yet", "stop it first")
@@ -152,7 +155,7 @@ class ChildPrograms:
         return last
 
     def restart(self, name: str) -> None:
-        """Stop it and start it again when it has ended; start it if it is not at work."""
+        """Stop a job and start it again when it has ended. A job that is not running is started at once."""
         last = self.last_start(name)
         if last is None or not last.is_running:
             self.start(name)
@@ -177,8 +180,9 @@ class ChildPrograms:
         return name in self._restarting
 
     def last_start(self, name: str) -> Start | None:
-        """The record of the last start, with its exit code once it has ended: from the note of the program, or, if it
-        was killed, from this page's child. None if it was never started from a page."""
+        """The record of a job's last start, with the exit code once the job has ended. The exit code comes from the
+        program's own record or, if the program was killed, from this page's child process. None if the job was never
+        started from a page."""
         start = Start.try_read(self._path(name))
         if start is None or start.is_running:
             return start
@@ -193,16 +197,17 @@ class ChildPrograms:
         return start.model_copy(update={"exit_code": child.wait(), "updated": written})
 
     def may_begin(self, name: str) -> bool:
-        """Whether a page may start it without being asked: unless it was stopped or has failed."""
+        """Whether a page may start a job without a click of the user: False if the job was stopped, has failed or is
+        running."""
         last = self.last_start(name)
         return last is None or last.exit_code == 0
 
     def notes(self, name: str) -> list[ProcessRecord]:
-        """The records of the job's last start, and those of the programs that it started."""
+        """The records of the job's last start, and of the programs that this start has started."""
         return read_notes(self._folder / "notes" / name)
 
     def logs(self, name: str) -> list[Path]:
-        """The logs of the job's starts, the newest first."""
+        """The logs of the job's starts, newest first."""
         return sorted((self._folder / "logs").glob(f"{name}-[0-9]*.log"), key=lambda path: path.name, reverse=True)
 
     def _new_log(self, name: str) -> Path:
@@ -217,7 +222,7 @@ class ChildPrograms:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """While the body runs, nobody else starts or stops anything in this folder."""
+        """Context in which no other process starts or stops a job of this folder."""
         with explained(str(self._folder)):
             make_folders(self._folder)
             with FileLock(self._folder / "lock") as lock:
@@ -228,6 +233,6 @@ class ChildPrograms:
 def start_detached(
     program: str, words: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], environment: Mapping[str, str]
 ) -> subprocess.Popen:
-    """Start a program in a session of its own, which signals of the page's terminal do not reach."""
+    """Start a program in its own session, so that signals of the page's terminal do not reach it."""
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
     return start_program(program, words, start_new_session=True, env=environment, **streams)

@@ -1,5 +1,6 @@
-"""The configuration: its text with the errors at their lines, next to a form that changes the same text. The form has
-groups of fields made from the JSON Schema, and lists to which items are added; what it has is written into the text."""
+"""The configuration page: the text with the errors at their lines, next to a form that changes the same text. The form
+has groups of fields made from the JSON Schema, and lists to which items can be added; values from the form are written
+into the text."""
 
 import json
 import os
@@ -27,13 +28,14 @@ from stages.pages.ui.app import Page, Site, get, read_form, render, serve_file, 
 
 Schema = Mapping[str, Any]
 FLAVOUR = "model.flavour"
-FOLDERS = ("instance_data_dir", "conditioning_data", "mask_data", "media_root")  # options that the page can browse for
+FOLDERS = ("instance_data_dir", "conditioning_data", "mask_data", "media_root")  # options with a browser for folders
 MAX_NAME = 24  # characters of a new item's name
 
 
 @dataclass(frozen=True)
 class NewItem:
-    """Items that the form adds to a list. given: the key whose value is typed in; named: that which is made of it."""
+    """A kind of item that the form adds to a list. given: the key whose value the user types; named: the key whose
+    value, a name, is derived from the typed value."""
 
     path: str
     label: str
@@ -52,10 +54,13 @@ NEW_ITEMS = {
 
 @dataclass(eq=False)
 class Field:
-    """path: dotted, such as "datasets.0.repeats". value: as the text has it, "" where it does not. choices: all valid
-    ones, of a choice; of the flavour, those of the family that the text has, or of all. is_text: its value is a text,
-    so that it is quoted where YAML needs it. by_hand: it stands on several lines, and is edited in the text. hidden: it
-    does not match a search."""
+    """A field of the form, for one option.
+
+    path: dotted path, such as "datasets.0.repeats". value: value as written in the text, "" if the text does not set
+    the option. choices: valid values of an option with a fixed set of values; for the flavour, the flavours of the
+    family in the text, or of all families. is_text: whether the value is a string, which is quoted if YAML needs it.
+    by_hand: whether the value has several lines and can only be edited in the text. hidden: whether the field does not
+    match a search."""
 
     path: str
     name: str
@@ -79,8 +84,8 @@ class Field:
 
 @dataclass
 class Group:
-    """A section: its own fields and the sections in it. is_item: it is one of a list of NEW_ITEMS, and can be removed.
-    adds: the lists in it."""
+    """A section: its own fields and the sections in it. is_item: whether the section is an item of a list of NEW_ITEMS
+    and can be removed. adds: lists in the section to which items can be added."""
 
     path: str
     title: str
@@ -101,7 +106,8 @@ class Group:
 
 
 def build_form(text: str) -> Group:
-    """The form of a text, with a group for each item of its lists of sections. YamlError if it is not YAML."""
+    """Make the form of a text, with a group for each item of a list of sections. Raises YamlError if the text is not
+    YAML."""
     value = parse_yaml(text).value
     form = _build_group("", "", _schema(), value)
     fields = list(form.all_fields())
@@ -123,13 +129,13 @@ def _name_flavours(flavour: Field, family: Any) -> None:
 
 
 def changed_text(text: str, base: str, given: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The text with the fields that are `given` others than `base`, the text that they were filled from, has them; and
-    why some can't be written."""
+    """Write changed fields into a text. A field has changed if its value in `given` differs from its value in `base`,
+    the text that the form was filled from. Returns (changed text, problems: why some fields can't be written)."""
     problems: list[str] = []
     try:
         fields = [field_ for field_ in build_form(base).all_fields() if not field_.by_hand]
     except YamlError:
-        return text, []  # there was no form
+        return text, []  # the page had no form
     changed = {field_: value for field_ in fields if (value := given.get(field_.path, field_.value)) != field_.value}
     if not changed:
         return text, []
@@ -162,7 +168,7 @@ def _schema() -> Schema:
 
 
 def _resolve(schema: Schema) -> Schema:
-    """Follow a reference; of a section or null, return the section."""
+    """Follow a reference; for a type "section or null", return the section."""
     if "$ref" in schema:
         return _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
     others = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
@@ -193,7 +199,7 @@ def _build_group(path: str, title: str, schema: Schema, value: Any) -> Group:
 
 
 def _item_section(schema: Schema) -> Schema | None:
-    """The section of a list of sections."""
+    """The schema of a list's items if these are sections, else None."""
     item = _resolve(schema.get("items", {})) if schema.get("type") == "array" else {}
     return item if "properties" in item else None
 
@@ -217,7 +223,8 @@ def _build_field(path: str, name: str, schema: Schema) -> Field:
 
 
 def search(group: Group, words: str, only_set: bool) -> None:
-    """Hide fields that are not set, or do not have each of the words in their paths or descriptions, in any case."""
+    """Hide fields whose path and description do not contain each of the words (case-insensitive). only_set: hide fields
+    that the text does not set, too."""
     wanted = words.casefold().split()
     for inner in group.groups:
         search(inner, words, only_set)
@@ -228,8 +235,8 @@ def search(group: Group, words: str, only_set: bool) -> None:
 
 
 def with_item(text: str, path: str, given: str) -> str:
-    """The text with another item in a list of NEW_ITEMS, with a name of its own. CannotEdit where that has to be done
-    by hand, YamlError if the text is not YAML."""
+    """Add an item with a unique name to a list of NEW_ITEMS, and return the text. Raises CannotEdit if the item has to
+    be added by hand, YamlError if the text is not YAML."""
     new, keys = NEW_ITEMS[path], split_path(path)
     there = value_at(parse_yaml(text).value, keys)
     taken = {item.get(new.named) for item in there if isinstance(item, dict)} if isinstance(there, list) else set()
@@ -243,8 +250,8 @@ def with_item(text: str, path: str, given: str) -> str:
 
 
 def without_item(text: str, typed: str, base: str, path: str) -> str:
-    """The text without an item of a list of NEW_ITEMS. typed: the text before the form's fields changed it. base: the
-    text that the form was filled from."""
+    """Remove an item from a list of NEW_ITEMS, and return the text. typed: the text before the form's fields changed
+    it. base: the text that the form was filled from."""
     above, _, number = path.rpartition(".")
     keys = split_path(path)
     if above not in NEW_ITEMS or not number.isdecimal():
@@ -257,7 +264,7 @@ def without_item(text: str, typed: str, base: str, path: str) -> str:
 
 
 PATH = "/configuration"
-FIELD = "field:"  # before the path of each in the form
+FIELD = "field:"  # prefix of a field's path in the form's names
 
 
 def show(request: Request) -> Response:
@@ -272,7 +279,8 @@ def _render(
     problems: tuple[str, ...] = (),
     status: int = 200,
 ) -> Response:
-    """asked: "find", words of the fields that are shown, and "only_set". problems: what was not done."""
+    """asked: query parameters: "find", search words for fields, and "only_set". problems: messages about changes that
+    were not made."""
     site = site_of(request)
     find, only_set = asked.get("find", ""), "only_set" in asked
     form = _form_of(text)
@@ -306,7 +314,8 @@ def _form_of(text: str) -> Group | None:
 
 
 def find_errors(site: Site, text: str) -> list[tuple[int, str]]:
-    """(line, or 0 where it is not in the text; what is wrong), as programs say it."""
+    """Returns (line, error message) pairs, with the messages of the command line. The line is 0 if the error is not at
+    a line of this text."""
     path = site.options.config
     try:
         parse_config(text, path, site.options.overrides, lambda file: why_not_read(site, file))
@@ -320,8 +329,8 @@ def find_errors(site: Site, text: str) -> list[tuple[int, str]]:
 
 
 def why_not_read(site: Site, file: Path) -> str:
-    """Errors repeat parts of a prompts file. So none is opened because a request names it, unless it is where this page
-    reads anyway, or the configuration that is in force names it."""
+    """The reason why the page does not read a prompts file, or "" if it may. Error messages repeat parts of a prompts
+    file. So a file that only a request names is not opened, unless it is in a folder that this page reads anyway."""
     if str(file) == site.config().validation.prompts_file:
         return ""
     folders = [site.options.config.absolute().parent, site.output]
@@ -330,7 +339,7 @@ def why_not_read(site: Site, file: Path) -> str:
         target = file.resolve()
         if not target.is_symlink() and any(target.is_relative_to(folder.resolve()) for folder in folders):
             return ""
-    except (OSError, RuntimeError):  # links in a circle, of which Python 3.13 returns one instead
+    except (OSError, RuntimeError):  # links in a circle; Python 3.13 returns one of the links instead
         pass
     inside = "root, output and the configuration's folder"
     return f"is outside of {inside}, where this page reads nothing; put it there, or correct the file in an editor"
@@ -341,12 +350,12 @@ def _stamp(text: str) -> str:
 
 
 async def check(request: Request) -> Response:
-    """The text with the form's changes, and its errors; nothing is written."""
+    """Answer with the text after the form's changes, and its errors; nothing is written."""
     return await run_in_threadpool(_answer, request, await read_form(request), save=False)
 
 
 async def save(request: Request) -> Response:
-    """The same, and the file is written where there is no error and nobody changed it meanwhile."""
+    """Like `check`, and write the file if it has no errors and did not change since the page was loaded."""
     return await run_in_threadpool(_answer, request, await read_form(request), save=True)
 
 
@@ -393,7 +402,7 @@ def _change_lists(text: str, typed: str, base: str, given: Mapping[str, str], pr
 
 
 def _refuse(path: Path, errors: list[tuple[int, str]], stamp: str) -> str:
-    """The reason for which it is not saved."""
+    """The reason why the text is not saved; "" if it can be saved."""
     if errors:
         return f"it was not saved: it has {len(errors)} error{'s' if len(errors) > 1 else ''}"
     if _stamp(read_text(path)) != stamp:

@@ -1,10 +1,10 @@
-"""The pages that programs made (report, plan, preview): shown in a frame, and again when they change. These files are
-the only ones that are served.
+"""The documents that programs made (report, plan, preview): shown in a frame, and loaded again when they change. No
+other files are served, except the pictures and clips under the output folder.
 
-They show names and captions of strangers, and a report has a script. So a document is shown in a sandbox: a browser
-gives it an origin of its own, from which nothing of this site can be read or changed, and its policy allows no request.
-As it then has no cookie either, what it embeds is found by a key in the address, which opens documents and nothing
-else.
+Documents show untrusted names and captions, and a report has a script. So a document is shown in a sandbox: the browser
+gives it a separate origin, from which nothing of this site can be read or changed, and its policy allows no request. A
+document in a sandbox does not send a cookie, so the files that it embeds are found by a key in the address. The key
+opens only documents.
 """
 
 import hmac
@@ -26,7 +26,7 @@ from stages.pages.ui.app import DOCUMENTS, Page, Site, get, render, site_of, ver
 from stages.pages.ui.job_cards import AT_WORK, build_cards, build_job_card
 
 MOST_LISTED = 50
-#: Job -> title of its page, and what it makes.
+#: Job -> title of its page, and description of the document.
 KINDS = {
     "preview-plan": ("Plan", "what would be encoded, before it is"),
     "preview": ("Preview", "what was encoded, beside the originals"),
@@ -50,8 +50,8 @@ POLICY = (
 
 
 def list_documents(site: Site, job: str) -> dict[str, Path]:
-    """Find documents by their names under the output: reports, that of the configuration's run first, or plans or
-    previews, the newest first."""
+    """Find the documents of a job: name under the output folder -> path. The report of the configuration's run is
+    first; plans and previews are sorted by time, newest first."""
     if job == "report":
         first = site.config().run_folder / "report.html"
         paths = [first, *site.output.glob("report.html"), *site.output.glob("*/report.html")]
@@ -90,8 +90,8 @@ def _is_old(report: Path) -> bool:
 
 
 def _is_due(site: Site, job: str) -> bool:
-    """Tell whether what a page shows is there, so that it can be made now; not of clips or beside other programs where
-    an autoencoder has to decode it."""
+    """Whether a document can be made now, because the results that it shows exist. A preview, for which an autoencoder
+    decodes latents, is not due for clips or while other programs run."""
     config = site.config()
     if site.config_error is not None or not site.programs.may_begin(job):
         return False
@@ -108,7 +108,8 @@ def _is_due(site: Site, job: str) -> bool:
 
 
 def find_document(output: Path, name: str) -> Path | None:
-    """The file under `output`, unless it is none, is hidden, of another type, or leads out by `..` or a link."""
+    """Find a file under the output folder; None if it is not a file, is hidden, has a type that is not served, or leads
+    out of the folder by ".." or a link."""
     try:
         folder = output.resolve(strict=True)
         path = (folder / name).resolve(strict=True)
@@ -120,7 +121,7 @@ def find_document(output: Path, name: str) -> Path | None:
 
 
 def route(list_sites: Callable[[], Iterable[Site]]) -> BaseRoute:
-    """The documents of all projects: the key says of which one."""
+    """The route of the documents of all projects; the key in the address identifies the project."""
 
     def serve(request: Request) -> Response:
         key = request.path_params["key"].encode("utf-8", "replace")

@@ -1,6 +1,6 @@
-"""The first page. Its top: how far the run is, its loss, memory and disk, and its newest pictures beside earlier ones;
-before it trains, what there is for it. Below, the stages as a flow, with their buttons; what runs is drawn again every
-two seconds."""
+"""The first page. At the top: progress of the run, loss, memory and disk space, and the newest pictures next to earlier
+ones; before training, the counts of the prepared data. Below: the stages as a flow, with their buttons. Running jobs
+are drawn again every two seconds."""
 
 from collections.abc import Sequence
 from itertools import chain, takewhile
@@ -23,7 +23,7 @@ from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, Refused
 from stages.pages.ui.job_cards import Card, build_cards, build_run_card
 from stages.pages.ui.pictures_page import make_row
 
-MOST_ROWS, MOST_STEPS = 4, 5  # of pictures
+MOST_ROWS, MOST_STEPS = 4, 5  # rows and columns of pictures
 MEMORY = ("device_memory_gib", "host_memory_gib")
 LABELS = {
     "step": "step",
@@ -44,7 +44,7 @@ DONE_WORDS = {
 
 
 def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Sequence[str]) -> dict[str, Any]:
-    """The top of the page. counts: what the stages before training have made, in words."""
+    """Values for the top of the page. counts: texts with the results of the stages before training."""
     row = progress.row()
     facts = {label: row[key] for key, label in LABELS.items() if row[key]}
     if progress.state == "not started":
@@ -65,8 +65,8 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
 
 
 def find_first_steps(config: Config) -> dict[str, Any]:
-    """What to do before anything is done. datasets: their folders of media; missing: the folders that do not exist.
-    has_prompts: so that there will be pictures."""
+    """Facts for the first steps of a new project. datasets: id -> folder of media; missing: ids of datasets whose
+    folder does not exist; has_prompts: whether there are validation prompts, so that training makes pictures."""
     used = (dataset for dataset in config.datasets if not dataset.disabled)
     folders = {dataset.id: dataset.root for dataset in used if dataset.resolved_source == "folder"}
     missing = {name for name, folder in folders.items() if not Path(folder).is_dir()}
@@ -89,7 +89,7 @@ def show(request: Request) -> Response:
 
 
 def _has_nothing(progress: RunProgress, status: Report | LatentpressError | None, whole: Card) -> bool:
-    """Whether nothing was made yet, nor was it tried."""
+    """Whether the project does not have any results, and `run` can be started and was not tried."""
     if progress.state != "not started" or not isinstance(status, Report) or whole.can != ["start"] or whole.remark:
         return False
     return not any(row["done"] or row["set_aside"] for row in status.details["stages"])

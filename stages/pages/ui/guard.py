@@ -1,8 +1,9 @@
-"""The guard, which decides which requests are answered: an ASGI middleware before everything else.
+"""The guard, an ASGI middleware before the application, which decides which requests are answered.
 
-A page of another site can make a browser send requests here, and a browser that was told that a foreign name is this
-machine (DNS rebinding) lets that site read the answers. So a request has to name a host that is ours, one that changes
-something has to come from our own pages, and beyond this machine it has to bring the token's cookie.
+A page of another site can make a browser send requests to this server. If a foreign name resolves to this machine (DNS
+rebinding), the browser also lets that site read the answers. So a request has to name a host of this machine, a request
+that changes something has to come from this server's pages, and a server that listens beyond this machine requires the
+token's cookie.
 """
 
 import hashlib
@@ -24,10 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stages.pages.ui.app import DOCUMENTS, fragment, read_form
 
-#: name:port or [address]:port, whole: a URL's parser takes more, such as users and what follows a bracket.
+#: name:port or [address]:port, and nothing else: a URL parser also accepts users and text after a bracket.
 _HOST = re.compile(r"(?:(?P<name>[a-z0-9_.-]+)|\[(?P<address>[0-9a-f:.]+)\])(?::[0-9]{1,5})?", re.ASCII)
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-FREE_PATHS = ("/login", "/style.css", "/script.js")  # without the token
+FREE_PATHS = ("/login", "/style.css", "/script.js")  # paths that need no token
 TOKEN_VARIABLE, MIN_TOKEN = "LATENTPRESS_UI_TOKEN", 16
 
 PAGE_POLICY = (
@@ -44,17 +45,18 @@ HEADERS = {
 }
 
 
-COOKIE_S = 30 * 24 * 3600  # for which a browser may use the page after it has shown the token
+COOKIE_S = 30 * 24 * 3600  # time for which a browser may use the page after it has sent the token
 
 
 class Token:
-    """The secret of one who may use the page. code: opens the page once, in place of the token."""
+    """The secret that gives access to the page. text: the token. code: a one-time code that can be used instead of the
+    token."""
 
     def __init__(self, text: str) -> None:
         self._text, self.code = text.encode(), secrets.token_urlsafe(32)
 
     def make_cookie(self, now: float | None = None) -> str:
-        """The time at which it expires, in seconds since 1970, and its signature."""
+        """Make the value of a cookie: the time at which it expires, in seconds since 1970, and a signature of it."""
         end = str(int((time.time() if now is None else now) + COOKIE_S))
         return f"{end}.{self._sign(end)}"
 
@@ -70,28 +72,30 @@ class Token:
         return hmac.compare_digest(hashlib.sha256(self._text).digest(), hashlib.sha256(text.encode()).digest())
 
     def use_code(self, text: str) -> bool:
-        """Tell whether this is the code, which then is used up."""
+        """Whether a text is the one-time code. If it is, the code becomes invalid."""
         right = bool(self.code) and hmac.compare_digest(self.code.encode(), text.encode("utf-8", "replace"))
         if right:
             self.code = ""
         return right
 
     def is_in(self, cookies: str, name: str) -> bool:
-        """cookies: of a request, in which other services of the host have theirs, with whatever they like in them."""
+        """Whether a valid cookie is among the cookies of a request. cookies: Cookie header, which may also contain
+        cookies of the host's other services, with any content. name: name of the token's cookie."""
         pairs = (part.strip().partition("=") for part in cookies.split(";"))
         values = [value for key, _, value in pairs if key == name]
         return any(map(self._is_valid, values))
 
 
 def login_route(token: Token, cookie: str) -> Route:
-    """A browser shows that it has the token: by the address that is printed, which works once, or by a form."""
+    """The route by which a browser gets the token's cookie: with the printed address, which works once, or with a form
+    for the token. cookie: name of the cookie."""
 
     async def login(request: Request) -> Response:
         if request.method == "POST":
             entered = token.matches((await read_form(request)).get("token", "").strip())
             failed = not entered
         else:
-            # HEAD, by which programs look whether an address works, does not use it up.
+            # A HEAD request, with which programs check whether an address works, does not use up the code.
             code = request.query_params.get("code", "") if request.method == "GET" else ""
             entered = token.use_code(code)
             failed = bool(code) and not entered
@@ -105,13 +109,15 @@ def login_route(token: Token, cookie: str) -> Route:
 
 
 def list_names(host: str, more: Sequence[str] = ()) -> frozenset[str]:
-    """The names by which a browser may call this machine: of the loopback, and beyond it the machine's own."""
+    """The host names under which a browser may address this server: the names of the loopback, and the machine's own
+    names if the server listens at another address. more: further names."""
     names = [] if host in LOOPBACK_NAMES else [host, socket.gethostname(), socket.getfqdn()]
     return frozenset(name.lower() for name in (*LOOPBACK_NAMES, *names, *more))
 
 
 def find_refusal(method: str, path: str, headers: Mapping[str, str], hosts: Sequence[str], names: Iterable[str]) -> str:
-    """The reason for which a request is not answered; "" where it is. hosts: all its Host headers."""
+    """The reason why a request is refused; "" if it is answered. hosts: all Host headers of the request. names: valid
+    host names."""
     if len(hosts) != 1 or not _is_ours(hosts[0], names):
         shown = ", ".join(hosts)[:100] or "nothing"
         return f"this page is not called {shown!a}; where that is its name, start it with --allow-host"
@@ -131,7 +137,8 @@ def find_refusal(method: str, path: str, headers: Mapping[str, str], hosts: Sequ
 
 
 def _is_ours(host: str, names: Iterable[str]) -> bool:
-    """Whether a Host header names this machine. An address in numbers does: no other site can have it as its name."""
+    """Whether a Host header names this machine. A numeric IP address is accepted, because no other site can have it as
+    its name."""
     matched = _HOST.fullmatch(host.lower())
     if matched is None:
         return False
@@ -144,13 +151,14 @@ def _is_ours(host: str, names: Iterable[str]) -> bool:
 
 
 class Guard:
-    """token: None where none is needed."""
+    """The middleware. names: valid host names. token: None if no token is needed. cookie: name of the token's
+    cookie."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str], token: Token | None, cookie: str) -> None:
         self._app, self._names, self._token, self._cookie = app, names, token, cookie
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # there are none
+        if scope["type"] == "websocket":  # the pages do not use any
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":
@@ -176,7 +184,7 @@ def _ask_for_token(method: str) -> Response:
 
 
 def _with_headers(send: Send) -> Send:
-    """Adds HEADERS that the answer does not have itself."""
+    """Add the HEADERS that an answer does not set itself."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":

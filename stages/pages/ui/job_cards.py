@@ -1,5 +1,5 @@
-"""The jobs as cards: what `status` says of a stage, joined with what its programs say of themselves, and what its
-buttons do."""
+"""The jobs as cards: the row that `latentpress status` reports for a stage, joined with the process records of its
+programs, and the actions of the card's buttons."""
 
 import time
 from collections.abc import Sequence
@@ -19,15 +19,17 @@ from stages.pages.ui.child_programs import NEED_OPTIONS, STAGES, ChildPrograms, 
 
 EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
 AT_WORK = ("running", "stopping", "restarting")
-WORTH_A_WORD = ("running", "lost", "failed")  # of the states of jobs on all machines
+WORTH_A_WORD = ("running", "lost", "failed")  # states of jobs on all machines that a card mentions
 
 
 @dataclass
 class Card:
-    """A job. state: "to do", "running", "stopping", "restarting", "done" or "failed"; remark: more of it.
+    """The card of a job. state: "to do", "running", "stopping", "restarting", "done" or "failed"; remark: details of
+    the state.
 
-    done, total: of the bar; total None where the end is not known, both None without a bar. facts: beside it, after
-    count, rate and time left. can: what its buttons do. log: the job whose log it has.
+    done, total: value and maximum of the progress bar; total is None if the maximum is not known, both are None without
+    a bar. facts: texts after count, rate and time left. can: actions of the card's buttons ("start", "stop", ...). log:
+    the job whose log the card links to, "" for none.
     """
 
     name: str
@@ -51,7 +53,8 @@ def build_cards(
     status: Report | LatentpressError | None,
     progress: RunProgress | None = None,
 ) -> list[list[Card]]:
-    """Steps in order; stages that need not wait for each other are one step. progress: of the run, if it is known."""
+    """Make the cards of a project, in steps; the encoding stages, which do not wait for each other, share a step.
+    progress: progress of the run, read from its folder if it is None."""
     progress = progress or read_progress(config)
     rows = status.details.get("stages", []) if isinstance(status, Report) else []
     by_stage = {row["stage"]: row for row in rows}
@@ -60,7 +63,7 @@ def build_cards(
     for name in config.stage_order:
         card = build_job_card(name, STAGES[name], programs)
         for job, note in notes.get(name, ()):
-            if card.state not in AT_WORK:  # `run` runs it
+            if card.state not in AT_WORK:  # `run` or the queue started the program
                 card.state, card.remark, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
         _add_counts(card, config, status, by_stage.get(name), progress)
         _add_notes(card, notes.get(name, ()))
@@ -72,7 +75,7 @@ def build_cards(
 
 
 def build_run_card(programs: ChildPrograms, steps: Sequence[Sequence[Card]], is_known: bool) -> Card:
-    """The card of `run`, which is done when each of its stages is. is_known: `status` has said what there is."""
+    """The card of `run`, which is done when each of its stages is done. is_known: whether the status has been read."""
     card = build_job_card("run", "every stage in order, skipping what is done", programs)
     if is_known:
         _settle(card, all(stage.state == "done" for step in steps for stage in step))
@@ -80,7 +83,7 @@ def build_run_card(programs: ChildPrograms, steps: Sequence[Sequence[Card]], is_
 
 
 def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
-    """A job's card by its last start."""
+    """Make a job's card from the record of its last start."""
     start, card = programs.last_start(name), Card(name, what)
     card.log = name if programs.logs(name) else ""
     at_work = (programs.last_start(other) for other in list_conflicts(name))
@@ -102,7 +105,8 @@ def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
 
 
 def _is_outdated(start: Start, whole: Start | None) -> bool:
-    """Whether `run` has done the stage's work since."""
+    """Whether `run` was started after this start of a stage, and finished without an error. whole: last start of
+    `run`."""
     return start.program in STAGES and whole is not None and whole.exit_code == 0 and whole.began > start.began
 
 
@@ -121,7 +125,7 @@ def _describe_end(start: Start) -> tuple[str, str]:
 
 
 def _ago(moment: float) -> str:
-    """Time since, in steps that grow, so that the page has not to be drawn anew each second."""
+    """The time since a moment, rounded more the longer it is, so that the page is not drawn again every second."""
     seconds = max(0, round(time.time() - moment))
     if seconds < 60:
         return f"{seconds} s"
@@ -133,7 +137,8 @@ def _ago(moment: float) -> str:
 def _add_counts(
     card: Card, config: Config, status: Report | LatentpressError | None, row: Any, progress: RunProgress
 ) -> None:
-    """Add what there is, whoever made it."""
+    """Add the counts of existing results to a card, whichever program made them. row: the stage's row of `status`, or
+    None."""
     if card.name == "train":
         return _add_training(card, progress)
     if card.name in ("decode", "score"):
@@ -160,7 +165,8 @@ def _add_counts(
 
 
 def _settle(card: Card, is_done: bool) -> None:
-    """Let what there is count more than how the last start ended, unless that failed."""
+    """Set the state by the existing results instead of the end of the last start, unless the last start failed or the
+    job is running."""
     if card.state in ("to do", "done"):
         card.state = "done" if is_done else "to do"
 
@@ -182,7 +188,8 @@ def _add_training(card: Card, progress: RunProgress) -> None:
 
 
 def _add_pictures(card: Card, config: Config, is_finished: bool) -> None:
-    """Count those that are decoded, or scored. A run that made none has nothing to decode or to score."""
+    """Count the validation samples that are decoded, or scored. If a run has finished without validation samples, the
+    stage is done."""
     files = [file for file in list_validations(config.run_folder) if file.latent is not None]
     done, total = sum(file.picture is not None for file in files), len(files)
     if card.name == "score":
@@ -194,8 +201,8 @@ def _add_pictures(card: Card, config: Config, is_finished: bool) -> None:
 
 
 def _notes_by_program(programs: ChildPrograms, config: Config) -> dict[str, list[tuple[str, ProcessRecord]]]:
-    """The notes of what runs now: program -> (job, note); `run` has those of its stages, and the queue those
-    of the run that it is at, if that is the configuration's."""
+    """The records of running programs: program -> [(job that started it, record)]. The job `run` has the records of its
+    stages, and the queue has the records of its current run, if this is the configuration's run."""
     notes: dict[str, list[tuple[str, ProcessRecord]]] = {}
     for job in (*STAGES, "run", *(("queue",) if programs.queue.runs(config.run_folder) else ())):
         for note in programs.notes(job):
@@ -205,8 +212,8 @@ def _notes_by_program(programs: ChildPrograms, config: Config) -> dict[str, list
 
 
 def _add_notes(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
-    """Add what the program does now. Its bar replaces the bar of `status`, which is of whole shards, but not the bar of
-    training, which is of steps; so do its rate and time left, of which it has none while it loads."""
+    """Add a running program's current task to its card. The program's bar replaces the bar from `status`, which counts
+    whole shards, but not training's bar, which counts steps. Rate and time left are cleared, except for training."""
     for task in [note.tasks[-1] for _, note in notes if note.tasks]:
         card.facts.append(f"{task.description}: {task.state}" if task.state else task.description)
         if card.name != "train":

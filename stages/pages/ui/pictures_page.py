@@ -1,5 +1,5 @@
-"""The validation samples of the run: every sample at every step, two steps next to each other, and one of them large
-with its prompt and settings. The files themselves are served as documents are."""
+"""The validation samples of the run: every sample at every step, two steps next to each other, and a single sample in
+full size with its prompt and settings. The files are served by the route of documents.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ ONE = f"{PICTURES}/one"
 
 @dataclass(frozen=True)
 class Row:
-    """The steps of a sample, the newest first. prompt: that of the newest."""
+    """A sample at several steps, newest first. prompt: prompt of the newest step."""
 
     name: str
     prompt: str
@@ -30,14 +30,14 @@ class Row:
 
 
 def make_row(site: Site, config: Config, name: str, files: dict[int, Path | None], steps: Sequence[int]) -> Row:
-    """The row of one of `list_samples`. steps: those that are shown."""
+    """Make the row of a sample. files: step -> file, as returned by `list_samples`. steps: steps to show."""
     prompt = describe(config, config.run_folder, name, max(files))["prompt"]
     figures = [make_figure(site, name, step, files[step]) for step in sorted(steps, reverse=True)]
     return Row(name, prompt, Gallery(figures, "steps"))
 
 
 def make_figure(site: Site, name: str, step: int, path: Path | None) -> Figure:
-    """A sample at a step, which leads to the page that has it large."""
+    """Make the figure of a sample at a step, which links to the page of the sample in full size."""
     picture, link = find_picture(site, path), link_to(site, name, step)
     pictures = () if picture is None else (picture,)
     return Figure(pictures, (f"{name} at step {step}",), f"step {step}", problem="not decoded yet", link=link)
@@ -48,7 +48,7 @@ def find_picture(site: Site, path: Path | None) -> PictureFile | None:
 
 
 def link_to(site: Site, name: str, step: int, beside: int | None = None) -> str:
-    """The page of a sample at a step. beside: the step that it shows next to it."""
+    """The address of the page of a sample at a step. beside: a second step to show on the page, None for none."""
     asked = {"name": name, "step": step} | ({} if beside is None else {"beside": beside})
     return f"{site.base}{ONE}?{urlencode(asked)}"
 
@@ -77,7 +77,7 @@ def show_all(request: Request) -> Response:
 
 
 def show_one(request: Request) -> Response:
-    """A sample at a step, and at another beside it, the earlier one on the left."""
+    """Answer with a sample at one step, or at two steps side by side, the earlier step on the left."""
     site = site_of(request)
     config = site.config()
     files = list_samples(config, config.run_folder)
@@ -112,7 +112,7 @@ def show_one(request: Request) -> Response:
 
 
 def _asked(request: Request, key: str, steps: Sequence[int]) -> int | None:
-    """The step that a request asks for; None where there is no such step."""
+    """The step that the request's query parameter `key` names; None if the sample does not have the step."""
     return next((step for step in steps if str(step) == request.query_params.get(key)), None)
 
 

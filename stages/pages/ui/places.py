@@ -1,7 +1,7 @@
-"""The folders that the page lets a person browse: those that it was given and what is below them.
+"""The folders that a user can browse on the page: the given root folders and the folders below them.
 
-It shows names of folders, counts of media, and for `import-config` names of configurations; no file is opened. What is
-hidden, or led to by `..` or by a link to another place, is refused, and looks as if it did not exist."""
+The page shows names of folders, counts of media and, for `import-config`, names of configurations; it does not open
+files. Hidden paths, paths with ".." and links to places outside of the roots are refused as if they did not exist."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from schemas.errors import LatentpressError
 from stages.configuring.media import KINDS
 from stages.pages.ui.app import get, render
 
-MOST_LISTED = 500  # folders, and configurations
-MOST_COUNTED = 20_000  # entries of a folder, so that an answer takes no longer
+MOST_LISTED = 500  # largest number of folders, and of configurations
+MOST_COUNTED = 20_000  # entries of a folder that are counted at most, to limit the time of an answer
 CONFIGURATIONS = (".json", ".toml", ".yaml", ".yml", ".env", ".sh", ".bash", ".txt")
 
 
 class NotPermitted(LatentpressError):
-    """A path that is not below the folders that may be browsed, or is not of the kind that was asked for."""
+    """Raised if a path is not below the folders that may be browsed, or is not a folder or file as requested."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder, with the pictures and clips that are directly in it; None where these were not counted."""
+    """A folder. pictures, clips: numbers of pictures and clips directly in it, None if they were not counted."""
 
     name: str
     path: str
@@ -38,7 +38,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listing:
-    """above: None at the top. left_out: folders that are not in `folders`. configurations: names."""
+    """The content of a folder. above: path of the parent folder; "" for the list of roots, None at the top. left_out:
+    number of folders that are not in `folders`. configurations: names of configuration files."""
 
     path: str
     above: str | None
@@ -50,14 +51,14 @@ class Listing:
 
 
 class Places:
-    """roots: the folders that may be browsed; a root inside another one is found there."""
+    """The folders that may be browsed. roots: these folders; a root inside of another root is not listed separately."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         whole = list(dict.fromkeys(root.absolute() for root in roots))
         self.roots = [root for root in whole if not any(root != top and _is_inside(root, top) for top in whole)]
 
     def find_folder(self, text: str) -> Path:
-        """The folder of a path as it was typed. NotPermitted if it is not a folder below the roots."""
+        """The folder at a path that a user typed. Raises NotPermitted if it is not a folder below the roots."""
         return self._find(text, Path.is_dir)
 
     def find_file(self, text: str) -> Path:
@@ -78,12 +79,12 @@ class Places:
         )
 
     def list_roots(self) -> Listing:
-        """The roots as if they were in one folder."""
+        """List the roots as if they were in one folder."""
         folders = [_count(str(root), root) for root in self.roots if root.is_dir()]
         return Listing("", None, folders, 0, 0, 0, ())
 
     def list_folder(self, text: str) -> Listing:
-        """NotPermitted as of `find_folder`, and if it can't be read."""
+        """List the content of a folder. Raises NotPermitted if it is not below the roots or can't be read."""
         folder = self.find_folder(text)
         try:
             with os.scandir(folder) as entries:
@@ -114,12 +115,13 @@ class Places:
 
 
 def _is_inside(path: Path, top: Path) -> bool:
-    """Whether it is the folder, or below it and not hidden there."""
+    """Whether a path is the folder `top`, or is below it and not hidden."""
     return path.is_relative_to(top) and all(part[0] != "." for part in path.relative_to(top).parts)
 
 
 def _count(name: str, folder: Path) -> Entry:
-    """Without counts if it can't be read, or has too much in it."""
+    """Count the pictures and clips in a folder. The counts are None if it can't be read or has more than MOST_COUNTED
+    entries."""
     kinds = list[str | None]()
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -135,7 +137,8 @@ FOLDERS_PATH = "/folders"
 
 
 def list_asked(places: Places, request: Request) -> tuple[Listing, NotPermitted | None]:
-    """The folder that a request asks for, or the only root, or all of them; and why it is another one."""
+    """List the folder that a request names; without a name, the only root or all roots. Returns (listing, None), or
+    (list of roots, error) if the named folder can't be listed."""
     asked = request.query_params.get("at", "")
     if not asked and len(places.roots) == 1:
         asked = str(places.roots[0])

@@ -1,8 +1,8 @@
-"""The projects that a page shows: a configuration each, with pages of its own under /p/<name>/; and the page that
-lists them.
+"""The projects that `latentpress ui` shows, and the page that lists them. Each project has a configuration, and its
+pages are under /p/<name>/.
 
-The only project of a page that was started with one configuration has its pages at the top instead. A project is named
-by its file, or by the folder of a pipeline.yaml."""
+If `latentpress ui` was started with one configuration, the pages of this project are at the top instead. A project is
+named after its file, or after the folder of a pipeline.yaml."""
 
 import os
 import threading
@@ -26,15 +26,15 @@ from stages.pages.ui.app import Page, Site, build_app, get, render
 from stages.pages.ui.child_programs import JOBS
 from stages.pages.ui.pictures_page import make_figure
 
-BASE = "/p"  # before the names of projects
+BASE = "/p"  # prefix of the projects' paths
 ENDINGS = (".yaml", ".yml")
 MOST_FOUND = 100  # configurations in the projects' folder
-PLAIN_STEMS = ("pipeline", "config", "configuration")  # which say less than the folder's name
+PLAIN_STEMS = ("pipeline", "config", "configuration")  # file names for which the folder's name is used instead
 
 
 @dataclass(frozen=True)
 class Project:
-    """path: of its configuration, whole."""
+    """A project. path: absolute path of its configuration."""
 
     name: str
     path: Path
@@ -43,8 +43,9 @@ class Project:
 
 
 class Projects:
-    """open_site: a configuration and the base of its pages -> its site; LatentpressError where it is not valid. folder:
-    whose configurations are shown, too. home: the folder in which new projects are made, each in one of its own."""
+    """The projects of `latentpress ui`. open_site: function that gets (path of a configuration, prefix of its pages)
+    and returns the site; it raises LatentpressError if the configuration is not valid. home: folder in which new
+    projects are made, each in its own folder. folder: folder whose configurations are shown too, None for no folder."""
 
     def __init__(
         self, open_site: Callable[[Path, str], Site], pages: Sequence[Page], home: Path, folder: Path | None = None
@@ -57,11 +58,12 @@ class Projects:
 
     @property
     def top(self) -> Project | None:
-        """The project whose pages are at the top."""
+        """The project whose pages are at the top; None if every project has a prefix."""
         return next((project for project in self._projects.values() if not project.site.base), None)
 
     def open(self, path: Path, at_top: bool = False) -> Project:
-        """Show the project of a configuration; the same one where it is shown already. at_top: without a base."""
+        """Open the project of a configuration, or return it if it is open already. at_top: whether its pages are at the
+        top, without a prefix."""
         path = path.absolute()
         with self._lock:
             for project in self._projects.values():
@@ -84,8 +86,8 @@ class Projects:
         return [project.site for project in self.opened()]
 
     def scan(self) -> None:
-        """Open what has come into the projects' folder since; `invalid` has what can't be opened. LatentpressError if
-        the folder can't be read."""
+        """Open the configurations that were added to the projects' folder; those that can't be opened are put into
+        `invalid`. Raises LatentpressError if the folder can't be read."""
         if self.folder is None:
             return
         known = {project.path for project in self.opened()}
@@ -98,7 +100,7 @@ class Projects:
                 self.invalid[path] = error
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to the project that its address names."""
+        """Forward a request to the project that its address names."""
         project = self._projects.get(scope["path_params"]["name"])
         if project is None or not project.site.base:
             raise HTTPException(404, "there is no such project")
@@ -106,8 +108,9 @@ class Projects:
 
 
 def list_configurations(folder: Path) -> tuple[list[Path], dict[Path, LatentpressError]]:
-    """YAML files in a folder and in the folders in it, but no hidden ones and none to which a link leads; and those of
-    the inner folders that can't be read. They are looked for often, and among many media."""
+    """List the YAML files in a folder and in its direct subfolders, without hidden files and links. Returns (files,
+    subfolder that can't be read -> error). The function must be fast, because it is called often, and the folders may
+    contain many media."""
     files, folders = _scan(folder.absolute())
     unreadable = dict[Path, LatentpressError]()
     for inner in folders:
@@ -119,7 +122,8 @@ def list_configurations(folder: Path) -> tuple[list[Path], dict[Path, Latentpres
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[Path]]:
-    """YAML files and folders, by name. LatentpressError where it can't be read."""
+    """Returns (YAML files, folders) in a folder, sorted by name. Raises LatentpressError if the folder can't be
+    read."""
     try:
         with os.scandir(folder) as entries:
             shown = [entry for entry in entries if entry.name[0] != "."]
@@ -135,7 +139,8 @@ PROJECTS_PATH = "/projects"
 
 
 def summarize_project(project: Project) -> dict[str, Any]:
-    """A row of the overview. at_work: jobs. set_aside: rejected items, None before they are known."""
+    """A row of the overview. Among its keys: at_work, names of the running jobs; set_aside, number of rejected items,
+    None before the status is known."""
     site = project.site
     config = site.config()
     progress, status = read_progress(config), site.status(wait_s=0)

@@ -1,8 +1,8 @@
-"""Proposals: configurations that a program of the command line would write, shown before anything is written. Their
-forms: a new project, by the questions of `configure`, and the import of another trainer's configuration.
+"""Proposals: configurations that a program of the command line would write, shown before anything is written. There are
+two forms: a new project, with the questions of `configure`, and the import of another trainer's configuration.
 
-A proposal is a process with `--dry-run --json`, whose report has the text. The page keeps the newest, in a folder that
-is removed when the page ends, and stops those that are being made then."""
+A proposal is a process with `--dry-run --json`, whose report contains the text. The page keeps the newest proposals, in
+a folder that is removed when the page ends; processes that still run then are killed."""
 
 import json
 import os
@@ -38,16 +38,16 @@ from stages.pages.ui.places import Places, list_asked
 from stages.pages.ui.projects import Projects
 from stages.pages.ui.records import read_piece
 
-#: Programs that propose -> their own options.
+#: Program that makes proposals -> options that it needs for this.
 PROGRAMS: Mapping[str, tuple[str, ...]] = {"configure": ("--yes",), "import-config": ()}
 MOST_KEPT, MOST_AT_WORK = 20, 2
-MOST_BYTES = 8 << 20  # of a report that is read
+MOST_BYTES = 8 << 20  # bytes of a report that are read
 
 
 @dataclass
 class Proposal:
-    """file: that would be written; before: its text as it was, None if there was none. again: the address of the form
-    with the same answers. folder: has the report and the log of the process."""
+    """A proposal. file: file that would be written; before: its text before the proposal, None if it did not exist.
+    again: address of the form with the same answers. folder: folder with the report and the log of the process."""
 
     key: str
     program: str
@@ -63,14 +63,14 @@ class Proposal:
         return self.process.poll() is None
 
     def report(self) -> dict[str, Any]:
-        """The report of its process; empty if that has not ended, or ended without one."""
+        """The report of the process; empty if the process has not ended, or has ended without a report."""
         if not self.is_running:
             with suppress(OSError, ValueError), (self.folder / REPORT).open("rb") as file:
                 return json.loads(file.read(MOST_BYTES))
         return {}
 
     def text(self, report: Mapping[str, Any]) -> str:
-        """The text of the file; "" if none is proposed."""
+        """The proposed text of the file; "" if the report does not have one."""
         details = report.get("details", {})
         return str(details.get("file", {}).get("text", "") or details.get("pipeline", ""))
 
@@ -79,7 +79,8 @@ class Proposal:
         self.process.terminate()
 
     def write(self) -> None:
-        """Write the text that was shown. LatentpressError if the file changed since."""
+        """Write the proposed text to the file. Raises LatentpressError if the file has changed since the proposal, or
+        the text is not a valid configuration."""
         if not (text := self.text(self.report())):
             raise Refused(f"there is nothing yet that {self.file} could have", "wait for the proposal")
         parse_config(text, self.file)
@@ -87,7 +88,7 @@ class Proposal:
 
 
 class Proposals:
-    """The proposals of one page, by their keys; a key can't be guessed, and is not valid after the page's end."""
+    """The proposals of one page, by key. A key can't be guessed, and is not valid after the page has ended."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="latentpress-ui-"))
@@ -97,7 +98,8 @@ class Proposals:
         return self._proposals.get(key)
 
     def begin(self, program: str, file: Path, words: Sequence[str], again: str) -> Proposal:
-        """Start the program for a file. Refused while others are being made. words: its own options."""
+        """Start a program that makes a proposal for a file. Raises Refused while MOST_AT_WORK proposals are being made.
+        words: arguments of the program. again: address of the form with the same answers."""
         ended = [proposal for proposal in list(self._proposals.values()) if not proposal.is_running]
         if len(self._proposals) - len(ended) >= MOST_AT_WORK:
             raise Refused(f"{MOST_AT_WORK} proposals are being made already", "wait for one of them, or stop it")
@@ -116,14 +118,14 @@ class Proposals:
 
     def close(self) -> None:
         for proposal in self._proposals.values():
-            proposal.process.kill()  # it writes nothing
+            proposal.process.kill()  # this is safe, because a dry run does not write files
             proposal.process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-REPORT, LOG = "report.json", "log.txt"  # in the folder of a proposal
+REPORT, LOG = "report.json", "log.txt"  # files in the folder of a proposal
 PROPOSALS_PATH = "/proposals"
-#: Details of the report of configure that are shown, with their headings.
+#: Details of `configure`'s report that are shown as tables -> heading.
 TABLES = {"missing": "Not installed"}
 FACTS = ("answers", "media")
 WARNING = "warning: "
@@ -179,7 +181,7 @@ def proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]
 
 
 def _describe(details: dict[str, Any]) -> dict[str, Any]:
-    """facts by name; tables by heading, each a list of rows or why there is none."""
+    """The details of a report for the page: facts (name -> value), tables and keys (heading -> rows)."""
     facts = {key: value for name in FACTS for key, value in details.get(name, {}).items()}
     facts |= {name: details[name] for name in ("model", "trainer") if name in details}
     tables = {heading: details[name] for name, heading in TABLES.items() if details.get(name)}
@@ -192,11 +194,12 @@ NEW_PATH = "/new"
 FILE = "pipeline.yaml"
 ANSWERS = (*QUESTIONS, "recipe")  # options of configure
 FOLDERS = tuple(name for name, question in QUESTIONS.items() if question.is_folder)
-MOST_CHARACTERS = 2000  # of an answer
+MOST_CHARACTERS = 2000  # characters of an answer
 
 
 def new_file(folder: Path, name: str) -> Path:
-    """The configuration of a project of this name. Refused where it can't have it."""
+    """The path of a new project's configuration. Raises Refused if the name is not valid or its folder can't be
+    used."""
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > 60:
         raise Refused(f"{name!a} is not a valid name of a folder", "use letters, digits, '.', '_' and '-', at most 60")
     file = folder / name / FILE
@@ -206,7 +209,7 @@ def new_file(folder: Path, name: str) -> Path:
 
 
 def free_name(folder: Path, wanted: str) -> str:
-    """A name that no folder there has."""
+    """A valid name for a new folder in `folder`, similar to `wanted`."""
     name = make_name(wanted)
     names = [name, *(f"{name}-{ending}" for ending in ("project", *range(2, 100)))]
     return next((free for free in names if not (folder / free).exists()), name)
@@ -214,7 +217,7 @@ def free_name(folder: Path, wanted: str) -> str:
 
 def new_project_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
     def show(request: Request) -> Response:
-        """First the folders, then, with one of them as `media`, the form."""
+        """Show folders to choose from; if the query parameter `media` names a folder, show the form."""
         given = {name: request.query_params.get(name, "") for name in ("name", *ANSWERS)}
         problem: LatentpressError | None = None
         if given["media"]:
@@ -263,7 +266,7 @@ def _read_answers(form: Form, places: Places) -> Mapping[str, str]:
 
 
 IMPORT_PATH = "/import"
-FILE_FIELD = "file:"  # before the name of each
+FILE_FIELD = "file:"  # prefix of a file's name in the form
 MOST_OVERRIDES = 50
 
 

@@ -1,5 +1,5 @@
-"""The queue of runs: added with the page's configuration, in their order, with what became of each. The program that
-works it off is `latentpress queue run`, which goes on when the page ends; it is told to stop by the queue's file."""
+"""The queue of runs: runs are added with the page's configuration, and shown in order with their results. The program
+`latentpress queue run` runs them, and continues when the page ends; the page stops it through the queue's file."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +20,7 @@ from stages.pages.ui.config_page import why_not_read
 from stages.pages.ui.job_cards import build_job_card
 
 PATH = "/queue"
-STATES = {"waiting": "to do", "finished": "done"}  # of entries, as states of cards; the others are called alike
+STATES = {"waiting": "to do", "finished": "done"}  # state of an entry -> state of a card, if their names differ
 
 
 def show(request: Request) -> Response:
@@ -46,7 +46,7 @@ def show(request: Request) -> Response:
 
 
 def _row(entry: QueueEntry, position: int, state: QueueState) -> dict[str, Any]:
-    """css: the state of a card. facts: how far it is. can: what its buttons do."""
+    """A row of the queue: entry; css, the state of a card; facts, the entry's progress; can, actions of its buttons."""
     verbs = ["up"] if position else []
     verbs += ["down"] if position < len(state.entries) - 1 else []
     verbs += ["again"] if entry not in state.unfinished else []
@@ -62,7 +62,7 @@ def _row(entry: QueueEntry, position: int, state: QueueState) -> dict[str, Any]:
 
 
 def add(request: Request, form: Form) -> str:
-    """Add the page's configuration as it is, with these overrides."""
+    """Add the page's current configuration to the queue, with the form's overrides."""
     site = site_of(request)
     overrides = lines_of(form, "overrides")
     if name := form.get("run", "").strip():
@@ -91,7 +91,7 @@ def act(request: Request, form: Form) -> str:
 
 
 def switch(request: Request, form: Form) -> str:
-    """Start or stop what works it off, or remove what has ended."""
+    """Start or stop `latentpress queue run`, or remove the entries that have ended."""
     site, verb = site_of(request), request.path_params["verb"]
     if verb == "clear":
         return f"{site.programs.queue.clear()} entries were removed"
@@ -105,8 +105,9 @@ def switch(request: Request, form: Form) -> str:
 
 
 def resume_queue(site: Site) -> bool:
-    """Start the queue if it is to be worked off and nobody does, as after the machine went down."""
-    with suppress(LatentpressError):  # the page shows it, or another page was faster
+    """Start the queue if it is switched on but no program runs it, for example after the machine went down. Returns
+    whether it was started."""
+    with suppress(LatentpressError):  # the page shows the error, or another page was faster
         state = site.programs.queue.read()
         if state.is_on and state.unfinished and site.programs.queue.worker() is None:
             site.programs.start("queue")

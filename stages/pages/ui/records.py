@@ -1,5 +1,7 @@
-"""The pages of what was recorded. The logs of what was started from the page, and of what `run` starts beside training:
-the end of each, and what is added to it. What was set aside, by stage and reason, with the remedy, searched by words.
+"""The pages of logs and of rejected items.
+
+Logs are shown of programs that were started from the page, and of watchers that `run` starts during training: the end
+of each log, followed as it grows. Rejected items are listed by stage and reason, with the remedy, and can be searched.
 """
 
 import re
@@ -20,12 +22,12 @@ from stages.pages.ui.app import Page, Site, first_item, get, render, site_of
 from stages.pages.ui.child_programs import JOBS
 from stages.pages.ui.job_cards import build_job_card
 
-BESIDE = "beside-"  # before the name of a watcher
+BESIDE = "beside-"  # prefix of a watcher's name
 SET_ASIDE_PATH = "/set-aside"
 MOST_SHOWN = 200  # items on one page
-PIECE_BYTES = 64 << 10  # of a log that one answer has
+PIECE_BYTES = 64 << 10  # bytes of a log in one answer
 MAX_LINE = 2000  # characters
-_TERMINAL = re.compile(  # what terminals take as commands: colors, moves of the cursor, titles
+_TERMINAL = re.compile(  # terminal commands: colors, moves of the cursor, titles
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
 )
 
@@ -55,7 +57,7 @@ def show_logs(request: Request) -> Response:
 
 
 def tail(request: Request) -> Response:
-    """Answer with what was added since `from`."""
+    """Answer with the lines that were added to a log since the offset `from`."""
     given = request.query_params.get("from", "")
     chosen, ended = _chosen(request), _has_ended(request)
     offset = int(given) if re.fullmatch("[0-9]{1,18}", given, re.ASCII) else None
@@ -76,7 +78,7 @@ def _list_watchers(site: Site) -> list[str]:
 
 
 def _logs(request: Request) -> list[Path]:
-    """The newest first. None that a link leads out of the output's folder."""
+    """The logs of the requested job, newest first, without links to files outside of the output folder."""
     site, name = site_of(request), request.path_params["job"]
     if name.startswith(BESIDE) and (watcher := name.removeprefix(BESIDE)) in _list_watchers(site):
         logs = [site.config().run_folder / LOGS / f"{watcher}.log"]
@@ -89,7 +91,7 @@ def _logs(request: Request) -> list[Path]:
 
 
 def _chosen(request: Request) -> Path:
-    """The log that is asked for, by the name of one that there is, or the newest."""
+    """The log that the request names, by default the newest log. Answers 404 if it does not exist."""
     logs = _logs(request)
     wanted = request.query_params.get("file") or (logs[0].name if logs else "")
     for path in logs:
@@ -99,9 +101,11 @@ def _chosen(request: Request) -> Path:
 
 
 def read_piece(path: Path, offset: int | None, ended: bool) -> tuple[str, int, int]:
-    """Whole lines of a log from `offset` on, or its last ones: (text, where they begin, where they end).
+    """Read whole lines of a log from `offset`, or its last lines if `offset` is None: (text, offset of the first byte,
+    offset after the last byte).
 
-    Never more than PIECE_BYTES; of a log that grew by more only the end. ended: the last line is whole as it is."""
+    Reads at most PIECE_BYTES; if a log grew by more, only its end is read. ended: whether the program has ended, so
+    that a last line without a line break is whole."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         start = size - PIECE_BYTES if offset is None else max(min(offset, size), size - PIECE_BYTES)
@@ -116,7 +120,8 @@ def read_piece(path: Path, offset: int | None, ended: bool) -> tuple[str, int, i
 
 
 def readable(raw: bytes) -> str:
-    """Lines without a terminal's commands; of a line that was written over only what remained."""
+    """Decode lines, without terminal commands. For a line with carriage returns, only the text after the last one is
+    kept."""
     text = _TERMINAL.sub("", raw.decode("utf-8", "replace"))
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     return "\n".join(shorten(escape_unprintable(line.replace("\t", "    ")), MAX_LINE) for line in lines)
@@ -166,7 +171,8 @@ def show_thumbnail(request: Request) -> Response:
 
 
 def search(items: Iterable[SetAside], words: str, stage: str, reason: str) -> list[SetAside]:
-    """Find the items of a stage and reason, where these are given, that have each of the words, in any case."""
+    """Find the items that contain each of the words (case-insensitive). stage, reason: stage and reason of the items;
+    "" for any."""
     wanted = words.casefold().split()
     chosen = [item for item in items if stage in ("", item.stage) and reason in ("", item.reason)]
     if not wanted:

@@ -1,4 +1,4 @@
-"""Listens, and answers until it is told to stop."""
+"""The server of `latentpress ui`: listens, and answers requests until a signal stops it."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from stages.pages.ui.places import Places, folders_route
 from stages.pages.ui.projects import BASE, PROJECTS_PATH, Projects, overview_page
 from stages.pages.ui.proposals import Proposals, import_page, new_project_page, proposal_routes
 
-#: Of a project, in the order of the navigation.
+#: The pages of a project, in the order of the navigation.
 PAGES = (
     flow_page.PAGE,
     pictures_page.PAGE,
@@ -30,14 +30,14 @@ PAGES = (
     *records.PAGES,
     *documents.PAGES,
 )
-MAX_REQUESTS = 200  # at a time
-MAX_CONNECTIONS = 50  # at a time, of one address
-REQUEST_S = 20.0  # in which a request has to come
-CLOSE_S = 2  # that requests have to end
+MAX_REQUESTS = 200  # at the same time
+MAX_CONNECTIONS = 50  # at the same time, from one address
+REQUEST_S = 20.0  # longest time in which a request has to arrive completely
+CLOSE_S = 2  # seconds that requests have to end when the server stops
 
 
 class CannotListen(LatentpressError):
-    """The address is taken, or is none of this machine's."""
+    """Raised if an address is in use, or is not an address of this machine."""
 
     exit_code = USAGE
 
@@ -83,7 +83,7 @@ def guarded_app(
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the program."""
+    """A server that does not install signal handlers: the program handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -91,9 +91,10 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """A connection that is closed when a request takes longer than REQUEST_S to come. An address with MAX_CONNECTIONS
-    gets another one in place of its oldest that waits for a request, so that it can't shut itself out; where there are
-    MAX_REQUESTS, anyone gets one in place of the oldest of all."""
+    """A connection that is closed when a request takes longer than REQUEST_S to arrive. If an address has more than
+    MAX_CONNECTIONS, a new connection replaces its oldest connection that waits for a request, so that it can't lock
+    itself out. If there are MAX_REQUESTS connections, a new connection replaces the oldest waiting one of all
+    addresses."""
 
     _ending: asyncio.TimerHandle | None = None
 
@@ -118,7 +119,7 @@ class _Protocol(H11Protocol):
             self._ending.cancel()
 
     def _set_limit(self) -> None:
-        """Begin the time of the request that is coming; there is none while it is answered."""
+        """Start the timer while a request is awaited or received, and cancel it while the request is answered."""
         is_coming = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if is_coming and self._ending is None:
             self._ending = self.loop.call_later(REQUEST_S, self.transport.abort)
@@ -148,7 +149,8 @@ def make_server(app: Guard) -> uvicorn.Server:
 
 
 def answer_until_stopped(server: uvicorn.Server, listener: socket.socket) -> str:
-    """Answer requests; returns the signal that stopped it. Programs that it started go on."""
+    """Answer requests until a signal stops the server, and return the signal's name. Programs that the page started
+    continue to run."""
 
     def stop() -> None:
         server.should_exit = True
