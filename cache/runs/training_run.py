@@ -2,7 +2,8 @@
 the records of its processes. Does not import torch.
 
 failure.json: the record of the run's last attempt, if the attempt is running, was killed or ended with an error. The
-record is removed when another attempt begins. stages.jsonl: a line for each stage that `latentpress run` ran and that did work.
+record is removed when another attempt begins. stages.jsonl: a line for each stage that `latentpress run` ran and that
+did work.
 """
 
 import io

@@ -314,8 +314,8 @@ class TrainSet:
         return self._index["regularization"].take(pa.array(rows)).to_pylist()
 
     def sample(self, row: int, text: str = "text0") -> Sample:
-        """Return row `row` with one of its texts: "text0", "text1", ... or "null", the null prompt. Checks everything
-        that `read_draw` checks, and that numbers are finite."""
+        """Return row `row` with one of its texts: "text0", "text1", ... or "null", the null prompt. Once `text_widths`
+        are set, all tensors are checked, including that their numbers are finite."""
         number, bucket = self.row_texts.parts(row).get(text, NO_TEXT), self.bucket(row)
         draw = self.read_draw(row, number, bucket)
         self._check_parts(draw, bucket, self.draw_locations(row, number, bucket))
