@@ -29,7 +29,7 @@ WIDTH_KEYS, LAYER_KEYS = ("hidden_size", "d_model"), ("num_hidden_layers", "num_
 
 
 class CheckpointMismatch(weights.WeightsError):
-    """A checkpoint of another family or task than the configured one."""
+    """The checkpoint's family or task differs from the configured one."""
 
     exit_code = USAGE
 
@@ -106,7 +106,7 @@ def check_index(model: Model, index: Mapping[str, Any]) -> None:
 
 
 def find_published(repo: str) -> list[tuple[Family, Flavour]]:
-    """The families and flavours that the catalog has of a repository."""
+    """Return the families and flavours in the catalog that use a repository."""
     return [
         (family, flavour)
         for family in FAMILIES.values()
@@ -116,8 +116,8 @@ def find_published(repo: str) -> list[tuple[Family, Flavour]]:
 
 
 def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
-    """CheckpointMismatch if the checkpoint is known to be distilled to few steps, and there is no `model.assistant`; or
-    known not to be, and there is one. warn: says if nothing tells which of both it is."""
+    """Raise CheckpointMismatch if the checkpoint is distilled to few steps but `model.assistant` is not set, or if it
+    is not distilled but `model.assistant` is set. warn: function that is called if neither can be determined."""
     published = [flavour for _, flavour in find_published(model.source)]
     distilled = {row.name: row.distilled_from for row in (model.flavour_spec, *published) if row.distilled_from}
     index = find_json(model, "", weights.MODEL_INDEX) if model.family_spec.distilled_mark else None
@@ -194,7 +194,7 @@ def preview_model(source: str) -> SingleModel:
 
 
 def check_preview_autoencoder(model: Model, source: str) -> None:
-    """CheckpointMismatch where a tiny autoencoder can't read the family's latents."""
+    """Raise CheckpointMismatch if a tiny autoencoder can't read the family's latents."""
     family = model.family_spec
     config = weights.read_object(preview_model(source).config_file())
     stated = {"_class_name": config.get("_class_name"), "latent_channels": config.get("latent_channels")}
@@ -232,7 +232,7 @@ def bucket_side_multiple(model: Model) -> int:
 
 
 def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
-    """CheckpointMismatch where a published repository asks for sparse attention, and the catalog, and so the plan,
+    """Raise CheckpointMismatch if a published repository requires sparse attention but the catalog, and so the plan,
     does not. Buckets planned for sparse attention suit full attention."""
     sparse = model.family_spec.sparse
     if sparse is None or not sparse.asked(transformer_config):
@@ -267,8 +267,8 @@ def pin_revision(model: Model, memo: Store) -> Model:
 
 
 def check_parts(config: Config, ask_hub: bool) -> None:
-    """CheckpointMismatch if the parts of a checkpoint do not fit its family or each other, by their small files: those
-    in its folder or, if ask_hub, those of its repository. Parts that are absent are not checked."""
+    """CheckpointMismatch if the parts of a checkpoint do not fit its family or each other, by the small files
+    in its folder or, if ask_hub, in its repository. Absent parts are not checked."""
     model, family = config.model, config.model.family_spec
     check_task(model)
     local = weights.local_folder(model.source) is not None

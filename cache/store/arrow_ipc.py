@@ -74,7 +74,8 @@ def read_batch_index(file: pa.NativeFile) -> tuple[pa.Schema, np.ndarray]:
 
 
 def read_batch(data: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch of a message, a view, validated. ValueError or OSError where it is none, or compressed."""
+    """Return the batch of a message as a validated view. Raises ValueError or OSError if `data` is not the message of a
+    batch, or if the batch is compressed."""
     message = pa.ipc.read_message(data)
     head = memoryview(message.metadata)
     root = _follow_offset(head, 0)

@@ -261,7 +261,7 @@ class Store:
     def remove_stale_temps(self, older_than_s: float) -> list[str]:
         """Remove temporary files not written to for `older_than_s` seconds; returns their paths. Give more than the
         longest time that one file takes to write, since another process may be writing. Only names that `open_temp`
-        makes count: others belong to someone else."""
+        makes count, since other files may belong to another program."""
         before = time.time() - older_than_s
         stale = [entry.name for entry in self.list_files(temporaries=True) if entry.modified < before]
         for name in stale:
