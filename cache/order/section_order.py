@@ -191,9 +191,7 @@ class SectionOrder:
         order = np.lexsort((rank, blocks.bucket))
         order = order[drawn[order] > 0]
         bucket, section, ends = blocks.bucket[order], section[order], np.cumsum(drawn[order])
-        last = np.append(
-            (np.diff(bucket) != 0) | (np.diff(section) != 0), True
-        )  # whether a block is the last of its cell
+        last = np.append((np.diff(bucket) != 0) | (np.diff(section) != 0), True)  # last block of each cell
         bucket, section = bucket[last], section[last]
         # The micro-batches that end in each cell; the bucket's last one is filled.
         done, final = ends[last] - self._bucket_starts[bucket], np.append(np.diff(bucket) != 0, True)

@@ -6,7 +6,7 @@
     <output>/.queue/queue.json    that program's record (schemas/cli/process_record.py)
 
 Any number of pages and programs may change it at once, also while it is worked off. An entry that is running stays so
-when its program is killed: the next one begins with it, and `latentpress run` skips what is done.
+when its program is killed: the next one begins with it, and `latentpress run` skips finished work.
 """
 
 import math

@@ -38,13 +38,8 @@ SILENT_S = 1800.0  # a trainer that has written nothing for this long, and whose
 SMOOTHED_STEPS = 50  # number of steps over which the displayed loss is averaged
 TAIL_BYTES = 1 << 20  # bytes at the end of the metrics that status reads: about 1,500 steps
 MAX_HEADER_BYTES = 1 << 20  # limit for the header of a validation latent
-NUMBERS = (
-    "loss",
-    "eval_loss",
-    "samples_per_s",
-    "data_wait_share",
-    "seconds_left",
-)  # values in a line of metrics: numbers or null
+#: Values in a line of metrics: numbers or null.
+NUMBERS = ("loss", "eval_loss", "samples_per_s", "data_wait_share", "seconds_left")
 Step = TypeVar("Step", int, str)  # a number, or the name of its folder
 _STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 FAILURE_NOTE, STAGES_FILE = "failure.json", "stages.jsonl"
@@ -333,8 +328,8 @@ def noting_failure(folder: Path, stage: str, no_failure: type[Exception]) -> Ite
 
 
 def read_failure(folder: Path) -> ProcessRecord | None:
-    """Return the record of the last attempt, or None if there is no record. Its state is "failed", or "lost" if the
-    record has no exit code, for example because the attempt is still running."""
+    """Return the record of the last attempt, or None if the record does not exist. Its state is "failed", or "lost" if
+    the record has no exit code, for example because the attempt is still running."""
     record = ProcessRecord.try_read(folder / FAILURE_NOTE)
     if record is not None and record.exit_code is None:
         record = record.model_copy(update={"reason": KILLED, "advice": f"latentpress {record.program}"})

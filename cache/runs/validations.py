@@ -156,8 +156,8 @@ class Evaluation(NamedTuple):
 
 
 def best_evaluation(lines: Iterable[Mapping[str, Any]], steps: Collection[int] | None = None) -> Evaluation | None:
-    """Return the lowest eval loss in the lines of a metrics.jsonl, the earliest of equal losses; None if there are no
-    eval losses.
+    """Return the lowest eval loss in the lines of a metrics.jsonl, the earliest of equal losses; None if the lines have
+    no eval loss.
 
     Only losses on the same samples, sigmas and noise as the last eval loss are compared (`eval_id`). steps: the steps
     to consider, by default all steps.

@@ -1,9 +1,9 @@
 """Finds the published plan that a configuration uses, and finds and opens training sets: the set that the configuration
 makes, or another that `train.set` names.
 
-Several configurations may share a root. Each published set has two pointers: as the newest of its family and task, and
-as the one that its configuration makes, in a file named after the configuration's settings (`schemas/recipe.py`) and
-the encoders' weights. A machine that trains may hold only the transformer, so weights are compared as far as the
+Several configurations may share a root. Two pointers name a published set: one to the newest set of its family and
+task, and one to the set of its configuration, in a file named after the configuration's settings (`schemas/recipe.py`)
+and the encoders' weights. A machine that trains may hold only the transformer, so weights are compared as far as the
 checkpoint on this machine has them.
 """
 

@@ -124,7 +124,7 @@ class Sample:
     id: str
     tensors: dict[str, Array]
     text: dict[str, Array]
-    regularization: bool = False  # preserves what the model knows instead of teaching it something new
+    regularization: bool = False  # whether the sample preserves the model's abilities instead of training new ones
 
 
 @dataclass(frozen=True)

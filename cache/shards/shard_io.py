@@ -165,7 +165,7 @@ class ShardSupply:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers for the metrics of a step, counted since the last call; {} if there are no numbers."""
+        """Return numbers for the metrics of a step, counted since the last call; {} if nothing was counted."""
         return {}
 
     def show_wait(self) -> AbstractContextManager[object]:

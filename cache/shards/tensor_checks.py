@@ -61,8 +61,8 @@ def find_shape_problem(
 
 
 def find_scale_problem(tensors: Mapping[str, Array], before: str = "") -> str:
-    """Return the problem with the scales of a text's tokens, or with missing scales; "" if there is no problem. before:
-    prefix of the names of the text's tensors."""
+    """Return the problem with the scales of a text's tokens, or with missing scales; "" if the scales are valid.
+    before: prefix of the names of the text's tensors."""
     embeds, scale = tensors.get(f"{before}embeds"), tensors.get(f"{before}{SCALE}")
     if embeds is None or (scale is None and embeds.dtype not in SCALED_DTYPES):
         return ""

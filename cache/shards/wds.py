@@ -114,7 +114,7 @@ class ShardWriter(shard.BaseShardWriter):
         self._entries.append({"id": row.id, "checksum": checksum, **spans})
 
     def finish(self) -> str:
-        """Publish the sidecar, then the tar; returns the tar's path. StoreError where they can't be written."""
+        """Publish the sidecar, then the tar; returns the tar's path. Raises StoreError if writing fails."""
         described = shard.build_description(self.meta, self._ids, self._set_aside)
         with self.store.writing(self.rel):
             self._tar.end()

@@ -161,6 +161,4 @@ def _is_of_bad_answer(error: Exception) -> bool:
     that can't be reached is not a bad answer."""
     if isinstance(error, DamageError):
         return not isinstance(error.__cause__, FileNotFoundError)
-    return isinstance(error, BadAnswer) or "response body error" in str(
-        error
-    )  # obstore's error for an answer that is cut off
+    return isinstance(error, BadAnswer) or "response body error" in str(error)  # the last: cut off, by obstore

@@ -160,8 +160,8 @@ class Store:
 
     @asked_again
     def read_record(self, rel: str, kind: type[R]) -> R:
-        """Return the record in `rel`. Raises DamageError if the record differs from the one that `publish_record` wrote
-        or lacks a value, and UnknownVersion if this release does not read the record's version."""
+        """Return the record in `rel`. Raises DamageError if the record differs from the record written by
+        `publish_record` or lacks a value, and UnknownVersion if this release does not read the record's version."""
         try:
             if self.size(rel) > kind.max_bytes:
                 raise ValueError(f"more than {kind.max_bytes} bytes")
