@@ -200,7 +200,7 @@ class SetRecord(Stored):
 
 
 def check_set_record(record: SetRecord, texts: int, shards: int) -> None:
-    """ValueError if set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
+    """Raise ValueError if set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
     numbers = [] if record.null_text is None else [record.null_text]
     for prompt in record.validation:
         numbers += [prompt.text, prompt.negative]

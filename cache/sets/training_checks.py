@@ -88,7 +88,8 @@ def check_model(config: Config, warn: Callable[[str], object], is_run: bool = Tr
 
 
 def check_prepared(config: Config) -> None:
-    """RunError if a method needs tensors that the configuration does not prepare. A set that is named has its own."""
+    """Raise RunError if a method needs tensors that the configuration does not prepare. A set that is named has its
+    own."""
     if config.train.set != "current":
         return
     used = [dataset for dataset in config.datasets if not dataset.disabled]
