@@ -29,7 +29,7 @@ WIDTH_KEYS, LAYER_KEYS = ("hidden_size", "d_model"), ("num_hidden_layers", "num_
 
 
 class CheckpointMismatch(weights.WeightsError):
-    """A checkpoint of another family or task than the configured one."""
+    """The checkpoint's family or task differs from the configured one."""
 
     exit_code = USAGE
 
@@ -48,8 +48,8 @@ def find_json(model: Model, part: str, file: str = "config.json", ask_hub: bool 
 
 
 def check_task(model: Model) -> None:
-    """CheckpointMismatch if a local directory or a known repository is of another pipeline in the catalog. Unknown
-    pipelines pass: `check_parts` checks their components."""
+    """Raise CheckpointMismatch if a local directory or a known repository is of another pipeline in the catalog.
+    Unknown pipelines pass: `check_parts` checks their components."""
     folder = weights.local_folder(model.source)
     if folder is None:
         pipelines = {family.pipelines.get(flavour.task) for family, flavour in find_published(model.source)}
@@ -59,7 +59,7 @@ def check_task(model: Model) -> None:
 
 
 def _check_pipeline(model: Model, pipelines: set[str]) -> None:
-    """CheckpointMismatch if these classes are pipelines of the catalog, and none is the configured one."""
+    """Raise CheckpointMismatch if these classes are pipelines of the catalog, and none is the configured one."""
     wanted, family = model.family_spec.pipelines.get(model.task), model.family_spec
     fitting = {*family.pipelines.values()} if family.one_checkpoint else {wanted}
     made_for = [
@@ -77,8 +77,9 @@ def _check_pipeline(model: Model, pipelines: set[str]) -> None:
 
 
 def check_index(model: Model, index: Mapping[str, Any]) -> None:
-    """CheckpointMismatch if model_index.json is of another pipeline, has a transformer that the family does not have,
-    as each predicts a part of the noise levels, or has settings with which the pipeline would compute otherwise."""
+    """Raise CheckpointMismatch if model_index.json is of another pipeline, has a transformer that the family does not
+    have, as each predicts a part of the noise levels, or has settings with which the pipeline would compute
+    otherwise."""
     _check_pipeline(model, {str(index.get("_class_name"))})
     known = model.family_spec.components
     present = [name for name, entry in index.items() if isinstance(entry, list) and entry[:1] != [None]]
@@ -106,7 +107,7 @@ def check_index(model: Model, index: Mapping[str, Any]) -> None:
 
 
 def find_published(repo: str) -> list[tuple[Family, Flavour]]:
-    """The families and flavours that the catalog has of a repository."""
+    """Return the families and flavours in the catalog that use a repository."""
     return [
         (family, flavour)
         for family in FAMILIES.values()
@@ -116,8 +117,8 @@ def find_published(repo: str) -> list[tuple[Family, Flavour]]:
 
 
 def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
-    """CheckpointMismatch if the checkpoint is known to be distilled to few steps, and there is no `model.assistant`; or
-    known not to be, and there is one. warn: says if nothing tells which of both it is."""
+    """Raise CheckpointMismatch if the checkpoint is distilled to few steps but `model.assistant` is not set, or if it
+    is not distilled but `model.assistant` is set. warn: function that is called if neither can be determined."""
     published = [flavour for _, flavour in find_published(model.source)]
     distilled = {row.name: row.distilled_from for row in (model.flavour_spec, *published) if row.distilled_from}
     index = find_json(model, "", weights.MODEL_INDEX) if model.family_spec.distilled_mark else None
@@ -150,7 +151,7 @@ def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
 
 
 def check_transformer(model: Model) -> None:
-    """CheckpointMismatch if a transformer's config.json is for another family or task."""
+    """Raise CheckpointMismatch if a transformer's config.json is for another family or task."""
     for part in model.family_spec.components:
         config = weights.read_component_config(model.source, model.revision, part)
         check_component(model, part, config)
@@ -158,8 +159,8 @@ def check_transformer(model: Model) -> None:
 
 
 def check_component(model: Model, part: str, config: Mapping[str, Any] | None = None) -> None:
-    """CheckpointMismatch if a component is another kind of model than the family's, a transformer is for another task,
-    or an autoencoder gives latents that the transformer can't read. config: its config.json, read if None."""
+    """Raise CheckpointMismatch if a component is another kind of model than the family's, a transformer is for another
+    task, or an autoencoder gives latents that the transformer can't read. config: its config.json, read if None."""
     if config is None:
         config = weights.read_component_config(model.source, model.revision, part)
     family, class_name = model.family_spec, config.get("_class_name") or config.get("model_type")
@@ -194,7 +195,7 @@ def preview_model(source: str) -> SingleModel:
 
 
 def check_preview_autoencoder(model: Model, source: str) -> None:
-    """CheckpointMismatch where a tiny autoencoder can't read the family's latents."""
+    """Raise CheckpointMismatch if a tiny autoencoder can't read the family's latents."""
     family = model.family_spec
     config = weights.read_object(preview_model(source).config_file())
     stated = {"_class_name": config.get("_class_name"), "latent_channels": config.get("latent_channels")}
@@ -232,7 +233,7 @@ def bucket_side_multiple(model: Model) -> int:
 
 
 def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
-    """CheckpointMismatch where a published repository asks for sparse attention, and the catalog, and so the plan,
+    """Raise CheckpointMismatch if a published repository requires sparse attention but the catalog, and so the plan,
     does not. Buckets planned for sparse attention suit full attention."""
     sparse = model.family_spec.sparse
     if sparse is None or not sparse.asked(transformer_config):
@@ -267,8 +268,8 @@ def pin_revision(model: Model, memo: Store) -> Model:
 
 
 def check_parts(config: Config, ask_hub: bool) -> None:
-    """CheckpointMismatch if the parts of a checkpoint do not fit its family or each other, by their small files: those
-    in its folder or, if ask_hub, those of its repository. Parts that are absent are not checked."""
+    """Raise CheckpointMismatch if the parts of a checkpoint do not fit its family or each other, by the small files
+    in its folder or, if ask_hub, in its repository. Absent parts are not checked."""
     model, family = config.model, config.model.family_spec
     check_task(model)
     local = weights.local_folder(model.source) is not None
@@ -301,7 +302,7 @@ def _size_of_text_model(config: Mapping[str, Any], keys: tuple[str, ...]) -> tup
 
 
 def _check_text_widths(model: Model, part: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """CheckpointMismatch if a transformer reads texts of another width than its text encoders make."""
+    """Raise CheckpointMismatch if a transformer reads texts of another width than its text encoders make."""
     for tensor, read in model.family_spec.text_widths.items():
         encoder, wanted = TEXT_PARTS[tensor], configs[part].get(read)
         key, width = _size_of_text_model(configs.get(encoder, {}), WIDTH_KEYS)
@@ -318,7 +319,7 @@ def _check_text_widths(model: Model, part: str, configs: Mapping[str, Mapping[st
 
 
 def _check_text_layers(model: Model, config: Mapping[str, Any]) -> None:
-    """CheckpointMismatch if a text encoder has fewer layers than the template takes hidden states of."""
+    """Raise CheckpointMismatch if a text encoder has fewer layers than the template takes hidden states of."""
     needed = max(layer if layer >= 0 else -layer - 1 for layer in model.template.layers)
     key, layers = _size_of_text_model(config, LAYER_KEYS)
     if 0 < layers < needed:
@@ -331,8 +332,8 @@ def _check_text_layers(model: Model, config: Mapping[str, Any]) -> None:
 
 
 def _check_tokenizer(model: Model, part: str, ask_hub: bool) -> None:
-    """CheckpointMismatch if a tokenizer is of the class of another family. Unknown classes pass, since a tokenizer may
-    be saved under a general one."""
+    """Raise CheckpointMismatch if a tokenizer is of the class of another family. Unknown classes pass, since a
+    tokenizer may be saved under a general one."""
     wanted = model.family_spec.tokenizers[part]
     settings = find_json(model, part, "tokenizer_config.json", ask_hub) or {}
     stated = str(settings.get("tokenizer_class")).removesuffix("Fast")
@@ -344,7 +345,8 @@ def _check_tokenizer(model: Model, part: str, ask_hub: bool) -> None:
 
 
 def check_scheduler(model: Model, ask_hub: bool) -> None:
-    """CheckpointMismatch if the scheduler, with which validation prompts are denoised, is not one of flow matching."""
+    """Raise CheckpointMismatch if the scheduler, with which validation prompts are denoised, is not one of flow
+    matching."""
     settings = find_json(model, "scheduler", SCHEDULER_CONFIG, ask_hub)
     if settings is None:
         return

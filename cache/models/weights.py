@@ -1,8 +1,8 @@
-"""Finds the weights of a checkpoint, and identifies them for a cache's fingerprint. Imports no torch.
+"""Finds the weights of a checkpoint and identifies them for a cache's fingerprint. Does not import torch.
 
 A source is a local directory in diffusers layout or the id of a Hugging Face repository. Repositories are reached
-through huggingface_hub, so its own settings apply (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, ...). Only safetensors are
-read, as reading a pickle runs code from it.
+through huggingface_hub, so its own settings apply (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, ...). Only safetensors files
+are read, because reading a pickle can run code from it.
 """
 
 import json
@@ -37,7 +37,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def find_weights_problem(folder: Path) -> tuple[str, str] | None:
-    """The reason why a folder's weights can't be read, and what to do; None where they are safetensors."""
+    """Return (reason why a folder's weights can't be read, next step), or None if the weights are safetensors files."""
     files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     for name in files:
         if name.endswith(f"{WEIGHTS_SUFFIX}.index.json") and not _is_valid_index(folder / name):
@@ -56,7 +56,7 @@ def find_weights_problem(folder: Path) -> tuple[str, str] | None:
 
 
 def _is_valid_index(path: Path) -> bool:
-    """Tell whether it maps every weight to a safetensors file of its own folder."""
+    """Whether an index file maps every weight to a safetensors file in the index's own folder."""
     try:
         with open_regular(path) as file:
             files = json.loads(file.read())["weight_map"].values()
@@ -88,7 +88,7 @@ class UnsafeWeights(WeightsError):
 
 
 class CheckpointNotFound(WeightsError):
-    """The source that the configuration names is no checkpoint at all."""
+    """The source in the configuration is neither a directory nor a repository id."""
 
     exit_code = USAGE
 
@@ -100,11 +100,12 @@ class HubError(WeightsError):
 def fingerprint_weights(
     source: str, parts: Sequence[str], revision: str | None, memo: Store | None = None
 ) -> dict[str, Any]:
-    """Return what determines the weights of the components `parts`, as small JSON for a cache's fingerprint.
+    """Return a small JSON object that identifies the weights of the components `parts`, for a cache's fingerprint.
 
-    A local directory: {"content"}, the xxh3 of every file of its components, whatever the directory's name. A
-    repository: {"repo", "commit", "parts"}; nothing is fetched. Raises WeightsError. memo: stores the commits that
-    `current_commit` finds, and the hashes of large files by path, size and time, so that each file is read once.
+    For a local directory: {"content"}, a hash over the xxh3 of every file of the components, whatever the directory's
+    name. For a repository: {"repo", "commit", "parts"}; nothing is fetched. Raises WeightsError. memo: store for the
+    commits that `current_commit` finds and for the hashes of large files by path, size and time, so that each file is
+    read once.
     """
     folder = local_folder(source)
     if folder is None:
@@ -117,7 +118,8 @@ def fingerprint_weights(
 
 
 def fetch_components(source: str, revision: str | None, parts: Sequence[str]) -> Path:
-    """The directory of the components `parts`; of a repository only these are fetched. Raises WeightsError."""
+    """Return the directory with the components `parts`. From a repository, only these components are fetched. Raises
+    WeightsError."""
     folder = local_folder(source)
     if folder is None:
         from huggingface_hub import snapshot_download
@@ -131,8 +133,8 @@ def fetch_components(source: str, revision: str | None, parts: Sequence[str]) ->
 
 
 def load_part(model_class: Any, source: str, revision: str | None, part: str, **settings: Any) -> Any:
-    """The model of one component of a checkpoint; only that is fetched. WeightsError also if its files have weights
-    that the model does not have, which the libraries would leave out."""
+    """Load the model of one component of a checkpoint; only this component is fetched. Also raises WeightsError if the
+    files have weights that the model does not have, which the libraries would ignore."""
     folder = fetch_components(source, revision, (part,)) / part
     return load_pretrained(model_class, folder, may_leave_out=False, **settings)
 
@@ -140,26 +142,28 @@ def load_part(model_class: Any, source: str, revision: str | None, part: str, **
 def load_pretrained(
     model_class: Any, folder: Path, unneeded: Collection[str] = (), may_leave_out: bool = True, **settings: Any
 ) -> Any:
-    """`model_class.from_pretrained(folder)` of safetensors only. UnsafeWeights if the weights are pickled,
-    WeightsError if some are missing, which the libraries would draw at random, except below the paths `unneeded`; or if
-    some are of another shape. may_leave_out: files may have weights that the model does not have."""
+    """Call `model_class.from_pretrained(folder)`, for safetensors only. Raises UnsafeWeights if the weights are
+    pickled, and WeightsError if a weight's shape differs or a weight is missing, which the libraries would initialize
+    at random. unneeded: prefixes of weight names that may be missing. may_leave_out: whether the files may have weights
+    that the model does not have."""
     if problem := find_weights_problem(folder):
         raise UnsafeWeights(*problem)
     check_config(folder / "config.json")
     size = format_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
     loading = activity(f"loading {model_class.__name__} from {shown_path(folder)}, {size}")
     with loading, config_errors(f"{shown_path(folder)}/config.json"):
-        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are refused below
+        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches raise below
         model, loaded = model_class.from_pretrained(folder, use_safetensors=True, **settings)
-    counters = "num_batches_tracked"  # of batch norms, for training alone
+    counters = "num_batches_tracked"  # a counter in batch norms that only training uses
     needed = [key for key in loaded["missing_keys"] if not key.startswith(tuple(unneeded)) and counters not in key]
     _refuse_weights(folder, loaded["mismatched_keys"], needed, () if may_leave_out else loaded["unexpected_keys"])
     return model
 
 
 def check_stored(folder: Path, wanted: Mapping[str, tuple[int, ...]], ignored: Sequence[str] = ()) -> None:
-    """The errors of `load_part` about a folder of a diffusers model, by the headers of its files. wanted: name -> shape
-    of all weights that the model has. ignored: expressions for names that it leaves out."""
+    """Raise the errors of `load_part` for a folder of a diffusers model, reading only the headers of its files. wanted:
+    name -> shape for all weights of the model. ignored: regular expressions for names of weights that the model
+    ignores."""
     from safetensors import safe_open
 
     if problem := find_weights_problem(folder):
@@ -181,7 +185,7 @@ def check_stored(folder: Path, wanted: Mapping[str, tuple[int, ...]], ignored: S
 def _refuse_weights(
     folder: Path, misshapen: Iterable[tuple[str, Any, Any]], missing: Iterable[str], surplus: Iterable[str]
 ) -> None:
-    """WeightsError if weights are of another shape than by config.json, missing or unknown to the model."""
+    """Raise WeightsError if weights do not have the shape given by config.json, are missing or are not in the model."""
     for name, given, wanted in sorted(misshapen):
         shapes = f"is of shape {[*given]}, and by its config.json of {[*wanted]}"
         raise WeightsError(f"{folder}: {name} {shapes}", ONE_CHECKPOINT)
@@ -193,10 +197,11 @@ def _refuse_weights(
 
 
 def check_config(file: Path) -> None:
-    """WeightsError where a config.json counts more layers or labels than any model has, which would take all memory
-    before the weights are compared with them; UnsafeWeights where it names a kernel of the hub, which is code, or
-    another model, which would be fetched."""
-    objects: list[dict[str, Any]] = []  # each after those in it
+    """Check a config.json before a model is made from it. Raises WeightsError if the file has more layers or labels
+    than any model, since making that model would exhaust the memory before its weights are compared with the files.
+    Raises UnsafeWeights if the file names a kernel on the hub, which is code, or another model, which would be
+    fetched."""
+    objects: list[dict[str, Any]] = []  # each object follows the objects nested in it
     try:
         with open_regular(file) as opened:
             json.loads(opened.read(), object_hook=objects.append)
@@ -210,7 +215,7 @@ def check_config(file: Path) -> None:
         if key.endswith("attn_implementation") and "/" in str(value):
             problem = f"{file}: {key} is {printable(value)}, a kernel of the hub, and that is code"
             raise UnsafeWeights(problem, "remove that key from the file, if you trust the rest of the checkpoint")
-    if objects and (backbone := objects[-1].get("backbone")):  # in the configuration of a part it has no effect
+    if objects and (backbone := objects[-1].get("backbone")):  # in a nested configuration, "backbone" has no effect
         problem = f"{file}: backbone is {printable(backbone)}, another model, which is not a part of the checkpoint"
         raise UnsafeWeights(problem, "choose a checkpoint that has its backbone_config instead")
 
@@ -221,8 +226,8 @@ def _name_some(names: Sequence[str]) -> str:
 
 @contextmanager
 def config_errors(file: str) -> Iterator[None]:
-    """Around making a model by a config.json: WeightsError for what its class raises where it can't use a value, and
-    what damaged weights do not raise."""
+    """Context in which a model is made from the config.json `file`. Raises WeightsError in place of the errors that the
+    model's class raises for a value it can't use. Damaged weights raise errors of other types."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -235,7 +240,7 @@ def config_errors(file: str) -> Iterator[None]:
 
 
 def read_component_config(source: str, revision: str | None, part: str) -> dict[str, Any]:
-    """The config.json of one component; of a repository only that file is fetched. Raises WeightsError."""
+    """Return the config.json of one component. From a repository, only this file is fetched. Raises WeightsError."""
     folder = local_folder(source)
     if folder is None:
         return read_hub_object(source, revision, f"{part}/config.json")
@@ -244,15 +249,15 @@ def read_component_config(source: str, revision: str | None, part: str) -> dict[
 
 
 def read_hub_object(repo: str, revision: str | None, file: str) -> dict[str, Any]:
-    """A JSON file of a repository; only this file is fetched. Raises WeightsError."""
+    """Return a JSON file of a repository; only this file is fetched. Raises WeightsError."""
     from huggingface_hub import hf_hub_download
 
     return read_object(Path(call_hub(hf_hub_download, repo, revision, filename=file)))
 
 
 def read_cached_object(repo: str, revision: str | None, file: str) -> dict[str, Any] | None:
-    """A JSON file of a repository that was fetched before, without any request; None if it was not. Raises
-    WeightsError."""
+    """Return a JSON file of a repository from the local cache, without a request; None if the file was not fetched
+    before. Raises WeightsError."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(repo, file, revision=revision)
@@ -268,8 +273,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
-    """The directory `source`, or None where it is a repository's id. WeightsError where it is neither."""
-    folder = Path(os.path.expanduser(source))  # as it is where there is no such user
+    """Return the directory `source`, or None if `source` is a repository id. Raises CheckpointNotFound if `source` is
+    neither."""
+    folder = Path(os.path.expanduser(source))  # "~name" stays unchanged if the user does not exist
     if folder.is_dir():
         return folder
     if _REPO_PATTERN.fullmatch(source) and not folder.exists():
@@ -310,8 +316,8 @@ class RepoCommit(Record):
 
 
 def hash_file(path: Path, memo: Store | None, advance: Callable[[int], object] = lambda count: None) -> str:
-    """xxh3-128 of a file's bytes. WeightsError for a pipe or a device. memo: where the hashes of large files are
-    stored. advance: of bytes."""
+    """Return the xxh3-128 of a file's bytes. Raises WeightsError for a pipe or a device. memo: store for the hashes of
+    large files. advance: function that is called with the number of bytes read."""
     about, name = path.stat(), os.fspath(path.resolve())
     if not stat.S_ISREG(about.st_mode):
         raise WeightsError(f"{path} {NOT_REGULAR}", "replace it with a whole copy")
@@ -319,7 +325,7 @@ def hash_file(path: Path, memo: Store | None, advance: Callable[[int], object] =
     if memo is None or about.st_size < MEMO_MIN_BYTES:
         return _hash_content((name, about.st_size, about.st_mtime_ns), advance)
     rel = f"weights/{hash_json(key)}.json"
-    with suppress(FileNotFoundError, DamageError):  # a damaged one is written again
+    with suppress(FileNotFoundError, DamageError):  # a damaged record is written again
         content = memo.read_record(rel, FileHash).content
         advance(about.st_size)
         return content
@@ -350,14 +356,15 @@ def _memo_path(repo: str, revision: str | None) -> str:
 
 
 def _read_memo(rel: str, memo: Store) -> str | None:
-    """The commit that `current_commit` stored; None where there is none or it can't be read."""
+    """Return the commit that `current_commit` stored, or None if the record is missing or can't be read."""
     with suppress(StoreError, OSError, DamageError):
         return memo.read_record(rel, RepoCommit).commit
     return None
 
 
 def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
-    """The commit that the last encoding stage found for a revision, or that of the local cache. No network."""
+    """Return the commit that the last encoding stage found for a revision, or else the commit in the local cache. Makes
+    no request."""
     if revision and COMMIT_PATTERN.fullmatch(revision):
         return revision
     if memo is not None and (commit := _read_memo(_memo_path(repo, revision), memo)):
@@ -377,8 +384,8 @@ def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
 
 
 def current_commit(repo: str, revision: str | None, memo: Store) -> str:
-    """The commit of a revision now or, offline, as of the local cache. The only function that asks the hub; it stores
-    the commit in `memo` for programs that only read, on this machine and on others."""
+    """Return the current commit of a revision or, offline, the commit in the local cache. Only this function requests
+    the commit from the hub. It stores the commit in `memo` for programs that only read, on this and other machines."""
     from huggingface_hub import hf_hub_download
 
     commit = Path(call_hub(hf_hub_download, repo, revision, filename=MODEL_INDEX)).parent.name
@@ -390,7 +397,8 @@ def current_commit(repo: str, revision: str | None, memo: Store) -> str:
 
 
 def call_hub(download: Any, repo: str, revision: str | None, *, key: str = "model.path", **options: Any) -> str:
-    """Call a function of huggingface_hub; HubError where it fails. key: the option for a local copy instead."""
+    """Call a function of huggingface_hub; raises HubError if it fails. key: name of the option that takes a local copy
+    instead, for the message."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -405,8 +413,8 @@ def call_hub(download: Any, repo: str, revision: str | None, *, key: str = "mode
 
 
 def bar_class(task: Progress) -> Any:
-    """A class for `tqdm_class`, whose bars of bytes move `task`. The library has two for one download: bytes that come,
-    and bytes that are written. The one that is further counts."""
+    """Return a class for `tqdm_class` whose bars in bytes advance `task`. The library has two bars for one download:
+    bytes received and bytes written. The larger number counts."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
@@ -428,7 +436,7 @@ def bar_class(task: Progress) -> Any:
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json")
-#: With those of its tokenizer and its processor.
+#: WEIGHT_FILES and the files of the model's tokenizer and processor.
 MODEL_FILES = (*WEIGHT_FILES, "*.json", "*.txt", "*.model", "*.jinja")
 
 
@@ -437,8 +445,8 @@ class SingleModel:
     """A model that stands alone, as transformers saves one: config.json and *.safetensors in a folder or a repository.
     Unlike a checkpoint in diffusers layout it has no components.
 
-    source: a directory or a repository's id. key: the option that names it. advice: what the option may be. files:
-    patterns of the names that are read.
+    source: a directory or a repository id. key: name of the option that sets `source`. advice: valid values of the
+    option, for messages. files: patterns for the names of files that are read.
     """
 
     source: str
@@ -448,24 +456,25 @@ class SingleModel:
     files: tuple[str, ...] = WEIGHT_FILES
 
     def fingerprint(self, memo: Store | None = None) -> dict[str, Any]:
-        """Return what determines the model, as small JSON. Raises WeightsError.
+        """Return a small JSON object that identifies the model. Raises WeightsError.
 
-        For a local directory {"content"}, the xxh3 of its files; for a repository {"repo", "commit"}, for which only
-        its config is fetched. memo: remembers the hashes of large files, so that each is read once.
+        For a local directory {"content"}, a hash over the xxh3 of its files; for a repository {"repo", "commit"}, for
+        which only its config is fetched. memo: store for the hashes of large files, so that each file is read once.
         """
         if (folder := self._local_folder()) is None:
             return {"repo": self.source, "commit": self.config_file().parent.name}
         return {"content": hash_json([[path.name, hash_file(path, memo)] for path in self._list_files(folder)])}
 
     def config_file(self) -> Path:
-        """config.json. Of a repository that at the revision's present commit or, offline, at the commit in the local
-        cache; its folder is named by the commit. Looked up once in a process, so that a branch that moves meanwhile
-        does not change the fingerprint. A local one may be missing."""
+        """Return the path of config.json. For a repository, the file is taken at the revision's current commit or,
+        offline, at the commit in the local cache, and its folder has the name of the commit. A process looks up the
+        commit once, so that a branch that moves during the process does not change the fingerprint. For a local
+        directory, the file may be missing."""
         folder = self._local_folder()
         return _fetch_config(self.source, self.revision, self.key) if folder is None else folder / CONFIG_FILE
 
     def fetch(self) -> Path:
-        """The directory of the files, a repository's after fetching them. Raises WeightsError."""
+        """Return the directory of the files; the files of a repository are fetched first. Raises WeightsError."""
         folder = self._local_folder()
         if folder is None:
             from huggingface_hub import snapshot_download

@@ -12,21 +12,21 @@ Draws: a bucket consists of spans, the rows of one dataset that share `repeats` 
 from d = max(1, n (1 + repeats) weight, halves rounded up) times in each epoch. Over the epochs its draws cycle through
 its rows: draw k of epoch e (both from 0) is number t = e d + k, and with lap, position = divmod(t, n) it takes the row
 at `position`, which had been taken `lap` times before. So over E epochs each row is taken floor or ceil of E d / n
-times: with weight 0.5 every other epoch, with 1.5 once and twice in turn; where (1 + repeats) weight is whole, exactly
+times: with weight 0.5 every other epoch, with 1.5 once and twice in turn; if (1 + repeats) weight is whole, exactly
 that often in every epoch. d is exact: the weight counts as the decimal number that it is written as (0.1 is a tenth).
 
-Fill: no draw is dropped and every micro-batch is full. Where the draws of a bucket do not divide by the batch size, the
+Fill: no draw is dropped and every micro-batch is full. If the draws of a bucket do not divide by the batch size, the
 first draws of this epoch's order fill its last micro-batch; a bucket smaller than one micro-batch repeats itself until
 that is full. `BatchSchedule.buckets` counts these extra draws, which do not advance the cycle. One that repeats a draw
 for the i-th time (from 1) has i ceil(d / n) passes more than that draw, which is more than the epoch's own draws give
 the row: within an epoch no row has the same pass twice, so its captions keep taking turns.
 
-Steps: what several ranks compute at the same moment should take them equally long, for any number of ranks. So an epoch
+Steps: micro-batches that ranks compute at the same moment should cost the same, for any number of ranks. So an epoch
 lists its micro-batches bucket after bucket, in the order of their cost (pixels times frames; buckets of like cost in an
-order of the epoch's own), cuts this list into steps, and takes the steps in a random order. A step is of one bucket, or
-of neighbors in the list where a bucket's micro-batches do not divide by those of a step. What the epoch before left of
-a step comes first, what is left for the next epoch last; every other epoch lists its buckets from the most expensive to
-the cheapest, so that these two are neighbors, too.
+order of the epoch's own), cuts this list into steps, and takes the steps in a random order. A step has one bucket, or
+neighboring buckets of the list if a bucket's micro-batches do not divide by the micro-batches of a step. A step may
+span two epochs: its first part ends one epoch's list and its rest begins the next list. Every other epoch lists its
+buckets from the most expensive to the cheapest, so that these two parts have similar costs, too.
 
 This is `WholeOrder`. With `train.shuffle_shards`, `cache.order.section_order` keeps to few shards at a time.
 """
@@ -95,7 +95,8 @@ class BucketDraws:
 
 @dataclass(frozen=True)
 class EpochDraws:
-    """The draws of every epoch, and how they are cut. size: micro-batches of a step. tables: of each bucket."""
+    """The draws of every epoch, and the sizes into which they are cut. size: micro-batches in a step. tables: the
+    `DrawTable` of each bucket."""
 
     seed: int
     batch_size: int
@@ -104,7 +105,7 @@ class EpochDraws:
 
     @cached_property
     def counts(self) -> Ints:
-        """(buckets,) micro-batches of an epoch."""
+        """(buckets,) number of micro-batches of each bucket in an epoch."""
         return np.array([-(-table.draws // self.batch_size) for table in self.tables], np.int64)
 
     @cached_property
@@ -121,8 +122,9 @@ class EpochDraws:
 
 @dataclass(frozen=True)
 class EpochList:
-    """An epoch's list of micro-batches. order, ends: (buckets,) as they are listed, their numbers and where they end.
-    first: micro-batches that complete a step which the epoch before began. steps: whole steps after these."""
+    """An epoch's list of micro-batches. order: (buckets,) bucket numbers in the order of the list. ends: (buckets,) end
+    of each listed bucket's micro-batches. counts: (buckets,) micro-batches of each bucket, by bucket number. first:
+    number of micro-batches that complete a step begun in the epoch before. steps: number of whole steps after these."""
 
     order: Ints
     ends: Ints
@@ -131,7 +133,8 @@ class EpochList:
     steps: int
 
     def find(self, places: Ints) -> tuple[Ints, Ints]:
-        """(n,) of the micro-batches at these places in the list: the bucket, and the number within it."""
+        """For the micro-batches at these places in the list, return (n,) the bucket number and (n,) the micro-batch's
+        number within the bucket."""
         which = np.searchsorted(self.ends, places, side="right")
         buckets = self.order[which]
         return buckets, places - (self.ends[which] - self.counts[buckets])
@@ -142,16 +145,18 @@ class Order(Protocol):
 
     @property
     def digest(self) -> str | None:
-        """Hash of what determines it beside `EpochDraws` and options: which rows are in a shard together."""
+        """Hash of the order's inputs in addition to `EpochDraws` and options: which rows share a shard. None if the
+        order has no such inputs."""
 
     def section_ends(self, epoch: int) -> Ints:
-        """The micro-batches of an epoch that come after each of its sections, in order."""
+        """Return the number of micro-batches of an epoch up to the end of each of its sections, in order."""
 
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
-        """(n,) of the micro-batches trained as these numbers of an epoch: the bucket, and the number within it."""
+        """For the micro-batches at these positions in an epoch, return (n,) the bucket number and (n,) the
+        micro-batch's number within the bucket."""
 
     def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
-        """(n, B) rows and passes of a bucket's micro-batches that have these numbers in an epoch."""
+        """Return (n, B) rows and (n, B) passes of the micro-batches with these numbers in a bucket and epoch."""
 
 
 MakeOrder = Callable[[EpochDraws], Order]
@@ -160,11 +165,12 @@ MakeOrder = Callable[[EpochDraws], Order]
 class BatchSchedule:
     """The micro-batches of every step: a pure function of (spans, seed, batch size, global batch, order).
 
-    batch_size: samples of one micro-batch. global_batch: samples of one optimizer step, all ranks together. ValueError
-    where it is not a multiple of the batch size. Spans of one bucket may be anywhere in the list; empty ones are left
-    out. order: `WholeOrder`, or what `cache.order.section_order.order_by_sections` returns. Memory: nothing per sample.
+    batch_size: samples in one micro-batch. global_batch: samples in one optimizer step, over all ranks; raises
+    ValueError if it is not a multiple of the batch size. spans: spans of one bucket may be anywhere in the list; empty
+    spans are skipped. order: `WholeOrder` or the result of `cache.order.section_order.order_by_sections`. Memory:
+    nothing per sample.
 
-    first_step: the step with which the order begins; 0, unless a run goes on with other data than it began with.
+    first_step: the step at which the order begins; 0, unless a run continues on different data.
     """
 
     first_step = 0
@@ -208,20 +214,21 @@ class BatchSchedule:
 
     @property
     def small_buckets(self) -> list[BucketDraws]:
-        """Buckets with fewer distinct samples than a micro-batch has: theirs repeat them."""
+        """Buckets with fewer distinct samples than a micro-batch has, so that their micro-batches repeat samples."""
         return [bucket for bucket in self.buckets if bucket.distinct < self.batch_size]
 
     def step(self, step: int, rank: int = 0, world: int = 1) -> list[MicroBatchRows]:
-        """The micro-batches of optimizer step `step` (from 0) that rank `rank` of `world` computes: those numbered
-        rank, rank + world, ... of the step's list, so that at the same moment the ranks compute neighbors."""
+        """Return the micro-batches of optimizer step `step` (from 0) that rank `rank` of `world` computes: numbers
+        rank, rank + world, ... in the step's list, so that at the same moment the ranks compute neighbors in the
+        list."""
         epochs, buckets, *draws = self.plan(step, step + 1, rank, world)
         names = [self._draws.tables[bucket].bucket for bucket in buckets.tolist()]
         return [MicroBatchRows(*drawn) for drawn in zip(epochs.tolist(), names, *draws, strict=True)]
 
     def plan(self, first: int, last: int, rank: int = 0, world: int = 1) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """The micro-batches of the steps from `first` to below `last` that rank `rank` of `world` computes, in order:
-        (M,) their epochs and the numbers of their buckets in `buckets`; (M, B) positions, rows and passes, as of
-        MicroBatchRows. A million draws take a few tenths of a second."""
+        """Return the micro-batches of the steps from `first` to below `last` that rank `rank` of `world` computes, in
+        order: (M,) epochs, (M,) indices in `buckets`, and (M, B) positions, rows and passes as in MicroBatchRows. A
+        million draws take a few tenths of a second."""
         size = self.micro_batches_per_step
         numbers = np.arange((first - self.first_step) * size, (last - self.first_step) * size)
         places = numbers % size
@@ -229,7 +236,7 @@ class BatchSchedule:
         places = places[taken]
         epochs, buckets, within = self._locate(numbers[taken])
         rows, passes = np.empty((2, len(places), self.batch_size), np.int64)
-        # Of each bucket in each epoch together.
+        # The draws of one bucket in one epoch are computed together.
         group = epochs * len(self._draws.tables) + buckets
         order = np.argsort(group, kind="stable")
         for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
@@ -238,22 +245,22 @@ class BatchSchedule:
         return epochs, buckets, places[:, None] * self.batch_size + np.arange(self.batch_size), rows, passes
 
     def step_buckets(self, step: int) -> dict[str, int]:
-        """Bucket -> its micro-batches in a step, of all ranks together."""
+        """Return bucket -> number of its micro-batches in a step, over all ranks."""
         size, step = self.micro_batches_per_step, step - self.first_step
         which, counts = np.unique(self._locate(np.arange(step * size, (step + 1) * size))[1], return_counts=True)
         return {self._draws.tables[bucket].bucket: int(count) for bucket, count in zip(which, counts, strict=True)}
 
     def section_ends(self, step: int) -> Iterator[int]:
-        """The steps with which a section of the order, or an epoch, has ended, without end, from the epoch of `step`
-        on."""
+        """Yield, endlessly and from the epoch of `step` on, the steps at which a section of the order or an epoch has
+        ended."""
         size, total = self.micro_batches_per_step, self.micro_batches_per_epoch
         for epoch in itertools.count((step - self.first_step) * size // total):
             for number in (epoch * total + self.order.section_ends(epoch)).tolist():
                 yield self.first_step + number // size
 
     def _locate(self, numbers: Ints) -> tuple[Ints, Ints, Ints]:
-        """(n,) of each micro-batch, numbered over all epochs: its epoch, the number of its bucket, its number within
-        that bucket."""
+        """For micro-batches numbered across epochs, return epoch, bucket index and index within the bucket, each
+        (n,)."""
         epochs, rest = np.divmod(numbers, self.micro_batches_per_epoch)
         buckets, numbers = np.empty_like(epochs), np.empty_like(epochs)
         for epoch in np.unique(epochs).tolist():

@@ -4,10 +4,10 @@ Draws, fill, passes and the cutting of a list of micro-batches into steps are th
 an epoch consists of sections:
 
 1. In each epoch the shards of all buckets are in another random order, in which up to NEIGHBORS shards of a bucket that
-   follow each other in the set stay together, as they share shards of texts. Each n of them are a section.
-2. A section lists its micro-batches bucket after bucket, in the order of their cost, as the order over the whole set
-   lists the micro-batches of an epoch. The steps that are whole within the section are permuted, and so are the draws
-   of each bucket in them.
+   follow each other in the set stay together, because they share shards of texts. Each n shards are a section.
+2. A section lists its micro-batches bucket after bucket, in the order of their cost, just like the order over the whole
+   set lists the micro-batches of an epoch. The steps that are whole within the section are permuted, and so are the
+   draws of each bucket in these steps.
 3. Draws of a bucket's last shard in a section that do not fill a micro-batch belong to the bucket's next section. A
    step that a section shares with the next one has draws of the section's last shards.
 
@@ -28,7 +28,7 @@ from cache.order.set_columns import IntColumn
 from schemas.identity import derive_seed, mix_bits, permute_groups
 
 NEIGHBORS = 8  # shards of one bucket that stay together, other ones in each epoch; at most a quarter of a section
-_KEPT_EPOCHS = 2  # planned: a step may end one and begin the next
+_KEPT_EPOCHS = 2  # epochs whose plans are kept: a step may end one epoch and begin the next
 _KEPT_LOOKUPS = 1 << 12  # shards whose rows were looked up
 
 
@@ -58,7 +58,7 @@ class Blocks:
 
 
 def find_blocks(draws: EpochDraws, shards: IntColumn) -> Blocks:
-    """The blocks of the spans in `draws`. shards: of each row of the set the number of its shard."""
+    """Return the blocks of the spans in `draws`. shards: column with the shard number of each row of the set."""
     parts = list[tuple[Ints, ...]]()
     for bucket, table in enumerate(draws.tables):
         for start, rows, each in zip(table.starts.tolist(), table.counts.tolist(), table.each.tolist(), strict=True):
@@ -81,14 +81,14 @@ def find_blocks(draws: EpochDraws, shards: IntColumn) -> Blocks:
 
 
 def order_by_sections(shards: IntColumn, shuffle_shards: int) -> MakeOrder:
-    """The argument `order` of a `BatchSchedule`. shards: of each row of the set the number of its shard.
-    shuffle_shards: the shards of a section."""
+    """Return the argument `order` of a `BatchSchedule`. shards: column with the shard number of each row of the set.
+    shuffle_shards: number of shards in a section."""
     return lambda draws: SectionOrder(draws, shards, shuffle_shards)
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Ranges of numbers, each permuted by itself: where they start, their sizes, and the keys of their permutations."""
+    """Ranges of numbers, each with its own permutation: starts, sizes and permutation keys, one for each range."""
 
     starts: Ints
     sizes: Ints
@@ -102,14 +102,14 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """An epoch in sections. A cell is what one bucket has in one section.
+    """An epoch in sections. A cell is the set of micro-batches of one bucket in one section.
 
-    blocks, block_ends, taken: blocks in the order of draws, bucket after bucket; where their draws end; how often each
-    block was taken in the epochs before. draws: the shuffle of draws. first, steps: micro-batches that
-    complete a step of the epoch before, and the shuffle of the steps after these. cell_*: in the order of the epoch's
-    list: where a cell's micro-batches end, their bucket, and the number that its first one has in the bucket.
-    section_ends: micro-batches.
-    """
+    blocks: block numbers in the order of draws, bucket after bucket. block_ends: end of each block's draws. taken:
+    number of draws of each block in the epochs before. draws: the shuffle of draws. first: number of micro-batches that
+    complete a step begun in the epoch before. steps: the shuffle of the steps after these. cell_ends, cell_buckets,
+    cell_firsts: for each cell, in the order of the epoch's list, the end of its micro-batches, its bucket, and the
+    number of its first micro-batch within the bucket. section_ends: number of micro-batches up to the end of each
+    section."""
 
     blocks: Ints
     block_ends: Ints
@@ -124,7 +124,7 @@ class EpochPlan:
 
 
 class SectionOrder:
-    """section: shards whose samples are mixed. Threads may share it."""
+    """The order by sections. section: number of shards whose samples are mixed. Threads may share an order."""
 
     def __init__(self, draws: EpochDraws, shards: IntColumn, section: int):
         self._draws, self._shards, self._section = draws, shards, section
@@ -156,14 +156,14 @@ class SectionOrder:
     def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
         plan, size, draws = self._plan(epoch), self._draws.batch_size, self._draws.tables[bucket].draws
         position = (numbers[:, None] * size + np.arange(size)).ravel()
-        # Fill: the draws before those of the bucket's last micro-batch, whose shards were needed last.
+        # Fill: the draws just before the bucket's last micro-batch, because their shards were needed last.
         fill = np.maximum(0, position - draws + 1)
         repetition = -(-fill // draws)
         position = np.where(fill, max(0, draws - size) + (fill - 1) % draws, position)
         position = plan.draws.move(position + self._bucket_starts[bucket])
         which = np.searchsorted(plan.block_ends, position, side="right")
         block = plan.blocks[which]
-        # The k-th draw of a block over all epochs takes its row k modulo their number.
+        # The k-th draw of a block over all epochs takes the block's row number k modulo its number of rows.
         taken = plan.taken[which] + position - np.append(0, plan.block_ends)[which]
         passes, offset = np.divmod(taken, self._blocks.count[block])
         rows = self._blocks.first[block] + offset
@@ -174,7 +174,7 @@ class SectionOrder:
         return rows.reshape(-1, size), passes.reshape(-1, size)
 
     def _look_up_rows(self, block: int) -> Ints:
-        """(count,) the rows of a block among those of other shards."""
+        """Return (count,) the row numbers of a block whose rows are mixed with rows of different shards."""
         first, last = int(self._blocks.first[block]), int(self._blocks.last[block])
         return first + np.flatnonzero(self._shards.between(first, last) == self._blocks.shard[block])
 
@@ -187,11 +187,11 @@ class SectionOrder:
         taken = blocks.taken(epoch)
         drawn = blocks.taken(epoch + 1) - taken
         rank, section = self._divide_shards(epoch, drawn)
-        # Draws: bucket after bucket, in each its sections one after the other.
+        # Draws: bucket after bucket, and within a bucket section after section.
         order = np.lexsort((rank, blocks.bucket))
         order = order[drawn[order] > 0]
         bucket, section, ends = blocks.bucket[order], section[order], np.cumsum(drawn[order])
-        last = np.append((np.diff(bucket) != 0) | (np.diff(section) != 0), True)  # of a cell
+        last = np.append((np.diff(bucket) != 0) | (np.diff(section) != 0), True)  # last block of each cell
         bucket, section = bucket[last], section[last]
         # The micro-batches that end in each cell; the bucket's last one is filled.
         done, final = ends[last] - self._bucket_starts[bucket], np.append(np.diff(bucket) != 0, True)
@@ -205,7 +205,8 @@ class SectionOrder:
         cell_ends = np.cumsum(counts)
         section_ends = cell_ends[np.append(np.diff(section) != 0, True)]
         first, steps = self._divide_steps(epoch, section_ends)
-        # What a section has in a step with the next one is of its last shards, and permuted by itself.
+        # The draws of a step that a section shares with the next one are from the section's last shards, and have their
+        # own permutation.
         cuts = first + np.append(steps.starts, steps.sizes.sum()) * self._draws.size
         cuts = cuts[cuts < cell_ends[-1]]
         cell = np.searchsorted(cell_ends, cuts, side="right")
@@ -216,7 +217,8 @@ class SectionOrder:
         return EpochPlan(order, ends, taken[order], draws, first, steps, cell_ends, bucket, firsts, section_ends)
 
     def _divide_shards(self, epoch: int, drawn: Ints) -> tuple[Ints, Ints]:
-        """(blocks,) the place of a block's shard in the epoch's order of shards, and its section."""
+        """Return (blocks,) the place of each block's shard in the epoch's order of shards, and (blocks,) its
+        section."""
         blocks = self._blocks
         new = np.append(True, (np.diff(blocks.bucket) != 0) | (np.diff(blocks.shard) != 0))
         shard = np.cumsum(new) - 1  # numbered bucket after bucket
@@ -234,8 +236,8 @@ class SectionOrder:
         return rank[shard], section[rank[shard]]
 
     def _divide_steps(self, epoch: int, section_ends: Ints) -> tuple[int, Shuffle]:
-        """Micro-batches that complete a step of the epoch before, and the shuffle of the epoch's own steps: of those
-        that are whole within a section."""
+        """Return the number of micro-batches that complete a step of the epoch before, and the shuffle of the epoch's
+        own steps, which permutes steps that are whole within a section."""
         size, total = self._draws.size, int(section_ends[-1])
         first = min(-epoch * total % size, total)
         bounds = np.append(0, np.maximum(0, section_ends - first))  # counted from the first own step

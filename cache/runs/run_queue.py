@@ -1,4 +1,4 @@
-"""A queue of runs below an output folder: what is to be trained one after the other, and what became of each.
+"""A queue of runs below an output folder: the runs to train one after the other, and the outcome of each run.
 
     <output>/.queue/entries.json  the entries in their order, replaced whole
     <output>/.queue/edit.lock     held while they are changed
@@ -6,7 +6,7 @@
     <output>/.queue/queue.json    that program's record (schemas/cli/process_record.py)
 
 Any number of pages and programs may change it at once, also while it is worked off. An entry that is running stays so
-when its program is killed: the next one begins with it, and `latentpress run` skips what is done.
+when its program is killed: the next one begins with it, and `latentpress run` skips finished work.
 """
 
 import math
@@ -34,8 +34,9 @@ class QueueError(LatentpressError):
 
 
 class QueueEntry(BaseModel):
-    """A run: config is the absolute path of its file, which is read when its turn comes, overrides are as of --set.
-    folder: of the run, when it was added. attempts: how often it was started. reason, advice: of a failed one."""
+    """A run: config is the absolute path of its file, which is read when its turn comes, overrides are the
+    values of --set. folder: the run's folder when it was added. attempts: number of times the run was started. reason,
+    advice: reason and next step of a failed run."""
 
     model_config = ConfigDict(str_max_length=MAX_CHARS, allow_inf_nan=False)
 
@@ -56,8 +57,8 @@ class QueueEntry(BaseModel):
 
 
 class QueueState(Record):
-    """entries: in the order of their turns. is_on: it is to be worked off: from its start until it is empty or somebody
-    stops it, also while no program does, as after the machine went down."""
+    """The state of a queue. entries: in the order of their turns. is_on: whether the queue is to be processed: from its
+    start until it is empty or somebody stops it, even if no program is running, for example after a power cut."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -75,7 +76,7 @@ class QueueState(Record):
 
     @property
     def unfinished(self) -> list[QueueEntry]:
-        """The entries to work off, in the order of their turns: first one that is running."""
+        """Return the entries that are not finished, in the order of their turns; a running entry comes first."""
         entries = [entry for entry in self.entries if entry.state in UNFINISHED]
         return sorted(entries, key=lambda entry: entry.state != "running")
 
@@ -98,12 +99,12 @@ class RunQueue:
             raise QueueError(str(error), "move it away, and add the runs again") from error
 
     def worker(self) -> ProcessRecord | None:
-        """The record of the program that works it off now, here or on another machine."""
+        """Return the record of the program that currently processes the queue, on this or another machine."""
         record = ProcessRecord.try_read(self.folder / "queue.json")
         return record if record is not None and (record.is_running or record.runs_elsewhere) else None
 
     def runs(self, folder: Path) -> bool:
-        """Whether it is at a run of this folder now. A queue that can't be read is at none."""
+        """Whether the queue is currently training the run of this folder; False for a queue that can't be read."""
         with suppress(LatentpressError):
             return any(entry.state == "running" and entry.folder == str(folder) for entry in self.read().entries)
         return False
@@ -162,7 +163,7 @@ class RunQueue:
             entry.state, entry.reason, entry.advice, entry.ended = "waiting", "", "", None
 
     def switch(self, is_on: bool) -> None:
-        """Say whether it is to be worked off. If it is not, the program that does ends."""
+        """Switch the queue on or off. When it is switched off, the program that processes it ends."""
         with self._editing() as state:
             state.is_on = is_on
 
@@ -179,7 +180,7 @@ class RunQueue:
             return entry
 
     def finish(self, number: int, state: EntryState, reason: str = "", advice: str = "") -> None:
-        """Record the end of a running entry, if it was not removed meanwhile. "waiting": it was stopped."""
+        """Record the end of a running entry, unless the entry has been removed. state: "waiting" if it was stopped."""
         with self._editing() as queue:
             for entry in queue.entries:
                 if entry.id == number:
@@ -188,7 +189,8 @@ class RunQueue:
 
     @contextmanager
     def working(self, wait_s: float) -> Iterator[None]:
-        """While the body runs, no other program works this queue off. QueueError if one does for `wait_s`."""
+        """Context in which no other program processes this queue. Raises QueueError if another program still processes
+        it after `wait_s` seconds."""
         with explained(str(self.folder)):
             make_folders(self.folder)
             work = FileLock(self.folder / "work.lock")

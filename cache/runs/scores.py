@@ -26,8 +26,8 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class SampleScores:
-    """A validation sample at a step. prompt: its name, which the samples of other seeds share. content: hash of its
-    picture or clip and of its prompt. scores: by the measure's name."""
+    """A validation sample at a step. prompt: name of the prompt, which samples with different seeds share. content:
+    hash of the picture or clip and of the prompt. scores: measure name -> score."""
 
     name: str
     prompt: str
@@ -38,7 +38,7 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class Measured:
-    """The model and settings of a score. fingerprint: their hash; model: as the configuration names it."""
+    """The model and settings of a score. fingerprint: hash of both. model: the model's name in the configuration."""
 
     fingerprint: str
     model: str
@@ -53,8 +53,9 @@ class GroupScore:
 
 
 class ScoreLine(BaseModel):
-    """A line of scores.jsonl, which another program may have written, with its step and scores alone. scores, spread,
-    measures: by the measure's name; prompts: by prompt and name. missing: names of samples that could not be read."""
+    """A line of scores.jsonl, which another program may have written, with only step and scores. scores, spread:
+    measure name -> value. measures: measure name -> model and settings. prompts: prompt -> measure name -> score.
+    missing: names of samples that could not be read."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -75,8 +76,9 @@ class ScoreLine(BaseModel):
 
 @dataclass(frozen=True)
 class ScorePoint:
-    """A score at a step. spread: the standard deviation over seeds, None with one seed. compared: equal if means are
-    over the same samples. is_whole: of all samples of the step. groups: by prompt."""
+    """A score at a step. spread: the standard deviation over seeds, None with one seed. compared: value that is
+    equal for means over the same samples. is_whole: whether all samples of the step have a score. groups: prompt ->
+    score of the prompt."""
 
     step: int
     value: float
@@ -102,7 +104,8 @@ class ScoreCurve:
         return [point for point in self.points if point.compared == last.compared]
 
     def best(self, steps: Collection[int] | None = None) -> ScorePoint | None:
-        """The highest that can be compared, of equal ones the earliest. steps: consider no others."""
+        """Return the highest comparable point, the earliest of equal points. steps: the steps to consider, by default
+        all steps."""
         points = [point for point in self.comparable if steps is None or point.step in steps]
         return max(points, key=lambda point: (point.value, -point.step), default=None)
 
@@ -113,7 +116,8 @@ def score_label(name: str) -> str:
 
 
 def spread_of(values: Sequence[float]) -> float | None:
-    """The standard deviation, of a sample of all seeds that there might be; None of fewer than two values."""
+    """Return the sample standard deviation (the seeds are a sample of all possible seeds); None for fewer than two
+    values."""
     return round(stdev(values), DIGITS) if len(values) > 1 else None
 
 

@@ -1,8 +1,9 @@
-"""A training run's folder, <output>/<run>/, as other programs see it: its metrics, whether a trainer is at work, and
-the records of its processes. Without torch.
+"""A training run's folder, <output>/<run>/, as other programs see it: its metrics, whether a trainer is running, and
+the records of its processes. Does not import torch.
 
-failure.json: the record of the run's last attempt, as long as it is at work, was killed or ended with an error. It is
-removed when another begins. stages.jsonl: a line for each stage that `latentpress run` ran and that did something.
+failure.json: the record of the run's last attempt, if the attempt is running, was killed or ended with an error. The
+record is removed when another attempt begins. stages.jsonl: a line for each stage that `latentpress run` ran and that
+did work.
 """
 
 import io
@@ -33,11 +34,12 @@ from schemas.text_format import format_duration
 METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
 WANDB_ID = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
-SILENT_S = 1800.0  # after which a trainer that wrote nothing, and whose lock can't be seen, counts as killed
-SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
-TAIL_BYTES = 1 << 20  # of the metrics that status reads: about 1,500 steps
-MAX_HEADER_BYTES = 1 << 20  # of a validation latent
-NUMBERS = ("loss", "eval_loss", "samples_per_s", "data_wait_share", "seconds_left")  # of a line of metrics, or null
+SILENT_S = 1800.0  # a trainer that has written nothing for this long, and whose lock can't be seen, counts as killed
+SMOOTHED_STEPS = 50  # number of steps over which the displayed loss is averaged
+TAIL_BYTES = 1 << 20  # bytes at the end of the metrics that status reads: about 1,500 steps
+MAX_HEADER_BYTES = 1 << 20  # limit for the header of a validation latent
+#: Values in a line of metrics: numbers or null.
+NUMBERS = ("loss", "eval_loss", "samples_per_s", "data_wait_share", "seconds_left")
 Step = TypeVar("Step", int, str)  # a number, or the name of its folder
 _STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 FAILURE_NOTE, STAGES_FILE = "failure.json", "stages.jsonl"
@@ -59,18 +61,18 @@ class OutputLocked(LatentpressError):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, without those that a resumed run repeated or a kill cut off."""
+    """Return the lines of a metrics.jsonl, without lines that a resumed run repeated or that a kill cut off."""
     return parse_metrics(read_regular(path))
 
 
 def read_last_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of its last TAIL_BYTES, in constant time however long the run is."""
+    """Return the lines in the last TAIL_BYTES of a metrics.jsonl, in constant time however long the run is."""
     return parse_metrics(read_regular(path, TAIL_BYTES))
 
 
 def read_regular(path: Path, last: int | None = None) -> bytes:
-    """The bytes of a file, or its last ones; none if it is missing. StoreError for a pipe or a device, which has no
-    end."""
+    """Return the bytes of a file, or only the last `last` bytes; b"" if the file is missing. Raises StoreError for a
+    pipe or a device, which has no end."""
     with explained(str(path)), suppress(FileNotFoundError, NotADirectoryError), open_regular(path) as file:
         file.seek(0 if last is None else max(0, file.seek(0, io.SEEK_END) - last))
         return file.read()
@@ -78,7 +80,7 @@ def read_regular(path: Path, last: int | None = None) -> bytes:
 
 
 def parse_metrics(content: bytes) -> list[dict[str, Any]]:
-    """Parse lines of metrics. A line is left out if its step is not an integer, or one of NUMBERS not a number."""
+    """Parse lines of metrics. Lines are skipped if `step` is not an integer or a value in NUMBERS is not a number."""
     lines = list[dict[str, Any]]()
     for raw in content.split(b"\n"):
         try:
@@ -91,7 +93,7 @@ def parse_metrics(content: bytes) -> list[dict[str, Any]]:
             continue
         if line.get("resumed"):
             lines = [earlier for earlier in lines if earlier["step"] <= line["step"]] if line["step"] else []
-            if isinstance(line.get("set"), str):  # the data are others from here on
+            if isinstance(line.get("set"), str):  # the run continues on a different set
                 lines = [earlier for earlier in lines if "set" not in earlier or earlier["step"] < line["step"]]
                 lines.append({"step": line["step"], "set": line["set"]})
         else:
@@ -108,33 +110,33 @@ class ResultNote(Record):
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, the newest last, without temporaries of killed processes."""
+    """Return the checkpoints in `folder`, the newest last, without temporary folders of killed processes."""
     with explained(str(folder)):
         checkpoints = [path for path in folder.glob("step-*") if step_of(path) is not None and path.is_dir()]
     return sorted(checkpoints, key=checkpoint_step)
 
 
 def checkpoint_step(path: Path) -> int:
-    """The number in the name of a checkpoint's folder."""
+    """Return the number in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def spread(steps: Sequence[Step], most: int) -> list[Step]:
-    """Choose at most `most` of them, two at least, evenly, with the first and the last."""
+    """Choose at most `most` of the steps, evenly spaced, with the first and the last step. most: at least 2."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a folder named "step-000500"; None of another name."""
+    """Return the step of a folder with a name such as "step-000500"; None for any other name."""
     match = _STEP_PATTERN.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Read what the trainer wrote about a validation latent, from the header of its safetensors file: 8 bytes of
-    length, then JSON. Empty where the file is missing or damaged."""
+    """Return the trainer's description of a validation latent, from the header of its safetensors file: 8 bytes of
+    length, then JSON. The description is empty if the file is missing or damaged."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -146,28 +148,28 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def smoothed_loss(losses: Sequence[float | None]) -> float | None:
-    """The mean of the last SMOOTHED_STEPS losses; those of skipped steps (null) are left out."""
+    """Return the mean of the last SMOOTHED_STEPS losses, without the losses of skipped steps (null)."""
     finite = [loss for loss in losses[-SMOOTHED_STEPS:] if isinstance(loss, int | float)]
     return fmean(finite) if finite else None
 
 
 def format_eval(line: Mapping[str, Any]) -> str:
-    """The eval loss of a line of metrics, and by sigma: "0.8123 (0.2: 1.101, 0.8: 0.7021)"."""
+    """Format the eval loss of a line of metrics, in total and by sigma: "0.8123 (0.2: 1.101, 0.8: 0.7021)"."""
     by_sigma = ", ".join(f"{sigma}: {loss:.4g}" for sigma, loss in line.get("eval_by_sigma", {}).items() if loss)
     return f"{line['eval_loss'] or math.nan:.4g}" + (f" ({by_sigma})" if by_sigma else "")
 
 
 def is_running(folder: Path) -> bool | None:
-    """Whether a trainer holds the lock of this run's folder. None where the lock does not tell: on a file system
-    without locks, and where a trainer may be at work on another machine, from which locks may not reach this one.
+    """Whether a trainer holds the lock of this run's folder. None if the lock is not conclusive: on a file system
+    without locks, or if a trainer may be running on another machine, whose locks may be invisible to this one.
     """
     locked = is_locked(folder / LOCK_NAME)
     return None if locked is False and may_be_running(folder, elsewhere=True) else locked
 
 
 def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
-    """Whether a trainer may be at work by the run's files: it has not said that it ended, as one that was killed can't,
-    and wrote something within SILENT_S. elsewhere: on another machine than this one."""
+    """Whether a trainer may be running, judged by the run's files: its record has no end (the record of a killed
+    trainer has none either), and the trainer wrote a file within SILENT_S. elsewhere: consider only other machines."""
     record = read_failure(folder)
     if record is None or record.state != "lost" or (elsewhere and record.host == socket.gethostname()):
         return False
@@ -180,9 +182,9 @@ def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The progress of a run, by its files. steps: those that the configuration asks for. state: "not started",
-    "running", "stopped", "finished", or "unknown" where `is_running` can't say. checkpoint: step of the newest.
-    eval_loss: the last, its step, and "on training samples" where nothing is held out."""
+    """The progress of a run, by its files. steps: number of steps in the configuration. state: "not started",
+    "running", "stopped", "finished", or "unknown" if `is_running` returns None. checkpoint: step of the newest
+    checkpoint. eval_loss: the last eval loss, its step, and "on training samples" if no samples are held out."""
 
     run: str
     state: str
@@ -196,7 +198,7 @@ class RunProgress:
     eval_loss: str = ""
 
     def row(self) -> dict[str, Any]:
-        """A row of a table."""
+        """Return the progress as a row of a table."""
         left = format_duration(self.seconds_left) if self.seconds_left is not None else ""
         return {
             "run": self.run,
@@ -212,8 +214,8 @@ class RunProgress:
 
 
 def read_progress(config: Config, folder: Path | None = None) -> RunProgress:
-    """Read that of the configuration's run, or of the one in `folder`. Speed and time left of a running one are from
-    the time since it was started last, so there are none while it loads."""
+    """Read the progress of the configuration's run, or of the run in `folder`. For a running run, speed and time left
+    are measured since its last start, so they are None while the trainer loads."""
     folder, steps = folder or config.run_folder, config.train.steps
     content = read_regular(folder / METRICS_FILE, TAIL_BYTES)
     metrics = parse_metrics(content)
@@ -244,19 +246,21 @@ def read_progress(config: Config, folder: Path | None = None) -> RunProgress:
 
 
 def run_at_work(config: Config) -> Config:
-    """The configuration of one run: of those of two experts the first that is not finished, else the last."""
+    """Return the configuration of one run. For two experts, this is the first run that is not finished, or else the
+    last run."""
     runs = config.expert_runs
     return next((run for run in runs if read_progress(run).state != "finished"), runs[-1])
 
 
 def _format_last_eval(line: Mapping[str, Any]) -> str:
-    """Format a line of metrics: "0.8123 at step 100", and what it was measured on where nothing is held out."""
+    """Format the eval loss of a line of metrics: "0.8123 at step 100", with "on training samples" if no samples are
+    held out."""
     on = " on training samples" if line.get("eval_on") == "training samples" else ""
     return f"{line['eval_loss'] or math.nan:.4g} at step {line['step']}{on}"
 
 
 def _was_started_since(folder: Path) -> bool:
-    """Whether a trainer was started after the last line of its metrics was written: it notes that first."""
+    """Whether a trainer was started after the last line of metrics was written: a trainer first writes failure.json."""
     try:
         return (folder / FAILURE_NOTE).stat().st_mtime_ns > (folder / METRICS_FILE).stat().st_mtime_ns
     except OSError:
@@ -264,9 +268,9 @@ def _was_started_since(folder: Path) -> bool:
 
 
 def wandb_options(folder: Path, job: str) -> dict[str, Any]:
-    """Keyword arguments of accelerate's WandBTracker for a run's folder: the job "train" continues its run, any other
-    job has a run of its own in the same group, since two processes can't write to one. wandb leaves the terminal to the
-    program."""
+    """Return keyword arguments of accelerate's WandBTracker for a run's folder. The job "train" continues its wandb
+    run; any other job has its own wandb run in the same group, since two processes can't write to one run. wandb prints
+    nothing to the terminal."""
     try:
         key = (folder / WANDB_ID).read_text().strip()
     except FileNotFoundError:
@@ -281,13 +285,13 @@ def wandb_options(folder: Path, job: str) -> dict[str, Any]:
 
 
 def begin_record(folder: Path, stage: str) -> RecordWriter:
-    """The writer of failure.json. On a full disk or without the right to write nothing is written, as the failure
-    itself says so."""
+    """Return the writer of failure.json. On a full disk or without write permission, nothing is written, because the
+    failure itself reports the cause."""
     return RecordWriter(ProcessRecord(program=stage), lambda record: record.write(folder / FAILURE_NOTE))
 
 
 def record_failure(folder: Path, stage: str, reason: str, advice: str = "") -> None:
-    """Write down why `stage` failed."""
+    """Write to failure.json why `stage` failed."""
     _end_record(begin_record(folder, stage), reason, advice)
 
 
@@ -302,7 +306,8 @@ def clear_failure(folder: Path) -> None:
 
 @contextmanager
 def noting_failure(folder: Path, stage: str, no_failure: type[Exception]) -> Iterator[None]:
-    """Record that `stage` is at work, and the error with which the body ends. no_failure: one that is none."""
+    """Context that records that `stage` is running, and the error with which the body ends. no_failure: exception type
+    that is not recorded as a failure."""
     writer = begin_record(folder, stage)
     writer.update()
     try:
@@ -323,8 +328,8 @@ def noting_failure(folder: Path, stage: str, no_failure: type[Exception]) -> Ite
 
 
 def read_failure(folder: Path) -> ProcessRecord | None:
-    """The record of the last attempt: "failed", or "lost" where it has not said how it ended, as while it is at work.
-    None where there is no record."""
+    """Return the record of the last attempt, or None if the record does not exist. Its state is "failed", or "lost" if
+    the record has no exit code, for example because the attempt is still running."""
     record = ProcessRecord.try_read(folder / FAILURE_NOTE)
     if record is not None and record.exit_code is None:
         record = record.model_copy(update={"reason": KILLED, "advice": f"latentpress {record.program}"})
@@ -332,7 +337,7 @@ def read_failure(folder: Path) -> ProcessRecord | None:
 
 
 class StageRun(BaseModel):
-    """A line of stages.jsonl. began: seconds since 1970."""
+    """A line of stages.jsonl. began: start of the stage, in seconds since 1970."""
 
     stage: str
     began: float
@@ -350,7 +355,7 @@ def append_stage(folder: Path, row: StageRun) -> None:
 
 
 def read_stages(folder: Path) -> list[StageRun]:
-    """The lines of stages.jsonl in order, without those that a kill cut off."""
+    """Return the lines of stages.jsonl in order, without lines that a kill cut off."""
     rows = list[StageRun]()
     for raw in read_regular(folder / STAGES_FILE).splitlines():
         with suppress(ValueError):

@@ -1,14 +1,14 @@
-"""A run's validations: the latents of the trainer, and the pictures and clips that were decoded of them.
+"""A run's validations: the latents of the trainer, and the pictures and clips that were decoded from them.
 
 <run>/validation/step-000500/<name>.safetensors
 <run>/samples/step-000500/<name>.png|mp4
 
 Also the best steps, by eval loss and by each score, and their checkpoints.
 
-Files that are made from others, such as the picture of a latent, say in themselves what they were made from.
-Modification times are not compared: a copy may lack them, and a program that was killed leaves a file that is newer
-than inputs which it does not show. The mark is text: in a chunk of a PNG, the comment of an MP4, or at the end of HTML.
-"""
+A file that is made from another file, such as the picture of a latent, contains a mark that identifies its source.
+Modification times are not compared, because a copy may lack them, and a killed program can leave a file that is newer
+than its inputs but does not show them. The mark is text: in a chunk of a PNG, the comment of an MP4, or at the end of
+HTML."""
 
 import math
 import os
@@ -39,13 +39,13 @@ from schemas.identity import hash_json
 from schemas.regular_files import open_regular
 
 SUFFIXES = (".png", ".mp4")
-MARK_BYTES = 4096  # at the beginning and at the end of a file, where the mark is looked for
+MARK_BYTES = 4096  # bytes at the beginning and at the end of a file that are searched for the mark
 _MARK = re.compile(rb"latentpress made (this|this preview) from ([0-9a-f]{32})")
 
 
 class Mark(NamedTuple):
-    """source: hash of what the file was made from, "" if the file has no mark. is_preview: a tiny autoencoder made
-    it."""
+    """The mark of a file. source: hash of the file's source, "" if the file does not have a mark. is_preview: whether a
+    tiny autoencoder made the file."""
 
     source: str = ""
     is_preview: bool = False
@@ -55,7 +55,7 @@ class Mark(NamedTuple):
 
 
 def read_mark(path: Path) -> Mark:
-    """The last mark of a file. Without a source if there is none, or no file."""
+    """Return the last mark of a file; its source is "" if the file or the mark does not exist."""
     marks = list[tuple[bytes, bytes]]()
     with suppress(OSError), open_regular(path) as file:
         data = file.read(MARK_BYTES)
@@ -66,7 +66,7 @@ def read_mark(path: Path) -> Mark:
 
 @dataclass(frozen=True)
 class ValidationFile:
-    """A validation sample at a step, of which at least one file is there. picture: a clip, too."""
+    """A validation sample at a step, with at least one existing file. picture: a picture or a clip."""
 
     step: int
     name: str
@@ -75,8 +75,8 @@ class ValidationFile:
 
 
 def list_validations(folder: Path) -> list[ValidationFile]:
-    """List the validations of the run in `folder`, by step and name, without pictures that were made from other
-    latents than the present ones."""
+    """List the validations of the run in `folder`, by step and name, without pictures that were not made from the
+    current latents."""
     latents = _list_files(folder / "validation", (".safetensors",))
     pictures = _list_files(folder / "samples", SUFFIXES)
     shown = {key: path for key, path in pictures.items() if key not in latents or is_current(path, latents[key])}
@@ -98,7 +98,7 @@ def _list_files(folder: Path, suffixes: tuple[str, ...]) -> dict[tuple[int, str]
 
 
 def is_current(picture: Path, latent: Path) -> bool:
-    """Whether the picture is there, and was made from this latent and not from one of an earlier run of the same
+    """Whether the picture exists and was made from this latent, not from a latent of an earlier run with the same
     name."""
     try:
         return read_mark(picture).source == hash_file(latent, None)
@@ -115,7 +115,8 @@ def find_picture(latent: Path) -> Path | None:
 
 
 def hash_results(folders: Iterable[Path]) -> str:
-    """Hash of what a page shows of the runs in `folders`: numbers, settings, validations and training samples."""
+    """Return a hash of everything that a page shows for the runs in `folders`: numbers, settings, validations and
+    training samples."""
     return hash_json([_list_results(folder) for folder in folders])
 
 
@@ -155,10 +156,11 @@ class Evaluation(NamedTuple):
 
 
 def best_evaluation(lines: Iterable[Mapping[str, Any]], steps: Collection[int] | None = None) -> Evaluation | None:
-    """The lowest eval loss of a metrics.jsonl, of equal ones the earliest; None where there is none.
+    """Return the lowest eval loss in the lines of a metrics.jsonl, the earliest of equal losses; None if the lines have
+    no eval loss.
 
-    Only losses on the same samples, sigmas and noise as the last one are compared (`eval_id`). steps: consider no
-    others.
+    Only losses on the same samples, sigmas and noise as the last eval loss are compared (`eval_id`). steps: the steps
+    to consider, by default all steps.
     """
     evaluated = [
         line for line in lines if isinstance(line.get("eval_loss"), float) and math.isfinite(line["eval_loss"])
@@ -189,9 +191,9 @@ def loss_name(lines: Iterable[Mapping[str, Any]]) -> str:
 
 
 def best_steps(folder: Path) -> list[dict[str, Any]]:
-    """Rows of a table: the best step by the eval loss (the lowest; called so of training samples where none is held
-    out) and by each score (the highest), and where that step has no checkpoint the best of those that have one.
-    checkpoint: its path, "" where there is none."""
+    """Return rows of a table: the best step by the eval loss (the lowest; its name mentions training samples if none
+    are held out) and by each score (the highest). If the best step does not have a checkpoint, another row has the best
+    step with a checkpoint. checkpoint: the checkpoint's path, "" if it does not exist."""
     paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / CHECKPOINTS)}
     lines = read_metrics(folder / METRICS_FILE)
     rows, name = [], loss_name(lines)

@@ -1,5 +1,6 @@
 """Captions that a person edited, by media id: captions/edits/<number>.arrow under the root, of
-schemas.tables.CAPTION_EDITS_SCHEMA. They come before those of the user's files, which are not touched.
+schemas.tables.CAPTION_EDITS_SCHEMA. Edited captions take precedence over captions in the user's files, which
+are not changed.
 
 Each change writes the whole table under the next number, which one of several writers gets; the newest table counts,
 and the last ones stay, so that damage costs the last change only.
@@ -21,38 +22,39 @@ from schemas.tables import CAPTION_EDITS_SCHEMA
 
 FOLDER = "captions/edits"
 KEPT_TABLES = 5
-MOST_TRIES = 50  # of a change while others change, too
+MOST_TRIES = 50  # attempts at one change while other processes change the table, too
 
 
 class ChangedMeanwhile(LatentpressError):
-    """Somebody else edited the same caption."""
+    """Another person or program has edited the same caption."""
 
 
 def list_edit_tables(store: Store) -> list[str]:
-    """Paths of the tables, the newest last."""
+    """Return the paths of the tables, the newest last."""
     return [f"{FOLDER}/{name}" for name in store.list_names(FOLDER) if is_project_file(f"{FOLDER}/{name}")]
 
 
 def read_edits(store: Store) -> pa.Table:
-    """The edited captions, each media id once; empty where there are none. DamageError where the table is damaged."""
+    """Return the table of edited captions, each media id once; empty if no caption was edited. Raises DamageError if
+    the table is damaged."""
     return _read_newest(store)[1]
 
 
 def _read_newest(store: Store) -> tuple[str, pa.Table]:
-    """The newest table's path, "" where there is none, and the table."""
+    """Return the newest table's path and the table; ("", empty table) if no table exists."""
     for _ in range(MOST_TRIES):
         tables = list_edit_tables(store)
         if not tables:
             break
         try:
             return tables[-1], store.read_table(tables[-1], check_caption_edits)
-        except FileNotFoundError:  # others have changed it so often since it was listed
+        except FileNotFoundError:  # removed by many changes since it was listed
             continue
     return "", CAPTION_EDITS_SCHEMA.empty_table()
 
 
 def apply_edits(media: pa.Table, edits: pa.Table) -> pa.Table:
-    """A media table with the edited captions in the place of those that `discover` found."""
+    """Return a media table with the edited captions in place of the captions that `discover` found."""
     if not len(edits) or not len(media):
         return media
     row = pc.index_in(media["media_id"], value_set=edits["media_id"].combine_chunks())
@@ -67,8 +69,9 @@ def apply_edits(media: pa.Table, edits: pa.Table) -> pa.Table:
 def write_edit(
     store: Store, media_id: str, captions: Sequence[str] | None, before: Sequence[str] | None = None
 ) -> None:
-    """Keep these captions of an item, at least one, or with None those of its files again. before: those that it was
-    seen with edited, None where it was not; ChangedMeanwhile where others are kept now."""
+    """Store edited captions for an item. captions: at least one caption, or None to use the captions of the item's
+    files again. before: the item's edited captions when the editor read them, or None if they were not edited. Raises
+    ChangedMeanwhile if the stored captions differ from `before`."""
     for _ in range(MOST_TRIES):
         path, edits = _read_newest(store)
         is_it = pc.equal(edits["media_id"], media_id)
@@ -85,7 +88,7 @@ def write_edit(
         number = int(path[-len("000000.arrow") :].removesuffix(".arrow")) + 1 if path else 1
         if not store.create_new(f"{FOLDER}/{number:06d}.arrow", partial(arrow_ipc.write_table, table)):
             continue
-        # Where others have changed so much since the table was read that its next number was free again, ours is old.
+        # If many changes since the table was read made the next number free again, our table is not the newest one.
         kept = read_edits(store)
         if kept.filter(pc.equal(kept["media_id"], media_id)).to_pylist() != new.to_pylist():
             store.remove(f"{FOLDER}/{number:06d}.arrow")

@@ -59,7 +59,7 @@ def copy_shard(data: TrainSet, target: Store, path: str) -> int:
 
 
 def publish_copy(data: TrainSet, target: Store) -> None:
-    """Copy the caches' provenance and the set's tables, then set.json, without which there is no set."""
+    """Copy the caches' provenance and the set's tables, then set.json, whose existence makes the set visible."""
     for folder in sorted({path.rpartition("/")[0] for path in shard_paths(data)}):
         if data.store.exists(f"{folder}/provenance.json"):
             _copy(data.store, target, f"{folder}/provenance.json")

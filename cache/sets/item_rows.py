@@ -1,8 +1,8 @@
-"""Rows that an item stage made of items, in a cache such as captions/<fingerprint>/, by the ids of its item plan.
+"""Rows that an item stage makes from items, in a cache such as captions/<fingerprint>/, by the ids of its item plan.
 
-A row's info says which item it is of (`item_info`): its media id and, of a clip, the seconds that it spans. And the
-table that `features` makes of a configuration's items: items/<name>.arrow, of schemas.tables.FEATURES_SCHEMA, one row
-of each media id; the name is a hash of what the rows were made of, among it the items.
+A row's info identifies the row's item (`item_info`): its media id and, for a clip, the seconds that it spans. This file
+also reads the table that `features` makes for a configuration's items: items/<name>.arrow, of
+schemas.tables.FEATURES_SCHEMA, with one row for each media id; the name is a hash of all inputs, including the items.
 """
 
 import errno
@@ -22,13 +22,13 @@ from cache.store.json_checks import check_list, check_text
 from cache.store.store import Store
 from schemas.tables import EXTRA_PREFIX, FEATURE_COLUMNS, GROUP, MEASURES
 
-PNG = "png"  # the tensor of a made mask: the bytes of a PNG in gray, of a clip's masks animated, a frame for each
+PNG = "png"  # the tensor of a mask: the bytes of a gray PNG; for a clip, an animated PNG with a frame for each mask
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CAPTIONS_SCHEMA = pa.schema([("sample_id", pa.string()), ("captions", pa.list_(pa.string()))])
 
 
 def item_info(sample: dict[str, Any]) -> dict[str, Any]:
-    """The part of a row's info that says what it is of. sample: its row of SAMPLES_SCHEMA."""
+    """Return the part of a row's info that identifies its item. sample: the item's row of SAMPLES_SCHEMA."""
     if sample["kind"] == "image":
         return {"media_id": sample["media_id"]}
     frames = int(sample["geometry"]["bucket"].rpartition("@")[2])
@@ -37,8 +37,8 @@ def item_info(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def iter_item_rows(store: Store, cache: str, paths: Iterable[str] | None = None) -> Iterator[tuple[str, int, ShardRow]]:
-    """(shard, row number, row) of every row of `cache`, or of its shards at `paths`. DamageError for a row that is not
-    as it was written."""
+    """Yield (shard, row number, row) for every row of `cache`, or only of its shards at `paths`. Raises DamageError for
+    a damaged row."""
     for path in sorted(find_done_units(store, cache).values()) if paths is None else paths:
         with open_reader(store, path) as shard:
             for number in range(len(shard)):
@@ -46,8 +46,8 @@ def iter_item_rows(store: Store, cache: str, paths: Iterable[str] | None = None)
 
 
 def read_captions(store: Store, fingerprint: str) -> pa.Table:
-    """Table of CAPTIONS_SCHEMA: the captions of every item of captions/<fingerprint>/. DamageError as above, and for
-    one whose values can't be right."""
+    """Return a table of CAPTIONS_SCHEMA: the captions of every item of captions/<fingerprint>/. Raises DamageError for
+    a damaged row and for a row with invalid values."""
     ids, captions = list[str](), list[list[str]]()
     for path, number, row in iter_item_rows(store, f"captions/{fingerprint}"):
         try:
@@ -60,8 +60,9 @@ def read_captions(store: Store, fingerprint: str) -> pa.Table:
 
 
 def list_masks(store: Store, fingerprint: str) -> pa.Table:
-    """Table of sample_id and path: every item of masks/<fingerprint>/ that has a mask, and where `read_mask` finds it.
-    Reads the shards' descriptions alone. DamageError for one that can't be read."""
+    """Return a table with columns sample_id and path: every item of masks/<fingerprint>/ that has a mask, and the
+    mask's path for `read_mask`. Reads only the shards' descriptions. Raises DamageError if a description can't be
+    read."""
     cache, ids, paths = f"masks/{fingerprint}", list[str](), list[str]()
     for unit, path in sorted(find_done_units(store, cache).items()):
         with open_reader(store, path) as shard:
@@ -71,8 +72,8 @@ def list_masks(store: Store, fingerprint: str) -> pa.Table:
 
 
 def read_mask(root: str, path: str) -> bytes:
-    """The PNG at a path of `list_masks`. FileNotFoundError where there is no such shard or row, DamageError where it is
-    not as it was written."""
+    """Return the PNG at a path from `list_masks`. Raises FileNotFoundError if the shard or row does not exist, and
+    DamageError if it is damaged."""
     store, (unit, _, name) = Store(root), path.rpartition("/")
     shard_path = next((unit + suffix for suffix in SUFFIXES.values() if store.exists(unit + suffix)), None)
     if shard_path is None:
@@ -89,7 +90,7 @@ def read_mask(root: str, path: str) -> bytes:
 
 
 def check_mask_row(row: ShardRow) -> None:
-    """ValueError where a row of a shard of masks is none."""
+    """Raise ValueError unless `row` is a valid row of a masks shard."""
     array = row.tensors.get(PNG)
     if array is None or len(row.tensors) > 1 or array.dtype != "uint8" or len(array.shape) != 1:
         raise ValueError("it has other tensors than the bytes of a PNG")
@@ -98,7 +99,7 @@ def check_mask_row(row: ShardRow) -> None:
 
 
 def check_features_row(row: ShardRow) -> None:
-    """ValueError where a row of a shard of features is none."""
+    """Raise ValueError unless `row` is a valid row of a features shard."""
     measures = row.info.get("measures")
     if not isinstance(measures, dict) or measures.keys() != set(MEASURES):
         raise ValueError("it lacks measures, or has others")
@@ -113,7 +114,7 @@ def check_features_row(row: ShardRow) -> None:
 
 
 def check_caption_row(row: ShardRow) -> None:
-    """ValueError where a row of a shard of captions is none."""
+    """Raise ValueError unless `row` is a valid row of a captions shard."""
     captions = check_list(row.info.get("captions"), "its captions")
     if not captions or row.tensors:
         raise ValueError("it has no captions, or tensors beside them")
@@ -127,7 +128,7 @@ def item_table_path(name: str) -> str:
 
 
 def read_item_table(store: Store, name: str) -> pa.Table | None:
-    """None where it was not made. DamageError where it is not as it was written."""
+    """Return the table items/<name>.arrow, or None if it does not exist. Raises DamageError if it is damaged."""
     try:
         return store.read_table(item_table_path(name), check_items)
     except FileNotFoundError:
@@ -135,8 +136,8 @@ def read_item_table(store: Store, name: str) -> pa.Table | None:
 
 
 def join_item_table(media: pa.Table, items: pa.Table) -> pa.Table:
-    """A media table with the columns of `items`, as those of a manifest, of which one of the same name stays; and with
-    GROUP, by which near-duplicates stay together."""
+    """Return a media table with the columns of `items` added like columns of a manifest; a manifest column of the same
+    name is kept. The column GROUP keeps near-duplicates together."""
     row = pc.index_in(media["media_id"], value_set=items["media_id"].combine_chunks())
     for name in FEATURE_COLUMNS:
         values = items[name].take(row)

@@ -1,11 +1,11 @@
 """Plan generations: plans/<generation>/, append-only, immutable once published.
 
-A generation holds the complete list of what is active, and the samples, texts and units that the generations before it
-lack. plan.json names these: MOST_EARLIER at most, as the generation after so many holds everything, so a plan is read
-with a bounded number of requests. plan.json is written last: a folder without one is not a plan. `key` is a hash of the
-settings that made the plan, so a changed configuration finds no stale plan, and a restored one finds its own.
-Everything stays in tables: a plan of a million samples is read and compared without a Python object for each.
-"""
+A generation holds the complete list of active samples, and the samples, texts and units that earlier generations lack.
+plan.json names the earlier generations, at most MOST_EARLIER, because the next generation after that holds everything.
+So a plan is read with a bounded number of requests. plan.json is written last: a folder without one is not a plan.
+`key` is a hash of the settings that made the plan, so a changed configuration finds no stale plan, and a restored one
+finds its own. Everything stays in tables: a plan of a million samples is read and compared without a Python object for
+each."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,12 +30,12 @@ from schemas.tables import TABLES_VERSION, UNITS_SCHEMA, plan_schema
 
 PLAN_TABLES = ("samples", "texts", "units", "active")
 _CHECKS = {name: partial(check_columns, partial(plan_schema, name)) for name in PLAN_TABLES}
-KINDS = {"items": ("items",), "samples": ("latents", "text")}  # of plans -> of their units
-MOST_EARLIER = 8  # generations that a plan is read with
+KINDS = {"items": ("items",), "samples": ("latents", "text")}  # kind of plans -> kinds of their units
+MOST_EARLIER = 8  # earlier generations that are read with a plan
 
 
 class RowLookup(Mapping[str, dict[str, Any]]):
-    """Rows of `table` by the 32 hex digits in its column `key`; of rows with equal ids the first. Rows are read one at
+    """Rows of `table` by the 32 hex digits in its column `key`; for equal ids, the first row. Rows are read one at
     a time: 16 bytes of memory a row and no Python objects."""
 
     def __init__(self, table: pa.Table, key: str) -> None:
@@ -66,7 +66,7 @@ class RowLookup(Mapping[str, dict[str, Any]]):
 
 
 class PlanOutdated(LatentpressError):
-    """Another plan was published since the tables of this one were made: they are to be made again."""
+    """Another plan was published after the tables of this plan were made, so the tables must be made again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "run `latentpress bucket` again, one at a time")
@@ -175,7 +175,8 @@ class Plan:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this and earlier generations hold everything that is active in it: False where one was removed."""
+        """Whether this and earlier generations hold everything that is active in the plan; False if an earlier
+        generation was removed."""
         units = self._all("units")
         pairs = (
             (self.active_sample_ids, self.sample_table.column("sample_id")),
@@ -187,7 +188,7 @@ class Plan:
 
     def _all(self, what: str) -> pa.Table:
         """The table `what` of this and of each earlier generation."""
-        # Of plans with references alone, texts have a column of these.
+        # Only in plans with references do texts have a column of references.
         tables = [*_read_tables(self._earlier, what), self.own_table(what)]
         return pa.concat_tables(tables, promote_options="default")
 
@@ -208,7 +209,8 @@ def _filter_kind(units: pa.Table, kind: str) -> pa.Table:
 
 
 def read_plan_table(store: Store, name: str, what: str) -> pa.Table:
-    """The table `what` of generation `name`: one of PLAN_TABLES. DamageError where it is not as it was written."""
+    """Return the table `what` of generation `name`. what: a name in PLAN_TABLES. Raises DamageError if the table is
+    damaged."""
     rel = f"plans/{name}/{what}.arrow"
     with as_damage(store.path(rel), "it can't be read"):
         return store.read_table(rel, _CHECKS[what])
@@ -237,8 +239,9 @@ class PlannedPrompt(json_checks.ImagedPrompt):
 
 
 class PlanInfo(json_checks.Stored):
-    """The part of plan.json that its maker knows. items: the stage before `bucket` for which an item plan has the items
-    of media tables. replaced_units: divided into smaller ones here. family, task, template: of a plan of samples."""
+    """The part of plan.json that the planner supplies. items: the stage before `bucket` for which an item plan has the
+    items of media tables. replaced_units: ids of units that this plan divides into smaller units. family, task,
+    template: set in a plan of samples only."""
 
     validation: list[PlannedPrompt]
     null_text: json_checks.Checksum | None
@@ -254,7 +257,7 @@ class PlanInfo(json_checks.Stored):
 
 
 class PlanRecord(PlanInfo):
-    """plan.json. earlier: for each of KINDS, the generations that hold what was planned before this one."""
+    """plan.json. earlier: for each of KINDS, the generations that hold everything planned before this one."""
 
     version = TABLES_VERSION
 
@@ -265,7 +268,7 @@ class PlanRecord(PlanInfo):
 
 
 def load_plan(store: Store, name: str) -> Plan:
-    """Generation `name`. Errors as of `Store.read_record`."""
+    """Return generation `name`. Raises the errors of `Store.read_record`."""
     return Plan(store, name, store.read_record(f"plans/{name}/plan.json", PlanRecord))
 
 
@@ -279,8 +282,8 @@ def _load_plans(store: Store, names: Sequence[str]) -> list[Plan]:
 
 
 def _read_tables(plans: Sequence[Plan], what: str) -> list[pa.Table]:
-    """The table `what` of each generation, without generations that `gc` removes meanwhile, as they hold nothing that
-    is active: it removes plan.json before the tables."""
+    """Return the table `what` of each generation, without generations that `gc` removes during the call, which hold
+    nothing active; `gc` removes plan.json before the tables."""
     tables = []
     for plan in plans:
         try:
@@ -318,12 +321,13 @@ def publish_plan(
     info: PlanInfo,
     planned_on: Sequence[str] | None = None,
 ) -> Plan:
-    """Write a generation and return it; where the newest one of this key has the same content, return that.
+    """Write a generation and return it. If the newest generation of this key has the same content, return that
+    generation instead.
 
-    tables: PLAN_TABLES by name. planned_on: the generations that they were made against; None: those of now. Names of
-    plans are <sequence>-<hash of content>: two machines that plan the same at the same time write the same files. If
-    they plan something else within the moment that writing takes, what both have is in a unit of each, and the plan
-    with the greater name is built on.
+    tables: table for each name in PLAN_TABLES. planned_on: the generations that existed when the tables were made; None
+    for the current generations. Names of plans are <sequence>-<hash of content>: two machines that make the same plan
+    at the same time write the same files. If they make different plans within the moment that writing takes, items in
+    both plans are in a unit of each plan, and later plans build on the plan with the greater name.
     """
     current, published = newest_plan(store, key), list_plans(store)
     if planned_on is not None and published != list(planned_on):
@@ -385,8 +389,8 @@ def quarantine(store: Store, name: str) -> str:
 
 
 def quarantine_damaged(store: Store, warn: Callable[[str], object], dry_run: bool = False) -> None:
-    """Move damaged plans away, so that what they held is planned again; a dry run raises the damage. Unit ids are made
-    of their members' ids, so the shards of units that are planned again stay in use."""
+    """Move damaged plans away, so that their units are planned again; a dry run raises the damage. Unit ids are made
+    from their members' ids, so the shards of units that are planned again stay in use."""
     for name in list_plans(store):
         if damage := find_damage(store, name):
             if dry_run:

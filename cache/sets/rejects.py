@@ -1,4 +1,4 @@
-"""rejects/<stage>/<name>.arrow: every item set aside, with its reason and the way to fix it.
+"""rejects/<stage>/<name>.arrow: every rejected item, with its reason and the way to fix it.
 
 Each writer (discover for a dataset, an encoding stage for a unit) has a file of its own and replaces all of it, so a
 mended item leaves the list at the next run and no two machines write the same file.
@@ -23,7 +23,7 @@ def make_reject(stage: str, item: str, path: str, reason: str, message: str, ret
 
 
 def write_rejects(store: Store, stage: str, name: str, rows: list[dict] | pa.Table) -> None:
-    """Replace the list `name` of `stage` where it changed; an empty list is removed. rows: of REJECTS_SCHEMA."""
+    """Replace the list `name` of `stage` if it changed; an empty list is removed. rows: table of REJECTS_SCHEMA."""
     rel = f"rejects/{stage}/{name}.arrow"
     if len(rows):
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=REJECTS_SCHEMA)
@@ -37,7 +37,7 @@ def write_rejects(store: Store, stage: str, name: str, rows: list[dict] | pa.Tab
 
 
 def read_undamaged(store: Store, stage: str, name: str) -> list[dict]:
-    """The rows of a list that is about to be replaced; none where it is damaged."""
+    """Return the rows of a list that is about to be replaced; no rows if the list is damaged."""
     try:
         return read_list(store, stage, name).to_pylist()
     except DamageError:
@@ -45,7 +45,7 @@ def read_undamaged(store: Store, stage: str, name: str) -> list[dict]:
 
 
 def read_list(store: Store, stage: str, name: str) -> pa.Table:
-    """The list `name` of `stage`; empty where nothing was set aside."""
+    """Return the list `name` of `stage`; empty if no item was rejected."""
     try:
         return store.read_table(f"rejects/{stage}/{name}.arrow", check_rejects)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Finds the published plan that a configuration uses, and finds and opens training sets: the one that the configuration
+"""Finds the published plan that a configuration uses, and finds and opens training sets: the set that the configuration
 makes, or another that `train.set` names.
 
-Several configurations may share a root. Each published set has two pointers: as the newest of its family and task, and
-as the one that its configuration makes, in a file named after the configuration's settings (`schemas/recipe.py`) and
-the encoders' weights. A machine that trains may hold only the transformer, so weights are compared as far as the
+Several configurations may share a root. Two pointers name a published set: one to the newest set of its family and
+task, and one to the set of its configuration, in a file named after the configuration's settings (`schemas/recipe.py`)
+and the encoders' weights. A machine that trains may hold only the transformer, so weights are compared as far as the
 checkpoint on this machine has them.
 """
 
@@ -33,8 +33,8 @@ from schemas.recipe import build_recipe, plan_key
 CONFIG_POINTER_PATTERN = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)
 #: The model that makes each kind of shard. The last is part of no checkpoint, and not used by every set.
 ENCODER_NAMES = {"text": "text encoder", "latents": "autoencoder", "vision": "vision model"}
-MAX_DIFFERENCES = 6  # in a message
-MAX_VALUE_CHARS = 60  # of a value in a message
+MAX_DIFFERENCES = 6  # differences in a message
+MAX_VALUE_CHARS = 60  # characters of a value in a message
 _LIST_ITEM = object()  # in place of a value: the start of a section or of an item of a list
 RUN_HINT = "Run `latentpress run`, which makes what is missing and indexes it"
 
@@ -42,11 +42,11 @@ JsonDict = dict[str, Any]
 
 
 class NoPlan(LatentpressError):
-    """There is none of this configuration."""
+    """The configuration does not have a plan."""
 
 
 def current_plan(store: Store, config: Config) -> plans.Plan:
-    """The plan of this configuration. NoPlan if there is none yet."""
+    """Return the plan of this configuration. Raises NoPlan if the plan does not exist yet."""
     with activity(f"reading the plan in {store.path('plans')}"):
         plan = plans.newest_plan(store, plan_key(config, bucket_side_multiple(config.model)))
     if plan is None:
@@ -132,10 +132,10 @@ def read_pointer(store: Store, rel: str) -> str:
 
 
 def open_configured_set(config: Config, warn: Callable[[str], object]) -> TrainSet:
-    """The set that `train.set` names. Raises SetNotFound where that is "current" and this configuration has no set yet.
-
-    A set named by its id is used as it is, with a warning where the configuration would make another. Raises
-    WeightsMismatch where the checkpoint's folder has other encoders than those that made the set.
+    """Return the set given by `train.set`. Raises SetNotFound if `train.set` is "current" and the configuration does
+    not have a set yet. A set given by its id is used unchanged, with a warning if the configuration would make a
+    different set. Raises WeightsMismatch if the encoders in the checkpoint's folder differ from the encoders that made
+    the set.
     """
     family, task = config.model.family, config.model.task
     if config.train.set == "current":
@@ -165,7 +165,8 @@ def open_configured_set(config: Config, warn: Callable[[str], object]) -> TrainS
 
 
 def find_configured_id(store: Store, config: Config) -> str:
-    """The id of the set that the configuration makes. SetNotFound where there is none, with the reason."""
+    """Return the id of the set that the configuration makes. Raises SetNotFound, with the reason, if the set does not
+    exist."""
     recipe, weights = _build_recipe(config), local_weights(config.model, store)
     pointers = _find_pointers(store, recipe, weights)
     names = [name for name in pointers.values() if store.exists(f"sets/{name}/set.json")]
@@ -206,12 +207,12 @@ def config_pointer(record: SetRecord) -> str:
 
 
 def is_current(store: Store, record: SetRecord) -> bool:
-    """Whether a published set is already that of its configuration."""
+    """Whether a published set is already recorded as the set of its configuration."""
     return _points_to(store, config_pointer(record), record.id)
 
 
 def update_pointers(store: Store, record: SetRecord) -> None:
-    """Make a published set the newest of its family and task, and that of its configuration."""
+    """Make a published set the newest set of its family and task, and the current set of its configuration."""
     for rel in (config_pointer(record), newest_pointer(record.family, record.task)):
         if not _points_to(store, rel, record.id):
             store.publish_record(rel, SetPointer(id=record.id))
@@ -265,7 +266,7 @@ def _recorded_weights(record: SetRecord) -> JsonDict:
 
 
 def _find_other_weights(record: SetRecord, weights: Mapping[str, JsonDict]) -> list[str]:
-    """Kinds of shards that were made with other weights than these."""
+    """Return the kinds of shards that were made with different weights."""
     made = _recorded_weights(record)
     return [kind for kind, known in weights.items() if kind in made and not known.items() <= made[kind].items()]
 

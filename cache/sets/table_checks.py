@@ -25,7 +25,7 @@ from schemas.config.section import NAME_PATTERN
 from schemas.family import Task
 from schemas.geometry import Bucket
 
-MAX_DRAWS = 10**6  # of repeats, or as a weight
+MAX_DRAWS = 10**6  # limit for repeats and for weights
 MAX_SIDE = 1 << 20  # pixels, or frames
 SET_ROLES = tables.TRAINED_ROLES
 
@@ -123,14 +123,14 @@ TABLE_CHECKS = {"index": check_index, "texts": check_set_texts, "shards": check_
 
 
 def read_set_table(store: Store, id: str, name: str) -> pa.Table:
-    """The table "index", "texts" or "shards" of a set. DamageError where it is not as it was written."""
+    """Return the table "index", "texts" or "shards" of a set. Raises DamageError if the table is damaged."""
     rel = f"sets/{id}/{name}.arrow"
     with as_damage(store.path(rel), "it can't be read"):
         return store.read_table(rel, TABLE_CHECKS[name])
 
 
 class PromptRow(Foreign):
-    """A row of latents that a validation prompt has. id: of references alone."""
+    """A row of a latents shard that a validation prompt uses. id: the row's id, only set for references."""
 
     row: Count
     shard: Count
@@ -175,7 +175,7 @@ SetName = Annotated[str, StringConstraints(pattern=rf"^{PATH_NAME_PATTERN.patter
 
 
 class SetPointer(Stored):
-    """A file that names a set, as the newest of a family and task or that of a configuration."""
+    """A file that names a set: the newest set of a family and task, or the set of a configuration."""
 
     id: SetName
 
@@ -200,7 +200,7 @@ class SetRecord(Stored):
 
 
 def check_set_record(record: SetRecord, texts: int, shards: int) -> None:
-    """ValueError if set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
+    """Raise ValueError if set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
     numbers = [] if record.null_text is None else [record.null_text]
     for prompt in record.validation:
         numbers += [prompt.text, prompt.negative]

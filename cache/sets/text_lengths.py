@@ -1,4 +1,4 @@
-"""How many tokens of texts are stored at most, known before they are tokenized."""
+"""Upper bounds for the number of stored tokens of texts, computed before the texts are tokenized."""
 
 import math
 
@@ -14,8 +14,8 @@ TOKENS_AROUND_REFERENCE = 48  # more than are before and after it, and than its 
 
 
 def most_tokens(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
-    """(n,) of rows of schemas.tables.TEXTS_SCHEMA: a token for every byte, those of images and of the template, and at
-    most as many as are kept, which a padded text always has."""
+    """Return (n,) upper bounds for rows of schemas.tables.TEXTS_SCHEMA: a token for every byte, plus the tokens of
+    images and of the template, but at most as many tokens as are kept. A padded text always has this maximum."""
     template = text.stored_template(model.template)
     most = text.max_length or template.max_length
     tokens = np.asarray(pc.binary_length(texts.column("text"))) + image_tokens(model, texts) + TEMPLATE_TOKENS
@@ -23,7 +23,7 @@ def most_tokens(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
 
 
 def image_tokens(model: Model, texts: pa.Table) -> np.ndarray:
-    """(n,) tokens of the images in prompts: of a reference about as many as its area has."""
+    """Return (n,) number of tokens of the images in prompts; for a reference, about as many as its area has."""
     if model.template.image_size is not None:
         return np.asarray(pc.list_value_length(texts.column("references"))).astype(np.int64) * reference_tokens(model)
     side = model.family_spec.image_token
@@ -34,12 +34,12 @@ def image_tokens(model: Model, texts: pa.Table) -> np.ndarray:
 
 
 def reference_tokens(model: Model) -> int:
-    """Tokens of a reference in a prompt, and around it; 0 where prompts have none."""
+    """Return the number of tokens of a reference in a prompt and around it; 0 if prompts do not have references."""
     size, side = model.template.image_size, model.family_spec.image_token
     return 0 if size is None else TOKENS_AROUND_REFERENCE + math.ceil(size.area / side**2)
 
 
 def image_buckets(texts: pa.Table) -> pa.DictionaryArray:
-    """(n,) of the image in each prompt, "" without one."""
+    """Return (n,) the bucket of the image in each prompt, "" for a prompt without an image."""
     buckets = pc.fill_null(pc.struct_field(texts.column("image_geometry"), "bucket"), "")
     return buckets.combine_chunks().dictionary_encode()

@@ -49,7 +49,7 @@ def check_before_stages(config: Config, warn: Callable[[str], object], is_run: b
 
 
 def check_settings(config: Config) -> None:
-    """RunError for what training refuses by the configuration alone."""
+    """Raise RunError for problems that the configuration alone reveals."""
     if train_precision(config.train, config.model) != "bfloat16" and config.train.weight_precision == "bfloat16":
         raise RunError(
             "train.weight_precision is bfloat16 and the transformer computes in float32",
@@ -61,9 +61,9 @@ def check_settings(config: Config) -> None:
 
 
 def check_model(config: Config, warn: Callable[[str], object], is_run: bool = True) -> dict[str, Any] | None:
-    """RunError or CheckpointMismatch for what training refuses by the small files of a checkpoint; returns the
-    transformer's config.json. Where files can't be read, as of a repository that can't be reached, and on a machine
-    that only plans, it warns and returns None."""
+    """Check the small files of a checkpoint and return the transformer's config.json. Raises RunError or
+    CheckpointMismatch. Returns None without reading a repository if `is_run` is false; warns and returns None if
+    a repository can't be reached or, if `is_run` is false, if a folder's files can't be read."""
     model, part = config.model, config.part
     try:
         compatibility.check_task(model)
@@ -88,7 +88,8 @@ def check_model(config: Config, warn: Callable[[str], object], is_run: bool = Tr
 
 
 def check_prepared(config: Config) -> None:
-    """RunError if a method needs tensors that the configuration does not prepare. A set that is named has its own."""
+    """Raise RunError if a method needs tensors that the configuration does not prepare. A set that is named has its
+    own."""
     if config.train.set != "current":
         return
     used = [dataset for dataset in config.datasets if not dataset.disabled]
@@ -104,13 +105,14 @@ def check_prepared(config: Config) -> None:
 
 
 def used_methods(settings: Train, data: TrainSet) -> dict[str, Method]:
-    """The sections of train.methods in force: those configured, and that of regularization data where there is some."""
+    """Return the active sections of train.methods: the configured sections and, if the set has regularization data, the
+    section for this data."""
     used = settings.methods.used
     return {"regularization": Regularization(), **used} if data.regularization else used
 
 
 def check_methods(settings: Train, data: TrainSet) -> None:
-    """RunError where a method lacks its data or does not go with other settings."""
+    """Raise RunError if a method lacks its data or can't be combined with another setting."""
     for name, method in used_methods(settings, data).items():
         for tensor, advice in method.needs.items():
             if not data.has_tensor(tensor):
@@ -121,8 +123,8 @@ def check_methods(settings: Train, data: TrainSet) -> None:
 
 
 def check_text_width(model: Model, data: TrainSet, shape: Mapping[str, Any]) -> None:
-    """RunError if a transformer with this config.json reads texts of another width than the set has, by its first text;
-    of a set whose shards are encoded meanwhile the encoding stages check it."""
+    """Raise RunError if a transformer with this config.json reads texts of a different width than the set's first text.
+    For a set whose shards are encoded during training, the encoding stages check the width."""
     names = [name for name in data.part_locations(0) if kind_of(name) == "text"][:1]
     for tensor, key in model.family_spec.text_widths.items():
         for row in data.part_rows(0, names).values():
@@ -150,7 +152,7 @@ def train_precision(settings: Train, model: Model) -> str:
 
 
 def require_trackers(settings: Train) -> None:
-    """RunError where wandb is asked for and not installed, or has no account to write to."""
+    """Raise RunError if wandb is enabled but is not installed or does not have an account to write to."""
     if "wandb" not in settings.trackers:
         return
     try:

@@ -1,4 +1,4 @@
-"""A training set as the trainer reads it: an index that joins the rows of text, latents and other shards.
+"""A training set as the trainer reads it: an index that joins rows of text shards, latent shards and further shards.
 
 Tables are memory-mapped, and a limited number of shards is open at a time, so memory does not grow with the number
 of samples. Every row read is compared with its checksum and with the id that the index expects.
@@ -35,7 +35,7 @@ from schemas.geometry import Bucket
 from schemas.identity import derive_seed, mix_bits, to_unit_interval
 from schemas.tables import further_kinds, reference_parts
 
-COMPARED_ROWS = 1 << 17  # of the ids, at a time
+COMPARED_ROWS = 1 << 17  # ids that are compared at a time
 TEXT = "text"  # the part of a draw that is a caption or the null prompt
 
 
@@ -43,9 +43,10 @@ NO_TEXT = -1  # in place of a text's number: a null prompt that the set does not
 
 
 class RowTexts:
-    """The texts of a set's rows, as numbers of its table of texts.
+    """The texts of a set's rows, as row numbers of the set's table "texts".
 
-    index: the set's table. null_text: the null prompt of rows that have none of their own; None where there is none.
+    index: the set's table "index". null_text: number of the null prompt for rows without a null prompt of their own;
+    None if the set has no such null prompt.
     """
 
     def __init__(self, index: pa.Table, null_text: int | None) -> None:
@@ -53,28 +54,31 @@ class RowTexts:
         self._null_text = NO_TEXT if null_text is None else null_text
 
     def parts(self, row: int) -> dict[str, int]:
-        """Part -> text: "text0", "text1", ..., the row's captions, and "null" where it has a null prompt."""
+        """Return part -> number of its text: "text0", "text1", ... for the row's captions, and "null" if the row has a
+        null prompt."""
         parts = {f"text{number}": text for number, text in enumerate(self._captions.get(row))}
         null = int(self._null_texts.take(np.array([row]), self._null_text)[0])
         return parts if null == NO_TEXT else parts | {"null": null}
 
     def part(self, row: int, text: int) -> str:
-        """The first part of a row that has this text; "null" for NO_TEXT."""
+        """Return the first part of a row that has this text; "null" for NO_TEXT."""
         return next((part for part, number in self.parts(row).items() if number == text), "null")
 
     def choose(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> Ints:
-        """(n,) texts of rows: the caption of this number, or the null prompt, perhaps NO_TEXT, where it is dropped."""
+        """Return (n,) texts, one for each row: the caption with the number in `captions` or, if `dropped` is true, the
+        null prompt, which may be NO_TEXT. Arguments are (n,)."""
         texts = self._captions.take(rows, captions)
         texts[dropped] = self._null_texts.take(rows[dropped], self._null_text)
         return texts
 
     def first(self, rows: Ints) -> Ints:
-        """(n,) the first caption of each row."""
+        """Return (n,) the number of the first caption of each row."""
         return self._captions.take(rows, np.zeros_like(rows))
 
     def draw(self, seed: int, dropout: float, steps: int | Ints, positions: Ints, rows: Ints, passes: Ints) -> Ints:
-        """(..., B) the text of each draw. steps: of all draws, or (M,) of each micro-batch. positions, rows, passes:
-        (..., B), as of `cache.order.schedule.MicroBatchRows`. dropout: the share of null prompts."""
+        """Return (..., B) the text of each draw. steps: the step of all draws, or (M,) the step of each micro-batch.
+        positions, rows, passes: (..., B) fields of `cache.order.schedule.MicroBatchRows`. dropout: share of captions
+        that the null prompt replaces, 0 to 1."""
         flat = rows.ravel()
         captions = choose_captions(seed, flat, passes.ravel(), self._captions.lengths(flat))
         dropped = draw_caption_dropout(seed, steps, positions, dropout)
@@ -82,24 +86,25 @@ class RowTexts:
 
 
 def choose_captions(seed: int, rows: Ints, passes: Ints, alternatives: Ints) -> Ints:
-    """The caption that each row uses in a pass: alternatives take turns, from a random start.
+    """Return the number of the caption that each row uses in a pass: captions take turns, from a random start.
 
-    Arrays are (n,). Over `alternatives[i]` consecutive passes row i uses each of its captions once.
+    Arrays are (n,). alternatives: number of captions of each row. Over `alternatives[i]` consecutive passes, row i uses
+    each of its captions once.
     """
     offset = mix_bits(rows.astype(np.uint64) ^ np.uint64(derive_seed(str(seed), "captions")))
     return ((offset % alternatives.astype(np.uint64)).astype(np.int64) + passes) % alternatives
 
 
 def draw_caption_dropout(seed: int, steps: int | Ints, positions: Ints, share: float) -> NDArray[np.bool_]:
-    """(..., B) whether the null prompt replaces the caption at each position of a step's global batch. steps: of all
-    positions, or (M,) of each micro-batch."""
+    """Return (..., B) whether the null prompt replaces the caption at each position of a step's global batch. steps:
+    the step of all positions, or (M,) the step of each micro-batch."""
     keys = np.array([derive_seed(f"{seed}/{step}", "dropout") for step in np.atleast_1d(steps).tolist()], np.uint64)
     drawn = to_unit_interval(mix_bits(positions.astype(np.uint64) ^ keys[:, None])) < share
     return drawn.reshape(positions.shape)
 
 
 class SetError(LatentpressError):
-    """There is no such training set, or it is of another family, task or format."""
+    """The training set does not exist, or has a different family, task or format."""
 
     exit_code = USAGE
 
@@ -112,19 +117,20 @@ class SetNotFound(SetError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample. tensors: its own, such as "latent" and "condition" (C, T, h, w). text: those of one caption, "embeds"
-    (L, D) and "pooled" (D2,). Both have whatever tensors the encoding stages write, under the names used there."""
+    """One sample. tensors: the sample's tensors, such as "latent" and "condition" (C, T, h, w). text: the tensors of
+    one caption, "embeds" (L, D) and "pooled" (D2,). Both hold all tensors that the encoding stages write, under the
+    names used by the stages."""
 
     id: str
     tensors: dict[str, Array]
     text: dict[str, Array]
-    regularization: bool = False  # preserves what the model knows instead of teaching it something new
+    regularization: bool = False  # whether the sample preserves the model's abilities instead of training new ones
 
 
 @dataclass(frozen=True)
 class ValidationPrompt:
-    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: (C, T, h, w) or None. references:
-    (C, 1, h, w) each, of sizes of their own, in order."""
+    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: latent (C, T, h, w) or None.
+    references: latents (C, 1, h, w) in order; their sizes may differ."""
 
     name: str
     prompt: str
@@ -137,7 +143,8 @@ class ValidationPrompt:
 
 
 class Location(NamedTuple):
-    """A row of a shard: number of the shard, number of the row, and the row's id where the set names it."""
+    """A row of a shard: number of the shard, number of the row in the shard, and the row's id, or None if the set has
+    no id for the row."""
 
     shard: int
     row: int
@@ -145,20 +152,21 @@ class Location(NamedTuple):
 
 
 class TrainSet:
-    """sets/<id> of a store. `meta` is set.json. Rows below `len` are trained on, `eval_rows` are held out.
+    """The training set sets/<id> of a store. `meta` is set.json. Rows below `len` are for training, `eval_rows` are
+    held out.
 
-    Reading a damaged row or a missing shard raises DamageError, which names shard, row and the command that rebuilds
-    it. Threads that read the same shard wait for each other.
+    Reading a damaged row or a missing shard raises DamageError, which names the shard, the row and the command that
+    rebuilds the shard. Threads that read the same shard wait for each other.
     """
 
     def __init__(self, store: Store, set_id: str, meta: SetRecord):
         self.store, self.id, self.meta = store, set_id, meta
-        self.recipe_differences: list[str] = []  # from what the configuration that names the set would make
-        #: Widths of a text's tensors that the transformer reads. Once they are set, `sample` and `validation` check
-        #: that their tensors can be trained on.
+        self.recipe_differences: list[str] = []  # differences from the set that the configuration would make
+        #: Widths of the text tensors that the transformer reads. Once the widths are set, `sample` and `validation`
+        #: check that their tensors can be trained on.
         self.text_widths: dict[str, int] | None = None
         #: The tables index, texts and shards of schemas.tables.
-        with ThreadPoolExecutor(1) as pool:  # of ten million samples, the texts take a third of the time
+        with ThreadPoolExecutor(1) as pool:  # for ten million samples, the texts take a third of the time
             others = {name: pool.submit(read_set_table, store, set_id, name) for name in ("texts", "shards")}
             self.tables = {"index": read_set_table(store, set_id, "index")}
             self.tables |= {name: table.result() for name, table in others.items()}
@@ -170,7 +178,7 @@ class TrainSet:
         self.supply = ShardSupply(store, self.shard_path)
 
     def _check_file(self, file: str, check: Callable[..., object], *values: Any) -> None:
-        """Call `check`; DamageError about a file of the set where it fails."""
+        """Call `check`; raises DamageError about a file of the set if the check fails."""
         with as_damage(self.store.path(f"sets/{self.id}/{file}"), "its values can't be right"):
             check(*values)
 
@@ -179,7 +187,7 @@ class TrainSet:
         return FAMILIES[self.meta.family], self.meta.task
 
     def __len__(self) -> int:
-        """Samples to train on."""
+        """The number of samples to train on."""
         return sum(span.count for span in self.spans)
 
     @cached_property
@@ -194,7 +202,7 @@ class TrainSet:
         return [Span(bucket, start, stop - start, *rest) for (_, bucket, _, *rest), start, stop in train]
 
     def make_schedule(self, settings: Train, world: int = 1) -> BatchSchedule:
-        """The order in which a run of `world` processes trains on the set."""
+        """Return the order in which a run with `world` processes trains on the set."""
         order = None
         if settings.shuffle_shards is not None:
             order = order_by_sections(IntColumn(self._index["shard"]), settings.shuffle_shards)
@@ -212,11 +220,12 @@ class TrainSet:
         return pc.sum(self._index.column("regularization").slice(0, len(self))).as_py() or 0
 
     def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
-        """Choose at most `count` rows to measure a loss on, always the same, and say what they are: distinct "held-out
-        samples" or, where the set has none, "training samples", spread evenly over the index.
+        """Choose at most `count` rows to measure a loss on, always the same rows. Returns (rows, "held-out samples")
+        or, if the set has no held-out samples, (rows, "training samples"). Held-out rows are distinct samples; training
+        rows are spread evenly over the index.
 
-        Held-out samples are chosen by smallest id. Ids are hashes, so the choice is even, and added data displaces few
-        of them.
+        Held-out samples with the smallest ids are chosen. Ids are hashes, so the choice is even, and added data
+        replaces few chosen samples.
         """
         if not self.eval_rows:
             count = min(count, len(self))
@@ -224,7 +233,7 @@ class TrainSet:
         held_out = self._index.column("sample_id").slice(len(self))
         parts = [(first, held_out.slice(first, COMPARED_ROWS)) for first in range(0, len(held_out), COMPARED_ROWS)]
         chosen = pa.array([], pa.string())
-        for _, part in parts:  # of all at once, Arrow's table of distinct ids takes a hundred bytes each
+        for _, part in parts:  # for all ids at once, Arrow's hash table would take a hundred bytes an id
             ids = pc.unique(pa.chunked_array([chosen, *part.chunks]))
             chosen = ids.take(pc.select_k_unstable(ids, min(count, len(ids)), [("", "ascending")]))
         rows: dict[int, int] = {}  # number in `chosen` -> its first row
@@ -235,7 +244,7 @@ class TrainSet:
         return sorted(rows.values()), "held-out samples"
 
     def bucket(self, row: int) -> str:
-        """The bucket, "WxH@F", of row `row`."""
+        """Return the bucket, "WxH@F", of row `row`."""
         return self._index.column("bucket")[row].as_py()
 
     @cached_property
@@ -246,21 +255,21 @@ class TrainSet:
 
     @cached_property
     def kinds(self) -> list[str]:
-        """Kinds of shards, beside latents, that have a row for each sample, such as "vision"."""
+        """Kinds of shards, in addition to latents, that have a row for each sample, such as "vision"."""
         return further_kinds(self._index.column_names)
 
     @cached_property
     def references(self) -> list[str]:
-        """The parts that are references; a sample has as many of them as its bucket says."""
+        """The parts that are references. The number of a sample's references is given by its bucket."""
         return reference_parts(self._index.column_names)
 
     def sample_parts(self, bucket: str) -> tuple[str, ...]:
-        """The parts of a sample of this bucket beside its text."""
+        """Return the parts, except the text, of a sample in this bucket."""
         return (SAMPLE, *self.kinds, *self.references[: len(Bucket.parse(bucket).references)])
 
     @cached_property
     def _columns(self) -> dict[str, tuple[IntColumn, IntColumn, pa.ChunkedArray]]:
-        """Part of a draw -> columns of the shards, rows and ids of its rows."""
+        """Part of a draw -> columns with the shard number, the row number and the id of each of the part's rows."""
         ids = self._index["sample_id"]
         tables = {SAMPLE: (self._index, "", ids), TEXT: (self._texts, "", self._texts["text_id"])}
         tables |= {kind: (self._index, f"{kind}_", ids) for kind in self.kinds}
@@ -271,13 +280,13 @@ class TrainSet:
         }
 
     def _locate(self, part: str, number: int) -> Location:
-        """The location of a part of row `number`, or of text `number`."""
+        """Return the location of a part of row `number` or, for the part TEXT, of text `number`."""
         shards, rows, ids = self._columns[part]
         return Location(shards.get(number), rows.get(number), ids[number].as_py())
 
     def draw_locations(self, row: int, text: int, bucket: str) -> dict[str, Location]:
-        """Part -> location of each row that a draw reads: all parts of a sample of this bucket, and "text". SetError if
-        the text is NO_TEXT."""
+        """Return part -> location for each row that a draw reads: all parts of a sample in this bucket, and "text".
+        Raises SetError if the text is NO_TEXT."""
         if text == NO_TEXT:
             sample_id = self._columns[SAMPLE][2][row].as_py()
             raise SetError(f"set {self.id} has no null prompt for {sample_id}", "Run `latentpress index`.")
@@ -285,10 +294,10 @@ class TrainSet:
         return locations | {TEXT: self._locate(TEXT, text)}
 
     def read_draw(self, row: int, text: int, bucket: str) -> dict[str, ShardRow]:
-        """The rows of `draw_locations`: checksums, ids and, once `text_widths` are set, shapes and dtypes are checked,
-        while numbers that are not finite are not looked for. text: as `RowTexts.draw` returns it.
+        """Read the rows of `draw_locations`. Checks checksums, ids and, once `text_widths` are set, shapes and dtypes;
+        does not check that numbers are finite. text: number of a text, from `RowTexts.draw`.
 
-        DamageError, SetError and StoreError name the row.
+        Raises DamageError, SetError and StoreError, which name the row.
         """
         locations = self.draw_locations(row, text, bucket)
         draw = {part: self.read_row(location) for part, location in locations.items()}
@@ -301,11 +310,12 @@ class TrainSet:
         return draw
 
     def regularization_marks(self, rows: Ints) -> list[bool]:
-        """Whether each row is regularization data."""
+        """Return for each row whether the row is regularization data."""
         return self._index["regularization"].take(pa.array(rows)).to_pylist()
 
     def sample(self, row: int, text: str = "text0") -> Sample:
-        """Row `row` with one of its texts: "text0", "text1", ... or "null", the null prompt. Everything is checked."""
+        """Return row `row` with one of its texts: "text0", "text1", ... or "null", the null prompt. Once `text_widths`
+        are set, all tensors are checked, including that their numbers are finite."""
         number, bucket = self.row_texts.parts(row).get(text, NO_TEXT), self.bucket(row)
         draw = self.read_draw(row, number, bucket)
         self._check_parts(draw, bucket, self.draw_locations(row, number, bucket))
@@ -319,8 +329,8 @@ class TrainSet:
         return Sample(draw[SAMPLE].id, tensors, draw[TEXT].tensors, regularization)
 
     def has_tensor(self, name: str) -> bool:
-        """Whether samples to train on have it. The first of each span is read, as those of a dataset have the same.
-        "regularization", a mark, counts as a tensor of the samples that have it."""
+        """Whether samples to train on have the tensor `name`. Only the first sample of each span is read, because the
+        samples of a dataset have the same tensors. "regularization", a mark, counts as a tensor."""
         if name == "regularization":
             return self.regularization > 0
         rows = (self.part_rows(span.start, self.sample_parts(span.bucket)) for span in self.spans)
@@ -329,14 +339,14 @@ class TrainSet:
         )
 
     def _check_parts(self, parts: Mapping[str, ShardRow], bucket: str, locations: Mapping[str, Location]) -> None:
-        """DamageError where a part can't be trained on, once `text_widths` are set."""
+        """Raise DamageError if a part can't be trained on. Does nothing before `text_widths` are set."""
         for name, part in parts.items() if self.text_widths is not None else ():
             if problem := find_tensor_problem(name, part, bucket, self._task, self.text_widths or {}):
                 raise self.damage(locations[name]._replace(id=part.id), problem)
 
     @property
     def validation(self) -> list[ValidationPrompt]:
-        """The validation prompts of the configuration that made the set, everything read and checked."""
+        """The validation prompts of the configuration that made the set, with their tensors, read and checked."""
         prompts = []
         for number, entry in enumerate(self.meta.validation):
             parts = self.prompt_rows(number)
@@ -349,20 +359,20 @@ class TrainSet:
         return prompts
 
     def _prompt_bucket(self, bucket: str, references: Sequence[Array]) -> str:
-        """The bucket of a prompt with the sizes of its references, which are their own."""
+        """Return a prompt's bucket followed by the sizes of its references, which are computed from their latents."""
         stride = self._task[0].spatial_stride
         sides = [[side * stride for side in array.shape[-2:]] for array in references]
         return bucket + "".join(f"+{width}x{height}" for height, width in sides)
 
     def part_locations(self, row: int) -> dict[str, Location]:
-        """Part -> its location, of all parts of row `row`: "sample", further kinds, "text0", "text1", ... and, where
-        there is a null prompt, "null"."""
+        """Return part -> location for all parts of row `row`: "sample", further kinds, references, "text0", "text1",
+        ... and, if the row has a null prompt, "null"."""
         locations = {part: self._locate(part, row) for part in self.sample_parts(self.bucket(row))}
         return locations | {part: self._locate(TEXT, text) for part, text in self.row_texts.parts(row).items()}
 
     def prompt_locations(self, number: int) -> dict[str, Location]:
-        """The same of the parts of validation prompt `number`: "text", "negative" and perhaps "condition", or its
-        references."""
+        """Return part -> location for the parts of validation prompt `number`: "text", "negative", and "condition" or
+        the references, if the prompt has them."""
         entry = self.meta.validation[number]
         locations = {"text": self._locate(TEXT, entry.text), "negative": self._locate(TEXT, entry.negative)}
         images = dict(zip(REFERENCE_PARTS, entry.references, strict=False))
@@ -370,16 +380,18 @@ class TrainSet:
         return locations | {part: Location(image.shard, image.row, image.id) for part, image in images.items()}
 
     def part_rows(self, row: int, names: Collection[str] | None = None) -> dict[str, ShardRow]:
-        """Rows of shards, checksums verified, of parts of row `row`: of those in `names`, by default of all."""
+        """Read the parts `names` of row `row`, by default all parts. Returns part -> row of a shard, with its checksum
+        verified."""
         locations = self.part_locations(row)
         return {name: self.read_row(locations[name]) for name in (locations if names is None else names)}
 
     def prompt_rows(self, number: int) -> dict[str, ShardRow]:
-        """Rows of shards, checksums verified, of all parts of validation prompt `number`."""
+        """Read all parts of validation prompt `number`. Returns part -> row of a shard, with its checksum verified."""
         return {name: self.read_row(location) for name, location in self.prompt_locations(number).items()}
 
     def find_newer_plan(self) -> str | None:
-        """The newest plan made by the settings of this set's plan; None where that is the set's own."""
+        """Return the newest plan with the same settings as the set's plan, or None if the set's plan is the newest or
+        is not in the store."""
         generation = self.meta.generation
         if generation not in plans.list_plans(self.store):
             return None  # the set was copied here without its plans
@@ -387,7 +399,7 @@ class TrainSet:
         return newest.name if newest is not None and newest.name > generation else None
 
     def use_supply(self, supply: ShardSupply) -> None:
-        """Read shards through `supply` from now on; `close` closes it."""
+        """Read shards through `supply` from now on; `close` also closes the supply."""
         self._readers.close()
         self.supply = supply
         supply.forget = lambda number: self._readers.forget(self.shard_path(number))
@@ -400,12 +412,12 @@ class TrainSet:
         return self._texts.column("text_id")[number].as_py()
 
     def shard_path(self, number: int) -> str:
-        """The path of shard `number` in the store."""
+        """Return the path of shard `number` in the store."""
         return self._shards.column("path")[number].as_py()
 
     def read_row(self, location: Location) -> ShardRow:
-        """The row at a location, checksum verified; once more where its shard's supply replaces damaged bytes. SetError
-        where it has another id than the set expects."""
+        """Read the row at a location and verify its checksum. A damaged row is read once more if the supply can replace
+        the shard's bytes. Raises SetError if the row's id differs from the id in the set."""
         path, open = self.shard_path(location.shard), partial(self.supply.open, location.shard)
         try:
             stored = self._readers.read(path, location.row, open=open)
@@ -417,19 +429,20 @@ class TrainSet:
         return stored
 
     def check_id(self, stored: ShardRow, location: Location) -> None:
-        """SetError where a row has another id than the set expects at its location."""
+        """Raise SetError if a row's id differs from the id that the set has for this location."""
         if location.id is not None and stored.id != location.id:
             what = f"row {location.row} of {self.store.path(self.shard_path(location.shard))} is {stored.id}"
             step = "The shard was replaced after the set was made: run `latentpress index`."
             raise SetError(f"{what}; set {self.id} expects {location.id} there", step)
 
     def damage(self, location: Location, reason: str) -> DamageError:
-        """The error about the row at a location."""
+        """Return the error about the row at a location."""
         return DamageError(self.store.path(self.shard_path(location.shard)), reason, location.row, location.id)
 
 
 def check_distinct_names(parts: Mapping[str, Collection[str]], sample_id: str) -> None:
-    """SetError where two kinds of shards have a tensor of the same name. parts: kind -> names of its tensors."""
+    """Raise SetError if two kinds of shards have a tensor of the same name. parts: kind -> names of the kind's tensors.
+    sample_id: id of the sample, for the message."""
     seen: set[str] = set()
     for kind, names in parts.items():
         if both := seen.intersection(names):

@@ -1,12 +1,13 @@
-"""The shards of a remote set that training reads: those of the present section of its order, on this machine's disk.
+"""Copies, on this machine's disk, of the shards of a remote set that the current section of the training order reads.
 
 With `train.shuffle_shards` an epoch is a list of sections, whose steps need few shards. The window holds the shards of
-the present section, fetches those of the next one meanwhile, and removes those of the section before. The first process
-of each machine does that for all processes of the run on this machine; another one waits until a shard has its name.
+the current section, at the same time fetches the shards of the next section, and removes the shards of the section
+before. The first process of each machine does this for all processes of the run on this machine; any other process
+waits until a shard has its final name.
 
-Every run has a folder of its own, which goes with it: one that a killed run left is removed when the next run starts.
-A shard gets its name once every row of it is verified. Shards outside the window, such as those of validation, are read
-from the store itself.
+Every run has its own folder, which is removed with the run; the folder of a killed run is removed when the next run
+starts. A shard gets its final name once all of its rows are verified. Shards outside the window, such as validation
+shards, are read from the store itself.
 """
 
 import math
@@ -38,15 +39,15 @@ from schemas.activities import activity
 from schemas.config.training import LocalCache, Train
 
 DEFAULT_BYTES = 200 * 10**9  # unless half of the disk's free space is less
-PLANNED_DRAWS = 1 << 14  # of the steps that are looked at together: a hundredth of a second
-CHECKED_SECTIONS = 4  # of which the sizes are compared with the limit before a model is loaded
-POLL_S, GIVE_UP_S = 0.05, 600.0  # GIVE_UP_S: without a shard that has come, while one is waited for
+PLANNED_DRAWS = 1 << 14  # draws that are planned at a time: a hundredth of a second
+CHECKED_SECTIONS = 4  # number of sections whose sizes are compared with the limit before a model is loaded
+POLL_S, GIVE_UP_S = 0.05, 600.0  # GIVE_UP_S: limit for a wait during which no shard arrives
 LOCK = "lock"
 
 
 class Ranks(NamedTuple):
-    """This process among those of the run. local: its number on this machine. token: a name that the run's processes
-    have in common, which no other run has."""
+    """This process's place in the run. world: number of the run's processes. local: the process's number on this
+    machine. token: a name that all processes of this run share, and no process of any other run."""
 
     world: int = 1
     local: int = 0
@@ -58,7 +59,7 @@ def needed_shards(
 ) -> Iterator[Ints]:
     """Yield for each step from `first` to below `last` the numbers of the shards that all ranks together read, each
     once, in increasing order: the shards of latents, further kinds and references, of the captions chosen, and of the
-    null prompts in place of dropped ones. Memory: nothing per sample."""
+    null prompts that replace dropped captions. Memory: nothing per sample."""
     index, texts = data.tables["index"], data.tables["texts"]
     prefixes = ["", *(f"{part}_" for part in (*data.kinds, *data.references))]
     parts, text_shards = [IntColumn(index[f"{prefix}shard"]) for prefix in prefixes], IntColumn(texts["shard"])
@@ -85,7 +86,8 @@ class Section(NamedTuple):
 def list_sections(
     data: TrainSet, schedule: BatchSchedule, caption_dropout: float, steps: range, least: int
 ) -> Iterator[Section]:
-    """The sections of the steps of a run, with their shards. least: steps of a section, unless the run ends."""
+    """Yield the sections of a run's steps, with their shards. least: minimum number of steps in a section, except for
+    the last section of the run."""
     start = steps.start
     for bound in schedule.section_ends(start) if steps else ():
         stop = min(bound, steps.stop)
@@ -99,7 +101,7 @@ def list_sections(
 
 
 class CopyStore(Store):
-    """Files of a remote store, opened from copies in a folder, under the names that they have in the store."""
+    """A store that opens copies in a local folder in place of a remote store's files, under the remote files' names."""
 
     def __init__(self, remote: Store, folder: Path) -> None:
         super().__init__(folder)
@@ -110,7 +112,8 @@ class CopyStore(Store):
 
 
 def list_files(store: Store, paths: Sequence[str]) -> list[list[tuple[str, int]]]:
-    """The names and sizes of the files of each shard, by one listing of each folder; none if the shard is missing."""
+    """Return for each shard the names and sizes of its files, or [] if the shard is missing. Takes one listing of each
+    folder."""
     sizes: dict[str, int] = {}
     for folder in sorted({path.rpartition("/")[0] for path in paths}):
         sizes |= {f"{folder}/{entry.name}": entry.size for entry in store.list_files(folder)}
@@ -123,8 +126,8 @@ def list_files(store: Store, paths: Sequence[str]) -> list[list[tuple[str, int]]
 
 
 class Window(ShardSupply):
-    """A ShardSupply of a remote set. sections: of the steps from a given one on, by `list_sections`. folder: of the
-    windows of this machine's runs. limit: in bytes."""
+    """A ShardSupply for a remote set. sections: function from a step to the sections from this step on, made by
+    `list_sections`. folder: parent folder of the windows of this machine's runs. limit: size of the window in bytes."""
 
     def __init__(
         self,
@@ -169,7 +172,7 @@ class Window(ShardSupply):
                 f"Set train.local_cache.max_gb to {round_up_gb(most)} or more{lower}.",
             )
 
-    # -- what readers call ---------------------------------------------------------------------------------------------
+    # -- methods for readers -------------------------------------------------------------------------------------------
 
     def follow(self, first: int) -> None:
         self._stopped, self._moved = False, time.monotonic()
@@ -190,12 +193,13 @@ class Window(ShardSupply):
             try:
                 return open_reader(self._copies, self._paths[number])
             except DamageError as error:
-                if not isinstance(error.__cause__, FileNotFoundError):  # removed, as its section is over
+                if not isinstance(error.__cause__, FileNotFoundError):  # removed: its section has ended
                     raise
         return super().open(number)
 
     def finished(self, step: int) -> None:
-        # A rank that takes a step's batches has ended the step before, which no rank does alone; others may still read.
+        # A rank that takes a step's batches has ended the step before, which all ranks end together. Other ranks may
+        # still read rows of step `step`.
         done = step if self._ranks.world == 1 else step - 1
         while self._present is not None and done >= self._present.steps.stop - 1:
             if self._next is not None:
@@ -241,7 +245,7 @@ class Window(ShardSupply):
     # -- sections ------------------------------------------------------------------------------------------------------
 
     def _begin(self, section: Section | None) -> None:
-        """Remove what the section does not need, and prepare the one after it."""
+        """Remove shards that the section does not need, and prepare the next section."""
         self._present, needed = section, set(section.shards if section is not None else ())
         with self._lock:
             old = [number for number in self._coming if number not in needed]
@@ -261,7 +265,7 @@ class Window(ShardSupply):
     def _prepare(self, rest: Iterator[Section]) -> Section | None:
         section = next(rest, None)
         if section is not None:
-            self._fetch(section)  # what has no room comes when the section begins
+            self._fetch(section)  # shards without room are fetched when the section begins
         return section
 
     def _fetch(self, section: Section) -> bool:
@@ -389,7 +393,7 @@ def cache_folder(settings: LocalCache) -> Path:
 
 
 def cache_limit(settings: LocalCache, folder: Path) -> int:
-    """Bytes that the window may have. SupplyError if the disk has less."""
+    """Return the size limit of the window in bytes. Raises SupplyError if the disk has less free space."""
     check_folder(folder)
     free = shutil.disk_usage(next(part for part in (folder, *folder.parents) if part.is_dir())).free
     if settings.max_gb is None:
@@ -415,8 +419,8 @@ def open_window(
     steps: range,
     ranks: Ranks = Ranks(),  # noqa: B008
 ) -> None:
-    """Let a remote set read its shards through a window; nothing is done for a local one. `data.close` ends it. One
-    listing of each folder of shards. steps: of the run, as far as they remain.
+    """Let a remote set read its shards through a window; does nothing for a local set. `data.close` ends the window.
+    Takes one listing of each folder of shards. steps: the remaining steps of the run.
 
     SupplyError without train.shuffle_shards, and if two sections in a row exceed the limit.
     """

@@ -22,7 +22,7 @@ from cache.store.json_checks import check_name, check_shape, check_text, printab
 from schemas.json_records import parse_json
 
 DESCRIPTION_KEY, DESCRIPTION_CHECKSUM_KEY = b"latentpress", b"latentpress_checksum"
-#: Bytes of the description reserved for each member: enough to give the reasons of a quarter of them set aside.
+#: Bytes of the description reserved for each member: enough for the reasons if a quarter of the members are rejected.
 BYTES_PER_MEMBER = 64
 #: In place of a description and its checksum until they are known: bytes that no text in UTF-8 has.
 PLACEHOLDER, CHECKSUM_PLACEHOLDER = b"\xff", b"\xfe" * 32

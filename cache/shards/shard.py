@@ -50,8 +50,8 @@ class TruncatedText:
 
 @checked(config=ConfigDict(allow_inf_nan=False))
 class ShardMeta:
-    """The description of a shard. Given to a writer, `ids` are the unit's planned members (or empty), and `truncated`
-    may be added to until `finish`; read from a shard, `ids` are its rows in order."""
+    """The description of a shard. In a writer's description, `ids` are the unit's planned members (or empty), and
+    `truncated` may grow until `finish`. In a description read from a shard, `ids` are the ids of its rows in order."""
 
     kind: Name
     fingerprint: Name
@@ -66,7 +66,7 @@ class ShardMeta:
 
 @dataclass
 class ShardRow:
-    """One sample or text: its tensors by name (absent ones are left out) and a small JSON object."""
+    """One sample or text: its tensors by name (without absent tensors) and a small JSON object."""
 
     id: str
     tensors: dict[str, Array]
@@ -82,7 +82,7 @@ class BaseShardWriter(ABC):
 
     def __init__(self, store: Store, stem: str, meta: ShardMeta, columns: Mapping[str, str]) -> None:
         self.store, self.rel, self.meta, self.columns = store, stem + self.suffix, meta, dict(columns)
-        self._ids: dict[str, None] = {}  # of the rows, in order
+        self._ids: dict[str, None] = {}  # ids of the rows, in order
         self._set_aside = list(meta.set_aside)
         self._open()
 
@@ -96,7 +96,7 @@ class BaseShardWriter(ABC):
 
     @abstractmethod
     def finish(self) -> str:
-        """Publish; returns the shard's relative path. StoreError where it can't be written."""
+        """Publish the shard and return its relative path. Raises StoreError if the shard can't be written."""
 
     def add(self, row: ShardRow) -> None:
         assert row.id and row.id not in self._ids, f"row {row.id!r} is empty or there already"
@@ -119,8 +119,8 @@ class BaseShardWriter(ABC):
 
 
 class BaseShardReader(ABC):
-    """Reads one shard; twin of BaseShardWriter. Opening raises DamageError where the shard can't be read at all. Not
-    safe for several threads at once; rows stay valid after `close`."""
+    """Reads one shard; twin of BaseShardWriter. Opening raises DamageError if the shard can't be read at all. Several
+    threads may not use a reader at once; rows stay valid after `close`."""
 
     meta: ShardMeta
 
@@ -144,18 +144,19 @@ class BaseShardReader(ABC):
 
     @abstractmethod
     def _row(self, i: int) -> tuple[ShardRow, bytes, str]:
-        """Row `i`, its info as stored, and its stored checksum; one of PARSE_ERRORS where it can't be read."""
+        """Return row `i`, its info as stored, and its stored checksum. Raises one of PARSE_ERRORS if the row can't be
+        read."""
 
     @abstractmethod
     def _check_file(self) -> None:
-        """DamageError for damage that reading every row would not show."""
+        """Raise DamageError for damage that reading every row does not reveal."""
 
     def __len__(self) -> int:
         return len(self.meta.ids)
 
     def read(self, i: int, verify: bool = True) -> ShardRow:
-        """Row `i`; its tensors are views into a local file. DamageError where the row is not what was written; with
-        verify=False only where it can't be read or is another row."""
+        """Return row `i`; its tensors are views into a local file. Raises DamageError if the row differs from the row
+        written; with verify=False, only if the row can't be read or has a different id."""
         if not 0 <= i < len(self):
             raise DamageError(self.path, f"it has {len(self)} rows", i)
         return until_sound(self.store.remote_url, partial(self._read, i, verify), self.file)
@@ -179,7 +180,8 @@ class BaseShardReader(ABC):
         return row
 
     def verify(self, check_row: Callable[[ShardRow], object] | None = None) -> list[DamageError]:
-        """Read every byte once; all damage found. check_row: raises ValueError with further problems of a sound row."""
+        """Read every byte once and return all damage found. check_row: function that raises ValueError for further
+        problems of an undamaged row."""
         damages = []
         try:
             self._check_file()
@@ -212,28 +214,28 @@ def unit_name(name: str) -> str:
 
 
 def find_done_units(store: Store, prefix: str) -> dict[str, str]:
-    """Unit -> path of its shard, for every finished unit in folder `prefix`; one listing."""
+    """Return unit -> path of its shard for every finished unit in folder `prefix`. Takes one listing."""
     names = [name for name in store.list_names(prefix) if "/" not in name]
     done = {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
     return done | {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
 
 
 def remove_other_format(store: Store, rel: str) -> None:
-    """Remove the unit's shard in the other format, in case `cache.format` changed: two shards could differ. Of a tar,
-    the file whose existence means "done" is removed first."""
+    """Remove the unit's shard in the other format, in case `cache.format` changed, because two shards could differ. For
+    a tar, the file whose existence means "done" is removed first."""
     for suffix in (TAR_SUFFIX, SIDECAR_SUFFIX) if rel.endswith(ARROW_SUFFIX) else (ARROW_SUFFIX,):
         store.remove(unit_name(rel) + suffix)
 
 
 def canonical_json(value: Any) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, UTF-8, NaN refused."""
+    """Return canonical JSON: sorted keys, no spaces, UTF-8, NaN refused."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode()
 
 
 def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
-    """xxh3-128 over id, info and each present tensor's name, dtype, shape and bytes, sorted by name. Each part is
-    preceded by its length (8 bytes, little-endian), so different rows never hash the same bytes."""
+    """Return the xxh3-128 over id, info and each present tensor's name, dtype, shape and bytes, sorted by name. Each
+    part is preceded by its length (8 bytes, little-endian), so different rows never hash the same bytes."""
     parts: list[Any] = [id.encode(), info]
     for name in sorted(tensors):
         array = tensors[name]
@@ -243,7 +245,8 @@ def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
 
 
 def build_description(meta: ShardMeta, ids: Collection[str], set_aside: Collection[RejectedMember]) -> dict[str, Any]:
-    """The JSON object in a finished shard. Members set aside and truncated texts are found in any order, so sorted."""
+    """Return the JSON object in a finished shard. Rejected members and truncated texts are sorted, because they are
+    found in any order."""
     if meta.ids:
         unlike = {*ids, *(member.id for member in set_aside)} ^ set(meta.ids)
         assert not unlike, f"unit {meta.unit}: members lost or invented: {unlike}"
@@ -256,7 +259,8 @@ _META = TypeAdapter(ShardMeta)
 
 
 def parse_description(value: Any, path: str) -> ShardMeta:
-    """The inverse of `build_description`; DamageError where it is incomplete, wrong or of another format version."""
+    """The inverse of `build_description`. Raises DamageError if the description is incomplete, wrong or has a different
+    format version."""
     version = value.get("format_version") if isinstance(value, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
         stored = printable(repr(version))

@@ -1,5 +1,5 @@
-"""Opening shards by name, in either format, for reading, writing or verification; and by number, in the order in which
-a training set needs them."""
+"""Opens shards by name, in either format, for reading, writing or verification; and by number, in the order in which a
+training set needs them."""
 
 import resource
 import threading
@@ -20,7 +20,7 @@ from schemas.errors import USAGE, LatentpressError
 def open_writer(
     store: Store, rel_stem: str, meta: ShardMeta, columns: Mapping[str, str], format: str = "arrow"
 ) -> BaseShardWriter:
-    """A writer of `<rel_stem>.arrow` or `.tar`. columns: tensor name -> dtype; a row may lack any of them."""
+    """Return a writer for `<rel_stem>.arrow` or `.tar`. columns: tensor name -> dtype; a row may lack any tensor."""
     if format not in SUFFIXES:
         raise ValueError(f"cache format {format!r} is unknown; choose from {', '.join(SUFFIXES)}")
     assert not _escapes_root(rel_stem), f"{rel_stem!r} leads out of the root"
@@ -28,7 +28,7 @@ def open_writer(
 
 
 def open_reader(store: Store, rel: str) -> BaseShardReader:
-    """A reader of the shard at `rel`, chosen by its suffix."""
+    """Return a reader for the shard at `rel`, chosen by the suffix."""
     return until_sound(store.remote_url, partial(_reader_class(store, rel), store, rel))
 
 
@@ -41,7 +41,8 @@ def _reader_class(store: Store, rel: str) -> type[BaseShardReader]:
 
 
 def _escapes_root(rel: str) -> bool:
-    """Whether this is no plain path below a root: shard names also come from tables that others made."""
+    """Whether `rel` is not a plain path below a root. Shard names are checked because they can come from tables made
+    elsewhere."""
     return "\0" in rel or any(part in ("", ".", "..") for part in rel.split("/"))
 
 
@@ -51,10 +52,11 @@ def verify(
     check_meta: Callable[[ShardMeta], Iterable[str]] | None = None,
     check_row: Callable[[ShardRow], object] | None = None,
 ) -> list[DamageError]:
-    """Read every byte of the shard at `rel`; all damage found, also where it can't be opened. On an object store: what
-    stays when all of it is asked for again.
+    """Read every byte of the shard at `rel` and return all damage found, also if the shard can't be opened. On an
+    object store, only damage that remains after the whole shard is requested again is returned.
 
-    check_meta: further problems of the description. check_row: as of BaseShardReader.verify.
+    check_meta: function that returns further problems of the shard's description. check_row: function that is passed to
+    `BaseShardReader.verify`.
     """
     damages: list[DamageError] = []
 
@@ -75,8 +77,8 @@ def verify(
 
 
 class ReaderPool:
-    """The `limit` last used readers, kept open: reading many shards in random order needs few open files and maps.
-    Threads may share it; those that read the same shard wait for each other."""
+    """Keeps the `limit` last used readers open, so that reading many shards in random order needs few open files and
+    memory maps. Threads may share a pool; threads that read the same shard wait for each other."""
 
     def __init__(self, store: Store, limit: int = 64) -> None:
         assert limit > 0
@@ -87,7 +89,8 @@ class ReaderPool:
     def read(
         self, path: str, row: int, verify: bool = True, open: Callable[[], BaseShardReader] | None = None
     ) -> ShardRow:
-        """Row `row` of the shard at `path` (relative to the store). open: where the shard is opened otherwise."""
+        """Return row `row` of the shard at `path` (relative to the store). open: function that opens the shard, by
+        default `open_reader`."""
         reader, lock = self._get(path, open)
         with lock:
             return reader.read(row, verify)
@@ -96,7 +99,7 @@ class ReaderPool:
         return self._get(path)[0].meta
 
     def forget(self, path: str) -> None:
-        """Let go of the shard at `path`: the next read opens it anew."""
+        """Drop the reader of the shard at `path`, so that the next read opens the shard again."""
         with self._lock:
             self._open.pop(path, None)  # closed when no thread reads from it any more
 
@@ -107,7 +110,7 @@ class ReaderPool:
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
-        reader = open_reader(self.store, path) if open is None else open()  # may take long: others do not wait for it
+        reader = open_reader(self.store, path) if open is None else open()  # may take long, so without the lock
         opened = reader, threading.Lock()
         with self._lock:
             if path not in self._open:
@@ -125,16 +128,17 @@ class ReaderPool:
                 self._open.popitem()[1][0].close()
 
 
-# -- where the shards of a training set come from ----------------------------------------------------------------------
+# -- sources of a training set's shards --------------------------------------------------------------------------------
 
 
 class ShardSupply:
-    """Opens the shards of a training set by their numbers: in their store or, by the window of a remote set
-    (`cache/sets/window.py`), from copies on this machine, fetched before a step needs them. Threads may share it.
-    Messages name shards as the set's store does, wherever their bytes are.
+    """Opens the shards of a training set by number: from their store or, in the window of a remote set
+    (`cache/sets/window.py`), from copies on this machine that are fetched before a step needs them. Threads may share a
+    supply. Messages name shards by their paths in the set's store, even if their bytes come from copies.
 
-    path_of: number -> path. forget: is called with the number of each shard whose file is about to be removed: whoever
-    has it open lets go of it, so that its disk space becomes free. What was mapped before can still be read.
+    path_of: function from a shard's number to its path. forget: function that is called with the number of each shard
+    whose file is about to be removed. It must drop open readers of the shard, so that the disk space becomes free. Rows
+    that are already mapped into memory can still be read.
     """
 
     forget: Callable[[int], object] = staticmethod(lambda number: None)
@@ -143,50 +147,51 @@ class ShardSupply:
         self._store, self._path_of = store, path_of
 
     def follow(self, first: int) -> None:
-        """Steps `first`, first + 1, ... are read from now on, in this order."""
+        """Announce that steps `first`, first + 1, ... will be read, in this order."""
 
     def open(self, number: int) -> BaseShardReader:
-        """A reader of shard `number`, also of one that no step was said to need; waits until its bytes are here.
-        DamageError where it can't be read or is missing, StoreError where the store fails, both naming the shard.
+        """Return a reader for shard `number`, even if no announced step needs it; waits until its bytes are available.
+        Raises DamageError if the shard is missing or can't be read, and StoreError if the store fails; both name the
+        shard.
         """
         return open_reader(self._store, self._path_of(number))
 
     def finished(self, step: int) -> None:
-        """Everything of `step` and of those before it has been read."""
+        """Announce that all rows of `step` and of earlier steps have been read."""
 
     def damaged(self, number: int) -> bool:
-        """Report a shard of which a row is not what was written. True where its bytes were thrown away, so that
-        `open` gives others; False where that is not possible, or was done once already."""
+        """Report that a row of shard `number` is damaged. Returns True if the shard's bytes were dropped, so that
+        `open` reads them again; False if the bytes can't be dropped or were dropped once already."""
         return False
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the metrics of a step, counted since the last call; {} where there is nothing to say."""
+        """Return numbers for the metrics of a step, counted since the last call; {} if nothing was counted."""
         return {}
 
     def show_wait(self) -> AbstractContextManager[object]:
-        """While the body waits for what other threads `open`, show what that is and, where bytes are known, the time
-        left. Of the main thread."""
+        """Context that, while the main thread waits for shards that other threads `open`, shows the shards and, if
+        their sizes are available, the time left."""
         return activity(f"waiting for data: shards are read from {self._store.url}")
 
     def stop_waiting(self) -> None:
-        """End the waits of `open` by an error, so that the threads in it end. Until `follow` is called again."""
+        """Make waiting calls of `open` raise, so that their threads end. Applies until `follow` is called again."""
 
     def close(self) -> None:
-        """End its threads. Nothing else is to be called afterwards."""
+        """End the supply's threads. No other method may be called afterwards."""
 
 
 MAX_OPEN, FEWEST_OPEN = 1024, 32  # 1,024 shards of their usual size are 128 GiB
 
 
 def open_limit() -> int:
-    """How many shards may be open: a quarter of the files that this process may open, but at least 32 and at most
-    1,024."""
+    """Return the number of shards that may be open: a quarter of the process's limit of open files, but at least 32 and
+    at most 1,024."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     quarter = MAX_OPEN if files == resource.RLIM_INFINITY else files // 4
     return max(FEWEST_OPEN, min(MAX_OPEN, quarter))
 
 
 class SupplyError(LatentpressError):
-    """Shards within a limit can't be had in this way."""
+    """The shards can't be supplied within the given limit."""
 
     exit_code = USAGE

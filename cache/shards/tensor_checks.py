@@ -22,8 +22,8 @@ def kind_of(part: str) -> str:
 
 
 def own_name(part: str, name: str) -> str:
-    """The name among a sample's tensors of one of its part's: a reference is stored as the latent of a row of its
-    own."""
+    """Return the name that a part's tensor has in the sample: a reference is stored as the tensor "latent" of a
+    separate row, and has the name of its part in the sample."""
     return part if part in REFERENCE_PARTS else name
 
 
@@ -36,11 +36,12 @@ def find_shape_problem(
     moments: bool = True,
     condition_frames: int | None = 1,
 ) -> str:
-    """Say what is wrong with the shape of a latent, condition, mask, embeds or pooled tensor; "" for any other tensor.
+    """Return the problem with the shape of a latent, condition, mask, embeds or pooled tensor; "" if the shape is valid
+    and for any other tensor.
 
-    strides: the autoencoder's, (spatial, temporal). channels: of its latents. moments: whether there may be twice as
-    many channels, for mean and log-variance. condition_frames: latent frames of a condition, None
-    for as many as the clip has.
+    strides: (spatial, temporal) strides of the autoencoder. channels: number of latent channels. moments: whether a
+    tensor may have twice as many channels, for mean and log-variance. condition_frames: latent frames of a condition;
+    None for as many frames as the clip has.
     """
     if name == "embeds" and (len(shape) != 2 or not all(shape)):
         return f"is of shape {shape}, and should be (tokens, width)"
@@ -60,8 +61,8 @@ def find_shape_problem(
 
 
 def find_scale_problem(tensors: Mapping[str, Array], before: str = "") -> str:
-    """Say what is wrong with the scales of a text's tokens, or of their absence; "" where nothing is. before: what
-    precedes the names of its tensors."""
+    """Return the problem with the scales of a text's tokens, or with missing scales; "" if the scales are valid.
+    before: prefix of the names of the text's tensors."""
     embeds, scale = tensors.get(f"{before}embeds"), tensors.get(f"{before}{SCALE}")
     if embeds is None or (scale is None and embeds.dtype not in SCALED_DTYPES):
         return ""
@@ -77,8 +78,8 @@ def find_scale_problem(tensors: Mapping[str, Array], before: str = "") -> str:
 def find_shape_problems(
     part: str, tensors: Mapping[str, Array], bucket: str, task: tuple[Family, Task], widths: Mapping[str, int]
 ) -> str:
-    """Why tensors of these names, shapes and dtypes can't be trained on; "" where they can. Arguments as of
-    `find_tensor_problem`."""
+    """Return the reason why tensors with these names, shapes and dtypes can't be trained on; "" if they can. The other
+    arguments are described in `find_tensor_problem`."""
     family, given = task[0], task[0].condition_frames(task[1])
     needed = tuple(family.text_widths) if kind_of(part) == "text" else ()
     if part == SAMPLE:
@@ -106,7 +107,8 @@ def find_shape_problems(
 def find_tensor_problem(
     part: str, row: ShardRow, bucket: str, task: tuple[Family, Task], widths: Mapping[str, int]
 ) -> str:
-    """Why a part of a row can't be trained on; "" where it can. task: of the set. widths: of texts."""
+    """Return the reason why a part of a row can't be trained on; "" if it can. task: family and task of the set.
+    widths: tensor name -> width of the text tensors that the transformer reads."""
     if problem := find_shape_problems(part, row.tensors, bucket, task, widths):
         return problem
     read = ("latent",) if part == "condition" else tuple(row.tensors)

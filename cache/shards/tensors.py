@@ -54,7 +54,8 @@ class Array:
 
     @classmethod
     def from_numpy(cls, array: np.ndarray, dtype: str | None = None) -> "Array":
-        """Wrap `array`, without a copy where possible. dtype: of PATTERNS for patterns of bits, else as the array."""
+        """Wrap `array`, without a copy if possible. dtype: a name in PATTERNS if the array holds bit patterns; by
+        default the array's dtype."""
         name = dtype or array.dtype.name
         count_bytes(name, array.shape)  # ValueError for an unknown dtype
         stored_name = PATTERNS.get(name, name)

@@ -1,7 +1,7 @@
 """Shards as WebDataset tars: `<id>.safetensors` and `<id>.json` for each row, and a sidecar `<stem>.tar.json`.
 
-A tar that was cut between two members reads as a shorter one, and finding a member means scanning; so the sidecar
-holds count, size, checksums and offsets. It is published first, since the tar's existence means "done".
+A tar that was cut between two members reads like a shorter tar, and a member is found only by scanning. So the sidecar
+holds count, size, checksums and offsets. The sidecar is published first, since the tar's existence means "done".
 """
 
 import json
@@ -20,7 +20,7 @@ from cache.store import json_checks
 from cache.store.damage import DamageError, as_damage
 from schemas import json_records
 
-#: Names of dtypes in safetensors -> ours.
+#: Name of a dtype in safetensors -> name of the dtype in latentpress.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "U8": "uint8"}
 DTYPES |= {"I8": "int8", "F8_E4M3": "float8_e4m3fn"}
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -30,9 +30,9 @@ READ_BYTES = 1 << 22
 
 
 def to_safetensors(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
-    """A safetensors file in pieces, which are views where they can be. Not made by the library: its functions take
-    numpy arrays, which have no bfloat16, or raw pointers. As there, wider dtypes come first, so that each tensor is
-    aligned."""
+    """Return a safetensors file in pieces, which are views of the tensors if possible. The safetensors library is not
+    used, because its functions take numpy arrays, which have no bfloat16, or raw pointers. As in the library, wider
+    dtypes come first, so that each tensor is aligned."""
 
     def order(name: str) -> tuple[int, str]:
         array = tensors[name]
@@ -49,7 +49,8 @@ def to_safetensors(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
 
 
 def from_safetensors(data: memoryview) -> dict[str, Array]:
-    """Tensors as views into `data`; ValueError or KeyError where it is no safetensors file without gaps or overlaps."""
+    """Return the tensors of a safetensors file as views into `data`. Raises ValueError or KeyError unless `data` is a
+    safetensors file without gaps or overlaps."""
     size = int(struct.unpack("<Q", data[:8])[0]) if data.nbytes >= 8 else data.nbytes
     if size > data.nbytes - 8:
         raise ValueError("the safetensors header is cut off")
@@ -113,7 +114,7 @@ class ShardWriter(shard.BaseShardWriter):
         self._entries.append({"id": row.id, "checksum": checksum, **spans})
 
     def finish(self) -> str:
-        """Publish the sidecar, then the tar; returns the tar's path. StoreError where they can't be written."""
+        """Publish the sidecar, then the tar; returns the tar's path. Raises StoreError if writing fails."""
         described = shard.build_description(self.meta, self._ids, self._set_aside)
         with self.store.writing(self.rel):
             self._tar.end()
@@ -126,9 +127,9 @@ class ShardWriter(shard.BaseShardWriter):
             self.store.remove(self.rel)
         self.store.publish_bytes(self.sidecar, sidecar)
         self.store.publish(self._file, self.rel)
-        # Two workers may finish one unit at once, on unlike hardware with unlike bytes. Where the tar is ours and the
-        # sidecar is not, put ours back. Where the tar is not ours, its writer does this after us; unless it finished
-        # while we put our sidecar back. Then the pair does not match, and the unit is encoded again.
+        # Two workers may finish one unit at once, on different hardware with different bytes. If the tar is ours and
+        # the sidecar is not, put our sidecar back. If the tar is not ours, its writer does this after us, unless it
+        # finished while we put our sidecar back. In this case the pair does not match, and the unit is encoded again.
         if not self._has_sidecar(sidecar) and self._has_tar():
             self.store.publish_bytes(self.sidecar, sidecar)
             if not self._has_tar():
@@ -142,7 +143,7 @@ class ShardWriter(shard.BaseShardWriter):
             return False
 
     def _has_tar(self) -> bool:
-        """Whether the published tar is the one that this object wrote."""
+        """Whether the published tar was written by this object."""
         try:
             with self.store.open(self.rel) as file:
                 return _hash_file(file) == self._tar.hash.hexdigest()
@@ -151,13 +152,13 @@ class ShardWriter(shard.BaseShardWriter):
 
 
 def add_checksum(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON of `value` and, as its last member, the xxh3-128 of every byte before that member."""
+    """Return the canonical JSON of `value` with a last member that is the xxh3-128 of every byte before this member."""
     body = shard.canonical_json(value)[:-1]
     return body + CHECKSUM_SUFFIX + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
 
 
 def parse_with_checksum(data: bytes) -> dict[str, Any]:
-    """The inverse of `add_checksum`; ValueError where a byte changed."""
+    """The inverse of `add_checksum`. Raises ValueError if a byte changed."""
     body = data[: data.rfind(CHECKSUM_SUFFIX)] if CHECKSUM_SUFFIX in data else b""
     if data != body + CHECKSUM_SUFFIX + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n':
         raise ValueError("its checksum does not match")
@@ -202,7 +203,7 @@ class ShardReader(shard.BaseShardReader):
         return shard.ShardRow(row.id, tensors, json_records.parse_json(info)), info, row.checksum
 
     def _read_span(self, offset: int, size: int) -> memoryview:
-        """Bytes of the file; opening it checked that members are inside."""
+        """Read a range of the file's bytes. Members are within the file, which is checked when the file is opened."""
         self.file.seek(offset)
         content = memoryview(self.file.read_buffer(size)).cast("B")
         if content.nbytes != size:
@@ -210,7 +211,7 @@ class ShardReader(shard.BaseShardReader):
         return content
 
     def _check_file(self) -> None:
-        """The whole file, also headers and padding, which tar reads and random access does not."""
+        """Check the whole file, including headers and padding, which tar reads but random access does not."""
         with as_damage(self.path, "it can't be read"):
             checksum = _hash_file(self.file)
         if checksum != self._sidecar.xxh3_128:
@@ -221,7 +222,8 @@ class ShardReader(shard.BaseShardReader):
                 self._check_header(f"{row.id}.json", *row.info)
 
     def _check_header(self, name: str, offset: int, size: int) -> None:
-        """ValueError where another reader would see another member: a link, another name, another size."""
+        """Raise ValueError if a tar reader would see a different member: a link, a different name or a different
+        size."""
         block = self._read_span(offset - TAR_BLOCK, TAR_BLOCK).tobytes()
         try:
             member = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
@@ -244,7 +246,7 @@ class _Sidecar(json_checks.Foreign):
     xxh3_128: json_checks.Checksum
 
     def check_spans(self) -> None:
-        """ValueError if the offset or size of a member's content is impossible."""
+        """Raise ValueError if the offset or size of a member's content is impossible."""
         end = 0
         for row in self.rows:
             for offset, size in (row.tensors, row.info):

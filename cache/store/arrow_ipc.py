@@ -36,12 +36,12 @@ MESSAGE_HEADER, MESSAGE_CUSTOM, BATCH_COMPRESSION = 2, 4, 3
 CHECKSUM_KEY, _CHECKSUM_PREFIX = b"latentpress_checksum", b"xxh3-128:"
 _CHECKSUM_PLACEHOLDER = _CHECKSUM_PREFIX + b"\xff" * 32  # no text in UTF-8 holds these
 _CHECKSUM_PATTERN = re.compile(_CHECKSUM_PREFIX + rb"([0-9a-f]{32})")
-_HASH_BYTES = 16 << 20  # read at a time
-_MAX_DEPTH = 4  # of nested lists and records in a column
+_HASH_BYTES = 16 << 20  # bytes read at a time
+_MAX_DEPTH = 4  # limit for the nesting of lists and records in a column
 
 
 def find_footer(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:
-    """Offset and length of a file's footer. ValueError where it has none."""
+    """Return (offset, length) of a file's footer in bytes. Raises ValueError if the file does not have a footer."""
     size = file.seek(0, os.SEEK_END)
     if size < len(FILE_START) + TAIL_BYTES:
         raise ValueError(f"{size} bytes are too few")
@@ -54,8 +54,8 @@ def find_footer(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:
 
 
 def read_batch_index(file: pa.NativeFile) -> tuple[pa.Schema, np.ndarray]:
-    """The schema at the end of the file, and (n, 2) of each batch the offset and length of its message. ValueError, as
-    Arrow's errors are, or OSError where it is no whole Arrow file."""
+    """Return the schema at the end of the file, and (n, 2) the offset and length of each batch's message. Raises
+    ValueError (Arrow's errors are ValueErrors) or OSError if the file is not a complete Arrow file."""
     start, length = find_footer(file)
     file.seek(start)
     footer, tail = file.read(length), file.read(TAIL_BYTES)
@@ -74,7 +74,8 @@ def read_batch_index(file: pa.NativeFile) -> tuple[pa.Schema, np.ndarray]:
 
 
 def read_batch(data: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch of a message, a view, validated. ValueError or OSError where it is none, or compressed."""
+    """Return the batch of a message as a validated view. Raises ValueError or OSError if `data` is not the message of a
+    batch, or if the batch is compressed."""
     message = pa.ipc.read_message(data)
     head = memoryview(message.metadata)
     root = _follow_offset(head, 0)
@@ -83,14 +84,15 @@ def read_batch(data: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
     if _find_field(head, _follow_offset(head, header), BATCH_COMPRESSION) or _find_field(head, root, MESSAGE_CUSTOM):
         raise ValueError("the batch is compressed, or none")
     batch = pa.ipc.read_record_batch(message, schema)
-    # Arrow trusts offsets; a changed one would read outside of its buffer. 2 microseconds for one row of a shard.
+    # Arrow trusts offsets, so a changed offset would read outside of its buffer. The check takes 2 microseconds for one
+    # row of a shard.
     batch.validate(full=True)
     return batch
 
 
 def fill_placeholders(file: BinaryIO, schema: pa.Schema, values: Mapping[bytes, bytes]) -> None:
-    """Replace placeholders in the metadata of a finished file by values of the same length that were not known before
-    the rows. Arrow writes `schema` twice, before the rows and after them."""
+    """Replace placeholders in the metadata of a finished file by values of the same length that were not available
+    before the rows were written. Arrow writes `schema` twice, before and after the rows."""
     for start, length in ((0, len(FILE_START) + schema.serialize().size), find_footer(file)):
         file.seek(start)
         data = file.read(length)
@@ -102,12 +104,12 @@ def fill_placeholders(file: BinaryIO, schema: pa.Schema, values: Mapping[bytes, 
 
 
 def _follow_offset(data: Any, position: int) -> int:
-    """The position that the offset at `position` refers to."""
+    """Return the position that the offset at `position` refers to."""
     return position + _uint32(data, position)[0]
 
 
 def _find_field(data: Any, table: int, number: int) -> int:
-    """The position of field `number` of a flatbuffers table; 0 where it is absent."""
+    """Return the position of field `number` in a flatbuffers table; 0 if the field is absent."""
     vtable = table - _int32(data, table)[0]
     slot = 4 + 2 * number
     if slot >= _uint16(data, vtable)[0]:
@@ -126,7 +128,8 @@ def _read_blocks(footer: bytes, root: int, number: int) -> np.ndarray:
 
 @contextmanager
 def open_writer(file: BinaryIO, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
-    """A writer of a table to `file`, a new file that can be read, too. The checksum is filled in when the body ends."""
+    """Context with a writer of a table to `file`, a new file that is also readable. The checksum is filled in when the
+    body ends."""
     schema = schema.with_metadata({**(schema.metadata or {}), CHECKSUM_KEY: _CHECKSUM_PLACEHOLDER})
     hashed = _HashingFile(file)
     with pa.ipc.new_file(pa.PythonFile(hashed, "w"), schema) as writer:
@@ -136,13 +139,13 @@ def open_writer(file: BinaryIO, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatc
 
 
 def write_table(table: pa.Table, file: BinaryIO) -> None:
-    """Write a whole table to a new file that can be read, too."""
+    """Write a whole table to a new file that is also readable."""
     with open_writer(file, table.schema) as writer:
         writer.write_table(table)
 
 
 def hash_table(table: pa.Table) -> bytes:
-    """The xxh3-128 of a table as an Arrow stream, which depends on its chunks too."""
+    """Return the xxh3-128 of a table as an Arrow stream. The hash also depends on the table's chunks."""
     with open(os.devnull, "wb") as sink:
         hashed = _HashingFile(sink)
         with pa.ipc.new_stream(pa.PythonFile(hashed, "w"), table.schema) as writer:
@@ -151,7 +154,7 @@ def hash_table(table: pa.Table) -> bytes:
 
 
 class _HashingFile(io.RawIOBase):
-    """Passes on what is written to it, and hashes it."""
+    """A file that passes on the bytes written to it, and hashes them."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.state = file, xxhash.xxh3_128()
@@ -168,8 +171,8 @@ class _HashingFile(io.RawIOBase):
 
 
 def read_table(file: pa.NativeFile) -> pa.Table:
-    """The table in `file`, as views where the file is mapped. One of cache.store.damage.PARSE_ERRORS where a byte is
-    not as it was written, or the file is no table."""
+    """Return the table in `file`, as views if the file is memory-mapped. Raises one of cache.store.damage.PARSE_ERRORS
+    if a byte differs from the byte written, or if the file is not a table."""
     verify_checksum(file)
     schema, spans = read_batch_index(file)
     for field in schema:
@@ -184,7 +187,8 @@ def read_table(file: pa.NativeFile) -> pa.Table:
 
 
 def verify_checksum(file: pa.NativeFile) -> str:
-    """The checksum of a whole file. ValueError if there is none, or if it does not match."""
+    """Verify and return the checksum of a whole file. Raises ValueError if the file does not have a checksum, or if it
+    does not match."""
     file.seek(0)
     start = file.read(len(FILE_START) + 8)
     if start[:-4] != FILE_START + b"\xff\xff\xff\xff":

@@ -1,7 +1,8 @@
-"""Damage: bytes that are not what was written. Names the file, what is wrong, and the command that makes it again.
+"""Damage: stored bytes that differ from the bytes written. An error names the file, the reason, and the command that
+makes the file again.
 
-Answers of an object store that are shorter than what was asked for, or not the bytes that were written, are asked for
-again a few times, with a message; only what stays wrong is an error, or damage.
+If an object store sends fewer bytes than requested, or wrong bytes, the request is repeated up to ANSWERS times in all,
+with a message. Only bytes that stay wrong are an error or damage.
 """
 
 import errno
@@ -22,16 +23,16 @@ from schemas.errors import DAMAGE, LatentpressError
 from schemas.regular_files import NOT_REGULAR, NotRegular
 from schemas.text_format import shorten
 
-#: What pyarrow, json and our own conversions raise on damaged bytes. Running out of memory is no damage: nothing is
-#: allocated at a size that a file only claims.
+#: Errors that pyarrow, json and our own conversions raise on damaged bytes. Running out of memory is not damage, since
+#: no buffer is allocated at a size that is only stated in a file.
 PARSE_ERRORS = (
     *(pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowTypeError, pa.ArrowNotImplementedError, pa.ArrowSerializationError),
     *(ValueError, KeyError, TypeError, IndexError, OverflowError, EOFError, struct.error),
 )
-ANSWERS = 3  # to one question; the last one counts
-LONGEST = 200  # characters of a reason
+ANSWERS = 3  # attempts at one request; the last answer counts
+LONGEST = 200  # characters in a reason
 
-#: Which program writes each kind of table, by the end of its path, and what it does about a damaged one.
+#: (pattern for the end of a table's path, program that writes the table, how the program repairs a damaged table).
 _TABLE_PROGRAMS = (
     (re.compile(r"(?:^|/)media/[^/]+/(?:partial/)?[^/]+\.arrow$"), "discover", "reads the media again"),
     (re.compile(r"(?:^|/)captions/edits/[^/]+$"), "verify --repair", "goes back to the edits before the last one"),
@@ -50,7 +51,8 @@ P = ParamSpec("P")
 
 
 class DamageError(LatentpressError):
-    """Bytes of a shard or a table are not what was written. `row` and `id` are None where no single row is meant."""
+    """Bytes of a shard or a table differ from the bytes written. `row` and `id` are None unless the error is about a
+    single row."""
 
     exit_code = DAMAGE
 
@@ -69,21 +71,22 @@ class DamageError(LatentpressError):
 
 @contextmanager
 def as_damage(path: str, reason: str, row: int | None = None, id: str | None = None) -> Iterator[None]:
-    """Around reading: DamageError for a missing file and PARSE_ERRORS, StoreError where disk or network fails."""
+    """Context in which a file is read. Raises DamageError for a missing file and for PARSE_ERRORS, and StoreError if
+    the disk or the network fails."""
     with explained(path):
         try:
             yield
         except FileNotFoundError as error:
             raise DamageError(path, "the file is missing", row, id) from error
         except (*PARSE_ERRORS, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # Arrow's own, about too few bytes, has no number
+            if isinstance(error, OSError) and error.errno:  # Arrow's OSError about too few bytes has no errno
                 raise
             raise DamageError(path, f"{reason} ({json_checks.printable(error)})", row, id) from error
 
 
 @contextmanager
 def damage_unless_regular(path: str) -> Iterator[None]:
-    """Around opening a file: DamageError for a folder, a pipe, a device, and a link that leads to itself."""
+    """Context in which a file is opened. Raises DamageError for a folder, a pipe, a device, or a link to itself."""
     try:
         yield
     except OSError as error:
@@ -93,7 +96,7 @@ def damage_unless_regular(path: str) -> Iterator[None]:
 
 
 def _find_table_program(path: str) -> tuple[str, str] | None:
-    """The program that writes the table or JSON file at `path`, and what it does; None for a shard."""
+    """Return (program that writes the table or JSON file at `path`, description of the repair); None for a shard."""
     for pattern, program, does in _TABLE_PROGRAMS:
         if match := pattern.search(path):
             return program or match[1], does
@@ -101,7 +104,7 @@ def _find_table_program(path: str) -> tuple[str, str] | None:
 
 
 def rebuild_program(path: str) -> str:
-    """The program that makes the file at `path` again."""
+    """Return the name of the program that makes the file at `path` again."""
     if table := _find_table_program(path):
         return table[0]
     kinds = [name for name in path.split("/")[:-1] if name in STAGE_PROGRAMS]
@@ -109,7 +112,7 @@ def rebuild_program(path: str) -> str:
 
 
 def rebuild_advice(path: str) -> str:
-    """A command that makes the file at `path` again, and what the command does."""
+    """Return a command that makes the file at `path` again, with a comment that describes the command."""
     program = rebuild_program(path)
     if table := _find_table_program(path):
         return f"latentpress {program}   # it {table[1]}"
@@ -121,13 +124,13 @@ class BadAnswer(OSError):
 
 
 def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
-    """Return what `read` returns; it is called again where a bad answer of the object store behind `url` made it raise.
-    url: "" for files of this machine. file: what `read` reads from; it lets go of the bytes of that answer, if it keeps
-    any."""
+    """Return the result of `read`, which is called again if a bad answer from the object store at `url` made it raise.
+    url: "" for files on this machine. file: the file that `read` reads; its `forget`, if it has one, drops the bytes of
+    the bad answer."""
     for _ in range(ANSWERS - 1 if url else 0):
         try:
             return read()
-        except Exception as error:  # obstore's own can't be imported here
+        except Exception as error:  # obstore's error classes can't be imported here
             if not _is_of_bad_answer(error):
                 raise
             note_bad_answer(url, error)
@@ -137,7 +140,7 @@ def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
 
 
 def asked_again(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """The method of a store, `until_sound`."""
+    """Decorate a method of a store, so that it is called by `until_sound`."""
 
     @wraps(method)
     def ask(store: Any, *args: P.args, **options: P.kwargs) -> T:
@@ -147,14 +150,15 @@ def asked_again(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenat
 
 
 def note_bad_answer(url: str, error: Exception) -> None:
-    """Say that a request is made again."""
+    """Announce that a request is repeated."""
     reason = getattr(error, "message", "") or getattr(error, "strerror", "") or str(error)
     reason = shorten(" ".join((reason if url in reason else f"{url}: {reason}").split()), LONGEST)
     announce(f"{reason}: the request is tried again")
 
 
 def _is_of_bad_answer(error: Exception) -> bool:
-    """Whether other bytes might have been all right. What is missing, and what can't be reached, is no bad answer."""
+    """Whether an error is due to bad bytes in an answer, so that a new request may succeed. A missing file or a store
+    that can't be reached is not a bad answer."""
     if isinstance(error, DamageError):
         return not isinstance(error.__cause__, FileNotFoundError)
-    return isinstance(error, BadAnswer) or "response body error" in str(error)  # the last: of obstore, cut off
+    return isinstance(error, BadAnswer) or "response body error" in str(error)  # the last: cut off, by obstore

@@ -55,7 +55,7 @@ REASONS = {
 
 
 class StoreError(LatentpressError):
-    """A file could not be written or read: where (`path`), why (`reason`) and what to do."""
+    """A file could not be written or read. path: the file. reason: the cause; the message adds the next step."""
 
     def __init__(self, path: str, reason: str, next_step: str) -> None:
         super().__init__(f"{path}: {reason}", next_step)
@@ -85,14 +85,15 @@ def explained(path: str) -> Iterator[None]:
 
 
 def check_folder(path: str | Path) -> None:
-    """StoreError where no folder can be made at `path`; call it before work whose results go there."""
+    """Raise StoreError if a folder can't be made at `path`. To be called before work whose results go there."""
     if obstacle := find_obstacle(path):
         reason, _, step = obstacle.partition("; ")
         raise StoreError(str(path), f"can't be a folder: {reason}", step)
 
 
 def check_writable(folder: Path) -> None:
-    """Create `folder`, before work whose results go there; StoreError where that, or a file in it, can't be made."""
+    """Create `folder` before work whose results go there. Raises StoreError if the folder, or a file in it, can't be
+    created."""
     if obstacle := find_obstacle(folder):
         reason, _, step = obstacle.partition("; ")
         raise StoreError(str(folder), f"can't be written to: {reason}", f"{step}; or correct `output` or `train.run`")
@@ -108,8 +109,8 @@ def check_writable(folder: Path) -> None:
 
 
 class Entry(NamedTuple):
-    """A file: name, size in bytes, time of the last write (seconds since 1970; infinity where it is not known).
-    version: changes when it is replaced; "" where it is not known."""
+    """A file: name, size in bytes, time of the last write (seconds since 1970; infinity if unknown). version: text that
+    changes when the file is replaced; "" if unknown."""
 
     name: str
     size: int
@@ -118,8 +119,8 @@ class Entry(NamedTuple):
 
 
 def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:
-    """(name relative to `folder`, entry) of every regular file below it, or link to one, except files that are removed
-    meanwhile."""
+    """Yield (name relative to `folder`, entry) for every regular file below `folder`, or link to a regular file, except
+    files that are removed during the walk."""
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
@@ -142,22 +143,22 @@ def _is_regular(entry: os.DirEntry) -> bool:
 
 
 def temporary(path: Path) -> Path:
-    """A name in the folder of `path` that nobody else writes to."""
+    """Return a temporary name in the folder of `path` that no other process uses."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `temporary` made this name, so that the file may be removed once nobody writes to it."""
+    """Whether `temporary` made this name, so that the file may be removed once no process writes to it."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether listings leave this name out: it is no finished file, whichever program made it."""
+    """Whether listings skip this name, because it is not a finished file, whichever program made it."""
     return name.startswith(".") and name.endswith(TEMP_SUFFIX)
 
 
 def replace(source: str, target: str) -> None:
-    """The one step at which a local file appears under its final name."""
+    """Rename a local file to its final name, the single step at which the file appears."""
     os.replace(source, target)
 
 
@@ -204,8 +205,8 @@ def link(temp: Path, path: Path) -> bool:
 
 
 def restore_folders(parent: Path) -> None:
-    """Put back the folders in `parent` that a killed `put` had moved away before the new ones were there; call it while
-    nobody else writes there."""
+    """Put back the folders in `parent` that a killed `put` moved away before it renamed the new folders. To be called
+    while no other process writes in `parent`."""
     for former in parent.glob(f".*{FORMER_SUFFIX}"):
         path = parent / former.name.removesuffix(FORMER_SUFFIX).removeprefix(".")
         if path.exists():
@@ -242,7 +243,8 @@ def write_new(path: Path, text: str) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Create `folder` and sync each parent with a new entry, against power cuts. StoreError says why it can't be."""
+    """Create `folder` and sync each parent with a new entry, against power cuts. Raises StoreError with the
+    reason if a folder can't be created."""
     missing = [folder] if not folder.exists() else []
     while missing and not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -275,7 +277,8 @@ class Folder:
         return (self.root / rel).is_file()
 
     def info(self, rel: str) -> Entry:
-        """NotRegular for a folder, a pipe or a device, which could be read for ever."""
+        """Return name, size and time of a file. Raises NotRegular for a folder, or for a pipe or a device, which may
+        have no end."""
         about = (self.root / rel).stat()
         if not stat.S_ISREG(about.st_mode):
             raise NotRegular(errno.EINVAL, NOT_REGULAR, self.path(rel))
@@ -301,7 +304,7 @@ class Folder:
         return self.open(rel)
 
     def open_temp(self, rel: str) -> BinaryIO:
-        """A new file, in the folder of what it will become."""
+        """Return a new temporary file in the folder of its final name `rel`."""
         folder, _, name = self.path(rel).rpartition("/")
         temp = temporary(Path(folder, name))
         for _ in range(OPEN_TRIES):
@@ -315,7 +318,8 @@ class Folder:
         put(Path(file.name), self.root / rel)
 
     def publish_new(self, file: BinaryIO, rel: str) -> bool:
-        """By a hard link. If the file system has none, of two processes at the same moment the later one wins."""
+        """Publish by a hard link. If the file system does not support hard links and two processes publish at the same
+        moment, the later one wins."""
         file.flush()
         return link(Path(file.name), self.root / rel)
 
@@ -336,8 +340,8 @@ POLL_S = 0.05
 
 
 def lock(descriptor: int, shared: bool = False, wait_s: float = 0.0) -> bool:
-    """Lock an open file or folder; False if another process holds its lock for `wait_s` seconds. OSError, one of
-    NO_LOCKS, on a file system without locks."""
+    """Lock an open file or folder. Returns False if another process holds the lock for `wait_s` seconds. Raises OSError
+    with an errno in NO_LOCKS on a file system without locks."""
     end = time.monotonic() + wait_s
     while True:
         try:
@@ -388,12 +392,12 @@ def is_locked(path: Path) -> bool | None:
         return None
 
 
-#: For what is encoded.
+#: Advice for encoding stages whose results do not fit on the disk.
 SPACE_ADVICE = "free space, or set `root` to another place, such as an object store"
 
 
 def find_free_space(target: str | Path) -> int | None:
-    """Bytes that the disk of `target` has left; None for a URL. target: a folder, which need not be there yet."""
+    """Return the free bytes on the disk of `target`; None for a URL. target: a folder, which may not exist yet."""
     if "://" in str(target):
         return None
     folder = Path(target).absolute()
@@ -402,8 +406,8 @@ def find_free_space(target: str | Path) -> int | None:
 
 
 def find_shortage(target: str | Path, needed: int) -> str | None:
-    """Return a warning where the disk of `target` has fewer free bytes than `needed`; None for a URL. target: a folder,
-    which need not be there yet."""
+    """Return a warning if the disk of `target` has fewer free bytes than `needed`, else None; None for a URL. target: a
+    folder, which may not exist yet."""
     free = find_free_space(target)
     if free is None or free >= needed:
         return None

@@ -12,10 +12,10 @@ from schemas.family import SOURCE_ROLES
 from schemas.json_records import Record
 
 MAX_NAME_CHARS = 200  # characters of an id or another name
-MAX_DESCRIPTION_BYTES = 1 << 28  # of what is read at once; the description of a million rows has 200 MiB
+MAX_DESCRIPTION_BYTES = 1 << 28  # limit for JSON that is read at once; the description of a million rows has 200 MiB
 MAX_SHOWN_CHARS = 300  # characters of a foreign value in a message
 MAX_PATH_NAME = 70  # characters
-#: Of a name that becomes part of a path.
+#: Limit for a name that becomes part of a path.
 PATH_NAME_PATTERN = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{MAX_PATH_NAME - 1}}}", re.ASCII)
 
 
@@ -59,7 +59,7 @@ def check_shape(value: Sequence[Any]) -> tuple[int, ...]:
 
 
 def printable(value: object) -> str:
-    """A foreign value, or an error that quotes one, as one short printable line for a message."""
+    """Return a foreign value, or an error that quotes one, in the form of one short printable line for a message."""
     if isinstance(value, ValidationError):
         first = value.errors(include_url=False, include_input=False, include_context=False)[0]
         value = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
@@ -87,7 +87,7 @@ class Foreign(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     def values(self) -> dict[str, Any]:
-        """The values that were set, as they are written."""
+        """Return the values that were set, in the form in which they are written."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 

@@ -10,7 +10,7 @@ from schemas.config.section import NAME_PATTERN
 
 #: Kind of shard -> the program that makes it.
 ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
-#: Of the stages before there is a plan of samples, whose units are of items.
+#: Kind of shard -> program, for the stages that run before a plan of samples exists. Their units consist of items.
 ITEM_PROGRAMS = {"features": "features", "captions": "caption", "masks": "masks"}
 STAGE_PROGRAMS = ITEM_PROGRAMS | ENCODE_PROGRAMS
 

@@ -1,5 +1,5 @@
 """Objects behind a URL (s3://, gs://, az://, memory://) through obstore: files that need few requests, listings, whole
-uploads; and what goes wrong with them, in words.
+uploads; and explanations of their errors.
 
 obstore retries a request that fails, with pauses that grow at random, and reads the rest of a body that is cut off. An
 answer that is complete and wrong is a success for obstore: `until_sound` requests it again.
@@ -26,17 +26,17 @@ from schemas.errors import LatentpressError
 from schemas.text_format import shorten
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "memory": "memory"}  # -> name in messages
-#: Read with the first request that touches the end of a file, where an Arrow file has its description.
+#: Bytes read by the first request that touches the end of a file, which holds the description of an Arrow file.
 TAIL_BYTES = 256 << 10
-#: Read at a time for a reader that goes through a file in order, of which it keeps so many blocks.
+#: Bytes read at a time if a file is read in order, and the number of such blocks that are kept.
 BLOCK_BYTES, MAX_BLOCKS = 4 << 20, 2
 #: Larger files are uploaded in parts of this size.
 PART_BYTES, PARTS_AT_ONCE = 64 << 20, 2
 SINGLE_PUT_BYTES = 256 << 20
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
-UPLOAD_TIMEOUT_S = 900.0  # of a put or a part, whose time without an answer includes the time to send it
-ATTEMPTS = 5  # of a request, unless AWS_MAX_ATTEMPTS says otherwise
-PAGE = 1000  # objects of a listing
+UPLOAD_TIMEOUT_S = 900.0  # for a put or a part; the time without an answer includes the time to send the data
+ATTEMPTS = 5  # attempts at a request, unless AWS_MAX_ATTEMPTS is set
+PAGE = 1000  # objects in one answer to a listing
 MAPPED_BYTES = 16 << 20  # smaller objects that are read whole are read into memory
 
 
@@ -52,7 +52,7 @@ def connection_options(upload: bool = False) -> dict[str, Any]:
 
 
 def bucket_options(scheme: str) -> dict[str, Any]:
-    """What the environment says about the stores of a scheme, in addition to the variables that obstore reads."""
+    """Return options for the stores of a scheme from environment variables that obstore does not read itself."""
     if scheme == "s3":
         profile = os.environ.get("AWS_PROFILE") or os.path.exists(
             os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
@@ -86,7 +86,7 @@ class Bucket:
         except ImportError as error:
             extra = {"s3": "s3", "gs": "gcs"}.get(SCHEMES[scheme], "s3")
             raise StoreError(url, f"can't be opened: {error}", f"pip install 'latentpress[{extra}]'") from error
-        except Exception as error:  # obstore's own: a name or a variable of the environment that is not valid
+        except Exception as error:  # an error class of obstore: a name or environment variable is not valid
             step = "correct the URL, or the environment (docs/machines.md)"
             raise StoreError(url, f"can't be opened: {' '.join(str(error).split())}", step) from error
 
@@ -100,7 +100,7 @@ class Bucket:
         return explained_object(self.path(rel))
 
     def writing(self, rel: str) -> AbstractContextManager[None]:
-        """Around writing to a file of `open_temp`."""
+        """Context in which a file of `open_temp` is written."""
         return explained(f"{tempfile.gettempdir()} (TMPDIR says where)")
 
     def exists(self, rel: str) -> bool:
@@ -111,7 +111,8 @@ class Bucket:
         return True
 
     def info(self, rel: str) -> Entry:
-        """By one request. FileNotFoundError if there is no such object."""
+        """Return name, size and time of an object. Takes one request. Raises FileNotFoundError if the object does not
+        exist."""
         return _entry(self.reader.head(self.key(rel)), rel)
 
     def entries(self, folder: str) -> Iterator[Entry]:
@@ -122,8 +123,8 @@ class Bucket:
             yield _entry(about, about["path"][len(prefix) + 1 if prefix else 0 :])
 
     def get(self, rel: str, start: int, stop: int, e_tag: str | None = None) -> bytes:
-        """The bytes from `start` to `stop`. FileReplaced if the object does not have this ETag any more, BadAnswer if
-        it sends more or fewer."""
+        """Return the bytes from `start` to `stop`. Raises FileReplaced if the object no longer has this ETag, and
+        BadAnswer if the store sends more or fewer bytes."""
         from obstore.exceptions import PreconditionError
 
         options: dict[str, Any] = {"range": (start, stop)} | ({"if_match": e_tag} if e_tag else {})
@@ -135,7 +136,7 @@ class Bucket:
         return data
 
     def read(self, rel: str, size: int | None = None) -> bytes:
-        """A whole object. BadAnswer if its size is not `size`. size: None for the present one."""
+        """Return a whole object. Raises BadAnswer if its size is not `size`. size: bytes; None for the current size."""
 
         def read() -> bytes:
             data = self.reader.get(self.key(rel)).bytes().to_bytes()
@@ -192,15 +193,15 @@ class Bucket:
             options = {"use_multipart": True, "chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
             self.writer.put(self.key(rel), file, **options)
             return
-        is_mapped = size and self.reader is not self.writer  # a store in memory keeps what it is given
+        is_mapped = size and self.reader is not self.writer  # a store in memory keeps the buffer that it is given
         file.flush()
         file.seek(0)
         content = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if is_mapped else file.read()
         self.writer.put(self.key(rel), content, use_multipart=False, mode="create" if is_new else "overwrite")
 
     def publish_new(self, file: BinaryIO, rel: str) -> bool:
-        """Upload a file of `open_temp` if the object does not exist, by a put with If-None-Match. Of two processes at
-        the same moment the later one wins if the store does not support that."""
+        """Upload a file of `open_temp` if the object does not exist, by a put with If-None-Match. If the
+        store does not support If-None-Match and two processes publish at the same moment, the later one wins."""
         try:
             self.publish(file, rel, is_new=True)
             return True
@@ -219,7 +220,7 @@ class Bucket:
         self.writer.delete(self.key(rel))
 
     def remove(self, rel: str) -> None:
-        if self.exists(rel):  # in a bucket with versions, removing what is not there leaves a marker
+        if self.exists(rel):  # in a bucket with versions, removing an object that does not exist leaves a marker
             self.writer.delete(self.key(rel))
 
 
@@ -240,7 +241,8 @@ def _open_bucket(scheme: str, name: str, environment: tuple[tuple[str, str], ...
 
 
 def _entry(about: Any, name: str) -> Entry:
-    """version: changes when the object is replaced: its size, and its ETag or time."""
+    """Return an object's Entry. Its version, which changes when the object is replaced, is the size with the ETag or
+    time."""
     modified = about["last_modified"].timestamp()
     return Entry(name, about["size"], modified, f"{about['size']}:{about['e_tag'] or modified}")
 
@@ -251,15 +253,15 @@ def _check_length(came: int, size: int | None) -> None:
 
 
 class FileReplaced(OSError):
-    """An object is not the one that was opened."""
+    """An object was replaced after it was opened."""
 
 
 class ObjectFile:
     """A file object over an object as it was when it was opened. Its errors are StoreErrors. Not for several threads at
     once.
 
-    The end of a file is read by one request of TAIL_BYTES; elsewhere what is asked for and, if reads are next to each
-    other, blocks. So opening a shard takes one request, a row one, and all rows in order a few.
+    The end of a file is read by one request of TAIL_BYTES. Elsewhere, only the requested bytes are read or, if reads
+    are next to each other, blocks. So opening a shard takes one request, a row one, and all rows in order a few.
     """
 
     closed = False
@@ -324,7 +326,7 @@ class ObjectFile:
 
 
 class ObjectReader(pa.PythonFile):
-    """forget: as of ObjectFile."""
+    """An ObjectFile for pyarrow. forget: the method of the ObjectFile."""
 
     forget: Callable[[], None]
 
@@ -358,7 +360,7 @@ _EXPLANATIONS = {
 _CLOCK = re.compile(
     r"RequestTimeTooSkewed|request time and the|Signature (expired|not yet current)|reasonable timeframe|not yet valid"
 )
-#: What obstore asks last for credentials: the service of a cloud that tells its machines their own.
+#: The last source of credentials that obstore requests: the metadata service that a cloud offers to its machines.
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|computeMetadata|token request")
 _STATUS, _CODE = re.compile(r"status code: (\d{3})"), re.compile(r"<Code>(\w+)</Code>")
 _LONGEST = 300  # characters of a store's own words
@@ -366,7 +368,7 @@ _LONGEST = 300  # characters of a store's own words
 
 @contextmanager
 def explained_object(url: str) -> Iterator[None]:
-    """Turn what obstore raises into a StoreError about `url`. A missing object stays FileNotFoundError."""
+    """Turn obstore's errors into a StoreError about `url`. A missing object stays FileNotFoundError."""
     try:
         yield
     except (LatentpressError, MemoryError, AssertionError):

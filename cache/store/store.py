@@ -1,8 +1,8 @@
 """Files under one root, on a local disk or an object store, that appear whole or not at all.
 
 A local file is written as `.<name>.<random>.tmp` in the folder of its final name, synced and renamed; a file for an
-object store is written to a file of this machine without a name and uploaded. So whoever lists or opens a final name
-sees a finished file, and what a killed process leaves behind is never listed.
+object store is written to a file without a name on this machine and uploaded. So a program that lists or opens a final
+name sees a finished file, and temporary files of killed processes are never listed.
 
 `files.Folder` and `object_store.Bucket` are the two kinds of places, with the same methods.
 """
@@ -32,7 +32,7 @@ R = TypeVar("R", bound=Record)
 
 
 class UnknownVersion(LatentpressError):
-    """A file that another release made."""
+    """A file was written by another release, in a version that this release does not read."""
 
     exit_code = USAGE
 
@@ -76,18 +76,18 @@ class Store:
             yield
 
     def writing(self, rel: str) -> AbstractContextManager[None]:
-        """Around writing to a file of `open_temp`: StoreError if its disk fails."""
+        """Context in which a file of `open_temp` is written. Raises StoreError if the disk fails."""
         return self.place.writing(rel)
 
     def path(self, rel: str) -> str:
-        """The full name of `rel`: a path of this machine, or a URL."""
+        """Return the full name of `rel`: a path on this machine, or a URL."""
         return self.place.path(rel)
 
     def relative(self, path: str) -> str:
         return path.removeprefix(f"{self.path('')}/")
 
     def local(self, rel: str) -> Path | None:
-        """The path of `rel` on this machine's disk; None on an object store."""
+        """Return the path of `rel` on this machine's disk; None on an object store."""
         return None if self.root is None else self.root / rel
 
     def exists(self, rel: str) -> bool:
@@ -95,8 +95,8 @@ class Store:
             return self.place.exists(rel)
 
     def list_names(self, prefix: str = "") -> list[str]:
-        """Files under folder `prefix` at any depth, relative to it, sorted; [] where there is no such folder.
-        Temporary files are left out. One listing."""
+        """Return the names of the files under folder `prefix` at any depth, relative to it, sorted; [] if the folder
+        does not exist. Temporary files are not included. Takes one listing."""
         local = self.local(prefix)
         if local is None:
             return [entry.name for entry in self.list_files(prefix)]
@@ -105,8 +105,8 @@ class Store:
         return sorted(name for name in names if not is_unfinished(name.rpartition("/")[2]))
 
     def list_files(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
-        """List as `list_names` does, with sizes and times. temporaries: what stores did not finish instead; an object
-        store has none."""
+        """List files as `list_names` does, with sizes and times. temporaries: list only the temporary files that a
+        store did not finish instead; an object store has no temporary files."""
         found = list[Entry]()
         if temporaries and self.root is None:
             return found
@@ -119,7 +119,7 @@ class Store:
         return sorted(found)
 
     def size(self, rel: str) -> int:
-        """Bytes of the file `rel`."""
+        """Return the size of the file `rel` in bytes."""
         with self._reading(rel):
             return self.place.info(rel).size
 
@@ -128,21 +128,21 @@ class Store:
             return self.place.read(rel)
 
     def open(self, rel: str) -> pa.NativeFile:
-        """`rel` for random access, not by several threads at once: a memory map where it is local, else requests, as
-        few as object_store.ObjectFile needs."""
+        """Open `rel` for random access, which several threads may not use at once. A local file is memory-mapped; an
+        object is read by as few requests as object_store.ObjectFile needs."""
         with self._reading(rel):
             return self.place.open(rel)
 
     def open_whole(self, rel: str) -> pa.NativeFile:
-        """`rel` to be read completely; of an object store by two requests."""
+        """Open `rel` to read it completely. For an object, this takes two requests."""
         with self._reading(rel):
             return self.place.open_whole(rel, self.place.info(rel).size)
 
     @asked_again
     def read_table(self, rel: str, check: Callable[[pa.Table], object] | None = None) -> pa.Table:
-        """A table of `write_table`, in memory maps where it is local or large, every byte compared with its checksum.
-        check: raises ValueError where the values are not those of the wanted table. DamageError where anything is
-        wrong. A file that did not change is read once."""
+        """Read a table of `write_table`, memory-mapped if it is local or large, and compare every byte with the
+        checksum. check: function that raises ValueError if the table does not have valid values. Raises DamageError if
+        the file or its values are wrong. A file that did not change is read once."""
         path = self.path(rel)
         with self._reading(rel):
             about = self.place.info(rel)
@@ -160,8 +160,8 @@ class Store:
 
     @asked_again
     def read_record(self, rel: str, kind: type[R]) -> R:
-        """The record in `rel`. DamageError if it is not as `publish_record` wrote it or lacks a value, UnknownVersion
-        if this release does not read its version."""
+        """Return the record in `rel`. Raises DamageError if the record differs from the record written by
+        `publish_record` or lacks a value, and UnknownVersion if this release does not read the record's version."""
         try:
             if self.size(rel) > kind.max_bytes:
                 raise ValueError(f"more than {kind.max_bytes} bytes")
@@ -175,12 +175,12 @@ class Store:
             return kind.model_validate(values)
 
     def open_temp(self, rel: str) -> BinaryIO:
-        """A new file for what will become `rel`, to write to and to read. Give it to `publish` or to `discard_temp`."""
+        """Return a new temporary file for `rel`, for writing and reading. Pass it to `publish` or `discard_temp`."""
         with self.writing(rel):
             return self.place.open_temp(rel)
 
     def publish(self, file: BinaryIO, rel: str) -> None:
-        """Make a finished file of `open_temp` appear as `rel`, in place of an older one; it is closed in any case."""
+        """Publish a finished file of `open_temp` as `rel`, in place of an older file. `file` is closed in any case."""
         try:
             with self.place.explained(rel):
                 self.place.publish(file, rel)
@@ -209,8 +209,8 @@ class Store:
             self.discard_temp(file)
 
     def create_new(self, rel: str, write: Callable[[BinaryIO], object]) -> bool:
-        """Publish what `write` writes as `rel`; False if `rel` exists, which is left as it is. If the file system or
-        the store can't ensure that, whoever must know reads the file again."""
+        """Publish the bytes that `write` writes as `rel`. Returns False if `rel` exists; the existing file stays. If
+        the file system or the store can't ensure this, a caller that depends on it must read the file again."""
         file = self.open_temp(rel)
         try:
             with self.writing(rel):
@@ -246,7 +246,7 @@ class Store:
             self.place.move(rel, target)
 
     def remove(self, rel: str) -> None:
-        """Remove `rel`; nothing happens where it is absent."""
+        """Remove `rel`. Does nothing if `rel` does not exist."""
         with self.place.explained(rel):
             self.place.remove(rel)
 
@@ -261,7 +261,7 @@ class Store:
     def remove_stale_temps(self, older_than_s: float) -> list[str]:
         """Remove temporary files not written to for `older_than_s` seconds; returns their paths. Give more than the
         longest time that one file takes to write, since another process may be writing. Only names that `open_temp`
-        makes count: others belong to someone else."""
+        makes count, since other files may belong to another program."""
         before = time.time() - older_than_s
         stale = [entry.name for entry in self.list_files(temporaries=True) if entry.modified < before]
         for name in stale:
@@ -275,8 +275,8 @@ class Store:
             self.place.copy_to_file(rel, target, size)
 
     def read_files(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes]]:
-        """Each listed file with its bytes, of an object store by requests that run together. Files that were removed
-        meanwhile are left out."""
+        """Yield each listed file with its bytes. Requests to an object store run concurrently. Files that were removed
+        since the listing are skipped."""
 
         def read(entry: Entry) -> bytes | None:
             with suppress(FileNotFoundError):
