@@ -78,7 +78,10 @@ def test_one_that_is_closed_early_drops_what_is_under_way(engine: Engine, job: J
     with closing(engine.run_units(Echo, job, iter(make_units("u0", "slow-1", "slow-2")), lambda n: None)) as results:
         assert next(results).unit_id == "u0"
     assert not list(tmp_path.glob("slow-*"))
-    assert len(list(tmp_path.glob("cleaned-*"))) == len({path.read_text() for path in tmp_path.glob("tried-*")})
+    cleaned = {path.name.removeprefix("cleaned-") for path in tmp_path.glob("cleaned-*")}
+    assert cleaned >= {
+        path.read_text().strip() for path in tmp_path.glob("tried-*")
+    }  # u0's worker may have had no other
 
 
 def test_what_workers_announce_is_announced_by_the_program(engine: Engine, job: Job) -> None:
