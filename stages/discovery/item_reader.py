@@ -1,8 +1,9 @@
 """Reads one item for discover, in a sandbox process: headers, content for its id, captions, companions.
 
-Of a media file it finds the columns of the media table that a listing lacks: from the header, of videos from the
-packets if the header does not suffice; only `scenes` decodes a file, with PySceneDetect's detector on frames of our own
-readers, so that the times agree with theirs.
+For a media file it finds the columns of the media table that a listing lacks: from the header, and from the packets of
+a video if the header does not suffice. A whole file is decoded only for `scenes` and for animated images that become
+videos, a few frames for face detection. `scenes` runs PySceneDetect's detector on frames of our own readers, so that
+its times agree with the times of these frames.
 """
 
 from collections.abc import Mapping
@@ -26,9 +27,9 @@ def probe_media(path: MediaPath, kind: str, *, animations: str = "first-frame", 
     """Columns of schemas.tables.MEDIA_SCHEMA by name: media_id, kind, width, height, frames, rate, duration,
     constant_rate, track, scenes. Raises MediaError.
 
-    kind: "image" or "video", as listed; with animations="video" an animated image becomes a video. Images have None for
-    frames, rate, duration, constant_rate, track and scenes; videos for track if there is only one, and for scenes if
-    they are not detected.
+    kind: "image" or "video", as listed; with animations="video" an animated image becomes a video. Images have None
+    for frames, rate, duration, constant_rate, track and scenes. A video has None for track if it has only one video
+    track, and for scenes if scenes are not detected.
     """
     columns = _probe_file(path, kind, animations)
     if scenes and columns["kind"] == "video":
@@ -50,7 +51,7 @@ def _probe_file(path: MediaPath, kind: str, animations: str) -> dict[str, Any]:
         info = animation.probe_animation(path)
     columns = {"kind": "video" if isinstance(info, VideoInfo) else "image", "width": info.width, "height": info.height}
     names = ("frames", "rate", "duration", "constant_rate", "track", "scenes")
-    return columns | {name: getattr(info, name, None) for name in names}  # an image has none of these
+    return columns | {name: getattr(info, name, None) for name in names}  # ImageInfo has no such attributes
 
 
 def find_scenes(path: MediaPath) -> list[float]:
@@ -82,8 +83,8 @@ def find_scenes(path: MediaPath) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """The parts of an item that are to be read. captions_at: path, None if there is nothing to read. companions: role
-    -> path and kind, of those that are to be read."""
+    """The parts of an item that must be read. media: whether to read the media file. captions_at: path of the caption
+    file, None if it need not be read. companions: role -> (path, kind) of each companion that must be read."""
 
     path: str
     kind: str
@@ -99,10 +100,10 @@ class ItemReader:
         self._dataset, self._source = dataset, open_source(dataset)
 
     def __call__(self, task: ReadTask) -> dict[str, Any]:
-        """Columns of schemas.tables.MEDIA_SCHEMA by name: those that the task asks for."""
+        """The values that the task requires, by column name of schemas.tables.MEDIA_SCHEMA."""
         columns: dict[str, Any] = {}
         try:
-            if task.captions_at is not None:  # first: an item without captions is set aside
+            if task.captions_at is not None:  # first, because an item without captions is rejected
                 columns["captions"] = self._read_captions(task.captions_at)
             if task.media:
                 media = self._source.open(task.path)

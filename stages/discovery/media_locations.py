@@ -1,12 +1,12 @@
-"""The places of the files of a plan's members on this machine, and whether these are there. Needs no media library, so
-any program may use it.
+"""The locations of the files of a plan's members on this machine, and whether the files exist. Needs no media library,
+so any program may use it.
 
-Missing media is not bad media: if a disk is not mounted or `media_root` was forgotten, every file would be set aside,
+Missing media is not bad media: if a disk is not mounted or `media_root` was forgotten, every file would be rejected,
 and training would continue with the rest. So before a stage opens media, and again when a unit lacks files, it looks
-for some files of each place; if most of them are missing it stops and changes nothing.
+for some files of each location; if most of them are missing, the stage stops and changes nothing.
 
-discover makes the same check of its listings (`RemovalCheck`): what it does not find leaves the media table, and with
-the next plan the training set. That is right for deleted files, and wrong for a disk that is not mounted.
+discover makes the same check of its listings (`RemovalCheck`): an item that it does not find leaves the media table,
+and with the next plan the training set. This is right for deleted files, and wrong for a disk that is not mounted.
 """
 
 import io
@@ -37,15 +37,16 @@ from stages.discovery.sources.walk import extensions_of_dataset
 from stages.media.files import VIDEO_EXTENSIONS, Blob, MediaError, MediaPath, media_size, require_unchanged
 
 MAX_PROBED_FILES = 16  # of each dataset
-MADE_MASKS = "made masks"  # in place of a dataset's id, which has no space
+MADE_MASKS = "made masks"  # used like a dataset's id; real ids contain no space
 
 
 @dataclass(frozen=True, repr=False)
 class MadeMask(Blob):
-    """A mask that `masks` made, as a file that is read like the user's own: a row of its cache under the root. It is a
-    PNG in gray, of a clip with several frames an animated one, whose frame k is shown from k x FRAME_S on.
+    """A mask that `masks` made, read from a row of the mask cache like a mask file of the user: a PNG in gray. For a
+    clip with several frames the PNG is animated, and frame k is shown from k x FRAME_S seconds on.
 
-    root: that of the caches. name: its path there, as of `cache.sets.item_rows.list_masks`. planned: its id."""
+    root: folder of the caches. name: path of the mask below `root`, from `cache.sets.item_rows.list_masks`. planned:
+    media id of the mask in the plan."""
 
     root: str
     name: str
@@ -58,7 +59,7 @@ class MadeMask(Blob):
         return len(self._content)
 
     def media_id(self) -> str:
-        """An id made of item, model and settings, of which the mask is a function."""
+        """An id computed from item, model and settings, which determine the mask."""
         return self.planned
 
     def refresh(self) -> None:
@@ -77,7 +78,7 @@ class MadeMask(Blob):
 
 
 class RequiredFile(NamedTuple):
-    """A file that a member is made from. role: "media" or that of a companion; content: its media id as planned."""
+    """A file that a member is made from. role: "media" or the role of a companion. content: media id in the plan."""
 
     dataset: str
     role: str
@@ -86,21 +87,21 @@ class RequiredFile(NamedTuple):
 
 
 class MediaLocations:
-    """The files of samples and of the images inside prompts, at their paths as of this plan."""
+    """The files of samples and of the images inside prompts, at the paths that this plan has."""
 
     def __init__(self, config: Config, plan: Plan) -> None:
         self._config, self._plan = config, plan
         self._sources: dict[str, Source] = {}
 
     def planned_files(self, kind: str, name: str) -> list[tuple[MediaPath, str]]:
-        """The `required_files` of a member, to be opened, each with the media id it was planned with. Raises MediaError
-        if the configuration no longer has it."""
+        """The `required_files` of a member, ready to be opened, each with its media id in the plan. Raises MediaError
+        if the configuration no longer has their dataset or prompt."""
         return [(self.open(file), file.content) for file in self.required_files(kind, name)]
 
     def required_files(self, kind: str, name: str) -> list[RequiredFile]:
-        """The files of a member of this kind: of "text" the images inside an i2i prompt, nothing for other prompts; of
-        "vision" the media alone; of "latents" the media, for i2i the source image, and the mask if there is one; of an
-        item plan the media, and the source image if that was asked for."""
+        """The files of a member, depending on `kind`. For "text": the images inside an i2i prompt, nothing for other
+        prompts. For "vision": only the media. For "latents": the media, for i2i the source image, and the mask if the
+        sample has one. For an item plan: the media, and the source image if the plan includes it."""
         if kind == "text":
             text = self._plan.texts[name]
             if text.get("references"):
@@ -122,7 +123,7 @@ class MediaLocations:
         return files
 
     def location_option(self, dataset: str, role: str) -> tuple[str, str]:
-        """`location_option` of a dataset by its id, or of made masks, or of the validation prompts' images."""
+        """`location_option` for a dataset's id, for MADE_MASKS, or for VALIDATION (images of validation prompts)."""
         if dataset == MADE_MASKS:
             return "root", self._config.root
         if dataset == VALIDATION:
@@ -130,16 +131,16 @@ class MediaLocations:
         return location_option(self._dataset(dataset), role)
 
     def all_present(self, kind: str, name: str) -> bool:
-        """Whether all files of a member of this kind ("text", "latents") are there as they were planned."""
+        """Whether all files of a member of this kind ("text", "latents") exist and still have their planned content."""
         try:
             for path, content in self.planned_files(kind, name):
                 require_unchanged(path, content)
-        except (MediaError, LatentpressError):  # the latter: its place can't even be opened
+        except (MediaError, LatentpressError):  # LatentpressError: the whole location can't be opened
             return False
         return True
 
     def open(self, file: RequiredFile) -> MediaPath:
-        """A file of a sample, to be opened; of a validation prompt its own image, or that of the data."""
+        """A file, ready to be opened. For a validation prompt: its own image, or the image chosen from the data."""
         planned = self._resolve(file)
         if not isinstance(planned, RequiredFile):
             return planned
@@ -149,8 +150,8 @@ class MediaLocations:
         )
 
     def backing_file(self, file: RequiredFile) -> MediaPath:
-        """The file itself, also of a made mask, or the archive that holds it. Raises MediaError if it is missing,
-        LatentpressError if its whole place is."""
+        """The file itself (a MadeMask for a made mask), or the archive that holds it. Raises MediaError if the file is
+        missing, LatentpressError if its whole location is missing."""
         planned = self._resolve(file)
         if not isinstance(planned, RequiredFile):
             return planned
@@ -158,13 +159,13 @@ class MediaLocations:
         return self._source(planned.dataset).backing_file(role, planned.path)
 
     def _resolve(self, file: RequiredFile) -> MediaPath | RequiredFile:
-        """Return a made mask, the path of a validation prompt's image, or the file of the data chosen for it; else
-        `file`."""
+        """Return a MadeMask, the path of a validation prompt's image, or the file of the data chosen for the prompt;
+        `file` itself if it is a file of a dataset."""
         if file.dataset == MADE_MASKS:
             return MadeMask(self._config.root, file.path, file.content)
         if file.dataset != VALIDATION:
             return file
-        name, _, number = file.path.partition("/")  # of one of several references, counted from 1
+        name, _, number = file.path.partition("/")  # number: from 1, if the prompt has several references
         prompt = next((prompt for prompt in self._config.validation.prompts if prompt.name == name), None)
         if prompt is not None and prompt.image is not None:
             return listed(prompt.image)[int(number or 1) - 1]
@@ -199,7 +200,7 @@ class MediaLocations:
 
 
 def location_option(dataset: Dataset, role: str) -> tuple[str, str]:
-    """The option that gives the place of a dataset's files of a role on this machine, and its value."""
+    """The option that sets where a dataset's files of a role are on this machine, and the option's value."""
     option = {"mask": "mask_data", "media": ""}.get(role, "conditioning_data")
     if not option or not getattr(dataset, option):
         option = "media_root" if dataset.media_root else "instance_data_dir"
@@ -211,14 +212,14 @@ def location_option(dataset: Dataset, role: str) -> tuple[str, str]:
 
 
 class MissingMediaError(LatentpressError):
-    """Most of the files that were looked for in a place are missing."""
+    """Most of the files that were looked for in a location are missing."""
 
 
 # -- before a stage opens media --------------------------------------------------------------------------------------
 
 
 def spread_evenly(names: pa.Array | pa.ChunkedArray, most: int = MAX_PROBED_FILES) -> list[str]:
-    """At most `most` of them, from the first to the last."""
+    """At most `most` of the names, evenly spaced from the first to the last."""
     rows = np.linspace(0, len(names) - 1, min(most, len(names))).astype(np.int64)
     return names.take(pa.array(rows)).to_pylist()
 
@@ -238,7 +239,7 @@ def select_probed_members(plan: Plan, kind: str, members: pa.Array) -> tuple[str
 
 
 def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> None:
-    """Look for the files of some members; MissingMediaError if more than half of those of one place are missing."""
+    """Raise MissingMediaError if more than half of the members' files in one location are missing."""
     groups: dict[tuple[str, str], dict[str, RequiredFile]] = {}
     for name in members:
         for need in places.required_files(kind, name):
@@ -269,7 +270,7 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
 
 
 def _absence_error(places: MediaLocations, need: RequiredFile) -> MediaError | None:
-    """Why a file is missing, None if it exists. A store that doesn't answer or denies access counts as empty."""
+    """The error for a missing file; None if it exists. Objects of a store that fails or denies access are missing."""
     file: MediaPath | None = None
     try:
         file = places.backing_file(need)
@@ -284,14 +285,14 @@ def _absence_error(places: MediaLocations, need: RequiredFile) -> MediaError | N
 
 
 def describe_ignored(counts: Counter[str]) -> str:
-    """Files that were left alone, by extension or reason: "12: .json 3, .md 9"."""
+    """Text for the numbers of ignored files by extension or reason: "12: .json 3, .md 9"."""
     parts = (f"{reason or 'no extension'} {count}" for reason, count in sorted(counts.items()))
     return f"{counts.total()}: {', '.join(parts)}"
 
 
 @dataclass
 class RemovalCheck:
-    """Compares how many items and companions a listing has with how many the last discovery found."""
+    """Compares the numbers of items and companions in a listing with the numbers that the last discovery found."""
 
     dataset: Dataset
     before: pa.Table | None
@@ -304,8 +305,10 @@ class RemovalCheck:
             self.listed[role] += len(chunk) - chunk[role].null_count
 
     def require_media(self, missing: int, fraction: float, accept_removed: bool, ignored: Counter[str]) -> None:
-        """Raise MissingMediaError if most is gone. missing: listed items that are not there; fraction: the share of
-        them that is accepted if it is more than half (max_reject_fraction)."""
+        """Raise MissingMediaError if most items or companions are missing, LatentpressError if nothing was ever found.
+
+        missing: number of listed items whose files do not exist. fraction: accepted share of missing items if above
+        0.5 (max_reject_fraction). accept_removed: check only `missing`. ignored: numbers of ignored files."""
         listed = self.listed["media"]
         if missing > max(0.5, fraction) * listed:
             step = "or raise stages.max_reject_fraction, if they are gone for good and you want to go on without them"

@@ -1,8 +1,8 @@
-"""The media table of a dataset: its file, the settings it was made with, what changed in it, and how a listing is
-compared with its rows: which are unchanged, what must be read, and how both become new rows.
+"""The media table of a dataset: its file, the settings it was made with, the changes in it, and how a listing is
+compared with its rows: which rows are unchanged, which files must be read, and how the new table is assembled.
 
-Listings are compared in columns, without a loop over items. Of a known row, the columns whose version is unchanged are
-kept; the others are replaced by what was read.
+Listings are compared in columns, without a loop over items. A known row keeps the columns whose version is unchanged;
+all remaining columns get the values that were read from the files.
 
 `partial/` next to the table holds rows that an unfinished discovery has read. Only the next discovery uses them, as
 known rows.
@@ -40,7 +40,7 @@ from stages.discovery.sources.captions import CAPTION_READER_VERSION
 from stages.discovery.sources.columns import TextLookup, to_mask
 from stages.media.files import MediaError, hash_file
 
-#: Columns of MEDIA_SCHEMA by what must be read for them.
+#: Columns of MEDIA_SCHEMA, grouped by the file that must be read for them.
 COLUMN_GROUPS = {
     "media": (
         *("size", "media_id", "kind", "width", "height", "frames", "rate", "duration"),
@@ -50,14 +50,14 @@ COLUMN_GROUPS = {
     **{role: (f"{role}_id", f"{role}_width", f"{role}_height") for role in SOURCE_ROLES},
     "mask": ("mask_id", "mask_kind", "mask_width", "mask_height"),
 }
-SLICE_ROWS = 65536  # of a table that are sorted at a time
+SLICE_ROWS = 65536  # rows of the sorted table that are written at a time
 _KNOWN_ROW = "row in the known table"
 _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 #: If one of these changes, another file may have the same path, size and time.
 _LOCATION_OPTIONS = ("instance_data_dir", "source", "split", "media_column")
 _CAPTION_OPTIONS = ("caption_strategy", "caption_column", "captions_per_file", "caption_reader")
 _VERSIONS = ("version", "captions_version", *(f"{role}_version" for role in (*SOURCE_ROLES, "mask")))
-#: Of two datasets: if one differs, companions of the same name may be other files.
+#: If one of these options differs between two datasets, companions of the same name may be different files.
 _COMPANION_OPTIONS = {
     "captions": ("caption_file",),
     **dict.fromkeys(SOURCE_ROLES, ("conditioning_data", "conditioning_column", "conditioning_count")),
@@ -67,12 +67,12 @@ _VERSION_KEY, _SETTINGS_KEY = b"tables_version", b"discovered_with"
 
 
 class OtherSettings(LatentpressError):
-    """A media table was made with others than the configured ones."""
+    """A media table was made with settings that differ from the configured ones."""
 
 
 def settings_of(dataset: Dataset) -> dict[str, Any]:
-    """The settings that determine a table, besides the media. If one changes, the columns that depend on it are read
-    again. For crop_style: face, the content of what finds faces is one. Raises LatentpressError."""
+    """The settings that, in addition to the media, determine a table. If a setting changes, the columns that depend on
+    it are read again. crop_style: face adds the hash of the detector's file, or "cascade". Raises LatentpressError."""
     settings = discovery_settings(dataset) | {"caption_reader": CAPTION_READER_VERSION}
     if dataset.crop_style == "face":
         try:
@@ -84,7 +84,7 @@ def settings_of(dataset: Dataset) -> dict[str, Any]:
 
 
 class RandomAccessTable:
-    """A table whose rows are taken in any order; `Table.take` would copy whole columns of a table in pieces."""
+    """A table whose rows can be taken in any order; `Table.take` would copy whole columns of a chunked table."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
@@ -92,7 +92,7 @@ class RandomAccessTable:
         self._starts = np.cumsum([0, *map(len, self._batches)])
 
     def take(self, rows: np.ndarray, names: list[str]) -> pa.Table:
-        """Columns at rows, (n,) int64, of the table; nulls for -1."""
+        """The columns `names` at `rows`, (n,) int64 row numbers of the table; null for row -1."""
         order = np.argsort(rows, kind="stable")
         cuts = np.searchsorted(rows[order], self._starts)
         back = np.empty(len(rows), np.int64)
@@ -112,14 +112,14 @@ class RandomAccessTable:
 
 
 class KnownRows(RandomAccessTable):
-    """A media table whose rows are found by path. Of several rows of a path the first one counts."""
+    """A media table whose rows are found by path. If several rows have the same path, the first row counts."""
 
     def __init__(self, table: pa.Table) -> None:
         super().__init__(table)
         self._paths = TextLookup(table["path"])
 
     def find(self, paths: pa.ChunkedArray, names: list[str]) -> tuple[np.ndarray, pa.Table]:
-        """(n,) int64: the row of each path, -1 if there is none; and columns at those rows."""
+        """Returns (n,) int64, the row number of each path (-1 if not found), and the columns `names` at these rows."""
         rows = self._paths.find(paths)
         return rows, self.take(rows, names)
 
@@ -144,7 +144,7 @@ def read_media_table(store: Store, dataset: str) -> pa.Table:
 
 
 def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
-    """The media table of a dataset as it is configured; OtherSettings if it was discovered with others."""
+    """The media table of a dataset. Raises OtherSettings if it was discovered with settings other than `dataset`'s."""
     table = read_media_table(store, dataset.id)
     made = _settings_in(table)
     differ = [
@@ -162,7 +162,7 @@ def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
 
 
 def check_media_table(table: pa.Table) -> None:
-    """ValueError if the values of a media table can't be right. A table of another version is not checked."""
+    """Raise ValueError if a media table has invalid values. A table of another version is not checked."""
     if _is_current_version(table):
         table_checks.check_media(table)
         if not isinstance(_settings_in(table), dict):
@@ -178,7 +178,7 @@ def _settings_in(table: pa.Table) -> Any:
 
 
 def find_media_table(store: Store, dataset: str) -> pa.Table | None:
-    """The media table as it is; None if there is none of this version."""
+    """The media table, whatever its settings; None if it does not exist or has another version."""
     try:
         table = store.read_table(media_table_path(dataset), check_media_table)
     except FileNotFoundError:
@@ -194,10 +194,11 @@ def load_known_rows(
     rehash: bool = False,
     discovered: Iterable[Dataset] = (),
 ) -> tuple[pa.Table | None, KnownRows]:
-    """The last media table, if there is one, and the known rows: those of datasets of the same files, of an unfinished
-    discovery, and of the table, without versions of what other settings would change. warn: called for each damaged
-    file, whose rows are then not known. rehash: without any version, so that everything is read again. discovered:
-    datasets whose tables are up to date."""
+    """The last media table (None if it does not exist) and the known rows: rows of datasets of the same files, of an
+    unfinished discovery, and of the last table. Versions of columns that changed settings affect are null.
+
+    warn: called for each damaged file, whose rows are then ignored. rehash: drop all versions, so that everything is
+    read again. discovered: datasets whose tables are up to date."""
     tables: dict[str, pa.Table] = {}
     for rel in (media_table_path(dataset.id), *partial_table_paths(store, dataset.id)):
         try:
@@ -223,8 +224,8 @@ def load_known_rows(
 
 
 def _rows_of_same_files(store: Store, dataset: Dataset, other: Dataset, settings: dict[str, Any]) -> pa.Table:
-    """Rows of the media table of `other` that hold for `dataset`, with versions of what needs not be read again; none
-    where it has other files."""
+    """Rows of the media table of `other` that are also valid for `dataset`, with versions of the columns that need not
+    be read again; an empty table if `other` has different files."""
     table = find_media_table(store, other.id) if other.root == dataset.root else None
     if table is None or any(settings[name] != settings_of(other)[name] for name in _LOCATION_OPTIONS):
         return MEDIA_SCHEMA.empty_table()
@@ -241,7 +242,7 @@ def partial_table_paths(store: Store, dataset: str) -> list[str]:
 
 
 def save_partial_table(store: Store, dataset: str, tables: list[pa.Table], settings: dict[str, Any]) -> None:
-    """Keep rows that were read, until the table is complete."""
+    """Store rows that were read, until the media table is complete."""
     rel = f"media/{dataset}/partial/{len(partial_table_paths(store, dataset)):06d}.arrow"
     store.write_table(rel, with_table_metadata(concat_media(tables), settings))
 
@@ -252,7 +253,7 @@ def with_table_metadata(table: pa.Table, settings: dict[str, Any]) -> pa.Table:
 
 
 def _drop_stale_versions(table: pa.Table, settings: dict[str, Any]) -> pa.Table:
-    """`table` without the versions of what it would hold otherwise with these settings."""
+    """`table` with null versions for the columns whose values would differ with these settings."""
     before = json.loads(json.dumps(settings)) | {"faces": settings.get("faces")}
     made_with = _settings_in(table)
     changed = {name for name, value in before.items() if made_with.get(name) != value}
@@ -262,7 +263,7 @@ def _drop_stale_versions(table: pa.Table, settings: dict[str, Any]) -> pa.Table:
     if changed & {*_CAPTION_OPTIONS}:
         table = _drop_versions(table, ["captions_version"])
     if "faces" in changed and FACE in table.schema.names:
-        table = table.drop_columns([FACE])  # of another detector
+        table = table.drop_columns([FACE])  # found by another detector
     if "identity" in changed:
         return _drop_versions(table, ["version"])
     if "animations" in changed:
@@ -271,7 +272,7 @@ def _drop_stale_versions(table: pa.Table, settings: dict[str, Any]) -> pa.Table:
 
 
 def _drop_versions(table: pa.Table, names: Collection[str], keep: pa.ChunkedArray | None = None) -> pa.Table:
-    """`table` with nulls in columns `names`, except in the rows to keep, (n,) bool."""
+    """`table` with nulls in the columns `names`, except in rows to keep. keep: (n,) bool, or None for no row."""
     for name in table.schema.names:
         if name not in names:
             continue
@@ -284,7 +285,7 @@ def _drop_versions(table: pa.Table, names: Collection[str], keep: pa.ChunkedArra
 
 
 def concat_media(tables: list[pa.Table], schema: pa.Schema | None = None) -> pa.Table:
-    """All rows of media tables, with the columns of `schema` and extra ones; by default with those of any table."""
+    """All rows of media tables, with the columns of `schema` (default: columns of any table) and the extra columns."""
     schema = schema or media_schema_of({name for table in tables for name in table.schema.names})
     further = {*media_schema(MOST_REFERENCES, faces=True).names} - {*schema.names}
     kept = (table.select([name for name in table.schema.names if name not in further]) for table in tables)
@@ -292,8 +293,8 @@ def concat_media(tables: list[pa.Table], schema: pa.Schema | None = None) -> pa.
 
 
 def write_media_table(store: Store, dataset: str, table: pa.Table, settings: dict[str, Any]) -> pa.Table:
-    """Write the rows, sorted, as the media table, unless they are the present one's; returns it. The bytes are a
-    function of the rows alone. In slices, so that memory holds no second copy."""
+    """Write the rows, sorted by path, as the media table and return it; an equal table is not written again. The
+    bytes depend only on the rows and settings. Rows are written in slices, so that memory holds no second copy."""
     table = with_table_metadata(table, settings)
     with suppress(DamageError):
         before = find_media_table(store, dataset)
@@ -307,7 +308,7 @@ def write_media_table(store: Store, dataset: str, table: pa.Table, settings: dic
 
 
 def count_changes(before: pa.Table, table: pa.Table) -> dict[str, int]:
-    """How many items of the table are new, are removed, have other content, have other captions than before."""
+    """The numbers of items that are new, removed, changed in content, or changed in captions since `before`."""
     if table.equals(before):
         return dict.fromkeys(("new", "removed", "changed", "captions_changed"), 0)
     rows, old = KnownRows(before).find(table["path"], ["media_id", "captions"])
@@ -327,9 +328,9 @@ def count_changes(before: pa.Table, table: pa.Table) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ListingDiff:
-    """A chunk of a listing in four parts. unchanged: numbers of known rows that are rows of the new table as they are,
-    (n,) int64. rows: other rows of the media table, for which nothing must be read. todo: rows of the listing, with
-    what must be read of each, for `assemble_rows`. rejects: rows of schemas.tables.REJECTS_SCHEMA."""
+    """A chunk of a listing in four parts. unchanged: (n,) int64, numbers of the known rows that the new table takes
+    unchanged. rows: further rows of the media table that need no reading. todo: rows of the listing, with columns
+    "read <group>" for `assemble_rows`. rejects: rows of schemas.tables.REJECTS_SCHEMA."""
 
     unchanged: np.ndarray
     rows: pa.Table
@@ -369,7 +370,7 @@ def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> Listi
 
 
 def _listed_columns(dataset: Dataset) -> list[str]:
-    """Columns of a media table that a listing has, too."""
+    """Columns that a media table and a listing both have."""
     companions = (name for role in dataset.roles for name in (role, f"{role}_version"))
     return ["path", "version", "captions_version", *companions]
 
@@ -387,7 +388,7 @@ def _extra_columns(table: pa.Table) -> list[str]:
 
 
 def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> dict[str, np.ndarray]:
-    """(n,) bool for each of COLUMN_GROUPS: whether it must be read."""
+    """Group of COLUMN_GROUPS -> (n,) bool, whether the group must be read for a row of the listing."""
     same = equal_mask(listing["version"], before["version"])
     same &= ~_valid_mask(listing["size"]) | equal_mask(listing["size"], before["size"])
     was_video = to_mask(pc.equal(before["kind"], "video"))
@@ -408,8 +409,10 @@ def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> di
 
 
 def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: KnownRows, dataset: Dataset) -> pa.Table:
-    """Rows of the media table from rows of `ListingDiff.todo` and what was read of each, if anything. Of a companion or
-    a file of captions that was removed nothing stays."""
+    """Rows of the media table from rows of `ListingDiff.todo` and their results.
+
+    results: columns that were read for each row, or [] if nothing was read. If a companion or a caption file was
+    removed, its columns become null."""
     schema = dataset_schema(dataset)
     before = known.take(listing[_KNOWN_ROW].to_numpy(), schema.names)
     columns: dict[str, Any] = {name: listing[name] for name in _listed_columns(dataset)}
@@ -431,7 +434,7 @@ def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: Known
 
 
 def rejects_of_listing(listing: pa.Table, dataset: str) -> pa.Table:
-    """Rows of REJECTS_SCHEMA from those of a listing with a problem, "reason: what is wrong"."""
+    """Rows of REJECTS_SCHEMA from rows of a listing whose "problem" is "reason: description"."""
     parts = pc.extract_regex(listing["problem"], r"(?s)^(?P<reason>[^:]*): (?P<problem>.*)$")
     path = listing["path"]
     columns = {

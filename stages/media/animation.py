@@ -1,7 +1,7 @@
 """Animated GIF, WebP and PNG as videos: each frame is shown for its own duration, as in browsers.
 
-A duration of 10 ms or less counts as 100 ms, as in browsers (old files were made for slow displays). Loops are not
-counted, and neither is the still picture that a PNG has for programs without animations.
+A duration of 10 ms or less counts as 100 ms, as in browsers (old files were made for slow displays). The animation is
+read once, whatever its number of loops, without the still picture that a PNG may have for programs without animations.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ def is_animation(path: MediaPath) -> bool:
 
 
 def probe_animation(path: MediaPath) -> VideoInfo:
-    """Size, frames, average rate and duration; decodes the file. Raises MediaError."""
+    """Size, number of frames, average rate and duration. Decodes the whole file. Raises MediaError."""
     if not is_animation(path):
         raise MediaError("not-an-image", path, "is not an animation of a known format", "use GIF, WebP or PNG")
     info, durations = probe_image(path), [shown.duration for shown in _decode_frames(path, lambda image: image.load())]
@@ -40,7 +40,7 @@ def probe_animation(path: MediaPath) -> VideoInfo:
 
 
 def read_frames(path: MediaPath, times: Sequence[float], *, background: str = "white") -> Iterator[np.ndarray]:
-    """For each time, ascending, the frame that is shown: uint8 (height, width, 3), RGB, as
+    """Yield, for each of the ascending times, the frame that is shown: uint8 (height, width, 3), RGB, like
     `stages.media.video.read_frames`. Always decodes from the beginning."""
     require_ascending(times)
     if not times:
@@ -55,7 +55,7 @@ def read_frames(path: MediaPath, times: Sequence[float], *, background: str = "w
 
 
 def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndarray]]:
-    """(seconds, uint8 (height, width, 3), RGB) of every frame, at most `edge` pixels wide and high."""
+    """Yield (time in seconds, uint8 (height, width, 3) RGB) for every frame, at most `edge` pixels wide and high."""
     info = probe_image(path)
     for shown in _decode_frames(path, lambda image: to_srgb(image, path)):
         picture: Image.Image = shown.frame
@@ -65,7 +65,7 @@ def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndar
 
 
 def _decode_frames(path: MediaPath, decode: Callable[[Image.Image], Any]) -> Iterator[TimedFrame]:
-    """Each frame as `decode` gives it."""
+    """Yield every frame with its time; `frame` is the result of `decode`."""
     start = 0.0
     with open_image(path) as image:
         # Pillow counts a PNG's still picture as the first frame.
@@ -73,7 +73,7 @@ def _decode_frames(path: MediaPath, decode: Callable[[Image.Image], Any]) -> Ite
         for index in range(getattr(image, "n_frames", 1) - skipped):
             image.seek(index + skipped)
             frame = decode(image)
-            seconds = image.info.get("duration", 0) / 1000  # of WebP known once it is decoded
+            seconds = image.info.get("duration", 0) / 1000  # for WebP, set by decoding
             duration = seconds if seconds > _MIN_DURATION_S else _DEFAULT_DURATION_S
             yield TimedFrame(start, duration, index, frame)
             start += duration

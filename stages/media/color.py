@@ -1,13 +1,14 @@
-"""Conversion of video frames to 8-bit sRGB and back, and which videos can't be converted.
+"""Conversion of video frames to 8-bit sRGB and back, and checks for videos that can't be converted.
 
-The matrix and range are those that the stream declares; by default, as in players, limited range and BT.709 from 577
-lines or 1280 columns on, else BT.601. swscale rounds accurately and interpolates the chroma: its fast path takes a
+The stream declares matrix and range. The defaults are, as in players, limited range, and BT.709 from 577 lines or 1280
+columns on, else BT.601. swscale rounds accurately and interpolates the chroma: its fast path takes a
 fifth of the time, but is 1 to 1.5 levels of 255 too dark everywhere, and the conversion costs less than the resize.
 More than 8 bits are rounded: by swscale for YUV, here for RGB and gray, to which swscale would add half a level.
 
 ICC profiles and wide primaries are converted as for pictures (stages/media/profiles.py). Primaries of
-standard-definition television differ little and are kept, as in players. High dynamic range (PQ, HLG, Dolby Vision) is
-refused: tone mapping is a matter of taste. Transparency is composited over a background, with straight alpha.
+standard-definition television differ little from sRGB's and are kept, as in players. High dynamic range (PQ, HLG, Dolby
+Vision) is refused: tone mapping is a matter of taste. Transparency is composited over a background, with straight
+alpha.
 """
 
 from typing import Any, NamedTuple
@@ -34,13 +35,14 @@ _MATRICES = {
     9: Colorspace.BT2020,
 }
 _RGB_MATRIX, _UNSPECIFIED = 0, (2, 3)
-_BT709, _SMPTE170M = 1, 6  # ITU-T H.273; 6 is BT.601 as a matrix
+_BT709, _SMPTE170M = 1, 6  # codes of ITU-T H.273; as a matrix, 6 is BT.601
 _FLOAT_ENDINGS = ("f16le", "f16be", "f32le", "f32be")
 _DOLBY_TAGS = ("dvh1", "dvhe", "dva1", "dvav", "dav1")
 
 
 class ColorTags(NamedTuple):
-    """The declared colors of a stream or frame, in FFmpeg's numbers (those of ITU-T H.273). Undeclared: 2, range 0."""
+    """The declared colors of a stream or frame, as codes of ITU-T H.273, which FFmpeg uses. Undeclared tags are 2, an
+    undeclared range is 0."""
 
     matrix: int
     primaries: int
@@ -52,7 +54,7 @@ class ColorTags(NamedTuple):
         return cls(header.colorspace, header.color_primaries, header.color_trc, header.color_range)
 
     def fill_from(self, other: "ColorTags") -> "ColorTags":
-        """These tags, the undeclared ones from `other`: ProRes has some in the container alone, not in frames."""
+        """These tags, with undeclared tags taken from `other`: ProRes declares some tags only in the container."""
         tags = zip(self, other, (2, 2, 2, 0), strict=True)
         return ColorTags(*(theirs if value == undeclared else value for value, theirs, undeclared in tags))
 
@@ -64,16 +66,16 @@ def is_assumed_bt709(header: VideoCodecContext) -> bool:
 
 
 def default_matrix(width: int, height: int) -> int:
-    """The matrix (FFmpeg's AVColorSpace) of a video of this stored size that declares none."""
+    """The matrix (FFmpeg's AVColorSpace) for a video with this stored size that declares no matrix."""
     return _BT709 if height > 576 or width >= 1280 else _SMPTE170M
 
 
 def require_convertible(
     tags: ColorTags, pixels: VideoFormat | None, path: MediaPath, codec_tag: str = "", profile: bytes = b""
 ) -> None:
-    """Raise MediaError ("hdr", "unsupported-colour", "unsupported-samples") for what can't be converted to sRGB.
+    """Raise MediaError ("hdr", "unsupported-colour", "unsupported-samples") if a video can't be converted to sRGB.
 
-    pixels: format of the frames, None if unknown.
+    pixels: format of the frames, None if unknown. profile: ICC profile, empty if there is none.
     """
     if tags.transfer in profiles.HDR_TRANSFERS or codec_tag in _DOLBY_TAGS or profiles.is_hdr_profile(profile):
         advice = "tone-map it to standard range (BT.709), for example with zscale and tonemap of FFmpeg"
@@ -87,7 +89,7 @@ def require_convertible(
 
 
 def profile_of(frame: VideoFrame) -> bytes:
-    """The ICC profile of a frame, of the codec (PNG, MJPEG) or of the container (colr in MOV); empty if it has none."""
+    """The ICC profile of a frame, from the codec (PNG, MJPEG) or the container (colr in MOV); empty if it has none."""
     profile: Any = frame.side_data.get("ICC_PROFILE")
     return b"" if profile is None else bytes(profile)
 
@@ -105,10 +107,10 @@ def to_rgb(
     background: str = "white",
     may_lack_alpha: bool = False,
 ) -> np.ndarray:
-    """uint8 (height, width, 3), not rotated.
+    """Convert a frame to uint8 (height, width, 3), sRGB, not rotated.
 
-    size: (width, height) to scale to in low quality. background: color that transparent parts get. may_lack_alpha:
-    whether a frame whose alpha is zero everywhere is opaque.
+    size: (width, height) to scale to, in low quality; None keeps the size. background: color behind transparent parts.
+    may_lack_alpha: whether a frame whose alpha is zero everywhere is opaque.
     """
     full = tags.range == ColorRange.JPEG or frame.format.name.startswith("yuvj")
     width, height = size or (frame.width, frame.height)
@@ -143,7 +145,9 @@ def to_rgb(
 
 
 def _rgb_format(pixels: VideoFormat, layered: bool) -> str:
-    """FFmpeg's name of the format to convert to: of 16 bits for RGB and gray of more than 8 bits."""
+    """FFmpeg's name of the format to convert to: 16 bits for RGB and gray with more than 8 bits, else 8 bits.
+
+    layered: whether the frame has alpha."""
     deep = max(component.bits for component in pixels.components) > 8
     if deep and (pixels.is_rgb or len(pixels.components) < 3):
         return "rgba64le" if layered else "rgb48le"
@@ -151,13 +155,13 @@ def _rgb_format(pixels: VideoFormat, layered: bool) -> str:
 
 
 def output_tags(width: int, height: int) -> ColorTags:
-    """Colors of a video to write: the matrix that players assume without tags, limited range, and BT.709's primaries,
-    which are sRGB's, and transfer, with which players display sRGB values."""
+    """Tags of a video to write: the matrix that players assume without tags, limited range, BT.709's primaries (equal
+    to sRGB's), and BT.709's transfer, with which players display sRGB values unchanged."""
     return ColorTags(default_matrix(width, height), _BT709, _BT709, int(ColorRange.MPEG))
 
 
 def to_yuv420p(converter: VideoReformatter, pixels_HWC: np.ndarray, tags: ColorTags) -> VideoFrame:
-    """A frame to encode, from uint8 sRGB with even sides, in the matrix and (limited) range of `tags`."""
+    """Convert a uint8 sRGB picture with even sides to a frame for encoding, with the matrix and range of `tags`."""
     return converter.reformat(
         VideoFrame.from_ndarray(np.ascontiguousarray(pixels_HWC), format="rgb24"),
         format="yuv420p",

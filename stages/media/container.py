@@ -1,4 +1,4 @@
-"""Opening and decoding video files with PyAV, and the frame that belongs to a time: the last one at or before it.
+"""Opening and decoding video files with PyAV, and selecting frames by time: the last frame at or before a time.
 
 FFmpeg's errors become MediaError.
 """
@@ -31,19 +31,19 @@ from stages.media.files import (
 
 REPLACE_ADVICE = "replace it with an intact copy"
 REMUX_ADVICE = "convert it, for example with ffmpeg -i IN OUT.mp4"
-# Read from a Blob at once: few requests, and little wasted when only the header is needed.
+# Bytes per read from a Blob: few requests, and little waste if only the header is needed.
 _BUFFER_BYTES = 1 << 16
 
 
-# FFmpeg's decoders that read the transparency in Matroska's block additions, by the codec's name; its own drop it.
+# Codec -> FFmpeg's decoder that reads transparency from Matroska's block additions; the default decoders ignore it.
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 
 
 class OpenVideo(NamedTuple):
-    """An open video and the stream of its track that is read.
+    """An open video and the stream of its main track.
 
-    decoder: of the stream's packets. size: declared width and height of stored frames, zeros if undeclared. file: that
-    FFmpeg reads from, or None if it opened the path.
+    decoder: decoder for the stream's packets. size: declared width and height of stored frames, zeros if undeclared.
+    file: open file that FFmpeg reads from, or None if FFmpeg opened the path.
     """
 
     container: InputContainer
@@ -55,7 +55,7 @@ class OpenVideo(NamedTuple):
 
     @property
     def may_lack_alpha(self) -> bool:
-        """Whether the fourth byte of a pixel may be unused, and zero: in uncompressed AVI (BI_RGB)."""
+        """Whether the fourth byte of a pixel may be unused and zero, as in uncompressed AVI (BI_RGB)."""
         return self.container.format.name == "avi" and self.decoder.name == "rawvideo"
 
 
@@ -65,7 +65,7 @@ def video_tracks(container: InputContainer) -> list[VideoStream]:
 
 
 def main_track(tracks: list[VideoStream]) -> VideoStream | None:
-    """The track that is marked as default; the largest if several are or none is."""
+    """The track that is marked as default. If several or none are marked: the one with the most pixels."""
 
     def pixels(stream: VideoStream) -> int:
         return stream.width * stream.height if stream.codec_context else 0
@@ -76,7 +76,7 @@ def main_track(tracks: list[VideoStream]) -> VideoStream | None:
 
 @contextmanager
 def open_video(path: MediaPath, threads: int = 1) -> Iterator[OpenVideo]:
-    """The container and its main track, closed at the end. Errors until then become MediaError.
+    """Context with the open container and its main track. Errors inside the context become MediaError.
 
     The decoder refuses damaged data instead of concealing it (`err_detect=explode`). A Blob is read in the ranges that
     FFmpeg requests.
@@ -124,7 +124,7 @@ def _open_container(path: MediaPath, file: BinaryIO | None) -> InputContainer:
 
 
 def _find_decoder(stream: VideoStream, path: MediaPath) -> VideoCodecContext:
-    """The stream's own decoder; for transparency that this one drops, another."""
+    """The stream's own decoder, or the decoder in _ALPHA_DECODERS if the stream declares transparency."""
     context = stream.codec_context
     if not any(key.lower() == "alpha_mode" and value != "0" for key, value in stream.metadata.items()):
         return context
@@ -169,7 +169,7 @@ def decode_packets(packets: Iterable[Packet], reader: OpenVideo) -> Iterator[Vid
 
 
 def average_rate(stream: VideoStream) -> float:
-    """Frames per second: declared, or guessed by FFmpeg, or its default of 25."""
+    """Frames per second: the declared rate, else FFmpeg's guess, else 25."""
     return float(stream.average_rate or stream.guessed_rate or 25)
 
 
@@ -177,9 +177,9 @@ def average_rate(stream: VideoStream) -> float:
 
 
 class TimedFrame(NamedTuple):
-    """A decoded frame with its time and duration in seconds from the clip's first frame.
+    """A decoded frame. time: seconds from the clip's first frame. duration: seconds.
 
-    number: of frames that were decoded before it.
+    number: number of frames that were decoded before this frame.
     """
 
     time: float
@@ -195,10 +195,10 @@ def require_ascending(times: Sequence[float]) -> None:
 
 
 def time_tolerance(stream: VideoStream) -> float:
-    """Seconds by which a timestamp may follow a time and still count as equal.
+    """Seconds by which a timestamp may be later than a time and still count as equal.
 
-    One tick of the time base or a millisecond, whichever is longer, but at most a quarter of a frame. A longer tick
-    (AVI counts in frames) does not come from rounding; then it is the millisecond.
+    One tick of the time base or a millisecond, whichever is longer, but at most a quarter of a frame. If a tick is
+    longer than this quarter (AVI counts in frames), it is not a rounding error, and the millisecond is used.
     """
     tick, quarter = float(stream.time_base or 0), 0.25 / average_rate(stream)
     return min(max(tick if tick < quarter else 0.0, TIME_TOLERANCE), quarter)
@@ -207,7 +207,7 @@ def time_tolerance(stream: VideoStream) -> float:
 def select_frames(
     shown: Iterator[TimedFrame], times: Sequence[float], tolerance: float, path: MediaPath
 ) -> Iterator[TimedFrame]:
-    """For each time, ascending, the last frame at or before it. Reads one frame of `shown` ahead."""
+    """Yield, for each of the ascending times, the last frame at or before it. Reads one frame of `shown` ahead."""
     current = next(shown, None)
     if current is None:
         raise MediaError("zero-frames", path, f"has no frame to decode at {times[0]:.3f} s", REPLACE_ADVICE)
@@ -221,14 +221,14 @@ def select_frames(
 
 
 def require_time_within(path: MediaPath, time: float, end: float, tolerance: float) -> None:
-    """Raise MediaError for a time at or after `end`, the end of the last frame that can be decoded; seconds."""
+    """Raise MediaError if `time` is at or after `end`, the end of the last decodable frame, both in seconds."""
     if time > end - min(tolerance, TIME_TOLERANCE):
         problem = f"ends at {end:.3f} s, before the frame at {time:.3f} s"
         raise MediaError("truncated", path, problem, f"{REPLACE_ADVICE}, or run discover again if it changed")
 
 
 def require_size(path: MediaPath, frame: TimedFrame, size: tuple[int, int], planned: tuple[int, int]) -> None:
-    """Raise MediaError ("variable-size") for a frame of another size than the file's header declares."""
+    """Raise MediaError ("variable-size") if a frame's (width, height) differs from the size in the file's header."""
     if size != planned:
         sizes = f"{size[0]}x{size[1]} pixels in frame {frame.number} ({frame.time:.3f} s)"
         problem = f"has {sizes}, and {planned[0]}x{planned[1]} in its header"
@@ -247,7 +247,7 @@ class Orientation(NamedTuple):
 
     @property
     def rotation(self) -> int:
-        """Degrees counterclockwise, 0, 90, 180 or 270; after mirroring left to right where `is_mirrored`."""
+        """Degrees counterclockwise: 0, 90, 180 or 270. If `is_mirrored`, the frame is first mirrored left to right."""
         return (270 if self.mirrored else 90) if self.transposed else (180 if self.flipped else 0)
 
     @property
@@ -262,9 +262,9 @@ class Orientation(NamedTuple):
 
 
 def orientation_of_frame(frame: VideoFrame, path: MediaPath) -> Orientation:
-    """From the matrix that FFmpeg attaches to a decoded frame: (3, 3) fixed-point numbers [[a, b, u], [c, d, v],
-    [x, y, w]] that map a stored pixel (p, q) to (a p + c q, b p + d q). Raises MediaError ("odd-rotation") for other
-    rotations than quarter turns."""
+    """The orientation from the matrix that FFmpeg attaches to a decoded frame: (3, 3) fixed-point numbers [[a, b, u],
+    [c, d, v], [x, y, w]] that map a stored pixel (p, q) to (a p + c q, b p + d q). Raises MediaError ("odd-rotation")
+    unless the rotation is a multiple of 90 degrees."""
     matrix: Any = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return Orientation()

@@ -1,9 +1,9 @@
 """`read_frames` with decord, for clips of constant frame rate on x86-64.
 
-decord is unmaintained since 2022. Refused is what it decodes wrongly: files of variable frame rate (it returns wrong
+decord is unmaintained since 2022. Files that it decodes wrongly are refused: variable frame rate (it returns wrong
 frames), mirrored videos, wide primaries, ICC profiles and transparency (it ignores them), frames that change their size
 (it stretches them), several video tracks (it has its own choice), and high definition without a declared matrix (it
-assumes BT.601). After a seek it returns wrong frames where a keyframe is not a fresh start (open groups of pictures,
+assumes BT.601). After a seek, it returns wrong frames if a keyframe depends on earlier frames (open groups of pictures,
 x265's default; gradual refresh; MPEG-4 with B-frames): such files are decoded from their beginning. It applies
 rotations itself, and reads a Blob into memory completely. Its colors differ from PyAV's by a few levels, because it
 uses swscale's fast path; the decoder is therefore part of a cache's fingerprint.
@@ -31,14 +31,14 @@ from stages.media.container import (
 from stages.media.files import Blob, MediaError, MediaPath, open_media, out_of_memory_error, unreadable_error
 from stages.media.video import VideoInfo, probe_video
 
-# FFmpeg's names. In MPEG-TS decord replaces frames that it can't find by others and only warns.
+# FFmpeg's names. In MPEG-TS, decord only warns if it can't find a frame, and returns a different frame.
 _CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")
 _NAL_IDR = 5
 _ADVICE = "use the decoder pyav, or convert the file"
 
 
 def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) -> Iterator[np.ndarray]:
-    """For each time, ascending, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
+    """Yield, for each of the ascending times, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
 
     The same frames as `stages.media.video.read_frames`. Raises MediaError also for a variable frame rate, and
     ValueError if decord is not installed.
@@ -54,7 +54,7 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
             "there is a wheel (x86-64): pip install decord"
         ) from error
     decord.logging.set_level(decord.logging.QUIET)
-    # decord can hang on a truncated file; probing the header with PyAV finds those.
+    # decord can hang on a truncated file; probing the header with PyAV raises for such files.
     info = probe_video(path)
     with open_video(path) as reader:
         container = reader.container.format.name
@@ -72,7 +72,7 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
     _check_frames(path, times[-1], info.rate)
     try:
         with ExitStack() as stack:
-            # An absolute path is never taken as the name of a protocol.
+            # An absolute path can't be mistaken for the name of a protocol.
             source = stack.enter_context(open_media(path)) if isinstance(path, Blob) else os.path.abspath(path)
             decoder = decord.VideoReader(source, ctx=decord.cpu(0), num_threads=threads)
         yield from _read_selected(decoder, path, times, info, tolerance, can_seek)
@@ -90,8 +90,8 @@ def _ignored_error(path: MediaPath, problem: str) -> MediaError:
 
 
 def _check_frames(path: MediaPath, end: float, rate: float) -> None:
-    """Raise MediaError if decoded frames until `end` seconds have what decord ignores. With most codecs only keyframes
-    can differ from the frames before them."""
+    """Raise MediaError if a frame until `end` seconds has transparency, an ICC profile or a different size, which
+    decord ignores. With most codecs only keyframes can change them, so only keyframes are decoded."""
     with open_video(path) as reader:
         stream, decoder = reader.stream, reader.decoder
         if decoder.format and color.has_alpha(decoder.format):
@@ -113,8 +113,8 @@ def _check_frames(path: MediaPath, end: float, rate: float) -> None:
 
 
 def _can_seek(reader: OpenVideo) -> bool:
-    """Whether every keyframe is a fresh start: no packet is shown before its keyframe, and H.264 keyframes are not mere
-    recovery points. Reads all packets without decoding, as decord does too."""
+    """Whether decoding can start at every keyframe: no packet is shown before its keyframe, and H.264 keyframes are IDR
+    frames, not mere recovery points. Reads all packets without decoding, which decord does, too."""
     start = None
     h264 = reader.stream.codec_context.name == "h264"
     for packet in reader.container.demux(reader.stream):
@@ -132,7 +132,8 @@ def _can_seek(reader: OpenVideo) -> bool:
 
 
 def _nal_types(packet: bytes, header: bytes | None) -> set[int]:
-    """Types of the NAL units in a packet: with lengths (ISO/IEC 14496-15), or with start codes if `header` says so."""
+    """Types of the NAL units in a packet. The units have lengths if `header` is an avcC record (ISO/IEC 14496-15), else
+    start codes."""
     if not header or header[0] != 1:
         return {unit[0] & 31 for unit in packet.split(b"\0\0\1")[1:] if unit}
     width, at, types = (header[4] & 3) + 1, 0, set()
@@ -163,7 +164,7 @@ def _read_selected(
                 for _ in range(index - at - 1):
                     decoder.next()
                 picture = decoder.next().asnumpy()
-            if picture.shape[-1] != 3:  # in some narrow frames decord takes the padding of lines as more channels
+            if picture.shape[-1] != 3:  # in some narrow frames decord treats the padding of lines as channels
                 raise MediaError("unreadable", path, f"has frames that decord garbles ({picture.shape})", _ADVICE)
             at = index
         yield picture

@@ -1,5 +1,5 @@
-"""The largest face of a picture or clip, for `crop_style: face`. By OpenCV: YuNet with a file that the user names
-(https://github.com/opencv/opencv_zoo, face_detection_yunet), else the Haar cascade that the package has itself.
+"""The largest face of a picture or clip, for `crop_style: face`. OpenCV detects faces: with YuNet if the user names its
+file (https://github.com/opencv/opencv_zoo, face_detection_yunet), else with the Haar cascade that OpenCV includes.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,25 +17,25 @@ from stages.media.files import MediaPath
 from stages.media.image import load_image
 
 Box = tuple[float, float, float, float]  # x, y, width, height
-#: Of uint8 RGB pixels_HWC.
+#: Function from uint8 RGB pixels_HWC to the boxes of all faces.
 Detector = Callable[[np.ndarray], list[Box]]
 CASCADE = "haarcascade_frontalface_alt2.xml"
-_EDGE = 480  # pixels of the longer side in which faces are looked for
-_SMALLEST = 0.1  # of the shorter side: smaller ones are not what a picture is of, and more often no faces
-_NEIGHBORS, _SCALE = 4, 1.1  # of the cascade: benchmarks/faces.py
-_SCORE = 0.7  # of YuNet
-_FRAMES = 5  # of a clip, spread evenly
+_EDGE = 480  # longer side, in pixels, of the picture that is searched
+_SMALLEST = 0.1  # of the shorter side; a smaller face is not the subject, or not a face
+_NEIGHBORS, _SCALE = 4, 1.1  # for the cascade, chosen with benchmarks/faces.py
+_SCORE = 0.7  # threshold for YuNet
+_FRAMES = 5  # frames, evenly spaced, that are searched in a clip
 
 
 def find_face(path: MediaPath, media: dict[str, Any], detector: str | None) -> list[int]:
-    """x, y, width and height in pixels of the largest face, within the picture as it is shown; [] without a face.
+    """x, y, width and height of the largest face, in pixels of the displayed picture; [] if no face is found.
 
-    Of a clip the box around the largest faces of five frames. media: columns of schemas.tables.MEDIA_SCHEMA. detector:
-    a YuNet file, or None for the cascade. Raises MediaError, and LatentpressError where OpenCV can't be used.
+    For a clip, the box encloses the largest face of each of five frames. media: columns of schemas.tables.MEDIA_SCHEMA.
+    detector: a YuNet file, or None for the cascade. Raises MediaError, and LatentpressError if OpenCV can't be used.
     """
     faces = []
     for picture in _pictures(path, media):
-        size = media["width"], media["height"]  # as shown: that of the picture, but for pixels that are not square
+        size = media["width"], media["height"]  # display size; differs from `picture.size` if pixels are not square
         faces += [face] if (face := largest_face(picture, open_detector(detector), size)) else []
     if not faces:
         return []
@@ -45,8 +45,9 @@ def find_face(path: MediaPath, media: dict[str, Any], detector: str | None) -> l
 
 
 def largest_face(picture: Image.Image, detect: Detector, size: tuple[int, int] | None = None) -> list[int]:
-    """x, y, width and height of the largest face, [] without one, in pixels of the picture scaled to `size`, by default
-    its own. picture: RGB."""
+    """x, y, width and height of the largest face, in pixels of the picture scaled to `size`; [] if no face is found.
+
+    picture: in mode RGB. size: (width, height), by default the picture's own size."""
     size = size or picture.size
     small = picture.copy()
     small.thumbnail((_EDGE, _EDGE), Image.Resampling.BILINEAR)
@@ -72,7 +73,8 @@ def _pictures(path: MediaPath, media: dict[str, Any]) -> Iterator[Image.Image]:
 
 @lru_cache(maxsize=1)
 def open_detector(detector: str | None) -> Detector:
-    """By a YuNet file, or by the cascade. LatentpressError where OpenCV is not installed or can't do it."""
+    """A detector with a YuNet file, or with the cascade (None). Raises LatentpressError if OpenCV is not installed, has
+    no cascades or can't read the file."""
     try:
         import cv2
 

@@ -1,4 +1,4 @@
-"""Media files and Blobs: their extensions, opening them, and their media ids. MediaError: one can't be used."""
+"""Media files and Blobs: their extensions, how they are opened, and their media ids."""
 
 import errno
 import io
@@ -13,10 +13,10 @@ import xxhash
 from schemas.config.datasets import MediaKind
 from schemas.regular_files import NOT_REGULAR, open_regular
 
-#: In the order in which a WebDataset key of several media is given the one that is its item.
+#: Ordered by preference: if a WebDataset key has several media, the first of these extensions is the item.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".heic", ".heif", ".tif", ".tiff", ".bmp", ".gif")
 VIDEO_EXTENSIONS = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v")
-# The file, its disk or its server is not there.
+# Errors that mean that the file, its disk or its server is missing.
 _MISSING_ERRNOS = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -33,15 +33,15 @@ BACKSLASH_ADVICE = "write / in place of each backslash: paths of Windows are not
 
 
 def extensions_of_kinds(kinds: Sequence[MediaKind]) -> dict[str, MediaKind]:
-    """Extension with its dot, lower case -> kind, in the order of the kinds and of their extensions."""
+    """Lower-case extension with its dot -> kind, in the order of `kinds` and of the extensions of each kind."""
     return {ending: kind for kind in kinds for ending in (IMAGE_EXTENSIONS if kind == "image" else VIDEO_EXTENSIONS)}
 
 
 class MediaError(Exception):
-    """A media file can't be used. The item is set aside; nothing stops.
+    """A media file can't be used. The item is rejected, and the stage continues.
 
-    reason: a short code that reports count by ("empty-file", "not-an-image", "truncated", …). problem: what is wrong
-    with the file; follows "PATH: ". advice: what to do about it.
+    reason: short code by which reports count rejects ("empty-file", "not-an-image", "truncated", …). problem:
+    description of the error, which follows "PATH: " in messages. advice: next step for the user.
     """
 
     def __init__(self, reason: str, path: str | os.PathLike[str], problem: str, advice: str) -> None:
@@ -54,7 +54,8 @@ class MediaError(Exception):
 
 
 def unreadable_error(path: str | os.PathLike[str], error: OSError) -> MediaError:
-    """The MediaError for an error of the operating system: "missing" if the file or its disk is not there."""
+    """The MediaError for an error of the operating system: "missing" if the file or its disk is missing, else
+    "unreadable"."""
     if error.errno in _MISSING_ERRNOS and type(error).__module__ == "builtins":  # FFmpeg's errors use other numbers
         detail = "" if error.errno == errno.ENOENT else f" ({error.strerror})"
         return MediaError("missing", path, f"is not there{detail}", RESTORE_ADVICE)
@@ -63,7 +64,7 @@ def unreadable_error(path: str | os.PathLike[str], error: OSError) -> MediaError
 
 
 def out_of_memory_error(path: str | os.PathLike[str], error: BaseException) -> MediaError:
-    """The MediaError for a file whose decoding needs, or claims to need, more memory than there is."""
+    """The MediaError for a file whose decoding needs, or claims to need, more than the available memory."""
     problem = f"takes more memory than there is{f' ({error})' if str(error) else ''}"
     return MediaError("out-of-memory", path, problem, "scale it down, or give the workers more memory")
 
@@ -72,10 +73,10 @@ _HASH_BLOCK_BYTES = 1 << 22
 
 
 class Blob(os.PathLike[str]):
-    """A file-like thing that is no local file: a member of an archive, an object, a row of a table.
+    """Media that are not a local file: a member of an archive, an object in a store, a row of a table.
 
-    Accepted wherever the path of a media file is; as a path it is its name, for messages. Picklable: it has the data
-    needed to open it, but nothing open.
+    Accepted wherever the path of a media file is accepted. `os.fspath` returns its name for messages. Picklable: it has
+    the data that are needed to open it, but no open file.
     """
 
     name: str
@@ -92,17 +93,17 @@ class Blob(os.PathLike[str]):
 
     @abstractmethod
     def size(self) -> int:
-        """Bytes. Raises MediaError."""
+        """Size in bytes. Raises MediaError."""
 
     def media_id(self) -> str | None:
-        """The id that the store itself provides (`identity: store`), or None if the content is to be hashed."""
+        """The id that the store provides (`identity: store`), or None if the id is a hash of the content."""
         return None
 
     def refresh(self) -> None:
         """Drop cached properties, so that they are requested again."""
 
     def verify(self) -> None:
-        """Raise MediaError if the content contradicts the id that the store provides. May read all of the content."""
+        """Raise MediaError if the content does not match the id that the store provides. May read the whole content."""
 
 
 class SeekableReader(io.RawIOBase):
@@ -116,7 +117,7 @@ class SeekableReader(io.RawIOBase):
 
 
 class FileWindow(SeekableReader):
-    """A reader of the bytes [offset, offset + size) of another seekable reader, which it closes when closed."""
+    """A reader of the bytes [offset, offset + size) of another seekable reader. Closing it closes that reader."""
 
     def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ def media_size(path: MediaPath) -> int:
 
 
 def hash_file(path: MediaPath) -> str:
-    """xxh3-128 of the content, 32 hex digits: the usual media id."""
+    """xxh3-128 of the content as 32 hex digits: the media id unless the store provides one. Raises MediaError."""
     state = xxhash.xxh3_128()
     try:
         with open_media(path) as file:
@@ -194,12 +195,12 @@ def hash_file(path: MediaPath) -> str:
 
 
 def compute_media_id(path: MediaPath) -> str:
-    """The media id of a file or Blob: that which the store provides, else that of the content."""
+    """The media id of a file or Blob: the id that the store provides, else the hash of the content."""
     return (path.media_id() if isinstance(path, Blob) else None) or hash_file(path)
 
 
 def require_unchanged(path: MediaPath, planned: str) -> None:
-    """Raise MediaError ("missing", "changed") unless the item still has the content it was planned with.
+    """Raise MediaError ("missing", "changed") unless the item still has the media id `planned`.
 
     An id provided by the store (`identity: store`) is requested again, and then verified against the content.
     """

@@ -1,8 +1,8 @@
 """Images: headers without decoding, and pixels as plain 8-bit sRGB.
 
 Loading applies the EXIF (or XMP) orientation; converts declared colors to sRGB (stages/media/profiles.py; undeclared
-ones are taken as sRGB); composites transparency over white; converts gray, palette, CMYK and 16-bit samples to 8-bit
-RGB; and takes the first frame of an animation. High dynamic range (PQ, HLG) is refused.
+colors are assumed to be sRGB); composites transparency over white; converts gray, palette, CMYK and 16-bit samples to
+8-bit RGB; and takes the first frame of an animation. High dynamic range (PQ, HLG) is refused.
 """
 
 import re
@@ -25,7 +25,7 @@ from stages.media.files import MediaError, MediaPath, media_size, open_media, ou
 
 # A fixed list, so that Pillow never tries its interpreter of programs (EPS) or its text formats (XPM) on a dataset.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
-# Pillow's own limit, above which an image counts as a decompression bomb.
+# Pillow's own limit: it treats a larger image as a decompression bomb.
 MAX_PIXELS = 178_956_970
 # Formats whose animations can be read as videos (stages/media/animation.py).
 ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
@@ -40,25 +40,26 @@ _TRANSPOSES = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# What Pillow's decoders raise for damaged bytes, apart from OSError; RuntimeError comes from AVIF.
+# Exceptions that, in addition to OSError, Pillow's decoders raise for damaged bytes; RuntimeError comes from AVIF.
 _PARSER_ERRORS = (IndexError, KeyError, OverflowError, struct.error, zlib.error)
 _DECODE_ERRORS = (RuntimeError, SyntaxError, ValueError, EOFError, TypeError, *_PARSER_ERRORS)
 # Brands of the HEIF container (ISO/IEC 23008-12) that Pillow can't read without a plug-in.
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF_BRANDS = (b"avif", b"avis")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# Name of a profile that stands for PQ (W3C, "Using the ITU BT.2100 PQ EOTF with the PNG Format").
+# Name of an ICC profile that declares PQ (W3C, "Using the ITU BT.2100 PQ EOTF with the PNG Format").
 _PQ_PROFILE = b"ITUR_2100_PQ_FULL\0"
-# Pillow's rawmodes of 16-bit color end in the order of bytes: little, big, native. The other order of each.
+# Pillow's rawmodes of 16-bit color end in the byte order (little, big, native), mapped here to the opposite order.
 _DEEP_RAWMODE = re.compile(r"(?!I)\w+;16[LBN]")
 _OTHER_ORDER = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "L"}
-_UNDECLARED = 2  # in H.273
+_UNDECLARED = 2  # code of ITU-T H.273
 _INFO_COLORS = "declared colors"
 
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """width, height: pixels, with the orientation applied. format: Pillow's name. is_animated: has several frames."""
+    """width, height: pixels, with the orientation applied. format: Pillow's name. is_animated: whether the file has
+    several frames in one of ANIMATED_FORMATS."""
 
     width: int
     height: int
@@ -67,7 +68,7 @@ class ImageInfo:
 
 
 def probe_image(path: MediaPath) -> ImageInfo:
-    """Size and format from the header alone; the pixels are not decoded. Raises MediaError."""
+    """Read size and format from the header, without decoding the pixels. Raises MediaError."""
     with open_image(path) as image:
         width, height = image.size
         if _exif_orientation(image) >= 5:
@@ -77,14 +78,15 @@ def probe_image(path: MediaPath) -> ImageInfo:
 
 
 def load_image(path: MediaPath, *, background: str = "white") -> Image.Image:
-    """The picture in mode RGB, as described above. Raises MediaError, also for a truncated file."""
+    """The picture in mode RGB, converted as the top of this file describes. background: color behind transparent parts.
+    Raises MediaError, also for a truncated file."""
     with open_image(path) as image:
         return to_srgb(image, path, background)
 
 
 def to_srgb(image: Image.Image, path: MediaPath, background: str = "white") -> Image.Image:
-    """The current frame of an open image: decoded, upright, in mode RGB."""
-    # EXIF is read before the pixels, so that the size agrees with `probe_image` wherever the file keeps its EXIF.
+    """The current frame of an open image: decoded, upright, in mode RGB and sRGB. Raises MediaError."""
+    # EXIF is read before the pixels, so that the size agrees with `probe_image` wherever the EXIF is stored.
     transpose = _TRANSPOSES.get(_exif_orientation(image))
     colors, profile, declared = image.info.get(_INFO_COLORS), image.info.get("icc_profile"), image.size
     image = _load_8_bits(image, path)
@@ -104,7 +106,7 @@ def to_srgb(image: Image.Image, path: MediaPath, background: str = "white") -> I
 
 @contextmanager
 def open_image(path: MediaPath) -> Iterator[Image.Image]:
-    """The image with its header read, closed at the end. Errors until then become MediaError."""
+    """Context with the open image, whose header was read. Errors inside the context become MediaError."""
     media_size(path)
     try:
         with open_media(path) as file:
@@ -135,7 +137,7 @@ def open_image(path: MediaPath) -> Iterator[Image.Image]:
 
 
 def _required_plugin(file: BinaryIO, path: MediaPath) -> tuple[str, ...]:
-    """Register the plug-in for a HEIC file and return its format; nothing for other files."""
+    """Register the plug-in for a HEIC file and return its format name; an empty tuple for other files."""
     head = file.read(16)
     if head[4:8] != b"ftyp":
         return ()
@@ -153,11 +155,11 @@ def _required_plugin(file: BinaryIO, path: MediaPath) -> tuple[str, ...]:
 
 
 def _exif_orientation(image: Image.Image) -> int:
-    """1 to 8 as in EXIF; 1 if there is none or it is invalid."""
+    """EXIF orientation, 1 to 8; 1 if it is missing or invalid."""
     if image.format == "TIFF":
-        return 1  # Pillow itself turns these, and reports the turned size
+        return 1  # Pillow rotates TIFF itself, and reports the rotated size
     try:
-        # The method of the base class: that of PNG decodes the whole picture to find EXIF behind the pixels.
+        # The base class's method, because PNG's method decodes the whole picture to find EXIF after the pixels.
         value = Image.Image.getexif(image).get(_ORIENTATION_TAG, 1)
     except (OSError, *_DECODE_ERRORS):
         return 1
@@ -168,14 +170,14 @@ def _exif_orientation(image: Image.Image) -> int:
 
 
 class _CodePoints(NamedTuple):
-    """Declared primaries and transfer, as numbers of ITU-T H.273."""
+    """Declared primaries and transfer function, as codes of ITU-T H.273."""
 
     primaries: int
     transfer: int
 
 
 def _read_code_points(file: BinaryIO) -> _CodePoints | None:
-    """The colors that a PNG declares before its pixels (chunk cICP), or an AVIF; None for other formats."""
+    """The colors that an AVIF or a PNG (before its pixels, chunk cICP) declares; None for other formats."""
     file.seek(0)
     head = file.read(12)
     if head.startswith(PNG_SIGNATURE):
@@ -200,8 +202,8 @@ def _read_at(file: BinaryIO, at: int, size: int) -> bytes:
 
 
 def _read_avif_colors(file: BinaryIO) -> tuple[int, int]:
-    """Primaries and transfer of the main picture: those of the container, else those of the bitstream."""
-    import av  # not needed for other formats
+    """Primaries and transfer of the main picture, declared by the container, else by the bitstream."""
+    import av  # imported here, since only AVIF needs it
 
     from stages.media.container import main_track
 
@@ -220,16 +222,16 @@ def _read_avif_colors(file: BinaryIO) -> tuple[int, int]:
 
 
 def _correct_info(image: Image.Image, colors: _CodePoints | None, path: MediaPath) -> None:
-    """Add declared colors to what Pillow found in the header, and scale the transparent gray of a PNG as its samples.
+    """Add the declared colors to `image.info`, and scale the transparent gray of a PNG to 8 bits like its samples.
     Raises MediaError for high dynamic range."""
-    if (found := image.info.get("nclx_profile")) is not None:  # of a HEIC file
+    if (found := image.info.get("nclx_profile")) is not None:  # only HEIC has it
         colors = _CodePoints(found["color_primaries"], found["transfer_characteristics"])
     profile = image.info.get("icc_profile") or b""
     if (colors is not None and colors.transfer in profiles.HDR_TRANSFERS) or profiles.is_hdr_profile(profile):
         advice = "tone-map it to standard range (sRGB) or remove it"
         raise MediaError("hdr", path, "has high dynamic range (PQ or HLG)", advice)
     if image.format == "PNG" and colors is not None:
-        image.info.pop("icc_profile", None)  # cICP precedes it
+        image.info.pop("icc_profile", None)  # cICP has precedence
     image.info[_INFO_COLORS] = colors
     key = image.info.get("transparency")
     if image.format == "PNG" and image.mode == "L" and isinstance(key, int):
@@ -256,7 +258,7 @@ def _rawmode(image: Image.Image) -> str:
 
 
 def _load_8_bits(image: Image.Image, path: MediaPath) -> Image.Image:
-    """The current frame, decoded, with 8-bit samples. Raises MediaError for samples without a fixed white."""
+    """The current frame, decoded, with 8-bit samples. Raises MediaError for 32-bit samples without a fixed white."""
     key, rawmode = image.info.get("transparency"), _rawmode(image)
     if image.mode in ("F", "I") or image.mode.startswith("I;16"):
         samples = _load_gray(image, rawmode, path)[..., None]
@@ -274,7 +276,7 @@ def _load_8_bits(image: Image.Image, path: MediaPath) -> Image.Image:
 
 
 def _load_gray(image: Image.Image, rawmode: str, path: MediaPath) -> np.ndarray:
-    """uint16 (H, W) of gray with more than 8 bits, which Pillow may store in 32."""
+    """uint16 (H, W), the samples of a gray image with more than 8 bits, which Pillow may store in 32 bits."""
     image.load()
     samples = np.asarray(image)
     if image.mode == "F" or samples.min() < 0 or samples.max() > 65535:
@@ -288,9 +290,9 @@ def _load_gray(image: Image.Image, rawmode: str, path: MediaPath) -> np.ndarray:
 
 
 def _load_color(image: Image.Image, rawmode: str, path: MediaPath) -> np.ndarray:
-    """uint16 (H, W, bands) of color with 16 bits. Pillow keeps the upper byte of a sample; the lower one is found by
-    decoding a second time, as if the bytes were in the other order."""
-    # Pillow does not know gray with alpha in the other order, so its four bytes are read as four bands.
+    """uint16 (H, W, bands), the samples of a 16-bit color image. Pillow keeps only a sample's upper byte; the lower
+    byte is read by decoding the file a second time with the opposite byte order."""
+    # Pillow does not support gray with alpha in the opposite order, so the four bytes are read as four bands.
     other = "RGBA" if rawmode == "LA;16B" else rawmode[:-1] + _OTHER_ORDER[rawmode[-1]]
     image.load()
     with open_image(path) as second:
@@ -306,7 +308,7 @@ def _load_color(image: Image.Image, rawmode: str, path: MediaPath) -> np.ndarray
 
 
 def png_info(mark: Mark) -> PngInfo:
-    """For Pillow's `save`."""
+    """The `pnginfo` argument of Pillow's `save`, with `mark` as the comment."""
     info = PngInfo()
     info.add_text("Comment", str(mark))
     return info

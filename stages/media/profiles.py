@@ -1,7 +1,7 @@
 """Declared colors of pictures and frames: ICC profiles, and the code points of ITU-T H.273 (FFmpeg's numbers).
 
-Both are converted to sRGB; of the code points, only wide primaries of standard dynamic range (BT.2020, Display P3) are.
-High dynamic range (PQ, HLG) is refused wherever it is declared.
+ICC profiles are converted to sRGB, and code points if they declare wide primaries of standard dynamic range (BT.2020,
+Display P3). High dynamic range (PQ, HLG) is refused wherever it is declared.
 """
 
 import io
@@ -14,7 +14,7 @@ from PIL import Image, ImageCms, ImageFilter
 
 HDR_TRANSFERS = (16, 18)  # PQ and HLG
 SRGB_TRANSFER = 13
-# Chromaticities (x, y) of red, green and blue; white is D65 in all of them (ITU-R BT.709, BT.2020, SMPTE EG 432-1).
+# Chromaticities (x, y) of red, green and blue; white is always D65 (ITU-R BT.709, BT.2020, SMPTE EG 432-1).
 _SRGB_PRIMARIES = ((0.640, 0.330), (0.300, 0.600), (0.150, 0.060))
 WIDE_PRIMARIES = {
     9: ((0.708, 0.292), (0.170, 0.797), (0.131, 0.046)),
@@ -26,7 +26,7 @@ _LUT_SIZE = 49
 
 
 def round_to_8_bits(samples: np.ndarray) -> np.ndarray:
-    """uint16 to uint8, rounded, over the whole range."""
+    """Convert uint16 samples to uint8, rounded; 65535 becomes 255."""
     high, low = (samples >> 8).astype(np.uint8), samples.astype(np.uint8)
     difference = low.astype(np.int16) - high  # the sample is 257 x high + difference
     return high + (difference > 128) - (difference < -128)
@@ -44,7 +44,8 @@ def is_hdr_profile(profile: bytes) -> bool:
 
 
 def profile_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """The picture in mode RGB, in sRGB. A profile that is broken, or for other channels, is ignored, as in viewers."""
+    """The picture in mode RGB, converted to sRGB. As in viewers, a profile that is broken or for a different color mode
+    is ignored."""
     if profile:
         with suppress(ImageCms.PyCMSError, OSError, ValueError):
             source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
@@ -56,7 +57,8 @@ def profile_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def primaries_to_srgb(image: Image.Image, primaries: int, transfer: int) -> Image.Image:
-    """The picture, in mode RGB, with sRGB's primaries and an unchanged transfer: sRGB's, or else BT.709's."""
+    """Convert a picture in mode RGB from wide `primaries` to sRGB's primaries; other pictures are returned unchanged.
+    The transfer function is kept: sRGB's if `transfer` declares it, else BT.709's."""
     if primaries not in WIDE_PRIMARIES:
         return image
     return image.filter(_wide_to_srgb_lut(primaries, transfer == SRGB_TRANSFER))
@@ -69,10 +71,11 @@ def _srgb_profile() -> ImageCms.ImageCmsProfile:
 
 @cache
 def _wide_to_srgb_lut(primaries: int, srgb: bool) -> ImageFilter.Color3DLUT:
-    """A table from colors with wide primaries to colors with sRGB's. srgb: whether both have sRGB's transfer instead of
-    BT.709's."""
+    """A lookup table that converts colors from wide primaries to sRGB's primaries.
+
+    srgb: whether input and output have sRGB's transfer function instead of BT.709's."""
     matrix = np.linalg.inv(_to_xyz(_SRGB_PRIMARIES)) @ _to_xyz(WIDE_PRIMARIES[primaries])
-    # The numbers of a transfer: slope of its linear part, end of it, offset, exponent.
+    # The transfer function's parameters: slope of its linear part, end of the linear part, offset, exponent.
     slope, knee, offset, gamma = (12.92, 0.04045, 0.055, 2.4) if srgb else (4.5, 0.081, 0.099, 1 / 0.45)
     axis = np.linspace(0.0, 1.0, _LUT_SIZE)
     blue, green, red = np.meshgrid(axis, axis, axis, indexing="ij")  # red varies fastest
@@ -84,7 +87,7 @@ def _wide_to_srgb_lut(primaries: int, srgb: bool) -> ImageFilter.Color3DLUT:
 
 
 def _to_xyz(primaries: tuple[tuple[float, float], ...]) -> np.ndarray:
-    """(3, 3) matrix from linear RGB to CIE XYZ, for these chromaticities and white D65 (SMPTE RP 177)."""
+    """The (3, 3) matrix from linear RGB with these chromaticities and white D65 to CIE XYZ (SMPTE RP 177)."""
     columns = np.array([(x / y, 1.0, (1 - x - y) / y) for x, y in primaries]).T
     x, y = _WHITE_POINT
     return columns * np.linalg.solve(columns, [x / y, 1.0, (1 - x - y) / y])

@@ -1,4 +1,4 @@
-"""Reads the samples of a plan: their frames, resized, cropped and scaled as by diffusers' pipelines."""
+"""Reads the frames of a plan's samples, and resizes, crops and scales them like diffusers' pipelines."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,25 +12,23 @@ from stages.media import animation, decord_backend, video
 from stages.media.files import MediaError, MediaPath, out_of_memory_error
 from stages.media.image import MAX_PIXELS, load_image
 
-FRAME_S = (
-    0.02  # between the frames of a made mask: Pillow joins equal frames, of which one may be shown for 65 s at most
-)
+FRAME_S = 0.02  # per frame of a made mask: Pillow joins equal frames into one, which lasts at most 65 s
 
 
 def resize_and_crop(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "image") -> np.ndarray:
-    """Resize with Lanczos, as diffusers' VaeImageProcessor and VideoProcessor do, and crop: uint8 (bucket.height,
-    bucket.width, 3).
+    """Resize with Lanczos, as diffusers' VaeImageProcessor and VideoProcessor do, and crop. Returns uint8
+    (bucket.height, bucket.width, 3).
 
     If the crop was computed from the display size, the resize also corrects pixels that are not square. Raises
-    MediaError for `path` if the resized picture would be enormous.
+    MediaError for `path` if the resized picture would have more than MAX_PIXELS pixels.
     """
     return np.asarray(_resize_and_crop(image, crop, bucket, Image.Resampling.LANCZOS, path).convert("RGB"))
 
 
 def resize_and_crop_mask(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "mask") -> np.ndarray:
-    """Does the same in gray: uint8 (bucket.height, bucket.width).
+    """Resize and crop a mask in gray. Returns uint8 (bucket.height, bucket.width).
 
-    The filter is bilinear: Lanczos would ring beyond the mask's edges and so train a little on what is masked.
+    The filter is bilinear: Lanczos would ring beyond the mask's edges, so that masked pixels would be trained a little.
     """
     return np.asarray(_resize_and_crop(image.convert("L"), crop, bucket, Image.Resampling.BILINEAR, path))
 
@@ -51,8 +49,8 @@ def _resize_and_crop(
 
 
 def normalize_pixels(pixels: np.ndarray) -> np.ndarray:
-    """uint8 (H, W, 3) or (T, H, W, 3) to float32 in [-1, 1], (3, H, W) or (3, T, H, W), contiguous. The operations and
-    their order are those of VaeImageProcessor, so the results are equal in every bit."""
+    """Convert uint8 (H, W, 3) or (T, H, W, 3) to float32 in [-1, 1], (3, H, W) or (3, T, H, W), contiguous. The same
+    operations in the same order as in VaeImageProcessor, so that results are equal in every bit."""
     assert pixels.dtype == np.uint8 and pixels.ndim in (3, 4) and pixels.shape[-1] == 3, pixels.shape
     scaled = np.float32(2.0) * (pixels.astype(np.float32) / np.float32(255.0)) - np.float32(1.0)
     return np.ascontiguousarray(np.moveaxis(scaled, -1, 0))
@@ -64,12 +62,12 @@ def parse_crop(geometry: dict) -> tuple[Crop, Bucket]:
 
 
 def read_cropped_image(path: MediaPath, geometry: dict) -> np.ndarray:
-    """uint8 (H, W, 3): the image cropped to its bucket."""
+    """uint8 (H, W, 3): the image, resized and cropped to its bucket."""
     return resize_and_crop(load_image(path), *parse_crop(geometry), path=path)
 
 
 def read_sample_frames(path: MediaPath, sample: dict, decoder: str) -> np.ndarray:
-    """uint8 (T, H, W, 3): the sample's frames cropped to its bucket; T = 1 for an image."""
+    """uint8 (T, H, W, 3): the sample's frames, resized and cropped to its bucket. T = 1 for an image."""
     if sample["kind"] == "image":
         return read_cropped_image(path, sample["geometry"])[None]
     crop, bucket = parse_crop(sample["geometry"])
@@ -79,10 +77,10 @@ def read_sample_frames(path: MediaPath, sample: dict, decoder: str) -> np.ndarra
 
 
 def read_sample_mask(path: MediaPath, kind: str, geometry: dict, times: Sequence[float]) -> np.ndarray:
-    """uint8 (T, H, W): a mask in gray with its sample's crop; 255 is trained on, transparent parts are not.
+    """uint8 (T, H, W): a mask in gray with its sample's crop. Pixels of 255 are trained, transparent pixels are not.
 
-    times: seconds of the sample's T frames, at which a video mask is read, of a made mask the frames' numbers; an image
-    mask is repeated (T = 1 without times).
+    times: times of the sample's T frames in seconds, at which a video mask is read; for a made mask, the numbers of the
+    frames. An image mask is repeated T times (once if `times` is empty).
     """
     crop, bucket = parse_crop(geometry)
     if kind == MADE:

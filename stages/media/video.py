@@ -1,16 +1,16 @@
 """Videos with PyAV: properties of a file, from its header and its first frame, and the frames at given times.
 
-Times are seconds from the first presented frame, so start offsets and edit lists have no influence. Frames are turned
-and mirrored as they are displayed (FFmpeg stores that without applying it), and have their stored number of pixels: if
+Times are seconds from the first presented frame, so start offsets and edit lists have no influence. Frames are rotated
+and mirrored as they are displayed (FFmpeg returns the orientation without applying it), and keep their stored size: if
 pixels are not square, `VideoInfo` has the display size, and the resize that follows stretches them. For colors and
-transparency see stages/media/color.py. Of several video tracks the main one is read (`container.main_track`).
+transparency see stages/media/color.py. If a file has several video tracks, `container.main_track` chooses one.
 
-Interlaced videos are refused. Which filter restores full frames depends on how the material was made (filmed in fields,
-or film spread over them), which no header tells, and its result at a frame depends on the frames around it.
+Interlaced videos are refused. The filter that restores full frames depends on how the material was made (filmed in
+fields, or film spread over fields), which headers do not declare, and its result depends on the neighboring frames.
 
 A header counts the frames in the file. Fewer may be shown: if a file was cut without re-encoding
-(`ffmpeg -ss 1.09 -i IN -c copy OUT`), an edit list hides what precedes the cut, and a cut between two frames adds time
-before the first one. If header and index do not suffice, the packets are read, without decoding.
+(`ffmpeg -ss 1.09 -i IN -c copy OUT`), an edit list hides the frames before the cut, and a cut between two frames adds
+time before the first frame. If header and index do not suffice, the packets are read, without decoding.
 """
 
 import math
@@ -51,7 +51,7 @@ from stages.media.image import MAX_PIXELS
 
 # Decoding the first frames is cheaper than a seek that lands among them.
 _SEEK_AFTER_S = 0.5
-# FFmpeg's AVFieldOrder: unknown and progressive. The others are interlaced.
+# FFmpeg's AVFieldOrder: unknown and progressive. All larger values are interlaced.
 _PROGRESSIVE_FIELD_ORDERS = (0, 1)
 # Reasons for which reading from the beginning would fail as well.
 _UNSUPPORTED = ("unsupported-colour", "unsupported-samples", "unsupported-alpha")
@@ -62,11 +62,12 @@ _FINAL_REASONS = ("out-of-memory", "hdr", "interlaced", "odd-rotation", "missing
 class VideoInfo:
     """Properties of a video from its header and first frame, or from its packets if the header lacks them.
 
-    width, height: as displayed, after rotation and with square pixels. rotation: degrees counterclockwise that turn the
-    stored frame upright (0, 90, 180, 270). frames: that are shown. rate: average frames per second. duration: seconds
-    from the start of the first frame to the end of the last. constant_rate: frames are 1 / rate apart, except for
-    rounded timestamps. codec: FFmpeg's name. mirrored: left to right, before the rotation. wide: its primaries are
-    wider than sRGB's. track: number of the video track that is read, from 0, among several; None if there is one.
+    width, height: display size, after rotation and with square pixels. rotation: degrees (0, 90, 180, 270) by which
+    the stored frame is turned counterclockwise to be upright. frames: number of frames shown. rate: average frames per
+    second. duration: seconds from the start of the first frame to the end of the last. constant_rate: whether frames
+    follow each other every 1 / rate seconds, except for rounded timestamps. codec: FFmpeg's name. mirrored: whether
+    frames are mirrored left to right before the rotation. wide: whether primaries are wider than sRGB's. track: number,
+    from 0, of the video track that is read; None if the file has only one.
     """
 
     width: int
@@ -83,8 +84,8 @@ class VideoInfo:
 
 
 def probe_video(path: MediaPath) -> VideoInfo:
-    """Read the header and decode the first frame, which knows the rotation and all colors; if the header does not know
-    how long the video is, read all packets without decoding. Raises MediaError."""
+    """Read the header, and decode the first frame for the rotation and all colors. If header and index do not determine
+    the number of frames and duration, read all packets without decoding. Raises MediaError."""
     size = media_size(path)
     with open_video(path) as reader:
         stream, context = reader.stream, reader.stream.codec_context
@@ -115,14 +116,15 @@ def probe_video(path: MediaPath) -> VideoInfo:
 def read_frames(
     path: MediaPath, times: Sequence[float], *, threads: int = 1, background: str = "white"
 ) -> Iterator[np.ndarray]:
-    """For each time, ascending, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
+    """Yield, for each of the ascending times, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
 
-    background: color that transparent parts get.
+    threads: decoder threads. background: color behind transparent parts.
 
-    Times of the same frame give the same array. Rounded timestamps are allowed for: by one tick of the time base or a
-    millisecond, but at most a quarter of a frame. A time before the first frame gives the first. Decoding starts at the
-    last keyframe before the first time and stops one frame after the last. At most two frames are in memory. Raises
-    MediaError ("truncated" if the file ends before a time), ValueError for descending times.
+    Times of the same frame yield the same array. A timestamp may, because of rounding, be later than its time by
+    `time_tolerance`: a tick of the time base or a millisecond, but at most a quarter of a frame. A time before the
+    first frame yields the first frame. Decoding starts at the last keyframe before the first time and stops one
+    frame after the last time. At most two frames are in memory. Raises MediaError ("truncated" if the file ends before
+    a time), and ValueError for descending times.
     """
     require_ascending(times)
     delivered = 0
@@ -141,7 +143,8 @@ def read_frames(
 
 
 def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndarray]]:
-    """(seconds, uint8 (height, width, 3) RGB) of every frame, at most `edge` pixels wide and high, not rotated."""
+    """Yield (time in seconds, uint8 (height, width, 3) RGB) for every frame, not rotated, scaled to fit into `edge` x
+    `edge` pixels."""
     with open_video(path) as reader:
         to_rgb, video = _Converter(reader, "white"), _begin(reader)
         scale = min(1.0, edge / max(video.size))
@@ -164,7 +167,7 @@ class _Converter:
 
 
 def _header_tags(reader: OpenVideo) -> ColorTags:
-    """The colors that the header declares. Raises MediaError if they can't be converted or it is interlaced."""
+    """The colors that the header declares. Raises MediaError if they can't be converted or the video is interlaced."""
     context = reader.stream.codec_context
     tags = ColorTags.of(context)
     color.require_convertible(tags, context.format, reader.path, context.codec_tag)
@@ -187,8 +190,10 @@ def _interlaced_error(path: MediaPath) -> MediaError:
 
 
 class _Frames(NamedTuple):
-    """An open video whose first frame was decoded, and checked. turned, size: orientation and size of stored frames, on
-    which a plan relies. tags: the first frame's colors. frames: all, from the first on."""
+    """An open video whose first frame was decoded and checked.
+
+    turned: orientation of the stored frames. size: (width, height) of the stored frames. tags: colors of the first
+    frame. first: the first frame. frames: iterator over all frames, including the first."""
 
     turned: Orientation
     size: tuple[int, int]
@@ -199,7 +204,7 @@ class _Frames(NamedTuple):
 
 def _begin(reader: OpenVideo) -> _Frames:
     _refuse_large(reader.path, *reader.size)
-    declared = _header_tags(reader)  # before decoding, which overwrites them
+    declared = _header_tags(reader)  # before decoding, which overwrites the header's tags
     frames = decode_packets(packets_from_keyframe(reader), reader)
     first = next(frames, None)
     if first is None:
@@ -244,11 +249,11 @@ def _decode_at_times(
 
 
 def _iter_timed_frames(reader: OpenVideo, video: _Frames, start: float | None) -> Iterator[TimedFrame]:
-    """Frames in order with their times: all, or from the last keyframe at or before `start` seconds."""
+    """Yield frames in order with their times: all frames, or from the last keyframe at or before `start` seconds."""
     path, rate, tick = reader.path, average_rate(reader.stream), float(reader.stream.time_base or 0)
     frames = video.frames
     if reader.container.format.name == "avi":
-        # AVI has no presentation times, and with B-frames its timestamps are out of order; but its rate is constant.
+        # AVI has no presentation times, and with B-frames its timestamps are out of order, but its rate is constant.
         for index, frame in enumerate(frames):
             yield TimedFrame(index / rate, 1 / rate, index, frame)
         return
@@ -269,16 +274,16 @@ def _iter_timed_frames(reader: OpenVideo, video: _Frames, start: float | None) -
 
 
 def _seek_before(reader: OpenVideo, origin: int, target: int) -> Iterator[VideoFrame]:
-    """Frames from a keyframe presented at or before the timestamp `target`.
+    """The frames from a keyframe that is presented at or before the timestamp `target`, in ticks.
 
-    Some containers index by decoding time, and MPEG-TS has no index, so a seek may lead to a keyframe that is presented
-    too late; then it is repeated from further back.
+    Some containers index by decoding time, and MPEG-TS has no index, so a seek may find a keyframe that is presented
+    after `target`. The seek is then repeated 1, 4 and 16 seconds earlier.
     """
     stream = reader.stream
     second = max(1, round(1 / stream.time_base)) if stream.time_base else 1
     for back in (0, 1, 4, 16):
         reader.container.seek(max(origin, target - back * second), stream=stream, backward=True)
-        reader.decoder.flush_buffers()  # PyAV flushes the stream's own
+        reader.decoder.flush_buffers()  # PyAV flushes only the stream's own decoder
         packets = packets_from_keyframe(reader)
         key = next(packets, None)
         if key is not None and key.pts is not None and key.pts <= target:
@@ -300,7 +305,7 @@ def _require_pts(frame: VideoFrame, path: MediaPath) -> int:
 
 
 class _Timing(NamedTuple):
-    """frames: that are shown. rate: their average. duration: seconds from the first frame's start to the last's end."""
+    """frames, rate, duration and constant_rate of `VideoInfo`."""
 
     frames: int
     rate: float
@@ -324,7 +329,8 @@ def _timing_from_header(reader: OpenVideo) -> _Timing | None:
 
 
 def _timing_from_packets(reader: OpenVideo) -> _Timing:
-    """From the packets after the first keyframe; frames shown before it depend on others that are not in the file."""
+    """Timing from the packets after the first keyframe. Frames shown before the first keyframe are not counted, because
+    they depend on frames that are not in the file."""
     stamps, end, stream = list[int](), -math.inf, reader.stream
     first: int | None = None
     for packet in packets_from_keyframe(reader):
@@ -344,14 +350,15 @@ def _timing_from_packets(reader: OpenVideo) -> _Timing:
     _require_full_duration(reader.path, end * float(stream.time_base), _declared_end_s(reader))
     constant = _constant_rate(stamps, len(stamps), reader)
     rate, declared = len(stamps) / duration, float(stream.average_rate or 0)
-    # The header's rate, if it agrees, is exact; the counted one is affected by rounded timestamps.
+    # If it agrees, the header's rate is exact; the measured rate is affected by rounded timestamps.
     rate = constant or (declared if math.isclose(rate, declared, rel_tol=0.01) else rate)
     return _Timing(len(stamps), rate, duration, constant_rate=constant is not None)
 
 
 def _constant_rate(stamps: Iterable[int], frames: int, reader: OpenVideo) -> float | None:
-    """The rate, if any, at which all timestamps of n frames are within a tick or a millisecond of even spacing: the
-    header's if it fits, else that of the first and last frame."""
+    """The constant rate in frames per second, with which all timestamps are within a tick or a millisecond of even
+    spacing; None if the rate is not constant. Tries the rates of the header, then the rate between the first and last
+    timestamp. stamps: timestamps in ticks. frames: expected number of timestamps."""
     stream = reader.stream
     ticks = np.sort(np.fromiter(stamps, np.int64))
     if len(ticks) != frames or frames < 2 or not stream.time_base or ticks[0] == ticks[-1]:
@@ -367,14 +374,14 @@ def _constant_rate(stamps: Iterable[int], frames: int, reader: OpenVideo) -> flo
 
 
 def _declared_end_s(reader: OpenVideo) -> float:
-    """The end of this stream according to Matroska's header, in seconds from the file's zero; 0 if not declared."""
+    """The end of this stream in Matroska's header, in seconds from time zero of the file; 0 if not declared."""
     if not reader.container.format.name.startswith("matroska"):
         return 0.0
     match = re.fullmatch(r"(\d+):(\d+):(\d+\.\d+)", reader.stream.metadata.get("DURATION", ""))
     if match is not None:
         hours, minutes, seconds = map(float, match.groups())
         return 3600 * hours + 60 * minutes + seconds
-    # With other streams the file may rightly be longer than this one.
+    # If the file has further streams, it may be longer than this stream.
     return (reader.container.duration or 0) / av.time_base if len(reader.container.streams) == 1 else 0.0
 
 

@@ -1,13 +1,13 @@
 """A source lists media with their captions and companions, and opens one item by its path.
 
-Each source is a class in this folder that says what its items are and how one is opened. What sources have in common is
-here: captions in files next to the media or by path, companions in columns of their own or by name. Listing must be
+Each source is a class in this folder that lists its items and opens an item. This file has the code that sources
+share: captions in files next to the media or by path, companions in columns of their own or by name. Listing must be
 cheap: names, sizes and versions come from directories, tables and archive headers, and no item is opened. Listings are
 Arrow tables of bounded size, so a million items cost no more memory than their table.
 
-Source images and masks have the same relative path in a place of their own: "a/b.png" belongs to "a/b" with any image
-extension (a mask also with a video extension). Of several references the k-th is in the k-th place, or all are in one,
-as "a/b_1.png", "a/b_2.png". A place is listed once, however many items ask, and nothing in it is opened.
+Source images and masks have the item's relative path in a folder of their own: "a/b.png" belongs to "a/b" with any
+image extension (a mask also with a video extension). With several references, the k-th reference is in the k-th folder,
+or all are in one folder, as "a/b_1.png", "a/b_2.png". A folder is listed once for all items; no file in it is opened.
 """
 
 from abc import ABC, abstractmethod
@@ -53,16 +53,16 @@ _SOURCE_CLASSES = {
 
 
 class Source(ABC):
-    """Made from a dataset's settings; picklable, so that every worker process can open items.
+    """Lists and opens the items of a dataset. Picklable, so that every worker process can open items.
 
-    root: the folder or URL that the paths of the listing start at; None: the dataset's. ignored: what `scan` left
-    alone, by extension or reason.
+    root: folder or URL that the paths of the listing are relative to; None for the dataset's root. ignored: numbers of
+    files that `scan` ignored, by extension or reason.
     """
 
     def __init__(self, dataset: Dataset, root: str | None = None) -> None:
         self._dataset, self.ignored = dataset, Counter[str]()
         strategy = dataset.resolved_caption_strategy
-        #: Whether captions are in text files, or the source's own (a member of a tar, a column of its table).
+        #: Whether captions are in text files, or in the source itself (a member of a tar, a column of its table).
         self._in_files = strategy == "textfile"
         self._own_captions = strategy in ("webdataset", "huggingface") or (
             strategy in TABLE_STRATEGIES and not dataset.caption_file
@@ -75,24 +75,24 @@ class Source(ABC):
 
     @abstractmethod
     def items(self, known: pa.Table | None) -> Iterator[Columns]:
-        """The items, some at a time, in no order; each path once: columns of a listing, "path" among them. Companions
-        and captions that are found by path are added later.
+        """The items in chunks, in any order, each path once: columns of a listing, including "path". `scan` adds the
+        companions and captions that are found by path.
 
-        known: the media table of the last discovery (with "extra." columns); a source may copy from it the rows of an
-        archive that has not changed. Raises LatentpressError if the place can't be listed.
+        known: media table of the last discovery (with "extra." columns), from which a source may copy the rows of an
+        unchanged archive. Raises LatentpressError if the dataset can't be listed.
         """
 
     @abstractmethod
     def open(self, path: str) -> MediaPath:
-        """The item at `path`: a local file, or a Blob that is read like one (stages/media/files.py)."""
+        """The item at `path`: a local file, or a Blob that is read like a file (stages/media/files.py)."""
 
     def open_companion(self, role: str, path: str) -> MediaPath:
-        """The companion at `path`; role: one of `Dataset.roles`."""
+        """The companion at `path`. role: one of `Dataset.roles`."""
         return self._companions[role].open(path)
 
     def backing_file(self, role: str, path: str) -> MediaPath:
-        """The file that holds the item at `path` (role: "") or its companion: itself, or its archive. Cheap, even
-        where opening the item is not."""
+        """The file that holds the item at `path` (role: "") or the companion at `path`: the file itself or its archive.
+        Cheap, even if opening the item is expensive."""
         return self.open_companion(role, path) if role else self.open(path)
 
     def read_captions(self, path: str) -> list[str]:
@@ -100,7 +100,7 @@ class Source(ABC):
         return read_caption_file(self.open(path), self._dataset.captions_per_file)
 
     def scan(self, known: pa.Table | None = None) -> Iterator[pa.Table]:
-        """The listing in chunks of at most CHUNK_ROWS rows (`columns.LISTING_SCHEMA`), in no order; each path once."""
+        """The listing in chunks of at most CHUNK_ROWS rows (`columns.LISTING_SCHEMA`), in any order, each path once."""
         self.ignored.clear()
         for columns in self.items(known):
             for start in range(0, len(columns["path"]), CHUNK_ROWS):
@@ -124,7 +124,7 @@ class Source(ABC):
 
 
 def open_source(dataset: Dataset) -> Source:
-    """The source of a dataset; its libraries are imported now."""
+    """The source of a dataset. This call imports the libraries that the source needs."""
     module, _, name = _SOURCE_CLASSES[dataset.resolved_source].partition(".")
     return getattr(import_module(f"stages.discovery.sources.{module}"), name)(dataset)
 
@@ -139,8 +139,9 @@ def companion_name(role: str) -> str:
 
 
 class CompanionFinder:
-    """The companions of one role in a folder or below a URL. listed_by: a finder in the same place, which lists it for
-    both."""
+    """The companions of one role in a folder or below a URL.
+
+    listed_by: another finder for the same folder or URL, whose listing this finder uses."""
 
     def __init__(self, dataset: Dataset, role: str, listed_by: "CompanionFinder | None" = None) -> None:
         self.role, self._listed_by, self._follow_links = role, listed_by or self, dataset.follow_links
@@ -149,14 +150,14 @@ class CompanionFinder:
         self._key, places = f"datasets.{dataset.id}.{option}", listed(getattr(dataset, option))
         self._kinds = extensions_of_kinds(("image", "video") if role == "mask" else ("image",))
         index = 0 if role == "mask" else SOURCE_ROLES.index(role)
-        # The number at the end of a name, and the largest, if all source images are in one place.
+        # The number at the end of a name, and its maximum, if all source images are in one folder; else 0.
         self._most = 0 if role == "mask" else dataset.conditioning_count or 0
         self._number = index + 1 if self._most else 0
         self.location = places[0 if self._most else index]
 
     def add(self, columns: Columns) -> None:
-        """Add the companion of each item to the columns of a listing, given its "path". A row keeps the problem that it
-        has. Raises LatentpressError if the place can't be listed."""
+        """Add the companion of each item to the columns of a listing, which must have "path". A problem that a row
+        already has is kept. Raises LatentpressError if the folder or URL can't be listed."""
         table, lookup = self._listed_by._listed
         items = strip_extensions(columns["path"])
         stems = pc.binary_join_element_wise(items, f"_{self._number}", "") if self._number else items
@@ -184,7 +185,7 @@ class CompanionFinder:
 
     @cached_property
     def _listed(self) -> tuple[pa.Table, TextLookup]:
-        """path, version and kind of all companions, and the rows by path without extension."""
+        """path, version and kind of all companions, and a lookup of their rows by path without extension."""
         parts = [pa.table({name: pa.array([], _text) for name in ("path", "version", "kind")})]
         for files in walk(self.location, self._kinds, Counter(), key=self._key, follow_links=self._follow_links):
             columns = files.columns() | {"version": pa.array(files.full_versions(), _text)}
@@ -194,7 +195,7 @@ class CompanionFinder:
 
 
 def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
-    """The roles of a dataset whose companions are found by name -> their finders."""
+    """Role -> finder, for the roles of a dataset whose companions are found by name."""
     finders = dict[str, CompanionFinder]()
     for role in dataset.source_roles if dataset.conditioning_data else ():
         finders[role] = CompanionFinder(dataset, role, finders.get("source") if dataset.conditioning_count else None)
@@ -202,14 +203,14 @@ def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
 
 
 def is_needed(dataset: Dataset, role: str) -> bool:
-    """Whether an item without this companion is set aside: any but the further references, and a mask that a model
-    makes."""
+    """Whether an item without this companion is rejected. Only further references (source_2, ...) and masks that a
+    model makes are optional."""
     return role == "source" or (role == "mask" and not dataset.makes_masks)
 
 
 def refuse_gaps(columns: Columns, roles: Sequence[str]) -> None:
-    """Give a problem to each row of a listing without its first source image, or without one before another that it
-    has. roles: of source images, in order."""
+    """Add a problem to each row of a listing that lacks its first source image, or a source image that precedes one
+    that the row has. roles: roles of the source images, in order."""
     for number, role in enumerate(roles):
         lacking = pc.is_null(columns[role])
         name = companion_name(role)

@@ -1,7 +1,7 @@
 """Captions of items: from text files, from file names, from one prompt for all items, or from a table that names the
-files. They are never invented: an item without one is set aside, and so is one whose name holds no word.
+files. Captions are never invented: an item without a caption is rejected, and so is a file name without a word.
 
-And the paths of such a table, as those of a listing.
+The file also converts the paths in such a table to paths of a listing.
 """
 
 import os
@@ -34,9 +34,9 @@ from stages.discovery.sources.columns import (
 from stages.discovery.sources.urls import display_location, join_url, strip_signature
 from stages.media.files import MediaError, MediaPath, media_size, open_media, unreadable_error
 
-#: The largest text file that is taken for a caption, in bytes.
+#: Largest text file that is read as a caption, in bytes.
 MAX_CAPTION_BYTES = 1 << 20
-#: Raise it when the same bytes give other captions.
+#: Increase it when a change of the code gives different captions for the same bytes.
 CAPTION_READER_VERSION = 1
 
 _WRITE_ADVICE = "write a caption, one alternative a line"
@@ -48,9 +48,10 @@ PerFile = Literal["one", "lines"]
 
 
 def read_caption_file(path: MediaPath, per_file: PerFile = "lines") -> list[str]:
-    """The alternatives in a caption file: its lines, trimmed, without empty and repeated ones, or all of it.
+    """The alternatives in a caption file: its trimmed lines without empty and repeated lines, or the whole text.
 
-    Raises MediaError: no-caption, caption-too-long, unreadable, and as `parse_captions`.
+    per_file: "lines" for one alternative a line, "one" for a single caption. Raises MediaError: no-caption,
+    caption-too-long, unreadable, and the reasons of `parse_captions`.
     """
     try:
         size = media_size(path)
@@ -71,8 +72,8 @@ def read_caption_file(path: MediaPath, per_file: PerFile = "lines") -> list[str]
 
 
 def parse_captions(data: bytes, path: MediaPath, per_file: PerFile = "lines") -> list[str]:
-    """The alternatives in the content of a caption file, or of a text member of a tar: UTF-8, with or without a byte
-    order mark.
+    """The alternatives in the content of a caption file or a text member of a tar: UTF-8, with or without a byte order
+    mark.
 
     Raises MediaError: empty-caption, caption-not-utf8, caption-zero-bytes.
     """
@@ -89,7 +90,7 @@ def parse_captions(data: bytes, path: MediaPath, per_file: PerFile = "lines") ->
 
 
 def refuse_zero_bytes(columns: Columns) -> None:
-    """Give a problem to each row of a listing with a zero byte in a caption."""
+    """Add a problem to each row of a listing with a zero byte in a caption."""
     captions = columns["captions"].cast(pa.list_(_text))
     zero_bytes = to_mask(pc.match_substring(captions.flatten(), "\0"))
     if zero_bytes.any():
@@ -100,7 +101,7 @@ def refuse_zero_bytes(columns: Columns) -> None:
 
 
 def add_caption_files(columns: Columns, files: pa.Array, versions: pa.Array) -> None:
-    """Add the caption file next to each item, null for none, and its version to the columns of a listing."""
+    """Add the caption file next to each item (null if it has none) and its version to the columns of a listing."""
     columns |= {"captions_at": files, "captions_version": versions}
     if files.null_count:
         names = strip_extensions(pc.replace_substring_regex(columns["path"], r"(?s)^.*/", ""))
@@ -108,12 +109,12 @@ def add_caption_files(columns: Columns, files: pa.Array, versions: pa.Array) -> 
         add_problems(columns, pc.if_else(pc.is_null(files), "no-caption: has no caption", None), step)
 
 
-#: Reasons for which an item has no caption, which `caption` may then make.
+#: Reasons for a missing caption, which the stage `caption` can make.
 MISSING_REASONS = ("no-caption", "empty-caption")
 
 
 def accept_missing_captions(columns: Columns) -> None:
-    """Keep the items of a listing that lack nothing but a caption, which a model will make."""
+    """Remove the problem from items of a listing that lack only a caption, because a model will make it."""
     if "problem" in columns:
         lacking = pc.match_substring_regex(columns["problem"], f"^(?:{'|'.join(MISSING_REASONS)}):")
         for name in ("problem", "advice"):
@@ -123,16 +124,16 @@ def accept_missing_captions(columns: Columns) -> None:
 class CaptionLookup:
     """Captions by path with the strategies filename, instanceprompt, csv, jsonl and parquet, for any source.
 
-    A table is matched by its column of file names (dataset.media_column, else the first usual one), which are relative
-    to the dataset's place or below it.
+    A table is matched by its column of file names (dataset.media_column, else the first of USUAL_MEDIA_COLUMNS). Its
+    names are relative to the dataset's root, or absolute.
     """
 
     def __init__(self, dataset: Dataset, root: str) -> None:
         self._dataset, self._root = dataset, root
 
     def add(self, columns: Columns) -> None:
-        """Add captions, and the extra columns of their table, to the columns of a listing, given its "path". Raises
-        LatentpressError for a table that can't be used."""
+        """Add captions, and the extra columns of their table, to the columns of a listing, which must have "path".
+        Raises LatentpressError for a table that can't be used."""
         paths, strategy = columns["path"], self._dataset.resolved_caption_strategy
         if strategy == "filename":
             words = [[caption_from_name(path)] for path in paths.to_pylist()]
@@ -145,7 +146,7 @@ class CaptionLookup:
 
     @cached_property
     def _table(self) -> tuple[pa.Table, str, TextLookup]:
-        """The table, its column of file names, and the rows by these."""
+        """The table, the name of its column of file names, and a lookup of its rows by file name."""
         dataset, location = self._dataset, self._dataset.caption_file
         assert location is not None, "captions of the source itself are not looked up"
         named = [dataset.media_column] if dataset.media_column else []
@@ -157,7 +158,7 @@ class CaptionLookup:
         return table, media, TextLookup(pa.chunked_array(keys, _text))
 
     def _add_from_table(self, columns: Columns) -> None:
-        """All rows of a file are alternatives; the extra columns are those of its first row."""
+        """All rows of a file are alternatives; extra columns come from the file's first row."""
         table, media, lookup = self._table
         names, location = list(self._dataset.caption_column), display_location(self._dataset.caption_file or "")
         first = pa.array(lookup.find(columns["path"]))
@@ -174,14 +175,14 @@ class CaptionLookup:
 def add_table_captions(
     columns: Columns, table: pa.Table, lookup: TextLookup, names: Sequence[str], location: str
 ) -> None:
-    """Add the captions of all rows of a table that name an item. lookup: of its rows by path."""
+    """Add to each item the captions of all table rows that name it. lookup: lookup of the table's rows by path."""
     owner, rows = lookup.pairs(columns["path"])
     add_row_captions(columns, pa.table({name: take_rows(table[name], rows) for name in names}), owner, location)
 
 
 def caption_from_name(path: str) -> str:
-    """The words of a file's name. "_" and "-" are spaces, the extension and counters at the end ("_0001", "-2", " (3)")
-    are left out."""
+    """The words of a file's name: "_" and "-" become spaces; the extension and counters at the end ("_0001", "-2",
+    " (3)") are removed."""
     stem, _ = os.path.splitext(path.rpartition("/")[2])
     return _SPACES.sub(" ", _COUNTERS.sub("", stem)).strip()
 
@@ -192,10 +193,10 @@ def strip_extensions(paths: pa.Array) -> pa.Array:
 
 
 def normalize_paths(cells: pa.Array, root: str) -> pa.Array:
-    """File names in a table as paths of a listing; null for none.
+    """Convert file names in a table to paths of a listing; an empty cell gives null.
 
-    Below `root` (a folder or URL): relative to it, without "./", "//" and "..". Elsewhere: absolute; URLs by
-    `public_path`.
+    A path below `root` (a folder or URL) becomes relative to it, without "./", "//" and "..". Any other path becomes
+    absolute, and a URL is converted by `public_path`.
     """
     below = root.rstrip("/") + "/"
 
@@ -213,7 +214,7 @@ def normalize_paths(cells: pa.Array, root: str) -> pa.Array:
 
 
 def resolve_path(root: str, path: str) -> str:
-    """The place of a file of a table: `path` itself if it is absolute or a URL, else below `root`."""
+    """The location of a file that a table names: `path` itself if it is absolute or a URL, else `path` below `root`."""
     path = path.removeprefix("file://")
     if "://" in path:
         return path
@@ -223,16 +224,18 @@ def resolve_path(root: str, path: str) -> str:
 
 
 def public_path(url: str) -> str:
-    """A URL as the path of an item, without user information and query. If it had any, "#" and 12 hex digits of the
-    xxh3 of the URL without its signature are appended: two URLs that differ there stay two items, and one that is
-    signed again stays the same item."""
+    """The path of an item at a URL: the URL without user information and query. If it had any, "#" and 12 hex digits of
+    the xxh3 of the URL without its signature are appended: two URLs with different queries stay two items, and a URL
+    that is signed again stays the same item."""
     public = display_location(url)
     return public if public == url else f"{public}#{xxhash.xxh3_64_hexdigest(strip_signature(url).encode())[:12]}"
 
 
 def add_row_captions(columns: Columns, rows: pa.Table, owner: NDArray[np.int64], location: str) -> None:
-    """Add captions to the columns of a listing: `rows` are of the table at `location`, all their columns are captions,
-    each a text or a list of texts; owner: the item of each row. Raises LatentpressError for a column of another type.
+    """Add captions from rows of a table to the columns of a listing.
+
+    rows: columns of captions, each cell a text or a list of texts. owner: (rows,) int64, item number of each row.
+    location: the table, for messages. Raises LatentpressError for a column of another type.
     """
     texts: list[list[str | None]] = [[] for _ in range(len(columns["path"]))]
     cells = []
@@ -251,7 +254,7 @@ def add_row_captions(columns: Columns, rows: pa.Table, owner: NDArray[np.int64],
 
 
 def _add_captions(columns: Columns, texts: Iterable[Iterable[str | None]], problem: str, advice: str) -> None:
-    """Add the alternatives of each item, trimmed, without empty and repeated ones; none gives this problem."""
+    """Add each item's trimmed alternatives, without empty and repeated texts; `problem` if the item has none."""
     trimmed = ((text.strip() for text in row if text) for row in texts)
     captions = [list(dict.fromkeys(text for text in row if text)) or None for row in trimmed]
     columns["captions"] = pa.array(captions, pa.list_(_text))

@@ -1,5 +1,5 @@
-"""Columns of a listing and of any table: simplify their types, take captions and extra columns from them, look rows up
-by a text."""
+"""Columns of listings and other tables: simplify column types, select extra columns, add problems, and look up rows by
+a text."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -16,30 +16,30 @@ from schemas.tables import EXTRA_PREFIX
 from stages.discovery.sources.urls import display_location
 from stages.media.files import extensions_of_kinds
 
-#: At most this many items are Python objects at a time.
+#: Largest number of items that are Python objects at the same time.
 CHUNK_ROWS = 16384
 _str, _long = pa.string(), pa.int64()
 
-#: One row an item. path, size, version, kind: as in schemas.tables.MEDIA_SCHEMA; size and version are null where
-#: they are unknown until the item is opened. captions: the alternatives, where they are part of the listing (a table's
-#: column, the file's name, a member of the archive); else null. captions_at, captions_version: path and version of the
-#: caption file that must be read; null if there is none. source, mask: paths of the companions within their own place,
-#: with their versions; null if none is configured or none was found. Further source images follow as source_2, ... with
-#: their versions. problem, advice: why this item is rejected without being opened ("no-caption: has no caption", the
-#: reason before ": "), else null. Extra columns follow as "extra.<name>" (schemas.tables.EXTRA_PREFIX).
+#: One row an item. path, size, version, kind: as in schemas.tables.MEDIA_SCHEMA; size and version are null if they are
+#: unknown until the item is opened. captions: the alternatives if they are part of the listing (a table's column, the
+#: file's name, a member of the archive), else null. captions_at, captions_version: path and version of the caption file
+#: that must be read, else null. source, mask: paths of the companions below their own folder, with their versions; null
+#: if no companion is configured or found. Further source images follow as source_2, ... with their versions. problem:
+#: why the item is rejected without being opened, as "reason: description" ("no-caption: has no caption"), else null.
+#: advice: how to solve the problem. Extra columns follow as "extra.<name>" (schemas.tables.EXTRA_PREFIX).
 LISTING_SCHEMA = pa.schema(
     [("path", _str), ("kind", _str), ("size", _long), ("version", _str)]
     + [("captions", pa.list_(_str)), ("captions_at", _str), ("captions_version", _str)]
     + [(name, _str) for name in ("source", "source_version", "mask", "mask_version", "mask_kind", "problem", "advice")]
 )
-#: At the end of a path that is a URL with a query or user: `captions.public_path`.
+#: Matches the hash that `captions.public_path` appends to a URL with a query or user.
 URL_HASH = r"#[0-9a-f]{12}$"
 #: Columns of a listing by name.
 Columns = dict[str, pa.Array]
 
 
 def add_problems(columns: Columns, problems: pa.Array, advices: pa.Array | str) -> None:
-    """Set "problem" and "advice" in the rows of a listing that have a new problem (null: none) and had none before."""
+    """Set "problem" and "advice" in rows of a listing without a problem. problems: (rows,), null for no new problem."""
     null = pa.nulls(len(problems), _str)
     before, advice = columns.get("problem", null), columns.get("advice", null)
     columns["advice"] = pc.if_else(pc.and_(pc.is_null(before), pc.is_valid(problems)), advices, advice)
@@ -47,14 +47,15 @@ def add_problems(columns: Columns, problems: pa.Array, advices: pa.Array | str) 
 
 
 def listing_table(columns: Mapping[str, pa.Array]) -> pa.Table:
-    """A table of LISTING_SCHEMA from some of its columns ("path" among them) and "extra." ones; the others are null."""
+    """A table of LISTING_SCHEMA from "path", any further columns of the schema, and extra columns. Missing columns are
+    null."""
     count = len(columns["path"])
     arrays = {field.name: columns.get(field.name, pa.nulls(count)).cast(field.type) for field in LISTING_SCHEMA}
     return pa.table(arrays | {name: column for name, column in columns.items() if name not in arrays})
 
 
 def require_columns(available: Collection[str], names: Sequence[str], option: str, location: str = "the table") -> None:
-    """Raise LatentpressError, listing the `available` columns, unless `names` are among them."""
+    """Raise LatentpressError, listing the `available` columns, unless they include all `names`."""
     missing = [name for name in names if name not in available]
     if missing:
         raise LatentpressError(
@@ -65,8 +66,8 @@ def require_columns(available: Collection[str], names: Sequence[str], option: st
 
 
 def refuse_invalid_text(table: pa.Table, location: str) -> None:
-    """LatentpressError that names the first column with text that is not UTF-8: Arrow does not check it when it reads a
-    file."""
+    """Raise LatentpressError that names the first column with text that is not UTF-8. Arrow does not check this when it
+    reads a file."""
     for name in table.column_names:
         try:
             table.column(name).validate(full=True)
@@ -76,9 +77,9 @@ def refuse_invalid_text(table: pa.Table, location: str) -> None:
 
 
 def extra_columns(table: pa.Table, used: Sequence[str], ignored: Counter[str] | None = None) -> dict[str, pa.Array]:
-    """Every column not in `used`, as "extra.<name>": text, numbers and truth values; dates as text.
+    """Every column not in `used` with texts (dates, after `simplify_column`), numbers or booleans, as "extra.<name>".
 
-    Other types (lists, records, bytes) are left out, and `ignored` gets their number.
+    Columns of other types (lists, records, bytes) are left out, and their number is set in `ignored`.
     """
     others = [name for name in table.column_names if name not in used]
     scalars = {name: table.column(name) for name in others if is_scalar(table.column(name).type)}
@@ -88,7 +89,7 @@ def extra_columns(table: pa.Table, used: Sequence[str], ignored: Counter[str] | 
 
 
 class TextLookup:
-    """Finds the rows of a column of texts by their text (null: not found); 16 bytes a row, no Python objects."""
+    """Finds rows of a text column by their text; null rows are never found. Takes 16 bytes a row, no Python objects."""
 
     def __init__(self, keys: pa.Array | pa.ChunkedArray) -> None:
         self.keys = take_rows(keys.cast(pa.large_string()), None)
@@ -98,24 +99,24 @@ class TextLookup:
         self._order, self._hashes = order, hashes[order]
 
     def find(self, texts: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
-        """(n,) the first row of each text, -1 if there is none."""
+        """(n,) int64: the first row with each text, -1 if none has it."""
         return self.count(texts)[0]
 
     def count(self, texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(n,) the first row of each text, and how many rows have it; -1 and 0 if there is none."""
+        """Two (n,) int64: the first row with each text, and the number of rows with it; -1 and 0 if none has it."""
         left, counts = self._ranges(texts)
         rows = self._order[left] if len(self._order) else left
         return np.where(counts > 0, rows, -1), counts
 
     def pairs(self, texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Every (number of a text, row that has it), by text and then by row."""
+        """Two (pairs,) int64: the index of a text, and a row with this text; sorted by text index, then by row."""
         left, counts = self._ranges(texts)
         owner = np.repeat(np.arange(len(texts)), counts)
         within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         return owner, self._order[left[owner] + within]
 
     def _ranges(self, texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(n,) where the rows of each text begin in the order by hash, and how many there are."""
+        """Two (n,) int64: start of each text's rows in the order by hash, and their number."""
         wanted = _hash_texts(texts)
         left = np.searchsorted(self._hashes, wanted, "left")
         counts = np.searchsorted(self._hashes, wanted, "right") - left
@@ -127,7 +128,7 @@ class TextLookup:
 
 
 def _hash_texts(texts: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
-    """(n,) xxh3-64 of texts, null as "". Of a million different ones, two are equal with odds of 1 to 4e7."""
+    """(n,) uint64 xxh3-64 of texts, null as "". A collision among a million texts has a probability of 1 in 4e7."""
     hashes = np.empty(len(texts), np.uint64)
     for start in range(0, len(texts), CHUNK_ROWS):
         part = pc.fill_null(texts.slice(start, CHUNK_ROWS).cast(pa.large_binary()), b"").to_pylist()
@@ -136,18 +137,18 @@ def _hash_texts(texts: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
 
 
 def take_rows(column: pa.Array | pa.ChunkedArray, rows: NDArray[np.int64] | pa.Array | None) -> pa.Array:
-    """`column` at `rows` (None: all) as one array; null rows give null."""
+    """`column` at the row numbers `rows` (None for all rows) as one array. A null row number gives null."""
     taken = column if rows is None else column.take(rows if isinstance(rows, pa.Array) else pa.array(rows))
     return taken.combine_chunks() if isinstance(taken, pa.ChunkedArray) else taken
 
 
 def to_mask(values: pa.Array | pa.ChunkedArray) -> NDArray[np.bool_]:
-    """(n,) bool; null is False."""
+    """The values as (n,) bool; null becomes False."""
     return take_rows(pc.fill_null(values, False), None).to_numpy(zero_copy_only=False)
 
 
 def extensions_of_paths(paths: pa.Array) -> pa.Array:
-    """Lower-case extensions with their dots, without the hash of a URL; "" for none."""
+    """Lower-case extensions with a dot, without the hash of a URL; "" for a path without an extension."""
     clean = pc.replace_substring_regex(paths, URL_HASH, "")
     return pc.utf8_lower(pc.replace_substring_regex(clean, r"(?s)^.*?(\.[^./]*)?$", r"\1"))
 
@@ -162,7 +163,7 @@ def kinds_by_extension(paths: pa.Array, default: MediaKind) -> pa.Array:
 
 
 def simplify_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The column as string, int64, float64, bool or list<string>; any other type as it is."""
+    """The column as string, int64, float64, bool or list<string>. Columns of other types are returned unchanged."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return simplify_column(column.cast(kind.value_type))

@@ -1,4 +1,4 @@
-"""A local folder, or the objects below a URL, as a source: media at any depth, captions in files next to them."""
+"""A local folder, or the objects below a URL, as a source: media at any depth, with caption files next to them."""
 
 from collections.abc import Iterator
 

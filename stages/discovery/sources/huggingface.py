@@ -1,9 +1,10 @@
-"""A Hugging Face dataset as a source, through the `datasets` library: local files, a saved dataset, or one of the hub.
+"""A Hugging Face dataset as a source, through the `datasets` library: local files, a saved dataset, or a Hub dataset.
 
-Nothing is decoded here. An item's path is the file that its row names (below the folder, or "<split>/<name>" where the
-table holds the bytes), so that rows may be inserted; "<split>/<row>" if it has no name or shares it. Its version is
-the file's, else the dataset's fingerprint: if any row of a table with the bytes changed, all its rows are read again.
-The library keeps its copies in its own cache (HF_HOME) and takes HF_TOKEN from the environment.
+Nothing is decoded here. An item's path is the file that its row names (below the folder, or "<split>/<name>" if the
+table contains the bytes), so that rows may be inserted. If a row has no name, or a name that is not unique, the path is
+"<split>/<row>". An item's version is the file's version if the row names a file. If the table contains the bytes, it is
+the dataset's fingerprint, so all rows are read again if any row changed. The library stores its copies in its own
+cache (HF_HOME) and reads HF_TOKEN from the environment.
 """
 
 import io
@@ -41,13 +42,13 @@ from stages.discovery.sources.urls import scrub_secrets
 from stages.media.files import RESTORE_ADVICE, Blob, MediaError, MediaPath
 
 _text, _long = pa.string(), pa.int64()
-#: Extension of a single file -> the library's builder for it.
+#: Extension of a single file -> name of the library's builder.
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """A folder, file or hub name ("user/name" or "user/name:configuration"), and a split of it."""
+    """A split of a dataset. root: folder, file or Hub name ("user/name" or "user/name:configuration")."""
 
     root: str
     split: str
@@ -59,7 +60,7 @@ class HuggingFaceSource(Source):
         self._place = DatasetLocation(dataset.root, dataset.split)
 
     def items(self, known: pa.Table | None) -> Iterator[Columns]:
-        check_for_datasets(self._place.root)  # here only, not in every process that opens an item
+        check_for_datasets(self._place.root)  # only when listing, not in each process that opens items
         rows, paths = load_rows(self._place), self._lookup.keys
         require_columns(list(rows.features), list(self._columns_by_role.values()), "the column of companions")
         for start in range(0, len(rows), CHUNK_ROWS):
@@ -76,8 +77,8 @@ class HuggingFaceSource(Source):
 
     @cached_property
     def _media(self) -> str:
-        """The name of the media column: the configured one, else the first of images or videos, of bytes, or with a
-        usual name."""
+        """The name of the media column: the configured column, else the first column of images or videos, else the
+        first of bytes, else the first with one of USUAL_MEDIA_COLUMNS as its name."""
         dataset, features = self._dataset, load_rows(self._place).features
         kinds = {name: type(feature).__name__ for name, feature in features.items()}
         column = dataset.media_column
@@ -101,7 +102,7 @@ class HuggingFaceSource(Source):
 
     @cached_property
     def _lookup(self) -> TextLookup:
-        """The rows by their paths, which are as the module's docstring describes them."""
+        """A lookup of rows by item path. Paths are described at the top of this file."""
         rows = load_rows(self._place)
         cells, chunks = rows.select_columns([self._media]), []
         for start in range(0, len(rows), CHUNK_ROWS):
@@ -129,7 +130,7 @@ class HuggingFaceSource(Source):
         return _cell_file(self._place, file[0].as_py())
 
     def _columns(self, chunk: pa.Table, paths: pa.Array) -> Columns:
-        """The columns of a listing for some rows, without companions by name and captions from elsewhere."""
+        """The columns of a listing for some rows, without the companions and captions that `scan` adds."""
         dataset, media = self._dataset, chunk.column(self._media)
         sizes, versions = self._sizes_and_versions(media)
         columns = {"path": paths, "kind": self._kinds(media), "size": sizes, "version": versions}
@@ -151,7 +152,7 @@ class HuggingFaceSource(Source):
         return columns
 
     def _kinds(self, column: pa.ChunkedArray) -> pa.Array:
-        """image or video: by the column's type, else the file's extension, else the dataset's type."""
+        """(rows,) "image" or "video": from the column's type, else the file's extension, else the dataset's type."""
         feature, default = (
             type(load_rows(self._place).features[self._media]).__name__.lower(),
             self._dataset.dataset_type,
@@ -162,8 +163,8 @@ class HuggingFaceSource(Source):
         return pa.repeat(default, len(column)) if files is None else kinds_by_extension(files, default)
 
     def _sizes_and_versions(self, column: pa.ChunkedArray) -> tuple[pa.Array, pa.Array]:
-        """Size and version of each cell: those of its file, or the length of its bytes and the dataset's fingerprint.
-        For a file both are null if it is missing, or if only its server knows them."""
+        """Size and version of each cell. For bytes: their length and the dataset's fingerprint. For a local file: the
+        file's size and version. For a missing or remote file, both are null."""
         data, files = _bytes_and_files(column)
         # A private member: `datasets` has no public name for a dataset's fingerprint.
         fingerprint = str(load_rows(self._place)._fingerprint)
@@ -172,14 +173,14 @@ class HuggingFaceSource(Source):
         for row, name in enumerate(files.to_pylist() if files is not None else ()):
             if sizes[row] is None and name:
                 versions[row], file = None, _cell_file(self._place, name)
-                with suppress(OSError):  # opening it fails again, which sets it aside by name
+                with suppress(OSError):  # opening the file fails again, and then the item is rejected
                     status = None if isinstance(file, Blob) else os.stat(file)
                     sizes[row], versions[row] = (status.st_size, str(status.st_mtime_ns)) if status else (None, None)
         return pa.array(sizes, _long), pa.array(versions, _text)
 
 
 class TableCell(Blob):
-    """The bytes in one cell of a dataset."""
+    """The bytes in a single cell of a dataset."""
 
     def __init__(self, location: DatasetLocation, column: str, row: int, path: str, size: int) -> None:
         self._place, self._column, self._row, self._size = location, column, row, size
@@ -201,7 +202,7 @@ class TableCell(Blob):
 
 @lru_cache(8)
 def load_rows(location: DatasetLocation) -> Any:
-    """The dataset in Arrow form, once for each process; its rows are memory-mapped. Raises LatentpressError."""
+    """The dataset in Arrow format with memory-mapped rows, cached in each process. Raises LatentpressError."""
     try:
         import datasets
     except ImportError as error:
@@ -255,8 +256,8 @@ def _loading_error(location: DatasetLocation, error: Exception) -> LatentpressEr
 
 
 def _bytes_and_files(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray | None, pa.Array | None]:
-    """The bytes of a column of media (not combined: that would read them), and its file names; None for what it does
-    not hold."""
+    """Returns (bytes, file names) of a media column; either is None if the column has none. The chunks of the bytes are
+    not combined, because this would read them from disk."""
     kind = column.type
     if pa.types.is_struct(kind) and {"bytes", "path"} <= {kind.field(i).name for i in range(kind.num_fields)}:
         return pc.struct_field(column, "bytes"), take_rows(pc.struct_field(column, "path").cast(_text), None)
@@ -275,7 +276,7 @@ def _has_media(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _other_columns(chunk: pa.Table, features: Any, used: list[str]) -> pa.Table:
-    """The columns that are not used, simplified; class labels as their names."""
+    """The columns that are not in `used`, with simplified types; class labels become their names."""
     rest = _simplify_columns(chunk, [name for name in chunk.column_names if name not in used])
     for index, name in enumerate(rest.column_names):
         names, column = getattr(features[name], "names", None), rest.column(name)
@@ -290,7 +291,7 @@ def _simplify_columns(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def _item_names(files: pa.Array, location: DatasetLocation) -> pa.Array:
-    """Paths below the folder, else "<split>/<name>" (of a place elsewhere the last part of its path)."""
+    """Item paths: the path below the folder, else "<split>/<name>" (for a file outside the folder, its base name)."""
     below = files
     for root in dict.fromkeys((os.path.abspath(location.root), os.path.realpath(location.root))):
         below = normalize_paths(below, root)

@@ -1,8 +1,8 @@
 """A table of paths or URLs as a source: CSV, JSON lines or Parquet, with captions and any further columns.
 
-Relative paths start at the table's own folder, or at `media_root`. The path of an item is relative to that base if it
-is below it, else absolute. A URL loses what may be secret (user information and query); if it had any, a hash of the
-URL is appended, by which the table yields the whole URL again.
+Relative paths start at the table's own folder, or at `media_root`. An item below this base has a path relative to it,
+any other item an absolute path. The possibly secret parts of a URL (user information and query) are removed. If it had
+such parts, a hash of the URL is appended, with which the whole URL is found in the table again.
 """
 
 import os
@@ -39,7 +39,7 @@ from stages.discovery.sources.walk import MAX_CONNECTIONS, caption_version, requ
 from stages.media.files import BACKSLASH_ADVICE, MediaError, MediaPath
 
 _text = pa.string()
-#: Of a file or object, without opening it: its size, version and version as a caption file, or why there are none.
+#: Properties of a file or object that is not opened: size, version, version as a caption file (text); or its problem.
 _STAT_SCHEMA = pa.schema([("size", pa.int64()), *((name, _text) for name in ("version", "text", "problem", "advice"))])
 
 
@@ -95,7 +95,7 @@ class ManifestSource(Source):
     # -- the table -----------------------------------------------------------------------------------------------
 
     def _read(self) -> tuple[pa.Table, str]:
-        """The table and the name of its column of media."""
+        """The table and the name of its media column."""
         dataset, location = self._dataset, self._dataset.instance_data_dir
         roles = self._columns_by_role
         named = [name for name in (dataset.media_column, *roles.values()) if name]
@@ -109,7 +109,8 @@ class ManifestSource(Source):
         return table, media
 
     def _kinds(self, paths: pa.Array) -> pa.Array:
-        """By extension, else the dataset's type. Null for no path and, counted, for a video in a dataset of images."""
+        """(rows,) kind by extension, else the dataset's type. Null without a path, and for a video in an image dataset,
+        which is counted in `ignored`."""
         kind = self._dataset.dataset_type
         kinds = pc.if_else(pc.is_null(paths), None, kinds_by_extension(paths, kind))
         video = pc.equal(kinds, "video")
@@ -122,7 +123,8 @@ class ManifestSource(Source):
     # -- a chunk of the listing ----------------------------------------------------------------------------------
 
     def _add_caption_files(self, columns: Columns, pool: ThreadPoolExecutor) -> None:
-        """<name>.txt next to each item; none for a URL with a query, which is valid for that URL only."""
+        """Add <name>.txt next to each item. A URL with a query has no caption file, because its query is valid only for
+        the URL itself."""
         paths = columns["path"]
         files = pc.binary_join_element_wise(captions.strip_extensions(paths), ".txt", "")
         signed = pc.match_substring_regex(paths, URL_HASH)
@@ -157,14 +159,14 @@ class ManifestSource(Source):
     # -- files ---------------------------------------------------------------------------------------------------
 
     def _stats(self, paths: pa.Array, cells: pa.Array | pa.ChunkedArray, pool: ThreadPoolExecutor) -> pa.RecordBatch:
-        """A row of _STAT_SCHEMA for each path of the listing; cells: the same as the table has them."""
+        """A row of _STAT_SCHEMA for each path of the listing. cells: the same paths as written in the table."""
         places = [captions.resolve_path(self._base, cell) if cell else "" for cell in cells.to_pylist()]
         stat_below = partial(_stat, base=self._base)
         apply = pool.map if any("://" in location for location in places) else map
         return pa.RecordBatch.from_pylist(list(apply(stat_below, places, paths.to_pylist())), _STAT_SCHEMA)
 
     def _resolve(self, path: str, role: str) -> MediaPath:
-        """The file or object at a path of the listing. role: "" for media, else that of the companion."""
+        """The file or object at a path of the listing. role: "" for media, else the companion's role."""
         location = captions.resolve_path(self._base, path)
         if "://" not in location:
             return location
@@ -175,8 +177,8 @@ class ManifestSource(Source):
         return RemoteFile(location, path, self._dataset.identity)
 
     def _urls(self, role: str) -> tuple[pa.ChunkedArray, TextLookup]:
-        """The URLs in the table's column for a role, and their rows by path; read once in each process that needs
-        them."""
+        """The URLs in the table's column for a role, and a lookup of their indices by path. Read once in each process
+        that needs them."""
         if role not in self._secrets:
             table, media = self._read()
             column = table.column(self._columns_by_role.get(role, media)).cast(_text)
@@ -187,14 +189,16 @@ class ManifestSource(Source):
 
 
 def _versions(stats: pa.RecordBatch, column: str = "version") -> pa.Array:
-    """The versions of caption files and companions; null if there is a problem."""
+    """(rows,) versions of caption files or companions, with their sizes; null for a file with a problem."""
     rows = zip(*(stats[name].to_pylist() for name in ("size", column, "problem")), strict=True)
     return pa.array([None if problem else f"{size}:{version}" for size, version, problem in rows], _text)
 
 
 def _stat(location: str, name: str | None, base: str) -> dict[str, Any]:
-    """The values of _STAT_SCHEMA for a path or URL; name: its path in the listing; base: the folder at which the
-    table's paths start. Raises LatentpressError if a library is missing."""
+    """The values of _STAT_SCHEMA for a path or URL.
+
+    name: its path in the listing. base: folder that relative paths of the table start at. Raises LatentpressError if a
+    library is missing."""
     if "://" in location:
         try:
             with object_errors(location, name or display_location(location)):
@@ -208,7 +212,7 @@ def _stat(location: str, name: str | None, base: str) -> dict[str, Any]:
     try:
         status = os.stat(location)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
-        if "\\" in location:  # it is the table that is wrong, not the disk
+        if "\\" in location:  # the table is wrong, not the disk
             return {"problem": "backslash-path: has a path with backslashes", "advice": BACKSLASH_ADVICE}
         step = f"restore it, or correct the table: its paths are relative to {base}"
         return {"problem": "missing: is not there", "advice": step}

@@ -1,7 +1,7 @@
 """Objects at URLs, by fsspec's interface.
 
 Credentials come from the environment or the URL and appear in no message: user information and queries are removed from
-every URL that is shown, and from the messages of libraries.
+every URL in a message, including messages of libraries.
 """
 
 import base64
@@ -22,7 +22,7 @@ from schemas.identity import hash_bytes
 from stages.discovery.sources.urls import join_url, open_filesystem, scrub_secrets, strip_secrets
 from stages.media.files import RESTORE_ADVICE, Blob, MediaError, MediaPath, SeekableReader
 
-#: What one request reads ahead: one request reads an image of this size, a second one the index at a video's end.
+#: Bytes that a request reads: one request suffices for an image of this size, a second for the index at a video's end.
 READ_AHEAD_BYTES = 1 << 20
 _SPOOL_BYTES = 1 << 26
 
@@ -33,7 +33,7 @@ _RETRY_ADVICE = "check the network and the place, then run again"
 
 
 def object_version(info: Mapping[str, Any]) -> str | None:
-    """An object's size with its ETag or the time of its last change. None if the store gives neither: such an object
+    """An object's size with its ETag or the time of its last change. None if the store provides neither; such an object
     is read at every discovery."""
     times = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created")
     change = next((str(info[key]) for key in ("ETag", "etag", "e_tag", "generation", *times) if info.get(key)), None)
@@ -44,8 +44,10 @@ def object_version(info: Mapping[str, Any]) -> str | None:
 
 
 class RemoteFile(Blob):
-    """One object at a URL. name: for messages (default: the URL without its secrets). identity: "store" identifies the
-    content by the store's checksum and size."""
+    """An object at a URL.
+
+    name: name in messages (default: the URL without its secrets). identity: "content" hashes the content for the media
+    id, "store" uses the store's checksum and the size."""
 
     def __init__(self, url: str, name: str = "", identity: str = "content") -> None:
         self.url, self.name, self.identity = url, name or strip_secrets(url), identity
@@ -56,8 +58,8 @@ class RemoteFile(Blob):
         return self.__dict__ | {"_info": None}
 
     def open(self) -> BinaryIO:
-        """A buffered reader that requests ranges as they are read; from a server without ranges, the whole object is
-        copied into a temporary file. Reading, like opening, raises MediaError."""
+        """A buffered reader that requests ranges as they are read. If the server does not support ranges, the whole
+        object is copied into a temporary file. Opening and reading raise MediaError."""
         return cast(BinaryIO, io.BufferedReader(_RemoteReader(self.url, self.name), 1 << 16))
 
     def size(self) -> int:
@@ -70,7 +72,7 @@ class RemoteFile(Blob):
         return self._size
 
     def info(self) -> dict[str, Any]:
-        """The store's present information, not that of a listing. Raises MediaError."""
+        """fsspec's information on the object, requested from the store, not from a listing. Raises MediaError."""
         if self._info is None:
             with object_errors(self.url, self.name):
                 fs, path = open_filesystem(self.url)
@@ -92,8 +94,9 @@ class RemoteFile(Blob):
         return hash_bytes(*(part.encode() for part in (checksum.kind, checksum.value, str(self.size()), scope)))
 
     def verify(self) -> None:
-        """Compare the content's MD5 with the store's. If they differ where the store's only may be an MD5, the content
-        is read again: equal results mean that it is none, different ones that something is damaged."""
+        """Compare the content's MD5 with the store's checksum. An ETag may be something else than an MD5, so if an ETag
+        differs, the content is read again: two equal MD5s mean that the ETag is not an MD5, different MD5s mean damage.
+        """
         checksum = self._checksum() if self.identity == "store" else None
         if checksum is None or checksum.md5 is None:
             return
@@ -121,7 +124,7 @@ def file_below(root: str, path: str, identity: str = "content") -> MediaPath:
 
 
 class _RemoteReader(SeekableReader):
-    """The bytes of a URL. Every library's error becomes a MediaError without secrets."""
+    """A reader of the bytes at a URL. Errors of the libraries become MediaError without secrets."""
 
     def __init__(self, url: str, name: str) -> None:
         super().__init__()
@@ -132,7 +135,7 @@ class _RemoteReader(SeekableReader):
             try:
                 self._file.seek(0, os.SEEK_END)
                 self._file.seek(0)
-            except (ValueError, io.UnsupportedOperation):  # a stream, whatever `seekable` returns
+            except (ValueError, io.UnsupportedOperation):  # can't seek, whatever `seekable` returns
                 self._file.close()
                 self._file = self._download()
 
@@ -159,7 +162,7 @@ class _RemoteReader(SeekableReader):
         return len(data)
 
     def _download(self) -> BinaryIO:
-        """The whole object in a temporary file; with block size 0, fsspec requests no ranges."""
+        """Copy the whole object into a temporary file. With block size 0, fsspec requests no ranges."""
         fs, path = open_filesystem(self._url)
         spool = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115 (closed with this reader)
         with fs.open(path, "rb", block_size=0) as stream:
@@ -177,8 +180,9 @@ class _RemoteReader(SeekableReader):
 
 
 class StoreChecksum(NamedTuple):
-    """A statement of a store about an object's content. md5: 32 hex digits if that is, or (kind "etag") may be, the
-    content's MD5. scoped_to_url: identifies the content only together with the URL."""
+    """A store's checksum of an object. kind: "md5", "sha256", "etag", "generation", "checksum" or "crc32c". md5:
+    `value` if it is, or for an ETag may be, the content's MD5 in hex. scoped_to_url: whether `value` identifies the
+    content only together with the URL."""
 
     kind: str
     value: str
@@ -187,11 +191,11 @@ class StoreChecksum(NamedTuple):
 
 
 def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
-    """The best checksum in fsspec's `info`, None if it has none. A weak ETag ("W/...") is not a checksum.
+    """The best checksum in fsspec's `info`; None if `info` has none. A weak ETag ("W/...") is not a checksum.
 
-    An S3 ETag changes with the content: it is computed from it, or random where the object is encrypted with KMS. It is
-    the content's MD5 if the object was uploaded in one piece and is not encrypted with a key of KMS or the client's
-    (https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html). The tag does not tell, so it is not certain.
+    An S3 ETag changes with the content: it is computed from the content, or random if the object is encrypted with KMS.
+    It is the content's MD5 if the object was uploaded in one piece and is not encrypted with a key of KMS or the client
+    (https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html). The ETag does not show whether this is the case.
     """
     settings = info.get("content_settings") or {}
     for key in ("md5", "md5Hash", "content_md5", "Content-MD5"):
@@ -211,7 +215,7 @@ def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
 
 
 def _md5_hex(value: Any) -> str | None:
-    """32 hex digits from an MD5 in hex, base64 or 16 bytes."""
+    """Convert an MD5 in hex, in base64 or of 16 bytes to 32 hex digits; None for any other value."""
     if isinstance(value, (bytes, bytearray)) and len(value) == 16:
         return bytes(value).hex()
     text = str(value or "")
@@ -225,14 +229,14 @@ def _md5_hex(value: Any) -> str | None:
 
 @contextmanager
 def object_errors(url: str, name: str) -> Iterator[None]:
-    """Turn the errors of a store's library into a MediaError about `name`. Each library has its own exceptions, which
-    can't be imported here: hence all of `Exception`, except memory errors and our own."""
+    """Turn errors of a store's library into a MediaError for `name`. Every `Exception` except memory errors and our own
+    is converted, because each library has its own exceptions, which can't be imported here."""
     try:
         yield
     except (MediaError, LatentpressError, MemoryError, AssertionError):
         raise
     except Exception as error:
-        cause = error.__cause__  # for HTTP, fsspec raises FileNotFoundError whatever went wrong
+        cause = error.__cause__  # for HTTP, fsspec raises FileNotFoundError for any error
         if isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp"):
             error = cause
         status = getattr(error, "status", None)
@@ -253,7 +257,7 @@ def object_errors(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def listing_errors(url: str) -> Iterator[None]:
-    """Does the same for a place to be listed: raises LatentpressError."""
+    """Turn errors of listing `url` into a LatentpressError, with the text of `object_errors`."""
     try:
         with object_errors(url, strip_secrets(url)):
             yield

@@ -4,7 +4,7 @@ A table that can't be read completely is an error that names the file and the li
 set would be missing unnoticed. All text is `string`, whatever text type the file has; empty cells of CSV are null.
 
 CSV and JSON lines are read by Python's own readers, which are strict and count lines; a million rows take seconds.
-pyarrow's seldom say where a fault is, and merge rows behind a wrong quote into a cell.
+pyarrow's readers seldom report the line of an error, and merge the rows after a wrong quote into a cell.
 """
 
 import csv
@@ -35,12 +35,12 @@ from stages.discovery.sources.columns import (
 from stages.discovery.sources.urls import display_location, open_filesystem, scrub_secrets
 
 TABLE_EXTENSIONS = (".csv", ".jsonl", ".parquet")
-#: The column of the media if none is configured: the first of these that a table has.
+#: If no media column is configured, the first of these columns that a table has is used.
 USUAL_MEDIA_COLUMNS = ("file_name", "path", "file", "image", "video", "filename", "url")
 
 _text = pa.string()
-MAX_DEPTH = 100  # levels of arrays and objects in a line of JSON
-#: Cells that mean "no value" in a column of numbers, besides empty ones.
+MAX_DEPTH = 100  # nested arrays and objects in JSON
+#: Cells that, like empty cells, mean "no value" in a column of numbers.
 _NULL_NUMBERS = pa.array(["NA", "N/A", "n/a", "null", "NULL", "None", "-"])
 MAX_CELL_BYTES = 1 << 24
 _FILE_NAME = re.compile(r"\S+(\.[A-Za-z0-9]{2,5})")
@@ -50,8 +50,8 @@ _BOM = b"\xef\xbb\xbf"
 def read_table(location: str, text: Sequence[str] = (), kind: str | None = None) -> pa.Table:
     """The table at a path or fsspec URL, in the order of its rows.
 
-    Columns of bytes are null. text: columns that are text even if all their cells look like numbers (file names). kind:
-    "csv", "jsonl" or "parquet", for a location without such an extension. Raises LatentpressError.
+    Columns of bytes are null. text: columns that stay text even if all their cells look like numbers (file names).
+    kind: "csv", "jsonl" or "parquet", for a location without such an extension. Raises LatentpressError.
     """
     kind = _table_format(location, kind)
     try:
@@ -68,11 +68,12 @@ def read_table(location: str, text: Sequence[str] = (), kind: str | None = None)
     columns = {name: simplify_column(table.column(name)) for name in table.column_names}
     for name in (name for name in text if name in columns and is_scalar(columns[name].type)):
         columns[name] = columns[name].cast(_text)
-    return pa.table(columns).combine_chunks()  # of which rows are taken fast
+    return pa.table(columns).combine_chunks()  # taking rows is fast in one chunk
 
 
 def find_media_column(table: pa.Table, configured: str | None, location: str) -> str:
-    """The column of the media: the configured one, or the first usual one of text. Raises LatentpressError."""
+    """The media column: the configured column, else the first of USUAL_MEDIA_COLUMNS, columns of scalars preferred.
+    Raises LatentpressError."""
     present = [name for name in USUAL_MEDIA_COLUMNS if name in table.column_names]
     texts = [name for name in present if is_scalar(table.schema.field(name).type)]
     name = configured or next(iter([*texts, *present]), None)
@@ -87,7 +88,7 @@ def find_media_column(table: pa.Table, configured: str | None, location: str) ->
 
 
 def require_names(table: pa.Table, name: str, option: str, location: str) -> None:
-    """Raise LatentpressError unless the column `name`, which `option` names, holds names of files."""
+    """Raise LatentpressError unless the column `name`, set by `option`, contains file names."""
     require_columns(table.column_names, [name], option, location)
     kind = table.schema.field(name).type
     if not pa.types.is_string(kind) and not pa.types.is_null(kind):
@@ -101,7 +102,7 @@ def require_names(table: pa.Table, name: str, option: str, location: str) -> Non
 
 
 def _read_csv(location: str, text: Sequence[str]) -> pa.Table:
-    """The type of a column follows from all its cells; an empty cell is null."""
+    """Read a CSV file. A column's type is inferred from all its cells, unless it is in `text`; empty cells are null."""
     rows = csv_rows(location, detect_delimiter(location))
     names = next(rows, None)
     if names is None:
@@ -118,11 +119,11 @@ def _read_csv(location: str, text: Sequence[str]) -> pa.Table:
 
 
 def _infer_type(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Cells of CSV as int64, float64 or bool if all of them are, else as text."""
+    """Convert a CSV column to int64, float64 or bool if all its cells can be converted; else it stays text."""
     sample = _clean_numbers(column.slice(0, 64))
     for kind in (pa.int64(), pa.float64(), pa.bool_()):
         try:
-            sample.cast(kind)  # first, so that a long column of captions is given up at once
+            sample.cast(kind)  # first, so that a long column of captions fails fast
             converted = _clean_numbers(column).cast(kind)
         except pa.ArrowInvalid:
             continue
@@ -131,14 +132,14 @@ def _infer_type(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _clean_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Trimmed cells; those that mean "no value" are null."""
+    """The trimmed cells; cells that mean "no value" become null."""
     trimmed = pc.utf8_trim_whitespace(column)
     return pc.if_else(pc.is_in(trimmed, value_set=_NULL_NUMBERS), None, trimmed)
 
 
 def csv_rows(location: str, delimiter: str) -> Iterator[list[str]]:
-    """The rows of a CSV file, the header first. Raises LatentpressError that names the first line whose quotes or
-    number of cells are wrong."""
+    """The rows of a CSV file, starting with the header. Raises LatentpressError that names the first line with wrong
+    quotes or a wrong number of cells."""
     csv.field_size_limit(MAX_CELL_BYTES)
     reader = csv.reader((line for _, line in decode_lines(location)), delimiter=delimiter, strict=True)
     start, count = 1, 0
@@ -163,8 +164,9 @@ def csv_rows(location: str, delimiter: str) -> Iterator[list[str]]:
 
 
 def _merged_line(row: list[str], delimiter: str) -> int:
-    """The line of a multi-line cell that looks like a row: as many cells, and a file name if this row has one; 0 for
-    none. Two rows that each lack a quote make one row that no reader refuses."""
+    """The number of the line inside a multi-line cell that looks like a row, 0 if there is none. Such a line has as
+    many cells as the row, and in the same column a file name with the same extension. This finds two rows that each
+    lack a quote: together they are one valid row, which every reader accepts."""
     for cell in row:
         for number, line in enumerate(cell.split("\n")[1:], 1):
             cells = line.split(delimiter)
@@ -182,8 +184,8 @@ def _read_jsonl(location: str) -> pa.Table:
 
 
 def jsonl_rows(location: str) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines. Raises LatentpressError that names the first line that is not UTF-8 or not a
-    JSON object, or where a column changes its type."""
+    """The objects in a file of JSON lines. Raises LatentpressError that names the first line that is not UTF-8, is not
+    a JSON object, or changes the type of a column."""
     refuse_encoding(location)
     kinds: dict[str, tuple[str, int]] = {}
     for number, line in decode_lines(location):
@@ -212,8 +214,8 @@ def _json_kind(value: Any) -> str:
 
 
 def record_table(records: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """JSON objects as columns of numbers, truth values, texts or lists of texts; a field of several of these types is
-    text, and one of anything else an empty struct."""
+    """Convert JSON objects to columns of numbers, booleans, texts or lists of texts. A field with several scalar types
+    becomes text; a field with other lists or objects becomes an empty struct."""
     names = dict.fromkeys(name for record in records for name in record)
     values = {name: [record.get(name) for record in records] for name in names}
     return pa.table({replace_surrogates(name): _record_column(values[name]) for name in names})
@@ -236,7 +238,7 @@ def _record_column(values: list[Any]) -> pa.Array:
 
 
 def replace_surrogates(text: str) -> str:
-    """JSON can hold halves of surrogate pairs, which UTF-8 can't."""
+    """Replace halves of surrogate pairs, which are valid in JSON but not in UTF-8, by "?"."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
@@ -247,7 +249,7 @@ def _read_parquet(location: str) -> pa.Table:
         has_bytes = {field.name: _has_bytes(field.type) for field in parquet.schema_arrow}
         table = parquet.read([name for name, found in has_bytes.items() if not found])
     refuse_invalid_text(table, location)
-    for name in (name for name, found in has_bytes.items() if found):  # of files in the table only the column is known
+    for name in (name for name, found in has_bytes.items() if found):  # bytes are not read, only the column's name
         table = table.append_column(name, pa.nulls(len(table), pa.binary()))
     return table
 
@@ -276,8 +278,8 @@ def _table_format(location: str, default: str | None) -> str:
 
 
 def check_for_datasets(root: str) -> None:
-    """Check the CSV and JSON files of a folder, or one, for the `datasets` library: pandas knows only commas and merges
-    rows behind a wrong quote, and pyarrow crashes where values are nested deep."""
+    """Check a CSV or JSON file, or all in a folder, before the `datasets` library reads it. pandas assumes commas and
+    merges the rows after a wrong quote, and pyarrow crashes if values are deeply nested."""
     for file in list_files(root, (".csv",)):
         if (delimiter := detect_delimiter(file)) != ",":
             step = "separate them by commas, or use source: manifest, which takes the file as it is"
@@ -290,18 +292,18 @@ def check_for_datasets(root: str) -> None:
 
 
 def list_files(root: str, endings: tuple[str, ...]) -> list[str]:
-    """A file, or all in a folder, with one of these endings."""
+    """Paths of `root`, or of all files below it if it is a folder, that have one of these endings."""
     files = [root] if os.path.isfile(root) else Path(root).rglob("*") if os.path.isdir(root) else []
     return sorted(str(path) for path in files if str(path).lower().endswith(endings))
 
 
 def _refuse_depth(location: str) -> None:
-    """Raise LatentpressError that names the line where values are nested more than MAX_DEPTH levels deep: pyarrow
+    """Raise LatentpressError that names the first line with values nested more than MAX_DEPTH levels deep. pyarrow
     crashes at 3,000 levels and stalls at 8,000, on one line or on several."""
     depth = 0
     for number, line in lines_of(location):
         for match in re.finditer(rb'"(?:[^"\\]|\\.)*"|[\[{\]}]', line):
-            depth = max(0, depth + (match[0] in b"[{") - (match[0] in b"]}"))  # what is closed was opened
+            depth = max(0, depth + (match[0] in b"[{") - (match[0] in b"]}"))  # ignore surplus closing brackets
             if depth > MAX_DEPTH:
                 problem = f"is nested more than {MAX_DEPTH} levels deep"
                 raise line_error(location, number, problem, "keep what is nested so deep out of the table")
@@ -311,7 +313,7 @@ def _refuse_depth(location: str) -> None:
 
 
 def open_location(location: str) -> BinaryIO:
-    """A reader of a path or URL. Raises LatentpressError without secrets."""
+    """A binary reader of a path or URL. Raises LatentpressError without secrets."""
     try:
         if "://" not in location:
             return open_regular(location)
@@ -337,7 +339,7 @@ def line_error(location: str, line: int, problem: str, step: str) -> Latentpress
 
 
 def lines_of(location: str) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, numbered from 1, with their ends and without a byte order mark."""
+    """(number from 1, line) for the lines of a file, with line ends and without a byte order mark."""
     with open_location(location) as file:
         lines = io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
         first = lines.readline().removeprefix(_BOM)
@@ -345,7 +347,7 @@ def lines_of(location: str) -> Iterator[tuple[int, bytes]]:
 
 
 def decode_lines(location: str) -> Iterator[tuple[int, str]]:
-    """The same as text. Raises LatentpressError for a line that is not UTF-8."""
+    """(number from 1, text) for the lines of a file. Raises LatentpressError for a line that is not UTF-8."""
     for number, line in lines_of(location):
         try:
             yield number, line.decode()
@@ -354,7 +356,7 @@ def decode_lines(location: str) -> Iterator[tuple[int, str]]:
 
 
 def refuse_encoding(location: str) -> None:
-    """Raise LatentpressError for a text whose beginning shows that it is not UTF-8."""
+    """Raise LatentpressError if the first 1,024 bytes of a file show that it is not UTF-8."""
     with open_location(location) as file:
         data = file.read(1024)
     utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
@@ -364,7 +366,8 @@ def refuse_encoding(location: str) -> None:
 
 
 def detect_delimiter(location: str) -> str:
-    """A comma, unless the header has none and one of ; tab |. Raises LatentpressError if it is not UTF-8."""
+    """The first of comma, semicolon, tab and | that the header contains, else a comma. Raises LatentpressError if the
+    file is not UTF-8."""
     refuse_encoding(location)
     header = next((line for _, line in decode_lines(location) if line.strip()), "")
     text = re.sub(r'"[^"]*("|$)', "", header)

@@ -1,7 +1,7 @@
-"""Local and remote tars: which ones a dataset's settings name, and their members by their offsets.
+"""Local and remote tars: the tars that a dataset's settings name, and the offsets of their members.
 
-Nothing is unpacked, and no tar is trusted: `tarfile` parses single headers, and the way from one to the next is ours.
-Some headers would keep its own reader busy for ever, or make it read any amount into memory.
+Nothing is unpacked, and no tar is trusted: `tarfile` parses single headers, and `iter_members` finds the next header.
+With some headers, tarfile's own reader would loop for ever, or read any amount of data into memory.
 """
 
 import glob
@@ -27,14 +27,14 @@ from stages.discovery.sources.walk import require_folder, walk
 from stages.media.files import RESTORE_ADVICE, Blob, FileWindow, MediaError, MediaPath, media_size, open_media
 
 _BLOCK = tarfile.BLOCKSIZE
-#: Types of headers about the next member, of pax and of GNU tar.
+#: Types of pax and GNU tar headers that describe the next member.
 _EXTENDED_TYPES = (b"x", b"X", b"g", b"L", b"K")
 #: The largest extended header that is read. Long names take some hundred bytes; a larger one is damaged or hostile.
 _MAX_HEADER_BYTES = 1 << 16
-#: A process keeps the members' offsets of so many tars. 10,000 members take about 2 MB; reading their headers again
+#: Number of tars whose member offsets a process caches. 10,000 members take about 2 MB; reading their headers again
 #: takes about 0.2 s.
 _MAX_CACHED_TARS = 64
-MAX_TARS = 1_000_000  # that a brace expression may stand for
+MAX_TARS = 1_000_000  # largest number of names from a brace expression
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}", re.ASCII)
 
 
@@ -49,14 +49,14 @@ class MemberEntry(NamedTuple):
 
 
 def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) -> Iterator[MemberEntry]:
-    """Every regular file in a tar of `size` bytes, in its order. `ignored` counts links, devices, sparse files,
-    absolute names and names with "..".
+    """Every regular file in a tar of `size` bytes, in the order of the tar. `ignored` counts links, devices, sparse
+    files, absolute names and names with "..".
 
-    After the readable members of a damaged tar it raises DamagedTarError, "truncated" or "unreadable", about `name`.
-    Every step goes forward and reads little, whatever a header claims.
+    After the readable members of a damaged tar it raises DamagedTarError with reason "truncated" or "unreadable" and
+    path `name`. Each step moves forward and reads at most _MAX_HEADER_BYTES, whatever size a header declares.
     """
     at = 0
-    extended: dict[str, str] = {}  # from extended headers: about the next member
+    extended: dict[str, str] = {}  # fields of the next member, from extended headers
     while True:
         start, block = at, _read_at(file, at, _BLOCK)
         if len(block) == _BLOCK and not block.strip(b"\0"):
@@ -72,7 +72,7 @@ def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) ->
                 raise ValueError(f"a size of {length} bytes")
             at += _BLOCK
             more = header.type == tarfile.GNUTYPE_SPARSE and bool(block[482])
-            while more:  # the map of a sparse file of the old format
+            while more:  # skip the map of a sparse file in the old GNU format
                 block = _read_at(file, at, _BLOCK)
                 at, more = at + _BLOCK, len(block) == _BLOCK and bool(block[504])
             if is_extended and at + length <= size:
@@ -131,7 +131,7 @@ def _truncated_error(name: str, where: str) -> DamagedTarError:
 
 
 class TarMember(Blob):
-    """One member of a tar: its tar, and offset and size of its bytes there."""
+    """One member of a tar: the tar, and the offset and size of the member's bytes in it."""
 
     def __init__(self, tar: MediaPath, name: str, offset: int, size: int) -> None:
         self.tar, self.name, self.offset, self._size = tar, name, offset, size
@@ -147,14 +147,14 @@ class TarMember(Blob):
             self.tar.refresh()
 
     def media_id(self) -> str | None:
-        """From the tar's checksum in its store and the member's place in the tar. Reading the member does not verify
-        it: that would read the whole tar."""
+        """An id computed from the store's checksum of the tar and the member's offset and size. Reading the member does
+        not verify the checksum, since this would read the whole tar."""
         tar_id = self.tar.media_id() if isinstance(self.tar, Blob) else None
         return tar_id and hash_bytes(tar_id.encode(), str(self.offset).encode(), str(self._size).encode())
 
 
 def find_member(tar: MediaPath, version: str, name: str, member: str) -> TarMember:
-    """A member of a tar. version: changes when the tar does. Raises MediaError."""
+    """A member of a tar. version: text that changes whenever the tar changes. Raises MediaError."""
     url = tar.url if isinstance(tar, RemoteFile) else str(tar)
     span = _member_offsets(url, version, name).get(member)
     path = f"{name}/{member}"
@@ -165,10 +165,10 @@ def find_member(tar: MediaPath, version: str, name: str, member: str) -> TarMemb
 
 @lru_cache(_MAX_CACHED_TARS)
 def _member_offsets(location: str, version: str, name: str) -> dict[str, tuple[int, int]]:
-    """Member name -> offset and size; of two with one name the first, as in a listing."""
+    """Member name -> offset and size. If two members have the same name, the first is used, as in a listing."""
     tar: MediaPath = RemoteFile(location, name) if "://" in location else location
     offsets: dict[str, tuple[int, int]] = {}
-    # A damaged tar: members before the damage can be used, those behind it are missing.
+    # In a damaged tar, members before the damage can be used; members after the damage are missing.
     with open_media(tar) as file, suppress(DamagedTarError):
         for member in iter_members(file, media_size(tar), name, Counter()):
             offsets.setdefault(member.name, (member.offset, member.size))
@@ -176,9 +176,9 @@ def _member_offsets(location: str, version: str, name: str) -> dict[str, tuple[i
 
 
 def parse_patterns(dataset: Dataset) -> tuple[str, list[str]]:
-    """The folder or URL to which tar names are relative, and names or globs below it; none: all tars.
+    """The folder or URL that tar names are relative to, and names or globs below it; an empty list stands for all tars.
 
-    A media_root without a pattern takes that of instance_data_dir.
+    If media_root has no pattern, the pattern of instance_data_dir is used.
     """
     key = f"datasets.{dataset.id}.instance_data_dir"
     base, patterns = _split_pattern(dataset.instance_data_dir, key)
@@ -228,8 +228,9 @@ def file_version(path: MediaPath) -> str:
 
 
 def find_tars(base: str, patterns: list[str], ignored: Counter[str], key: str) -> Iterator[tuple[str, str]]:
-    """The tars that match `patterns` below `base`, a folder or URL; all if there are no patterns: names below it, and
-    versions. key: the option that names them. Raises LatentpressError."""
+    """(name below `base`, version) of each tar that matches `patterns`, or of all tars if `patterns` is empty.
+
+    base: folder or URL. key: name of the option for messages. Raises LatentpressError."""
     if "://" not in base:
         require_folder(base, key)
     versions: dict[str, str | None] = {}
@@ -246,7 +247,7 @@ def find_tars(base: str, patterns: list[str], ignored: Counter[str], key: str) -
 
 
 def _find_matches(base: str, pattern: str) -> dict[str, str | None]:
-    """Names below `base` that match a glob, and their versions; None if unknown."""
+    """Name below `base` -> version (None if unknown), for the names that match a glob."""
     if "://" not in base:
         return dict.fromkeys(glob.glob(pattern, root_dir=base, recursive=True))
     with listing_errors(base):
@@ -258,10 +259,10 @@ def _find_matches(base: str, pattern: str) -> dict[str, str | None]:
 
 
 def _tar_version(location: str) -> str:
-    """The version of a tar that was named, or whose server lists names only. LatentpressError if it is missing."""
+    """The version of a tar for which the listing has no version. Raises LatentpressError if the tar is missing."""
     if "://" in location:
         with listing_errors(location):
-            return object_version(RemoteFile(location).info()) or f"{time.time_ns()}"  # unknown: always another one
+            return object_version(RemoteFile(location).info()) or f"{time.time_ns()}"  # else always new
     try:
         return file_version(location)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""URLs: opened by fsspec, joined, and shown without secrets: user information, queries, and whatever libraries repeat
-of either in their messages."""
+"""URLs: open them with fsspec, join them, and remove their secrets (user information and queries) from URLs and from
+messages of libraries."""
 
 import os
 import re
@@ -13,14 +13,14 @@ from schemas.errors import LatentpressError
 _HOST_AND_PORT = re.compile(r"[^:@]*(:\d*)?")
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _QUERY = re.compile(r"\?[^\s'\"<>?]*=[^\s'\"<>]*")
-#: Query parameters that signing adds: S3 and Google Cloud by prefix, others by the parameter that holds the signature.
+#: Query parameters that signing adds: for S3 and Google Cloud by prefix, else by the parameter that has the signature.
 _SIGNATURE_PARAMETER = re.compile(r"x-(amz|goog)-.*", re.IGNORECASE)
 _SIGNATURE_PARAMETERS = {
     "signature": {"signature", "expires", "policy", "key-pair-id", "awsaccesskeyid", "googleaccessid"},
     "sig": {"sig", "se", "st", "sp", "sr", "sv", "spr", "sip", "ske", "skt", "sks", "skv", "skoid", "sktid"},
 }
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|ACCESS_KEY|API_KEY|ACCOUNT_KEY|CREDENTIAL", re.IGNORECASE)
-#: A request to HTTP fails after these seconds without a connection, or without data.
+#: An HTTP request fails after so many seconds without a connection, or without data.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 15.0
 
 
@@ -41,12 +41,12 @@ def strip_secrets(url: str) -> str:
 
 
 def display_location(location: str) -> str:
-    """A path as it is, a URL without its secrets."""
+    """The text to show for a path or URL: a path is unchanged, a URL loses its secrets."""
     return strip_secrets(location) if "://" in location else location
 
 
 def strip_signature(url: str) -> str:
-    """`url` without user information and signature: the same for the same object, however often it is signed."""
+    """`url` without user information and signature, so that signing a URL again does not change the result."""
     head, mark, query = url.partition("?")
     parameters = [(part.partition("=")[0].lower(), part) for part in query.split("&")] if mark else []
     signing = set().union(*(_SIGNATURE_PARAMETERS.get(name, ()) for name, _ in parameters))
@@ -71,7 +71,7 @@ def scrub_secrets(text: str, url: str = "") -> str:
 
 
 def join_url(url: str, name: str) -> str:
-    """The URL of `name` below `url`. In a chain the first part is extended; a query stays at the end."""
+    """The URL of `name` below `url`. In a chained URL ("::"), the first part is extended. A query stays at the end."""
     head, separator, rest = url.partition("::")
     query = ""
     if head.startswith(("http://", "https://")):
@@ -81,12 +81,12 @@ def join_url(url: str, name: str) -> str:
 
 
 class UnknownLocation(LatentpressError):
-    """A URL of a scheme that fsspec does not know, or can't open by the URL alone."""
+    """Raised for a URL whose scheme fsspec does not support, or can't open without further arguments."""
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path within it. fsspec caches it for each process: after a fork the
-    child gets one of its own, with its own event loop, so nothing here keeps one.
+    """The fsspec file system of a URL, and the path within it. fsspec caches file systems for each process: after a
+    fork the child gets its own file system with its own event loop, so nothing here stores a file system.
 
     Raises UnknownLocation if fsspec can't open the URL, LatentpressError if the library for it is missing.
     """
@@ -95,9 +95,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             from cache.store.buckets import open_buckets
 
             return open_buckets(url)
-        options: dict[str, Any] = {}  # of each part of the URL
+        options: dict[str, Any] = {}  # by scheme of the URL's parts
         for part in re.findall(r"(?:^|::)(https?)(?=://)", url):
-            from aiohttp import ClientTimeout  # whose own limit is five minutes for a whole file, however fast it is
+            from aiohttp import ClientTimeout  # by default it limits a whole file to 5 minutes
 
             timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
             options[part] = {"client_kwargs": {"timeout": timeout}}
@@ -107,11 +107,11 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         name = extra.get(url.partition("://")[0])
         step = f"pip install 'latentpress[{name}]'" if name else "install the library that it names"
         problem = f"a library is missing ({scrub_secrets(str(error), url)})"
-    except (ValueError, TypeError, AttributeError, IsADirectoryError, FileNotFoundError) as error:  # it needs arguments
+    except (ValueError, TypeError, AttributeError, IsADirectoryError, FileNotFoundError) as error:  # needs arguments
         step = "choose a URL that fsspec opens without arguments, such as s3://bucket/folder, or a local folder"
         problem = f"{strip_secrets(url)}: can't be opened ({scrub_secrets(str(error), url)})"
         raise UnknownLocation(problem, step) from error
-    except OSError as error:  # a network, or a library of the system: not the URL's fault
+    except OSError as error:  # caused by the network or a system library, not by the URL
         step = "check the network and what the library of this URL needs, then run again"
         problem = f"can't be opened ({scrub_secrets(str(error), url)})"
     raise LatentpressError(f"{strip_secrets(url)}: {problem}", step)

@@ -1,6 +1,6 @@
 """Listing a local folder, or the objects below a URL: media files at any depth, and the caption files next to them.
 
-The second scan of an unchanged tree is this walk and little else, so it is written for speed: one `scandir` a folder,
+Most of the time of a second scan of an unchanged tree is this walk, so it is written for speed: one `scandir` a folder,
 one `stat` a file. Memory is bounded by the largest single folder. Hidden names are left out. Symbolic links are
 followed inside the folder (with `follow_links` anywhere), but never back to a folder that contains them; links that
 are not followed are counted.
@@ -29,16 +29,16 @@ MAX_CONNECTIONS = 16  # concurrent requests for sizes and versions
 
 
 def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
-    """Extension -> kind of the media of a dataset: a video dataset may hold images too, which come second."""
+    """Extension -> kind, for the media of a dataset. A video dataset may contain images; their extensions come last."""
     return extensions_of_kinds(("video", "image") if dataset.dataset_type == "video" else ("image",))
 
 
 class FileList:
-    """Files below a place, of whole folders.
+    """The files of some folders below a common folder or URL; a folder's files are always in one list.
 
-    paths (below the place), kinds, sizes (bytes), versions: of each; None if unknown. A version is the modification
-    time in nanoseconds, of objects size and ETag. texts: path without extension -> path and version of a caption file.
-    problems: row -> problem and advice of a file that can't be used.
+    paths (below the common folder), kinds, sizes (bytes), versions: one entry a file; sizes and versions are None if
+    unknown. A version is the modification time in nanoseconds, for an object its size and ETag. texts: path without
+    extension -> (path, version) of a caption file. problems: row -> (problem, advice) of a file that can't be used.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class FileList:
         self.problems: dict[int, tuple[str, str]] = {}
 
     def add(self, path: str, kind: str, size: int | None, version: str | None) -> None:
-        """Of "a.txt" and "a.TXT" the former is the caption file of "a". A path that is not UTF-8, which can't be in a
-        table, is rejected."""
+        """Add a file. If "a.txt" and "a.TXT" exist, "a.txt" is the caption file of "a". A path that is not UTF-8 is
+        rejected, because a table can't store it."""
         if kind == CAPTION_KIND:
             stem, _, ending = path.rpartition(".")
             if ending == "txt" or stem not in self.texts:
@@ -70,7 +70,7 @@ class FileList:
         self.versions.append(version)
 
     def columns(self) -> Columns:
-        """As columns of a listing."""
+        """The files as columns of a listing."""
         columns = {"path": pa.array(self.paths, pa.string()), "kind": pa.array(self.kinds, pa.string())}
         columns |= {"size": pa.array(self.sizes, pa.int64()), "version": pa.array(self.versions, pa.string())}
         if self.problems:
@@ -81,20 +81,20 @@ class FileList:
         return columns
 
     def full_versions(self) -> list[str | None]:
-        """Versions that begin with the size, also of local files."""
+        """Versions that begin with the file size, for local files too."""
         pairs = zip(self.sizes, self.versions, strict=True)
         return [f"{size}:{version}" if version and ":" not in version else version for size, version in pairs]
 
 
 def caption_version(status: os.stat_result) -> str:
-    """Its modification time in nanoseconds, and where it differs the time of the last change of its content or name,
-    which no program can set back as it can the other."""
+    """The version of a caption file: its modification time in nanoseconds and, if different, its change time (ctime),
+    which programs, unlike the modification time, can't set."""
     modified, changed = status.st_mtime_ns, status.st_ctime_ns
     return str(modified) if modified == changed else f"{modified}:{changed}"
 
 
 def require_folder(folder: str, key: str) -> None:
-    """Raise LatentpressError, naming the option, unless `folder` is one."""
+    """Raise LatentpressError, naming the option `key`, unless `folder` is an existing folder."""
     if os.path.isdir(folder):
         return
     problem, step = f"there is no folder {folder}", "mount its disk, or correct the path (media_root: on this machine)"
@@ -123,11 +123,11 @@ def walk(
     texts: bool = False,
 ) -> Iterator[FileList]:
     """The files of `kinds` (extension with dot -> kind) below `top`, a local folder or a URL, some folders at a time,
-    in no order.
+    in any order.
 
-    key: the option that names `top`, for messages. texts: look for caption files too (".txt"). `ignored` counts what is
-    left alone, by extension or reason. Raises LatentpressError for a folder that can't be read: its files would leave
-    the training set unnoticed. What others remove meanwhile is left out.
+    key: the option that names `top`, for messages. texts: whether to look for caption files (".txt") too. `ignored`
+    counts the remaining files, by extension or reason. Raises LatentpressError for a folder that can't be read, because
+    its files would leave the training set unnoticed. Files and folders that are removed during the walk are left out.
     """
     endings = _KindByExtension({ending[1:]: kind for ending, kind in kinds.items()})
     if texts:
@@ -141,8 +141,8 @@ def walk(
 def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignored: Counter[str]) -> Iterator[FileList]:
     real_top = os.path.join(os.path.realpath(top), "")
     files = FileList()
-    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [(top, "", ())]  # with the folders on the way there
-    while todo:  # one loop, since another call a file costs 3 %
+    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [(top, "", ())]  # (): ids of its parents
+    while todo:  # a single loop, because one more function call a file costs 3 %
         path, prefix, above = todo.pop()
         texts, is_ascii = files.texts, prefix.isascii()
         add_path, add_kind = files.paths.append, files.kinds.append
@@ -211,13 +211,13 @@ def _stat_problem(error: OSError) -> tuple[str, str]:
 
 
 def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) -> Iterator[FileList]:
-    """The objects of each folder below `url`, as the store names folders."""
+    """The objects below `url`, folder by folder, with folders as the store lists them."""
     fs, root = open_filesystem(url)
     root = root.rstrip("/")
     files, todo = FileList(), [root]
     while todo:
         folder = todo.pop()
-        fs.invalidate_cache()  # so that changes are seen, and listings are not kept
+        fs.invalidate_cache()  # so that changes are seen, and listings need no memory
         is_empty = True
         found: list[tuple[str, str, int | None, str | None]] = []
         with listing_errors(url):

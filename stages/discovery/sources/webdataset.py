@@ -1,9 +1,9 @@
 """WebDataset tars as a source, as img2dataset and video2dataset write them: the members of one key are one item.
 
-A key ends at the first dot of a member's base name and the rest is its extension, as webdataset defines them:
+As webdataset defines it, a key ends at the first dot of a member's base name, and the rest is the extension:
 `000000123.jpg`, `.txt` and `.json` are one item with captions and extra columns, `000000123.source.jpg` its member
-"source.jpg". Listing reads only headers and text members. A tar is not opened if it has not changed and none of its
-items was set aside at the last discovery.
+"source.jpg". Listing reads only headers, text and json members. A tar is not opened if it has not changed and none of
+its items was rejected at the last discovery.
 """
 
 import json
@@ -63,7 +63,7 @@ class WebDatasetSource(Source):
         self._from_json = "caption_column" in dataset.model_fields_set
         columns = [self._columns, self._from_json, dataset.captions_per_file]
         settings = [dataset.dataset_type, self._own_captions, *columns, self._roles]
-        #: Of the settings on which the rows of a tar depend.
+        #: Hash of the settings that the rows of a tar depend on.
         self._settings = hash_json([*settings, CAPTION_READER_VERSION])[:12]
         self._base, self._patterns = tars.parse_patterns(dataset)
 
@@ -86,8 +86,8 @@ class WebDatasetSource(Source):
             )
 
     def _unify_extras(self, columns: Columns, kinds: dict[str, pa.DataType]) -> None:
-        """A column of a table has one type: that of the first tar that has it. kinds: these types so far. Columns of
-        numbers may differ; any other column that can't be read as that type is left out, and counted."""
+        """Give each extra column the type that it has in the first tar with it. A column that can't be converted is
+        removed, and its rows are counted in `ignored`. kinds: name -> type so far. Number types may differ."""
         for name in [name for name in columns if name.startswith(EXTRA_PREFIX)]:
             column = columns[name]
             if pa.types.is_null(column.type):
@@ -106,8 +106,8 @@ class WebDatasetSource(Source):
         return file_below(self._base, name, self._dataset.identity)
 
     def _read(self, tar: str, version: str) -> Iterator[Columns]:
-        """The items of one tar, from its headers and text members; finally a row for the tar itself if it is
-        damaged."""
+        """The items of one tar, from its headers, text and json members. If the tar is damaged, the last row has the
+        problem of the tar itself."""
         keys: dict[str, _KeyMembers] = {}
         damage: MediaError | None = None
         try:
@@ -128,7 +128,7 @@ class WebDatasetSource(Source):
             yield {name: pa.array([value], _text) for name, value in row.items()}
 
     def _add_member(self, file: BinaryIO, member: tars.MemberEntry, keys: dict[str, _KeyMembers]) -> None:
-        """Add a member to its key; read it if it is a text or json member that is used."""
+        """Add a member to its key. A text or json member is also read, if it is used."""
         match = _KEY_PATTERN.fullmatch(member.name)
         if not match:
             self.ignored["member without a key"] += 1
@@ -181,7 +181,7 @@ class WebDatasetSource(Source):
         records = [key.record for key, _ in items]
         extra = record_table([{k: v for k, v in row.items() if k not in self._columns} for row in records])
         columns |= extra_columns(extra, (), self.ignored)
-        if self._from_json and any(records):  # a column that no record has is an error
+        if self._from_json and any(records):  # raises if no record has the column
             require_columns({name for row in records for name in row}, self._columns, "caption_column", tar)
         if self._own_captions:
             rows = [self._captions_of(key) for key, _ in items]
@@ -191,7 +191,7 @@ class WebDatasetSource(Source):
         return columns
 
     def _captions_of(self, key: _KeyMembers) -> tuple[list[str] | None, str | None, str]:
-        """Captions from the text member, else from the texts in columns of the record; or a problem and advice."""
+        """Returns (captions, problem, advice). Captions are from the text member, else from columns of the json."""
         if key.text is not None:
             try:
                 return parse_captions(key.text, "", self._dataset.captions_per_file), None, ""
@@ -204,9 +204,9 @@ class WebDatasetSource(Source):
         return list(dict.fromkeys(texts)) or None, None if texts else "no-caption: has no caption", advice
 
     def _media(self, key: _KeyMembers) -> list[str]:
-        """The extension of the key's item: of several media the first in the order of the dataset's extensions. Without
-        one, the extensions with a dot that end as media do, which are probably items with a dot in their name. Members
-        that are not used are counted."""
+        """The extension of the key's item; if the key has several media, the first in the order of the dataset's
+        extensions. If it has none, extensions such as "final.jpg", which probably belong to items with a dot in their
+        name. Unused members are counted in `ignored`."""
         companions = set(self._roles.values())
         media = [ending[1:] for ending in self._kinds if ending[1:] in key.members and ending[1:] not in companions]
         others = [ending for ending in key.members if ending not in companions]
@@ -243,13 +243,13 @@ class WebDatasetSource(Source):
 
 
 def _last_extension(extension: str) -> str:
-    """ ".jpg" of "jpg" and of "final.jpg"."""
+    """The part after the last dot, with a dot: ".jpg" for "jpg" and "final.jpg"."""
     return f".{extension.rpartition('.')[2]}"
 
 
 def _known_rows(known: pa.Table, tar: str, version: str, settings: str) -> Columns | None:
-    """The rows of a tar in the last media table, None unless the tar is unchanged and no item of it was rejected. The
-    table is sorted by path, so that the rows of a tar are one slice."""
+    """The rows of a tar in the last media table; None if the tar changed or one of its items was rejected. The table is
+    sorted by path, so that the rows of a tar are one slice."""
     paths = known.column("path")
     start, stop = (
         bisect_left(range(len(paths)), path, key=lambda row: paths[row].as_py())
