@@ -73,7 +73,7 @@ def default_matrix(width: int, height: int) -> int:
 def require_convertible(
     tags: ColorTags, pixels: VideoFormat | None, path: MediaPath, codec_tag: str = "", profile: bytes = b""
 ) -> None:
-    """Raise MediaError ("hdr", "unsupported-colour", "unsupported-samples") if a video can't be converted to sRGB.
+    """Raise MediaError ("hdr", "unsupported-color", "unsupported-samples") if a video can't be converted to sRGB.
 
     pixels: format of the frames, None if unknown. profile: ICC profile, empty if there is none.
     """
@@ -82,7 +82,7 @@ def require_convertible(
         raise MediaError("hdr", path, "has high dynamic range (PQ, HLG or Dolby Vision)", advice)
     if tags.matrix not in (*_MATRICES, _RGB_MATRIX, *_UNSPECIFIED):
         problem = f"has a color matrix that is not converted here (number {tags.matrix} of ITU-T H.273)"
-        raise MediaError("unsupported-colour", path, problem, "convert it to BT.709")
+        raise MediaError("unsupported-color", path, problem, "convert it to BT.709")
     if pixels is not None and pixels.name.endswith(_FLOAT_ENDINGS):
         problem = f"has samples without a fixed white ({pixels.name})"
         raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")

@@ -67,7 +67,7 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
             raise _ignored_error(path, f"has several video tracks, of which number {info.track} is the main one")
         if color.is_assumed_bt709(reader.stream.codec_context):
             problem = "is of high definition and names no color matrix; decord assumes BT.601, players assume BT.709"
-            raise MediaError("unsupported-colour", path, problem, _ADVICE)
+            raise MediaError("unsupported-color", path, problem, _ADVICE)
         tolerance, can_seek = time_tolerance(reader.stream), _can_seek(reader)
     _check_frames(path, times[-1], info.rate)
     try:

@@ -54,7 +54,7 @@ _SEEK_AFTER_S = 0.5
 # FFmpeg's AVFieldOrder: unknown and progressive. All larger values are interlaced.
 _PROGRESSIVE_FIELD_ORDERS = (0, 1)
 # Reasons for which reading from the beginning would fail as well.
-_UNSUPPORTED = ("unsupported-colour", "unsupported-samples", "unsupported-alpha")
+_UNSUPPORTED = ("unsupported-color", "unsupported-samples", "unsupported-alpha")
 _FINAL_REASONS = ("out-of-memory", "hdr", "interlaced", "odd-rotation", "missing", *_UNSUPPORTED)
 
 

@@ -16,6 +16,7 @@ from schemas.config.encoding import EngineName
 from schemas.errors import LatentpressError, UsageError
 from stages.engines import local
 from stages.engines.jobs import Engine, Job, load_engine
+from stages.engines.pool import MAX_UNIT_TRIES
 from tests.forms import long
 from tests.processes import ForkedWorkers
 from tests.ray_cluster import ray_cluster
@@ -56,11 +57,12 @@ def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_le
     results = {result.unit_id: result for result in found}
     assert set(results) == set(names)
     assert [name for name, result in results.items() if result.shard_path is None] == ["die-always"]
+    # A death counts if the process had only this unit, which may be different in the first process alone.
     tries = len((tmp_path / "tried-die-always").read_text().splitlines())
-    assert f"{tries} " in results["die-always"].error and 1 < tries < 5
+    assert f"{MAX_UNIT_TRIES} " in results["die-always"].error and MAX_UNIT_TRIES <= tries <= MAX_UNIT_TRIES + 1
     assert len((tmp_path / "tried-die-once").read_text().splitlines()) == 2
     assert sum(counted) == 8
-    assert sum("die-once" in line for line in said) == 1 and sum("die-always" in line for line in said) >= tries - 1
+    assert sum("die-once" in line for line in said) in (1, 2) and sum("die-always" in line for line in said) >= tries
 
 
 def test_an_error_for_the_user_reaches_the_caller_and_the_workers_clean_up(
@@ -78,10 +80,8 @@ def test_one_that_is_closed_early_drops_what_is_under_way(engine: Engine, job: J
     with closing(engine.run_units(Echo, job, iter(make_units("u0", "slow-1", "slow-2")), lambda n: None)) as results:
         assert next(results).unit_id == "u0"
     assert not list(tmp_path.glob("slow-*"))
-    cleaned = {path.name.removeprefix("cleaned-") for path in tmp_path.glob("cleaned-*")}
-    assert cleaned >= {
-        path.read_text().strip() for path in tmp_path.glob("tried-*")
-    }  # u0's worker may have had no other
+    tried = {path.read_text().strip() for path in tmp_path.glob("tried-*")}
+    assert tried <= {path.name.removeprefix("cleaned-") for path in tmp_path.glob("cleaned-*")}
 
 
 def test_what_workers_announce_is_announced_by_the_program(engine: Engine, job: Job) -> None:

@@ -35,7 +35,7 @@ def test_decord_gives_the_colours_of_pyav_or_refuses(tmp_path, size, matrix):
     if matrix == 2 and size != (64, 64):
         with pytest.raises(MediaError, match="use the decoder pyav") as caught:
             numbers(path, [0.0], decord_backend)
-        assert caught.value.reason == "unsupported-colour"
+        assert caught.value.reason == "unsupported-color"
         return
     theirs = next(iter(decord_backend.read_frames(path, [0.0])))
     assert np.abs(theirs.astype(int) - first_frame(path)).max() <= 2
@@ -98,4 +98,4 @@ def test_colours_that_nobody_converts_are_refused(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"hev1", b"dvhe"))
     assert reason(probe_video, path) == reason(first_frame, path) == "hdr"
     path = write(tmp_path / "ycgco.mp4", prepare=colors(1, 1, 8))
-    assert reason(probe_video, path) == reason(first_frame, path) == "unsupported-colour"
+    assert reason(probe_video, path) == reason(first_frame, path) == "unsupported-color"
