@@ -57,8 +57,12 @@ def _failure(item: str, problem: str, remedy: str) -> Row:
 
 @dataclass
 class Probe:
-    """section, what: of the report. follows, remedy: if there is a problem. words: of `run_probe`; () if it is not run.
-    options: of the configuration that need it. describe: rows of the finding, if it has several."""
+    """A check of one library, disk or store.
+
+    section, what: section of the report, and name of the row in it. follows, remedy: consequence of a problem, and what
+    to do. words: arguments of `run_probe`; () if no process has to be started. options: options of the configuration
+    that need the library or place. describe: function that returns the rows of a finding, if a finding has several.
+    """
 
     section: str
     what: str
@@ -152,7 +156,7 @@ def _read_configuration(options: Options, report: Report) -> Config | None:
 
 
 def _list_probes(configuration: Config | None) -> Iterator[Probe]:
-    """The one of torch first."""
+    """All probes. The probe of torch is the first."""
     needed = defaultdict[str, list[str]](list)
     for module, option in dict.fromkeys(needed_libraries(configuration)) if configuration else ():
         needed[module].append(option)

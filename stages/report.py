@@ -84,7 +84,8 @@ def _label_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def _find_run(config: Config, name: str) -> tuple[Path, Config]:
-    """(folder, its own configuration, or `config` where it has none). UsageError if there is no such run."""
+    """Return the run's folder and its configuration, or `config` if the run has none. Raises UsageError if the run does
+    not exist."""
     inside = Path(config.output) / name
     folder = inside if inside.is_dir() or "/" not in name else Path(name).absolute()
     if not folder.is_dir():

@@ -181,7 +181,8 @@ class SetPointer(Stored):
 
 
 class SetRecord(Stored):
-    """set.json. generation: the plan. recipe, provenance: of the configuration and the caches that made it."""
+    """set.json. generation: name of the plan. recipe: settings of the configuration. provenance: by kind of shards, what
+    their provenance.json has."""
 
     version = tables.TABLES_VERSION
 

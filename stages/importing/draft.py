@@ -89,9 +89,13 @@ class Line:
 
 @dataclass
 class Draft:
-    """files: next to the configuration. values: of the new configuration. given: the keys of the present section, with
-    the other trainer's defaults. at: path of its dataset. samples: draws of an epoch, if all files could be counted.
-    parts: steps there that are one step here."""
+    """A configuration while it is converted.
+
+    files: files next to the other trainer's configuration. values: values of the new configuration. given: keys of the
+    present section, with the other trainer's defaults. at: path of the section's dataset in the new configuration.
+    samples: number of samples in an epoch, if all files could be counted. parts: number of the other trainer's steps
+    that are one step here.
+    """
 
     files: Beside
     values: dict[KeyPath, Any] = field(default_factory=dict)

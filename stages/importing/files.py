@@ -128,8 +128,8 @@ class Beside:
         return read_file(file).content
 
     def place(self, text: str, look: bool = True) -> str:
-        """A path as it is written: relative if it is below `target`, else absolute. look: for where it is; else, and if
-        it is not found, it is below the folder where paths start."""
+        """The path for the new configuration: relative if it is below `target`, else absolute. look: whether to look
+        for the file; without `look`, or if no file is found, the path starts at the folder of the configuration."""
         if "://" in text or not text or WINDOWS_PATH.match(text):
             return text
         start = self.found_in or self.folders[0]
