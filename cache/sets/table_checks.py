@@ -181,8 +181,8 @@ class SetPointer(Stored):
 
 
 class SetRecord(Stored):
-    """set.json. generation: name of the plan. recipe: settings of the configuration. provenance: by kind of shards, what
-    their provenance.json has."""
+    """set.json. generation: name of the plan. recipe: settings of the configuration. provenance: by kind of shards, the
+    values of its provenance.json."""
 
     version = tables.TABLES_VERSION
 
