@@ -156,7 +156,7 @@ def discovery_settings(dataset: Dataset) -> Settings:
     settings = dataset_settings(dataset)
     return {name: settings[name] for name in DISCOVERY_OPTIONS} | {
         "video.scenes": dataset.video.scenes,
-        "make_captions": dataset.describes_missing,
+        "accepts_missing_captions": dataset.accepts_missing_captions,
         "make_masks": bool(dataset.makes_masks and (dataset.mask_data or dataset.mask_column)),
     }
 

@@ -64,7 +64,7 @@ def run(
     media: Annotated[str | None, option("media")] = None,
     task: Annotated[str | None, option("task")] = None,
     sources: Annotated[str | None, option("sources")] = None,
-    caption: Annotated[str | None, option("caption")] = None,
+    trigger: Annotated[str | None, option("trigger")] = None,
     card: Annotated[str | None, option("card")] = None,
     time: Annotated[str | None, option("time")] = None,
     family: Annotated[
@@ -76,7 +76,7 @@ def run(
     yes: Annotated[bool, typer.Option("--yes", help="Take the default of every question; ask nothing.")] = False,
 ) -> Report:
     file = options.config
-    given = {"media": media, "task": task, "sources": sources, "caption": caption, "card": card, "time": time}
+    given = {"media": media, "task": task, "sources": sources, "trigger": trigger, "card": card, "time": time}
     asker = Asker(given, yes, str(file))
     before = read_text(file) if file.exists() else None
     current = parse_config(before, file) if before is not None and before.strip() else None
@@ -127,10 +127,8 @@ def _describe(
     if answers.needs_captions:
         console.warn(
             "items without a caption are not trained on: `latentpress caption` describes them by the model of the "
-            "section `caption`, or name one caption for all with --caption"
+            "section `caption`, or give --trigger, the caption of all of them"
         )
-    if answers.caption is not None:
-        console.warn(f"every item gets the caption {answers.caption!r}: a model learns more from a caption for each")
     edge = max(resolution for dataset in chosen.datasets for resolution in dataset.resolutions(family.resolution))
     if edge < least_edge(chosen.model):
         console.warn(

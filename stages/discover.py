@@ -5,6 +5,7 @@ Items whose size and version are unchanged are not read again. The table is writ
 until then a killed run keeps its rows in partial tables next to it.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.report import printable
 from schemas.config.datasets import Dataset
+from schemas.config.encoding import caption_settings
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.family import SOURCE_ROLES
@@ -31,6 +33,7 @@ from schemas.text_format import escape_unprintable
 from stages.discovery import media_table
 from stages.discovery.media_locations import RemovalCheck, describe_ignored
 from stages.discovery.sources.base import Source, open_source
+from stages.discovery.sources.captions import MISSING_REASONS
 from stages.discovery.sources.columns import CHUNK_ROWS
 from stages.encoding.stage_state import MIN_REJECT_BASE
 
@@ -125,6 +128,7 @@ class _DatasetDiscovery:
             "images": _sum_values(pc.equal(table["kind"], "image")),
             "videos": _sum_values(pc.equal(table["kind"], "video")),
             "captions": _sum_values(pc.list_value_length(table["captions"])),
+            **self._describe_default_caption(table),
             **changes,
             "duplicate_files": len(table) - count_distinct(table["media_id"]),
             "set_aside": f"{len(aside)}: {by_reason}" if len(aside) else 0,
@@ -151,6 +155,11 @@ class _DatasetDiscovery:
                     raise
                 raise LatentpressError(f"datasets.{self.dataset.id}: {error.message}", error.next_step) from error
         return todo
+
+    def _describe_default_caption(self, table: pa.Table) -> dict[str, str]:
+        captioned = pc.fill_null(pc.greater(pc.list_value_length(table["captions"]), 0), False)
+        count, caption = len(table) - _sum_values(captioned), self.dataset.default_caption
+        return {"default_caption": f"{caption!r} for {count} items without one"} if count and caption else {}
 
     def _other_files(self, source: Source) -> dict[str, Any]:
         return {"other_files": describe_ignored(source.ignored) if source.ignored else 0}
@@ -240,17 +249,32 @@ class _DatasetDiscovery:
         limit = self.config.stages.max_reject_fraction
         if not len(aside) or len(aside) <= limit * max(total, MIN_REJECT_BASE):
             return
+        lacking = aside.filter(pc.is_in(aside["reason"], value_set=pa.array(MISSING_REASONS)))
+        if 2 * len(lacking) > len(aside):
+            self._raise_missing_captions(lacking["path"].slice(0, 3).to_pylist(), len(lacking), total)
         rows = aside.slice(0, 10).to_pylist()
-        lines = [
-            escape_unprintable(f"  {row['path']}: {row['reason']}: {row['message'].removeprefix(row['path'] + ': ')}")
-            for row in rows
-        ]
+        messages = (
+            row["message"] if row["path"] in row["message"] else f"{row['path']}: {row['message']}" for row in rows
+        )
+        lines = [escape_unprintable(f"  {row['reason']}: {text}") for row, text in zip(rows, messages, strict=True)]
         raise LatentpressError(
             f"{self.dataset.id}: {len(aside)} of {total} files would be set aside, more than "
             f"stages.max_reject_fraction = {limit} of them (of {MIN_REJECT_BASE}, if they are fewer):\n"
             + "\n".join(lines),
             "mend or remove them, or raise the limit with --set stages.max_reject_fraction=1.0; "
             "all of them, by reason: `latentpress status --rejects`",
+        )
+
+    def _raise_missing_captions(self, examples: list[str], lacking: int, total: int) -> None:
+        dataset = f"datasets.{self.dataset.id}"
+        section = json.dumps(caption_settings(self.config.model.family_spec)).replace('"', "")
+        names = escape_unprintable(", ".join(examples)) + (" and others" if lacking > len(examples) else "")
+        raise LatentpressError(
+            f"{self.dataset.id}: {lacking} of {total} items have no caption: {names}",
+            "Three ways to caption them:\n"
+            f"  the same words for all, such as a name: --set {dataset}.trigger='ohwx woman', or instance_prompt\n"
+            f"  a model that describes them: `caption: {section}` in the configuration, then `latentpress caption`\n"
+            "  the captions page: `latentpress ui`",
         )
 
     def _publish(self) -> tuple[pa.Table, dict[str, int]]:

@@ -39,8 +39,6 @@ EXAMPLES = {
     "datasets.clips.caption_file": "datasets.clips.caption_strategy=csv datasets.clips.caption_file=c.csv",
     "datasets.clips.caption_column": "datasets.clips.caption_strategy=csv datasets.clips.caption_file=c.csv "
     "datasets.clips.caption_column=[words]",
-    "datasets.clips.instance_prompt": "datasets.clips.caption_strategy=instanceprompt "
-    "datasets.clips.instance_prompt=a clip of it",
     "datasets.clips.make_captions": "datasets.clips.make_captions=all",
     "datasets.clips.make_masks": "masks={model: DINO} datasets.clips.make_masks=none",
     "datasets.clips.make_captions_where": "caption={} datasets.clips.make_captions_where=score > 5",

@@ -159,9 +159,15 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
         json_schema_extra={"affects": "media"},
     )
     instance_prompt: str | None = Field(
-        None, description="the caption of every item, for instanceprompt", json_schema_extra={"affects": "media"}
+        None,
+        description="caption of items that have none; with caption_strategy instanceprompt, of every item",
+        json_schema_extra={"affects": "media"},
     )
-    trigger_word: str = Field("", description="put before each caption that does not contain it, with a space")
+    trigger: str = Field(
+        "",
+        description="put before each caption that does not contain it, with a space; caption of items without one",
+        json_schema_extra={"affects": "media"},
+    )
     prepend: str = Field("", description="put before every caption; no space is added")
     append: str = Field("", description="put after every caption; no space is added")
     tag_shuffle: TagShuffle | None = Field(None, description="a fixed number of orders of each caption's tags")
@@ -326,8 +332,24 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
 
     @property
     def describes_missing(self) -> bool:
-        """Whether items without a caption are kept, because a model describes them."""
+        """Whether a model describes items without a caption."""
         return self.make_captions in ("missing", "all")
+
+    @property
+    def trigger_words(self) -> str:
+        """The trigger without a comma at its end."""
+        return self.trigger.strip(" ,")
+
+    @property
+    def default_caption(self) -> str:
+        """Caption of items without one: instance_prompt, else the trigger; "" if a model describes such items, or if
+        they are rejected."""
+        return "" if self.describes_missing else self.instance_prompt or self.trigger_words
+
+    @property
+    def accepts_missing_captions(self) -> bool:
+        """Whether `discover` keeps items without a caption, because they get one later."""
+        return self.describes_missing or bool(self.default_caption)
 
     @property
     def makes_masks(self) -> bool:
@@ -383,6 +405,8 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
         strategy, source = self.resolved_caption_strategy, self.resolved_source
         if strategy == "instanceprompt" and not self.instance_prompt:
             yield ("instance_prompt",), "caption_strategy instanceprompt needs it"
+        if strategy != "instanceprompt" and self.instance_prompt and self.describes_missing:
+            yield ("instance_prompt",), "and make_captions both give captions to items without one; keep one"
         if strategy in ("webdataset", "huggingface") and source != strategy:
             yield ("caption_strategy",), f"{strategy} goes with source: {strategy}; this one is {source}"
         if strategy == "textfile" and source in ("webdataset", "huggingface"):
@@ -414,7 +438,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
         )
         columns = "a manifest, a huggingface dataset, or caption_strategy csv, jsonl or parquet"
         goes_with = {
-            "instance_prompt": (strategy == "instanceprompt", "caption_strategy: instanceprompt"),
+            "trigger": (not self.is_regularization_data, "training data; regularization data keep their captions"),
             "captions_per_file": (strategy in ("textfile", "webdataset"), "captions in text files"),
             "caption_file": (in_table, "caption_strategy csv, jsonl or parquet"),
             "caption_column": (

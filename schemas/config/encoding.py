@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -18,6 +18,7 @@ StageName = Literal[
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
 MOST_PREFETCH = 1_000_000
+CAPTION_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 MOST_READERS = 8  # more readers rarely make a disk faster
 
 
@@ -417,6 +418,13 @@ class Caption(Section, json_schema_extra={"affects": "captions"}):
         for number, word in enumerate(self.forbidden):
             if not word.strip():
                 yield ("forbidden", number), "is empty; remove it"
+
+
+def caption_settings(family: Family) -> dict[str, Any]:
+    """The shortest section `caption` for a family: the family's own text encoder if it describes pictures, else
+    CAPTION_MODEL."""
+    own = family.model_classes.get("text_encoder") == "qwen2_5_vl"
+    return {"prompts": ["detailed"]} if own else {"model": CAPTION_MODEL}
 
 
 class Masks(Section, json_schema_extra={"affects": "masks"}):

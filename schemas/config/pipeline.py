@@ -90,7 +90,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _complete(self) -> "Config":
         """Set latents.precision and the videos' frame_rate to the family's values if they are not configured, and set
-        the datasets' make_captions and make_masks to "missing" if `caption` and `masks` are configured."""
+        the datasets' make_captions and make_masks to "missing" if `caption` and `masks` are configured. A dataset
+        with an instance_prompt has captions."""
         if self.latents.precision is None and self.model.family_spec.latent_precision is not None:
             latents = self.latents.changed(precision=self.model.family_spec.latent_precision)
             object.__setattr__(self, "latents", latents)  # sections are frozen
@@ -99,7 +100,9 @@ class Config(Section):
         for section, option in (("caption", "make_captions"), ("masks", "make_masks")):
             if getattr(self, section) is not None:
                 datasets = (
-                    dataset if getattr(dataset, option) else dataset.changed(**{option: "missing"})
+                    dataset
+                    if getattr(dataset, option) or (option == "make_captions" and dataset.instance_prompt)
+                    else dataset.changed(**{option: "missing"})
                     for dataset in self.datasets
                 )
                 object.__setattr__(self, "datasets", tuple(datasets))

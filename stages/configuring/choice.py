@@ -12,7 +12,7 @@ import numpy as np
 
 from schemas.clips import frames_available
 from schemas.config.datasets import Dataset, MediaKind
-from schemas.config.encoding import Latents, Model, Text
+from schemas.config.encoding import Latents, Model, Text, caption_settings
 from schemas.config.training import Train
 from schemas.config.validation import Validation
 from schemas.config.yaml_reader import KeyPath, parse_yaml
@@ -44,14 +44,13 @@ LEAST_HELD_OUT = 40  # items, of which the recipe's 5 % are two
 FEW_ITEMS, FEW_RANK = 20, 16  # a lower rank has less to remember few pictures with
 CHECKPOINTS = 8  # of a run
 ROUND = 50  # steps, to which these numbers are rounded down
-OWN_DESCRIBER = "qwen2_5_vl"  # a text encoder that describes pictures; any other family takes DESCRIBER
-DESCRIBER = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
 @dataclass(frozen=True)
 class Answers:
     """folder, sources: paths as they are to be written. name: of the dataset. card_gib: memory of the card. seconds: at
-    hand, None without a limit. caption: of every item. family, recipe: None if any will do. inside_media: whether the
+    hand, None without a limit. trigger: name or words of what is trained. family, recipe: None if any will do.
+    inside_media: whether the
     configuration is in the folder of media, so that caches have to be elsewhere. needs_captions: whether items have no
     caption."""
 
@@ -61,7 +60,7 @@ class Answers:
     card_gib: float
     seconds: float | None = None
     sources: str | None = None
-    caption: str | None = None
+    trigger: str | None = None
     family: str | None = None
     recipe: str | None = None
     inside_media: bool = False
@@ -185,11 +184,11 @@ def choose_settings(answers: Answers, candidate: Candidate, media: Media) -> Set
     settings[(*DATASET, "instance_data_dir")] = answers.folder
     if answers.sources is not None:
         settings[(*DATASET, "conditioning_data")] = answers.sources
-    if answers.caption is not None:
-        settings |= {(*DATASET, "caption_strategy"): "instanceprompt", (*DATASET, "instance_prompt"): answers.caption}
+    if answers.trigger is not None:
+        settings[(*DATASET, "trigger")] = answers.trigger
     elif answers.needs_captions:
-        own = candidate.model.family_spec.model_classes.get("text_encoder") == OWN_DESCRIBER
-        settings |= {("caption", "prompts"): ["detailed"]} if own else {("caption", "model"): DESCRIBER}
+        section = caption_settings(candidate.model.family_spec)
+        settings |= {("caption", option): value for option, value in section.items()}
     settings[("train", "run")] = f"{name}-{candidate.settings.get(('train', 'adapter', 'type'), 'lora')}"
     settings |= candidate.settings
     if answers.kind != "video":

@@ -59,8 +59,9 @@ QUESTIONS = {
                  choice.TASKS),
         Question("sources", "For editing: folder of the pictures before the edit", "FOLDER",
                  "Pictures with the same names.", "a folder before or source, if there is one", is_folder=True),
-        Question("caption", "One caption for every item, if there are no caption files", "TEXT",
-                 "Without it `latentpress caption` describes what has no caption.", "none"),
+        Question("trigger", "Name or words for what is trained", "WORDS",
+                 "Such as ohwx woman: put before captions that lack them, and the caption of items without one. none: "
+                 "captions stay as they are, and a model describes items without one.", "none"),
         Question("card", "Memory of the card in GiB, or its name", "CARD", "Such as 16, 24 GB or RTX 4090.",
                  "the card of this machine, else 16"),
         Question("time", "Time at hand", "TIME", "Such as 8h or 90m; none: no limit.", ASSUMED_TIME),
@@ -198,7 +199,7 @@ class Interview:
             raise NoAnswer(f"--family: {self.family!r} is not for {task}; valid: {', '.join(known)}")
         now = None if self.current is None else self.current.model.family
         sources = self._ask_sources(listing) if task == "editing" else None
-        caption = self._ask_caption(listing)
+        trigger = self._ask_trigger()
         gib = self._ask_card()
         seconds = self.asker.ask("time", ASSUMED_TIME, parse_time)
         answers = Answers(
@@ -208,11 +209,11 @@ class Interview:
             card_gib=gib,
             seconds=seconds,
             sources=None if sources is None else self._written(sources),
-            caption=caption,
+            trigger=trigger,
             family=self.family or (now if now in known else None),
             recipe=self.recipe,
             inside_media=self._home.is_relative_to(listing.folder.resolve()),
-            needs_captions=caption is None and not self._has_captions and len(listing.captions) < listing.count,
+            needs_captions=trigger is None and not self._has_captions and len(listing.captions) < listing.count,
         )
         return answers, listing
 
@@ -282,11 +283,11 @@ class Interview:
 
         return self.asker.ask("sources", "" if default is None else shown_path(default), parse)
 
-    def _ask_caption(self, listing: Listing) -> str | None:
-        """None if there are caption files, if the configuration has captions, or if items are to be described."""
-        if self.asker.is_given("caption") or not (listing.captions or self._has_captions):
-            return self.asker.ask("caption", "none", lambda text: None if text == "none" else " ".join(text.split()))
-        return None
+    def _ask_trigger(self) -> str | None:
+        current = self.current.datasets[0].trigger if self.current is not None and self.current.datasets else ""
+        return self.asker.ask(
+            "trigger", current or "none", lambda text: None if text == "none" else " ".join(text.split())
+        )
 
     def _ask_card(self) -> float:
         default = ASSUMED_GIB if self.recipe is None else f"{choice.made_for(self.recipe):g}"

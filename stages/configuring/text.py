@@ -36,7 +36,7 @@ WIDTH, MOST_WORDS, SHORT = 120, 90, 50  # characters of a line, of a comment beh
 #: Of these a file keeps its own values; a proposal only adds them.
 KEPT: tuple[KeyPath, ...] = (
     *(("root",), ("output",), ("caption",), ("validation",), (*DATASET, "id"), (*DATASET, "eval_fraction")),
-    *((*DATASET, "caption_strategy"), (*DATASET, "instance_prompt"), ("train", "run"), ("train", "steps")),
+    *((*DATASET, "trigger"), ("train", "run"), ("train", "steps")),
     *(("train", "batch_size"), ("train", "accumulate"), ("train", "adapter"), ("train", "optimizer")),
     ("train", "checkpoint_every"),
 )

@@ -125,6 +125,6 @@ class ItemReader:
         try:
             return self._source.read_captions(path)
         except MediaError as error:
-            if error.reason in MISSING_REASONS and self._dataset.describes_missing:
+            if error.reason in MISSING_REASONS and self._dataset.accepts_missing_captions:
                 return []
             raise

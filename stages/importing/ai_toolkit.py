@@ -216,7 +216,8 @@ def _is_regularization(given: Mapping[str, Any]) -> bool:
 DATASET: Rows = {
     **dict.fromkeys(("folder_path", "dataset_path"), ("instance_data_dir", to.place)),
     "caption_ext": ("caption_strategy", to.text_files),
-    "trigger_word": ("trigger_word", _trigger),
+    "trigger_word": ("trigger", _trigger),
+    "default_caption": ("instance_prompt", to.text),
     "shuffle_tokens": ("tag_shuffle", to.only_with("shuffle_tokens", lambda value, draft: {
         "variants": 8, "keep": to.whole(draft.given.get("keep_tokens", 0))})),
     "resolution": ("resolution", to.resolutions),

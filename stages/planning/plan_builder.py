@@ -206,6 +206,10 @@ def _select_captions(
     if made is not None:
         members = select_members(model.family_spec, dataset, items)
         lists, owner = made.captions(dataset, members), members.values["item"]
+    if dataset.default_caption:
+        default = pa.array([[dataset.default_caption]], lists.type)
+        has_caption = pc.fill_null(pc.greater(pc.list_value_length(lists), 0), False)
+        lists = pc.if_else(has_caption, lists, default[0])
     captions = texts.clean_captions(dataset, model.template, lists)
     # A video without clips is dropped later, for that reason.
     lacking = (np.bincount(owner[captions.item], minlength=count) == 0) & (np.bincount(owner, minlength=count) > 0)

@@ -57,12 +57,12 @@ def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> 
             raise LatentpressError(f"datasets.{dataset.id}.caption_filter: {problem}", "correct it") from error
     if dataset.tag_shuffle is not None:
         variants, parent = shuffle_tags(variants, dataset.tag_shuffle)
-    if dataset.prepend or dataset.append or dataset.trigger_word:
+    if dataset.prepend or dataset.append or dataset.trigger:
         # A caption that the filter emptied stays empty, since prepended and appended words alone describe nothing.
         filled = pc.greater(pc.binary_length(pc.utf8_trim_whitespace(variants)), 0)
-        if word := dataset.trigger_word:
-            triggered = pc.binary_join_element_wise(word, variants, " ")
-            variants = pc.if_else(pc.match_substring(variants, word), variants, triggered)
+        if dataset.trigger:
+            triggered = pc.binary_join_element_wise(dataset.trigger, variants, " ")
+            variants = pc.if_else(pc.match_substring(variants, dataset.trigger_words), variants, triggered)
         joined = pc.binary_join_element_wise(dataset.prepend, variants, dataset.append, "")
         variants = pc.if_else(filled, joined, "")
     cleaned = template.cleaner.column(variants)

@@ -110,9 +110,9 @@ def test_pairs_are_found_and_captions_are_never_invented(photos: Path, call: Cal
     code, report, said = call(photos, "--config", "none.yaml", *YES)
     assert code == 0 and "latentpress caption" in said and "latentpress caption" in report["next_steps"][1]
     assert load_config(photos / "none.yaml").caption is not None
-    assert load_config(photos / "none.yaml").datasets[0].instance_prompt is None
-    call(photos, "--config", "one.yaml", *YES, "--caption", "make it blue")
-    assert load_config(photos / "one.yaml").datasets[0].instance_prompt == "make it blue"
+    assert not load_config(photos / "none.yaml").datasets[0].trigger
+    call(photos, "--config", "one.yaml", *YES, "--trigger", "make it blue")
+    assert load_config(photos / "one.yaml").datasets[0].trigger == "make it blue"
 
 
 def test_a_file_that_appeared_or_changed_meanwhile_is_not_replaced(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 
 from cache.sets import rejects
+from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from schemas.errors import LatentpressError
-from stages import discover
+from stages import bucket, discover
 from stages.discovery.media_table import media_table_path, read_media_table
 
 MANY = "stages.max_reject_fraction=1.0"
@@ -137,17 +138,32 @@ def test_a_dry_run_counts_what_was_set_aside_as_no_work_and_a_mended_file_leaves
     assert not (home.root / "rejects/discover/photos.arrow").exists()
 
 
+def test_items_without_captions_name_three_ways_to_caption_them(project) -> None:
+    home = project()
+    for number in range(4):
+        home.image(f"{number}.png", caption=None)
+    home.image("captioned.png", caption="a picture")
+    with pytest.raises(LatentpressError, match="4 of 5") as caught:
+        home.run(discover.run)
+    for way in ("datasets.photos.trigger=", "`latentpress caption`", "`latentpress ui`"):
+        assert way in caught.value.next_step
+    report = home.run(discover.run, "datasets.photos.trigger=ohwx woman")
+    assert report.details["datasets"][0]["default_caption"] == "'ohwx woman' for 4 items without one"
+    assert report.set_aside == [] and len(rows_of(home)) == 5
+    home.run(bucket.run, "datasets.photos.trigger=ohwx woman")
+    plan = current_plan(Store(home.root), home.config("datasets.photos.trigger=ohwx woman"))
+    assert {*plan.text_table["text"].to_pylist()} >= {"ohwx woman", "ohwx woman a picture"}
+
+
 def test_too_many_rejects_are_listed_though_the_stage_stops(project) -> None:
     home = project()
     for number in range(3):
-        home.image(f"bad{number}.png", caption="")
+        home.image(f"bad{number}.png").write_bytes(b"")
     with pytest.raises(LatentpressError, match="max_reject_fraction") as caught:
         home.run(discover.run)
     listed = caught.value.message.splitlines()[1:]
-    assert len(listed) == 3 and all(line.count(line.strip().partition(":")[0]) == 1 for line in listed), "named once"
-    assert [row["reason"] for row in rejects.read_stage(Store(home.root), "discover")["photos"]] == [
-        "empty-caption"
-    ] * 3
+    assert len(listed) == 3 and all(line.count("bad") == 1 for line in listed), "named once"
+    assert [row["reason"] for row in rejects.read_stage(Store(home.root), "discover")["photos"]] == ["empty-file"] * 3
 
 
 @pytest.mark.slow

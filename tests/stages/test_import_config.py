@@ -387,7 +387,7 @@ def test_trigger_words_of_ai_toolkit(tmp_path: Path) -> None:
     datasets = [{"folder_path": "media"}, {"folder_path": "reg", "is_reg": True}]
     sample = {"prompts": ["[trigger] on a wall"]}
     config, _ = ai_toolkit(tmp_path, datasets=datasets, trigger_word="ohwx", sample=sample)
-    assert [dataset.trigger_word for dataset in config.datasets] == ["ohwx", ""]
+    assert [dataset.trigger for dataset in config.datasets] == ["ohwx", ""]
     assert config.datasets[1].is_regularization_data and config.validation.prompts[0].prompt == "ohwx on a wall"
     regularization = config.train.methods.regularization
     assert regularization and regularization.target == "data"

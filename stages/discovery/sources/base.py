@@ -112,7 +112,7 @@ class Source(ABC):
             self._captions.add(columns)
         if "captions" in columns:
             refuse_zero_bytes(columns)
-        if self._dataset.describes_missing:
+        if self._dataset.accepts_missing_captions:
             accept_missing_captions(columns)
         for finder in self._companions.values():
             finder.add(columns)

@@ -39,7 +39,11 @@ MAX_CAPTION_BYTES = 1 << 20
 #: Increase it when a change of the code gives different captions for the same bytes.
 CAPTION_READER_VERSION = 1
 
-_WRITE_ADVICE = "write a caption, one alternative a line"
+#: What to do about items without a caption.
+CAPTION_ADVICE = (
+    "give all of them one by the dataset's option trigger or instance_prompt, let a model describe them (section "
+    "caption), or write captions on the page (`latentpress ui`)"
+)
 _COUNTERS = re.compile(r"(?:[\s_-]*\(\d+\)|[_-]+\d+)+\Z|^\d+\Z", re.ASCII)
 _SPACES = re.compile(r"[\s_-]+", re.ASCII)
 ZERO_BYTES_ADVICE = "save it as UTF-8: it is probably UTF-16 without a byte order mark"
@@ -62,7 +66,7 @@ def read_caption_file(path: MediaPath, per_file: PerFile = "lines") -> list[str]
             data = file.read()
     except MediaError as error:
         if error.reason == "missing":
-            raise MediaError("no-caption", path, "is not there", _WRITE_ADVICE) from error
+            raise MediaError("no-caption", path, "is not there", CAPTION_ADVICE) from error
         if error.reason != "empty-file":
             raise
         data = b""
@@ -82,7 +86,7 @@ def parse_captions(data: bytes, path: MediaPath, per_file: PerFile = "lines") ->
     except UnicodeDecodeError as error:
         raise MediaError("caption-not-utf8", path, f"is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
     if not (lines := split_lines(text)):
-        raise MediaError("empty-caption", path, "holds no text", _WRITE_ADVICE)
+        raise MediaError("empty-caption", path, "holds no text", CAPTION_ADVICE)
     if b"\0" in data:
         raise MediaError("caption-zero-bytes", path, "holds zero bytes", ZERO_BYTES_ADVICE)
     whole = text.replace("\r\n", "\n").replace("\r", "\n").strip()
@@ -104,9 +108,7 @@ def add_caption_files(columns: Columns, files: pa.Array, versions: pa.Array) -> 
     """Add the caption file next to each item (null if it has none) and its version to the columns of a listing."""
     columns |= {"captions_at": files, "captions_version": versions}
     if files.null_count:
-        names = strip_extensions(pc.replace_substring_regex(columns["path"], r"(?s)^.*/", ""))
-        step = pc.binary_join_element_wise("write one into ", names, ".txt next to it", "")
-        add_problems(columns, pc.if_else(pc.is_null(files), "no-caption: has no caption", None), step)
+        add_problems(columns, pc.if_else(pc.is_null(files), "no-caption: has no caption", None), CAPTION_ADVICE)
 
 
 #: Reasons for a missing caption, which the stage `caption` can make.
@@ -114,7 +116,8 @@ MISSING_REASONS = ("no-caption", "empty-caption")
 
 
 def accept_missing_captions(columns: Columns) -> None:
-    """Remove the problem from items of a listing that lack only a caption, because a model will make it."""
+    """Remove the problem from items of a listing that lack only a caption, because they get one later: from a model,
+    or the dataset's default caption."""
     if "problem" in columns:
         lacking = pc.match_substring_regex(columns["problem"], f"^(?:{'|'.join(MISSING_REASONS)}):")
         for name in ("problem", "advice"):

@@ -80,7 +80,7 @@ class ManifestSource(Source):
                     self._add_caption_files(columns, pool)
                 elif self._own_captions:
                     captions.add_table_captions(columns, table, lookup, names, display_location(location))
-                if self._dataset.describes_missing:
+                if self._dataset.accepts_missing_captions:
                     captions.accept_missing_captions(columns)
                 for role, column in self._columns_by_role.items():
                     self._add_companion(columns, role, rows.column(column), column, pool)
@@ -132,9 +132,8 @@ class ManifestSource(Source):
         versions = _versions(self._stats(files, files, pool), "text")
         columns["captions_at"] = pc.if_else(pc.is_valid(versions), files, None)
         columns["captions_version"] = versions
-        step = pc.binary_join_element_wise("write one into ", files, "")
-        step = pc.if_else(signed, "put captions into the table", step)
-        add_problems(columns, pc.if_else(pc.is_null(versions), "no-caption: has no caption", None), step)
+        problem = pc.if_else(pc.is_null(versions), "no-caption: has no caption", None)
+        add_problems(columns, problem, captions.CAPTION_ADVICE)
 
     def _add_companion(
         self, columns: Columns, role: str, cells: pa.ChunkedArray, column: str, pool: ThreadPoolExecutor

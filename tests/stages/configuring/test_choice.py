@@ -68,7 +68,7 @@ def test_every_recipe_has_a_task_and_can_be_asked_for(name: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_file_is_short_valid_and_has_no_default(task: str) -> None:
     for candidate in list_candidates(task):
-        settings = choose_settings(answers(task, caption="a picture"), candidate, media())
+        settings = choose_settings(answers(task, trigger="ohwx"), candidate, media())
         written = text.write_text(settings, candidate.describe())
         config = parse_config(written, FILE)
         assert written.count("\n") < 40 and config.model.family == candidate.model.family
@@ -96,7 +96,7 @@ def test_caches_are_never_inside_the_media() -> None:
 @pytest.mark.parametrize(("family", "model"), [("z-image", "Qwen/Qwen2.5-VL-3B-Instruct"), ("qwen-image", None)])
 def test_items_without_captions_are_described(family: str, model: str | None) -> None:
     config = parse_config(proposed(answers(card=48, family=family, needs_captions=True)), FILE)
-    assert config.caption is not None and config.caption.model == model and config.datasets[0].instance_prompt is None
+    assert config.caption is not None and config.caption.model == model and not config.datasets[0].trigger
 
 
 # --- a file that exists ---

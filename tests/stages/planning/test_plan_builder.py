@@ -133,9 +133,19 @@ def test_equal_captions_are_one_text_and_the_null_prompt_is_among_them():
             [["sks, a cat & dog by me"]],
         ),
         (
-            {"prepend": "a photo of ", "trigger_word": "ohwx"},
+            {"prepend": "a photo of ", "trigger": "ohwx"},
             [["a cat"], ["the ohwx cat"]],
             [["a photo of ohwx a cat"], ["a photo of the ohwx cat"]],
+        ),
+        (
+            {"trigger": "ohwx woman,"},
+            [[], ["an ohwx woman, asleep"], ["a cat"], None],
+            [["ohwx woman"], ["an ohwx woman, asleep"], ["ohwx woman, a cat"], ["ohwx woman"]],
+        ),
+        (
+            {"trigger": "ohwx", "instance_prompt": "a photo", "prepend": "say: "},
+            [[], ["a cat"]],
+            [["say: ohwx a photo"], ["say: ohwx a cat"]],
         ),
         ({}, [["&nbsp;", "a  cat", "a cat"], ["a cat"], ["&nbsp;"]], [["a cat"], ["a cat"]]),
     ],
