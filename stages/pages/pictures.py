@@ -225,10 +225,10 @@ def list_samples(config: Config, folder: Path) -> dict[str, dict[int, Path | Non
 
 def describe(config: Config, folder: Path, name: str, step: int) -> dict[str, Any]:
     """Describe a validation sample: prompt, negative_prompt, and the SETTINGS that are known."""
-    known = describe_sample(config, latent_path(folder, step, name))
-    known["size"] = known.get("bucket")
-    settings = {key: known[key] for key in SETTINGS if known.get(key) is not None}
-    prompts = {key: str(known.get(key) or "") for key in ("prompt", "negative_prompt")}
+    metadata = describe_sample(config, latent_path(folder, step, name))
+    metadata["size"] = metadata.get("bucket")
+    settings = {key: metadata[key] for key in SETTINGS if metadata.get(key) is not None}
+    prompts = {key: str(metadata.get(key) or "") for key in ("prompt", "negative_prompt")}
     return prompts | {key: f"{value:g}" if isinstance(value, float) else value for key, value in settings.items()}
 
 
