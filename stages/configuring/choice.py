@@ -36,10 +36,10 @@ _TOP = Path(__file__).resolve().parents[2]
 FOLDER = next(path for path in (_TOP / "recipes", _TOP / "examples/recipes") if path.is_dir())
 DATASET = ("datasets", 0)
 QUICK_S = 2 * 3600.0  # at hand: the smaller model is preferred
-MOST_SMALL = 0.2  # share of items that a resolution or a length may cost, before a smaller one is chosen
+MAX_SMALL = 0.2  # share of items that a resolution or a length may cost, before a smaller one is chosen
 EDGES = (768, 640, 512, 384, 256, 192)  # resolutions below a recipe's
 PASSES = 100  # of each item: what a LoRA of few pictures takes
-LEAST_STEPS, MOST_STEPS = 500, 2000
+MIN_STEPS, MAX_STEPS = 500, 2000
 LEAST_HELD_OUT = 40  # items, of which the recipe's 5 % are two
 FEW_ITEMS, FEW_RANK = 20, 16  # a lower rank has less to remember few pictures with
 CHECKPOINTS = 8  # of a run
@@ -213,9 +213,9 @@ def fit_media(answers: Answers, candidate: Candidate, media: Media) -> Settings:
     edge = float(candidate.settings.get((*DATASET, "resolution"), family.resolution))
     own_sizes = candidate.settings.get((*DATASET, "buckets")) == "family"
     sizes, changed = list(flavour.sizes) if own_sizes else _sizes(edge, family), Settings()
-    if _share(media, sizes) < 1 - MOST_SMALL:
+    if _share(media, sizes) < 1 - MAX_SMALL:
         shares = {float(smaller): _share(media, _sizes(smaller, family)) for smaller in EDGES if smaller < edge}
-        large = [smaller for smaller, share in shares.items() if share >= 1 - MOST_SMALL]
+        large = [smaller for smaller, share in shares.items() if share >= 1 - MAX_SMALL]
         edge = large[0] if large else max(shares, key=lambda smaller: (shares[smaller], -smaller), default=edge)
         sizes = _sizes(edge, family)
         changed = {(*DATASET, "resolution"): int(edge), (*DATASET, "buckets"): "computed"}
@@ -253,7 +253,7 @@ def choose_frames(candidate: Candidate, family: Family, media: Media) -> dict[st
     most, least = (int(candidate.settings.get(path, default_at(path))) for path in paths)
     rate = candidate.settings.get((*DATASET, "video", "frame_rate"), family.frame_rate)
     available = np.sort(frames_available(media.duration, family.frame_rate if rate == "source" else float(rate)))
-    typical = int(available[int(MOST_SMALL * len(available))])  # that four fifths have
+    typical = int(available[int(MAX_SMALL * len(available))])  # that four fifths have
     stride = family.temporal_stride
     frames = int(largest_valid_frames(max(stride + 1, min(most, typical)), stride))
     if frames < least:
@@ -264,7 +264,7 @@ def choose_frames(candidate: Candidate, family: Family, media: Media) -> dict[st
 def train_length(settings: Settings, media: Media) -> Settings:
     """Steps by the number of items; checkpoints and validations evenly over them."""
     batch = settings.get(("train", "batch_size"), 1) * settings.get(("train", "accumulate"), 1)
-    steps = min(MOST_STEPS, max(LEAST_STEPS, media.count * PASSES // batch // ROUND * ROUND))
+    steps = min(MAX_STEPS, max(MIN_STEPS, media.count * PASSES // batch // ROUND * ROUND))
     every = max(ROUND, steps // CHECKPOINTS // ROUND * ROUND)
     rarer = settings.get(("validation", "every"), every) // settings.get(("train", "checkpoint_every"), every)
     return {

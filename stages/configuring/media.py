@@ -28,7 +28,7 @@ MEDIA_NAMES = (
 )
 SOURCE_NAMES = ("before", "source", "sources", "input", "inputs", "control", "conditioning", "reference", "references")
 LEAST_PAIRED = 0.5  # share of pictures with a source of the same name, by which a folder of sources is known
-MOST_FOLDERS = 20  # that are searched for media
+MAX_FOLDERS = 20  # that are searched for media
 KINDS = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), **dict.fromkeys(VIDEO_EXTENSIONS, "video")}
 
 
@@ -72,7 +72,7 @@ def find_media(folder: Path) -> Path:
         if path.is_dir() and list_folder(path).count:
             return path
     others = [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
-    filled = [path for path in others if list_folder(path).count] if len(others) <= MOST_FOLDERS else []
+    filled = [path for path in others if list_folder(path).count] if len(others) <= MAX_FOLDERS else []
     return filled[0] if len(filled) == 1 else folder
 
 

@@ -32,7 +32,7 @@ CARDS = {
     "5090": 32, "t4": 16, "l4": 24, "a10": 24, "a40": 48, "l40s": 48, "a6000": 48, "a100": 80, "h100": 80,
     "h200": 141,
 }  # fmt: skip
-MOST_GIB = 10_000
+MAX_GIB = 10_000
 ASSUMED_GIB, ASSUMED_TIME = "16", "8h"
 
 
@@ -87,7 +87,7 @@ def parse_card(text: str) -> float:
     words = text.strip().lower()
     if match := re.fullmatch(r"(\d{1,5}(?:\.\d{1,3})?) ?(?:gi?b?)?", words):
         size = float(match[1])
-        if f"{size:g}" not in CARDS and 1 <= size <= MOST_GIB:
+        if f"{size:g}" not in CARDS and 1 <= size <= MAX_GIB:
             return size
     named = [gib for name, gib in CARDS.items() if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9])", words)]
     if len(named) != 1:

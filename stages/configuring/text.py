@@ -32,7 +32,7 @@ HEADER = """\
 By `latentpress configure`; run again, it proposes changes and shows them first.
 Options that are not here have their defaults: docs/configuration.md."""
 COLUMN = 40  # of comments, if lines are short enough
-WIDTH, MOST_WORDS, SHORT = 120, 90, 50  # characters of a line, of a comment behind a value, and of a description
+WIDTH, MAX_WORDS, SHORT = 120, 90, 50  # characters of a line, of a comment behind a value, and of a description
 #: Of these a file keeps its own values; a proposal only adds them.
 KEPT: tuple[KeyPath, ...] = (
     *(("root",), ("output",), ("caption",), ("validation",), (*DATASET, "id"), (*DATASET, "eval_fraction")),
@@ -91,7 +91,7 @@ def write_yaml(
                 for number, item in enumerate(value):
                     add_comments(item, (*path, key, number))
             if words:
-                section.yaml_add_eol_comment(shorten(words, MOST_WORDS), key, column=COLUMN)
+                section.yaml_add_eol_comment(shorten(words, MAX_WORDS), key, column=COLUMN)
 
     tree = nest({path: values[path] for path in sorted(values, key=_position)}, CommentedMap, CommentedSeq)
     add_comments(tree, ())

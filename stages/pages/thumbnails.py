@@ -37,7 +37,7 @@ from stages.pages.pictures import Picture, shrink_file
 
 FOLDER = ".ui"  # folder of `latentpress ui` in the output folder
 MAX_FILES = 1000  # files, of about 4 kB each
-MAX_MADE = 500  # thumbnails per start, for the first items of the list
+MAX_THUMBNAILS = 500  # thumbnails per start, for the first items of the list
 PICTURE, NONE = ".webp", ".none"
 BOX, MAX_BYTES = (96, 96), 4000
 TIMEOUT_S, MEMORY_MIB = 20.0, 4096
@@ -76,7 +76,7 @@ class ThumbnailFiles:
         return {path.stem: path.suffix == PICTURE for path in self.folder.iterdir() if path.suffix in (PICTURE, NONE)}
 
     def write(self, pictures: Mapping[str, Picture | None]) -> None:
-        """Write pictures by their ids (None marks that no thumbnail could be made), and keep the newest MOST_KEPT
+        """Write pictures by their ids (None marks that no thumbnail could be made), and keep the newest MAX_FILES
         files."""
         with explained(str(self.folder)):
             make_folders(self.folder)
@@ -140,10 +140,10 @@ def run(
     store = Store(config.root)
     if media_id:
         table = read_media_table(store, dataset).select(["media_id", "path"])
-        is_requested = pc.is_in(table["media_id"], value_set=pa.array(media_id[:MAX_MADE], pa.string()))
+        is_requested = pc.is_in(table["media_id"], value_set=pa.array(media_id[:MAX_THUMBNAILS], pa.string()))
         items = {row["media_id"]: (dataset, row["path"]) for row in table.filter(is_requested).to_pylist()}
     else:
-        rejected = list_rejected_items(store, config)[:MAX_MADE]
+        rejected = list_rejected_items(store, config)[:MAX_THUMBNAILS]
         items = {thumbnail_id(item): (item.dataset, item.path) for item in rejected}
     items = {name: item for name, item in items.items() if can_have_thumbnail(item[1])}
     if not options.dry_run:

@@ -113,7 +113,7 @@ def test_the_token(home: Project) -> None:
         given = server.post("/login", token="a long enough token").headers["set-cookie"]
         assert "max-age" in given.lower() and server.get("/", Cookie=given.partition(";")[0]).status == 200
         name = given.partition("=")[0]
-        expired = token.make_cookie(now=time.time() - COOKIE_S - 1)
+        expired = token.make_cookie(time_s=time.time() - COOKIE_S - 1)
         later = f"{int(expired.partition('.')[0]) + 10**6}.{expired.partition('.')[2]}"
         for wrong in (expired, later, expired.partition(".")[2], "."):
             assert server.get("/", Cookie=f"{name}={wrong}").status == 303, wrong

@@ -10,7 +10,7 @@ import pytest
 from cache.store.store import Store
 from stages import discover
 from stages.discovery.media_table import read_media_table
-from stages.pages.ui.captions_page import MOST_SHOWN
+from stages.pages.ui.captions_page import MAX_SHOWN
 from tests.background import until as until_so
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
@@ -52,7 +52,7 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
         assert server.post(f"/captions/{a}/save", text="x", before=odd).status == 400
     for odd in ("?first=-1", "?first=9999999", "?dataset=<b>", "?words=%00"):
         assert server.get(f"/captions{odd}").status == 200
-    assert (home.media / "a.txt").read_text() == "a <b>bold</b> caption" and MOST_SHOWN > 2
+    assert (home.media / "a.txt").read_text() == "a <b>bold</b> caption" and MAX_SHOWN > 2
 
 
 @pytest.mark.long

@@ -57,14 +57,14 @@ def test_counts_rates_and_what_is_set_aside(cards: Any) -> None:
         "decode": "to do",
     }
     card = found["encode-latents"]
-    assert (card.done, card.total, card.count) == (30, 100, "30 of 100 samples")
-    assert (card.rate, card.left, card.facts) == (
+    assert (card.progress, card.total, card.count) == (30, 100, "30 of 100 samples")
+    assert (card.rate, card.time_left, card.facts) == (
         "1.5 samples/s",
         "0:00:47 left",
         ["jobs: 2 running, 1 lost"],
     )
-    assert card.set_aside == 2
-    assert all(card.can == ["start"] for card in found.values())
+    assert card.rejects == 2
+    assert all(card.actions == ["start"] for card in found.values())
     older = cards(row("discover", 6), training_set="sets/abc, of the older plan x: latentpress index")
     assert older["index"].state == "to do"
 
@@ -100,8 +100,8 @@ def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
         note(cards.programs, "run", "encode-text", tasks=tasks)
         card = cards(row("encode-text", 2, 6, items_per_second="9", left="0:00:01"))["encode-text"]
         assert card.facts == [f"{tasks[-1].description}: {tasks[-1].state}"]
-        assert card.rate == card.left == "", "that of jobs before"
-    assert (card.done, card.total) == (3, 8), "of what is not yet in a shard, too"
+        assert card.rate == card.time_left == "", "that of jobs before"
+    assert (card.progress, card.total) == (3, 8), "of what is not yet in a shard, too"
 
 
 def test_a_run_and_its_pictures(cards: Any) -> None:
@@ -146,11 +146,11 @@ def test_scored_pictures_are_counted(cards: Any) -> None:
         with (run.folder / "scores.jsonl").open("a") as file:
             file.write(f'{{"step": {step}, "scores": {{"clip score": 0.3}}}}\n')
         (card,) = build_cards(run.config, cards.programs, None)[-1]
-        states.append((card.name, card.done, card.total, card.state))
+        states.append((card.name, card.progress, card.total, card.state))
     assert states == [("score", 1, 2, "to do"), ("score", 2, 2, "done")]
 
 
 def test_a_status_that_failed_leaves_the_buttons(cards: Any) -> None:
     steps = build_cards(cards.config, cards.programs, LatentpressError("the disk is gone"))
     assert [[card.name for card in step] for step in steps][2] == ["encode-text", "encode-latents"]
-    assert all(card.can == ["start"] for step in steps for card in step)
+    assert all(card.actions == ["start"] for step in steps for card in step)

@@ -8,7 +8,7 @@ import pytest
 from schemas.cli.console import Options
 from schemas.config.loading import load_config
 from stages.configuring.questions import QUESTIONS
-from stages.pages.ui.proposals import MOST_AT_WORK
+from stages.pages.ui.proposals import MAX_RUNNING
 from stages.ui import open_projects
 from tests.background import until
 from tests.foreign_examples import SIMPLETUNER
@@ -105,7 +105,7 @@ def test_what_can_not_be_proposed_says_why(server: UiServer, place: Path) -> Non
 def test_a_few_are_made_at_a_time_and_end_with_the_page(server: UiServer, place: Path) -> None:
     started = [
         server.request("POST", "/new/propose", f"media={place}/media&name=a", Origin=server.url).headers["location"]
-        for _ in range(MOST_AT_WORK)
+        for _ in range(MAX_RUNNING)
     ]
     refused = server.post("/new/propose", media=f"{place}/media", name="a")
     assert refused.status == 409 and "being made already" in refused.json["error"]

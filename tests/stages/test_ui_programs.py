@@ -111,7 +111,7 @@ def test_stop_kill_and_what_is_said_of_them(page: Callable[..., ChildPrograms]) 
     said(programs, programs.start("train"))
     programs.stop("train")
     card = build_job_card("train", "", programs)
-    assert (card.state, card.can) == ("stopping", ["kill"])
+    assert (card.state, card.actions) == ("stopping", ["kill"])
     with pytest.raises(Refused, match="was told to stop already"):
         programs.stop("train")
     programs.kill("train")

@@ -152,7 +152,7 @@ def test_the_configurations_of_a_folder(
         assert "model" in server.get("/projects").text and server.get("/p/one/").status == 200
     with pytest.raises(LatentpressError, match="can't be read"):
         open_projects([], tmp_path / "absent", Options())
-    monkeypatch.setattr("stages.pages.ui.projects.MOST_FOUND", 2)
+    monkeypatch.setattr("stages.pages.ui.projects.MAX_CONFIGURATIONS", 2)
     assert len(list_configurations(folder)[0]) == 2
 
 

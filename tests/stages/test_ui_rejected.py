@@ -9,7 +9,7 @@ from stages import bucket, discover
 from stages.pages import thumbnails
 from stages.pages.thumbnails import can_have_thumbnail
 from stages.pages.ui.child_programs import ChildPrograms
-from stages.pages.ui.records import MOST_SHOWN
+from stages.pages.ui.records import MAX_SHOWN
 from tests.project import Project
 from tests.stages.ui_server import UiServer
 
@@ -50,13 +50,13 @@ def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> Non
 
 
 def test_many_items_have_pages(home: Project, server: UiServer) -> None:
-    for number in range(MOST_SHOWN + 5):
+    for number in range(MAX_SHOWN + 5):
         (home.media / f"bad{number:04d}.png").write_bytes(b"no picture")
     home.run(discover.run)
     first = server.get("/rejected?words=bad").text
-    assert f"1 to {MOST_SHOWN} are shown" in first and "bad0000.png" in first and "bad0204.png" not in first
-    second = server.get(f"/rejected?words=bad&first={MOST_SHOWN}").text
-    assert f"{MOST_SHOWN + 1} to {MOST_SHOWN + 5} are shown" in second and "bad0204.png" in second
+    assert f"1 to {MAX_SHOWN} are shown" in first and "bad0000.png" in first and "bad0204.png" not in first
+    second = server.get(f"/rejected?words=bad&first={MAX_SHOWN}").text
+    assert f"{MAX_SHOWN + 1} to {MAX_SHOWN + 5} are shown" in second and "bad0204.png" in second
 
 
 @pytest.mark.slow

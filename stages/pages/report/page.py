@@ -73,7 +73,7 @@ def make_page(
     pieces = render_template(
         "report.html",
         title="Report: " + ", ".join(run.name for run in runs),
-        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        made_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         command=command,
         policy=content_policy(script),
         script=script,
