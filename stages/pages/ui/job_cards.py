@@ -156,18 +156,18 @@ def _add_counts(
         return None
     if row is None:
         return None
-    done, remaining = row["done"], row["remaining"]
-    card.count = f"{done} {row['what']}"
+    finished, remaining = row["done"], row["remaining"]
+    card.count = f"{finished} {row['what']}"
     if card.name in STAGE_PROGRAMS.values():
-        card.progress, card.total = done, done + remaining
-        card.count = f"{done} of {done + remaining} {row['what']}"
+        card.progress, card.total = finished, finished + remaining
+        card.count = f"{finished} of {finished + remaining} {row['what']}"
         card.rate = f"{row['items_per_second']} {row['what']}/s" if row.get("items_per_second") else ""
         card.time_left = f"{row['left']} left" if row.get("left") else ""
         jobs = row.get("jobs", "")
         if any(word in jobs for word in REPORTED_STATES) and not (jobs == "1 running" and card.state in ACTIVE_STATES):
             card.facts.append(f"jobs: {jobs}")
     card.rejects = row["set_aside"]
-    return _settle(card, not remaining and (done or row["set_aside"]) > 0)
+    return _settle(card, not remaining and (finished or row["set_aside"]) > 0)
 
 
 def _settle(card: Card, is_done: bool) -> None:
