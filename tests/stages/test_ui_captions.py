@@ -57,7 +57,7 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_thumbnails_beside_captions_are_made_by_a_program(home: Project, server: UiServer) -> None:
+def test_thumbnails_next_to_captions_are_made_by_a_program(home: Project, server: UiServer) -> None:
     """Of the items that are shown and no others; by a button that a script presses."""
     home.image("c.png", (64, 48), "the same as a.png", 1)
     home.image("d.png", (64, 48), "damaged later", 3)
@@ -138,4 +138,4 @@ def test_captions_by_a_model_are_shown_and_an_edit_wins(
     media_id = dict(zip(table["path"], table["media_id"], strict=True))[path]
     assert server.post(f"/captions/{media_id}/save", text="mine").status == 200
     edited = server.get("/captions?edited=1").text
-    assert "2 edited" in edited and "mine</textarea>" in edited and "Of the model" in edited and word in edited
+    assert "2 edited" in edited and "mine</textarea>" in edited and "Caption by the model" in edited and word in edited

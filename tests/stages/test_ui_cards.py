@@ -1,4 +1,4 @@
-"""The cards of the flow page, from what `status` and the programs say."""
+"""The cards of the flow page, from `status` and the records of programs."""
 
 import os
 import time
@@ -43,7 +43,7 @@ def cards(project: Callable[..., Project]) -> Callable[..., dict[str, Card]]:
     return make
 
 
-def test_counts_rates_and_what_is_set_aside(cards: Any) -> None:
+def test_counts_rates_and_rejects(cards: Any) -> None:
     encode = row("encode-latents", 30, 70, 2, items_per_second="1.5", left="0:00:47", jobs="2 running, 1 lost")
     found = cards(row("discover", 6), row("bucket", 0, 0), encode, row("encode-text", 8), training_set="sets/abc")
     states = {name: card.state for name, card in found.items()}
@@ -78,17 +78,17 @@ def test_every_stage_of_run_can_be_started_and_item_stages_have_a_bar(
     found = {
         card.name: card for step in build_cards(home.config(), ChildPrograms(tmp_path, []), status) for card in step
     }
-    assert (found["caption"].done, found["caption"].total, found["caption"].state) == (3, 8, "to do")
+    assert (found["caption"].progress, found["caption"].total, found["caption"].state) == (3, 8, "to do")
     assert (found["features"].state, found["encode-text"].state) == ("done", "done")
-    assert found["caption"].can == found["features"].can == ["start"]
+    assert found["caption"].actions == found["features"].actions == ["start"]
 
 
-def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
+def test_stages_of_a_run_are_shown_and_not_started_while_it_runs(cards: Any) -> None:
     note(cards.programs, "run", "encode-text")
     note(cards.programs, "run", "discover", exit_code=0)
     note(cards.programs, "run", "bucket", process_start="of another process")
     found = cards(row("encode-text", 2, 6))
-    assert (found["encode-text"].state, found["encode-text"].can, found["encode-text"].remark) == (
+    assert (found["encode-text"].state, found["encode-text"].actions, found["encode-text"].remark) == (
         "running",
         [],
         "for 1 min",
@@ -111,9 +111,9 @@ def test_a_run_and_its_pictures(cards: Any) -> None:
     run.latent(10, "two")
     run.picture(10, "one", (255, 0, 0))
     found = cards()
-    assert (found["train"].done, found["train"].total, found["train"].state) == (10, 40, "to do")
+    assert (found["train"].progress, found["train"].total, found["train"].state) == (10, 40, "to do")
     assert found["train"].facts[1] == "eval loss 2.5 at step 0"
-    assert (found["decode"].done, found["decode"].total, found["decode"].state) == (1, 2, "to do")
+    assert (found["decode"].progress, found["decode"].total, found["decode"].state) == (1, 2, "to do")
     run.picture(10, "two", (255, 0, 0))
     assert cards()["decode"].state == "done"
 

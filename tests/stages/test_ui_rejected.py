@@ -1,4 +1,4 @@
-"""The page of `latentpress ui` with what was set aside: by reason with the remedy, and searched."""
+"""The page of `latentpress ui` with rejected items: by reason with the remedy, and searched."""
 
 import re
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def test_trying_again_starts_the_stage(home: Project, server: UiServer, monkeypa
     started = []
     monkeypatch.setattr(ChildPrograms, "start", lambda self, name, *more: started.append((name, *more)))
     for stage in ("discover", "encode-text", "encode-latents"):
-        assert "tries again what was set aside" in server.post(f"/jobs/{stage}/retry").json["message"]
+        assert stage in server.post(f"/jobs/{stage}/retry").json["message"]
     assert started == [
         ("discover",),
         ("encode-text", "--retry-set-aside"),
