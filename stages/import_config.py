@@ -21,7 +21,7 @@ from schemas.config.yaml_reader import KeyPath
 from schemas.text_format import shorten
 from stages.configuring.text import write_file, write_yaml
 from stages.importing.draft import Draft, Line, Trainer
-from stages.importing.files import Beside, ImportConfigError, Parsed, read_file
+from stages.importing.files import ImportConfigError, Parsed, ReferencedFiles, read_file
 from stages.importing.trainers import TRAINERS
 
 #: What the configuration says about a value that has no effect there either.
@@ -54,15 +54,15 @@ def run(
         step = "Add --overwrite to replace it, or name another file with --config."
         raise ImportConfigError(f"{target} exists already", step)
     chosen = _choose(trainer, parsed)
-    beside = Beside(files[0], base, target.absolute().parent)
-    draft = Draft(beside, {("root",): "./work", ("output",): "./output"})
+    references = ReferencedFiles(files[0], base, target.absolute().parent)
+    draft = Draft(references, {("root",): "./work", ("output",): "./output"})
     chosen.carry(draft, _roles(chosen, parsed))
     for file in parsed:
         for location, why in file.problems:
-            draft.say(f"{file.path.name}: {location}", "not carried over", why)
+            draft.add_line(f"{file.path.name}: {location}", "not carried over", why)
     _apply(options.overrides, draft)
     _settle(draft)
-    text = _write_text(draft, chosen, [*files, *beside.read_paths])
+    text = _write_text(draft, chosen, [*files, *references.read_paths])
     parse_config(text, target)
     if options.dry_run and not options.json:
         print_for_reader(text, console.stdout)
@@ -77,7 +77,7 @@ def _choose(name: str | None, parsed: Sequence[Parsed]) -> Trainer:
             raise ImportConfigError(f"--from {name}: valid are {', '.join(TRAINERS)}")
         return TRAINERS[name.lower()]
     for trainer in TRAINERS.values():
-        if any(trainer.claims(file.content) for file in parsed):
+        if any(trainer.find_role(file.content) for file in parsed):
             return trainer
     raise ImportConfigError(
         f"{', '.join(str(file.path) for file in parsed)}: no trainer's configuration is recognized",
@@ -88,7 +88,7 @@ def _choose(name: str | None, parsed: Sequence[Parsed]) -> Trainer:
 def _roles(trainer: Trainer, parsed: Sequence[Parsed]) -> dict[str, Any]:
     roles: dict[str, Any] = {}
     for file in parsed:
-        role = trainer.claims(file.content) or ("arguments" if isinstance(file.content, dict) else "")
+        role = trainer.find_role(file.content) or ("arguments" if isinstance(file.content, dict) else "")
         if not role:
             raise ImportConfigError(
                 f"{file.path} is not a configuration of {trainer.name}",
@@ -109,8 +109,8 @@ def _apply(overrides: Sequence[str], draft: Draft) -> None:
         except ValueError as error:
             raise ImportConfigError(f"--set {text.partition('=')[0]}: {error}") from error
         for line in draft.lines:
-            same_section = line.to.startswith("model.") and key.startswith("model.")
-            if line.outcome == "not carried over" and (line.to == key or same_section):
+            same_section = line.option.startswith("model.") and key.startswith("model.")
+            if line.outcome == "not carried over" and (line.option == key or same_section):
                 line.outcome, line.note = "needs nothing", f"--set {key}"
         path = next((ours for ours in draft.values if ours == path[: len(ours)]), path)  # a list, such as of prompts
         draft.values = {ours: item for ours, item in draft.values.items() if ours[: len(path)] != path}
@@ -156,15 +156,15 @@ def _mend(draft: Draft, path: KeyPath, message: str, limit: Any) -> bool:
     if limit is not None and lines:
         for line in lines:
             line.note = "nearest to a value beyond the limit"
-        draft.put(path, limit)
+        draft.set(path, limit)
         return True
     is_idle = any(word in message for word in IDLE)
-    return draft.take_back(path, "needs nothing" if is_idle else "not carried over", message)
+    return draft.remove_value(path, "needs nothing" if is_idle else "not carried over", message)
 
 
 def _report(draft: Draft, trainer: Trainer, target: Path, text: str, options: Options) -> Report:
     carried = [line for line in draft.lines if line.outcome == "carried over"]
-    idle = [line for line in draft.lines if line.outcome in ("needs nothing", "secret") and not line.default]
+    idle = [line for line in draft.lines if line.outcome in ("needs nothing", "secret") and not line.is_default]
     left = [line for line in draft.lines if line.outcome == "not carried over"]
     failed = [{"item": line.key, "reason": line.outcome, "message": line.note} for line in left]
     report = Report("import-config", done=len(carried), skipped=len(idle), failed=failed,
@@ -190,7 +190,7 @@ def _write_text(draft: Draft, trainer: Trainer, files: Sequence[Path]) -> str:
     """The configuration, each value with its key there; at the end, what is not carried over."""
     remarks: dict[KeyPath, str] = {}
     for line in draft.lines:
-        words = [line.key.rpartition(": ")[2], *([f"{trainer.name}'s default"] if line.default else []), line.note]
+        words = [line.key.rpartition(": ")[2], *([f"{trainer.name}'s default"] if line.is_default else []), line.note]
         for path in line.paths:
             remarks[path] = ", ".join(filter(None, [remarks.get(path), *words]))
     names = ", ".join(dict.fromkeys(path.name for path in files))

@@ -39,7 +39,7 @@ from stages.pages.html import Caption, Card, Figure, Gallery, Section, render_te
 from stages.pages.pictures import FRAME_BOX, IMAGE_BOX, Picture, encode_picture
 from stages.pages.plan_samples import (
     NOT_ENCODED,
-    WHOLE_BOX,
+    UNCROPPED_BOX,
     EncodedPlan,
     PlanSample,
     PlanTable,
@@ -96,12 +96,12 @@ def run(
     page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
     check_folder(page.parent)
     encoded = None if plan else EncodedPlan(table)
-    chosen = table.choose(items, buckets, encoded.encoded if encoded else None)
+    chosen = table.choose(items, buckets, encoded.is_encoded if encoded else None)
     total = sum(map(len, chosen.values()))
     if encoded:
         report.details["cache"] = encoded.folder
-        if encoded.missing:
-            report.details["not_encoded"] = encoded.missing
+        if encoded.missing_count:
+            report.details["not_encoded"] = encoded.missing_count
             report.next_steps.append("latentpress encode-latents")
         if not total:
             where = "" if buckets == table.buckets else f" of {', '.join(buckets)}"
@@ -125,7 +125,7 @@ def run(
     autoencoder = _load_autoencoder(config, resources) if encoded else None
     with (
         console.progress(total, "preview", "samples") as progress,
-        closing(read_samples(table, all_rows, resources.workers, with_whole=plan)) as results,
+        closing(read_samples(table, all_rows, resources.workers, with_uncropped=plan)) as results,
     ):
         read = _count_read(results, report, progress)
         pieces = (
@@ -283,11 +283,11 @@ def plan_card(
     if isinstance(result, MediaError):
         problems = [f"can't be shown ({result.reason}): {result}"]
     else:
-        assert result.whole is not None
+        assert result.uncropped is not None
         versions = {f"cropped to {item.bucket}": [_shrink(frame, is_clip) for frame in result.frames]}
         if result.masked is not None:
             versions["mask: red is not trained"] = [_shrink(frame, is_clip) for frame in result.masked]
-        whole = _outline(item, encode_picture(result.whole, WHOLE_BOX))
+        whole = _outline(item, encode_picture(result.uncropped, UNCROPPED_BOX))
         if is_clip:
             times = [item.times[index] for index in frame_indices(item.bucket.frames)]
             galleries = [Gallery([whole]), _strip(versions, times, item.path)]
@@ -422,13 +422,15 @@ def _render_latents(
 
 
 def _describe_cache(encoded: EncodedPlan) -> Iterator[str]:
-    config, count, set_aside = encoded.table.config, int(encoded.encoded.sum()), int(encoded.set_aside.sum())
+    config, count, rejected_count = encoded.table.config, int(encoded.is_encoded.sum()), int(encoded.is_rejected.sum())
     model = config.model
     posterior = f", {POSTERIOR_NOTES[config.latents.posterior]}" if model.family_spec.posterior else ""
     yield f"{model.family}, {model.task}, {model.flavour_spec.name}; {encoded.folder}{posterior}"
-    sentence = f"{count} of {len(encoded.encoded)} samples are encoded"
-    sentence += f", {set_aside} set aside" if set_aside else ""
-    yield sentence + (f"; {encoded.missing} are not encoded yet: latentpress encode-latents" if encoded.missing else "")
+    sentence = f"{count} of {len(encoded.is_encoded)} samples are encoded"
+    sentence += f", {rejected_count} rejected" if rejected_count else ""
+    yield sentence + (
+        f"; {encoded.missing_count} are not encoded yet: latentpress encode-latents" if encoded.missing_count else ""
+    )
 
 
 def _compare_sample(

@@ -46,7 +46,7 @@ from stages.encoding.job_reports import (
 )
 from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_state import MEMBER_NAMES, StageState
-from stages.maintenance.set_aside import report_rejects
+from stages.maintenance.rejected_items import report_rejects
 
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
 LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damaged")

@@ -1,5 +1,5 @@
-"""From answers and facts about the media to the settings of a configuration: the recipe that a table names for the task
-and the card, with sizes and lengths that the media have. Pure."""
+"""Computes the settings of a configuration from answers and facts about the media: the recipe that a table names for
+the task and the card, with sizes and lengths that fit the media. No files except recipes are read."""
 
 import tomllib
 from collections import Counter
@@ -22,7 +22,7 @@ from stages.configuring.media import Media
 
 Settings = dict[KeyPath, Any]
 
-#: Task -> what it trains.
+#: Task -> description.
 TASKS = {
     "style": "how pictures look",
     "character": "a person, an animal, a figure",
@@ -32,26 +32,26 @@ TASKS = {
 }
 LISTS = {task: {"editing": "editing", "motion": "motion"}.get(task, "still") for task in TASKS}
 _TOP = Path(__file__).resolve().parents[2]
-#: In a wheel, and in a checkout.
+#: Folder of the recipes in a wheel, or in a checkout.
 FOLDER = next(path for path in (_TOP / "recipes", _TOP / "examples/recipes") if path.is_dir())
 DATASET = ("datasets", 0)
-QUICK_S = 2 * 3600.0  # at hand: the smaller model is preferred
-MOST_SMALL = 0.2  # share of items that a resolution or a length may cost, before a smaller one is chosen
-EDGES = (768, 640, 512, 384, 256, 192)  # resolutions below a recipe's
-PASSES = 100  # of each item: what a LoRA of few pictures takes
-LEAST_STEPS, MOST_STEPS = 500, 2000
-LEAST_HELD_OUT = 40  # items, of which the recipe's 5 % are two
-FEW_ITEMS, FEW_RANK = 20, 16  # a lower rank has less to remember few pictures with
-CHECKPOINTS = 8  # of a run
-ROUND = 50  # steps, to which these numbers are rounded down
+QUICK_S = 2 * 3600.0  # seconds; with less time, smaller models are preferred
+MAX_SMALL_SHARE = 0.2  # a smaller resolution or length is chosen if it is too large for more items
+SMALL_RESOLUTIONS = (768, 640, 512, 384, 256, 192)  # resolutions that are tried if the recipe's resolution is too large
+PASSES_PER_ITEM = 100  # passes over each item, enough for a LoRA of few pictures
+MIN_STEPS, MAX_STEPS = 500, 2000
+MIN_HELD_OUT_ITEMS = 40  # items; the recipe's 5 % of them are two
+FEW_ITEMS, FEW_RANK = 20, 16  # a lower rank memorizes few pictures less
+CHECKPOINTS = 8  # checkpoints of a run
+ROUND = 50  # numbers of steps are rounded down to multiples of this
 
 
 @dataclass(frozen=True)
 class Answers:
-    """folder, sources: paths as they are to be written. name: of the dataset. card_gib: memory of the card. seconds: at
-    hand, None without a limit. trigger: name or words of what is trained. family, recipe: None if any will do.
-    inside_media: whether the
-    configuration is in the folder of media, so that caches have to be elsewhere. needs_captions: whether items have no
+    """Answers to the questions. folder, sources: paths of media and source images for the file. name: name of the
+    dataset. card_gib: memory of the card in GiB. seconds: available time, None without a limit. trigger: name or
+    words for what is trained, None without one. family, recipe: None for the best candidate. is_in_media: whether the configuration is
+    in the folder of media, so that caches must be in other folders. needs_captions: whether some items do not have a
     caption."""
 
     folder: str
@@ -63,7 +63,7 @@ class Answers:
     trigger: str | None = None
     family: str | None = None
     recipe: str | None = None
-    inside_media: bool = False
+    is_in_media: bool = False
     needs_captions: bool = False
 
     @property
@@ -73,10 +73,11 @@ class Answers:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A row of the table. settings: those of the recipe that differ from the defaults, for any media."""
+    """A row of the table. min_gib: smallest memory of the card. quick: whether it is preferred if time is short.
+    settings: settings of the recipe that differ from the defaults."""
 
     recipe: str
-    least_gib: float
+    min_gib: float
     quick: bool = False
     settings: Settings = field(default_factory=dict)
 
@@ -90,13 +91,13 @@ class Candidate:
         return f"{trained} of {self.model.family} {self.model.flavour_spec.name}"
 
 
-def made_for(recipe: str) -> float:
-    """GB of the card that a recipe is for."""
+def parse_card_gib(recipe: str) -> float:
+    """The memory in GB of the card that a recipe is made for."""
     return float(recipe.rpartition("-")[2].removesuffix("gb"))
 
 
 def list_candidates(task: str) -> list[Candidate]:
-    """The recipes for a task, in the order in which they are preferred."""
+    """The recipes for a task, the preferred recipe first."""
     rows = tomllib.loads((FOLDER / "choices.toml").read_text())[LISTS[task]]
     return [
         Candidate(
@@ -110,12 +111,12 @@ def list_candidates(task: str) -> list[Candidate]:
 
 
 def choose_candidate(answers: Answers) -> Candidate:
-    """The named recipe as it is; else the first row of the table whose card is not larger than this one, or the row for
-    the smallest card."""
+    """The recipe that the answers name without changes; otherwise the first row of the table that fits the card, or the
+    row for the smallest card."""
     if answers.recipe is not None:
         return Candidate(answers.recipe, 0.0, settings=read_recipe(answers.recipe))
     rows = [row for row in list_candidates(answers.task) if answers.family in (None, row.model.family)]
-    fitting = [row for row in rows if row.least_gib <= answers.card_gib] or [min(rows, key=lambda row: row.least_gib)]
+    fitting = [row for row in rows if row.min_gib <= answers.card_gib] or [min(rows, key=lambda row: row.min_gib)]
     is_short = answers.seconds is not None and answers.seconds <= QUICK_S
     return min(fitting, key=lambda row: row.quick != is_short)
 
@@ -129,7 +130,7 @@ def list_recipes() -> list[str]:
 
 
 def list_tasks(recipe: str) -> list[str]:
-    """The tasks that a recipe is for."""
+    """The tasks for which a recipe is made."""
     (dataset,) = parse_yaml((FOLDER / f"{recipe}.yaml").read_text()).value["datasets"]
     kind = "motion" if dataset.get("dataset_type") == "video" else "still"
     kind = "editing" if "conditioning_data" in dataset else kind
@@ -137,7 +138,7 @@ def list_tasks(recipe: str) -> list[str]:
 
 
 def read_recipe(name: str) -> Settings:
-    """The settings of a recipe that differ from the defaults, without those of its example media."""
+    """The settings of a recipe that differ from the defaults, without settings of its example media."""
 
     def is_example(path: KeyPath) -> bool:
         in_dataset = path[:2] == DATASET and path[2] in ("id", "instance_data_dir", "conditioning_data")
@@ -156,7 +157,7 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def is_written(path: KeyPath, value: Any) -> bool:
-    """Whether a setting differs from its default, or has none."""
+    """Whether a setting is written into the file: it differs from its default, or is always written."""
     always = path[0] == "caption" or path in (("root",), ("output",), ("model", "family"), ("model", "flavour"))
     return always or path == ("train", "run") or path[:2] == ("validation", "prompts") or default_at(path) != value
 
@@ -164,21 +165,21 @@ def is_written(path: KeyPath, value: Any) -> bool:
 def default_at(path: KeyPath) -> Any:
     """The default of an option below model, text, latents, train, validation or a dataset."""
     sections = {"text": Text(), "latents": Latents(), "train": Train(), "validation": Validation()}
-    first, *rest = path[2:] if path[0] == "datasets" else path[1:]
+    first, *keys = path[2:] if path[0] == "datasets" else path[1:]
     if (section := sections.get(str(path[0]))) is not None:
-        here = getattr(section, str(first))
+        value = getattr(section, str(first))
     else:
-        here = (Model if path[0] == "model" else Dataset).model_fields[str(first)].default
-    for key in rest:
-        here = getattr(here, str(key))
-    return here
+        value = (Model if path[0] == "model" else Dataset).model_fields[str(first)].default
+    for key in keys:
+        value = getattr(value, str(key))
+    return value
 
 
 def choose_settings(answers: Answers, candidate: Candidate, media: Media) -> Settings:
-    """The settings, in the order of a file."""
+    """Choose the settings, in the order of a file."""
     name = answers.name
     settings: Settings = {("root",): "./work"}
-    if answers.inside_media:
+    if answers.is_in_media:
         settings = {("root",): f"../{name}-work", ("output",): f"../{name}-output"}
     settings[(*DATASET, "id")] = name
     settings[(*DATASET, "instance_data_dir")] = answers.folder
@@ -194,43 +195,45 @@ def choose_settings(answers: Answers, candidate: Candidate, media: Media) -> Set
     if answers.kind != "video":
         settings.pop((*DATASET, "dataset_type"), None)
     settings |= fit_media(answers, candidate, media) | train_length(settings, media)
-    if media.count < LEAST_HELD_OUT:
+    if media.count < MIN_HELD_OUT_ITEMS:
         settings.pop((*DATASET, "eval_fraction"), None)
     if media.count < FEW_ITEMS and ("train", "adapter", "rank") in settings:
         settings[("train", "adapter", "rank")] = FEW_RANK
     for number, (text, source) in enumerate(media.prompts):
-        here = ("validation", "prompts", number)
-        settings |= {(*here, "name"): f"sample-{number + 1}", (*here, "prompt"): text}
+        prompt_path = ("validation", "prompts", number)
+        settings |= {(*prompt_path, "name"): f"sample-{number + 1}", (*prompt_path, "prompt"): text}
         if answers.sources is not None and source is not None:
-            settings[(*here, "image")] = f"{answers.sources}/{source}"
+            settings[(*prompt_path, "image")] = f"{answers.sources}/{source}"
     return {path: value for path, value in settings.items() if is_written(path, value)}
 
 
 def fit_media(answers: Answers, candidate: Candidate, media: Media) -> Settings:
-    """Resolution, frames and the size of validation samples: the recipe's, or less if the media are smaller."""
+    """Choose resolution, frames and the size of validation samples: the recipe's values, or smaller ones if the media
+    are smaller."""
     family, flavour = candidate.model.family_spec, candidate.model.flavour_spec
     edge = float(candidate.settings.get((*DATASET, "resolution"), family.resolution))
-    own_sizes = candidate.settings.get((*DATASET, "buckets")) == "family"
-    sizes, changed = list(flavour.sizes) if own_sizes else _sizes(edge, family), Settings()
-    if _share(media, sizes) < 1 - MOST_SMALL:
-        shares = {float(smaller): _share(media, _sizes(smaller, family)) for smaller in EDGES if smaller < edge}
-        large = [smaller for smaller, share in shares.items() if share >= 1 - MOST_SMALL]
+    has_own_sizes = candidate.settings.get((*DATASET, "buckets")) == "family"
+    sizes, changes = list(flavour.sizes) if has_own_sizes else _sizes(edge, family), Settings()
+    if _share(media, sizes) < 1 - MAX_SMALL_SHARE:
+        smaller_edges = [smaller for smaller in SMALL_RESOLUTIONS if smaller < edge]
+        shares = {float(smaller): _share(media, _sizes(smaller, family)) for smaller in smaller_edges}
+        large = [smaller for smaller, share in shares.items() if share >= 1 - MAX_SMALL_SHARE]
         edge = large[0] if large else max(shares, key=lambda smaller: (shares[smaller], -smaller), default=edge)
         sizes = _sizes(edge, family)
-        changed = {(*DATASET, "resolution"): int(edge), (*DATASET, "buckets"): "computed"}
+        changes = {(*DATASET, "resolution"): int(edge), (*DATASET, "buckets"): "computed"}
     numbers = Counter[int](choose_buckets(media.width, media.height, sizes).tolist())
     width, height = sizes[numbers.most_common(1)[0][0]]
     size = f"{width}x{height}"
     if answers.kind == "video":
         frames = choose_frames(candidate, family, media)
-        changed |= {(*DATASET, "video", key): count for key, count in frames.items()}
+        changes |= {(*DATASET, "video", key): count for key, count in frames.items()}
         size += f"@{frames['num_frames']}"
-    return changed | {("validation", "size"): size}
+    return changes | {("validation", "size"): size}
 
 
 def least_edge(model: Model) -> float:
-    """A resolution below which the model loses details: half of its own, or the lower end of the sides it was made
-    for."""
+    """The resolution below which the model loses details: half of its default resolution, or the lower end of its valid
+    sides."""
     window = model.family_spec.scale_window
     return window.low if window is not None and model.flavour_spec.in_window else model.family_spec.resolution / 2
 
@@ -247,23 +250,23 @@ def _sizes(edge: float, family: Family) -> list[tuple[int, int]]:
 
 
 def choose_frames(candidate: Candidate, family: Family, media: Media) -> dict[str, int]:
-    """num_frames and min_frames: the recipe's, or fewer if most clips are shorter."""
+    """Choose num_frames and min_frames: the recipe's values, or fewer frames if most clips are shorter."""
     paths = [(*DATASET, "video", key) for key in ("num_frames", "min_frames")]
-    most, least = (int(candidate.settings.get(path, default_at(path))) for path in paths)
+    max_frames, min_frames = (int(candidate.settings.get(path, default_at(path))) for path in paths)
     rate = candidate.settings.get((*DATASET, "video", "frame_rate"), family.frame_rate)
     available = np.sort(frames_available(media.duration, family.frame_rate if rate == "source" else float(rate)))
-    typical = int(available[int(MOST_SMALL * len(available))])  # that four fifths have
+    common_frames = int(available[int(MAX_SMALL_SHARE * len(available))])  # in four fifths of the clips
     stride = family.temporal_stride
-    frames = int(largest_valid_frames(max(stride + 1, min(most, typical)), stride))
-    if frames < least:
-        least = int(largest_valid_frames(max(stride + 1, frames // 2), stride))
-    return {"num_frames": frames, "min_frames": least}
+    frames = int(largest_valid_frames(max(stride + 1, min(max_frames, common_frames)), stride))
+    if frames < min_frames:
+        min_frames = int(largest_valid_frames(max(stride + 1, frames // 2), stride))
+    return {"num_frames": frames, "min_frames": min_frames}
 
 
 def train_length(settings: Settings, media: Media) -> Settings:
-    """Steps by the number of items; checkpoints and validations evenly over them."""
+    """Choose the number of steps by the number of items, and spread checkpoints and validations evenly over them."""
     batch = settings.get(("train", "batch_size"), 1) * settings.get(("train", "accumulate"), 1)
-    steps = min(MOST_STEPS, max(LEAST_STEPS, media.count * PASSES // batch // ROUND * ROUND))
+    steps = min(MAX_STEPS, max(MIN_STEPS, media.count * PASSES_PER_ITEM // batch // ROUND * ROUND))
     every = max(ROUND, steps // CHECKPOINTS // ROUND * ROUND)
     rarer = settings.get(("validation", "every"), every) // settings.get(("train", "checkpoint_every"), every)
     return {

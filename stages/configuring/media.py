@@ -1,4 +1,4 @@
-"""Facts about a folder of media: by names alone, and those that headers have (`read_media`)."""
+"""Facts about a folder of media, from names of files and from the files' headers (`read_media`)."""
 
 import os
 from collections import Counter
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stages.discovery.sources.walk import walk
 from stages.media.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 
-#: Names of folders that people give their media, and pictures before an edit; the first one that exists counts.
+#: Common names of folders of media, and of pictures before an edit. The first name that exists is used.
 MEDIA_NAMES = (
     "media",
     "photos",
@@ -27,8 +27,8 @@ MEDIA_NAMES = (
     "data",
 )
 SOURCE_NAMES = ("before", "source", "sources", "input", "inputs", "control", "conditioning", "reference", "references")
-LEAST_PAIRED = 0.5  # share of pictures with a source of the same name, by which a folder of sources is known
-MOST_FOLDERS = 20  # that are searched for media
+MIN_PAIRED = 0.5  # smallest share of pictures with a source of the same name in a folder of sources
+MAX_FOLDERS = 20  # folders that are searched for media
 KINDS = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), **dict.fromkeys(VIDEO_EXTENSIONS, "video")}
 
 
@@ -55,7 +55,7 @@ class Listing:
 
 
 def list_folder(folder: Path) -> Listing:
-    """LatentpressError if a folder in it can't be read."""
+    """List the media and captions in a folder. Raises LatentpressError if a subfolder can't be read."""
     listing = Listing(folder)
     for files in walk(os.fspath(folder), KINDS, Counter(), texts=True):
         for path, kind in zip(files.paths, files.kinds, strict=True):
@@ -67,32 +67,33 @@ def list_folder(folder: Path) -> Listing:
 
 
 def find_media(folder: Path) -> Path:
-    """The folder in `folder` that is offered: one with a common name, else the only one that has media, else itself."""
+    """The subfolder of `folder` that is proposed: a subfolder with a common name, else the only subfolder with media,
+    else `folder`."""
     for path in (folder / name for name in MEDIA_NAMES):
         if path.is_dir() and list_folder(path).count:
             return path
-    others = [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
-    filled = [path for path in others if list_folder(path).count] if len(others) <= MOST_FOLDERS else []
-    return filled[0] if len(filled) == 1 else folder
+    subfolders = [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
+    media_folders = [path for path in subfolders if list_folder(path).count] if len(subfolders) <= MAX_FOLDERS else []
+    return media_folders[0] if len(media_folders) == 1 else folder
 
 
 def find_sources(listing: Listing) -> Path | None:
-    """A folder next to the media, or in them, with pictures of the same names, as an edit has."""
+    """Find a folder of source images: a folder next to the media or in them, with pictures of the same names."""
     media = listing.folder
     for parent in (media.parent, media):
         for folder in (parent / name for name in SOURCE_NAMES):
             if folder.is_dir() and folder != media:
                 paired = list_folder(folder).images.keys() & listing.images.keys()
-                if listing.images and len(paired) >= LEAST_PAIRED * len(listing.images):
+                if listing.images and len(paired) >= MIN_PAIRED * len(listing.images):
                     return folder
     return None
 
 
 @dataclass(frozen=True)
 class Media:
-    """Media of one kind. count: items. width, height: (n,) pixels of the files that were read; duration: (n,) seconds,
-    0 for a picture. captions: items with a caption file. problems: of files that can't be read. prompts: captions, each
-    with the path of the item's source image below `sources`, or None."""
+    """Media of one kind. count: number of items. width, height: (n,) pixels of the files that were read. duration: (n,)
+    seconds, 0 for a picture. captions: number of items with a caption file. problems: messages about files that can't
+    be read. prompts: (caption, path of the item's source image below `sources`, or None)."""
 
     count: int
     width: NDArray[np.float64]

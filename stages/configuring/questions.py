@@ -1,5 +1,5 @@
-"""The questions of `configure`: asked in a terminal, answered by options or by their defaults, and the form of the page
-`New project`. What an answer may be, and what it means."""
+"""The questions of `configure`, with the conversion of their answers. Answers come from a terminal, options, defaults,
+or the form of the page "New project"."""
 
 import os
 import re
@@ -26,20 +26,20 @@ from stages.configuring.media import Listing, find_media, find_sources, list_fol
 from stages.maintenance.probes import run_probe
 
 Value = TypeVar("Value")
-#: GiB of cards that people name by their model, as their makers publish it.
+#: Model of a card -> GiB as published by its manufacturer.
 CARDS = {
     "3060": 12, "3080": 10, "3090": 24, "4060": 8, "4070": 12, "4080": 16, "4090": 24, "5070": 12, "5080": 16,
     "5090": 32, "t4": 16, "l4": 24, "a10": 24, "a40": 48, "l40s": 48, "a6000": 48, "a100": 80, "h100": 80,
     "h200": 141,
 }  # fmt: skip
-MOST_GIB = 10_000
+MAX_GIB = 10_000
 ASSUMED_GIB, ASSUMED_TIME = "16", "8h"
 
 
 @dataclass(frozen=True)
 class Question:
-    """text: as it is asked. about: what an answer may be, for `--help` and the form. default: in words. choices:
-    answers and what they mean."""
+    """A question. text: text of the question. about: description of valid answers for `--help` and the form. default:
+    description of the default. choices: answer -> meaning."""
 
     name: str
     text: str
@@ -54,29 +54,29 @@ QUESTIONS = {
     question.name: question
     for question in (
         Question("media", "Folder of media", "FOLDER", "Pictures or clips, with their captions.",
-                 "a folder named media, photos, clips or the like, else the only one that has media", is_folder=True),
-        Question("task", "What to train", "TASK", f"One of {', '.join(choice.TASKS)}.", "by what is in the folder",
+                 "a folder named media, photos, clips or similar, else the only folder with media", is_folder=True),
+        Question("task", "What to train", "TASK", f"One of {', '.join(choice.TASKS)}.", "by the media in the folder",
                  choice.TASKS),
         Question("sources", "For editing: folder of the pictures before the edit", "FOLDER",
-                 "Pictures with the same names.", "a folder before or source, if there is one", is_folder=True),
+                 "Pictures with the same names.", "a folder named before or source, if it exists", is_folder=True),
         Question("trigger", "Name or words for what is trained", "WORDS",
-                 "Such as ohwx woman: put before captions that lack them, and the caption of items without one. none: "
+                 "For example ohwx woman: put before captions that lack them, and the caption of items without one. none: "
                  "captions stay as they are, and a model describes items without one.", "none"),
-        Question("card", "Memory of the card in GiB, or its name", "CARD", "Such as 16, 24 GB or RTX 4090.",
+        Question("card", "Memory of the card in GiB, or its name", "CARD", "For example 16, 24 GB or RTX 4090.",
                  "the card of this machine, else 16"),
-        Question("time", "Time at hand", "TIME", "Such as 8h or 90m; none: no limit.", ASSUMED_TIME),
+        Question("time", "Available time", "TIME", "For example 8h or 90m; none: no limit.", ASSUMED_TIME),
     )
 }  # fmt: skip
 
 
 def make_name(folder: str) -> str:
-    """A name that paths and options can have, made of a folder's; "media" if nothing of it can be kept."""
-    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._")[:60]
-    return kept if re.match(NAME_PATTERN, kept) and kept != "validation" else "media"
+    """Make a valid name from the name of a folder; "media" if it does not have valid characters."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._")[:60]
+    return name if re.match(NAME_PATTERN, name) and name != "validation" else "media"
 
 
 def parse_task(text: str) -> str:
-    """ValueError if it is not the beginning of exactly one of TASKS."""
+    """The task that a text begins. Raises ValueError unless it is exactly one of TASKS."""
     matches = [task for task in choice.TASKS if text and task.startswith(text.strip().lower())]
     if len(matches) != 1:
         raise ValueError(f"{text!r} is not a task; valid: {', '.join(choice.TASKS)}")
@@ -84,20 +84,20 @@ def parse_task(text: str) -> str:
 
 
 def parse_card(text: str) -> float:
-    """GiB of "24", "24 GB" or "RTX 4090". ValueError of anything else."""
+    """Parse a memory in GiB ("24", "24 GB") or the name of a card ("RTX 4090"). Raises ValueError for other texts."""
     words = text.strip().lower()
     if match := re.fullmatch(r"(\d{1,5}(?:\.\d{1,3})?) ?(?:gi?b?)?", words):
         size = float(match[1])
-        if f"{size:g}" not in CARDS and 1 <= size <= MOST_GIB:
+        if f"{size:g}" not in CARDS and 1 <= size <= MAX_GIB:
             return size
-    named = [gib for name, gib in CARDS.items() if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9])", words)]
-    if len(named) != 1:
-        raise ValueError(f"{text!r} is not a memory in GiB, such as 16, and none of {', '.join(CARDS)}")
-    return float(named[0])
+    sizes = [gib for name, gib in CARDS.items() if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9])", words)]
+    if len(sizes) != 1:
+        raise ValueError(f"{text!r} is not a memory in GiB, for example 16, or one of {', '.join(CARDS)}")
+    return float(sizes[0])
 
 
 def parse_time(text: str) -> float | None:
-    """Seconds of "8h" or "90m"; None of "none". ValueError of anything else."""
+    """Parse a time such as "8h" or "90m" into seconds; None for "none". Raises ValueError for other texts."""
     if text.strip().lower() in ("none", "no limit", "any"):
         return None
     try:
@@ -107,32 +107,33 @@ def parse_time(text: str) -> float | None:
 
 
 class NoAnswer(LatentpressError):
-    """A question that nobody answers, or an answer that is not valid."""
+    """Raised if a question can't be asked, or if an answer is not valid."""
 
     exit_code = USAGE
 
 
 class Asker:
-    """Takes an option's answer, else with `yes` the default, else what a person types on the terminal. Questions are
-    on standard error, so that standard output has the report alone."""
+    """Answers questions by an option, with `yes` by the default, otherwise by asking on the terminal. Questions are
+    written to standard error, so that standard output has only the report."""
 
-    def __init__(self, given: Mapping[str, str | None], yes: bool, file: str) -> None:
+    def __init__(self, answers: Mapping[str, str | None], yes: bool, file: str) -> None:
         from rich.console import Console as RichConsole
 
         if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise NoAnswer(
-                f"configure asks what {file} is to be for, and there is no terminal to ask in",
-                "Add --yes: it takes the default of each question that no option answers.",
+                f"configure has questions about {file}, but standard input and error are not a terminal",
+                "Add --yes to use the defaults of questions that no option answers.",
             )
-        self._given, self.yes = given, yes
+        self._answers, self.yes = answers, yes
         self._console = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
     def ask(self, name: str, default: str, parse: Callable[[str], Value]) -> Value:
-        """parse: raises ValueError for an answer that is not valid. NoAnswer if nobody can be asked again."""
-        question, given = QUESTIONS[name], self._given[name]
-        if given is not None or self.yes:
+        """Ask a question. parse: function that raises ValueError if an answer is not valid. Raises NoAnswer if the
+        answer of an option is not valid."""
+        question, option_answer = QUESTIONS[name], self._answers[name]
+        if option_answer is not None or self.yes:
             try:
-                return parse(default if given is None else given)
+                return parse(default if option_answer is None else option_answer)
             except ValueError as error:
                 raise NoAnswer(f"{question.text}: {error}", f"Answer it with --{name}.") from error
         for answer, meaning in question.choices.items():
@@ -140,7 +141,7 @@ class Asker:
         return self._type(question.text, default, parse)
 
     def is_given(self, name: str) -> bool:
-        return self._given[name] is not None
+        return self._answers[name] is not None
 
     def confirm(self, text: str) -> bool:
         def parse(answer: str) -> bool:
@@ -157,7 +158,7 @@ class Asker:
             self._console.print(f"{escape(text)} [bold cyan]({escape(default)})[/]: ", end="")
             answer = read_answer()
             if not answer:
-                raise Interrupted("configure: the answers ended", "Nothing was written; start again.")
+                raise Interrupted("configure: standard input ended", "Nothing was written; start again.")
             try:
                 return parse(answer.strip() or default)
             except ValueError as error:
@@ -165,7 +166,8 @@ class Asker:
 
 
 def find_card() -> dict[str, Any] | None:
-    """The row of doctor's probe, a process that imports torch, for the card with the most memory; None without one."""
+    """The row of doctor's probe for the card with the most memory; None without a card. The probe is a separate
+    process, because it imports torch."""
     if not is_installed("torch"):
         return None
     with activity("looking for a card", at_once=True):
@@ -175,8 +177,8 @@ def find_card() -> dict[str, Any] | None:
 
 @dataclass
 class Interview:
-    """file: the configuration to write; current: it as it is, whose settings are the defaults. family, recipe: of the
-    options."""
+    """The interview of `configure`. file: the configuration to write. current: its present content, which gives the
+    defaults; None if it does not exist. family, recipe: values of these options."""
 
     asker: Asker
     console: Console
@@ -186,33 +188,35 @@ class Interview:
     recipe: str | None
 
     def ask(self) -> tuple[Answers, Listing]:
-        if self.recipe is not None and self.recipe not in (known := choice.list_recipes()):
-            raise NoAnswer(f"--recipe: there is no {self.recipe!r}; valid: {', '.join(known)}")
+        if self.recipe is not None and self.recipe not in (valid_names := choice.list_recipes()):
+            raise NoAnswer(f"--recipe: {self.recipe!r} is not a recipe; valid: {', '.join(valid_names)}")
         if self.recipe is not None and self.family is not None:
-            raise NoAnswer("--recipe and --family: a recipe has its family", "Leave one of them out.")
+            raise NoAnswer(
+                "--recipe and --family can't be combined, because a recipe has a family", "Leave one of them out."
+            )
         listing = self.asker.ask("media", shown_path(self._find_media()), _parse_media)
         counts = f"{len(listing.images)} pictures, {len(listing.videos)} clips, {len(listing.captions)} with a caption"
         self.console.log(f"{shown_path(listing.folder)}: {counts} file")
         task = self._ask_task(listing)
-        known = choice.families(task)
-        if self.family is not None and self.family not in known:
-            raise NoAnswer(f"--family: {self.family!r} is not for {task}; valid: {', '.join(known)}")
-        now = None if self.current is None else self.current.model.family
+        valid_names = choice.families(task)
+        if self.family is not None and self.family not in valid_names:
+            raise NoAnswer(f"--family: {self.family!r} has no recipe for {task}; valid: {', '.join(valid_names)}")
+        current_family = None if self.current is None else self.current.model.family
         sources = self._ask_sources(listing) if task == "editing" else None
         trigger = self._ask_trigger()
         gib = self._ask_card()
         seconds = self.asker.ask("time", ASSUMED_TIME, parse_time)
         answers = Answers(
-            folder=self._written(listing.folder),
+            folder=self._format_path(listing.folder),
             name=make_name(listing.folder.resolve().name),
             task=task,
             card_gib=gib,
             seconds=seconds,
-            sources=None if sources is None else self._written(sources),
+            sources=None if sources is None else self._format_path(sources),
             trigger=trigger,
-            family=self.family or (now if now in known else None),
+            family=self.family or (current_family if current_family in valid_names else None),
             recipe=self.recipe,
-            inside_media=self._home.is_relative_to(listing.folder.resolve()),
+            is_in_media=self._home.is_relative_to(listing.folder.resolve()),
             needs_captions=trigger is None and not self._has_captions and len(listing.captions) < listing.count,
         )
         return answers, listing
@@ -223,19 +227,19 @@ class Interview:
 
     @property
     def _has_captions(self) -> bool:
-        """Whether the configuration says where captions are."""
+        """Whether the configuration has captions or makes them."""
         current = self.current
         return current is not None and (
             current.caption is not None or any(dataset.caption_strategy for dataset in current.datasets)
         )
 
-    def _written(self, path: Path) -> str:
-        """A path as the file has it: relative to its folder if it is in it."""
-        whole = path.resolve()
-        if not whole.is_relative_to(self._home):
-            return os.fspath(whole)
-        inside = whole.relative_to(self._home).as_posix()
-        return "." if inside == "." else f"./{inside}"
+    def _format_path(self, path: Path) -> str:
+        """A path for the file: relative if it is in the file's folder."""
+        absolute = path.resolve()
+        if not absolute.is_relative_to(self._home):
+            return os.fspath(absolute)
+        relative = absolute.relative_to(self._home).as_posix()
+        return "." if relative == "." else f"./{relative}"
 
     def _find_media(self) -> Path:
         if self.current is not None and self.current.datasets:
@@ -261,9 +265,7 @@ class Interview:
                 raise ValueError(f"{self.recipe} is a recipe for {' or '.join(valid)}, not for {task}")
             if not (listing.videos if task == "motion" else listing.images):
                 kinds = ("clips", "pictures") if task == "motion" else ("pictures", "clips")
-                raise ValueError(
-                    f"{task} is trained on {kinds[0]}, and {shown_path(listing.folder)} has only {kinds[1]}"
-                )
+                raise ValueError(f"{task} requires {kinds[0]}, but {shown_path(listing.folder)} has only {kinds[1]}")
             return task
 
         return self.asker.ask("task", default, parse)
@@ -276,9 +278,13 @@ class Interview:
         def parse(text: str) -> Path:
             folder = Path(os.path.expanduser(text))
             if not text or not folder.is_dir():
-                raise ValueError(f"{text or 'nothing'} is not a folder of this machine; each picture needs its source")
+                raise ValueError(
+                    f"{text or 'nothing'} is not a folder on this machine; editing needs a source for each picture"
+                )
             if not list_folder(folder).images.keys() & listing.images.keys():
-                raise ValueError(f"{text} has no picture of the same name as one in {shown_path(listing.folder)}")
+                raise ValueError(
+                    f"{text} does not have pictures with the same names as in {shown_path(listing.folder)}"
+                )
             return folder
 
         return self.asker.ask("sources", "" if default is None else shown_path(default), parse)
@@ -290,26 +296,24 @@ class Interview:
         )
 
     def _ask_card(self) -> float:
-        default = ASSUMED_GIB if self.recipe is None else f"{choice.made_for(self.recipe):g}"
+        default = ASSUMED_GIB if self.recipe is None else f"{choice.parse_card_gib(self.recipe):g}"
         if not self.asker.is_given("card"):
             card = find_card()
             if card is None:
-                self.console.log(f"no card was found here: {default} GiB are the default")
+                self.console.log(f"no card was found; default: {default} GiB")
             else:
                 default = f"{card['memory'] / 2**30:.1f}"
                 self.console.log(f"found {card['device']}: {card['name']}, {default} GiB")
                 if "bfloat16" not in card["dtypes"]:
-                    self.console.warn(
-                        f"{card['name']} does not compute in bfloat16: set model.precision (docs/memory.md)"
-                    )
+                    self.console.warn(f"{card['name']} does not support bfloat16: set model.precision (docs/memory.md)")
         return self.asker.ask("card", default, parse_card)
 
 
 def _parse_media(text: str) -> Listing:
     folder = Path(os.path.expanduser(text))
     if "://" in text or not folder.is_dir():
-        raise ValueError(f"{text} is not a folder of this machine (docs/datasets.md has stores and tables)")
+        raise ValueError(f"{text} is not a folder on this machine; for stores and tables, see docs/datasets.md")
     listing = list_folder(folder)
     if not listing.count:
-        raise ValueError(f"{text} has no pictures and no clips")
+        raise ValueError(f"{text} does not contain pictures or clips")
     return listing

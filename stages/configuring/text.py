@@ -1,4 +1,4 @@
-"""A configuration's text: a new one, commented, or a user's own with other values; and the difference of two."""
+"""Text of a configuration: a new commented file, a changed file of the user, and the difference of two texts."""
 
 import difflib
 import json
@@ -28,19 +28,19 @@ from schemas.text_format import shorten
 from stages.configuring.choice import DATASET, Settings
 
 HEADER = """\
-{what}
-By `latentpress configure`; run again, it proposes changes and shows them first.
-Options that are not here have their defaults: docs/configuration.md."""
-COLUMN = 40  # of comments, if lines are short enough
-WIDTH, MOST_WORDS, SHORT = 120, 90, 50  # characters of a line, of a comment behind a value, and of a description
-#: Of these a file keeps its own values; a proposal only adds them.
-KEPT: tuple[KeyPath, ...] = (
+{description}
+Made by `latentpress configure`. If you run it again, it shows changes before it writes them.
+Options that are not in this file have their defaults: docs/configuration.md."""
+COLUMN = 40  # column of comments, if lines are short enough
+WIDTH, MAX_WORDS, SHORT = 120, 90, 50  # characters of a line, of a comment after a value, and of a description
+#: Options whose values in a file do not change; a proposal only adds them if they are not set.
+PRESERVED: tuple[KeyPath, ...] = (
     *(("root",), ("output",), ("caption",), ("validation",), (*DATASET, "id"), (*DATASET, "eval_fraction")),
     *((*DATASET, "trigger"), ("train", "run"), ("train", "steps")),
     *(("train", "batch_size"), ("train", "accumulate"), ("train", "adapter"), ("train", "optimizer")),
     ("train", "checkpoint_every"),
 )
-#: Removed from a file if the proposal does not have them: what saves memory, and what belongs to another recipe.
+#: Options that are removed from a file if the proposal does not have them: they save memory, or belong to a recipe.
 REMOVED: tuple[KeyPath, ...] = (
     *(("text", "offload"), ("text", "batch_tokens"), ("latents", "chunk_frames"), ("latents", "tiling")),
     *(("train", key) for key in ("base_precision", "quantize_via", "gradient_checkpointing_interval", "experts")),
@@ -50,34 +50,34 @@ REMOVED: tuple[KeyPath, ...] = (
 
 
 class NotChanged(LatentpressError):
-    """A file that configure can't change."""
+    """Raised if configure can't change a file."""
 
     exit_code = USAGE
 
 
-def write_text(settings: Settings, what: str) -> str:
-    """A new file. what: is trained, for its first line."""
-    return write_yaml(settings, HEADER.format(what=what), _describe_option)
+def write_text(settings: Settings, description: str) -> str:
+    """Write the text of a new file. description: first line, the task and the model that is trained."""
+    return write_yaml(settings, HEADER.format(description=description), _describe_option)
 
 
 def _describe_option(path: KeyPath) -> str:
-    """The description of an option, if it is short; none in lists but that of datasets."""
+    """The description of an option; "" if it is long, or if the option is in a list other than the datasets."""
     kind = type_at(path[:-1]) if path[1:] else Config
     if path[0] != "datasets" and any(isinstance(step, int) for step in path):
         return ""
-    known = {info.alias or name: info.description or "" for name, info in kind.model_fields.items()}
-    return known[str(path[-1])] if len(known[str(path[-1])]) <= SHORT else ""
+    descriptions = {info.alias or name: info.description or "" for name, info in kind.model_fields.items()}
+    return descriptions[str(path[-1])] if len(descriptions[str(path[-1])]) <= SHORT else ""
 
 
 def write_yaml(
     values: Settings,
     head: str,
     remark: Callable[[KeyPath], str | None],
-    rest: Sequence[str] = (),
+    end_comments: Sequence[str] = (),
     one_line: bool = True,
 ) -> str:
-    """A configuration with comments, in the order of the options. remark: comment behind a key. rest: comments at the
-    end. one_line: sections below the first level, and short ones in it, are written on one line."""
+    """A configuration with comments, in the order of the options. remark: comment after a key. end_comments: comments
+    at the end. one_line: whether sections below the first level and short sections are written on one line."""
 
     def add_comments(section: CommentedMap, path: KeyPath) -> None:
         for key, value in section.items():
@@ -91,7 +91,7 @@ def write_yaml(
                 for number, item in enumerate(value):
                     add_comments(item, (*path, key, number))
             if words:
-                section.yaml_add_eol_comment(shorten(words, MOST_WORDS), key, column=COLUMN)
+                section.yaml_add_eol_comment(shorten(words, MAX_WORDS), key, column=COLUMN)
 
     tree = nest({path: values[path] for path in sorted(values, key=_position)}, CommentedMap, CommentedSeq)
     add_comments(tree, ())
@@ -101,32 +101,32 @@ def write_yaml(
             tree.yaml_set_comment_before_after_key(key, before="\n")
     out = StringIO()
     round_trip().dump(tree, out)
-    for line in ["", *rest] if rest else ():
+    for line in ["", *end_comments] if end_comments else ():
         out.write("\n".join([*wrap(line, WIDTH, initial_indent="# ", subsequent_indent="#     "), ""]))
     return out.getvalue()
 
 
 def _position(path: KeyPath) -> list[int]:
-    """The places of an option and of the sections above it."""
+    """The positions of an option and of the sections above it, to sort by."""
     sections = [type_at(path[:depth]) if depth else Config for depth in range(len(path))]
-    known = [list(section_fields(kind)) if is_section(kind) else [] for kind in sections]
+    names_by_depth = [list(section_fields(kind)) if is_section(kind) else [] for kind in sections]
     return [
         key if isinstance(key, int) else names.index(key) if key in names else 0
-        for key, names in zip(path, known, strict=True)
+        for key, names in zip(path, names_by_depth, strict=True)
     ]
 
 
 def change_text(text: str, settings: Settings, dataset: int, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """A user's file with the settings and overrides in force, comments and everything else as they are; and what has to
-    be done by hand. dataset: the number of the one that is meant."""
-    by_hand, editor, now = list[str](), YamlEditor(text), parse_yaml(text).value
-    other_family = value_at(now, ("model", "family")) != settings["model", "family"]
-    removed = [*REMOVED, *([("model", "path"), ("model", "revision"), ("train", "shift")] if other_family else [])]
-    has_prompts = bool(value_at(now, ("validation", "prompts")) or value_at(now, ("validation", "prompts_file")))
+    """Write settings and overrides into the text of a user's file. Comments and all other parts do not change. Returns
+    (text, changes that the user has to make by hand). dataset: index of the dataset that is changed."""
+    by_hand, editor, values = list[str](), YamlEditor(text), parse_yaml(text).value
+    is_new_family = value_at(values, ("model", "family")) != settings["model", "family"]
+    removed = [*REMOVED, *([("model", "path"), ("model", "revision"), ("train", "shift")] if is_new_family else [])]
+    has_prompts = bool(value_at(values, ("validation", "prompts")) or value_at(values, ("validation", "prompts_file")))
     for path, value in {**settings, **{path: None for path in removed if path not in settings}}.items():
         placed = (path[0], dataset, *path[2:]) if path[:2] == DATASET else path
-        current = value_at(now, placed)
-        is_kept = current is not None and any(path[: len(prefix)] == prefix for prefix in KEPT)
+        current = value_at(values, placed)
+        is_kept = current is not None and any(path[: len(prefix)] == prefix for prefix in PRESERVED)
         if current == value or is_kept or (path[:2] == ("validation", "prompts") and has_prompts):
             continue
         try:
@@ -135,8 +135,8 @@ def change_text(text: str, settings: Settings, dataset: int, overrides: Sequence
             else:
                 editor.set(placed, json.dumps(value))
         except CannotEdit as error:
-            where = ".".join(map(str, placed))
-            by_hand.append(f"{where}: {'remove it' if value is None else json.dumps(value)} ({error})")
+            option = ".".join(map(str, placed))
+            by_hand.append(f"{option}: {'remove it' if value is None else json.dumps(value)} ({error})")
     try:
         return add_overrides(editor.text(), overrides), by_hand
     except CannotEdit as error:
@@ -144,7 +144,7 @@ def change_text(text: str, settings: Settings, dataset: int, overrides: Sequence
 
 
 def add_overrides(text: str, overrides: Sequence[str]) -> str:
-    """A text with overrides of the command line in it."""
+    """Write overrides of the command line into a text."""
     editor = YamlEditor(text)
     for override in overrides:
         try:
@@ -156,11 +156,13 @@ def add_overrides(text: str, overrides: Sequence[str]) -> str:
 
 
 def find_dataset(text: str, path: Path, folder: Path) -> int:
-    """The number of the dataset in a file whose media are in `folder`, or which is the only one. NotChanged if it has
-    several others."""
+    """The index of the dataset in a file whose media are in `folder`, or of the only dataset. Raises NotChanged if the
+    file has several datasets, but none with this folder."""
     datasets = parse_config(text, path).datasets
     if not datasets:
-        raise NotChanged(f"{path} has no dataset, but a training set by its path", "Write another file with --config.")
+        raise NotChanged(
+            f"{path} has a training set by its path instead of datasets", "Write another file with --config."
+        )
     places = [Path(dataset.root).resolve() for dataset in datasets]
     if folder.resolve() in places:
         return places.index(folder.resolve())
@@ -174,7 +176,7 @@ def find_dataset(text: str, path: Path, folder: Path) -> int:
 
 
 def compare_texts(before: str, after: str, name: str) -> str:
-    """A unified diff; "" if they are equal."""
+    """The unified diff of two texts; "" if they are equal."""
     lines = difflib.unified_diff(
         before.splitlines(), after.splitlines(), f"{name}, now", f"{name}, proposed", lineterm="", n=2
     )
@@ -182,18 +184,19 @@ def compare_texts(before: str, after: str, name: str) -> str:
 
 
 def write_file(file: Path, before: str | None, proposed: str) -> None:
-    """Write a file that is still as it was. before: its text, None if there was none."""
-    changed = LatentpressError(f"{file} was changed meanwhile", "make the proposal again")
+    """Write a file if it has not changed. before: its expected text, None if it should not exist. Raises
+    LatentpressError if the file has changed."""
+    change_error = LatentpressError(f"{file} has changed since it was read", "make the proposal again")
     with explained(str(file)):
         make_folders(file.parent)
         if before is None:
             try:
-                with file.open("x", encoding="utf-8", newline="\n") as new:
-                    new.write(proposed)
+                with file.open("x", encoding="utf-8", newline="\n") as output:
+                    output.write(proposed)
             except FileExistsError as error:
-                raise changed from error
+                raise change_error from error
             return
         if not file.exists() or read_text(file) != before:
-            raise changed
+            raise change_error
         with replacing(file) as temporary:
             temporary.write_text(proposed, encoding="utf-8", newline="\n")

@@ -1,4 +1,4 @@
-"""Conversions of single values, for the tables of all trainers' keys."""
+"""Conversions of single values, used by the tables of all trainers."""
 
 import math
 import re
@@ -7,10 +7,10 @@ from typing import Any
 
 from schemas.catalog import FAMILIES
 from schemas.config.yaml_reader import KeyPath, parse_yaml
-from stages.importing.draft import NOTHING, Convert, Draft, Nearest, Several, below, is_off
+from stages.importing.draft import NOTHING, Convert, Draft, Nearest, Several, is_off, section_options
 
-WHOLE_MATRICES = 65_536  # a rank above every side of a matrix: a LoKr then has whole matrices, as in peft
-NO_LIMIT = 1e9  # a norm that no gradient has
+WHOLE_MATRICES = 65_536  # a rank larger than every side of a matrix: a LoKr then has full matrices, like in peft
+NO_LIMIT = 1e9  # a norm larger than that of any gradient
 DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16"), "float16"),
@@ -29,7 +29,7 @@ QUANTIZED = {
     **dict.fromkeys(("fp8-quanto", "fp8uz-quanto", "qfloat8", "float8"), "fp8-torchao"),
     "qint8": "int8-quanto", "int8": "int8-torchao",
 }  # fmt: skip
-#: Flavour -> family. Repository of a published checkpoint, in lower case -> flavour.
+#: FLAVOURS: flavour -> family. REPOS: repository of a published checkpoint, in lower case -> flavour.
 FLAVOURS = {flavour: name for name, family in FAMILIES.items() for flavour in family.flavours}
 REPOS = {
     flavour.repo.lower(): name
@@ -53,15 +53,15 @@ def number(value: Any, draft: Draft | None = None) -> float:
     return result
 
 
-def whole(value: Any, draft: Draft | None = None) -> int:
+def integer(value: Any, draft: Draft | None = None) -> int:
     if number(value) != int(number(value)):
         raise ValueError(value)
     return int(number(value))
 
 
-def above_zero(value: Any, draft: Draft | None = None) -> Any:
-    """0 is "never", or "no limit"."""
-    return whole(value) if number(value) > 0 else NOTHING
+def positive_integer(value: Any, draft: Draft | None = None) -> Any:
+    """An integer; NOTHING for 0, which means "never" or "no limit"."""
+    return integer(value) if number(value) > 0 else NOTHING
 
 
 def text(value: Any, draft: Draft | None = None) -> str:
@@ -75,14 +75,14 @@ def texts(value: Any, draft: Draft | None = None) -> list[str]:
 
 
 def run_name(value: Any, draft: Draft | None = None) -> str:
-    """The name of a run or dataset, with "-" for characters that it can't have here."""
+    """The name of a run or dataset, with "-" in place of invalid characters."""
     if not (name := re.sub(r"[^A-Za-z0-9._-]+", "-", text(value)).strip("-._")[:80]):
         raise ValueError(value)
     return name
 
 
 def one_of(choices: Mapping[str, Any], nearest: Any = None) -> Convert:
-    """By a table of values in lower case; `nearest` for a value that is not in it."""
+    """Make a conversion by a table of values in lower case. nearest: value for a value that is not in the table."""
 
     def convert(value: Any, draft: Draft) -> Any:
         name = ("true" if value else "false") if isinstance(value, bool) else text(value).strip().lower()
@@ -94,45 +94,45 @@ def one_of(choices: Mapping[str, Any], nearest: Any = None) -> Convert:
 
 
 def flag(on: Any = True, off: Any = NOTHING) -> Convert:
-    """A value of ours while a key is on, and another while it is off."""
+    """Make a conversion of a flag. on, off: values of the option."""
     return lambda value, draft: on if boolean(value) else off
 
 
-def some(value: Any, draft: Draft) -> Any:
-    """Whether a number is above 0, if it is."""
+def if_positive(value: Any, draft: Draft) -> Any:
+    """True if a number is positive, else NOTHING."""
     return True if number(value) > 0 else NOTHING
 
 
-def when(test: Callable[[Draft], Any], convert: Convert) -> Convert:
-    """A value that counts only under a condition."""
+def only_if(test: Callable[[Draft], Any], convert: Convert) -> Convert:
+    """Make a conversion that returns NOTHING unless `test` is true."""
     return lambda value, draft: convert(value, draft) if test(draft) else NOTHING
 
 
 def only_with(key: str, convert: Convert) -> Convert:
-    return when(lambda draft: not is_off(draft.given.get(key)), convert)
+    return only_if(lambda draft: not is_off(draft.entries.get(key)), convert)
 
 
 def unless(key: str, convert: Convert) -> Convert:
-    return when(lambda draft: is_off(draft.given.get(key)), convert)
+    return only_if(lambda draft: is_off(draft.entries.get(key)), convert)
 
 
 def with_schedule(convert: Convert, *names: str) -> Convert:
-    return when(lambda draft: draft.given.get("lr_scheduler") in names, convert)
+    return only_if(lambda draft: draft.entries.get("lr_scheduler") in names, convert)
 
 
 def norm_limit(value: Any, draft: Draft) -> float:
-    """0 is "no limit"."""
+    """A limit of the gradient norm; 0 means "no limit"."""
     return number(value) or NO_LIMIT
 
 
-def place(value: Any, draft: Draft) -> str:
-    """A path, as the written file has it."""
-    return draft.files.place(text(value))
+def file_path(value: Any, draft: Draft) -> str:
+    """The path of an existing file or folder, for the new configuration."""
+    return draft.files.convert_path(text(value))
 
 
-def output_place(value: Any, draft: Draft) -> str:
-    """A folder that is written to, which is not looked for."""
-    return draft.files.place(text(value), look=False)
+def output_path(value: Any, draft: Draft) -> str:
+    """The path of an output folder, which does not have to exist."""
+    return draft.files.convert_path(text(value), is_input=False)
 
 
 def dtype(value: Any, draft: Draft) -> str:
@@ -140,13 +140,13 @@ def dtype(value: Any, draft: Draft) -> str:
 
 
 def precision(value: Any, draft: Draft) -> Several:
-    """The dtype of the whole model: of training and of the encoders."""
+    """The dtype of training and of the encoders."""
     name = DTYPES[text(value).lower()]
     return Several({"model.precision": name, **({"train.precision": "float32"} if name == "float16" else {})})
 
 
 def quantized(value: Any, draft: Draft) -> Any:
-    """A precision of the base weights, or one of as many bits."""
+    """The precision of the base weights, or a precision with the same number of bits."""
     name = text(value).lower()
     if name in QUANTIZED:
         return QUANTIZED[name]
@@ -154,18 +154,18 @@ def quantized(value: Any, draft: Draft) -> Any:
 
 
 def size(width: Any, height: Any, frames: Any = None) -> str:
-    """WxH, for more than one frame WxH@F: the next below that is 1 more than a multiple of 4."""
-    count = whole(frames or 1) - (whole(frames or 1) - 1) % 4
-    return f"{whole(width)}x{whole(height)}" + (f"@{count}" if count > 1 else "")
+    """WxH, or WxH@F for more than one frame; F is rounded down to 1 more than a multiple of 4."""
+    count = integer(frames or 1) - (integer(frames or 1) - 1) % 4
+    return f"{integer(width)}x{integer(height)}" + (f"@{count}" if count > 1 else "")
 
 
 def repeats(value: Any, draft: Draft) -> int:
-    """num_repeats, with 1 for once."""
-    return max(whole(value), 1) - 1
+    """The number of additional repetitions for num_repeats, in which 1 means once."""
+    return max(integer(value), 1) - 1
 
 
 def resolutions(value: Any, draft: Draft) -> Several:
-    """Edges of squares, or a list of them or of widths with heights: edges of the squares of the same area."""
+    """Edges of squares of the same area. value: an edge, or a list of edges or of [width, height]."""
     edges = [area_edge(item) for item in (value if isinstance(value, list) else [value])]
     return Several({"resolution": edges[0] if len(edges) == 1 else edges, "resolution_type": "pixel_area"})
 
@@ -180,14 +180,14 @@ def compact(value: float) -> float:
 
 
 def text_files(value: Any, draft: Draft) -> str:
-    """The ending of caption files: here .txt alone."""
+    """The suffix of caption files; only .txt is valid."""
     if text(value).lstrip(".").lower() != "txt":
         raise ValueError(value)
     return "textfile"
 
 
 def epochs(value: Any, draft: Draft) -> Any:
-    """Optimizer steps of so many epochs, if the files could be counted."""
+    """Number of optimizer steps of a number of epochs, if the files could be counted."""
     if number(value) <= 0:
         return NOTHING
     if draft.samples is None:
@@ -197,41 +197,43 @@ def epochs(value: Any, draft: Draft) -> Any:
 
 
 def steps(convert: Convert) -> Convert:
-    """A number of steps there, of which several may be one here."""
+    """Make a conversion of a number of steps, of which several may be one step of latentpress."""
 
     def wrapped(value: Any, draft: Draft) -> Any:
         count = convert(value, draft)
-        return count if count is NOTHING or draft.parts == 1 else Nearest(max(1, math.ceil(count / draft.parts)))
+        if count is NOTHING or draft.step_ratio == 1:
+            return count
+        return Nearest(max(1, math.ceil(count / draft.step_ratio)))
 
     return wrapped
 
 
 def largest(values: Any, draft: Draft) -> Any:
-    """The largest of values that each dataset has there, and all have together here."""
+    """The largest of the datasets' values, because latentpress has one value for all datasets."""
     rates = [number(value) for value in values]
     return compact(max(rates)) if len({*rates}) == 1 else Nearest(compact(max(rates)))
 
 
-def pairs(value: Any) -> dict[str, Any]:
-    """Arguments as "name=value" texts, in a list or divided by commas outside of brackets, or a mapping."""
+def parse_pairs(value: Any) -> dict[str, Any]:
+    """Parse arguments: texts "name=value" in a list or separated by commas outside of brackets, or a mapping."""
     if isinstance(value, Mapping):
         return dict(value)
     words = value if isinstance(value, list) else re.split(r",(?=\s*[A-Za-z_]\w*=)", text(value))
     sides = [text(word).partition("=") for word in words]
     if not all(equals for _, equals, _ in sides):
         raise ValueError(value)
-    return {name.strip(): literal(right.strip()) for name, _, right in sides}
+    return {name.strip(): parse_literal(item.strip()) for name, _, item in sides}
 
 
-def literal(word: str) -> Any:
-    """A value as a shell or Python writes it: numbers, truth values, lists in any brackets, else text."""
-    inside = word.strip("()[]")
-    items = parse_yaml(f"[{inside}]").value
-    return items[0] if inside == word and len(items) == 1 else items
+def parse_literal(word: str) -> Any:
+    """Parse a value in the notation of a shell or Python: number, boolean, list in any brackets, or text."""
+    content = word.strip("()[]")
+    items = parse_yaml(f"[{content}]").value
+    return items[0] if content == word and len(items) == 1 else items
 
 
 def compiled(value: Any, draft: Draft) -> Any:
-    """A backend of torch.compile."""
+    """The options for a backend of torch.compile."""
     name = text(value).lower()
     backend = {} if name == "inductor" else {"train.compile_backend": name}
     return NOTHING if name == "no" else Several({"train.compile": "blocks", **backend})
@@ -241,45 +243,46 @@ def compiled(value: Any, draft: Draft) -> Any:
 
 
 def flavour_of_repo(name: str) -> str | None:
-    """The flavour of a repository, also of one with the original checkpoint, in another layout."""
+    """The flavour of a repository. Repositories with the original checkpoint in another layout are found, too."""
     word = name.lower().rstrip("/").removeprefix("hf://")
     for candidate in (word, f"{word}-diffusers", f"{word}_diffusers"):
         if candidate in REPOS:
             return REPOS[candidate]
     last = word.rpartition("/")[2].removesuffix("-bf16").removesuffix("-diffusers")
-    same = (own for repo, own in REPOS.items() if repo.rpartition("/")[2].removesuffix("-diffusers") == last)
-    return next(same, None)
+    matches = (flavour for repo, flavour in REPOS.items() if repo.rpartition("/")[2].removesuffix("-diffusers") == last)
+    return next(matches, None)
 
 
-def chosen(flavour: str, expert: str | None = None) -> Several:
+def select_flavour(flavour: str, expert: str | None = None) -> Several:
     more = {"train.experts": expert} if expert else {}
     return Several({"model.family": FLAVOURS[flavour], "model.flavour": flavour, **more})
 
 
 def checkpoint(value: Any, draft: Draft) -> Several:
-    """The flavour of a published checkpoint, else a folder or repository as model.path."""
+    """The flavour of a published checkpoint, or model.path for another folder or repository."""
     published = flavour_of_repo(text(value))
     if published is not None and draft.get("model.family", FLAVOURS[published]) == FLAVOURS[published]:
-        return chosen(published)
+        return select_flavour(published)
     if text(value).endswith((".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".sft")):
-        raise ValueError("a checkpoint is a folder or repository in diffusers' layout")
+        raise ValueError("a checkpoint must be a folder or repository in diffusers' layout")
     path = text(value)
-    is_here = path.startswith((".", "/", "~")) or draft.files.find(path)
-    return Several({"model.path": draft.files.place(path) if is_here else path})
+    is_local = path.startswith((".", "/", "~")) or draft.files.find(path)
+    return Several({"model.path": draft.files.convert_path(path) if is_local else path})
 
 
 def assistant(value: Any, draft: Draft) -> Any:
-    """An assistant's file; of a file in a repository its name, as it has to be downloaded."""
+    """The path of an assistant's file; for a file in a repository only its name, because the user has to download
+    it."""
     if not (path := text(value)):
         return NOTHING
     is_in_repo = path.count("/") == 2 and not path.startswith((".", "/", "~"))
-    return Nearest(draft.files.place(path.rpartition("/")[2])) if is_in_repo else draft.files.place(path)
+    return Nearest(draft.files.convert_path(path.rpartition("/")[2])) if is_in_repo else draft.files.convert_path(path)
 
 
 # -- optimizers and schedules
 
 _ADAM, _OPTIMI = {"betas": [0.9, 0.999]}, {"betas": [0.9, 0.99]}  # the libraries' defaults that differ from ours
-#: Name there, in lower case -> name here, and settings that it has without any.
+#: Name in the other trainer, in lower case -> (name in latentpress, the other trainer's default settings).
 OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **dict.fromkeys(("adamw", "torch.optim.adamw", "adamw_optimi_torch"), ("adamw", _ADAM)),
     "adamw_bf16": ("adamw", {**_ADAM, "eps": 1e-6}),
@@ -304,15 +307,15 @@ def optimizer(value: Any, draft: Draft) -> Any:
     name = text(value).strip()
     if name.lower() in OPTIMIZERS:
         ours, settings = OPTIMIZERS[name.lower()]
-        return below("train.optimizer", name=ours, **settings)
-    return name if "." in name else Nearest(below("train.optimizer", name="adamw", lr=1e-4))
+        return section_options("train.optimizer", name=ours, **settings)
+    return name if "." in name else Nearest(section_options("train.optimizer", name="adamw", lr=1e-4))
 
 
 def with_optimizer(convert: Convert) -> Convert:
-    """A rate or arguments, which mean nothing to the nearest of an optimizer that does not exist here."""
+    """Make a conversion of a rate or arguments. They are not usable if the optimizer is replaced by the nearest one."""
 
     def wrapped(value: Any, draft: Draft) -> Any:
-        name = str(draft.given.get("optimizer", draft.given.get("optimizer_type", "adamw"))).strip()
+        name = str(draft.entries.get("optimizer", draft.entries.get("optimizer_type", "adamw"))).strip()
         if "." not in name and name.lower() not in OPTIMIZERS:
             raise ValueError(value)
         return convert(value, draft)
@@ -321,9 +324,9 @@ def with_optimizer(convert: Convert) -> Convert:
 
 
 def arguments(value: Any, draft: Draft) -> Several:
-    """Further arguments of the optimizer: those that have options here are these."""
+    """Further arguments of the optimizer. Arguments with an option of their own become this option."""
     values = {}
-    for name, item in pairs(value).items():
+    for name, item in parse_pairs(value).items():
         has_option = name in ("weight_decay", "betas", "eps")
         values[f"train.optimizer.{'' if has_option else 'arguments.'}{name}"] = item
     return Several(values)
@@ -331,43 +334,44 @@ def arguments(value: Any, draft: Draft) -> Several:
 
 def beta(index: int) -> Convert:
     def convert(value: Any, draft: Draft) -> list[float]:
-        both = list(draft.get("train.optimizer.betas") or (0.9, 0.999))
-        both[index] = number(value)
-        return both
+        betas = list(draft.get("train.optimizer.betas") or (0.9, 0.999))
+        betas[index] = number(value)
+        return betas
 
     return convert
 
 
 def schedule(value: Any, draft: Draft) -> Any:
-    """diffusers' schedules. Its `constant` has no warm-up."""
+    """A schedule of diffusers. Its `constant` does not have a warm-up."""
     name = text(value).strip()
     ours = next((one for one in ("constant", "linear", "cosine", "polynomial") if name.startswith(one)), None)
     more: dict[str, float] = {"warmup": 0} if name == "constant" else {"lr_end": 1e-7} if name == "polynomial" else {}
-    return below("train.optimizer", schedule=ours, **more) if ours else Nearest("cosine")
+    return section_options("train.optimizer", schedule=ours, **more) if ours else Nearest("cosine")
 
 
 def warmup(value: Any, draft: Draft) -> Any:
-    """Steps; a fraction is of all steps."""
-    if draft.given.get("lr_scheduler") == "constant":
+    """Number of warm-up steps. A value below 1 is a fraction of all steps."""
+    if draft.entries.get("lr_scheduler") == "constant":
         return NOTHING
     steps = number(value)
-    return round(steps * draft.get("train.steps", 1000)) if 0 < steps < 1 else whole(value)
+    return round(steps * draft.get("train.steps", 1000)) if 0 < steps < 1 else integer(value)
 
 
 # -- datasets
 
 
 def new_dataset(draft: Draft, source: Any, ending: str = "") -> tuple[KeyPath, str]:
-    """A further dataset, named as its folder or file `source`: its path, and its id, which no other has."""
+    """Add a dataset. Returns (path, unique id). source: folder or file, from which the id is derived. ending: suffix of
+    the id."""
     folder = re.split(r"[\\/]", str(source or "").rstrip("\\/"))[-1]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._")[:80] or "dataset"
-    taken = [dataset.get("id") for dataset in draft.datasets()]
+    ids = [dataset.get("id") for dataset in draft.datasets()]
     dataset_id, count = f"{name}{ending}", 2
-    while dataset_id in taken:
+    while dataset_id in ids:
         dataset_id, count = f"{name}{ending}-{count}", count + 1
-    at: KeyPath = ("datasets", len(taken))
-    draft.put((*at, "id"), dataset_id)
-    return at, dataset_id
+    path: KeyPath = ("datasets", len(ids))
+    draft.set((*path, "id"), dataset_id)
+    return path, dataset_id
 
 
 def use_masks(draft: Draft) -> None:
@@ -379,8 +383,8 @@ def has_regularization(draft: Draft) -> bool:
 
 
 def keep_data_as_target(draft: Draft, key: str) -> None:
-    """Regularization data that are trained on as they are, not as the base model predicts them."""
+    """Train on regularization data itself instead of the base model's predictions."""
     if has_regularization(draft):
         path = ("train", "methods", "regularization", "target")
-        draft.put(path, "data")
-        draft.say(key, "carried over", "", path)
+        draft.set(path, "data")
+        draft.add_line(key, "carried over", "", path)

@@ -1,4 +1,4 @@
-"""Files of other trainers: parsed by their content, never run, and found next to each other."""
+"""Files of other trainers. They are parsed but never run; files that a configuration names are found next to it."""
 
 import io
 import json
@@ -17,21 +17,21 @@ from stages.importing.shell import ASSIGNMENT, as_arguments, read_options, read_
 from stages.media.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 
 PROGRAM = "(program)"  # key of a command's program among its options
-DEEPEST = 50  # levels of lists and sections
-LARGEST = 2**63  # of whole numbers
+MAX_DEPTH = 50  # nested levels of lists and sections
+MAX_INTEGER = 2**63
 WINDOWS_PATH = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 
 
 class ImportConfigError(LatentpressError, ValueError):
-    """A configuration that can't be imported."""
+    """Raised if a configuration can't be imported."""
 
     exit_code: ClassVar[int] = USAGE
 
 
 @dataclass
 class Parsed:
-    """content: dicts and lists; the options or assignments of a shell script; else the text. problems: (place, why) of
-    what was not read."""
+    """A parsed file. content: dicts and lists; options or assignments of a shell script; the text of any other file.
+    problems: (place, reason) of parts that were not read."""
 
     path: Path
     content: Any
@@ -39,7 +39,7 @@ class Parsed:
 
 
 def read_file(path: Path) -> Parsed:
-    """The content of a JSON, TOML, YAML or shell file. Raises ImportConfigError."""
+    """Parse a JSON, TOML, YAML or shell file. Raises ImportConfigError."""
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)
@@ -48,9 +48,9 @@ def read_file(path: Path) -> Parsed:
         parsed = _parse(path, text)
         _check(parsed.content)
     except (OSError, ValueError, RecursionError) as error:
-        why = "lists or sections are nested too deep" if isinstance(error, RecursionError) else str(error)
-        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else why
-        raise ImportConfigError(f"{path} can't be read: {why}", "Name the configuration's files.") from error
+        reason = "lists or sections are nested too deeply" if isinstance(error, RecursionError) else str(error)
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason
+        raise ImportConfigError(f"{path} can't be read: {reason}", "Name the configuration's files.") from error
     return parsed
 
 
@@ -72,73 +72,75 @@ def _parse(path: Path, text: str) -> Parsed:
 
 
 def _looks_like_shell(text: str) -> bool:
-    """A command with its program, or assignments; prompts of a text file have options behind them, too."""
+    """Whether a text is a command with its program, or assignments. Options alone are not enough, because prompts in a
+    text file have options, too."""
     program = text.find(".py ")
     has_options = program >= 0 and text.find(" --", program) >= 0
     return text.startswith("#!") or has_options or bool(ASSIGNMENT.match(text.lstrip()))
 
 
 def _check(value: Any, depth: int = 0) -> None:
-    """ValueError for what no configuration has, RecursionError for deep nesting."""
-    if depth > DEEPEST:
+    """Raises ValueError for a value that is not valid in any configuration, RecursionError for deep nesting."""
+    if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, dict | list):
         for item in [*value, *value.values()] if isinstance(value, dict) else value:
             _check(item, depth + 1)
-    elif isinstance(value, int) and abs(value) > LARGEST:
-        raise ValueError("a whole number has more than 19 digits")
+    elif isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise ValueError("an integer has more than 19 digits")
     elif isinstance(value, str):
-        value.encode()  # no half of a surrogate pair
+        value.encode()  # raises for half of a surrogate pair
         if "\0" in value:
-            raise ValueError("a text has a zero byte")
+            raise ValueError("a text contains a zero byte")
 
 
 @dataclass
-class Beside:
-    """Files that a configuration names, with paths from a folder that it does not say: `base`, if given, else the first
-    of the configuration's folder and the two above it in which the file is. target: folder of the configuration that is
-    written."""
+class ReferencedFiles:
+    """Files that a configuration names. Relative paths start at `base`; if it is None, at the first of the
+    configuration's folder and the two folders above it that contains the file. target: folder of the new
+    configuration."""
 
     configuration: Path
     base: Path | None
     target: Path
     read_paths: list[Path] = field(default_factory=list)
-    found_in: Path | None = None  # the folder from which a path was found
+    found_in: Path | None = None  # the folder in which the first relative path was found
 
     @property
     def folders(self) -> list[Path]:
-        here = self.configuration.absolute().parent
-        return [self.base.absolute()] if self.base else [here, here.parent, here.parent.parent]
+        folder = self.configuration.absolute().parent
+        return [self.base.absolute()] if self.base else [folder, folder.parent, folder.parent.parent]
 
     def find(self, name: str) -> Path | None:
-        given = Path(os.path.expanduser(name))
+        path = Path(os.path.expanduser(name))
         for folder in self.folders:
-            if os.path.exists(folder / given):  # False for a name that no file can have
-                self.found_in = self.found_in or (None if given.is_absolute() else folder)
-                return Path(os.path.normpath(folder / given))
-        beside = self.folders[0] / given.name
-        return beside if os.path.isfile(beside) else None
+            if os.path.exists(folder / path):  # False for an invalid file name
+                self.found_in = self.found_in or (None if path.is_absolute() else folder)
+                return Path(os.path.normpath(folder / path))
+        neighbor = self.folders[0] / path.name
+        return neighbor if os.path.isfile(neighbor) else None
 
     def read(self, path: str) -> Any:
-        """The content of a file: parsed JSON, TOML or YAML, else its text; None if it is not found."""
+        """Read a file: parsed JSON, TOML or YAML, or the text of any other file. None if it is not found."""
         file = self.find(path) or self.find(f"{path}.toml")
         if file is None or not file.is_file():
             return None
         self.read_paths.append(file)
         return read_file(file).content
 
-    def place(self, text: str, look: bool = True) -> str:
-        """The path for the new configuration: relative if it is below `target`, else absolute. look: whether to look
-        for the file; without `look`, or if no file is found, the path starts at the folder of the configuration."""
+    def convert_path(self, text: str, is_input: bool = True) -> str:
+        """Convert a path for the new configuration: relative if it is below `target`, else absolute. is_input: whether
+        the file is searched for. An output path, or a path without a file, starts at the folder of the
+        configuration."""
         if "://" in text or not text or WINDOWS_PATH.match(text):
             return text
         start = self.found_in or self.folders[0]
-        whole = (self.find(text) if look else None) or Path(os.path.normpath(start / os.path.expanduser(text)))
-        return f"./{whole.relative_to(self.target)}" if whole.is_relative_to(self.target) else str(whole)
+        path = (self.find(text) if is_input else None) or Path(os.path.normpath(start / os.path.expanduser(text)))
+        return f"./{path.relative_to(self.target)}" if path.is_relative_to(self.target) else str(path)
 
     def count_media(self, datasets: Sequence[Mapping[str, Any]]) -> float | None:
-        """Draws of an epoch, files x (repeats + 1), of datasets as they are written; None if a folder can't be counted
-        here."""
+        """Count the samples of an epoch, files x (repeats + 1), of datasets of the new configuration; None if a folder
+        can't be counted on this machine."""
         total = 0.0
         for dataset in (dataset for dataset in datasets if not dataset.get("disabled")):
             folder, video = self.target / str(dataset.get("instance_data_dir", "")), dataset.get("video", {})

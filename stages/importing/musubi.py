@@ -1,5 +1,5 @@
-"""musubi-tuner: the dataset's TOML, the arguments of its training scripts as a TOML file or a command, and its files of
-prompts, which have one prompt on each line, followed by options."""
+"""musubi-tuner: the TOML file of datasets, arguments of training scripts as a TOML file or a command, and files of
+prompts, which have a prompt per line, followed by options."""
 
 import re
 from collections.abc import Mapping
@@ -7,9 +7,21 @@ from typing import Any
 
 from schemas.text_format import split_lines
 from stages.importing import conversions as to
-from stages.importing.draft import NOTHING, Convert, Draft, Nearest, Rows, Several, Table, Trainer, below, is_off, shown
+from stages.importing.draft import (
+    NOTHING,
+    Convert,
+    Draft,
+    Nearest,
+    Rows,
+    Several,
+    Table,
+    Trainer,
+    is_off,
+    section_options,
+    show_value,
+)
 
-#: Beginning of a training script's name -> the family, and by --task or --model_version the flavour.
+#: First part of a training script's name -> (family, value of --task or --model_version -> flavour).
 SCRIPTS: dict[str, tuple[str | None, Mapping[str, str]]] = {
     "kandinsky5": ("kandinsky5-video", {
         "k5-lite-t2v-5s-sd": "t2v-lite-sft-5s", "k5-lite-t2v-10s-sd": "t2v-lite-sft-10s",
@@ -33,14 +45,14 @@ SCRIPTS: dict[str, tuple[str | None, Mapping[str, str]]] = {
 }  # fmt: skip
 
 
-def _program(given: Mapping[str, Any]) -> str:
-    return str(given.get("(program)", "")).replace("\\", "/").rpartition("/")[2]
+def _program(entries: Mapping[str, Any]) -> str:
+    return str(entries.get("(program)", "")).replace("\\", "/").rpartition("/")[2]
 
 
-def _script(given: Mapping[str, Any]) -> str:
-    """The beginning in SCRIPTS of the program's name, or of the network's module."""
-    program, task = _program(given), str(given.get("task", "")).lower()
-    module = str(given.get("network_module", "")).rpartition(".")[2].removeprefix("lora_")
+def _script(entries: Mapping[str, Any]) -> str:
+    """The key of SCRIPTS that matches the program, the network's module or the task; "" if none matches."""
+    program, task = _program(entries), str(entries.get("task", "")).lower()
+    module = str(entries.get("network_module", "")).rpartition(".")[2].removeprefix("lora_")
     for name in SCRIPTS:
         if program.startswith(name) or name in (module, module.replace("kandinsky", "kandinsky5")):
             return name
@@ -48,61 +60,63 @@ def _script(given: Mapping[str, Any]) -> str:
 
 
 def _model(value: Any, draft: Draft) -> Several:
-    return to.chosen(SCRIPTS[_script(draft.given)][1][to.text(value).lower()])
+    return to.select_flavour(SCRIPTS[_script(draft.entries)][1][to.text(value).lower()])
 
 
 def _weights(value: Any, draft: Draft) -> Any:
-    """Of a checkpoint's name: whether it is a pretrained one, and which of two experts it has."""
+    """Settings from the name of the checkpoint: a pretrained flavour, or the expert that is trained."""
     name, flavour = to.text(value).lower().replace("\\", "/").rpartition("/")[2], str(draft.get("model.flavour"))
     if flavour.startswith("t2v-") and "pretrain" in name and "sft" in flavour:
         return Several({"model.flavour": flavour.replace("sft", "pretrain")})
     if draft.get("model.family") != "wan2.2-a14b":
         return NOTHING
-    if not is_off(draft.given.get("dit_high_noise")):
+    if not is_off(draft.entries.get("dit_high_noise")):
         return "both"
-    lowest, highest = to.number(draft.given.get("min_timestep", 0)), to.number(draft.given.get("max_timestep", 1000))
+    lowest = to.number(draft.entries.get("min_timestep", 0))
+    highest = to.number(draft.entries.get("max_timestep", 1000))
     is_high = lowest >= 800 or (highest > 900 and "high" in name)
     return "high" if is_high else "low"
 
 
-def _of_network(convert: Convert) -> Convert:
-    """A value of an adapter, if one is trained."""
-    return to.when(lambda draft: not _is_full(draft.given), convert)
+def _if_adapter(convert: Convert) -> Convert:
+    """Make a conversion of an adapter's value, which is used only if an adapter is trained."""
+    return to.only_if(lambda draft: not _is_full(draft.entries), convert)
 
 
-def _is_full(given: Mapping[str, Any]) -> bool:
-    return is_off(given.get("network_module")) or bool(re.search(r"_train(\.py)?$", _program(given)))
+def _is_full(entries: Mapping[str, Any]) -> bool:
+    return is_off(entries.get("network_module")) or bool(re.search(r"_train(\.py)?$", _program(entries)))
 
 
 def _alpha(value: Any, draft: Draft) -> Any:
-    started = draft.get("train.adapter.init") is not None or draft.given.get("dim_from_weights")
+    started = draft.get("train.adapter.init") is not None or draft.entries.get("dim_from_weights")
     return NOTHING if started else to.number(value)
 
 
 def _network(value: Any, draft: Draft) -> Any:
-    if _is_full(draft.given):
+    if _is_full(draft.entries):
         return "full"
     name = to.text(value).rpartition(".")[2]
-    algo = to.pairs(draft.given.get("network_args") or []).get("algo") if name == "kohya" else None
+    algo = to.parse_pairs(draft.entries.get("network_args") or []).get("algo") if name == "kohya" else None
     nearest = Nearest("lokr" if name == "loha" else "lora")
     return nearest if name in ("loha", "lora_fa", "oft", "dylora") else "lokr" if "lokr" in (name, algo) else "lora"
 
 
 def _network_arguments(value: Any, draft: Draft) -> Any:
-    given = to.pairs(value)
-    unknown = given.keys() - {"factor", "lokr_factor", "verbose", "algo"}
-    if not all(is_off(given[name]) for name in unknown):
+    entries = to.parse_pairs(value)
+    unknown = entries.keys() - {"factor", "lokr_factor", "verbose", "algo"}
+    if not all(is_off(entries[name]) for name in unknown):
         raise ValueError(value)
-    factor = given.get("factor", given.get("lokr_factor"))
-    return NOTHING if factor is None else to.whole(factor)
+    factor = entries.get("factor", entries.get("lokr_factor"))
+    return NOTHING if factor is None else to.integer(factor)
 
 
 def _sampling(value: Any, draft: Draft) -> Any:
-    """The distribution of sigma. `sigma` draws a place in the schedule, from noise to data: the mean's sign turns."""
-    name, given = to.text(value), draft.given
-    std, shift = to.number(given.get("sigmoid_scale", 1)), to.number(given.get("discrete_flow_shift", 1))
-    mean, spread = to.number(given.get("logit_mean", 0)), to.number(given.get("logit_std", 1))
-    scheme = str(given.get("weighting_scheme", "none")) if name == "sigma" else ""
+    """The distribution of sigma. `sigma` draws a position in the schedule from noise to data, so the mean changes its
+    sign."""
+    name, entries = to.text(value), draft.entries
+    std, shift = to.number(entries.get("sigmoid_scale", 1)), to.number(entries.get("discrete_flow_shift", 1))
+    mean, spread = to.number(entries.get("logit_mean", 0)), to.number(entries.get("logit_std", 1))
+    scheme = str(entries.get("weighting_scheme", "none")) if name == "sigma" else ""
     by_name: dict[str, dict[str, Any]] = {
         "uniform": {"sampling": "uniform", "shift": 1.0},
         "sigmoid": {"std": std, "shift": 1.0},
@@ -113,7 +127,7 @@ def _sampling(value: Any, draft: Draft) -> Any:
     }
     by_scheme: dict[str, dict[str, Any]] = {
         "logit_normal": {"mean": -mean, "std": spread, "shift": shift},
-        "mode": {"sampling": "mode", "mode_scale": to.number(given.get("mode_scale", 1.29)), "shift": shift},
+        "mode": {"sampling": "mode", "mode_scale": to.number(entries.get("mode_scale", 1.29)), "shift": shift},
     }
     settings = by_scheme.get(scheme) or by_name.get(name) or by_name["sigmoid"]
     ours = {f"train.{'' if key == 'shift' else 'timesteps.'}{key}": item + 0.0 if isinstance(item, float) else item
@@ -138,18 +152,18 @@ ARGUMENTS: Rows = {
     **dict.fromkeys(("fp8_vl", "fp8_llm", "fp8_t5", "fp8_text_encoder"), ("text.quantization", to.flag("int8-quanto"))),
     "vae_dtype": ("latents.precision", to.dtype),
     "vae_tiling": ("latents.tiling", to.flag()),
-    "vae_chunk_size": ("latents.chunk_frames", to.whole),
+    "vae_chunk_size": ("latents.chunk_frames", to.integer),
     "network_module": ("train.adapter.type", _network),
-    "network_weights": ("train.adapter.init", _of_network(to.place)),
-    "network_dim": ("train.adapter.rank", _of_network(to.unless("dim_from_weights", to.whole))),
-    "network_alpha": ("train.adapter.alpha", _of_network(_alpha)),
-    "network_dropout": ("train.adapter.dropout", _of_network(to.number)),
-    "network_args": ("train.adapter.decompose_factor", _of_network(_network_arguments)),
+    "network_weights": ("train.adapter.init", _if_adapter(to.file_path)),
+    "network_dim": ("train.adapter.rank", _if_adapter(to.unless("dim_from_weights", to.integer))),
+    "network_alpha": ("train.adapter.alpha", _if_adapter(_alpha)),
+    "network_dropout": ("train.adapter.dropout", _if_adapter(to.number)),
+    "network_args": ("train.adapter.decompose_factor", _if_adapter(_network_arguments)),
     "full_bf16": ("train.weight_precision", to.flag("bfloat16")),
-    "gradient_accumulation_steps": ("train.accumulate", to.whole),
-    "max_train_steps": ("train.steps", to.unless("max_train_epochs", to.steps(to.above_zero))),
+    "gradient_accumulation_steps": ("train.accumulate", to.integer),
+    "max_train_steps": ("train.steps", to.unless("max_train_epochs", to.steps(to.positive_integer))),
     "max_train_epochs": ("train.steps", to.steps(to.epochs)),
-    "seed": ("train.seed", to.whole),
+    "seed": ("train.seed", to.integer),
     "optimizer_type": ("train.optimizer.name", to.optimizer),
     "learning_rate": ("train.optimizer.lr", to.with_optimizer(to.number)),
     "optimizer_args": ("train.optimizer.arguments", to.with_optimizer(to.arguments)),
@@ -157,14 +171,14 @@ ARGUMENTS: Rows = {
     "lr_scheduler": ("train.optimizer.schedule", to.schedule),
     "lr_warmup_steps": ("train.optimizer.warmup", to.warmup),
     "lr_scheduler_num_cycles": ("train.optimizer.cycles", to.with_schedule(
-        lambda value, draft: max(1, to.whole(value)), "cosine_with_restarts")),
+        lambda value, draft: max(1, to.integer(value)), "cosine_with_restarts")),
     "lr_scheduler_power": ("train.optimizer.power", to.with_schedule(to.number, "polynomial")),
     "lr_scheduler_min_lr_ratio": ("train.optimizer.lr_end", to.with_schedule(
         lambda value, draft: to.number(value) * draft.get("train.optimizer.lr", 1e-4), "cosine_with_min_lr")),
     "gradient_checkpointing": ("train.gradient_checkpointing", to.boolean),
     "gradient_checkpointing_cpu_offload": ("train.offload.activations", to.flag()),
     "cpu_offload_checkpointing": ("train.offload.activations", to.flag()),
-    "blocks_to_swap": ("train.offload.blocks", to.some),
+    "blocks_to_swap": ("train.offload.blocks", to.if_positive),
     "use_pinned_memory_for_block_swap": ("train.offload.streams", to.only_with("blocks_to_swap", to.flag())),
     "xformers": ("train.attention_backend", to.flag("xformers")),
     "flash_attn": ("train.attention_backend", to.flag("flash")),
@@ -177,13 +191,13 @@ ARGUMENTS: Rows = {
     "weighting_scheme": ("train.loss.weighting", to.one_of({name: name for name in ("cosmap", "sigma_sqrt")} | {
         name: NOTHING for name in ("none", "logit_normal", "mode")})),
     "num_timestep_buckets": ("train.timesteps.low_discrepancy", lambda value, draft: to.number(value) >= 2 or NOTHING),
-    "output_dir": ("output", to.output_place),
+    "output_dir": ("output", to.output_path),
     "output_name": ("train.run", to.run_name),
-    "save_every_n_steps": ("train.checkpoint_every", to.steps(to.above_zero)),
+    "save_every_n_steps": ("train.checkpoint_every", to.steps(to.positive_integer)),
     "save_every_n_epochs": ("train.checkpoint_every", to.steps(to.epochs)),
-    "save_last_n_epochs": ("train.keep_checkpoints", to.above_zero),
-    "save_last_n_epochs_state": ("train.keep_checkpoints", to.above_zero),
-    "sample_every_n_steps": ("validation.every", to.steps(to.above_zero)),
+    "save_last_n_epochs": ("train.keep_checkpoints", to.positive_integer),
+    "save_last_n_epochs_state": ("train.keep_checkpoints", to.positive_integer),
+    "sample_every_n_steps": ("validation.every", to.steps(to.positive_integer)),
     "sample_every_n_epochs": ("validation.every", to.steps(to.epochs)),
     "log_with": ("train.trackers", to.one_of({
         "tensorboard": ["tensorboard"], "wandb": ["wandb"], "all": ["tensorboard", "wandb"]})),
@@ -209,26 +223,26 @@ IDLE = """
 def _clip(value: Any, draft: Draft) -> Several:
     name = to.text(value)
     by_name: dict[str, dict[str, Any]] = {
-        "full": {"num_frames": to.whole(draft.given.get("max_frames", 129)), "min_frames": 5},
-        "slide": {"clip": "slide", "clip_stride": to.whole(draft.given.get("frame_stride", 1))},
-        "uniform": {"clip": "uniform", "clips": to.whole(draft.given.get("frame_sample", 1))},
+        "full": {"num_frames": to.integer(draft.entries.get("max_frames", 129)), "min_frames": 5},
+        "slide": {"clip": "slide", "clip_stride": to.integer(draft.entries.get("frame_stride", 1))},
+        "uniform": {"clip": "uniform", "clips": to.integer(draft.entries.get("frame_sample", 1))},
         "chunk": {"clip": "chunks"},
         "head": {"clip": "head"},
     }
-    return below("video", **by_name[name])
+    return section_options("video", **by_name[name])
 
 
 def _frames(value: Any, draft: Draft) -> Any:
-    """One length: a dataset is made for each."""
-    if draft.given.get("frame_extraction") == "full":
+    """The first of several lengths, because a dataset is made for each length."""
+    if draft.entries.get("frame_extraction") == "full":
         return NOTHING
-    count = to.whole(value[0] if isinstance(value, list) else value)
-    return below("video", num_frames=count, min_frames=count)
+    count = to.integer(value[0] if isinstance(value, list) else value)
+    return section_options("video", num_frames=count, min_frames=count)
 
 
 def _bucket(value: Any, draft: Draft) -> Any:
-    """Without buckets all media are cropped to the one of [width, height]."""
-    size = draft.given["resolution"]
+    """Without buckets, all media are cropped to the aspect ratio of [width, height]."""
+    size = draft.entries["resolution"]
     width, height = map(to.number, size if isinstance(size, list) else (size, size))
     if to.boolean(value):
         return NOTHING
@@ -237,14 +251,14 @@ def _bucket(value: Any, draft: Draft) -> Any:
 
 
 def _table(column: str) -> Convert:
-    return lambda value, draft: Several({"instance_data_dir": to.place(value, draft), "media_column": column})
+    return lambda value, draft: Several({"instance_data_dir": to.file_path(value, draft), "media_column": column})
 
 
 DATASET: Rows = {
-    **dict.fromkeys(("image_directory", "video_directory"), ("instance_data_dir", to.place)),
+    **dict.fromkeys(("image_directory", "video_directory"), ("instance_data_dir", to.file_path)),
     "image_jsonl_file": ("instance_data_dir", _table("image_path")),
     "video_jsonl_file": ("instance_data_dir", _table("video_path")),
-    "control_directory": ("conditioning_data", to.place),
+    "control_directory": ("conditioning_data", to.file_path),
     "resolution": ("resolution", lambda value, draft: to.resolutions([value], draft)),
     "enable_bucket": ("crop_aspect", _bucket),
     "bucket_no_upscale": ("allow_upscale", to.only_with("enable_bucket", to.flag(False, True))),
@@ -272,82 +286,82 @@ TABLES: Mapping[str, Table] = {
 _PLACES = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
 
 
-def claims(content: Any) -> str:
+def find_role(content: Any) -> str:
     if not isinstance(content, dict):
         return ""
     items = content.get("datasets")
     if isinstance(items, list) and any(isinstance(item, dict) and item.keys() & {*_PLACES} for item in items):
         return "datasets"
     flat = _flatten(content)
-    known = "dit" in flat or _script(flat)
-    return "arguments" if known and flat.keys() & {"dataset_config", "network_module", "config_file"} else ""
+    has_trainer = "dit" in flat or _script(flat)
+    return "arguments" if has_trainer and flat.keys() & {"dataset_config", "network_module", "config_file"} else ""
 
 
 def carry(draft: Draft, roles: Mapping[str, Any]) -> None:
-    given = _flatten(roles.get("arguments", {}))
-    if not is_off(name := given.get("config_file")) and isinstance(inside := draft.files.read(str(name)), dict):
-        given = {**_flatten(inside), **given}
-    family, flavours = SCRIPTS.get(_script(given), (None, {}))
-    flavour = flavours.get(str(given.get("task", "")).lower())
+    entries = _flatten(roles.get("arguments", {}))
+    if not is_off(name := entries.get("config_file")) and isinstance(content := draft.files.read(str(name)), dict):
+        entries = {**_flatten(content), **entries}
+    family, flavours = SCRIPTS.get(_script(entries), (None, {}))
+    flavour = flavours.get(str(entries.get("task", "")).lower())
     family = to.FLAVOURS[flavour] if flavour else family
     if family is not None:
-        draft.put(("model", "family"), family)
-    named = draft.files.read(str(given["dataset_config"])) if "dataset_config" in given else None
-    datasets = roles.get("datasets") or named
+        draft.set(("model", "family"), family)
+    dataset_file = draft.files.read(str(entries["dataset_config"])) if "dataset_config" in entries else None
+    datasets = roles.get("datasets") or dataset_file
     _carry_datasets(draft, datasets if isinstance(datasets, dict) else {})
     if "arguments" not in roles:
         return
     draft.samples = draft.files.count_media(draft.datasets())
-    if family == "wan2.2-a14b" and not is_off(given.get("dit_high_noise")):
-        draft.parts = 2  # the two experts share the steps there, and each has a run here
-    draft.carry(TABLES["arguments"], given)
+    if family == "wan2.2-a14b" and not is_off(entries.get("dit_high_noise")):
+        draft.step_ratio = 2  # the two experts share the steps in musubi-tuner, and each has a run in latentpress
+    draft.carry(TABLES["arguments"], entries)
     draft.assume("no caption dropout", "train.caption_dropout", 0.0)
-    if not is_off(name := given.get("sample_prompts")):
+    if not is_off(name := entries.get("sample_prompts")):
         prompts = _read_prompts(draft, draft.files.read(str(name)))
         draft.carry_prompts(prompts, PROMPT, "sample_prompts (its file)")
         if not prompts:
-            draft.say("sample_prompts (its file)", "not carried over", shown(name))
+            draft.add_line("sample_prompts (its file)", "not carried over", show_value(name))
 
 
 def _carry_datasets(draft: Draft, content: Mapping[str, Any]) -> None:
     general = draft.section(content.get("general"), "general")
     items = [{**general, **item} for item in draft.sections(content.get("datasets"), "datasets")]
-    for given in items:
-        source = next((str(given[key]) for key in _PLACES if key in given), "")
-        video = bool(given.keys() & {"video_directory", "video_jsonl_file"})
-        lengths = given.get("target_frames", [1]) if video and given.get("frame_extraction") != "full" else [0]
+    for entries in items:
+        source = next((str(entries[key]) for key in _PLACES if key in entries), "")
+        video = bool(entries.keys() & {"video_directory", "video_jsonl_file"})
+        lengths = entries.get("target_frames", [1]) if video and entries.get("frame_extraction") != "full" else [0]
         lengths = lengths if isinstance(lengths, list) and lengths else [lengths]
         for length in lengths:
             ending = f"-{length}f" if len(lengths) > 1 else ""
-            at, name = to.new_dataset(draft, source.removesuffix(".jsonl"), ending)
-            more = {"target_frames": [length]} if length and "target_frames" in given else {}
-            draft.carry(TABLES["datasets"], {**given, **more}, f"{name}: ", at)
-            always = {"dataset_type": "video", "video.frame_rate": "source"} if video else {}
-            always |= {} if source.endswith(".jsonl") else {"captions_per_file": "one"}
-            for option, value in always.items():
+            dataset_path, name = to.new_dataset(draft, source.removesuffix(".jsonl"), ending)
+            length_entries = {"target_frames": [length]} if length and "target_frames" in entries else {}
+            draft.carry(TABLES["datasets"], {**entries, **length_entries}, f"{name}: ", dataset_path)
+            fixed_options = {"dataset_type": "video", "video.frame_rate": "source"} if video else {}
+            fixed_options |= {} if source.endswith(".jsonl") else {"captions_per_file": "one"}
+            for option, value in fixed_options.items():
                 draft.assume(f"{name}: always", option, value)
-    sizes = {"batch_size": [given.get("batch_size", 1) for given in items]}
+    sizes = {"batch_size": [entries.get("batch_size", 1) for entries in items]}
     draft.carry(Table({"batch_size": ("train.batch_size", to.largest)}), sizes)
 
 
-# -- its prompts
+# -- prompts
 
 _OPTION = re.compile(r"\s--([a-z]+)\s+(.*?)(?=\s--[a-z]+\s|$)")
-#: Options of a line of a prompt file.
+#: Option in a line of a prompt file -> key.
 _OPTIONS = {"w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "l": "cfg_scale",
             "n": "negative_prompt", "i": "image_path", "ci": "control_image_path"}  # fmt: skip
 PROMPT: Rows = {
-    "width": ("size", lambda value, draft: to.size(value, draft.given["height"], draft.given.get("frame_count"))),
+    "width": ("size", lambda value, draft: to.size(value, draft.entries["height"], draft.entries.get("frame_count"))),
     "negative_prompt": ("negative_prompt", to.text),
-    **dict.fromkeys(("image_path", "control_image_path"), ("image", to.place)),
-    "sample_steps": ("steps", to.whole),
-    "seed": ("seed", to.whole),
+    **dict.fromkeys(("image_path", "control_image_path"), ("image", to.file_path)),
+    "sample_steps": ("steps", to.integer),
+    "seed": ("seed", to.integer),
     "cfg_scale": ("guidance", to.number),
 }
 
 
 def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without the sections of their file, whose names mean nothing."""
+    """The arguments of all sections of a file, because the names of sections have no effect."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         flat |= _flatten(value) if isinstance(value, dict) else {key: value}
@@ -370,4 +384,4 @@ def _read_line(line: str) -> dict[str, Any]:
     return {"prompt": _OPTION.split(words)[0].strip(), **options}
 
 
-TRAINER = Trainer("musubi-tuner", TABLES, claims, carry)
+TRAINER = Trainer("musubi-tuner", TABLES, find_role, carry)

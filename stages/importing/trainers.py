@@ -2,5 +2,5 @@
 
 from stages.importing import ai_toolkit, musubi, simpletuner
 
-#: By the names of --from, in the order in which a file's content is looked at.
+#: Name for --from -> trainer, in the order in which their `find_role` is tried.
 TRAINERS = {"simpletuner": simpletuner.TRAINER, "musubi-tuner": musubi.TRAINER, "ai-toolkit": ai_toolkit.TRAINER}

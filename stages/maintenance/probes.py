@@ -1,7 +1,8 @@
-"""Probes of this machine for `doctor`, each in a process of its own, since importing a library, or looking at a store
-or a disk, may crash, hang or print: `python -m stages.maintenance.probes` reads a list, the probe and its arguments,
-as JSON, and prints what it found. Addresses, which may hold passwords, are no arguments of a process for that
-reason."""
+"""Probes of this machine for `doctor`. Each runs in a separate process, because importing a library, or reading a store
+or a disk, may crash, hang or print.
+
+`python -m stages.maintenance.probes` reads a JSON list (the probe and its arguments) from standard input, and prints
+its findings. The list is not passed as arguments of the process, because addresses may contain passwords."""
 
 import importlib
 import json
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 TIME_LIMIT_S = 120.0  # torch from a cold disk and the first use of a card take a minute
-LEAST_SPACE = 20 << 30  # bytes of a disk; a cache of a few thousand clips takes more
+LEAST_SPACE = 20 << 30  # bytes of free disk space; a cache of a few thousand clips needs more
 UNWRITABLE = "nothing can be written there"
 DTYPES = ("float32", "bfloat16", "float16")
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper
@@ -36,7 +37,7 @@ ATTENTION_KERNELS = {
     "_native_cudnn": "CUDNN_ATTENTION",
     "_native_math": "MATH",
 }
-#: Codec -> FFmpeg's decoders of it; one is enough.
+#: Codec -> FFmpeg's decoders; one of them is enough.
 DECODERS = {
     "H.264": ("h264",),
     "H.265": ("hevc",),
@@ -50,10 +51,10 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 def run_probe(probe: str, *arguments: str, time_limit: float = TIME_LIMIT_S) -> dict[str, Any]:
-    """The findings of a probe; {"problem": why} where its process fails, and also "slow" where it takes longer than
-    `time_limit` seconds. It is then killed and not waited for, as one that hangs in the kernel does not end. Its output
-    is a file: the end of a pipe, which what it has started may hold, might never come."""
-    asked = json.dumps([probe, *arguments])
+    """The findings of a probe; {"problem": reason} if its process fails. If it takes longer than `time_limit` seconds,
+    the findings also have "slow", and the process is killed but not awaited, because a process that hangs in the kernel
+    does not end. The output goes to a file, because a pipe stays open while the probe's child processes hold it."""
+    request = json.dumps([probe, *arguments])
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = start_program(
             "maintenance.probes",
@@ -66,7 +67,7 @@ def run_probe(probe: str, *arguments: str, time_limit: float = TIME_LIMIT_S) -> 
         )
         _running.add(process)
         try:
-            process.communicate(asked, time_limit)
+            process.communicate(request, time_limit)
         except subprocess.TimeoutExpired:
             _kill(process)
             return {"problem": f"no answer in {time_limit:g} s", "slow": True}
@@ -82,19 +83,20 @@ def run_probe(probe: str, *arguments: str, time_limit: float = TIME_LIMIT_S) -> 
 
 
 def kill_probes() -> None:
-    """End all that run."""
+    """Kill all running probes."""
     for process in [*_running]:
         _kill(process)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """With what it has started."""
+    """Kill a process and the processes that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def probe_devices(*names: str) -> dict[str, Any]:
-    """torch, and the devices that it finds. names: of configured devices; `missing`: why one of them is not here."""
+    """The version of torch and its devices. names: configured devices. Among the findings: missing, the reason why each
+    unavailable device of `names` is not found; chosen, the types of the available devices."""
     import torch
 
     from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
@@ -109,13 +111,13 @@ def probe_devices(*names: str) -> dict[str, Any]:
         row = _describe(str(device), device_name(device), device)
         row["free"], row["memory"] = device_memory(device)
         devices.append(row)
-    missing, chosen = {}, {}
+    problems, types = {}, {}
     for name in names:
         try:
-            chosen[name] = find_device(name).type
+            types[name] = find_device(name).type
         except DeviceNotFound as error:
-            missing[name] = error.message
-    return {"version": torch.__version__, "build": build, "devices": devices, "missing": missing, "chosen": chosen}
+            problems[name] = error.message
+    return {"version": torch.__version__, "build": build, "devices": devices, "missing": problems, "chosen": types}
 
 
 def _describe(name: str, model: str, device: "torch.device") -> dict[str, Any]:
@@ -143,7 +145,7 @@ def _describe(name: str, model: str, device: "torch.device") -> dict[str, Any]:
 
 
 def probe_library(module: str, distribution: str) -> dict[str, Any]:
-    """Import a library; its version."""
+    """Import a library. Returns its version."""
     importlib.import_module(module)
     return {"found": find_version(distribution)}
 
@@ -156,10 +158,10 @@ def find_version(distribution: str) -> str:
 
 
 def probe_decoders() -> dict[str, Any]:
-    """Whether FFmpeg, as PyAV has it, decodes each codec."""
+    """Whether PyAV's FFmpeg decodes each codec."""
     import av
 
-    return {name: any(decoder in av.codecs_available for decoder in known) for name, known in DECODERS.items()}
+    return {name: any(decoder in av.codecs_available for decoder in decoders) for name, decoders in DECODERS.items()}
 
 
 def probe_store(url: str) -> dict[str, Any]:
@@ -174,7 +176,7 @@ def probe_store(url: str) -> dict[str, Any]:
 
 
 def probe_disk(location: str) -> dict[str, Any]:
-    """Find the disk of a folder, which need not be there yet, and its free space."""
+    """Find the disk of a folder, which does not have to exist, and its free space."""
     path = Path(location).absolute()
     folder = next(part for part in (path, *path.parents) if part.is_dir())
     free = shutil.disk_usage(folder).free
@@ -183,7 +185,7 @@ def probe_disk(location: str) -> dict[str, Any]:
         return finding | {"follows": UNWRITABLE, "remedy": "choose another place, or allow this user to write"}
     if free < LEAST_SPACE:
         advice = "free space, or choose a place on another disk"
-        return finding | {"follows": "little room for caches and checkpoints", "remedy": advice}
+        return finding | {"follows": "little space for caches and checkpoints", "remedy": advice}
     return finding
 
 
@@ -204,7 +206,7 @@ def main() -> None:
     with redirect_stdout(sys.stderr):
         try:
             findings = PROBES[probe](*arguments)
-        except Exception as error:  # of any kind: it is what was asked for
+        except Exception as error:  # any error is a finding
             message = f"{type(error).__name__}: {error}".splitlines()[0]
             findings = {"problem": scrub_secrets(shorten(message, 200), *arguments[:1])}
     print(json.dumps(findings))

@@ -76,7 +76,7 @@ class Axis:
 @dataclass(frozen=True)
 class Chart:
     """One plot. runs: number of runs; with several runs, each run has a color, and the curves of a run differ by
-    dashes. notes: sentences below the plot. missing: reasons why runs do not have curves. marks: steps with a vertical
+    dashes. notes: sentences below the plot. gaps: reasons why runs do not have curves. marks: steps with a vertical
     line."""
 
     key: str
@@ -85,7 +85,7 @@ class Chart:
     runs: int
     curves: tuple[Curve, ...] = ()
     notes: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ()
     marks: tuple[int, ...] = ()
 
     @cached_property
@@ -112,33 +112,33 @@ class Chart:
         return [round(float(place), 2) for place in self.x.place(np.array(self.marks))]
 
     @cached_property
-    def drawn(self) -> list[dict[str, Any]]:
+    def curve_paths(self) -> list[dict[str, Any]]:
         """A dict per curve for the legend and the SVG: name, color, dash, faint, and <path> data: path, band and dots
         ("" for none). A curve and its smoothed version have the same color."""
-        drawn, counts = [], Counter[int]()
+        paths, counts = [], Counter[int]()
         is_smoothed = any(curve.faint for curve in self.curves)
         for number, curve in enumerate(self.curves):
-            kept = _thin(curve.values, self.most_points)
-            x, values = self.x.place(curve.steps[kept]), curve.values[kept]
+            indices = _thin(curve.values, self.max_points)
+            x, values = self.x.place(curve.steps[indices]), curve.values[indices]
             y, band, runs = self.y.place(values), "", self.runs > 1
             if curve.spread is not None:
-                spread = curve.spread[kept]
-                known = np.isfinite(values) & np.isfinite(spread)
-                upper, lower = (self.y.place((values + sign * spread)[known]) for sign in (1, -1))
+                spread = curve.spread[indices]
+                is_finite = np.isfinite(values) & np.isfinite(spread)
+                upper, lower = (self.y.place((values + sign * spread)[is_finite]) for sign in (1, -1))
                 outline = np.concatenate([upper, lower[::-1]])
-                band = _draw(np.concatenate([x[known], x[known][::-1]]), outline) + "Z"
+                band = _draw(np.concatenate([x[is_finite], x[is_finite][::-1]]), outline) + "Z"
             color = COLORS[(curve.run if runs or is_smoothed else number) % len(COLORS)]
             dash = DASHES[counts[curve.run] % len(DASHES)] if runs and not is_smoothed else ""
             dots = _draw(x, y, "h0") if not curve.faint and len(x) <= MARKED_POINTS else ""
-            drawn.append(
+            paths.append(
                 {"name": curve.name, "color": color, "dash": dash, "faint": curve.faint, "path": _draw(x, y)}
                 | {"band": band, "dots": dots}
             )
             counts[curve.run] += 1
-        return drawn
+        return paths
 
     @property
-    def most_points(self) -> int:
+    def max_points(self) -> int:
         """The largest number of points in a curve."""
         return MAX_POINTS // max(1, len(self.curves))
 
@@ -146,17 +146,17 @@ class Chart:
     def thinning(self) -> list[str]:
         """A list with a note if points are left out, else empty."""
         most = max((len(curve.steps) for curve in self.curves), default=0)
-        is_thin = most > self.most_points
-        return [f"Of {most} points the lowest and the highest of each stretch are drawn."] if is_thin else []
+        is_thin = most > self.max_points
+        return [f"The lowest and the highest point of each stretch are drawn, of {most} points."] if is_thin else []
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Rows of a table of values: at most MAX_ROWS steps, spread evenly over the steps of the first curve that is
         not faint."""
-        shown = [curve for curve in self.curves if not curve.faint]
-        steps = shown[0].steps if shown else np.array([])
+        curves = [curve for curve in self.curves if not curve.faint]
+        steps = curves[0].steps if curves else np.array([])
         indices = np.unique(np.linspace(0, len(steps) - 1, min(MAX_ROWS, len(steps))).astype(int))
-        return [{"step": int(step)} | {curve.name: _at(curve, step) for curve in shown} for step in steps[indices]]
+        return [{"step": int(step)} | {curve.name: _at(curve, step) for curve in curves} for step in steps[indices]]
 
     @property
     def summary(self) -> str:
@@ -164,8 +164,8 @@ class Chart:
         texts = []
         for curve in (curve for curve in self.curves if not curve.faint):
             finite = curve.values[np.isfinite(curve.values)]
-            span = f"{finite[0]:.4g} at first, {finite[-1]:.4g} at last, from {finite.min():.4g} to {finite.max():.4g}"
-            texts.append(f"{curve.name}: {span}")
+            values = {"first": finite[0], "last": finite[-1], "lowest": finite.min(), "highest": finite.max()}
+            texts.append(f"{curve.name}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
         return "; ".join(texts)
 
 
@@ -221,10 +221,10 @@ class _Kind:
     smooth: bool = False
     factor: float = 1.0
     note: str = ""
-    absent: str = "no step is recorded"
+    absent: str = "no steps are recorded"
 
 
-_NOT_MEASURED = "no validation measured it (validation.eval_samples is 0, or none was due yet)"
+_NOT_MEASURED = "no validation measured it (validation.eval_samples is 0, or no validation was due yet)"
 _KINDS = (
     _Kind("loss", "Training loss", "loss", ("loss",), smooth=True),
     _Kind("eval", "Eval loss", "loss", ("eval_loss",), absent=_NOT_MEASURED),
@@ -236,7 +236,7 @@ _KINDS = (
     _Kind("speed", "Throughput", "samples per second", ("samples_per_s",)),
     _Kind("wait", "Waiting for data", "% of the time", ("data_wait_share",), factor=100.0),
     _Kind("memory", "Memory", "GiB", ("device_memory_gib", "host_memory_gib"),
-          note="The most since the process began, of the device as torch allocated it."),
+          note="Peak since the process started. Device memory is the memory that torch allocated."),
 )  # fmt: skip
 
 
@@ -249,19 +249,19 @@ def _build(
     kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]], about: Mapping[str, Sequence[str]] | None = None
 ) -> Chart:
     """Build a chart. about: run -> further notes for the chart."""
-    curves, notes, missing, marks = list[Curve](), list[str](), list[str](), list[int]()
+    curves, notes, gaps, marks = list[Curve](), list[str](), list[str](), list[int]()
     for number, (run, lines) in enumerate(runs):
         prefix = f"{shorten(run, 40)}: " if len(runs) > 1 else ""
         measured = [curve for curve in _list_curves(kind, number, lines) if np.isfinite(curve.values).any()]
         notes += [prefix + note for note in (about or {}).get(run, ())]
         if not measured:
-            missing.append(f"{prefix}{kind.absent}.")
+            gaps.append(f"{prefix}{kind.absent}.")
         elif len(measured) > MAX_CURVES:
-            notes.append(f"{prefix}the {MAX_CURVES} of {len(measured)} that were measured most often are shown.")
+            notes.append(f"{prefix}only the {MAX_CURVES} curves with the most values are shown, of {len(measured)}.")
             measured = sorted(measured, key=lambda curve: -int(np.isfinite(curve.values).sum()))[:MAX_CURVES]
-        bad = sorted(line["step"] for line in lines for name in kind.names if name in line and line[name] is None)
-        if bad and not kind.nested:
-            notes.append(f"{prefix}not finite at {len(bad)} steps: {_name_steps(bad)}.")
+        gap_steps = sorted(line["step"] for line in lines for name in kind.names if name in line and line[name] is None)
+        if gap_steps and not kind.nested:
+            notes.append(f"{prefix}not finite at {len(gap_steps)} steps: {_name_steps(gap_steps)}.")
         for line in lines if measured and kind.unit == "loss" else ():
             if "set" in line:
                 marks.append(line["step"])
@@ -276,7 +276,7 @@ def _build(
             names = [f"{prefix}{curve.name}" if curve.name else prefix[:-2] or kind.title for curve in measured]
             curves += [replace(curve, name=name) for curve, name in zip(measured, names, strict=True)]
     notes = [kind.note, *notes] if kind.note and curves else notes
-    return Chart(kind.key, kind.title, kind.unit, len(runs), tuple(curves), tuple(notes), tuple(missing), tuple(marks))
+    return Chart(kind.key, kind.title, kind.unit, len(runs), tuple(curves), tuple(notes), tuple(gaps), tuple(marks))
 
 
 def _list_curves(kind: _Kind, run: int, lines: Sequence[Line]) -> Iterator[Curve]:
@@ -320,12 +320,12 @@ def _thin(values: np.ndarray, most: int) -> np.ndarray:
     if len(values) <= most:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), (most - 2) // 2 + 1).astype(int)
-    kept = {0, len(values) - 1}
+    indices = {0, len(values) - 1}
     for first, last in pairwise(edges.tolist()):
         part = values[first:last]
         if np.isfinite(part).any():
-            kept |= {first + int(np.nanargmin(part)), first + int(np.nanargmax(part))}
-    return np.array(sorted(kept))
+            indices |= {first + int(np.nanargmin(part)), first + int(np.nanargmax(part))}
+    return np.array(sorted(indices))
 
 
 def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart]:
@@ -333,7 +333,7 @@ def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart
     runs: (name, score curves). Scores of different models are in different charts."""
     names = sorted({curve.name for _, curves in runs for curve in curves})
     if not names:
-        return [Chart("scores", "Scores", "", len(runs), missing=("none are recorded.",))]
+        return [Chart("scores", "Scores", "", len(runs), gaps=("no scores are recorded.",))]
     charts: list[Chart] = []
     for name in names[:MAX_CURVES]:
         models = list(dict.fromkeys(curve.measured for _, curves in runs for curve in curves if curve.name == name))
@@ -347,9 +347,9 @@ def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart
                 about[run] = list(_describe_score(score)) if score else []
                 lines.append((run, [_score_line(point) for point in score.points] if score else []))
             kind = _Kind(f"score-{len(charts)}", title, "score", ("value",), spread="spread",
-                         absent="it was not scored with this")  # fmt: skip
+                         absent="it was not scored with this model")  # fmt: skip
             charts.append(_build(kind, lines, about))
-            if any(len(line["prompts"]) > 1 for _, of_run in lines for line in of_run):
+            if any(len(line["prompts"]) > 1 for _, run_lines in lines for line in run_lines):
                 by_prompt = replace(kind, key=f"{kind.key}-prompts", title=f"{title}, by prompt", spread="")
                 charts.append(_build(replace(by_prompt, names=("prompts",), nested=True), lines))
     return charts
@@ -366,6 +366,6 @@ def _describe_score(score: ScoreCurve) -> Iterator[str]:
     if any(point.spread is not None for point in score.points):
         yield f"The band is one standard deviation over {score.seeds} seeds to each side."
     compared = score.comparable
-    if other := [point.step for point in score.points if point not in compared]:
-        steps = _name_steps(other)
-        yield f"Of other prompts or seeds than step {compared[-1].step}, and not to be compared: step {steps}."
+    if other_steps := [point.step for point in score.points if point not in compared]:
+        steps = _name_steps(other_steps)
+        yield f"Not comparable with step {compared[-1].step}, because prompts or seeds differ: steps {steps}."

@@ -36,7 +36,7 @@ class Figure:
 
     alts: alternative text of each picture. crop: (left, top, width, height) in pixels of the only picture, which is
     darkened outside of this rectangle. problem: reason to show if the figure does not have pictures. link: address that
-    caption and pictures link to. apart: whether a line separates the figure from the next figure.
+    caption and pictures link to. has_separator: whether a line separates the figure from the next figure.
     """
 
     pictures: tuple[Picture | PictureFile, ...]
@@ -45,7 +45,7 @@ class Figure:
     crop: tuple[float, float, float, float] | None = None
     problem: str = ""
     link: str = ""
-    apart: bool = False
+    has_separator: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,29 +59,31 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Caption:
-    """A sample's caption. tokens: number of tokens, None if not known. kept: number of tokens that the encoder kept,
-    None if not known. problem: reason why the numbers are not known."""
+    """A sample's caption. tokens: number of tokens, None if not known. kept_tokens: number of tokens that the encoder
+    kept, None if not known. problem: reason why the numbers are not known."""
 
     text: str
     tokens: int | None = None
-    kept: int | None = None
+    kept_tokens: int | None = None
     problem: str = ""
 
     @property
     def is_whole(self) -> bool:
-        return not self.problem and self.tokens == self.kept
+        return not self.problem and self.tokens == self.kept_tokens
 
     @property
     def note(self) -> str:
         if self.problem or self.tokens is None:
             return self.problem
-        return f"{self.tokens} tokens" if self.is_whole else f"truncated: {self.kept} of {self.tokens} tokens kept"
+        if self.is_whole:
+            return f"{self.tokens} tokens"
+        return f"truncated: {self.kept_tokens} of {self.tokens} tokens kept"
 
 
 @dataclass(frozen=True)
 class Card:
-    """A sample on a page. marks: short labels. facts: lines of text. more: text after the captions. whole: whether the
-    card has the width of the page."""
+    """A sample on a page. marks: short labels. facts: lines of text. more: text after the captions. is_full_width:
+    whether the card has the width of the page."""
 
     title: str
     galleries: Sequence[Gallery] = ()
@@ -92,7 +94,7 @@ class Card:
     problems: Sequence[str] = ()
     score: str = ""
     anchor: str = ""
-    whole: bool = False
+    is_full_width: bool = False
 
 
 @dataclass(frozen=True)

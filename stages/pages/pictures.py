@@ -26,7 +26,7 @@ MAX_CLIP_FRAMES = 241  # frames that are decoded to shrink a clip
 #: (longest side in pixels, constant rate factor of H.264), tried in order until a clip is small enough.
 CLIP_STEPS = ((256, 26), (256, 32), (192, 34), (128, 36))
 CLIP_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts")
-MAX_KEPT = 1000  # shrunk pictures in memory: twice as many as a page has
+MAX_CACHED = 1000  # shrunk pictures in memory: twice as many as a page has
 JPEG_STEPS = ((85, 1.0), (70, 1.0), (60, 0.7), (50, 0.5), (40, 0.25))  # quality of JPEG, scale
 SETTINGS = ("seed", "size", "steps", "guidance", "guidance_low")
 
@@ -199,11 +199,11 @@ def shrink(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | No
     with suppress(OSError, ValueError):
         status = os.stat(path)
         version = status.st_mtime_ns, status.st_size, status.st_ino
-    return _shrink_kept(os.fspath(path), version, box, max_bytes, at)
+    return _shrink_cached(os.fspath(path), version, box, max_bytes, at)
 
 
-@lru_cache(MAX_KEPT)
-def _shrink_kept(
+@lru_cache(MAX_CACHED)
+def _shrink_cached(
     path: str, version: Hashable, box: tuple[int, int], max_bytes: int, at: float | None
 ) -> Picture | None:
     is_clip = path.endswith(".mp4") and at is None
@@ -225,10 +225,10 @@ def list_samples(config: Config, folder: Path) -> dict[str, dict[int, Path | Non
 
 def describe(config: Config, folder: Path, name: str, step: int) -> dict[str, Any]:
     """Describe a validation sample: prompt, negative_prompt, and the SETTINGS that are known."""
-    known = describe_sample(config, latent_path(folder, step, name))
-    known["size"] = known.get("bucket")
-    settings = {key: known[key] for key in SETTINGS if known.get(key) is not None}
-    prompts = {key: str(known.get(key) or "") for key in ("prompt", "negative_prompt")}
+    metadata = describe_sample(config, latent_path(folder, step, name))
+    metadata["size"] = metadata.get("bucket")
+    settings = {key: metadata[key] for key in SETTINGS if metadata.get(key) is not None}
+    prompts = {key: str(metadata.get(key) or "") for key in ("prompt", "negative_prompt")}
     return prompts | {key: f"{value:g}" if isinstance(value, float) else value for key, value in settings.items()}
 
 

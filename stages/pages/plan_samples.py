@@ -35,7 +35,7 @@ StoredRow = tuple[str, ShardRow]  # path of the shard, row
 MAX_OPEN_SHARDS = 16
 NOT_ENCODED = "not encoded yet"
 MAX_SHOWN_FRAMES = 9  # frames of a clip; 1 + 8, because most clips have 1 + 8n frames
-WHOLE_BOX = (240, 160)  # largest width and height of the picture of a whole item, in pixels
+UNCROPPED_BOX = (240, 160)  # largest width and height of the picture of a whole item, in pixels
 MASK_TINT = (214, 40, 40)  # color of the parts that are not trained on
 
 
@@ -57,8 +57,8 @@ class PlanTable:
         numbers = pc.index_in(self.active["sample_id"], value_set=samples["sample_id"].combine_chunks())
         if numbers.null_count:
             raise LatentpressError(
-                f"plan {plan.name} has {numbers.null_count} samples that no plan describes: an older plan was removed",
-                "run `latentpress bucket`, which plans them again",
+                f"plan {plan.name} has {numbers.null_count} samples without a description: an older plan was removed",
+                "run `latentpress bucket` to plan them again",
             )
         media_id, geometry = samples["media_id"].take(numbers), samples["geometry"].take(numbers).combine_chunks()
         columns = ["path", "media_id", "width", "height"]
@@ -81,25 +81,25 @@ class PlanTable:
         rows = self.active.filter(pc.equal(self.active["bucket"], bucket))
         return len(rows) if role is None else len(rows.filter(pc.equal(rows["role"], role)))
 
-    def choose(self, count: int, buckets: Sequence[str], among: np.ndarray | None = None) -> dict[str, list[int]]:
+    def choose(self, count: int, buckets: Sequence[str], candidates: np.ndarray | None = None) -> dict[str, list[int]]:
         """Choose samples: bucket -> row numbers of `active`, at most `count` each. The samples with the lowest ids are
         chosen: since ids are hashes, this is a random choice that changes little when data is added.
 
-        among: (n,) bool, which rows may be chosen.
+        candidates: (n,) bool, which rows may be chosen.
         """
         table = self.active.select(["bucket", "sample_id"])
         table = table.append_column("row", pa.array(np.arange(len(table))))
-        table = table if among is None else table.filter(pa.array(among))
+        table = table if candidates is None else table.filter(pa.array(candidates))
         # Two files with the same bytes have the same id.
         table = table.group_by(["bucket", "sample_id"]).aggregate([("row", "min")]).sort_by("sample_id")
-        of_bucket = {name: table.filter(pc.equal(table["bucket"], name)) for name in buckets}
-        return {name: rows.slice(0, count)["row_min"].to_pylist() for name, rows in of_bucket.items()}
+        bucket_rows = {name: table.filter(pc.equal(table["bucket"], name)) for name in buckets}
+        return {name: rows.slice(0, count)["row_min"].to_pylist() for name, rows in bucket_rows.items()}
 
     def bucket_rows(self) -> list[TableRow]:
         """The table of buckets as `latentpress bucket` prints it, from the plan and the media tables."""
-        known = self.shapes.append_column("bucket", self.active["bucket"])
-        known = known.filter(pc.is_valid(known["width"]))
-        crops = crop_statistics(known["bucket"], *(known[name].to_numpy() for name in ("stretched", "lost")))
+        shapes = self.shapes.append_column("bucket", self.active["bucket"])
+        shapes = shapes.filter(pc.is_valid(shapes["width"]))
+        crops = crop_statistics(shapes["bucket"], *(shapes[name].to_numpy() for name in ("stretched", "lost")))
         model, latents = self.config.model, self.config.latents
         return summary.bucket_table(model, latents, self.active, self.samples, crops)
 
@@ -121,14 +121,14 @@ def _measure_crops(rows: pa.Table, geometry: pa.StructArray) -> pa.Table:
 
 
 class StageShards:
-    """The shards of one stage. members: ids of the items in encoded units. set_aside: ids of rejected items, which do
-    not have a row."""
+    """The shards of one stage. members: ids of the items in encoded units. rejects: ids of rejected items, which do not
+    have a row."""
 
     def __init__(self, table: PlanTable, stage: EncodingStage, readers: ReaderPool) -> None:
         state = stage.state(table.store, table.config, table.plan)
         units = [unit for unit in state.units if unit.unit_id in state.done]
         self.members = pa.array((name for unit in units for name in unit.members), pa.string())
-        self.set_aside = pa.array([row["item"] for row in state.set_aside], pa.string())
+        self.rejects = pa.array([row["item"] for row in state.set_aside], pa.string())
         self._paths = [state.done[unit.unit_id] for unit in units for _ in unit.members]
         self._store, self._readers = table.store, readers
 
@@ -141,15 +141,15 @@ class StageShards:
         meta = self._readers.meta(path := self._paths[index])
         if name in meta.ids:
             return self._store.path(path), self._readers.read(path, meta.ids.index(name))
-        why = next((f": {member.message}" for member in meta.set_aside if member.id == name), "")
-        raise LatentpressError(f"it was set aside when its unit was encoded{why}")
+        reason = next((f": {member.message}" for member in meta.set_aside if member.id == name), "")
+        raise LatentpressError(f"it was rejected when its unit was encoded{reason}")
 
 
 class EncodedPlan:
     """The encoded samples and texts of a plan.
 
-    encoded, set_aside: (n,) bool, whether a row of `table.active` is encoded, or rejected. missing: number of samples
-    that are neither encoded nor rejected. folder: folder of the latents' shards in the root.
+    is_encoded, is_rejected: (n,) bool, whether a row of `table.active` is encoded, or rejected. missing_count: number
+    of samples that are neither encoded nor rejected. folder: folder of the latents' shards in the root.
     """
 
     def __init__(self, table: PlanTable) -> None:
@@ -158,15 +158,15 @@ class EncodedPlan:
         self.folder = f"latents/{stage_registry.LATENTS.fingerprint(table.config)}"
         self.latents = StageShards(table, stage_registry.LATENTS, readers)
         self.texts = StageShards(table, stage_registry.TEXT, readers)
-        self.set_aside = pc.is_in(ids, value_set=self.latents.set_aside).to_numpy()
-        self.encoded = pc.is_in(ids, value_set=self.latents.members).to_numpy() & ~self.set_aside
-        self.missing = int((~self.encoded & ~self.set_aside).sum())
+        self.is_rejected = pc.is_in(ids, value_set=self.latents.rejects).to_numpy()
+        self.is_encoded = pc.is_in(ids, value_set=self.latents.members).to_numpy() & ~self.is_rejected
+        self.missing_count = int((~self.is_encoded & ~self.is_rejected).sum())
 
-    def bucket_row(self, bucket: str, shown: int) -> TableRow:
-        """A bucket's row of the table of encoded samples. shown: number of samples on the page."""
+    def bucket_row(self, bucket: str, shown_count: int) -> TableRow:
+        """A bucket's row of the table of encoded samples. shown_count: number of samples on the page."""
         in_bucket = pc.equal(self.table.active["bucket"], bucket).to_numpy()
-        encoded = int(self.encoded[in_bucket].sum())
-        return {"bucket": bucket, "samples": int(in_bucket.sum()), "encoded": encoded, "shown": shown}
+        encoded = int(self.is_encoded[in_bucket].sum())
+        return {"bucket": bucket, "samples": int(in_bucket.sum()), "encoded": encoded, "shown": shown_count}
 
     def caption(self, name: str) -> Caption:
         """A text and its number of tokens. name: id of the text."""
@@ -211,7 +211,7 @@ class PlanSample:
     def facts(self) -> tuple[str, ...]:
         """Lines about the sample: geometry, times, source image, references and mask."""
         geometry, row, shape, times = self.sample["geometry"], self.active_row, self.shape, self.times
-        size = "{width}x{height}".format(**shape) if shape["width"] else "size no longer known"
+        size = "{width}x{height}".format(**shape) if shape["width"] else "size not known any more"
         resized = "resized to {resize_w}x{resize_h}, cropped at ({x}, {y})".format(**geometry)
         facts = [f"{size} → {self.bucket}: {resized}"]
         if shape["width"]:
@@ -248,17 +248,17 @@ class SampleTask:
     """A sample to read.
 
     sample: the sample's row of SAMPLES_SCHEMA. files: role ("media", "source", "mask"; for references the roles of
-    SOURCE_ROLES in order) -> file and the media id with which it was planned. given: number of frames at the start of a
-    clip that condition the model. crops: geometries of the source image or the references. whole: (width, height) of
-    the picture of the whole item, for a page; None to read all frames, without masks.
+    SOURCE_ROLES in order) -> file and the media id with which it was planned. condition_frames: number of frames at the
+    start of a clip that condition the model. crops: geometries of the source image or the references. uncropped_size:
+    (width, height) of the picture of the whole item, for a page; None to read all frames, without masks.
     """
 
     sample: TableRow
     files: dict[str, tuple[MediaPath, str]]
     decoder: str
-    given: int
+    condition_frames: int
     crops: tuple[TableRow, ...]
-    whole: tuple[int, int] | None
+    uncropped_size: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -266,14 +266,14 @@ class SamplePixels:
     """uint8 pixels as the encoder gets them. frames: (T, H, W, 3). conditions: the source image, the references or the
     first frames, (F, H, W, 3) each; empty if the sample is not conditioned on images.
 
-    For a task with `whole`, frames has only the frames of `frame_indices`; masked has the same frames with the mask
-    drawn over them, None without a mask; whole is the uncropped image or first frame.
+    For a task with `uncropped_size`, frames has only the frames of `frame_indices`; masked has the same frames with the
+    mask drawn over them, None without a mask; uncropped is the whole image or first frame.
     """
 
     frames: np.ndarray
     conditions: tuple[np.ndarray, ...]
     masked: np.ndarray | None = None
-    whole: np.ndarray | None = None
+    uncropped: np.ndarray | None = None
 
 
 def frame_indices(count: int) -> list[int]:
@@ -290,14 +290,14 @@ def read_sample(task: SampleTask) -> SamplePixels:
         for file, media_id in task.files.values():
             require_unchanged(file, media_id)
         frames = read_sample_frames(path, sample, task.decoder)
-        conditions = [frames[: task.given]] if sample["condition"] == "first-frame" else []
+        conditions = [frames[: task.condition_frames]] if sample["condition"] == "first-frame" else []
         for role, crop in zip(SOURCE_ROLES, task.crops, strict=False):
             conditions.append(read_cropped_image(task.files[role][0], crop)[None])
-        if task.whole is None:
+        if task.uncropped_size is None:
             return SamplePixels(frames, tuple(conditions))
-        width, height = task.whole
-        uncropped = {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}
-        whole = read_sample_frames(path, sample | {"geometry": uncropped}, task.decoder)[0]
+        width, height = task.uncropped_size
+        full = {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}
+        uncropped = read_sample_frames(path, sample | {"geometry": full}, task.decoder)[0]
         indices, masked, times = frame_indices(len(frames)), None, list[float]()
         if sample["kind"] == "video":
             times = clip_times(sample["start"], sample["rate"], len(frames))
@@ -308,7 +308,7 @@ def read_sample(task: SampleTask) -> SamplePixels:
             trained = read_sample_mask(task.files["mask"][0], kind, geometry, at)[..., None] / np.float32(255)
             tinted = frames * np.float32(0.35) + np.array(MASK_TINT, np.float32) * np.float32(0.65)
             masked = (frames * trained + tinted * (1 - trained)).astype(np.uint8)
-        return SamplePixels(frames, tuple(conditions), masked, whole)
+        return SamplePixels(frames, tuple(conditions), masked, uncropped)
     except OSError as error:
         raise unreadable_error(path, error) from error
 
@@ -318,11 +318,11 @@ def _make_reader() -> Callable[[SampleTask], SamplePixels]:
 
 
 def read_samples(
-    table: PlanTable, rows: Iterable[int], workers: int, with_whole: bool = False
+    table: PlanTable, rows: Iterable[int], workers: int, with_uncropped: bool = False
 ) -> Generator[tuple[PlanSample, SamplePixels | MediaError]]:
     """Yield samples with their pixels, or with the error if they can't be read. Worker processes read ahead. rows: row
-    numbers of `table.active`. with_whole: read the whole item and the mask too, but only some frames of a clip."""
-    opened = [_open_sample(table, row, with_whole) for row in rows]
+    numbers of `table.active`. with_uncropped: read the whole item and the mask too, but only some frames of a clip."""
+    opened = [_open_sample(table, row, with_uncropped) for row in rows]
     with SandboxPool.configured(_make_reader, workers, table.config.stages) as pool:
         results = pool.map(task for _, task in opened if isinstance(task, SampleTask))
         for item, task in opened:
@@ -330,14 +330,14 @@ def read_samples(
             yield item, result.error(item.path) if isinstance(result, WorkerFailure) else result
 
 
-def _open_sample(table: PlanTable, row: int, with_whole: bool) -> tuple[PlanSample, SampleTask | MediaError]:
+def _open_sample(table: PlanTable, row: int, with_uncropped: bool) -> tuple[PlanSample, SampleTask | MediaError]:
     active_row, shape = (columns.slice(row, 1).to_pylist()[0] for columns in (table.active, table.shapes))
     sample, config = table.plan.samples[active_row["sample_id"]], table.config
     references = tuple(table.plan.samples[id] for id in active_row.get("references") or ())
     item = PlanSample(active_row, sample, shape, references)
     try:
         required = table.locations.required_files("latents", active_row["sample_id"])
-        required = [file for file in required if file.role != "mask" or with_whole]
+        required = [file for file in required if file.role != "mask" or with_uncropped]
         files = {file.role: (table.locations.open(file), file.content) for file in required}
         for role, reference in zip(SOURCE_ROLES, references, strict=False):
             (file,) = table.locations.required_files("latents", reference["sample_id"])
@@ -348,12 +348,12 @@ def _open_sample(table: PlanTable, row: int, with_whole: bool) -> tuple[PlanSamp
         return item, unreadable_error(item.path, error)
     except LatentpressError as error:
         return item, MediaError("unreadable", item.path, error.message, error.next_step)
-    geometry, whole = sample["geometry"], None
-    if with_whole:
+    geometry, uncropped_size = sample["geometry"], None
+    if with_uncropped:
         width, height = shape["width"] or geometry["resize_w"], shape["height"] or geometry["resize_h"]
-        scale = min(1.0, WHOLE_BOX[0] / width, WHOLE_BOX[1] / height)
-        whole = max(1, round(width * scale)), max(1, round(height * scale))
-    given = 1 if config.model.condition is None else config.model.condition.frames
+        scale = min(1.0, UNCROPPED_BOX[0] / width, UNCROPPED_BOX[1] / height)
+        uncropped_size = max(1, round(width * scale)), max(1, round(height * scale))
+    condition_frames = 1 if config.model.condition is None else config.model.condition.frames
     crops = tuple(reference["geometry"] for reference in references)
     crops = (sample["source_geometry"],) if sample["condition"] == "source" else crops
-    return item, SampleTask(sample, files, config.latents.decoder, given, crops, whole)
+    return item, SampleTask(sample, files, config.latents.decoder, condition_frames, crops, uncropped_size)

@@ -33,8 +33,8 @@ def update_sheet(config: Config, run_folder: Path) -> Path:
     path, files = run_folder / "samples" / "contact-sheet.png", list_samples(config, run_folder)
     prompts = {prompt.name: prompt.prompt for prompt in config.validation.prompts}
     titles = {sample.name: f"{sample.name}: {prompts[sample.prompt]}" for sample in config.validation_samples()}
-    shown = [(name, step, file and read_mark(file)) for name, steps in files.items() for step, file in steps.items()]
-    mark = Mark(hash_json([shown, titles]))
+    marks = [(name, step, file and read_mark(file)) for name, steps in files.items() for step, file in steps.items()]
+    mark = Mark(hash_json([marks, titles]))
     if read_mark(path) != mark:
         with explained(str(path)), replacing(path) as temporary:
             draw_sheet(files, titles).save(temporary, format="PNG", pnginfo=png_info(mark))
@@ -60,7 +60,7 @@ def draw_sheet(files: Mapping[str, Mapping[int, Path | None]], titles: Mapping[s
     for name in list(files)[:MAX_ROWS]:
         lines = _wrap(titles.get(name, name), width - 2 * PADDING)
         rows.append((height + PADDING, name, lines))
-        tallest = max([MIN_HEIGHT, *(image.height for (other, _), image in images.items() if other == name)])
+        tallest = max([MIN_HEIGHT, *(image.height for (image_name, _), image in images.items() if image_name == name)])
         height += (len(lines) + 1) * LINE_HEIGHT + tallest + 3 * PADDING
     sheet = Image.new("RGB", (width, height), BACKGROUND)
     pen = ImageDraw.Draw(sheet)

@@ -31,20 +31,20 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.discovery.media_table import read_media_table
 from stages.discovery.sources.base import Source, open_source
-from stages.maintenance.set_aside import SetAside, list_set_aside
+from stages.maintenance.rejected_items import RejectedItem, list_rejected_items
 from stages.media.files import MediaError, MediaPath
 from stages.pages.pictures import Picture, shrink_file
 
 FOLDER = ".ui"  # folder of `latentpress ui` in the output folder
-MOST_KEPT = 1000  # files, of about 4 kB each
-MOST_MADE = 500  # thumbnails per start, for the first items of the list
+MAX_FILES = 1000  # files, of about 4 kB each
+MAX_THUMBNAILS = 500  # thumbnails per start, for the first items of the list
 PICTURE, NONE = ".webp", ".none"
 BOX, MAX_BYTES = (96, 96), 4000
 TIMEOUT_S, MEMORY_MIB = 20.0, 4096
 _ID = re.compile("[0-9a-f]{32}")
 
 
-def thumbnail_id(item: SetAside) -> str:
+def thumbnail_id(item: RejectedItem) -> str:
     """The id of a rejected item's thumbnail. It changes when the file is rejected for another reason, so that the
     thumbnail of a replaced file is made again."""
     parts = (item.dataset, item.path, item.reason, item.message)
@@ -76,21 +76,21 @@ class ThumbnailFiles:
         return {path.stem: path.suffix == PICTURE for path in self.folder.iterdir() if path.suffix in (PICTURE, NONE)}
 
     def write(self, pictures: Mapping[str, Picture | None]) -> None:
-        """Write pictures by their ids (None marks that no thumbnail could be made), and keep the newest MOST_KEPT
+        """Write pictures by their ids (None marks that no thumbnail could be made), and keep the newest MAX_FILES
         files."""
         with explained(str(self.folder)):
             make_folders(self.folder)
             for name, picture in pictures.items():
-                made, none = self.folder / f"{name}{PICTURE}", self.folder / f"{name}{NONE}"
+                file, none = self.folder / f"{name}{PICTURE}", self.folder / f"{name}{NONE}"
                 if picture is None:
                     none.touch()
-                    made.unlink(missing_ok=True)
+                    file.unlink(missing_ok=True)
                 else:
                     none.unlink(missing_ok=True)
-                    with replacing(made) as temporary:
+                    with replacing(file) as temporary:
                         temporary.write_bytes(picture.data)
             files = sorted(self.folder.glob("*.*"), key=lambda path: path.stat().st_mtime_ns)
-            for path in files[: max(0, len(files) - MOST_KEPT)]:
+            for path in files[: max(0, len(files) - MAX_FILES)]:
                 path.unlink(missing_ok=True)
 
 
@@ -131,24 +131,25 @@ def run(
     options: Options,
     console: Console,
     *,
-    dataset: Annotated[str, typer.Option(metavar="NAME", help="Whose items have these media ids.")] = "",
-    media_id: Annotated[list[str] | None, typer.Option(metavar="ID", help="Of an item. Repeatable.")] = None,
+    dataset: Annotated[str, typer.Option(metavar="NAME", help="The dataset of the media ids.")] = "",
+    media_id: Annotated[list[str] | None, typer.Option(metavar="ID", help="Media id of an item. Repeatable.")] = None,
 ) -> Report:
-    """Make those of the media ids, or of all that was set aside again, as its files may be others now."""
+    """Make the thumbnails of the media ids; without ids, of all rejected items again, because their files may have
+    changed."""
     report = Report(program="thumbnails", dry_run=options.dry_run)
     store = Store(config.root)
     if media_id:
         table = read_media_table(store, dataset).select(["media_id", "path"])
-        wanted = pc.is_in(table["media_id"], value_set=pa.array(media_id[:MOST_MADE], pa.string()))
-        items = {row["media_id"]: (dataset, row["path"]) for row in table.filter(wanted).to_pylist()}
+        is_requested = pc.is_in(table["media_id"], value_set=pa.array(media_id[:MAX_THUMBNAILS], pa.string()))
+        items = {row["media_id"]: (dataset, row["path"]) for row in table.filter(is_requested).to_pylist()}
     else:
-        rejected = list_set_aside(store, config)[:MOST_MADE]
+        rejected = list_rejected_items(store, config)[:MAX_THUMBNAILS]
         items = {thumbnail_id(item): (item.dataset, item.path) for item in rejected}
     items = {name: item for name, item in items.items() if can_have_thumbnail(item[1])}
     if not options.dry_run:
-        made = dict(zip(items, read_thumbnails(config, list(items.values())), strict=True))
-        ThumbnailFiles(Path(config.output)).write(made)
-        report.done = sum(picture is not None for picture in made.values())
+        pictures = dict(zip(items, read_thumbnails(config, list(items.values())), strict=True))
+        ThumbnailFiles(Path(config.output)).write(pictures)
+        report.done = sum(picture is not None for picture in pictures.values())
     return report
 
 

@@ -69,8 +69,8 @@ def write_training_samples(
     with closing(read_samples(table, [rows[prompt] for prompt in abouts], workers)) as originals:
         for (prompt, about), (item, original) in zip(abouts.items(), originals, strict=True):
             try:
-                path, stored = encoded.latents.read(about.sample_id)
-                frames = decode_tensor(family, autoencoder, path, stored, "latent", item.bucket)
+                path, row = encoded.latents.read(about.sample_id)
+                frames = decode_tensor(family, autoencoder, path, row, "latent", item.bucket)
             except LatentpressError as error:
                 console.warn(f"the training sample of prompt {prompt} can't be decoded: {error.message}")
                 continue
@@ -86,7 +86,7 @@ def find_training_samples(encoded: EncodedPlan) -> dict[str, int]:
     caption."""
     table = encoded.table
     texts = {prompt.name: prompt.text for prompt in table.plan.info.validation}
-    trained = pc.equal(table.active.column("role"), "train").to_numpy() & encoded.encoded
+    trained = pc.equal(table.active.column("role"), "train").to_numpy() & encoded.is_encoded
     column = table.active.column("texts").combine_chunks()
     rows, ids = pc.list_parent_indices(column).to_numpy(), pc.list_flatten(column)
     rows_by_text = dict[str, int]()

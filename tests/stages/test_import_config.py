@@ -460,8 +460,8 @@ def test_a_value_of_another_kind_is_named(name: str, old: str, new: str, tmp_pat
         ("a.json", '{"model_family": ' + "9" * 5000 + "}", "a.json can't be read"),
         ("b.json", '{"model_family": ' + "9" * 50 + "}", "more than 19 digits"),
         ("c.json", '{"model_family": "sa\\u0000na"}', "zero byte"),
-        ("d.json", "[" * 100_000, "nested too deep"),
-        ("b.toml", ".".join("a" * 3000) + " = 1", "nested too deep"),
+        ("d.json", "[" * 100_000, "too deep"),
+        ("b.toml", ".".join("a" * 3000) + " = 1", "too deep"),
         ("a.env", "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40 + "MODEL_TYPE=lora\n", "the value of A=$A$A is longer than"),
         ("a.sh", "#!/bin/bash\nA=don't\n" + "B=value # some words\n" * 4000, "a quotation is not closed: A=don"),
         ("program", ".py " * 60_000, "no trainer's configuration is recognized"),
@@ -479,12 +479,14 @@ def test_what_can_not_be_imported_ends_with_an_error_at_once(
     assert not (tmp_path / "pipeline.yaml").exists() and time.monotonic() - began < 10
 
 
-def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_appears_before_the_write_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, EXAMPLES["ai-toolkit"][0])
     target = tmp_path / "pipeline.yaml"
     monkeypatch.setattr(import_config, "parse_config", lambda *_: target.write_text("mine"))
     code, report = program(tmp_path, "job.yaml")
-    assert code != OK and "was changed meanwhile" in report["error"]["message"] and target.read_text() == "mine"
+    assert code != OK and str(target) in report["error"]["message"] and target.read_text() == "mine"
 
 
 def test_a_dry_run_prints_the_configuration_and_writes_nothing(tmp_path: Path) -> None:

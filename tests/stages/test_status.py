@@ -149,7 +149,7 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     home = project("sana")
     for number in range(12):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    assert "nothing was set aside" in home.run(status.run, rejects_too=True).summary()
+    assert "no items were rejected" in home.run(status.run, rejects_too=True).summary()
     (home.media / "0.txt").unlink()
     home.image("small.png", (32, 32), "small")
     for program in (discover, bucket):

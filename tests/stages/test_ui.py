@@ -37,9 +37,9 @@ def home(project: Callable[..., Project]) -> Project:
 def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
     assert server.post("/jobs/discover/start").json == {"message": "discover was started"}
     again = server.post("/jobs/discover/start")
-    assert again.status == 409 and "discover is at work already: it was started at" in again.json["error"]
-    beside = server.post("/jobs/run/start")
-    assert beside.status == 409 and "run can't start beside discover" in beside.json["error"]
+    assert again.status == 409 and "discover is already running" in again.json["error"]
+    conflict = server.post("/jobs/run/start")
+    assert conflict.status == 409 and "run" in conflict.json["error"] and "stop discover" in conflict.json["next_step"]
     ended = server.wait_for_end("discover")
     assert ended.exit_code == 0
     assert "discover: 1 done" in server.get("/logs/discover").text
@@ -113,7 +113,7 @@ def test_the_token(home: Project) -> None:
         given = server.post("/login", token="a long enough token").headers["set-cookie"]
         assert "max-age" in given.lower() and server.get("/", Cookie=given.partition(";")[0]).status == 200
         name = given.partition("=")[0]
-        expired = token.make_cookie(now=time.time() - COOKIE_S - 1)
+        expired = token.make_cookie(time_s=time.time() - COOKIE_S - 1)
         later = f"{int(expired.partition('.')[0]) + 10**6}.{expired.partition('.')[2]}"
         for wrong in (expired, later, expired.partition(".")[2], "."):
             assert server.get("/", Cookie=f"{name}={wrong}").status == 303, wrong
@@ -226,14 +226,14 @@ def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Proj
     assert piece["cut"] and len(piece["text"]) <= 65_536 and piece["end"] == log.stat().st_size
     assert server.get("/logs/bucket/tail?file=../starts/bucket.json&from=0").status == 404
     assert server.get("/logs/..%2fbucket").status == 404
-    beside = home.folder / "output/run/logs"
-    beside.mkdir(parents=True)
-    (beside / "report.log").write_text("page made again\n")
+    watchers = home.folder / "output/run/logs"
+    watchers.mkdir(parents=True)
+    (watchers / "report.log").write_text("page made again\n")
     (home.folder / "passwords.log").write_text("secret")
-    (beside / "link.log").symlink_to(home.folder / "passwords.log")
-    assert "/logs/beside-report" in server.get("/logs").text
-    assert "page made again" in server.get("/logs/beside-report").text
-    assert server.get("/logs/beside-link").status == 404 and server.get("/logs/beside-..%2f..%2fx").status == 404
+    (watchers / "link.log").symlink_to(home.folder / "passwords.log")
+    assert "/logs/watcher-report" in server.get("/logs").text
+    assert "page made again" in server.get("/logs/watcher-report").text
+    assert server.get("/logs/watcher-link").status == 404 and server.get("/logs/watcher-..%2f..%2fx").status == 404
 
 
 def test_an_invalid_configuration_is_shown_and_starts_nothing(server: UiServer, home: Project) -> None:
@@ -318,7 +318,7 @@ def test_another_root_in_the_configuration_is_not_followed(server: UiServer, hom
     home.settings["root"] = "elsewhere"
     home.config()
     refused = server.post("/jobs/discover/start")
-    assert refused.status == 409 and "names another root or output" in refused.json["error"]
+    assert refused.status == 409 and "different root or output" in refused.json["error"]
     assert server.site.config().root.endswith("/work")
     home.settings |= {"root": "work", "train": {"run": "second"}}
     home.config()

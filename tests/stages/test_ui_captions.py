@@ -10,7 +10,7 @@ import pytest
 from cache.store.store import Store
 from stages import discover
 from stages.discovery.media_table import read_media_table
-from stages.pages.ui.captions_page import MOST_SHOWN
+from stages.pages.ui.captions_page import MAX_SHOWN
 from tests.background import until as until_so
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
@@ -52,12 +52,12 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
         assert server.post(f"/captions/{a}/save", text="x", before=odd).status == 400
     for odd in ("?first=-1", "?first=9999999", "?dataset=<b>", "?words=%00"):
         assert server.get(f"/captions{odd}").status == 200
-    assert (home.media / "a.txt").read_text() == "a <b>bold</b> caption" and MOST_SHOWN > 2
+    assert (home.media / "a.txt").read_text() == "a <b>bold</b> caption" and MAX_SHOWN > 2
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_thumbnails_beside_captions_are_made_by_a_program(home: Project, server: UiServer) -> None:
+def test_thumbnails_next_to_captions_are_made_by_a_program(home: Project, server: UiServer) -> None:
     """Of the items that are shown and no others; by a button that a script presses."""
     home.image("c.png", (64, 48), "the same as a.png", 1)
     home.image("d.png", (64, 48), "damaged later", 3)
@@ -138,4 +138,4 @@ def test_captions_by_a_model_are_shown_and_an_edit_wins(
     media_id = dict(zip(table["path"], table["media_id"], strict=True))[path]
     assert server.post(f"/captions/{media_id}/save", text="mine").status == 200
     edited = server.get("/captions?edited=1").text
-    assert "2 edited" in edited and "mine</textarea>" in edited and "Of the model" in edited and word in edited
+    assert "2 edited" in edited and "mine</textarea>" in edited and "Caption by the model" in edited and word in edited

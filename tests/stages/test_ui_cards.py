@@ -1,4 +1,4 @@
-"""The cards of the flow page, from what `status` and the programs say."""
+"""The cards of the flow page, from `status` and the records of programs."""
 
 import os
 import time
@@ -43,7 +43,7 @@ def cards(project: Callable[..., Project]) -> Callable[..., dict[str, Card]]:
     return make
 
 
-def test_counts_rates_and_what_is_set_aside(cards: Any) -> None:
+def test_counts_rates_and_rejects(cards: Any) -> None:
     encode = row("encode-latents", 30, 70, 2, items_per_second="1.5", left="0:00:47", jobs="2 running, 1 lost")
     found = cards(row("discover", 6), row("bucket", 0, 0), encode, row("encode-text", 8), training_set="sets/abc")
     states = {name: card.state for name, card in found.items()}
@@ -57,14 +57,14 @@ def test_counts_rates_and_what_is_set_aside(cards: Any) -> None:
         "decode": "to do",
     }
     card = found["encode-latents"]
-    assert (card.done, card.total, card.count) == (30, 100, "30 of 100 samples")
-    assert (card.rate, card.left, card.facts) == (
+    assert (card.progress, card.total, card.count) == (30, 100, "30 of 100 samples")
+    assert (card.rate, card.time_left, card.facts) == (
         "1.5 samples/s",
         "0:00:47 left",
         ["jobs: 2 running, 1 lost"],
     )
-    assert card.set_aside == 2
-    assert all(card.can == ["start"] for card in found.values())
+    assert card.rejects == 2
+    assert all(card.actions == ["start"] for card in found.values())
     older = cards(row("discover", 6), training_set="sets/abc, of the older plan x: latentpress index")
     assert older["index"].state == "to do"
 
@@ -78,17 +78,17 @@ def test_every_stage_of_run_can_be_started_and_item_stages_have_a_bar(
     found = {
         card.name: card for step in build_cards(home.config(), ChildPrograms(tmp_path, []), status) for card in step
     }
-    assert (found["caption"].done, found["caption"].total, found["caption"].state) == (3, 8, "to do")
+    assert (found["caption"].progress, found["caption"].total, found["caption"].state) == (3, 8, "to do")
     assert (found["features"].state, found["encode-text"].state) == ("done", "done")
-    assert found["caption"].can == found["features"].can == ["start"]
+    assert found["caption"].actions == found["features"].actions == ["start"]
 
 
-def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
+def test_stages_of_a_run_are_shown_and_not_started_while_it_runs(cards: Any) -> None:
     note(cards.programs, "run", "encode-text")
     note(cards.programs, "run", "discover", exit_code=0)
     note(cards.programs, "run", "bucket", process_start="of another process")
     found = cards(row("encode-text", 2, 6))
-    assert (found["encode-text"].state, found["encode-text"].can, found["encode-text"].remark) == (
+    assert (found["encode-text"].state, found["encode-text"].actions, found["encode-text"].remark) == (
         "running",
         [],
         "for 1 min",
@@ -100,8 +100,8 @@ def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
         note(cards.programs, "run", "encode-text", tasks=tasks)
         card = cards(row("encode-text", 2, 6, items_per_second="9", left="0:00:01"))["encode-text"]
         assert card.facts == [f"{tasks[-1].description}: {tasks[-1].state}"]
-        assert card.rate == card.left == "", "that of jobs before"
-    assert (card.done, card.total) == (3, 8), "of what is not yet in a shard, too"
+        assert card.rate == card.time_left == "", "that of jobs before"
+    assert (card.progress, card.total) == (3, 8), "of what is not yet in a shard, too"
 
 
 def test_a_run_and_its_pictures(cards: Any) -> None:
@@ -111,9 +111,9 @@ def test_a_run_and_its_pictures(cards: Any) -> None:
     run.latent(10, "two")
     run.picture(10, "one", (255, 0, 0))
     found = cards()
-    assert (found["train"].done, found["train"].total, found["train"].state) == (10, 40, "to do")
+    assert (found["train"].progress, found["train"].total, found["train"].state) == (10, 40, "to do")
     assert found["train"].facts[1] == "eval loss 2.5 at step 0"
-    assert (found["decode"].done, found["decode"].total, found["decode"].state) == (1, 2, "to do")
+    assert (found["decode"].progress, found["decode"].total, found["decode"].state) == (1, 2, "to do")
     run.picture(10, "two", (255, 0, 0))
     assert cards()["decode"].state == "done"
 
@@ -146,11 +146,11 @@ def test_scored_pictures_are_counted(cards: Any) -> None:
         with (run.folder / "scores.jsonl").open("a") as file:
             file.write(f'{{"step": {step}, "scores": {{"clip score": 0.3}}}}\n')
         (card,) = build_cards(run.config, cards.programs, None)[-1]
-        states.append((card.name, card.done, card.total, card.state))
+        states.append((card.name, card.progress, card.total, card.state))
     assert states == [("score", 1, 2, "to do"), ("score", 2, 2, "done")]
 
 
 def test_a_status_that_failed_leaves_the_buttons(cards: Any) -> None:
     steps = build_cards(cards.config, cards.programs, LatentpressError("the disk is gone"))
     assert [[card.name for card in step] for step in steps][2] == ["encode-text", "encode-latents"]
-    assert all(card.can == ["start"] for step in steps for card in step)
+    assert all(card.actions == ["start"] for step in steps for card in step)

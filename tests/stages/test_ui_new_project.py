@@ -8,7 +8,7 @@ import pytest
 from schemas.cli.console import Options
 from schemas.config.loading import load_config
 from stages.configuring.questions import QUESTIONS
-from stages.pages.ui.proposals import MOST_AT_WORK
+from stages.pages.ui.proposals import MAX_RUNNING
 from stages.ui import open_projects
 from tests.background import until
 from tests.foreign_examples import SIMPLETUNER
@@ -39,7 +39,7 @@ def propose(server: UiServer, path: str, **fields: str) -> str:
     answer = server.request("POST", path, body, Origin=server.url)
     assert answer.status == 303, answer.text
     address = answer.headers["location"]
-    until(lambda: "at work" not in server.get(address).text, "the proposal")
+    until(lambda: "state running" not in server.get(address).text, "the proposal")
     return address
 
 
@@ -73,7 +73,7 @@ def test_another_trainers_configuration_is_taken_over(server: UiServer, place: P
     assert write(server, address) == "/p/mine/"
     assert load_config(place / "mine/pipeline.yaml").train.adapter.rank == 4
     assert "my-lora" in server.get("/p/mine/").text and ">mine</a>" in server.get("/projects").text
-    assert "It is written" in server.get(address).text
+    assert 'id="written"' in server.get(address).text
 
     file = place / "mine/pipeline.yaml"
     file.write_text(file.read_text().replace("rank: 4", "rank: 8"))
@@ -82,7 +82,7 @@ def test_another_trainers_configuration_is_taken_over(server: UiServer, place: P
     assert "-    rank: 8" in text and "+    rank: 4" in text and "Write these changes" in text
     file.write_text(file.read_text().replace("rank: 8", "rank: 16"))
     refused = server.post(f"{address}/write")
-    assert refused.status == 409 and "was changed meanwhile" in refused.json["error"]
+    assert refused.status == 409 and str(file) in refused.json["error"]
     assert load_config(file).train.adapter.rank == 16
 
 
@@ -105,13 +105,15 @@ def test_what_can_not_be_proposed_says_why(server: UiServer, place: Path) -> Non
 def test_a_few_are_made_at_a_time_and_end_with_the_page(server: UiServer, place: Path) -> None:
     started = [
         server.request("POST", "/new/propose", f"media={place}/media&name=a", Origin=server.url).headers["location"]
-        for _ in range(MOST_AT_WORK)
+        for _ in range(MAX_RUNNING)
     ]
     refused = server.post("/new/propose", media=f"{place}/media", name="a")
     assert refused.status == 409 and "being made already" in refused.json["error"]
     assert "being stopped" in server.post(f"{started[0]}/stop").json["message"]
     until(
-        lambda: "It was stopped" in server.get(started[0]).text or "interrupted" in server.get(started[0]).text,
+        lambda: (
+            "The program was stopped" in server.get(started[0]).text or "interrupted" in server.get(started[0]).text
+        ),
         "its end",
     )
     assert not (place / "a").exists()
@@ -135,7 +137,5 @@ def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
     assert config.model.family == "sana" and Path(config.datasets[0].root) == place / "media"
     assert "What to do" in server.get("/p/cats/").text
     address = propose(server, "/new/propose", **fields | {"recipe": "", "card": "16", "task": "concept"})
-    assert (
-        "The file has all of that already" in server.get(address).text or "The difference" in server.get(address).text
-    )
+    assert 'id="same"' in server.get(address).text or "Changes" in server.get(address).text
     assert load_config(place / "cats/pipeline.yaml") == config, "nothing is written before it was asked for"

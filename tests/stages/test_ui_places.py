@@ -46,12 +46,12 @@ def test_names_and_counts(tree: Path) -> None:
         ("photos", 2, 1),
         ("stays", 2, 1),
     ]
-    assert listing.above is None and list(listing.configurations) == ["job.yaml"]
+    assert listing.parent is None and list(listing.configurations) == ["job.yaml"]
     inner = Places([tree / "allowed"]).list_folder(str(tree / "allowed/photos"))
-    assert (inner.pictures, inner.clips) == (2, 1) and inner.above == str(tree / "allowed")
+    assert (inner.pictures, inner.clips) == (2, 1) and inner.parent == str(tree / "allowed")
     both = Places([tree / "allowed", tree / "allowed2"])
     assert [Path(folder.path).name for folder in both.list_roots().folders] == ["allowed", "allowed2"]
-    assert both.list_folder(str(tree / "allowed2")).above == ""
+    assert both.list_folder(str(tree / "allowed2")).parent == ""
 
 
 PIECES = ("..", ".", "", "photos", "day", "out", "up", "to-hidden", ".hidden", "stays", "inside", "circle", SECRET,

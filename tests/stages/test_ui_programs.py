@@ -65,18 +65,18 @@ def test_of_many_that_start_it_at_once_one_does(page: Callable[..., ChildProgram
     for thread in threads:
         thread.join()
     assert len(started) == 1 and len(refused) == 11
-    assert set(refused) == {f"discover is at work already: it was started at {at_time(started[0])}"}
+    assert set(refused) == {f"discover is already running: it was started at {at_time(started[0])}"}
     assert said(pages[0], started[0]) == "began -P -m stages.discover --config pipeline.yaml\n"
-    with pytest.raises(Refused, match=r"run can't start beside discover: it was started at"):
+    with pytest.raises(Refused, match="run can't start while discover is running"):
         pages[1].start("run")
-    pages[2].start("bucket")  # stages may run beside each other
+    pages[2].start("bucket")  # stages may run at the same time
 
 
 def at_time(start: Start) -> str:
     return f"{time.strftime('%H:%M:%S', time.localtime(start.began))}, process {start.process}"
 
 
-def test_a_program_goes_on_when_its_page_is_killed(page: Callable[..., ChildPrograms]) -> None:
+def test_a_program_continues_when_its_page_is_killed(page: Callable[..., ChildPrograms]) -> None:
     programs = page()
     child = os.fork()
     if child == 0:
@@ -86,22 +86,22 @@ def test_a_program_goes_on_when_its_page_is_killed(page: Callable[..., ChildProg
     other = page()
     found = other.last_start("preview-plan")
     assert found is not None and found.is_running and os.getsid(found.process) == found.process
-    with pytest.raises(Refused, match="at work already"):
+    with pytest.raises(Refused, match="preview-plan is already running"):
         other.start("preview-plan")
-    assert build_job_card("preview-plan", "", other).can == ["stop", "restart"]
+    assert build_job_card("preview-plan", "", other).actions == ["stop", "restart"]
     assert said(other, found).startswith("began -P -m stages.preview --config pipeline.yaml --plan")
     other.stop("preview-plan")
     assert ended(other, "preview-plan").exit_code is None, "only its parent could be told"
     assert build_job_card("preview-plan", "", other).remark == "stopped"
 
 
-def test_stop_kill_and_what_is_said_of_them(page: Callable[..., ChildPrograms]) -> None:
+def test_stop_kill_and_their_messages(page: Callable[..., ChildPrograms]) -> None:
     programs = page()
     for verb in (programs.stop, programs.kill):
-        with pytest.raises(Refused, match="train is not at work"):
+        with pytest.raises(Refused, match="train is not running"):
             verb("train")
     programs.start("train")
-    with pytest.raises(Refused, match="was not told to stop yet"):
+    with pytest.raises(Refused, match="train can only be killed after"):
         programs.kill("train")
     programs.stop("train")
     assert ended(programs, "train").exit_code == -signal.SIGTERM
@@ -111,8 +111,8 @@ def test_stop_kill_and_what_is_said_of_them(page: Callable[..., ChildPrograms]) 
     said(programs, programs.start("train"))
     programs.stop("train")
     card = build_job_card("train", "", programs)
-    assert (card.state, card.can) == ("stopping", ["kill"])
-    with pytest.raises(Refused, match="was told to stop already"):
+    assert (card.state, card.actions) == ("stopping", ["kill"])
+    with pytest.raises(Refused, match="train is already stopping"):
         programs.stop("train")
     programs.kill("train")
     assert ended(programs, "train").exit_code == -signal.SIGKILL
@@ -124,7 +124,7 @@ def test_a_restart_waits_for_the_end(page: Callable[..., ChildPrograms]) -> None
     said(programs, first)
     programs.restart("decode")
     assert build_job_card("decode", "", programs).state == "restarting"
-    with pytest.raises(Refused, match="being restarted already"):
+    with pytest.raises(Refused, match="decode is already being restarted"):
         programs.restart("decode")
     assert programs.last_start("decode").process == first.process, "it has not ended yet"
     programs.kill("decode")
@@ -139,7 +139,7 @@ def test_another_process_with_its_id_is_left_alone(page: Callable[..., ChildProg
     mine = before.model_copy(update={"process": os.getpid()})
     mine.write(programs._path("report"))
     assert not programs.last_start("report").is_running
-    with pytest.raises(Refused, match="report is not at work"):
+    with pytest.raises(Refused, match="report is not running"):
         programs.stop("report")
     before.write(programs._path("report"))
 

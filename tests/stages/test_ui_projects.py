@@ -17,13 +17,13 @@ from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.ui_server import UiServer, projects_server, ui_server
 
-PAGES = ("", "pictures", "queue", "configuration", "captions", "set-aside", "logs", "plan", "preview", "report")
+PAGES = ("", "pictures", "queue", "configuration", "captions", "rejected", "logs", "plan", "preview", "report")
 LINK = re.compile(r'\b(?:href|src|action|formaction|data-tail)="(/[^"]*)"')
 
 
 @pytest.fixture
 def homes(project: Callable[..., Project], tmp_path: Path) -> list[Project]:
-    """Two projects with a run each, a picture of it and something set aside."""
+    """Two projects with a run each, a picture of it and a rejected item."""
     made = []
     for number, name in enumerate(("harbour", "lantern")):
         settings = project().settings | {"train": {"run": f"run-of-{name}", "steps": 40}}
@@ -51,11 +51,11 @@ def several(homes: list[Project]) -> Iterator[UiServer]:
 def test_the_overview_says_what_each_does(several: UiServer) -> None:
     asked = several.get("/")
     assert asked.status == 303 and asked.headers["location"] == "/projects"
-    until(lambda: several.get("/projects").text.count(">1 set aside</a>") == 2, "both roots are read")
+    until(lambda: several.get("/projects").text.count(">1 rejected</a>") == 2, "both roots are read")
     text = several.get("/projects").text
     assert 'href="/p/harbour/">harbour</a>' in text and 'href="/p/lantern/">lantern</a>' in text
-    assert "step 3 of 40" in text and "step 4 of 40" in text and "picture of step 3" in text
-    assert text.count("nothing at work") == 2
+    assert "step 3 of 40" in text and "step 4 of 40" in text and "picture at step 3" in text
+    assert text.count("nothing running") == 2
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_the_configurations_of_a_folder(
         text = server.get("/projects").text
         assert re.findall(r'id="project-([^"]*)"', text) == ["one"]
         assert (
-            "no valid configuration: 1" in text
+            "Invalid configurations" in text
             and "&lt;b&gt;bad.yaml" in text
             and "<b>bad" not in text
             and "<i>" not in text
@@ -147,12 +147,12 @@ def test_the_configurations_of_a_folder(
         (folder / "two.yaml").write_text(settings)
         assert re.findall(r'id="project-([^"]*)"', server.get("/projects").text) == ["one", "two"]
         (folder / "<b>bad.yaml").write_text(settings)
-        assert "no valid configuration" not in server.get("/projects").text, "it was corrected"
+        assert "Invalid configurations" not in server.get("/projects").text, "it was corrected"
         (folder / "one/pipeline.yaml").write_text("model: broken")
         assert "model" in server.get("/projects").text and server.get("/p/one/").status == 200
     with pytest.raises(LatentpressError, match="can't be read"):
         open_projects([], tmp_path / "absent", Options())
-    monkeypatch.setattr("stages.pages.ui.projects.MOST_FOUND", 2)
+    monkeypatch.setattr("stages.pages.ui.projects.MAX_CONFIGURATIONS", 2)
     assert len(list_configurations(folder)[0]) == 2
 
 

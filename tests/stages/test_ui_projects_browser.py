@@ -138,7 +138,7 @@ def test_a_folder_is_chosen_in_the_configuration(server: UiServer, place: Path, 
     page.close(run_before_unload=False)
 
 
-def test_thumbnails_come_beside_what_is_being_typed(server: UiServer, browser: Any) -> None:  # noqa: F811
+def test_thumbnails_arrive_next_to_a_field_that_is_edited(server: UiServer, browser: Any) -> None:  # noqa: F811
     page = browser.new_page()
     errors = note_errors(page)
     page.goto(f"{server.url}/p/lantern/captions")

@@ -28,19 +28,21 @@ def home(project: Callable[..., Project]) -> Project:
 def test_before_training(server: UiServer) -> None:
     text = server.get("/").text
     assert "Training is <b>not started</b>" in text and "free for output" in text and "<svg" not in text
-    assert "Pictures are here after the first validation" in text
+    assert "after the first validation" in text
 
 
 def test_a_project_with_nothing_yet_says_what_to_do_first(home: Project, server: UiServer) -> None:
     home.image("a.png", (64, 48))
     text = server.get("/").text
     assert (
-        "What to do first" in text and f"The media of photos are in {home.media}" in text and "add a prompt" not in text
+        "What to do first" in text
+        and f"The media of photos are in {home.media}" in text
+        and "validation prompt" not in text
     )
     home.settings |= {"validation": {}, "datasets": [{"id": "photos", "instance_data_dir": "<b>absent"}]}
     home.config()
     text = server.get("/").text
-    assert "&lt;b&gt;absent with the media of photos: make it, or correct" in text and "add a prompt" in text
+    assert "&lt;b&gt;absent with the media of photos does not exist" in text and "validation prompt" in text
     home.settings["datasets"] = [{"id": "photos", "instance_data_dir": "media"}]
     home.run(discover.run)
     until(lambda: "What to do first" not in server.get("/").text, "the page knows that media were found")
@@ -71,26 +73,26 @@ def test_a_curve_of_a_run_that_grows(home: Project) -> None:
     run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 6)))
     run.metrics(step_line(6, loss=9.0, host_memory_gib=3.0))
     assert history.draw(path) == ([], {}), "not so soon"
-    history._again = 0.0
+    history._next_draw_s = 0.0
     charts, last = history.draw(path)
     assert [(chart.key, chart.curves[0].steps.tolist()) for chart in charts] == [
         ("loss", [1, 2, 3, 4, 5, 6]), ("eval", [0])]  # fmt: skip
     assert last["host_memory_gib"] == 3.0
 
 
-def test_pictures_large_and_two_steps_beside_each_other(home: Project, server: UiServer) -> None:
+def test_pictures_large_and_two_steps_next_to_each_other(home: Project, server: UiServer) -> None:
     assert "No validation was made yet" in server.get("/pictures").text
     run = trained(home)
     run.latent(20, "clip", prompt="waves", negative_prompt="<i>blur</i>", seed=11, guidance=3.5, bucket="64x48@12")
     run.clip(20, "clip")
     every = server.get("/pictures").text
     assert every.count("<figure>") == 7 and "<video" in every
-    pair = server.get("/pictures?step=20&beside=0").text
+    pair = server.get("/pictures?step=20&second=0").text
     assert re.findall(r">(step \d+)</a>", pair) == ["step 20", "step 0", "step 20", "step 0", "step 20"]
 
-    one = server.get("/pictures/one?name=two&step=20&beside=0").text
+    one = server.get("/pictures/one?name=two&step=20&second=0").text
     assert one.index("<h2>step 0</h2>") < one.index("<h2>step 20</h2>") and one.count("another @everyone") == 2
-    assert 'href="/pictures/one?name=two&amp;step=40&amp;beside=0" data-key="ArrowRight"' in one
+    assert 'href="/pictures/one?name=two&amp;step=40&amp;second=0" data-key="ArrowRight"' in one
     clip = server.get("/pictures/one?name=clip&step=20").text
     assert "&lt;i&gt;blur" in clip and "<video" in clip
     for value in ("waves", "11", "3.5", "64x48@12"):

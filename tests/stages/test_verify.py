@@ -163,9 +163,9 @@ def test_what_a_set_names_outside_its_shards_is_not_moved(encoded, path) -> None
     secret.write_bytes(b"mine")
     for repair in (False, True):
         report = encoded.run(verify.run, repair=repair)
-        (row,) = report.damage if not repair else [{"path": f"sets/{id}/shards.arrow", "message": "no shard below"}]
+        (row,) = report.damage if not repair else [{"path": f"sets/{id}/shards.arrow", "message": "not a shard below"}]
         assert row["path"] == f"sets/{id}/shards.arrow"
-        assert "no shard below" in row["message"] or "path is missing" in row["message"]
+        assert "not a shard below" in row["message"] or "path is missing" in row["message"]
         assert report.exit_code == (0 if repair else 4), "index writes the set again"
     assert secret.read_bytes() == b"mine" and (encoded.root / "media/photos/media.arrow").exists()
 
@@ -213,7 +213,7 @@ def test_a_shard_is_compared_with_its_plan(encoded) -> None:
         meta.bucket = "64x64@1"
 
     assert "lacks 1 of its unit's" in message(lose)
-    assert "has 1 members that its unit has not" in message(invent)
+    assert "has 1 members that its unit does not have" in message(invent)
     assert "both a row and set aside" in message(both)
     assert "it is of bucket '64x64@1'" in message(elsewhere)
 

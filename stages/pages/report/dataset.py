@@ -22,7 +22,7 @@ from schemas.errors import LatentpressError
 from schemas.text_format import shorten
 from stages.discovery.media_locations import spread_evenly
 from stages.encoding import stage_registry
-from stages.maintenance.set_aside import SetAside, list_set_aside
+from stages.maintenance.rejected_items import RejectedItem, list_rejected_items
 from stages.pages.charts import Bars
 from stages.pages.pictures import Picture
 from stages.pages.thumbnails import read_thumbnails
@@ -52,11 +52,11 @@ def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[tuple[fl
     present = np.zeros((len(words), len(columns)), np.float32)
     for row, distinct in enumerate(words):
         present[row, [columns[word] for word in distinct if word in columns]] = 1
-    shared = np.triu(present @ present.T, 1)  # each pair once
-    first, second = np.nonzero(shared)
+    shared_counts = np.triu(present @ present.T, 1)  # each pair once
+    first, second = np.nonzero(shared_counts)
     sizes = np.array([len(distinct) for distinct in words], np.float32)
-    both = shared[first, second]
-    similarity = both / (sizes[first] + sizes[second] - both)
+    intersection = shared_counts[first, second]
+    similarity = intersection / (sizes[first] + sizes[second] - intersection)
     best = np.lexsort((second, first, -similarity))[:count]
     return [(float(similarity[i]), captions[first[i]], captions[second[i]]) for i in best]
 
@@ -72,14 +72,14 @@ def length_bins(lengths: np.ndarray, most: int = 16) -> tuple[list[str], list[in
 
 class DataGlance:
     """The data of runs that share a plan. facts: sentences. alike: pairs of similar captions. cut: captions that the
-    encoder truncated. set_aside: (rejected item, its thumbnail or None). missing: sentences about information that is
+    encoder truncated. rejects: (rejected item, its thumbnail or None). gaps: sentences about information that is
     not available, with the reason."""
 
     def __init__(self, run: str, source: str) -> None:
         self.runs, self.source = [run], source
-        self.facts, self.missing, self.bars = list[str](), list[str](), list[Bars]()
+        self.facts, self.gaps, self.bars = list[str](), list[str](), list[Bars]()
         self.alike, self.cut = list[tuple[float, str, str]](), list[TableRow]()
-        self.reasons, self.set_aside = list[TableRow](), list[tuple[SetAside, Picture | None]]()
+        self.reasons, self.rejects = list[TableRow](), list[tuple[RejectedItem, Picture | None]]()
 
     def add_plan(self, store: Store, config: Config, plan: Plan) -> None:
         active = only_trained(plan.active)
@@ -87,13 +87,13 @@ class DataGlance:
             lambda: self._count_buckets(active),
             lambda: self._measure_captions(active["texts"], plan),
             lambda: self._find_cuts(store, config, plan),
-            lambda: self._show_set_aside(store, config, plan),
+            lambda: self._list_rejects(store, config, plan),
         ]
         for part in parts:
             try:
                 part()
             except LatentpressError as error:  # a damaged table, or a checkpoint that is not on this machine
-                self.missing.append(f"{error.message}.")
+                self.gaps.append(f"{error.message}.")
 
     def _count_buckets(self, active: pa.Table) -> None:
         counts = Counter(zip(active["bucket"].to_pylist(), active["role"].to_pylist(), strict=True))
@@ -103,67 +103,66 @@ class DataGlance:
         held_out = [counts[name, "eval"] for name in names]
         parts |= {"held out": held_out} if any(held_out) else {}
         self.bars.append(Bars("Samples by bucket", names, parts))
-        shown = f", of which the {len(names)} largest are shown" if len(names) < len(totals) else ""
-        self.facts.append(f"{len(active)} samples in {len(totals)} buckets{shown}.")
+        limit_note = f", of which the {len(names)} largest are shown" if len(names) < len(totals) else ""
+        self.facts.append(f"{len(active)} samples in {len(totals)} buckets{limit_note}.")
         datasets = Counter(active["dataset"].to_pylist()).most_common()
         self.facts.append("By dataset: " + ", ".join(f"{name} {count}" for name, count in datasets) + ".")
 
     def _measure_captions(self, ids: pa.ChunkedArray, plan: Plan) -> None:
         uses = pc.value_counts(pc.list_flatten(ids))
         if not len(uses):
-            self.missing.append("No sample has a caption.")
+            self.gaps.append("No sample has a caption.")
             return
         table = plan.text_table.select(["text_id", "text"])
         texts = table.filter(pc.is_in(table["text_id"], value_set=uses.field("values")))["text"]
         words = np.asarray(pc.list_value_length(pc.utf8_split_whitespace(texts)))
         labels, counts = length_bins(words)
         self.bars.append(Bars("Captions by words", labels, {"captions": counts}))
-        shared = sum(count > 1 for count in uses.field("counts").to_pylist())
+        shared_count = sum(count > 1 for count in uses.field("counts").to_pylist())
         self.facts.append(
             f"{len(uses)} different captions of {int(words.min())} to {int(words.max())} words, median "
             f"{np.median(words):g}"
-            + (f"; {shared} are of more than one sample." if shared else ", each of one sample.")
+            + (f"; {shared_count} belong to several samples." if shared_count else ", each of one sample.")
         )
         compared = spread_evenly(texts, MAX_COMPARED)
         self.alike = most_alike(compared)
         if len(compared) < len(texts):
-            self.facts.append(
-                f"{len(compared)} of {len(texts)} captions, spread evenly, were compared with each other."
-            )
+            self.facts.append(f"{len(compared)} of {len(texts)} captions, spread evenly, were compared for similarity.")
 
     def _find_cuts(self, store: Store, config: Config, plan: Plan) -> None:
         """Find captions with more tokens than the encoder accepts, which the shards' metadata lists."""
         state = stage_registry.TEXT.state(store, config, plan)
         paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
         if not paths:
-            self.missing.append("What the encoder cuts off captions is not known: no text is encoded.")
+            self.gaps.append("No text is encoded yet, so truncated captions are not known.")
             return
         readers, cut = ReaderPool(store), []
-        opened, wanted = spread_evenly(pa.array(paths), MAX_OPENED_SHARDS), set(plan.active_text_ids.to_pylist())
-        for path in opened:
+        opened_paths = spread_evenly(pa.array(paths), MAX_OPENED_SHARDS)
+        text_ids = set(plan.active_text_ids.to_pylist())
+        for path in opened_paths:
             with suppress(DamageError):
-                cut += [row for row in readers.meta(path).truncated if row.id in wanted]
+                cut += [row for row in readers.meta(path).truncated if row.id in text_ids]
         readers.close()
-        among = "" if len(opened) == len(paths) else f" (in {len(opened)} of {len(paths)} shards)"
-        self.facts.append(f"{len(cut) or 'No'} captions and prompts were cut off by the encoder{among}.")
+        search_note = "" if len(opened_paths) == len(paths) else f" (in {len(opened_paths)} of {len(paths)} shards)"
+        self.facts.append(f"{len(cut) or 'No'} captions and prompts were truncated by the encoder{search_note}.")
         cut.sort(key=lambda row: row.kept - row.tokens)
         self.cut = [
             {"tokens": row.tokens, "kept": row.kept, "caption": shorten(plan.texts[row.id]["text"], 300)}
             for row in cut[:MAX_CUT_SHOWN]
         ]
 
-    def _show_set_aside(self, store: Store, config: Config, plan: Plan) -> None:
-        items = list_set_aside(store, config, plan)
+    def _list_rejects(self, store: Store, config: Config, plan: Plan) -> None:
+        items = list_rejected_items(store, config, plan)
         counts = Counter((item.stage, item.reason) for item in items).most_common()
         self.reasons = [{"stage": stage, "reason": reason, "items": count} for (stage, reason), count in counts]
         listed = items[:MAX_LISTED]
         pictures = read_thumbnails(config, [(item.dataset, item.path) for item in listed[:MAX_THUMBNAILS]])
-        self.set_aside = list(zip_longest(listed, pictures))
+        self.rejects = list(zip_longest(listed, pictures))
         if not items:
-            self.facts.append("Nothing was set aside.")
+            self.facts.append("No items were rejected.")
         elif len(listed) < len(items):
             self.facts.append(
-                f"{len(listed)} of {len(items)} items set aside are listed; latentpress status --rejects."
+                f"{len(listed)} of {len(items)} rejected items are listed; all: latentpress status --rejects."
             )
 
 
@@ -171,13 +170,13 @@ def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlanc
     """The data of runs; runs with the same plan share an entry. runs: (name, configuration, configuration by which the
     plan is found if the run's training set does not name one)."""
     glances: dict[tuple[str, str], DataGlance] = {}
-    for run, config, planned in runs:
+    for run, config, plan_config in runs:
         store = Store(config.root)
         try:
-            plan = _find_plan(store, config, planned)
+            plan = _find_plan(store, config, plan_config)
         except LatentpressError as error:
             glances[config.root, run] = glance = DataGlance(run, config.root)
-            glance.missing.append(f"{error.message}.")
+            glance.gaps.append(f"{error.message}.")
             continue
         if (config.root, plan.name) in glances:
             glances[config.root, plan.name].runs.append(run)
@@ -187,11 +186,11 @@ def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlanc
     return list(glances.values())
 
 
-def _find_plan(store: Store, config: Config, planned: Config) -> Plan:
-    """The plan of the set that the run was trained on if it exists, else the current plan of `planned`."""
+def _find_plan(store: Store, config: Config, plan_config: Config) -> Plan:
+    """The plan of the set that the run was trained on if it exists, else the current plan of `plan_config`."""
     name = config.train.set
     if "/" not in name and store.exists(f"sets/{name}/set.json"):
         generation = store.read_record(f"sets/{name}/set.json", SetRecord).generation
         if generation in list_plans(store):
             return load_plan(store, generation)
-    return current_plan(store, planned)
+    return current_plan(store, plan_config)

@@ -44,36 +44,36 @@ TableRow = dict[str, Any]
 
 
 class ReportRun:
-    """A run of the report. given: the configuration that the program was called with. config: the run's own
-    configuration, or `given` if the run does not have one (not_own). planned: the configuration by which the run's plan
-    is found: `given` if it has the same root, datasets and model, because a plan is found by paths relative to the
-    configuration's folder; otherwise `config`."""
+    """A run of the report. called_config: the configuration that the program was called with. config: the run's own
+    configuration, or `called_config` if the run does not have one (has_no_config). plan_config: the configuration by
+    which the run's plan is found: `called_config` if it has the same root, datasets and model, because a plan is found
+    by paths relative to the configuration's folder; otherwise `config`."""
 
-    def __init__(self, name: str, folder: Path, config: Config, given: Config) -> None:
-        shared = {"root", "datasets", "model"}
-        is_same = config.model_dump(include=shared) == given.model_dump(include=shared)
-        self.name, self.folder, self.config, self.not_own = name, folder, config, config is given
-        self.planned = given if is_same else config
+    def __init__(self, name: str, folder: Path, config: Config, called_config: Config) -> None:
+        keys = {"root", "datasets", "model"}
+        is_same = config.model_dump(include=keys) == called_config.model_dump(include=keys)
+        self.name, self.folder, self.config, self.has_no_config = name, folder, config, config is called_config
+        self.plan_config = called_config if is_same else config
         self.metrics, self.scores = read_metrics(folder / METRICS_FILE), read_curves(folder)
         self.progress = read_progress(config, folder)
 
 
 def make_page(
-    runs: Sequence[ReportRun], command: str = "", beside: tuple[Path, Path] | None = None
+    runs: Sequence[ReportRun], command: str = "", copy_folders: tuple[Path, Path] | None = None
 ) -> tuple[list[bytes], list[str]]:
     """Make the page. Returns (the page in pieces, sentences about missing content). command: command that makes the
-    page again. beside: see `gather_samples`."""
+    page again. copy_folders: see `gather_samples`."""
     several = len(runs) > 1
     charts = build_charts([(run.name, run.metrics) for run in runs])
     charts += score_charts([(run.name, run.scores) for run in runs])
-    grid = gather_samples([(run.name, run.folder, run.config) for run in runs], SAMPLE_BYTES, beside)
-    data = glance_at_data([(run.name, run.config, run.planned) for run in runs])
+    grid = gather_samples([(run.name, run.folder, run.config) for run in runs], SAMPLE_BYTES, copy_folders)
+    data = glance_at_data([(run.name, run.config, run.plan_config) for run in runs])
     absent = [f"{run.name}: {text}" if several else text for run in runs for text in _missing_of_run(run)]
     script = Markup((TEMPLATES / "charts.js").read_text(encoding="utf-8"))
     pieces = render_template(
         "report.html",
         title="Report: " + ", ".join(run.name for run in runs),
-        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        made_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         command=command,
         policy=content_policy(script),
         script=script,
@@ -89,17 +89,17 @@ def make_page(
         changed=[(run.name, differing_from_defaults(run.config)) for run in runs],
         texts=[(run.name, configuration_text(run.folder / "config.yaml")) for run in runs],
     )
-    missing = [*absent, *grid.missing, *(f"{chart.title}: {text}" for chart in charts for text in chart.missing)]
-    return list(pieces), missing + [text for glance in data for text in glance.missing]
+    gaps = [*absent, *grid.gaps, *(f"{chart.title}: {text}" for chart in charts for text in chart.gaps)]
+    return list(pieces), gaps + [text for glance in data for text in glance.gaps]
 
 
 def _missing_of_run(run: ReportRun) -> Iterator[str]:
-    if run.not_own:
-        yield "It has no config.yaml, so it has not begun training: settings are those of the given configuration."
+    if run.has_no_config:
+        yield "Training has not started: config.yaml does not exist. The settings are from the given configuration."
     if best_evaluation(run.metrics) and measured_on(run.metrics) == "training samples":
         yield f"The eval loss is a loss on training samples: {NOTHING_HELD_OUT}."
     if run.progress.state == "running":
-        yield "Training goes on: this page shows what there was when it was made."
+        yield "Training is running. This page shows its state when the page was made."
     elif run.progress.state == "stopped":
         yield f"Training stopped at step {run.progress.step} of {run.progress.steps}; latentpress run continues it."
 
@@ -163,8 +163,8 @@ def list_costs(run: ReportRun, named: bool) -> Iterator[TableRow]:
     if (folder / SCORES_FILE).exists():
         sizes["score"] = (folder / SCORES_FILE).stat().st_size
     for stage_name, size in sizes.items():
-        taken = format_duration(seconds[stage_name]) if stage_name in seconds else "not recorded"
-        row = {"stage": stage_name, "time": taken, "size": "not known" if size is None else format_bytes(size)}
+        duration = format_duration(seconds[stage_name]) if stage_name in seconds else "not recorded"
+        row = {"stage": stage_name, "time": duration, "size": "not known" if size is None else format_bytes(size)}
         yield ({"run": run.name} if named else {}) | row
 
 
@@ -204,14 +204,14 @@ def differing_from_defaults(config: Config) -> list[dict[str, str]]:
     sources = family.flavours[family.default_flavour].task == "i2i"  # such a family requires source images
     required = {"instance_data_dir": "any"} | ({"conditioning_data": "any"} if sources else {})
     datasets = [required | {"id": dataset.id} for dataset in config.datasets]
-    given = {"root": config.root, "model": {"family": family.name}, "datasets": datasets}
-    given |= {"train": {"experts": config.train.experts}} if config.experts else {}  # required, and shown in "Runs"
-    settings = list_settings(Config.model_validate(given))
-    made = {key: value for key, value, _ in settings if not key.endswith(".conditioning_data")}
+    minimum = {"root": config.root, "model": {"family": family.name}, "datasets": datasets}
+    minimum |= {"train": {"experts": config.train.experts}} if config.experts else {}  # required, and shown in "Runs"
+    settings = list_settings(Config.model_validate(minimum))
+    defaults = {key: value for key, value, _ in settings if not key.endswith(".conditioning_data")}
     rows = []
     for key, value, default in list_settings(config):
         if default is not PydanticUndefined:  # a required option has no default
-            default = made.get(key, default)
+            default = defaults.get(key, default)
         if value != default and key not in NOT_SET:
             rows.append({"option": escape_unprintable(key), "value": show(value), "default": show(default)})
     return rows

@@ -52,11 +52,11 @@ class SampleRow:
 @dataclass
 class SampleGrid:
     """The grid of a page. rows: group of samples that differ by their seeds -> a row for each sample and run. notes:
-    sentences about samples that are left out. missing: sentences about samples that do not exist."""
+    sentences about samples that are left out. gaps: sentences about samples that do not exist."""
 
     rows: dict[str, list[SampleRow]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
 
 
 class RunFiles:
@@ -71,11 +71,11 @@ class RunFiles:
 
 
 def gather_samples(
-    runs: Sequence[tuple[str, Path, Config]], max_bytes: int, beside: Folders | None = None
+    runs: Sequence[tuple[str, Path, Config]], max_bytes: int, copy_folders: Folders | None = None
 ) -> SampleGrid:
     """Make the grid of runs (name, folder, configuration), with at most `max_bytes` of pictures and clips.
 
-    beside: (folder that gets copies of the full-size files, to which cells link; folder of the page), None for no
+    copy_folders: (folder that gets copies of the full-size files, to which cells link; folder of the page), None for no
     copies.
     """
     grid, listings = SampleGrid(), [RunFiles(*run) for run in runs]
@@ -83,15 +83,15 @@ def gather_samples(
         label = f"{one.run}: " if len(runs) > 1 else ""
         paths = [path for steps in one.files.values() for path in steps.values()]
         if not paths:
-            why = "no validation was made yet" if one.config.validation.prompts else "validation.prompts has none"
-            grid.missing.append(f"{label}no samples: {why}.")
+            reason = "no validation was made yet" if one.config.validation.prompts else "validation.prompts is empty"
+            grid.gaps.append(f"{label}no samples: {reason}.")
         elif undecoded := paths.count(None):
-            grid.missing.append(f"{label}{undecoded} of {len(paths)} samples are not decoded: latentpress decode.")
+            grid.gaps.append(f"{label}{undecoded} of {len(paths)} samples are not decoded; run latentpress decode.")
     names, columns, limit = _share(listings, max_bytes, grid.notes)
     for name in names:
         for one in listings:
             if steps := [step for step in spread(one.steps, columns) if step in one.files.get(name, ())]:
-                group, row = _read_row(one, name, steps, limit, beside)
+                group, row = _read_row(one, name, steps, limit, copy_folders)
                 grid.rows.setdefault(group, []).append(row)
     return grid
 
@@ -112,30 +112,30 @@ def _share(listings: Sequence[RunFiles], max_bytes: int, notes: list[str]) -> tu
     while count() > cells:
         names = names[:-1]
     if len(names) < len(all_names):
-        notes.append(f"{len(names)} of {len(all_names)} rows are shown; the samples folder has all.")
+        notes.append(f"{len(names)} of {len(all_names)} rows are shown; the samples folder has all of them.")
     if most > columns:
-        notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
+        notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all of them.")
     limit = min(MAX_CELL_BYTES, max_bytes // max(1, count()))
     # The limit is a power of two, so that most pictures stay the same when a step is added.
     return names, columns, 1 << limit.bit_length() >> 1
 
 
 def _read_row(
-    one: RunFiles, name: str, steps: Sequence[int], limit: int, beside: Folders | None
+    one: RunFiles, name: str, steps: Sequence[int], limit: int, copy_folders: Folders | None
 ) -> tuple[str, SampleRow]:
     """Read a sample. Returns (group of the sample, its row). limit: largest size of a picture or clip in bytes."""
     config, latent = one.config, latent_path(one.folder, steps[-1], name)
-    known, about = describe_sample(config, latent), describe(config, one.folder, name, steps[-1])
+    metadata, about = describe_sample(config, latent), describe(config, one.folder, name, steps[-1])
     sample = next((sample for sample in config.validation_samples() if sample.name == name), None)
     prompt = name if sample is None else sample.prompt
     settings = {key: value for key, value in about.items() if key not in ("prompt", "negative_prompt")}
     try:
-        given = next((listed(row.image) for row in config.validation.prompts if row.name == prompt), ())
-        if given:
-            opened: list[tuple[MediaPath, float | None]] = [(Path(image), None) for image in given]
+        prompt_images = next((listed(row.image) for row in config.validation.prompts if row.name == prompt), ())
+        if prompt_images:
+            opened: list[tuple[MediaPath, float | None]] = [(Path(image), None) for image in prompt_images]
         else:
-            found = ImagedPrompt.model_validate(known).image or []
-            images = found if isinstance(found, list) else [found]
+            data_images = ImagedPrompt.model_validate(metadata).image or []
+            images = data_images if isinstance(data_images, list) else [data_images]
             settings |= {"source from": describe_image(images)} if images else {}
             opened = [(_open_data_image(config, image), image.start) for image in images]
         names = [f"source {number}" if len(opened) > 1 else "source" for number in range(1, len(opened) + 1)]
@@ -146,20 +146,20 @@ def _read_row(
     except (MediaError, LatentpressError, OSError, ValueError, KeyError) as error:
         sources = [Figure((), (), "source", problem=f"can't be shown: {error}")]
     training = [
-        _read_file(one, path, f"{name}: {path.stem}", path.stem, limit, beside)
+        _read_file(one, path, f"{name}: {path.stem}", path.stem, limit, copy_folders)
         for part in (training_samples.ORIGINAL, training_samples.RECONSTRUCTION)
         for suffix in SUFFIXES
         if (path := one.folder / training_samples.FOLDER / prompt / f"{part}{suffix}").is_file()
     ]
-    figures = [replace(figure, apart=figure is part[-1]) for part in (sources, training) for figure in part]
+    figures = [replace(figure, has_separator=figure is part[-1]) for part in (sources, training) for figure in part]
     for step in steps:
         caption = f"step {step}"
         if (file := one.files[name][step]) is None:
             figures.append(Figure((), (), caption, problem="not decoded yet"))
         else:
-            figures.append(_read_file(one, file, f"{name} at {caption}", caption, limit, beside))
+            figures.append(_read_file(one, file, f"{name} at {caption}", caption, limit, copy_folders))
     words = ", ".join(f"{key} {value}" for key, value in settings.items())
-    group = known.get("group", name if sample is None else sample.group)
+    group = metadata.get("group", name if sample is None else sample.group)
     return group if isinstance(group, str) else name, SampleRow(one.run, about, words, Gallery(figures, "steps"))
 
 
@@ -168,18 +168,18 @@ def _open_data_image(config: Config, image: PromptImage) -> MediaPath:
     dataset."""
     dataset = next((dataset for dataset in config.datasets if dataset.id == image.dataset), None)
     if dataset is None:
-        raise ValueError(f"there is no dataset {image.dataset!r}")
+        raise ValueError(f"dataset {image.dataset!r} is not in the configuration")
     source = open_source(dataset)
     return source.open(image.path) if image.role == "media" else source.open_companion(image.role, image.path)
 
 
-def _read_file(one: RunFiles, path: Path, alt: str, caption: str, limit: int, beside: Folders | None) -> Figure:
-    """Make the figure of a picture or clip of a run. If `beside` is set, the file is copied into its folder, and the
-    figure links to the copy."""
+def _read_file(one: RunFiles, path: Path, alt: str, caption: str, limit: int, copy_folders: Folders | None) -> Figure:
+    """Make the figure of a picture or clip of a run. If `copy_folders` is set, the file is copied into its folder, and
+    the figure links to the copy."""
     caption += ", preview" if read_mark(path).is_preview else ""
     link = ""
-    if beside:
-        folder, page_folder = beside
+    if copy_folders:
+        folder, page_folder = copy_folders
         target = folder / quote(one.run, safe="") / path.parent.name / path.name
         make_folders(target.parent)
         if not target.exists() or hash_file(target, None) != hash_file(path, None):

@@ -1,26 +1,26 @@
-// The values of a chart under the pointer, its curves shown and hidden, a part of its steps drawn larger; and clips, which
-// play while they are in view.
+// Shows the values of a chart under the pointer, hides curves, and enlarges a part of the steps. Clips play while they
+// are in view.
 "use strict";
 {
-const SIDE = 1000, MARGIN = 0.06, DRAGGED = 8; // pixels of a drag that is not a click
-const known = new WeakMap();
+const SIDE = 1000, MARGIN = 0.06, MIN_DRAG = 8; // pixels of a drag that is not a click
+const pointsByCurve = new WeakMap();
 const chartAt = (target) => target.closest?.("svg.lines")?.parentElement;
 const short = (value) => String(Number(value.toPrecision(4)));
 
 // The curve's points, in the coordinates of the SVG.
 function pointsOf(curve) {
-  if (!known.has(curve)) {
+  if (!pointsByCurve.has(curve)) {
     const numbers = curve.querySelector(".each, .curve").getAttribute("d").match(/-?[\d.e-]+/g).map(Number);
-    known.set(curve, numbers.flatMap((x, place) => (place % 2 ? [] : [[x, numbers[place + 1]]])));
+    pointsByCurve.set(curve, numbers.flatMap((x, place) => (place % 2 ? [] : [[x, numbers[place + 1]]])));
   }
-  return known.get(curve);
+  return pointsByCurve.get(curve);
 }
 
 function shownCurves(chart) {
   return [...chart.querySelectorAll("g")].filter((curve) => curve.style.display !== "none");
 }
 
-// A function from a place in the SVG to the value there.
+// Returns a function that converts a coordinate of the SVG to a value.
 function scale(chart, axis) {
   const [start, end] = chart.dataset[axis].split(" ").map(Number);
   return (place) => start + (place / SIDE) * (end - start);
@@ -36,10 +36,10 @@ function showValues(chart, place) {
   const readout = chart.querySelector(".readout"), curves = shownCurves(chart);
   readout.hidden = !curves.length;
   if (!curves.length) return;
-  const found = curves.map((curve) => [curve.dataset.curve, near(pointsOf(curve))]);
+  const values = curves.map((curve) => [curve.dataset.curve, near(pointsOf(curve))]);
   const [step, value] = [scale(chart, "x"), scale(chart, "y")];
-  readout.textContent = [`step ${Math.round(step(found[0][1][0]))}`,
-    ...found.map(([name, point]) => `${name}: ${short(value(point[1]))}`)].join("\n");
+  readout.textContent = [`step ${Math.round(step(values[0][1][0]))}`,
+    ...values.map(([name, point]) => `${name}: ${short(value(point[1]))}`)].join("\n");
 }
 
 function label(svg, axis, value, start, size, least) {
@@ -61,34 +61,34 @@ function label(svg, axis, value, start, size, least) {
   return places;
 }
 
-// Draw the steps between two places over the whole width, with the height that their values need.
+// Draw the steps between two coordinates over the whole width. The height fits their values.
 function zoom(chart, left, right) {
-  const heights = shownCurves(chart).map(pointsOf).flatMap((points) => points // and the next one on both sides
+  const heights = shownCurves(chart).map(pointsOf).flatMap((points) => points // and the next point on both sides
     .filter(([x], place) => (points[place + 1]?.[0] ?? x) >= left && (points[place - 1]?.[0] ?? x) <= right)
     .map(([, y]) => y));
-  const whole = left <= 0 && right >= SIDE;
+  const isWhole = left <= 0 && right >= SIDE;
   if (!heights.length) return;
   const [top, bottom] = [Math.min(...heights), Math.max(...heights)];
   const margin = (bottom - top) * MARGIN || SIDE * MARGIN;
-  const [y, height] = whole ? [0, SIDE] : [top - margin, bottom - top + 2 * margin];
+  const [y, height] = isWhole ? [0, SIDE] : [top - margin, bottom - top + 2 * margin];
   chart.querySelector(".lines").setAttribute("viewBox", `${left} ${y} ${right - left} ${height}`);
   const places = label(chart.querySelector(".down"), "y", scale(chart, "y"), y, height, 0);
   label(chart.querySelector(".across"), "x", scale(chart, "x"), left, right - left, 1);
   chart.querySelector(".grid").setAttribute("d", places.map((place) => `M${left} ${place}H${right}`).join(""));
 }
 
-let dragged = null; // {chart, from: pixels}, by a mouse: a finger scrolls the page
+let drag = null; // {chart, from: pixels} of a mouse; a finger scrolls the page
 document.addEventListener("pointerdown", (event) => {
   const chart = event.pointerType === "mouse" && event.button === 0 && chartAt(event.target);
   if (!chart) return;
   event.preventDefault();
-  dragged = { chart, from: event.clientX };
+  drag = { chart, from: event.clientX };
 });
 document.addEventListener("pointerup", ({ clientX }) => {
-  if (!dragged) return;
-  const { chart, from } = dragged;
-  dragged = null;
-  if (Math.abs(clientX - from) < DRAGGED) return;
+  if (!drag) return;
+  const { chart, from } = drag;
+  drag = null;
+  if (Math.abs(clientX - from) < MIN_DRAG) return;
   const [left, right] = [from, clientX].map((x) => Math.min(SIDE, Math.max(0, placeOf(chart, x)))).sort((a, b) => a - b);
   if (right > left) zoom(chart, left, right);
 });

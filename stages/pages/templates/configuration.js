@@ -1,16 +1,16 @@
 "use strict";
-// Form and text follow each other: what is changed in one is checked by the server, which answers with both.
+// Keeps form and text equal: the server checks a change of either, and answers with both.
 
 const PAUSE_MS = 400;
 const form = document.getElementById("configuration"), address = form.action.replace(/\/check$/, ""), text = document.getElementById("text");
 const numbers = document.getElementById("numbers"), errors = document.getElementById("errors");
-const problems = document.getElementById("problems"), sound = document.getElementById("sound");
-let turn = 0, waiting = 0, wrong = new Set(), saved = text.dataset.unsaved === undefined ? text.value : null;
+const problems = document.getElementById("problems"), noErrors = document.getElementById("no-errors");
+let turn = 0, timer = 0, errorLines = new Set(), saved = text.dataset.unsaved === undefined ? text.value : null;
 
 function number() {
   const count = text.value.split("\n").length;
   numbers.replaceChildren(...Array.from({ length: count }, (_, line) => {
-    const mark = document.createElement(wrong.has(line + 1) ? "mark" : "span");
+    const mark = document.createElement(errorLines.has(line + 1) ? "mark" : "span");
     mark.textContent = `${line + 1}\n`;
     return mark;
   }));
@@ -25,34 +25,34 @@ function goTo(line) {
   text.scrollTop = (line - 5) * text.scrollHeight / text.value.split("\n").length;
 }
 
-function list(found) {
-  wrong = new Set(found.map(([line]) => line));
-  errors.replaceChildren(...found.map(([line, message]) => {
+function listErrors(lines) {
+  errorLines = new Set(lines.map(([line]) => line));
+  errors.replaceChildren(...lines.map(([line, message]) => {
     const item = document.createElement("li"), link = document.createElement("a");
     link.href = "#text"; link.dataset.line = line; link.textContent = `line ${line}`;
     item.append(...(line ? [link, `: ${message}`] : [message]));
     return item;
   }));
-  sound.hidden = found.length > 0;
+  noErrors.hidden = lines.length > 0;
 }
 
-function tell(found) {
-  problems.replaceChildren(...found.map((problem) => {
+function listProblems(texts) {
+  problems.replaceChildren(...texts.map((problem) => {
     const line = document.createElement("p");
     line.textContent = problem;
     return line;
   }));
-  problems.hidden = !found.length;
+  problems.hidden = !texts.length;
 }
 
-// Hides what does not have each word, or is not set, as the server does without a script.
+// Hides fields that do not contain each word or are not set, like the server does without a script.
 function filter() {
   const words = form.elements.find.value.toLowerCase().split(/\s+/), only = form.elements.only_set.checked;
   const active = only || words.some((word) => word);
   for (const field of form.querySelectorAll(".field")) {
     const input = field.querySelector("input, select"), about = field.querySelector("p").textContent;
-    const told = `${field.querySelector("label").htmlFor.slice("field:".length)} ${about}`.toLowerCase();
-    field.hidden = (only && input?.value === "") || !words.every((word) => told.includes(word));
+    const content = `${field.querySelector("label").htmlFor.slice("field:".length)} ${about}`.toLowerCase();
+    field.hidden = (only && input?.value === "") || !words.every((word) => content.includes(word));
   }
   for (const group of [...form.querySelectorAll("details.group")].reverse()) { // inner ones first
     group.hidden = ![...group.children].some((part) => part.matches(".field, .group") && !part.hidden);
@@ -60,16 +60,17 @@ function filter() {
   }
 }
 
-// Adds or removes an item: the server answers with the whole page, as the form has other fields then.
+// Adds or removes an item. The server answers with the whole page, because the fields of the form change.
 async function edit(button) {
-  const own = ++turn, fields = new URLSearchParams(new FormData(form)), list = button.name === "add" && button.value;
+  const thisTurn = ++turn, fields = new URLSearchParams(new FormData(form));
+  const list = button.name === "add" && button.value;
   fields.set(button.name, button.value);
   const answer = await ask(`${address}/check`, { method: "POST", body: fields });
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-  if (own !== turn) return;
-  const told = fresh.getElementById("problems").textContent.trim();
-  tell(told ? [told] : []);
-  if (told) return;
+  if (thisTurn !== turn) return;
+  const problem = fresh.getElementById("problems").textContent.trim();
+  listProblems(problem ? [problem] : []);
+  if (problem) return;
   const opened = [...form.querySelectorAll("details[open]")].map((group) => group.id);
   form.querySelector(".form").replaceWith(fresh.querySelector(".form"));
   for (const id of opened) { const group = document.getElementById(id); if (group) group.open = true; }
@@ -82,54 +83,55 @@ async function edit(button) {
 }
 
 async function send(verb) {
-  const own = ++turn, before = text.value;
+  const thisTurn = ++turn, before = text.value;
   const answer = await ask(`${address}/${verb}`, {
     method: "POST", body: new URLSearchParams(new FormData(form)), headers: { Accept: "application/json" },
   });
-  const told = await answer.json();
-  if (own !== turn || text.value !== before) return; // something was typed meanwhile, which is sent next
-  if (text.value !== told.text) text.value = told.text;
-  form.elements.base.value = told.text;
-  form.elements.stamp.value = told.stamp;
-  for (const [path, choices] of Object.entries(told.choices)) { // which depend on other fields
+  const result = await answer.json();
+  if (thisTurn !== turn || text.value !== before) return; // the text was changed since, and is sent next
+  if (text.value !== result.text) text.value = result.text;
+  form.elements.base.value = result.text;
+  form.elements.stamp.value = result.stamp;
+  for (const [path, choices] of Object.entries(result.choices)) { // choices that depend on other fields
     const field = form.elements[`field:${path}`];
     field?.replaceChildren(field.options[0], ...choices.map((one) => new Option(one)));
   }
-  for (const [path, value] of Object.entries(told.values)) {
+  for (const [path, value] of Object.entries(result.values)) {
     const field = form.elements[`field:${path}`];
     if (!field || field.value === value) continue;
     if (field.options && ![...field.options].some((one) => one.value === value)) field.add(new Option(value));
     field.value = value;
   }
-  list(told.errors);
-  tell(told.problems);
-  if (told.message) { saved = told.text; say(told.message, false); }
+  listErrors(result.errors);
+  listProblems(result.problems);
+  if (result.message) { saved = result.text; showMessage(result.message, false); }
   number();
 }
 
-const sent = (verb) => send(verb).catch(() => say("That was not answered; is `latentpress ui` still there?", true));
+const reportFailure = () => showMessage("The server did not answer; check that `latentpress ui` is running.", true);
+const sendOrReport = (verb) => send(verb).catch(reportFailure);
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  clearTimeout(waiting);
+  clearTimeout(timer);
   if (event.submitter?.id === "filter") { filter(); return; }
   if (event.submitter?.name) {
-    edit(event.submitter).catch(() => say("That was not answered; is `latentpress ui` still there?", true));
+    edit(event.submitter).catch(reportFailure);
     return;
   }
-  sent(event.submitter && event.submitter.formAction.endsWith("/save") ? "save" : "check");
+  sendOrReport(event.submitter && event.submitter.formAction.endsWith("/save") ? "save" : "check");
 });
-form.addEventListener("change", ({ target }) => { if (target.name.startsWith("field:")) sent("check"); });
+form.addEventListener("change", ({ target }) => { if (target.name.startsWith("field:")) sendOrReport("check"); });
 form.addEventListener("input", ({ target }) => { if (["find", "only_set"].includes(target.name)) filter(); });
-form.addEventListener("keydown", (event) => { // not Check, the first button
+form.addEventListener("keydown", (event) => { // presses the button next to the field instead of Check, the first button
   if (event.key !== "Enter" || !/^(find$|new:)/.test(event.target.name)) return;
   event.preventDefault();
   event.target.closest("div").querySelector("button").click();
 });
 text.addEventListener("input", () => {
   number();
-  clearTimeout(waiting);
-  waiting = setTimeout(() => sent("check"), PAUSE_MS);
+  clearTimeout(timer);
+  timer = setTimeout(() => sendOrReport("check"), PAUSE_MS);
 });
 text.addEventListener("scroll", () => { numbers.scrollTop = text.scrollTop; });
 errors.addEventListener("click", (event) => {
@@ -138,9 +140,9 @@ errors.addEventListener("click", (event) => {
   goTo(Number(event.target.dataset.line));
 });
 
-// A folder is chosen on the page of folders, shown in a dialog.
+// A folder is chosen on the page of folders, which is shown in a dialog.
 const chooser = document.getElementById("chooser"), take = document.getElementById("take");
-let chosenFor = null;
+let folderField = null;
 
 async function showFolders(url) {
   const answer = await ask(url), fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
@@ -154,21 +156,21 @@ form.addEventListener("click", (event) => {
   const link = event.target.closest("[data-folder]");
   if (!link) return;
   event.preventDefault();
-  chosenFor = document.getElementById(link.dataset.folder);
-  const known = chosenFor.value.startsWith("/") ? `?at=${encodeURIComponent(chosenFor.value)}` : "";
+  folderField = document.getElementById(link.dataset.folder);
+  const query = folderField.value.startsWith("/") ? `?at=${encodeURIComponent(folderField.value)}` : "";
   chooser.showModal();
-  showFolders(link.href + known).catch(() => chooser.close());
+  showFolders(link.href + query).catch(() => chooser.close());
 });
 chooser.addEventListener("click", (event) => {
   const link = event.target.closest("a");
   if (link) { event.preventDefault(); showFolders(link.href).catch(() => chooser.close()); }
   if (event.target.id === "cancel") chooser.close();
   if (event.target.id !== "take") return;
-  chosenFor.value = document.getElementById("folders").dataset.path;
+  folderField.value = document.getElementById("folders").dataset.path;
   chooser.close();
-  chosenFor.focus();
-  chosenFor.dispatchEvent(new Event("change", { bubbles: true }));
+  folderField.focus();
+  folderField.dispatchEvent(new Event("change", { bubbles: true }));
 });
 addEventListener("beforeunload", (event) => { if (text.value !== saved) event.preventDefault(); });
-for (const link of errors.querySelectorAll("[data-line]")) wrong.add(Number(link.dataset.line));
+for (const link of errors.querySelectorAll("[data-line]")) errorLines.add(Number(link.dataset.line));
 number();

@@ -1,13 +1,13 @@
 "use strict";
-// Keeps a page up to date, and sends its forms without leaving it. Everything works without, by loading the page again.
+// Refreshes a page, and sends its forms without leaving it. Without this script, a user loads the page again.
 
-const MOST_LINES = 5000; // of a log that the page keeps
-const said = document.getElementById("said");
+const MAX_LINES = 5000; // lines of a log in the page
+const message = document.getElementById("said");
 
-function say(text, bad) {
-  said.textContent = text;
-  said.className = bad ? "bad" : "";
-  said.hidden = !text;
+function showMessage(text, isError) {
+  message.textContent = text;
+  message.className = isError ? "bad" : "";
+  message.hidden = !text;
 }
 
 async function ask(url, options) {
@@ -16,17 +16,18 @@ async function ask(url, options) {
   return answer;
 }
 
-// Calls `work` every `seconds`, not while the page is hidden; an error is shown until it is over.
+// Calls `work` every `seconds` while the page is visible. An error is shown until a call succeeds.
 function repeat(seconds, work) {
-  let lost = false;
+  let hasFailed = false;
   const turn = async () => {
     try {
       if (!document.hidden) await work();
-      if (lost) say("", false);
-      lost = false;
+      if (hasFailed) showMessage("", false);
+      hasFailed = false;
     } catch (error) {
-      lost = true;
-      say("The page's program does not answer. Programs that it started go on; start `latentpress ui` again.", true);
+      hasFailed = true;
+      showMessage("The page's server does not answer. Programs that it started continue; start `latentpress ui` again.",
+        true);
     }
     setTimeout(turn, seconds * 1000);
   };
@@ -34,54 +35,54 @@ function repeat(seconds, work) {
   return turn;
 }
 
-// Puts new elements in the place of those that changed; what has the focus keeps it.
+// Replaces elements that have changed. The focused element keeps the focus.
 function swap(place, fresh) {
   const focused = document.activeElement && place.contains(document.activeElement) ? document.activeElement.id : "";
-  const olds = [...place.children], news = [...fresh.children];
-  if (olds.length !== news.length || olds.some((old, number) => old.id !== news[number].id)) {
-    place.replaceChildren(...news);
+  const oldParts = [...place.children], newParts = [...fresh.children];
+  if (oldParts.length !== newParts.length || oldParts.some((old, number) => old.id !== newParts[number].id)) {
+    place.replaceChildren(...newParts);
   } else {
-    olds.forEach((old, number) => {
-      if (old.outerHTML === news[number].outerHTML) return;
-      if (old.tagName === "OL") swap(old, news[number]);
-      else old.replaceWith(news[number]);
+    oldParts.forEach((old, number) => {
+      if (old.outerHTML === newParts[number].outerHTML) return;
+      if (old.tagName === "OL") swap(old, newParts[number]);
+      else old.replaceWith(newParts[number]);
     });
   }
   if (focused) (document.getElementById(focused) || nearest(focused))?.focus();
 }
 
-// Of a button that is gone, such as Start, the one that is there instead.
+// The button that replaced a removed button, for example Stop for Start.
 function nearest(id) {
   const card = document.getElementById(`card-${id.slice(id.indexOf("-") + 1)}`);
   return card && card.querySelector("button, a");
 }
 
-// The parts that are live are taken from the same page as it is now.
+// The live parts are taken from a new version of the same page.
 let refresh = async () => {};
-const live = document.querySelector("[data-live]"), shown = document.getElementById("document");
+const live = document.querySelector("[data-live]"), documentFrame = document.getElementById("document");
 if (live) {
   refresh = async () => {
     const answer = await ask(location.href);
     if (!answer.ok) return;
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     swap(live, fresh.querySelector("[data-live]"));
-    if (shown) showAgain(fresh.getElementById("document"));
-    for (const late of document.querySelectorAll("[data-late]")) { // what has come since, beside fields that are typed in
-      const now = fresh.getElementById(late.id);
-      if (now && now.dataset.late === undefined) late.replaceWith(now);
+    if (documentFrame) reloadDocument(fresh.getElementById("document"));
+    for (const late of document.querySelectorAll("[data-late]")) { // next to fields in which the user types
+      const current = fresh.getElementById(late.id);
+      if (current && current.dataset.late === undefined) late.replaceWith(current);
     }
   };
   repeat(2, () => refresh());
 }
 
-// A document that was made again is shown again; one that is there for the first time with the whole page.
-function showAgain({ src, dataset: { version } }) {
-  if (!version || version === shown.dataset.version) return;
-  if (!shown.dataset.version) { location.reload(); return; }
-  const [address] = shown.src.split("?");
-  if (address !== src) return; // another one, which is the newest now
-  shown.dataset.version = version;
-  shown.src = `${address}?version=${version}`;
+// Shows a new version of a document. For the first version, the whole page is loaded again.
+function reloadDocument({ src, dataset: { version } }) {
+  if (!version || version === documentFrame.dataset.version) return;
+  if (!documentFrame.dataset.version) { location.reload(); return; }
+  const [address] = documentFrame.src.split("?");
+  if (address !== src) return; // the newest document is another one
+  documentFrame.dataset.version = version;
+  documentFrame.src = `${address}?version=${version}`;
 }
 
 document.addEventListener("submit", async (event) => {
@@ -89,17 +90,17 @@ document.addEventListener("submit", async (event) => {
   if (form.method !== "post" || form.dataset.plain !== undefined) return;
   event.preventDefault();
   if (form.dataset.ask && !confirm(form.dataset.ask)) return;
-  if (form.ariaBusy) return; // not by disabling its button, which would lose the focus
+  if (form.ariaBusy) return; // its button is not disabled, because it would lose the focus
   form.ariaBusy = "true";
   try {
     const answer = await ask(form.action, {
       method: "POST", body: new URLSearchParams(new FormData(form)), headers: { Accept: "application/json" },
     });
-    const told = await answer.json();
-    say(told.message || [told.error, told.next_step].filter(Boolean).join("\n"), !answer.ok);
+    const result = await answer.json();
+    showMessage(result.message || [result.error, result.next_step].filter(Boolean).join("\n"), !answer.ok);
     if (answer.ok && form.dataset.then === "reload") location.reload();
   } catch (error) {
-    say("That was not answered; load the page again.", true);
+    showMessage("The server did not answer; load the page again.", true);
   }
   form.ariaBusy = null;
   await refresh();
@@ -109,7 +110,7 @@ for (const choice of document.querySelectorAll("[data-go]")) {
   choice.addEventListener("change", () => choice.form.requestSubmit());
 }
 
-// The keys of links, unless they mean something where the focus is.
+// Keyboard shortcuts of links, unless the focused element uses the key.
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.altKey || event.metaKey || event.shiftKey) return;
   if (event.target.closest("input, select, textarea, video, [tabindex='0']")) return;
@@ -129,10 +130,10 @@ if (log) {
     if (!piece.text) return;
     log.append(`${piece.cut ? "[...]\n" : ""}${piece.text}`);
     const lines = log.textContent.split("\n");
-    if (lines.length > MOST_LINES) log.textContent = lines.slice(-MOST_LINES).join("\n");
+    if (lines.length > MAX_LINES) log.textContent = lines.slice(-MAX_LINES).join("\n");
     if (atEnd) log.scrollTop = log.scrollHeight;
   });
 }
 
-// By its button, as nothing may change on GET.
-document.getElementById(shown?.dataset.make)?.click();
+// Presses the button, because a GET request must not change anything.
+document.getElementById(documentFrame?.dataset.make)?.click();

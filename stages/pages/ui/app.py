@@ -29,7 +29,7 @@ from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import split_lines
-from stages.maintenance.set_aside import SetAside, list_set_aside
+from stages.maintenance.rejected_items import RejectedItem, list_rejected_items
 from stages.pages.charts import Chart, build_charts
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.thumbnails import ThumbnailFiles
@@ -50,20 +50,20 @@ class MetricsHistory:
     """The losses of a metrics.jsonl as charts. Reading and drawing take at most 2 % of the time."""
 
     def __init__(self) -> None:
-        self._path, self._again = Path(), 0.0
-        self._drawn: tuple[list[Chart], Mapping[str, Any]] = ([], {})
+        self._path, self._next_draw_s = Path(), 0.0
+        self._drawing: tuple[list[Chart], Mapping[str, Any]] = ([], {})
 
     def draw(self, path: Path) -> tuple[list[Chart], Mapping[str, Any]]:
         """Returns (charts with curves, metrics of the last step). For a long run, both may be some time old."""
         began = time.monotonic()
-        if self._path != path or began > self._again:
+        if self._path != path or began > self._next_draw_s:
             lines = read_metrics(path)
             charts = [chart for chart in build_charts([("", lines)], ("loss", "eval")) if chart.curves]
             last: Mapping[str, Any] = next((line for line in reversed(lines) if "loss" in line), {})
-            self._path, self._drawn = path, (charts, last)
+            self._path, self._drawing = path, (charts, last)
             ended = time.monotonic()
-            self._again = ended + (ended - began) * DRAWING_PAUSE_FACTOR
-        return self._drawn
+            self._next_draw_s = ended + (ended - began) * DRAWING_PAUSE_FACTOR
+        return self._drawing
 
 
 class Listing(Generic[Value]):
@@ -74,14 +74,14 @@ class Listing(Generic[Value]):
         self._make, self._is_remote, self._lock = make, "://" in root, threading.Lock()
         self._value: Value | LatentpressError | None = None
         self._thread: threading.Thread | None = None
-        self._made, self._took_s = -math.inf, 0.0
+        self._made_s, self._took_s = -math.inf, 0.0
 
     def read(self, config: Config, wait_s: float | None = None) -> Value | LatentpressError | None:
         """Returns the newest result, or the error that `make` raised. wait_s: longest time to wait for the first
         result, by default without a limit; None is returned if it does not exist by then."""
         with self._lock:
             pause_s = max(REMOTE_S if self._is_remote else LOCAL_S, self._took_s * MIN_PAUSE_FACTOR)
-            if self._thread is None and time.monotonic() - self._made > pause_s:
+            if self._thread is None and time.monotonic() - self._made_s > pause_s:
                 self._thread = threading.Thread(target=self._build, args=(config,), daemon=True)
                 self._thread.start()
             thread, is_first = self._thread, self._value is None
@@ -97,10 +97,10 @@ class Listing(Generic[Value]):
         except LatentpressError as error:
             value = error
         except Exception as error:  # the page has to show the error: nobody sees this thread's traceback
-            value = LatentpressError(f"status failed: {error!r}", "run `latentpress status` to see where")
+            value = LatentpressError(f"status failed: {error!r}", "run `latentpress status` to see the whole error")
         with self._lock:
-            self._value, self._thread, self._made = value, None, time.monotonic()
-            self._took_s = self._made - began
+            self._value, self._thread, self._made_s = value, None, time.monotonic()
+            self._took_s = self._made_s - began
 
 
 class Site:
@@ -119,7 +119,7 @@ class Site:
         self.config_error: LatentpressError | None = None
         self.metrics, self.thumbnails = MetricsHistory(), ThumbnailFiles(self.output)
         self._lock, self._status = threading.Lock(), Listing(self.root, build_status)
-        self._set_aside = Listing(self.root, lambda config: list_set_aside(Store(config.root), config))
+        self._rejects = Listing(self.root, lambda config: list_rejected_items(Store(config.root), config))
 
     def config(self) -> Config:
         """The current configuration, read again if the file has changed. If the file is not valid, the last valid
@@ -133,8 +133,8 @@ class Site:
                     if (Path(config.output), config.root) == (self.output, self.root):
                         self._config = run_at_work(config)
                     else:
-                        message = f"{self.options.config} names another root or output than this page shows"
-                        self.config_error = ConfigError([message], "start `latentpress ui` again for these")
+                        message = f"{self.options.config} has a different root or output than this page"
+                        self.config_error = ConfigError([message], "start `latentpress ui` again to show them")
                 except LatentpressError as error:
                     self.config_error = error
             return self._config
@@ -144,12 +144,12 @@ class Site:
         returned if it does not exist by then."""
         return self._status.read(self.config(), wait_s)
 
-    def set_aside(self) -> Sequence[SetAside]:
-        """List the rejected items. Raises the errors of `list_set_aside`."""
-        found = self._set_aside.read(self.config())
-        if isinstance(found, LatentpressError):
-            raise found
-        return found or ()
+    def list_rejects(self) -> Sequence[RejectedItem]:
+        """List the rejected items. Raises the errors of `list_rejected_items`."""
+        rejects = self._rejects.read(self.config())
+        if isinstance(rejects, LatentpressError):
+            raise rejects
+        return rejects or ()
 
     def address_of(self, path: Path) -> str:
         """The address of a file under the output folder. It changes when the file is written again."""
@@ -233,25 +233,25 @@ def serve_file(path: str, name: str) -> Route:
     return get(path, lambda request: PlainTextResponse((TEMPLATES / name).read_text(), media_type=kind))
 
 
-def action(path: str, act: Callable[[Request, Form], str | Moved], back: str = "/") -> Route:
+def action(path: str, act: Callable[[Request, Form], str | Moved], return_path: str = "/") -> Route:
     """A route that changes something. act: function that gets the request and the form's fields; it returns a message
-    about the change, or the address of a new page. back: path to which a browser without a script is sent afterwards.
-    An error is shown with its next step."""
+    about the change, or the address of a new page. return_path: path to which a browser without a script is sent
+    afterwards. An error is shown with its next step."""
 
     async def handle(request: Request) -> Response:
         form = await read_form(request)
         as_json = "application/json" in request.headers.get("accept", "")
         try:
-            done = await run_in_threadpool(act, request, form)
+            result = await run_in_threadpool(act, request, form)
         except LatentpressError as error:
             refusal = {"error": error.message, "next_step": error.next_step}
             if as_json:
                 return JSONResponse(refusal, 409)
-            values = {"title": "Refused", "back": _base(request) + back, **refusal}
+            values = {"title": "Refused", "back": _base(request) + return_path, **refusal}
             return await run_in_threadpool(render, request, "refused.html", 409, **values)
-        if isinstance(done, Moved):
-            return RedirectResponse(done.address, 303)
-        return JSONResponse({"message": done}) if as_json else RedirectResponse(_base(request) + back, 303)
+        if isinstance(result, Moved):
+            return RedirectResponse(result.address, 303)
+        return JSONResponse({"message": result}) if as_json else RedirectResponse(_base(request) + return_path, 303)
 
     return Route(path, handle, methods=["POST"])
 
@@ -263,19 +263,19 @@ async def read_form(request: Request) -> Form:
         async for piece in request.stream():
             body += piece
             if len(body) > MAX_FORM_BYTES:
-                raise HTTPException(413, f"a form may have {MAX_FORM_BYTES} bytes")
+                raise HTTPException(413, f"a form may have at most {MAX_FORM_BYTES} bytes")
     except ClientDisconnect as error:
-        raise HTTPException(400, "the form did not come whole") from error
+        raise HTTPException(400, "the form was not received completely") from error
     try:
         fields = parse_qs(body.decode(), keep_blank_values=True, max_num_fields=10_000)
     except ValueError as error:
-        raise HTTPException(400, "this is no form") from error
+        raise HTTPException(400, "the request is not a form") from error
     return {name: values[-1] for name, values in fields.items()}
 
 
-def first_item(asked: Mapping[str, str], count: int) -> int:
+def first_item(query: Mapping[str, str], count: int) -> int:
     """The index of the first item on a page of a list with `count` items: the query parameter "first", or 0."""
-    first = asked.get("first", "")
+    first = query.get("first", "")
     return min(int(first), count) if first.isdecimal() and len(first) < 10 else 0
 
 

@@ -30,23 +30,23 @@ from stages.discovery.media_table import read_media_table
 from stages.encoding.stage_registry import CAPTION
 from stages.pages.ui.app import Form, Page, Site, action, first_item, get, lines_of, render, site_of
 from stages.pages.ui.child_programs import STAGES, Refused
-from stages.pages.ui.job_cards import AT_WORK, build_job_card
+from stages.pages.ui.job_cards import ACTIVE_STATES, build_job_card
 
 PATH, JOB = "/captions", "caption-thumbnails"
-MOST_SHOWN = 50  # items on one page
-MOST_CHARACTERS = 100_000  # characters in all captions of an item
+MAX_SHOWN = 50  # items on one page
+MAX_CHARACTERS = 100_000  # characters in all captions of an item
 
 
 @dataclass(frozen=True)
 class Item:
-    """An item on the page. captions: the captions in use, one per line, with edits. of_file: the captions that
+    """An item on the page. captions: the captions in use, one per line, with edits. file_captions: the captions that
     `discover` found, one per line. before: the stored edit as JSON, "" if the item was not edited."""
 
     media_id: str
     path: str
     about: str
     captions: str
-    of_file: str
+    file_captions: str
     before: str
 
 
@@ -57,61 +57,61 @@ def _store(root: str) -> Store:
 
 
 @dataclass
-class Shown:
-    """The result of a search in a dataset's items. names: ids of the datasets. given: the search. items: the items on
+class SearchResult:
+    """The result of a search in a dataset's items. names: ids of the datasets. search: the search. items: the items on
     this page. total, edited: numbers of all items and of edited items in the dataset. count: number of items found.
     start: index of the page's first item among the items found."""
 
     names: list[str]
-    given: dict[str, str]
+    search: dict[str, str]
     items: list[Item] = field(default_factory=list)
     total: int = 0
     edited: int = 0
     count: int = 0
     start: int = 0
-    made: frozenset[str] = frozenset()  # paths of items whose captions a model made
-    made_problem: LatentpressError | None = None  # why captions that a model made can't be shown
+    described_paths: frozenset[str] = frozenset()  # paths of items whose captions a model made
+    model_problem: LatentpressError | None = None  # why captions that a model made can't be shown
     problem: LatentpressError | None = None
 
 
-def _find(site: Site, asked: Mapping[str, str]) -> Shown:
+def _find(site: Site, query: Mapping[str, str]) -> SearchResult:
     names = [dataset.id for dataset in site.config().datasets if not dataset.disabled]
-    chosen = asked.get("dataset", "") if asked.get("dataset") in names else next(iter(names), "")
-    words, only_edited = asked.get("words", ""), bool(asked.get("edited"))
-    shown = Shown(names, {"dataset": chosen, "words": words, "edited": "1" if only_edited else ""})
+    dataset = query.get("dataset", "") if query.get("dataset") in names else next(iter(names), "")
+    words, only_edited = query.get("words", ""), bool(query.get("edited"))
+    result = SearchResult(names, {"dataset": dataset, "words": words, "edited": "1" if only_edited else ""})
     try:
         store = _store(site.root)
-        edits, media = read_edits(store), read_media_table(store, chosen)
+        edits, media = read_edits(store), read_media_table(store, dataset)
         try:
-            media, shown.made = add_made(media, made_captions(store, site.config()))
+            media, result.described_paths = add_model_captions(media, read_model_captions(store, site.config()))
         except LatentpressError as error:
-            shown.made_problem = error
+            result.model_problem = error
         is_edited = pc.is_in(media["media_id"], value_set=edits["media_id"].combine_chunks())
-        shown.total, shown.edited = len(media), pc.sum(is_edited).as_py() or 0
+        result.total, result.edited = len(media), pc.sum(is_edited).as_py() or 0
         rows = np.flatnonzero(_matches(media, edits, words) & (np.asarray(is_edited) | (not only_edited)))
-        shown.count = len(rows)
-        shown.start = first_item(asked, shown.count)
-        shown.items = list(_items(media.take(pa.array(rows[shown.start : shown.start + MOST_SHOWN])), edits))
+        result.count = len(rows)
+        result.start = first_item(query, result.count)
+        result.items = list(_list_items(media.take(pa.array(rows[result.start : result.start + MAX_SHOWN])), edits))
     except LatentpressError as error:
-        shown.problem = error
-    return shown
+        result.problem = error
+    return result
 
 
 def show(request: Request) -> Response:
     site = site_of(request)
-    shown, known = _find(site, request.query_params), site.thumbnails.list_known()
-    has_new = any(item.media_id not in known for item in shown.items)
+    result, thumbnails = _find(site, request.query_params), site.thumbnails.list_known()
+    has_new = any(item.media_id not in thumbnails for item in result.items)
     card = build_job_card(JOB, "thumbnails of these items", site.programs)
     return render(
         request,
         "captions.html",
         title="Captions",
-        shown=shown,
-        step=MOST_SHOWN,
-        end=shown.start + len(shown.items),
-        thumbnails=known,
+        result=result,
+        step=MAX_SHOWN,
+        end=result.start + len(result.items),
+        thumbnails=thumbnails,
         card=card,
-        can_start=card.state not in AT_WORK,
+        can_start=card.state not in ACTIVE_STATES,
         has_new=has_new,
         describing=build_job_card("caption", STAGES["caption"], site.programs) if site.config().caption else None,
         is_due=has_new and site.programs.may_begin(JOB),
@@ -121,15 +121,15 @@ def show(request: Request) -> Response:
 def make_thumbnails(request: Request, form: Form) -> str:
     """Start the program that makes thumbnails of the items on the page from which the form was sent."""
     site = site_of(request)
-    shown = _find(site, form)
-    if not shown.items:
-        raise Refused("there are no such items", "load the page again")
-    ids = dict.fromkeys(item.media_id for item in shown.items)
-    site.programs.start(JOB, f"--dataset={shown.given['dataset']}", *(f"--media-id={media_id}" for media_id in ids))
+    result = _find(site, form)
+    if not result.items:
+        raise Refused("no items match this search", "load the page again")
+    ids = dict.fromkeys(item.media_id for item in result.items)
+    site.programs.start(JOB, f"--dataset={result.search['dataset']}", *(f"--media-id={media_id}" for media_id in ids))
     return f"thumbnails of {len(ids)} items are being made"
 
 
-def made_captions(store: Store, config: Config) -> dict[str, list[str]]:
+def read_model_captions(store: Store, config: Config) -> dict[str, list[str]]:
     """Read the captions that the configured model made: media id -> captions; for a video, the captions of all its
     clips. Raises LatentpressError if a shard is damaged or the model is missing."""
     captions = dict[str, list[str]]()
@@ -139,8 +139,8 @@ def made_captions(store: Store, config: Config) -> dict[str, list[str]]:
     for file in store.list_files(cache):
         if file.name.endswith((ARROW_SUFFIX, TAR_SUFFIX)):
             for media_id, texts in _read_shard(config.root, f"{cache}/{file.name}", file):
-                known = captions.setdefault(media_id, [])
-                known += [text for text in texts if text not in known]
+                item_captions = captions.setdefault(media_id, [])
+                item_captions += [text for text in texts if text not in item_captions]
     return captions
 
 
@@ -152,12 +152,12 @@ def _read_shard(root: str, shard: str, version: Entry) -> list[tuple[str, list[s
     return [(row.info["media_id"], row.info["captions"]) for _, _, row in rows]
 
 
-def add_made(media: pa.Table, made: Mapping[str, Sequence[str]]) -> tuple[pa.Table, frozenset[str]]:
-    """Add captions of a model to the items without captions of their own. media: media table. made: media id ->
-    captions. Returns (media table, paths of the items that got captions)."""
+def add_model_captions(media: pa.Table, model_captions: Mapping[str, Sequence[str]]) -> tuple[pa.Table, frozenset[str]]:
+    """Add captions of a model to the items without captions of their own. media: media table. model_captions: media id
+    -> captions. Returns (media table, paths of the items that got captions)."""
     lacking = pc.equal(pc.fill_null(pc.list_value_length(media["captions"]), 0), 0)
-    ids = [*dict.fromkeys(name for name in media["media_id"].filter(lacking).to_pylist() if name in made)]
-    table = pa.table({"media_id": pa.array(ids, pa.string()), "captions": [list(made[name]) for name in ids]})
+    ids = [*dict.fromkeys(name for name in media["media_id"].filter(lacking).to_pylist() if name in model_captions)]
+    table = pa.table({"media_id": pa.array(ids, pa.string()), "captions": [list(model_captions[name]) for name in ids]})
     described = pc.and_(lacking, pc.is_in(media["media_id"], value_set=table["media_id"].combine_chunks()))
     if not ids:
         return media, frozenset()
@@ -172,23 +172,29 @@ def _matches(media: pa.Table, edits: pa.Table, words: str) -> np.ndarray:
     if not words.split():
         return matches
     row = pc.index_in(media["media_id"], value_set=edits["media_id"].combine_chunks())
-    written = pc.binary_join(edits["captions"].combine_chunks(), "\n").take(row.combine_chunks())
-    columns = [media["path"].combine_chunks(), pc.binary_join(media["captions"].combine_chunks(), "\n"), written]
+    edited_captions = pc.binary_join(edits["captions"].combine_chunks(), "\n").take(row.combine_chunks())
+    columns = [
+        media["path"].combine_chunks(),
+        pc.binary_join(media["captions"].combine_chunks(), "\n"),
+        edited_captions,
+    ]
     text = pc.utf8_lower(pc.binary_join_element_wise(*(pc.fill_null(column, "") for column in columns), "\n"))
     for word in words.lower().split():
         matches &= np.asarray(pc.match_substring(text, word))
     return matches
 
 
-def _items(media: pa.Table, edits: pa.Table) -> Iterator[Item]:
-    wanted = edits.filter(pc.is_in(edits["media_id"], value_set=media["media_id"].combine_chunks()))
-    written = {row["media_id"]: row["captions"] for row in wanted.to_pylist()}
+def _list_items(media: pa.Table, edits: pa.Table) -> Iterator[Item]:
+    page_edits = edits.filter(pc.is_in(edits["media_id"], value_set=media["media_id"].combine_chunks()))
+    captions_by_id = {row["media_id"]: row["captions"] for row in page_edits.to_pylist()}
     names = ["media_id", "path", "kind", "width", "height", "captions"]
     for row in media.select(names).to_pylist():
-        edit, of_file = written.get(row["media_id"]), row["captions"] or []
+        edit, file_captions = captions_by_id.get(row["media_id"]), row["captions"] or []
         about = f"{row['kind']}, {row['width']}x{row['height']}"
         before = "" if edit is None else json.dumps(edit)
-        yield Item(row["media_id"], row["path"], about, _one_a_line(edit or of_file), _one_a_line(of_file), before)
+        yield Item(
+            row["media_id"], row["path"], about, _one_a_line(edit or file_captions), _one_a_line(file_captions), before
+        )
 
 
 def _one_a_line(captions: Sequence[str]) -> str:
@@ -200,23 +206,26 @@ def _one_a_line(captions: Sequence[str]) -> str:
 def save(request: Request, form: Form) -> str:
     site, media_id, verb = site_of(request), request.path_params["media_id"], request.path_params["verb"]
     if verb not in ("save", "restore") or not _is_known(site, media_id):
-        raise HTTPException(404, "there is no such item, or nothing that does this to it")
+        raise HTTPException(404, "the item or the action does not exist")
     try:
         before = parse_json((form.get("before", "") or "null").encode())
     except ValueError as error:
-        raise HTTPException(400, "this is no form of the page") from error
+        raise HTTPException(400, "'before' is not valid JSON") from error
     if before is not None and not (isinstance(before, list) and all(isinstance(text, str) for text in before)):
-        raise HTTPException(400, "this is no form of the page")
+        raise HTTPException(400, "'before' must be null or a list of strings")
     if verb == "restore":
         write_edit(_store(site.root), media_id, None, before)
         return "the caption of the file is used again"
     captions = lines_of(form, "text")
     if not captions:
-        raise Refused("a caption has to have words", "to leave the item out, exclude it with `where`")
+        raise Refused(
+            "the caption is empty",
+            "write a caption; to leave the item out, exclude it with the dataset's option `where`",
+        )
     if any("\0" in text for text in captions):
-        raise Refused("a caption holds a zero byte", "remove it, and save again")
-    if len("".join(captions)) > MOST_CHARACTERS:
-        raise Refused(f"the captions have more than {MOST_CHARACTERS} characters", "shorten them")
+        raise Refused("a caption contains a zero byte", "remove it, and save again")
+    if len("".join(captions)) > MAX_CHARACTERS:
+        raise Refused(f"the captions have more than {MAX_CHARACTERS} characters", "shorten them")
     write_edit(_store(site.root), media_id, captions, before)
     return "saved; the next run plans with it"
 

@@ -42,12 +42,12 @@ POLL_S = 0.2
 STAGES = {
     "discover": "finds media and captions",
     "features": "compares and measures pictures and clips",
-    "caption": "describes what has no caption",
-    "masks": "makes masks where there are none",
+    "caption": "makes captions for items without a caption",
+    "masks": "makes masks for items without a mask",
     "bucket": "plans samples, texts and units",
-    "encode-text": "captions to embeddings",
-    "encode-latents": "pictures and clips to latents",
-    "encode-vision": "pictures and clips to DINOv2 features",
+    "encode-text": "encodes captions to embeddings",
+    "encode-latents": "encodes pictures and clips to latents",
+    "encode-vision": "encodes pictures and clips to DINOv2 features",
     "index": "joins plan and shards",
     "train": "trains the adapter or model",
     "decode": "decodes the validation latents",
@@ -69,10 +69,10 @@ NEED_OPTIONS = ("caption-thumbnails",)  # jobs that need options (the items), so
 def list_conflicts(name: str) -> list[str]:
     """Jobs that must not run at the same time as this job: `run` conflicts with its stages, and the queue, which starts
     `run`, conflicts with `run` and the stages."""
-    whole = ("run", "queue")
-    if name in whole:
-        return [*STAGES, *(other for other in whole if other != name)]
-    return [*whole] if name in STAGES else []
+    runners = ("run", "queue")
+    if name in runners:
+        return [*STAGES, *(job for job in runners if job != name)]
+    return [*runners] if name in STAGES else []
 
 
 class Refused(LatentpressError):
@@ -104,8 +104,8 @@ class ChildPrograms:
         options."""
         program, *words = (*JOBS[name], *more)
         with self._locked():
-            for other in (name, *list_conflicts(name)):
-                self._refuse_beside(name, other)
+            for conflicting_job in (name, *list_conflicts(name)):
+                self._refuse_conflict(name, conflicting_job)
             log, notes = self._new_log(name), self._folder / "notes" / name
             shutil.rmtree(notes, ignore_errors=True)
             environment = {**os.environ, NOTES_VARIABLE: str(notes)}
@@ -117,25 +117,31 @@ class ChildPrograms:
             start.write(self._path(name))
             return start
 
-    def _refuse_beside(self, name: str, other: str) -> None:
-        last: ProcessRecord | None = self.last_start(other)
-        if other == "queue" and not (last and last.is_running):  # the queue may have been started on a command line
+    def _refuse_conflict(self, name: str, running_job: str) -> None:
+        last: ProcessRecord | None = self.last_start(running_job)
+        if running_job == "queue" and not (
+            last and last.is_running
+        ):  # the queue may have been started on a command line
             last = self.queue.worker()
         if last is None or not (last.is_running or last.runs_elsewhere):
             return
-        where = "" if last.is_running else f" on {last.host}"
+        place = "" if last.is_running else f" on {last.host}"
         began = time.strftime("%H:%M:%S", time.localtime(last.began))
-        what = f"{other} is at work{where} already" if other == name else f"{name} can't start beside {other}{where}"
-        step = f"wait for it, or stop {other} first" if not where else f"if it is not, remove {self._path(other)}"
-        raise Refused(f"{what}: it was started at {began}, process {last.process}", step)
+        problem = f"{name} is already running{place}"
+        if running_job != name:
+            problem = f"{name} can't start while {running_job} is running{place}"
+        step = f"wait until it has ended, or stop {running_job} first"
+        if place:
+            step = f"if it is not running any more, remove {self._path(running_job)}"
+        raise Refused(f"{problem}: it was started at {began}, process {last.process}", step)
 
     def stop(self, name: str) -> None:
         """Send SIGTERM to a job. Its program then ends in its own way, and keeps the work that is done."""
         with self._locked():
             last = self._require_running(name)
             if last.stop_asked is not None:
-                step = "wait until it has kept what is done, or kill it: then it keeps what was kept before"
-                raise Refused(f"{name} was told to stop already", step)
+                step = "wait until it has saved its work, or kill it, which loses the work since the last save"
+                raise Refused(f"{name} is already stopping", step)
             with suppress(ProcessLookupError):  # the process has just ended
                 os.kill(last.process, signal.SIGTERM)
             last.model_copy(update={"stop_asked": time.time()}).write(self._path(name))
@@ -144,14 +150,14 @@ class ChildPrograms:
         """Send SIGKILL to a job that `stop` did not end. Raises Refused if `stop` was not called before."""
         last = self._require_running(name)
         if last.stop_asked is None:
-            raise Refused(f"{name} was not told to stop yet", "stop it first")
+            raise Refused(f"{name} can only be killed after it was stopped", "stop it first")
         with suppress(ProcessLookupError):
             os.kill(last.process, signal.SIGKILL)
 
     def _require_running(self, name: str) -> Start:
         last = self.last_start(name)
         if last is None or not last.is_running:
-            raise Refused(f"{name} is not at work, or was not started from this page", "stop it where it was started")
+            raise Refused(f"{name} is not running, or was not started from this page", "stop it in its own terminal")
         return last
 
     def restart(self, name: str) -> None:
@@ -161,7 +167,7 @@ class ChildPrograms:
             self.start(name)
             return
         if name in self._restarting:
-            raise Refused(f"{name} is being restarted already", "wait until it has stopped")
+            raise Refused(f"{name} is already being restarted", "wait until it has stopped")
         if last.stop_asked is None:
             self.stop(name)
         self._restarting.add(name)
@@ -193,8 +199,8 @@ class ChildPrograms:
         if child is None or child.pid != start.process:
             return start
         log = self._folder / "logs" / start.log
-        written = log.stat().st_mtime if log.exists() else start.began
-        return start.model_copy(update={"exit_code": child.wait(), "updated": written})
+        end_time = log.stat().st_mtime if log.exists() else start.began
+        return start.model_copy(update={"exit_code": child.wait(), "updated": end_time})
 
     def may_begin(self, name: str) -> bool:
         """Whether a page may start a job without a click of the user: False if the job was stopped, has failed or is
@@ -213,8 +219,8 @@ class ChildPrograms:
     def _new_log(self, name: str) -> Path:
         folder = self._folder / "logs"
         make_folders(folder)
-        for old in self.logs(name)[KEPT_LOGS - 1 :]:
-            old.unlink(missing_ok=True)
+        for old_log in self.logs(name)[KEPT_LOGS - 1 :]:
+            old_log.unlink(missing_ok=True)
         return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.log"
 
     def _path(self, name: str) -> Path:

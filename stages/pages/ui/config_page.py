@@ -34,13 +34,13 @@ MAX_NAME = 24  # characters of a new item's name
 
 @dataclass(frozen=True)
 class NewItem:
-    """A kind of item that the form adds to a list. given: the key whose value the user types; named: the key whose
-    value, a name, is derived from the typed value."""
+    """A kind of item that the form adds to a list. typed_key: the key whose value the user types; name_key: the key
+    whose value, a name, is derived from the typed value."""
 
     path: str
     label: str
-    given: str
-    named: str
+    typed_key: str
+    name_key: str
 
 
 NEW_ITEMS = {
@@ -114,9 +114,9 @@ def build_form(text: str) -> Group:
     values = read_values(text, [split_path(field_.path) for field_ in fields])
     for field_ in fields:
         path = split_path(field_.path)
-        written = values[path]
-        field_.by_hand = written is None and value_at(value, path) is not None
-        field_.value = "" if written is None else written
+        yaml_value = values[path]
+        field_.by_hand = yaml_value is None and value_at(value, path) is not None
+        field_.value = "" if yaml_value is None else yaml_value
         if field_.path == FLAVOUR:
             _name_flavours(field_, value_at(value, ("model", "family")))
     return form
@@ -128,15 +128,18 @@ def _name_flavours(flavour: Field, family: Any) -> None:
     flavour.default = specs[0].default_flavour if len(specs) == 1 else ""
 
 
-def changed_text(text: str, base: str, given: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Write changed fields into a text. A field has changed if its value in `given` differs from its value in `base`,
-    the text that the form was filled from. Returns (changed text, problems: why some fields can't be written)."""
+def changed_text(text: str, base: str, form_values: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Write changed fields into a text. A field has changed if its value in `form_values` differs from its value in
+    `base`, the text that the form was filled from. Returns (changed text, problems: why some fields can't be
+    written)."""
     problems: list[str] = []
     try:
         fields = [field_ for field_ in build_form(base).all_fields() if not field_.by_hand]
     except YamlError:
         return text, []  # the page had no form
-    changed = {field_: value for field_ in fields if (value := given.get(field_.path, field_.value)) != field_.value}
+    changed = {
+        field_: value for field_ in fields if (value := form_values.get(field_.path, field_.value)) != field_.value
+    }
     if not changed:
         return text, []
     try:
@@ -171,30 +174,30 @@ def _resolve(schema: Schema) -> Schema:
     """Follow a reference; for a type "section or null", return the section."""
     if "$ref" in schema:
         return _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
-    others = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
-    return _resolve(others[0]) if len(others) == 1 and "$ref" in others[0] else schema
+    sections = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
+    return _resolve(sections[0]) if len(sections) == 1 and "$ref" in sections[0] else schema
 
 
 def _build_group(path: str, title: str, schema: Schema, value: Any) -> Group:
     group = Group(path, title)
-    for name, given in schema["properties"].items():
-        inner, key = _resolve(given), f"{path}.{name}".lstrip(".")
+    for name, field_schema in schema["properties"].items():
+        section, key = _resolve(field_schema), f"{path}.{name}".lstrip(".")
         current = value.get(name) if isinstance(value, dict) else None
-        if "properties" in inner:
-            group.groups.append(_build_group(key, name, inner, current))
-        elif (item := _item_section(inner)) is not None:
+        if "properties" in section:
+            group.groups.append(_build_group(key, name, section, current))
+        elif (item := _item_section(section)) is not None:
             items = current if isinstance(current, list) else []
             for number, item_value in enumerate(items):
                 item_name = next(
                     (item_value[key] for key in ("id", "name") if isinstance(item_value, dict) and key in item_value),
                     number,
                 )
-                made = _build_group(f"{key}.{number}", f"{name}: {item_name}", item, item_value)
-                made.is_item = key in NEW_ITEMS
-                group.groups.append(made)
+                item_group = _build_group(f"{key}.{number}", f"{name}: {item_name}", item, item_value)
+                item_group.is_item = key in NEW_ITEMS
+                group.groups.append(item_group)
             group.adds += [NEW_ITEMS[key]] if key in NEW_ITEMS else []
         else:
-            group.fields.append(_build_field(key, name, given))
+            group.fields.append(_build_field(key, name, field_schema))
     return group
 
 
@@ -225,39 +228,42 @@ def _build_field(path: str, name: str, schema: Schema) -> Field:
 def search(group: Group, words: str, only_set: bool) -> None:
     """Hide fields whose path and description do not contain each of the words (case-insensitive). only_set: hide fields
     that the text does not set, too."""
-    wanted = words.casefold().split()
+    search_words = words.casefold().split()
     for inner in group.groups:
         search(inner, words, only_set)
     for field_ in group.fields:
         text = f"{field_.path} {field_.about}".casefold()
-        field_.hidden = (only_set and not field_.is_set) or not all(word in text for word in wanted)
+        field_.hidden = (only_set and not field_.is_set) or not all(word in text for word in search_words)
     group.hidden = all(field_.hidden for field_ in group.all_fields())
 
 
-def with_item(text: str, path: str, given: str) -> str:
+def add_item(text: str, path: str, value: str) -> str:
     """Add an item with a unique name to a list of NEW_ITEMS, and return the text. Raises CannotEdit if the item has to
     be added by hand, YamlError if the text is not YAML."""
-    new, keys = NEW_ITEMS[path], split_path(path)
-    there = value_at(parse_yaml(text).value, keys)
-    taken = {item.get(new.named) for item in there if isinstance(item, dict)} if isinstance(there, list) else set()
-    name = (
-        re.sub(r"[^a-z0-9]+", "-", given.rstrip("/").rpartition("/")[2].casefold())[:MAX_NAME].strip("-") or new.named
+    new_item, keys = NEW_ITEMS[path], split_path(path)
+    items = value_at(parse_yaml(text).value, keys)
+    names = (
+        {item.get(new_item.name_key) for item in items if isinstance(item, dict)} if isinstance(items, list) else set()
     )
-    number = next(n for n in range(1, len(taken) + 2) if (f"{name}-{n}" if n > 1 else name) not in taken)
+    name = (
+        re.sub(r"[^a-z0-9]+", "-", value.rstrip("/").rpartition("/")[2].casefold())[:MAX_NAME].strip("-")
+        or new_item.name_key
+    )
+    number = next(n for n in range(1, len(names) + 2) if (f"{name}-{n}" if n > 1 else name) not in names)
     editor = YamlEditor(text)
-    editor.add_item(keys, {new.named: f"{name}-{number}" if number > 1 else name, new.given: given})
+    editor.add_item(keys, {new_item.name_key: f"{name}-{number}" if number > 1 else name, new_item.typed_key: value})
     return editor.text()
 
 
-def without_item(text: str, typed: str, base: str, path: str) -> str:
+def remove_item(text: str, typed: str, base: str, path: str) -> str:
     """Remove an item from a list of NEW_ITEMS, and return the text. typed: the text before the form's fields changed
     it. base: the text that the form was filled from."""
-    above, _, number = path.rpartition(".")
+    list_path, _, number = path.rpartition(".")
     keys = split_path(path)
-    if above not in NEW_ITEMS or not number.isdecimal():
+    if list_path not in NEW_ITEMS or not number.isdecimal():
         raise CannotEdit("the form can't remove this item")
     if value_at(parse_yaml(typed).value, keys[:-1]) != value_at(parse_yaml(base).value, keys[:-1]):
-        raise CannotEdit("the list was changed meanwhile; press Check, then remove it")
+        raise CannotEdit("the list was changed in the text; press Check, then remove the item")
     editor = YamlEditor(text)
     editor.remove(keys)
     return editor.text()
@@ -274,15 +280,15 @@ def show(request: Request) -> Response:
 def _render(
     request: Request,
     text: str,
-    asked: Mapping[str, str],
+    query: Mapping[str, str],
     message: str = "",
     problems: tuple[str, ...] = (),
     status: int = 200,
 ) -> Response:
-    """asked: query parameters: "find", search words for fields, and "only_set". problems: messages about changes that
+    """query: query parameters: "find", search words for fields, and "only_set". problems: messages about changes that
     were not made."""
     site = site_of(request)
-    find, only_set = asked.get("find", ""), "only_set" in asked
+    find, only_set = query.get("find", ""), "only_set" in query
     form = _form_of(text)
     if form is not None:
         search(form, find, only_set)
@@ -341,8 +347,8 @@ def why_not_read(site: Site, file: Path) -> str:
             return ""
     except (OSError, RuntimeError):  # links in a circle; Python 3.13 returns one of the links instead
         pass
-    inside = "root, output and the configuration's folder"
-    return f"is outside of {inside}, where this page reads nothing; put it there, or correct the file in an editor"
+    allowed_folders = "root, output and the configuration's folder"
+    return f"is outside of {allowed_folders}, and this page reads only files in them; move it there, or edit it by hand"
 
 
 def _stamp(text: str) -> str:
@@ -359,43 +365,43 @@ async def save(request: Request) -> Response:
     return await run_in_threadpool(_answer, request, await read_form(request), save=True)
 
 
-def _answer(request: Request, given: Mapping[str, str], save: bool) -> Response:
+def _answer(request: Request, form_values: Mapping[str, str], save: bool) -> Response:
     site = site_of(request)
-    text, base = (given.get(name, "").replace("\r\n", "\n") for name in ("text", "base"))
-    fields = {name.removeprefix(FIELD): value for name, value in given.items() if name.startswith(FIELD)}
+    text, base = (form_values.get(name, "").replace("\r\n", "\n") for name in ("text", "base"))
+    fields = {name.removeprefix(FIELD): value for name, value in form_values.items() if name.startswith(FIELD)}
     typed = text
     text, problems = changed_text(text, base, fields)
-    text = _change_lists(text, typed, base, given, problems)
+    text = _change_lists(text, typed, base, form_values, problems)
     errors, message = find_errors(site, text), ""
     if save and not problems:
-        if problem := _refuse(site.options.config, errors, given.get("stamp", "")):
+        if problem := _refuse(site.options.config, errors, form_values.get("stamp", "")):
             problems.append(problem)
         else:
             message = _write(site.options.config, text, problems)
     status = 409 if save and problems else 200
     if "application/json" not in request.headers.get("accept", ""):
-        return _render(request, text, given, message, tuple(problems), status)
+        return _render(request, text, form_values, message, tuple(problems), status)
     form = _form_of(text)
     fields_now = {} if form is None else {field_.path: field_ for field_ in form.all_fields()}
     values = {path: field_.value for path, field_ in fields_now.items()}
     choices = {path: fields_now[path].choices for path in (FLAVOUR,) if path in fields_now}
     answer = {"text": text, "errors": errors, "values": values, "choices": choices, "problems": problems}
     return JSONResponse(
-        answer | {"message": message, "stamp": _stamp(text) if message else given.get("stamp", "")}, status
+        answer | {"message": message, "stamp": _stamp(text) if message else form_values.get("stamp", "")}, status
     )
 
 
-def _change_lists(text: str, typed: str, base: str, given: Mapping[str, str], problems: list[str]) -> str:
+def _change_lists(text: str, typed: str, base: str, form_values: Mapping[str, str], problems: list[str]) -> str:
     """Add or remove the item that a button of the form names. typed: the text before the form's fields changed it."""
     try:
-        if (path := given.get("add", "")) in NEW_ITEMS:
-            if not (value := given.get(f"new:{path}", "").strip()):
+        if (path := form_values.get("add", "")) in NEW_ITEMS:
+            if not (value := form_values.get(f"new:{path}", "").strip()):
                 raise CannotEdit(f"nothing was added: fill in {NEW_ITEMS[path].label!r} first")
-            return with_item(text, path, value)
-        if path := given.get("remove", ""):
-            return without_item(text, typed, base, path)
+            return add_item(text, path, value)
+        if path := form_values.get("remove", ""):
+            return remove_item(text, typed, base, path)
     except YamlError:
-        problems.append("nothing was added or removed: the text is no YAML")
+        problems.append("nothing was added or removed: the text is not valid YAML")
     except CannotEdit as error:
         problems.append(str(error))
     return text
@@ -404,9 +410,9 @@ def _change_lists(text: str, typed: str, base: str, given: Mapping[str, str], pr
 def _refuse(path: Path, errors: list[tuple[int, str]], stamp: str) -> str:
     """The reason why the text is not saved; "" if it can be saved."""
     if errors:
-        return f"it was not saved: it has {len(errors)} error{'s' if len(errors) > 1 else ''}"
+        return f"not saved: the text has {len(errors)} error{'s' if len(errors) > 1 else ''}"
     if _stamp(read_text(path)) != stamp:
-        return "it was not saved: the file was changed meanwhile; copy your text, and load this page again"
+        return "not saved: the file has changed since this page was loaded; copy your text, and load this page again"
     return ""
 
 
@@ -417,7 +423,7 @@ def _write(path: Path, text: str, problems: list[str]) -> str:
             temporary.write_text(text, encoding="utf-8", newline="\n")
             temporary.chmod(target.stat().st_mode & 0o777)
     except LatentpressError as error:
-        problems.append(f"it was not saved: {error.message}")
+        problems.append(f"not saved: {error.message}")
         return ""
     return f"saved to {path}; programs that are started now use it"
 

@@ -23,13 +23,13 @@ from cache.runs.training_run import METRICS_FILE
 from cache.runs.validations import hash_results, read_mark
 from schemas.cli.report import Report
 from stages.pages.ui.app import DOCUMENTS, Page, Site, get, render, site_of, version_of
-from stages.pages.ui.job_cards import AT_WORK, build_cards, build_job_card
+from stages.pages.ui.job_cards import ACTIVE_STATES, build_cards, build_job_card
 
-MOST_LISTED = 50
+MAX_LISTED = 50
 #: Job -> title of its page, and description of the document.
 KINDS = {
-    "preview-plan": ("Plan", "what would be encoded, before it is"),
-    "preview": ("Preview", "what was encoded, beside the originals"),
+    "preview-plan": ("Plan", "the samples of the plan, before they are encoded"),
+    "preview": ("Preview", "encoded samples next to their originals"),
     "report": ("Report", "one page of the run: curves, samples, data, costs, settings"),
 }
 TYPES = {
@@ -60,24 +60,24 @@ def list_documents(site: Site, job: str) -> dict[str, Path]:
         pattern = "plan-*.html" if job == "preview-plan" else "latents-*.html"
         paths = [path for path in (site.output / "preview").glob(pattern) if path.is_file()]
         paths.sort(key=lambda path: -path.stat().st_mtime)
-    return {path.relative_to(site.output).as_posix(): path for path in paths[:MOST_LISTED]}
+    return {path.relative_to(site.output).as_posix(): path for path in paths[:MAX_LISTED]}
 
 
 def _show(request: Request, job: str) -> Response:
-    site, (title, what) = site_of(request), KINDS[job]
+    site, (title, description) = site_of(request), KINDS[job]
     documents = list_documents(site, job)
-    wanted = request.query_params.get("page", "")
-    chosen = wanted if wanted in documents else next(iter(documents), "")
-    path = documents.get(chosen)
+    requested_name = request.query_params.get("page", "")
+    document_name = requested_name if requested_name in documents else next(iter(documents), "")
+    path = documents.get(document_name)
     return render(
         request,
         "document.html",
         title=title,
-        card=build_job_card(job, what, site.programs),
+        card=build_job_card(job, description, site.programs),
         names=list(documents),
-        chosen=chosen,
-        url=f"{DOCUMENTS}{site.document_key}/{quote(chosen)}",
-        made=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)) if path else "",
+        document_name=document_name,
+        url=f"{DOCUMENTS}{site.document_key}/{quote(document_name)}",
+        made_at=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)) if path else "",
         version=version_of(path),
         is_old=job == "report" and path is not None and _is_old(path),
         is_due=not documents and _is_due(site, job),
@@ -100,11 +100,11 @@ def _is_due(site: Site, job: str) -> bool:
     status = site.status()
     if not isinstance(status, Report):
         return False
-    done = {row["stage"]: row["done"] for row in status.details["stages"]}
+    done_counts = {row["stage"]: row["done"] for row in status.details["stages"]}
     if job == "preview-plan":
-        return done.get("bucket", 0) > 0
-    at_work = any(card.state in AT_WORK for step in build_cards(config, site.programs, status) for card in step)
-    return done.get("encode-latents", 0) > 0 and not (at_work or config.model.family_spec.video)
+        return done_counts.get("bucket", 0) > 0
+    at_work = any(card.state in ACTIVE_STATES for step in build_cards(config, site.programs, status) for card in step)
+    return done_counts.get("encode-latents", 0) > 0 and not (at_work or config.model.family_spec.video)
 
 
 def find_document(output: Path, name: str) -> Path | None:
@@ -128,7 +128,7 @@ def route(list_sites: Callable[[], Iterable[Site]]) -> BaseRoute:
         sites = [site for site in list_sites() if hmac.compare_digest(key, site.document_key.encode())]
         path = find_document(sites[0].output, request.path_params["name"]) if sites else None
         if path is None:
-            raise HTTPException(404, "there is no such document")
+            raise HTTPException(404, "the document does not exist")
         headers = {"content-security-policy": POLICY, "cross-origin-resource-policy": "cross-origin"}
         if "version" in request.query_params and path.suffix.lower() != ".html":
             headers["cache-control"] = "private, max-age=86400"

@@ -23,7 +23,7 @@ from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, Refused
 from stages.pages.ui.job_cards import Card, build_cards, build_run_card
 from stages.pages.ui.pictures_page import make_row
 
-MOST_ROWS, MOST_STEPS = 4, 5  # rows and columns of pictures
+MAX_ROWS, MAX_STEPS = 4, 5  # rows and columns of pictures
 MEMORY = ("device_memory_gib", "host_memory_gib")
 LABELS = {
     "step": "step",
@@ -36,8 +36,8 @@ LABELS = {
 }
 DONE_WORDS = {
     "start": "{} was started",
-    "retry": "{} was started, and tries again what was set aside",
-    "stop": "{} was told to stop; it keeps what is done",
+    "retry": "{} was started, and tries rejected items again",
+    "stop": "{} is stopping; it keeps its finished work",
     "restart": "{} starts again as soon as it has stopped",
     "kill": "{} was killed",
 }
@@ -50,28 +50,29 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
     if progress.state == "not started":
         facts = {"ready": ", ".join(counts) or "nothing yet", "steps": str(progress.steps)}
     charts, last = site.metrics.draw(config.run_folder / METRICS_FILE)
-    resources = {f"most {key.removesuffix('_gib').replace('_', ' ')}": f"{last[key]:.1f} GiB"
+    resources = {f"peak {key.removesuffix('_gib').replace('_', ' ')}": f"{last[key]:.1f} GiB"
              for key in MEMORY if isinstance(last.get(key), int | float)}  # fmt: skip
     free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
     resources |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
     files = list_samples(config, config.run_folder)
-    steps = spread(sorted({step for steps in files.values() for step in steps}), MOST_STEPS)
-    shown = {name: [step for step in steps if step in paths] or [max(paths)] for name, paths in files.items()}
-    rows = [make_row(site, config, name, files[name], shown[name]) for name in list(shown)[:MOST_ROWS]]
-    later = "Pictures are here after the first validation."
-    without = later if config.validation.prompts else "There are no pictures: validation.prompts has no prompt."
-    pictures = {"rows": rows, "left_out": len(files) - len(rows), "without": "" if rows else without}
+    steps = spread(sorted({step for steps in files.values() for step in steps}), MAX_STEPS)
+    steps_by_name = {name: [step for step in steps if step in paths] or [max(paths)] for name, paths in files.items()}
+    rows = [make_row(site, config, name, files[name], steps_by_name[name]) for name in list(steps_by_name)[:MAX_ROWS]]
+    note = "Pictures appear after the first validation."
+    if not config.validation.prompts:
+        note = "No pictures are made, because validation.prompts is empty."
+    pictures = {"rows": rows, "left_out": len(files) - len(rows), "no_pictures": "" if rows else note}
     return {"state": progress.state, "facts": facts, "resources": resources, "charts": charts, **pictures}
 
 
 def find_first_steps(config: Config) -> dict[str, Any]:
     """Facts for the first steps of a new project. datasets: id -> folder of media; missing: ids of datasets whose
     folder does not exist; has_prompts: whether there are validation prompts, so that training makes pictures."""
-    used = (dataset for dataset in config.datasets if not dataset.disabled)
-    folders = {dataset.id: dataset.root for dataset in used if dataset.resolved_source == "folder"}
-    missing = {name for name, folder in folders.items() if not Path(folder).is_dir()}
+    datasets = (dataset for dataset in config.datasets if not dataset.disabled)
+    folders = {dataset.id: dataset.root for dataset in datasets if dataset.resolved_source == "folder"}
+    missing_names = {name for name, folder in folders.items() if not Path(folder).is_dir()}
     has_prompts = bool(config.validation.prompts or config.validation.prompts_file)
-    return {"datasets": folders, "missing": missing, "has_prompts": has_prompts}
+    return {"datasets": folders, "missing": missing_names, "has_prompts": has_prompts}
 
 
 def show(request: Request) -> Response:
@@ -80,17 +81,22 @@ def show(request: Request) -> Response:
     problem = status if isinstance(status, LatentpressError) else None
     progress = read_progress(config)
     steps = build_cards(config, site.programs, status, progress)
-    whole = build_run_card(site.programs, steps, status is not None and problem is None)
+    run_card = build_run_card(site.programs, steps, status is not None and problem is None)
     before = takewhile(lambda card: card.name != "train", chain.from_iterable(steps))
     counts = [f"{card.name} {card.count}" for card in before if card.count]
-    content: dict[str, Any] = {"first": find_first_steps(config) if _has_nothing(progress, status, whole) else None}
-    content |= {"whole": whole, "steps": steps, "problem": problem, "reading": status is None}
-    return render(request, "flow.html", title="Run", now=summarize_run(site, config, progress, counts), **content)
+    content: dict[str, Any] = {"first": find_first_steps(config) if _has_nothing(progress, status, run_card) else None}
+    content |= {"run_card": run_card, "steps": steps, "problem": problem, "reading": status is None}
+    return render(request, "flow.html", title="Run", summary=summarize_run(site, config, progress, counts), **content)
 
 
-def _has_nothing(progress: RunProgress, status: Report | LatentpressError | None, whole: Card) -> bool:
+def _has_nothing(progress: RunProgress, status: Report | LatentpressError | None, run_card: Card) -> bool:
     """Whether the project does not have any results, and `run` can be started and was not tried."""
-    if progress.state != "not started" or not isinstance(status, Report) or whole.can != ["start"] or whole.remark:
+    if (
+        progress.state != "not started"
+        or not isinstance(status, Report)
+        or run_card.actions != ["start"]
+        or run_card.remark
+    ):
         return False
     return not any(row["done"] or row["set_aside"] for row in status.details["stages"])
 
@@ -99,7 +105,7 @@ def act(request: Request, form: Form) -> str:
     site, name, verb = site_of(request), request.path_params["job"], request.path_params["verb"]
     is_other = (verb == "retry" and name not in STAGES) or (name in NEED_OPTIONS and verb not in ("stop", "kill"))
     if name not in JOBS or verb not in DONE_WORDS or is_other:
-        raise HTTPException(404, f"there is no {verb} of {name}")
+        raise HTTPException(404, f"{name} does not have the action {verb!r}")
     site.config()
     if site.config_error is not None and verb in ("start", "retry", "restart"):
         raise Refused(f"the configuration is not valid: {site.config_error.message}", "correct it first")

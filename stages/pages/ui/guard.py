@@ -55,9 +55,9 @@ class Token:
     def __init__(self, text: str) -> None:
         self._text, self.code = text.encode(), secrets.token_urlsafe(32)
 
-    def make_cookie(self, now: float | None = None) -> str:
+    def make_cookie(self, time_s: float | None = None) -> str:
         """Make the value of a cookie: the time at which it expires, in seconds since 1970, and a signature of it."""
-        end = str(int((time.time() if now is None else now) + COOKIE_S))
+        end = str(int((time.time() if time_s is None else time_s) + COOKIE_S))
         return f"{end}.{self._sign(end)}"
 
     def _sign(self, end: str) -> str:
@@ -73,10 +73,10 @@ class Token:
 
     def use_code(self, text: str) -> bool:
         """Whether a text is the one-time code. If it is, the code becomes invalid."""
-        right = bool(self.code) and hmac.compare_digest(self.code.encode(), text.encode("utf-8", "replace"))
-        if right:
+        is_valid = bool(self.code) and hmac.compare_digest(self.code.encode(), text.encode("utf-8", "replace"))
+        if is_valid:
             self.code = ""
-        return right
+        return is_valid
 
     def is_in(self, cookies: str, name: str) -> bool:
         """Whether a valid cookie is among the cookies of a request. cookies: Cookie header, which may also contain
@@ -119,20 +119,20 @@ def find_refusal(method: str, path: str, headers: Mapping[str, str], hosts: Sequ
     """The reason why a request is refused; "" if it is answered. hosts: all Host headers of the request. names: valid
     host names."""
     if len(hosts) != 1 or not _is_ours(hosts[0], names):
-        shown = ", ".join(hosts)[:100] or "nothing"
-        return f"this page is not called {shown!a}; where that is its name, start it with --allow-host"
+        requested = ", ".join(hosts)[:100] or "nothing"
+        return f"{requested!a} is not a valid host of this page; to allow it, start the page with --allow-host"
     if method not in ("GET", "HEAD", "POST"):
-        return f"{method} is not answered here"
+        return f"{method} requests are not supported"
     site = headers.get("sec-fetch-site", "")
     if method == "POST":
         origin = urlsplit(headers.get("origin", ""))
         is_here = origin.scheme in ("http", "https") and origin.netloc.lower() == hosts[0].lower()
         if is_here and site in ("", "same-origin"):
             return ""
-        return "only this page itself can change something: the request is of another site"
+        return "the request comes from another site, and only this page itself can change something"
     is_link = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
     if site in ("cross-site", "same-site") and not is_link and not path.startswith(DOCUMENTS):
-        return "other sites can link to this page and nothing else"
+        return "other sites can only link to this page"
     return ""
 
 
@@ -165,8 +165,8 @@ class Guard:
             return
         headers, path = Headers(scope=scope), scope["path"]
         answer: ASGIApp = self._app
-        if why := find_refusal(scope["method"], path, headers, headers.getlist("host"), self._names):
-            answer = PlainTextResponse(f"Refused: {why}.\n", 403)
+        if reason := find_refusal(scope["method"], path, headers, headers.getlist("host"), self._names):
+            answer = PlainTextResponse(f"Refused: {reason}.\n", 403)
         elif not self._may_enter(path, headers):
             answer = _ask_for_token(scope["method"])
         await answer(scope, receive, _with_headers(send))
@@ -188,10 +188,10 @@ def _with_headers(send: Send) -> Send:
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            given: list[Any] = list(message.get("headers", []))
-            have = {name.lower() for name, _ in given}
-            more = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in have]
-            message = {**message, "headers": given + more}
+            headers: list[Any] = list(message.get("headers", []))
+            names = {name.lower() for name, _ in headers}
+            more = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in names]
+            message = {**message, "headers": headers + more}
         await send(message)
 
     return sending

@@ -18,8 +18,8 @@ from schemas.text_format import format_duration
 from stages.pages.ui.child_programs import NEED_OPTIONS, STAGES, ChildPrograms, Start, list_conflicts
 
 EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
-AT_WORK = ("running", "stopping", "restarting")
-WORTH_A_WORD = ("running", "lost", "failed")  # states of jobs on all machines that a card mentions
+ACTIVE_STATES = ("running", "stopping", "restarting")
+REPORTED_STATES = ("running", "lost", "failed")  # states of jobs on all machines that a card mentions
 
 
 @dataclass
@@ -27,24 +27,24 @@ class Card:
     """The card of a job. state: "to do", "running", "stopping", "restarting", "done" or "failed"; remark: details of
     the state.
 
-    done, total: value and maximum of the progress bar; total is None if the maximum is not known, both are None without
-    a bar. facts: texts after count, rate and time left. can: actions of the card's buttons ("start", "stop", ...). log:
-    the job whose log the card links to, "" for none.
+    progress, total: value and maximum of the progress bar; total is None if the maximum is not known, both are None
+    without a bar. facts: texts after count, rate and time left. actions: actions of the card's buttons ("start",
+    "stop", ...). log: the job whose log the card links to, "" for none.
     """
 
     name: str
-    what: str
+    description: str
     state: str = "to do"
     remark: str = ""
-    done: float | None = None
+    progress: float | None = None
     total: float | None = None
     count: str = ""
     rate: str = ""
-    left: str = ""
+    time_left: str = ""
     facts: list[str] = field(default_factory=list)
-    can: list[str] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
     log: str = ""
-    set_aside: int = 0  # items
+    rejects: int = 0  # items
 
 
 def build_cards(
@@ -63,8 +63,8 @@ def build_cards(
     for name in config.stage_order:
         card = build_job_card(name, STAGES[name], programs)
         for job, note in notes.get(name, ()):
-            if card.state not in AT_WORK:  # `run` or the queue started the program
-                card.state, card.remark, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
+            if card.state not in ACTIVE_STATES:  # `run` or the queue started the program
+                card.state, card.remark, card.actions, card.log = "running", f"for {_ago(note.began)}", [], job
         _add_counts(card, config, status, by_stage.get(name), progress)
         _add_notes(card, notes.get(name, ()))
         if name.startswith("encode-") and steps and steps[-1][0].name.startswith("encode-"):
@@ -76,38 +76,40 @@ def build_cards(
 
 def build_run_card(programs: ChildPrograms, steps: Sequence[Sequence[Card]], is_known: bool) -> Card:
     """The card of `run`, which is done when each of its stages is done. is_known: whether the status has been read."""
-    card = build_job_card("run", "every stage in order, skipping what is done", programs)
+    card = build_job_card("run", "runs every stage in order, and skips finished work", programs)
     if is_known:
         _settle(card, all(stage.state == "done" for step in steps for stage in step))
     return card
 
 
-def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
+def build_job_card(name: str, description: str, programs: ChildPrograms) -> Card:
     """Make a job's card from the record of its last start."""
-    start, card = programs.last_start(name), Card(name, what)
+    start, card = programs.last_start(name), Card(name, description)
     card.log = name if programs.logs(name) else ""
-    at_work = (programs.last_start(other) for other in list_conflicts(name))
-    conflict = any(other is not None and other.is_running for other in at_work)
+    at_work = (programs.last_start(job) for job in list_conflicts(name))
+    conflict = any(job is not None and job.is_running for job in at_work)
     if programs.is_restarting(name):
-        card.state, card.remark, card.can = "restarting", "stopping, to start again", ["kill"]
+        card.state, card.remark, card.actions = "restarting", "stopping, to start again", ["kill"]
     elif start is not None and start.is_running:
         since = _ago(start.began)
-        card.state, card.remark, card.can = "running", f"for {since}", ["stop", "restart"]
+        card.state, card.remark, card.actions = "running", f"for {since}", ["stop", "restart"]
         if start.stop_asked is not None:
-            card.state, card.remark, card.can = "stopping", f"for {_ago(start.stop_asked)}", ["kill"]
+            card.state, card.remark, card.actions = "stopping", f"for {_ago(start.stop_asked)}", ["kill"]
     else:
         if start is not None and not _is_outdated(start, programs.last_start("run")):
             card.state, card.remark = _describe_end(start)
-        card.can = [] if conflict else ["start"]
+        card.actions = [] if conflict else ["start"]
     if name in NEED_OPTIONS:
-        card.can = [verb for verb in card.can if verb in ("stop", "kill")]
+        card.actions = [verb for verb in card.actions if verb in ("stop", "kill")]
     return card
 
 
-def _is_outdated(start: Start, whole: Start | None) -> bool:
-    """Whether `run` was started after this start of a stage, and finished without an error. whole: last start of
+def _is_outdated(start: Start, run_start: Start | None) -> bool:
+    """Whether `run` was started after this start of a stage, and finished without an error. run_start: last start of
     `run`."""
-    return start.program in STAGES and whole is not None and whole.exit_code == 0 and whole.began > start.began
+    return (
+        start.program in STAGES and run_start is not None and run_start.exit_code == 0 and run_start.began > start.began
+    )
 
 
 def _describe_end(start: Start) -> tuple[str, str]:
@@ -115,8 +117,8 @@ def _describe_end(start: Start) -> tuple[str, str]:
     if start.stop_asked is not None and not start.runs_elsewhere:
         return "to do", f"stopped{when}"
     if start.exit_code is None:
-        lost = f"runs on {start.host}" if start.runs_elsewhere else "killed: it ended without a word"
-        return ("running" if start.runs_elsewhere else "failed"), lost
+        remark = f"runs on {start.host}" if start.runs_elsewhere else "killed: it ended without an exit code"
+        return ("running" if start.runs_elsewhere else "failed"), remark
     if start.exit_code < 0:
         return "failed", f"killed by signal {-start.exit_code}{when}"
     words = EXIT_WORDS.get(start.exit_code, "failed")
@@ -144,24 +146,28 @@ def _add_counts(
     if card.name in ("decode", "score"):
         return _add_pictures(card, config, progress.state == "finished")
     if card.name == "index":
-        made = status.details.get("training_set", "") if isinstance(status, Report) else ""
-        card.facts += [made.partition(":")[0] if made.startswith("none yet") else made] if made else []
-        _settle(card, made.startswith("sets/") and "older" not in made)
+        training_set = status.details.get("training_set", "") if isinstance(status, Report) else ""
+        card.facts += (
+            [training_set.partition(":")[0] if training_set.startswith("none yet") else training_set]
+            if training_set
+            else []
+        )
+        _settle(card, training_set.startswith("sets/") and "older" not in training_set)
         return None
     if row is None:
         return None
-    done, remaining = row["done"], row["remaining"]
-    card.count = f"{done} {row['what']}"
+    finished, remaining = row["done"], row["remaining"]
+    card.count = f"{finished} {row['what']}"
     if card.name in STAGE_PROGRAMS.values():
-        card.done, card.total = done, done + remaining
-        card.count = f"{done} of {done + remaining} {row['what']}"
+        card.progress, card.total = finished, finished + remaining
+        card.count = f"{finished} of {finished + remaining} {row['what']}"
         card.rate = f"{row['items_per_second']} {row['what']}/s" if row.get("items_per_second") else ""
-        card.left = f"{row['left']} left" if row.get("left") else ""
+        card.time_left = f"{row['left']} left" if row.get("left") else ""
         jobs = row.get("jobs", "")
-        if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
+        if any(word in jobs for word in REPORTED_STATES) and not (jobs == "1 running" and card.state in ACTIVE_STATES):
             card.facts.append(f"jobs: {jobs}")
-    card.set_aside = row["set_aside"]
-    return _settle(card, not remaining and (done or row["set_aside"]) > 0)
+    card.rejects = row["set_aside"]
+    return _settle(card, not remaining and (finished or row["set_aside"]) > 0)
 
 
 def _settle(card: Card, is_done: bool) -> None:
@@ -172,16 +178,16 @@ def _settle(card: Card, is_done: bool) -> None:
 
 
 def _add_training(card: Card, progress: RunProgress) -> None:
-    card.done, card.total, card.count = progress.step, progress.steps, f"step {progress.step} of {progress.steps}"
+    card.progress, card.total, card.count = progress.step, progress.steps, f"step {progress.step} of {progress.steps}"
     card.rate = (
         f"{progress.samples_per_s:.3g} samples/s" if progress.samples_per_s and progress.state == "running" else ""
     )
     if progress.seconds_left is not None:
-        card.left = f"{format_duration(progress.seconds_left)} left"
+        card.time_left = f"{format_duration(progress.seconds_left)} left"
     card.facts += [f"loss {progress.loss:.4g}"] if progress.loss is not None else []
     card.facts += [f"eval loss {progress.eval_loss}"] if progress.eval_loss else []
     card.facts += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
-    if progress.state == "running" and card.state not in AT_WORK:
+    if progress.state == "running" and card.state not in ACTIVE_STATES:
         card.state, card.remark = "running", "not started from this page"
     else:
         _settle(card, progress.state == "finished")
@@ -191,13 +197,13 @@ def _add_pictures(card: Card, config: Config, is_finished: bool) -> None:
     """Count the validation samples that are decoded, or scored. If a run has finished without validation samples, the
     stage is done."""
     files = [file for file in list_validations(config.run_folder) if file.latent is not None]
-    done, total = sum(file.picture is not None for file in files), len(files)
+    count, total = sum(file.picture is not None for file in files), len(files)
     if card.name == "score":
         scored = {line.step for line in read_lines(config.run_folder)}
-        done = sum(file.picture is not None and file.step in scored for file in files)
+        count = sum(file.picture is not None and file.step in scored for file in files)
     if files:
-        card.done, card.total, card.count = done, total, f"{done} of {total} pictures and clips"
-    _settle(card, done == total and (total > 0 or is_finished))
+        card.progress, card.total, card.count = count, total, f"{count} of {total} pictures and clips"
+    _settle(card, count == total and (total > 0 or is_finished))
 
 
 def _notes_by_program(programs: ChildPrograms, config: Config) -> dict[str, list[tuple[str, ProcessRecord]]]:
@@ -217,6 +223,6 @@ def _add_notes(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
     for task in [note.tasks[-1] for _, note in notes if note.tasks]:
         card.facts.append(f"{task.description}: {task.state}" if task.state else task.description)
         if card.name != "train":
-            card.rate = card.left = ""
+            card.rate = card.time_left = ""
             if task.total is not None:
-                card.done, card.total = task.done, task.total
+                card.progress, card.total = task.done, task.total

@@ -47,13 +47,13 @@ def find_picture(site: Site, path: Path | None) -> PictureFile | None:
     return None if path is None else PictureFile(site.address_of(path), path.suffix == ".mp4")
 
 
-def link_to(site: Site, name: str, step: int, beside: int | None = None) -> str:
-    """The address of the page of a sample at a step. beside: a second step to show on the page, None for none."""
-    asked = {"name": name, "step": step} | ({} if beside is None else {"beside": beside})
-    return f"{site.base}{ONE}?{urlencode(asked)}"
+def link_to(site: Site, name: str, step: int, second_step: int | None = None) -> str:
+    """The address of the page of a sample at a step. second_step: a second step to show on the page, None for none."""
+    query = {"name": name, "step": step} | ({} if second_step is None else {"second": second_step})
+    return f"{site.base}{ONE}?{urlencode(query)}"
 
 
-MOST_ROWS, MOST_STEPS = 100, 24
+MAX_ROWS, MAX_STEPS = 100, 24
 
 
 def show_all(request: Request) -> Response:
@@ -61,17 +61,23 @@ def show_all(request: Request) -> Response:
     config = site.config()
     files = list_samples(config, config.run_folder)
     steps = sorted({step for paths in files.values() for step in paths})
-    pair = [step for step in (_asked(request, name, steps) for name in ("step", "beside")) if step is not None]
-    chosen = sorted(set(pair)) or spread(steps, MOST_STEPS)
-    shown = {name: [step for step in chosen if step in paths] for name, paths in list(files.items())[:MOST_ROWS]}
+    pair = [step for step in (find_step(request, name, steps) for name in ("step", "second")) if step is not None]
+    shown_steps = sorted(set(pair)) or spread(steps, MAX_STEPS)
+    steps_by_name = {
+        name: [step for step in shown_steps if step in paths] for name, paths in list(files.items())[:MAX_ROWS]
+    }
     return render(
         request,
         "pictures.html",
         title="Pictures",
-        rows=[make_row(site, config, name, files[name], kept) for name, kept in shown.items() if kept],
+        rows=[
+            make_row(site, config, name, files[name], row_steps)
+            for name, row_steps in steps_by_name.items()
+            if row_steps
+        ],
         total=len(files),
         steps=steps[::-1],
-        left_out=0 if pair else len(steps) - len(chosen),
+        left_out=0 if pair else len(steps) - len(shown_steps),
         pair=pair,
     )
 
@@ -83,17 +89,17 @@ def show_one(request: Request) -> Response:
     files = list_samples(config, config.run_folder)
     name = request.query_params.get("name", "")
     steps = list(files.get(name, ()))
-    step, beside = (_asked(request, key, steps) for key in ("step", "beside"))
+    step, second_step = (find_step(request, key, steps) for key in ("step", "second"))
     if step is None:
-        raise HTTPException(404, "there is no such picture")
-    chosen = sorted({step, step if beside is None else beside})
-    names = [other for other, paths in files.items() if step in paths]
+        raise HTTPException(404, "the picture does not exist")
+    shown_steps = sorted({step, step if second_step is None else second_step})
+    names = [sample for sample, paths in files.items() if step in paths]
     number, position = names.index(name), steps.index(step)
     around = {
-        "earlier": link_to(site, name, steps[position - 1], beside) if position else "",
-        "later": link_to(site, name, steps[position + 1], beside) if position + 1 < len(steps) else "",
-        "above": link_to(site, names[number - 1], step, beside) if number else "",
-        "below": link_to(site, names[number + 1], step, beside) if number + 1 < len(names) else "",
+        "earlier": link_to(site, name, steps[position - 1], second_step) if position else "",
+        "later": link_to(site, name, steps[position + 1], second_step) if position + 1 < len(steps) else "",
+        "above": link_to(site, names[number - 1], step, second_step) if number else "",
+        "below": link_to(site, names[number + 1], step, second_step) if number + 1 < len(names) else "",
     }
     return render(
         request,
@@ -101,17 +107,17 @@ def show_one(request: Request) -> Response:
         title=name,
         cells=[
             (one, find_picture(site, files[name][one]), describe(config, config.run_folder, name, one))
-            for one in chosen
+            for one in shown_steps
         ],
         name=name,
         step=step,
-        beside=beside,
+        second_step=second_step,
         steps=steps[::-1],
         around=around,
     )
 
 
-def _asked(request: Request, key: str, steps: Sequence[int]) -> int | None:
+def find_step(request: Request, key: str, steps: Sequence[int]) -> int | None:
     """The step that the request's query parameter `key` names; None if the sample does not have the step."""
     return next((step for step in steps if str(step) == request.query_params.get(key)), None)
 

@@ -17,8 +17,8 @@ from schemas.errors import LatentpressError
 from stages.configuring.media import KINDS
 from stages.pages.ui.app import get, render
 
-MOST_LISTED = 500  # largest number of folders, and of configurations
-MOST_COUNTED = 20_000  # entries of a folder that are counted at most, to limit the time of an answer
+MAX_LISTED = 500  # largest number of folders, and of configurations
+MAX_ENTRIES = 20_000  # entries of a folder that are counted at most, to limit the time of an answer
 CONFIGURATIONS = (".json", ".toml", ".yaml", ".yml", ".env", ".sh", ".bash", ".txt")
 
 
@@ -38,11 +38,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of a folder. above: path of the parent folder; "" for the list of roots, None at the top. left_out:
+    """The content of a folder. parent: path of the parent folder; "" for the list of roots, None at the top. left_out:
     number of folders that are not in `folders`. configurations: names of configuration files."""
 
     path: str
-    above: str | None
+    parent: str | None
     folders: Sequence[Entry]
     left_out: int
     pictures: int
@@ -54,8 +54,10 @@ class Places:
     """The folders that may be browsed. roots: these folders; a root inside of another root is not listed separately."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        whole = list(dict.fromkeys(root.absolute() for root in roots))
-        self.roots = [root for root in whole if not any(root != top and _is_inside(root, top) for top in whole)]
+        absolute_roots = list(dict.fromkeys(root.absolute() for root in roots))
+        self.roots = [
+            root for root in absolute_roots if not any(root != top and _is_inside(root, top) for top in absolute_roots)
+        ]
 
     def find_folder(self, text: str) -> Path:
         """The folder at a path that a user typed. Raises NotPermitted if it is not a folder below the roots."""
@@ -75,7 +77,7 @@ class Places:
                     return path
         raise NotPermitted(
             f"{text!a} is not below the folders that may be browsed",
-            f"these are {', '.join(map(str, self.roots))}; start `latentpress ui` with --browse FOLDER for others",
+            f"valid: folders below {', '.join(map(str, self.roots))}; add more with `latentpress ui --browse FOLDER`",
         )
 
     def list_roots(self) -> Listing:
@@ -88,12 +90,12 @@ class Places:
         folder = self.find_folder(text)
         try:
             with os.scandir(folder) as entries:
-                shown = [entry for entry in entries if entry.name[0] != "." and entry.name.isprintable()]
-            inner = sorted(entry.name for entry in shown if entry.is_symlink() or entry.is_dir())
+                visible_entries = [entry for entry in entries if entry.name[0] != "." and entry.name.isprintable()]
+            inner = sorted(entry.name for entry in visible_entries if entry.is_symlink() or entry.is_dir())
         except OSError as error:
             raise NotPermitted(f"{folder} can't be read: {error.strerror}", "choose another folder") from error
         folders = [name for name in inner if self._is_found(folder / name, Path.is_dir)]
-        names = sorted(entry.name for entry in shown)
+        names = sorted(entry.name for entry in visible_entries)
         suffixes = {name: os.path.splitext(name)[1].lower() for name in names}
         files = [name for name in names if suffixes[name] in CONFIGURATIONS]
         kinds = [KINDS.get(suffix) for suffix in suffixes.values()]
@@ -101,11 +103,11 @@ class Places:
         return Listing(
             str(folder),
             str(folder.parent) if not is_root else "" if len(self.roots) > 1 else None,
-            [_count(name, folder / name) for name in folders[:MOST_LISTED]],
-            max(0, len(folders) - MOST_LISTED),
+            [_count(name, folder / name) for name in folders[:MAX_LISTED]],
+            max(0, len(folders) - MAX_LISTED),
             kinds.count("image"),
             kinds.count("video"),
-            [name for name in files[:MOST_LISTED] if self._is_found(folder / name, Path.is_file)],
+            [name for name in files[:MAX_LISTED] if self._is_found(folder / name, Path.is_file)],
         )
 
     def _is_found(self, path: Path, is_kind: Callable[[Path], bool]) -> bool:
@@ -120,12 +122,12 @@ def _is_inside(path: Path, top: Path) -> bool:
 
 
 def _count(name: str, folder: Path) -> Entry:
-    """Count the pictures and clips in a folder. The counts are None if it can't be read or has more than MOST_COUNTED
+    """Count the pictures and clips in a folder. The counts are None if it can't be read or has more than MAX_ENTRIES
     entries."""
     kinds = list[str | None]()
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if len(kinds) == MOST_COUNTED:
+            if len(kinds) == MAX_ENTRIES:
                 break
             kinds.append(None if entry.name[0] == "." else KINDS.get(os.path.splitext(entry.name)[1].lower()))
         else:
@@ -136,21 +138,21 @@ def _count(name: str, folder: Path) -> Entry:
 FOLDERS_PATH = "/folders"
 
 
-def list_asked(places: Places, request: Request) -> tuple[Listing, NotPermitted | None]:
+def list_requested(places: Places, request: Request) -> tuple[Listing, NotPermitted | None]:
     """List the folder that a request names; without a name, the only root or all roots. Returns (listing, None), or
     (list of roots, error) if the named folder can't be listed."""
-    asked = request.query_params.get("at", "")
-    if not asked and len(places.roots) == 1:
-        asked = str(places.roots[0])
+    path = request.query_params.get("at", "")
+    if not path and len(places.roots) == 1:
+        path = str(places.roots[0])
     try:
-        return (places.list_folder(asked) if asked else places.list_roots()), None
+        return (places.list_folder(path) if path else places.list_roots()), None
     except NotPermitted as error:
         return places.list_roots(), error
 
 
 def folders_route(places: Places) -> BaseRoute:
     def show(request: Request) -> Response:
-        listing, problem = list_asked(places, request)
+        listing, problem = list_requested(places, request)
         return render(request, "projects/folders.html", title="Folders", listing=listing, problem=problem)
 
     return get(FOLDERS_PATH, show)

@@ -28,7 +28,7 @@ from stages.pages.ui.pictures_page import make_figure
 
 BASE = "/p"  # prefix of the projects' paths
 ENDINGS = (".yaml", ".yml")
-MOST_FOUND = 100  # configurations in the projects' folder
+MAX_CONFIGURATIONS = 100  # configurations in the projects' folder
 PLAIN_STEMS = ("pipeline", "config", "configuration")  # file names for which the folder's name is used instead
 
 
@@ -90,11 +90,11 @@ class Projects:
         `invalid`. Raises LatentpressError if the folder can't be read."""
         if self.folder is None:
             return
-        known = {project.path for project in self.opened()}
+        open_paths = {project.path for project in self.opened()}
         files, self.invalid = list_configurations(self.folder)
         for path in files:
             try:
-                if path not in known:
+                if path not in open_paths:
                     self.open(path)
             except LatentpressError as error:
                 self.invalid[path] = error
@@ -103,7 +103,7 @@ class Projects:
         """Forward a request to the project that its address names."""
         project = self._projects.get(scope["path_params"]["name"])
         if project is None or not project.site.base:
-            raise HTTPException(404, "there is no such project")
+            raise HTTPException(404, "the project does not exist")
         await project.app(scope, receive, send)
 
 
@@ -118,7 +118,7 @@ def list_configurations(folder: Path) -> tuple[list[Path], dict[Path, Latentpres
             files += _scan(inner)[0]
         except LatentpressError as error:
             unreadable[inner] = error
-    return files[:MOST_FOUND], unreadable
+    return files[:MAX_CONFIGURATIONS], unreadable
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -126,12 +126,14 @@ def _scan(folder: Path) -> tuple[list[Path], list[Path]]:
     read."""
     try:
         with os.scandir(folder) as entries:
-            shown = [entry for entry in entries if entry.name[0] != "."]
+            visible_entries = [entry for entry in entries if entry.name[0] != "."]
     except OSError as error:
         step = "correct its permissions, or name another folder with --projects"
         raise LatentpressError(f"{folder} can't be read: {error.strerror}", step) from error
-    folders = [Path(entry.path) for entry in shown if entry.is_dir(follow_symlinks=False)]
-    files = [entry for entry in shown if entry.name.endswith(ENDINGS) and entry.is_file(follow_symlinks=False)]
+    folders = [Path(entry.path) for entry in visible_entries if entry.is_dir(follow_symlinks=False)]
+    files = [
+        entry for entry in visible_entries if entry.name.endswith(ENDINGS) and entry.is_file(follow_symlinks=False)
+    ]
     return sorted(Path(entry.path) for entry in files), sorted(folders)
 
 
@@ -139,15 +141,15 @@ PROJECTS_PATH = "/projects"
 
 
 def summarize_project(project: Project) -> dict[str, Any]:
-    """A row of the overview. Among its keys: at_work, names of the running jobs; set_aside, number of rejected items,
+    """A row of the overview. Among its keys: jobs, names of the running jobs; rejects, number of rejected items,
     None before the status is known."""
     site = project.site
     config = site.config()
     progress, status = read_progress(config), site.status(wait_s=0)
     starts = {job: site.programs.last_start(job) for job in JOBS}
-    at_work = [job for job, start in starts.items() if start is not None and start.is_running]
-    if progress.state == "running" and not {"train", "run", "queue"} & set(at_work):
-        at_work.append("train")  # started on a command line
+    jobs = [job for job, start in starts.items() if start is not None and start.is_running]
+    if progress.state == "running" and not {"train", "run", "queue"} & set(jobs):
+        jobs.append("train")  # started on a command line
     newest = max(
         (
             (step, name, path)
@@ -164,13 +166,13 @@ def summarize_project(project: Project) -> dict[str, Any]:
         "link": f"{site.base}/",
         "path": str(project.path),
         "run": config.run_name,
-        "at_work": at_work,
+        "jobs": jobs,
         "state": progress.state,
         "done": progress.step,
         "total": progress.steps,
         "left": "" if progress.seconds_left is None else f"{format_duration(progress.seconds_left)} left",
         "picture": make_figure(site, newest[1], newest[0], newest[2]) if newest else None,
-        "set_aside": sum(row["set_aside"] for row in rows) if isinstance(status, Report) else None,
+        "rejects": sum(row["set_aside"] for row in rows) if isinstance(status, Report) else None,
         "problem": site.config_error or (status if isinstance(status, LatentpressError) else None),
     }
 

@@ -34,26 +34,27 @@ from stages.configuring.text import compare_texts, write_file
 from stages.importing.trainers import TRAINERS
 from stages.pages.ui.app import Form, Moved, Page, action, get, lines_of, render
 from stages.pages.ui.child_programs import Refused, start_detached
-from stages.pages.ui.places import Places, list_asked
+from stages.pages.ui.places import Places, list_requested
 from stages.pages.ui.projects import Projects
 from stages.pages.ui.records import read_piece
 
 #: Program that makes proposals -> options that it needs for this.
 PROGRAMS: Mapping[str, tuple[str, ...]] = {"configure": ("--yes",), "import-config": ()}
-MOST_KEPT, MOST_AT_WORK = 20, 2
-MOST_BYTES = 8 << 20  # bytes of a report that are read
+MAX_PROPOSALS, MAX_RUNNING = 20, 2
+MAX_BYTES = 8 << 20  # bytes of a report that are read
 
 
 @dataclass
 class Proposal:
     """A proposal. file: file that would be written; before: its text before the proposal, None if it did not exist.
-    again: address of the form with the same answers. folder: folder with the report and the log of the process."""
+    form_address: address of the form with the same answers. folder: folder with the report and the log of the
+    process."""
 
     key: str
     program: str
     file: Path
     before: str | None
-    again: str
+    form_address: str
     folder: Path
     process: subprocess.Popen
     stopped: bool = False
@@ -66,7 +67,7 @@ class Proposal:
         """The report of the process; empty if the process has not ended, or has ended without a report."""
         if not self.is_running:
             with suppress(OSError, ValueError), (self.folder / REPORT).open("rb") as file:
-                return json.loads(file.read(MOST_BYTES))
+                return json.loads(file.read(MAX_BYTES))
         return {}
 
     def text(self, report: Mapping[str, Any]) -> str:
@@ -82,7 +83,7 @@ class Proposal:
         """Write the proposed text to the file. Raises LatentpressError if the file has changed since the proposal, or
         the text is not a valid configuration."""
         if not (text := self.text(self.report())):
-            raise Refused(f"there is nothing yet that {self.file} could have", "wait for the proposal")
+            raise Refused(f"the proposal for {self.file} is not ready", "wait until it is ready")
         parse_config(text, self.file)
         write_file(self.file, self.before, text)
 
@@ -97,15 +98,15 @@ class Proposals:
     def find(self, key: str) -> Proposal | None:
         return self._proposals.get(key)
 
-    def begin(self, program: str, file: Path, words: Sequence[str], again: str) -> Proposal:
-        """Start a program that makes a proposal for a file. Raises Refused while MOST_AT_WORK proposals are being made.
-        words: arguments of the program. again: address of the form with the same answers."""
+    def begin(self, program: str, file: Path, words: Sequence[str], form_address: str) -> Proposal:
+        """Start a program that makes a proposal for a file. Raises Refused while MAX_RUNNING proposals are being made.
+        words: arguments of the program. form_address: address of the form with the same answers."""
         ended = [proposal for proposal in list(self._proposals.values()) if not proposal.is_running]
-        if len(self._proposals) - len(ended) >= MOST_AT_WORK:
-            raise Refused(f"{MOST_AT_WORK} proposals are being made already", "wait for one of them, or stop it")
-        for old in ended[: 1 - MOST_KEPT]:
-            del self._proposals[old.key]
-            shutil.rmtree(old.folder, ignore_errors=True)
+        if len(self._proposals) - len(ended) >= MAX_RUNNING:
+            raise Refused(f"{MAX_RUNNING} proposals are being made already", "wait for one of them, or stop it")
+        for old_proposal in ended[: 1 - MAX_PROPOSALS]:
+            del self._proposals[old_proposal.key]
+            shutil.rmtree(old_proposal.folder, ignore_errors=True)
         key = secrets.token_urlsafe(16)
         folder = self._folder / key
         with explained(str(folder)):
@@ -114,7 +115,7 @@ class Proposals:
             with (folder / REPORT).open("wb") as report, (folder / LOG).open("wb") as log:
                 process = start_detached(program, argv, report, log, os.environ)
         before = read_text(file) if file.exists() else None
-        return self._proposals.setdefault(key, Proposal(key, program, file, before, again, folder, process))
+        return self._proposals.setdefault(key, Proposal(key, program, file, before, form_address, folder, process))
 
     def close(self) -> None:
         for proposal in self._proposals.values():
@@ -139,7 +140,7 @@ def proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]
     def find(request: Request) -> Proposal:
         proposal = proposals.find(request.path_params["key"])
         if proposal is None:
-            raise HTTPException(404, "there is no such proposal any more: make it again")
+            raise HTTPException(404, "the proposal does not exist any more; make it again")
         return proposal
 
     def show(request: Request) -> Response:
@@ -147,7 +148,7 @@ def proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]
         is_running, report = proposal.is_running, proposal.report()
         log_file = proposal.folder / LOG
         log = read_piece(log_file, None, not is_running)[0] if log_file.exists() else ""
-        text, now = proposal.text(report), read_text(proposal.file) if proposal.file.exists() else None
+        text, current_text = proposal.text(report), read_text(proposal.file) if proposal.file.exists() else None
         changes = "" if proposal.before is None else compare_texts(proposal.before, text, proposal.file.name)
         return render(
             request,
@@ -158,22 +159,22 @@ def proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]
             log=log,
             warnings=[line.removeprefix(WARNING) for line in log.split("\n") if line.startswith(WARNING)],
             error=report.get("error"),
-            found=_describe(report.get("details", {})),
+            details=_describe(report.get("details", {})),
             failed=report.get("failed", []),
             next_steps=report.get("next_steps", []),
             text=escape_lines(text),
             changes=escape_lines(changes) if text else "",
-            is_there=proposal.before is not None,
-            is_written=bool(text) and proposal.before != text and now == text,
+            has_file=proposal.before is not None,
+            is_written=bool(text) and proposal.before != text and current_text == text,
         )
 
     def act(request: Request, form: Form) -> str | Moved:
         proposal = find(request)
         if request.path_params["verb"] == "stop":
             proposal.stop()
-            return "it is being stopped; nothing was written"
+            return "the proposal is being stopped; nothing was written"
         if request.path_params["verb"] != "write":
-            raise HTTPException(404, "a proposal is written or stopped")
+            raise HTTPException(404, "a proposal can only be written or stopped")
         proposal.write()
         return Moved(f"{projects.open(proposal.file).site.base}/")
 
@@ -194,7 +195,7 @@ NEW_PATH = "/new"
 FILE = "pipeline.yaml"
 ANSWERS = (*QUESTIONS, "recipe")  # options of configure
 FOLDERS = tuple(name for name, question in QUESTIONS.items() if question.is_folder)
-MOST_CHARACTERS = 2000  # characters of an answer
+MAX_CHARACTERS = 2000  # characters of an answer
 
 
 def new_file(folder: Path, name: str) -> Path:
@@ -204,86 +205,86 @@ def new_file(folder: Path, name: str) -> Path:
         raise Refused(f"{name!a} is not a valid name of a folder", "use letters, digits, '.', '_' and '-', at most 60")
     file = folder / name / FILE
     if file.parent.is_symlink() or file.is_symlink() or (file.parent.exists() and not file.parent.is_dir()):
-        raise Refused(f"{file.parent} is a link, or no folder", "choose another name")
+        raise Refused(f"{file.parent} is a link, or is not a folder", "choose another name")
     return file
 
 
-def free_name(folder: Path, wanted: str) -> str:
-    """A valid name for a new folder in `folder`, similar to `wanted`."""
-    name = make_name(wanted)
+def free_name(folder: Path, text: str) -> str:
+    """A valid name for a new folder in `folder`, similar to `text`."""
+    name = make_name(text)
     names = [name, *(f"{name}-{ending}" for ending in ("project", *range(2, 100)))]
-    return next((free for free in names if not (folder / free).exists()), name)
+    return next((candidate for candidate in names if not (folder / candidate).exists()), name)
 
 
 def new_project_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
     def show(request: Request) -> Response:
         """Show folders to choose from; if the query parameter `media` names a folder, show the form."""
-        given = {name: request.query_params.get(name, "") for name in ("name", *ANSWERS)}
+        answers = {name: request.query_params.get(name, "") for name in ("name", *ANSWERS)}
         problem: LatentpressError | None = None
-        if given["media"]:
+        if answers["media"]:
             try:
-                media = places.find_folder(given["media"])
-                given["name"] = given["name"] or free_name(projects.home, media.name)
+                media = places.find_folder(answers["media"])
+                answers["name"] = answers["name"] or free_name(projects.home, media.name)
                 return render(
                     request,
                     "projects/new_project.html",
                     title="New project",
-                    given=given,
+                    answers=answers,
                     questions=[question for question in QUESTIONS.values() if question.name != "media"],
                     recipes=list_recipes(),
                     home=projects.home,
                 )
             except LatentpressError as error:
                 problem = error
-        listing, refusal = list_asked(places, request)
+        listing, refusal = list_requested(places, request)
         return render(
             request, "projects/choose_media.html", title="New project", listing=listing, problem=problem or refusal
         )
 
     def propose(request: Request, form: Form) -> Moved:
-        given = _read_answers(form, places)
+        answers = _read_answers(form, places)
         name = form.get("name", "").strip()
         file = new_file(projects.home, name)
-        words = [f"--{option}={answer}" for option, answer in given.items()]
-        again = f"{NEW_PATH}?{urlencode({'name': name, **given})}"
-        return Moved(address_of_proposal(proposals.begin("configure", file, words, again)))
+        words = [f"--{option}={answer}" for option, answer in answers.items()]
+        form_address = f"{NEW_PATH}?{urlencode({'name': name, **answers})}"
+        return Moved(address_of_proposal(proposals.begin("configure", file, words, form_address)))
 
     return Page("New project", NEW_PATH, (get(NEW_PATH, show), action(f"{NEW_PATH}/propose", propose, NEW_PATH)))
 
 
 def _read_answers(form: Form, places: Places) -> Mapping[str, str]:
-    given = {name: " ".join(form.get(name, "").split()) for name in ANSWERS if name not in FOLDERS}
-    given |= {name: form.get(name, "") for name in FOLDERS}
-    given = {name: answer for name, answer in given.items() if answer}
-    for name, answer in given.items():
-        if len(answer) > MOST_CHARACTERS:
-            raise Refused(f"the answer to {name} has more than {MOST_CHARACTERS} characters", "shorten it")
+    answers = {name: " ".join(form.get(name, "").split()) for name in ANSWERS if name not in FOLDERS}
+    answers |= {name: form.get(name, "") for name in FOLDERS}
+    answers = {name: answer for name, answer in answers.items() if answer}
+    for name, answer in answers.items():
+        if len(answer) > MAX_CHARACTERS:
+            raise Refused(f"the answer to {name} has more than {MAX_CHARACTERS} characters", "shorten it")
         if name in FOLDERS:
             places.find_folder(answer)
-    if "media" not in given:
-        raise Refused("no folder of media was chosen", "choose one first")
-    return given
+    if "media" not in answers:
+        raise Refused("no folder of media was chosen", "choose a folder first")
+    return answers
 
 
 IMPORT_PATH = "/import"
 FILE_FIELD = "file:"  # prefix of a file's name in the form
-MOST_OVERRIDES = 50
+MAX_OVERRIDES = 50
 
 
 def import_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
     def show(request: Request) -> Response:
-        listing, problem = list_asked(places, request)
+        listing, problem = list_requested(places, request)
         query = request.query_params
-        given = {key: query.get(key, "") for key in ("name", "from", "overrides")}
-        given["name"] = given["name"] or free_name(projects.home, Path(listing.path).name or "imported")
+        answers = {key: query.get(key, "") for key in ("name", "from", "overrides")}
+        answers["name"] = answers["name"] or free_name(projects.home, Path(listing.path).name or "imported")
         return render(
             request,
             "projects/import.html",
             title="Import",
             listing=listing,
             problem=problem,
-            given=given,
-            chosen=query.getlist("file"),
+            answers=answers,
+            chosen_files=query.getlist("file"),
             trainers=TRAINERS,
             field=FILE_FIELD,
             home=projects.home,
@@ -291,19 +292,21 @@ def import_page(projects: Projects, places: Places, proposals: Proposals) -> Pag
 
     def propose(request: Request, form: Form) -> Moved:
         listing = places.list_folder(form.get("at", ""))
-        chosen = [name for name in listing.configurations if FILE_FIELD + name in form]
-        files = [str(places.find_file(f"{listing.path}/{name}")) for name in chosen]
+        names = [name for name in listing.configurations if FILE_FIELD + name in form]
+        files = [str(places.find_file(f"{listing.path}/{name}")) for name in names]
         if not files:
             raise Refused("no file was chosen", "choose the configuration's files")
         name = form.get("name", "").strip()
         file = new_file(projects.home, name)
         trainer = form.get("from", "")
         overrides = lines_of(form, "overrides")
-        if len(overrides) > MOST_OVERRIDES:
-            raise Refused(f"more than {MOST_OVERRIDES} settings", "write these into the file afterwards")
+        if len(overrides) > MAX_OVERRIDES:
+            raise Refused(
+                f"there are more than {MAX_OVERRIDES} settings", "write further settings into the file afterwards"
+            )
         words = [*files, *([f"--from={trainer}"] if trainer else []), *(f"--set={setting}" for setting in overrides)]
-        answers = {"at": listing.path, "file": chosen, "name": name, "from": trainer, "overrides": "\n".join(overrides)}
-        again = f"{IMPORT_PATH}?{urlencode(answers, doseq=True)}"
-        return Moved(address_of_proposal(proposals.begin("import-config", file, words, again)))
+        answers = {"at": listing.path, "file": names, "name": name, "from": trainer, "overrides": "\n".join(overrides)}
+        form_address = f"{IMPORT_PATH}?{urlencode(answers, doseq=True)}"
+        return Moved(address_of_proposal(proposals.begin("import-config", file, words, form_address)))
 
     return Page("Import", IMPORT_PATH, (get(IMPORT_PATH, show), action(f"{IMPORT_PATH}/propose", propose, IMPORT_PATH)))

@@ -41,12 +41,13 @@ def show(request: Request) -> Response:
         unfinished=len(state.unfinished),
         can_clear=len(state.unfinished) < len(state.entries),
         last=build_job_card("queue", "", site.programs),
-        given=site.options.overrides,
+        overrides=site.options.overrides,
     )
 
 
 def _row(entry: QueueEntry, position: int, state: QueueState) -> dict[str, Any]:
-    """A row of the queue: entry; css, the state of a card; facts, the entry's progress; can, actions of its buttons."""
+    """A row of the queue: entry; css, the state of a card; facts, the entry's progress; actions, the actions of its
+    buttons."""
     verbs = ["up"] if position else []
     verbs += ["down"] if position < len(state.entries) - 1 else []
     verbs += ["again"] if entry not in state.unfinished else []
@@ -58,7 +59,7 @@ def _row(entry: QueueEntry, position: int, state: QueueState) -> dict[str, Any]:
             facts += f", {format_duration(lines[-1]['seconds_left'])} left"
     elif entry.ended is not None and entry.began is not None:
         facts = f"took {format_duration(max(0.0, entry.ended - entry.began))}"
-    return {"entry": entry, "css": STATES.get(entry.state, entry.state), "facts": facts, "can": [*verbs, "remove"]}
+    return {"entry": entry, "css": STATES.get(entry.state, entry.state), "facts": facts, "actions": [*verbs, "remove"]}
 
 
 def add(request: Request, form: Form) -> str:
@@ -70,7 +71,9 @@ def add(request: Request, form: Form) -> str:
     path, overrides = site.options.config.absolute(), [*site.options.overrides, *overrides]
     config = parse_config(read_text(path), path, overrides, lambda file: why_not_read(site, file))
     if (Path(config.output), config.root) != (site.output, site.root):
-        raise Refused("a run of this queue has the page's root and output", "leave them out")
+        raise Refused(
+            "a run of this queue must have the page's root and output", "leave root and output out of the settings"
+        )
     entry = site.programs.queue.add(path, overrides, config.run_folder)
     return f"{entry.run} was added as entry {entry.id}"
 
@@ -84,7 +87,7 @@ def act(request: Request, form: Form) -> str:
         queue.retry(number)
         return f"entry {number} waits again"
     if verb != "remove":
-        raise HTTPException(404, f"there is no {verb} of an entry")
+        raise HTTPException(404, f"an entry does not have the action {verb!r}")
     state = queue.read().find(number).state
     queue.remove([number])
     return f"entry {number} was removed" + ("; its run is being stopped" if state == "running" else "")
@@ -97,9 +100,9 @@ def switch(request: Request, form: Form) -> str:
         return f"{site.programs.queue.clear()} entries were removed"
     if verb == "stop":
         site.programs.queue.switch(False)
-        return "it is being stopped; the run keeps what is done, and is the first when it goes on"
+        return "the queue is stopping; the run keeps its finished work, and is the first to continue"
     if verb != "start":
-        raise HTTPException(404, f"there is no {verb} of the queue")
+        raise HTTPException(404, f"the queue does not have the action {verb!r}")
     site.programs.start("queue")
     return "the queue was started"
 

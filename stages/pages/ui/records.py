@@ -16,15 +16,15 @@ from cache.runs.training_run import is_running
 from schemas.cli.console import LOGS
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
-from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason
-from stages.pages.thumbnails import MOST_MADE, can_have_thumbnail, thumbnail_id
+from stages.maintenance.rejected_items import CSV_COLUMNS, RejectedItem, group_by_reason
+from stages.pages.thumbnails import MAX_THUMBNAILS, can_have_thumbnail, thumbnail_id
 from stages.pages.ui.app import Page, Site, first_item, get, render, site_of
 from stages.pages.ui.child_programs import JOBS
 from stages.pages.ui.job_cards import build_job_card
 
-BESIDE = "beside-"  # prefix of a watcher's name
-SET_ASIDE_PATH = "/set-aside"
-MOST_SHOWN = 200  # items on one page
+WATCHER_PREFIX = "watcher-"  # prefix of a watcher's name in addresses
+REJECTED_PATH = "/rejected"
+MAX_SHOWN = 200  # items on one page
 PIECE_BYTES = 64 << 10  # bytes of a log in one answer
 MAX_LINE = 2000  # characters
 _TERMINAL = re.compile(  # terminal commands: colors, moves of the cursor, titles
@@ -41,15 +41,15 @@ def show_logs(request: Request) -> Response:
     logs = [path.name for path in _logs(request)]
     if not logs:
         raise HTTPException(404, f"{name} was not started yet")
-    chosen = _chosen(request)
-    text, start, end = read_piece(chosen, None, _has_ended(request))
+    log = find_log(request)
+    text, start, end = read_piece(log, None, _has_ended(request))
     return render(
         request,
         "log.html",
         title=f"Log of {name}",
         job=name,
         logs=logs,
-        chosen=chosen.name,
+        log_name=log.name,
         text=text,
         cut=start,
         end=end,
@@ -58,16 +58,16 @@ def show_logs(request: Request) -> Response:
 
 def tail(request: Request) -> Response:
     """Answer with the lines that were added to a log since the offset `from`."""
-    given = request.query_params.get("from", "")
-    chosen, ended = _chosen(request), _has_ended(request)
-    offset = int(given) if re.fullmatch("[0-9]{1,18}", given, re.ASCII) else None
-    text, start, end = read_piece(chosen, offset, ended)
+    offset_text = request.query_params.get("from", "")
+    log, ended = find_log(request), _has_ended(request)
+    offset = int(offset_text) if re.fullmatch("[0-9]{1,18}", offset_text, re.ASCII) else None
+    text, start, end = read_piece(log, offset, ended)
     return JSONResponse({"text": text, "cut": offset is not None and start > offset, "end": end, "ended": ended})
 
 
 def _has_ended(request: Request) -> bool:
     site, name = site_of(request), request.path_params["job"]
-    if name.startswith(BESIDE):
+    if name.startswith(WATCHER_PREFIX):
         return not is_running(site.config().run_folder)
     last = site.programs.last_start(name)
     return last is None or not last.is_running
@@ -80,31 +80,31 @@ def _list_watchers(site: Site) -> list[str]:
 def _logs(request: Request) -> list[Path]:
     """The logs of the requested job, newest first, without links to files outside of the output folder."""
     site, name = site_of(request), request.path_params["job"]
-    if name.startswith(BESIDE) and (watcher := name.removeprefix(BESIDE)) in _list_watchers(site):
+    if name.startswith(WATCHER_PREFIX) and (watcher := name.removeprefix(WATCHER_PREFIX)) in _list_watchers(site):
         logs = [site.config().run_folder / LOGS / f"{watcher}.log"]
     elif name in JOBS:
         logs = site.programs.logs(name)
     else:
-        raise HTTPException(404, "there is no such program")
+        raise HTTPException(404, "the program does not exist")
     output = site.output.resolve()
     return [path for path in logs if path.resolve().is_relative_to(output)]
 
 
-def _chosen(request: Request) -> Path:
+def find_log(request: Request) -> Path:
     """The log that the request names, by default the newest log. Answers 404 if it does not exist."""
     logs = _logs(request)
-    wanted = request.query_params.get("file") or (logs[0].name if logs else "")
+    name = request.query_params.get("file") or (logs[0].name if logs else "")
     for path in logs:
-        if path.name == wanted:
+        if path.name == name:
             return path
-    raise HTTPException(404, "there is no such log any more")
+    raise HTTPException(404, "the log does not exist any more")
 
 
-def read_piece(path: Path, offset: int | None, ended: bool) -> tuple[str, int, int]:
+def read_piece(path: Path, offset: int | None, has_ended: bool) -> tuple[str, int, int]:
     """Read whole lines of a log from `offset`, or its last lines if `offset` is None: (text, offset of the first byte,
     offset after the last byte).
 
-    Reads at most PIECE_BYTES; if a log grew by more, only its end is read. ended: whether the program has ended, so
+    Reads at most PIECE_BYTES; if a log grew by more, only its end is read. has_ended: whether the program has ended, so
     that a last line without a line break is whole."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -115,8 +115,8 @@ def read_piece(path: Path, offset: int | None, ended: bool) -> tuple[str, int, i
     if start and start != offset:  # in the middle of a line
         cut = raw.find(b"\n") + 1
         raw, start = raw[cut:], start + cut
-    whole = len(raw) if ended or len(raw) == PIECE_BYTES else raw.rfind(b"\n") + 1
-    return readable(raw[:whole]), start, start + whole
+    line_bytes = len(raw) if has_ended or len(raw) == PIECE_BYTES else raw.rfind(b"\n") + 1
+    return readable(raw[:line_bytes]), start, start + line_bytes
 
 
 def readable(raw: bytes) -> str:
@@ -127,38 +127,40 @@ def readable(raw: bytes) -> str:
     return "\n".join(shorten(escape_unprintable(line.replace("\t", "    ")), MAX_LINE) for line in lines)
 
 
-def show_set_aside(request: Request) -> Response:
-    given = {name: request.query_params.get(name, "") for name in ("words", "stage", "reason")}
-    items: Sequence[SetAside] = ()
+def show_rejected(request: Request) -> Response:
+    query = {name: request.query_params.get(name, "") for name in ("words", "stage", "reason")}
+    items: Sequence[RejectedItem] = ()
     error: LatentpressError | None = None
     try:
-        items = site_of(request).set_aside()
+        items = site_of(request).list_rejects()
     except LatentpressError as problem:
         error = problem
-    chosen = search(items, **given)
+    matches = find_items(items, **query)
     site = site_of(request)
-    known = site.thumbnails.list_known()
-    card = build_job_card("thumbnails", "thumbnails of those that can be read", site.programs)
-    has_new = any(can_have_thumbnail(item.path) and thumbnail_id(item) not in known for item in items[:MOST_MADE])
-    start = first_item(request.query_params, len(chosen))
+    thumbnails = site.thumbnails.list_known()
+    card = build_job_card("thumbnails", "thumbnails of the items that can be read", site.programs)
+    has_new = any(
+        can_have_thumbnail(item.path) and thumbnail_id(item) not in thumbnails for item in items[:MAX_THUMBNAILS]
+    )
+    start = first_item(request.query_params, len(matches))
     return render(
         request,
-        "set_aside.html",
-        title="Set aside",
+        "rejected.html",
+        title="Rejected",
         error=error,
         total=len(items),
-        count=len(chosen),
-        groups=group_by_reason(chosen[start : start + MOST_SHOWN]),
+        count=len(matches),
+        groups=group_by_reason(matches[start : start + MAX_SHOWN]),
         start=start,
-        end=min(start + MOST_SHOWN, len(chosen)),
-        step=MOST_SHOWN,
+        end=min(start + MAX_SHOWN, len(matches)),
+        step=MAX_SHOWN,
         stages=list(dict.fromkeys(item.stage for item in items)),
         reasons=sorted({item.reason for item in items}),
-        given=given,
+        query=query,
         card=card,
         is_due=has_new and site.programs.may_begin("thumbnails"),
-        thumbnails={item: known.get(thumbnail_id(item), False) for item in chosen[start : start + MOST_SHOWN]},
-        stage_cards={stage: build_job_card(stage, "", site.programs) for stage in {item.stage for item in chosen}},
+        thumbnails={item: thumbnails.get(thumbnail_id(item), False) for item in matches[start : start + MAX_SHOWN]},
+        stage_cards={stage: build_job_card(stage, "", site.programs) for stage in {item.stage for item in matches}},
         thumbnail_id=thumbnail_id,
     )
 
@@ -166,26 +168,26 @@ def show_set_aside(request: Request) -> Response:
 def show_thumbnail(request: Request) -> Response:
     path = site_of(request).thumbnails.find(request.path_params["name"])
     if path is None:
-        raise HTTPException(404, "there is no such thumbnail")
+        raise HTTPException(404, "the thumbnail does not exist")
     return FileResponse(path, media_type="image/webp")
 
 
-def search(items: Iterable[SetAside], words: str, stage: str, reason: str) -> list[SetAside]:
+def find_items(items: Iterable[RejectedItem], words: str, stage: str, reason: str) -> list[RejectedItem]:
     """Find the items that contain each of the words (case-insensitive). stage, reason: stage and reason of the items;
     "" for any."""
-    wanted = words.casefold().split()
-    chosen = [item for item in items if stage in ("", item.stage) and reason in ("", item.reason)]
-    if not wanted:
-        return chosen
-    texts = ("\n".join(getattr(item, column) for column in CSV_COLUMNS).casefold() for item in chosen)
-    return [item for item, text in zip(chosen, texts, strict=True) if all(word in text for word in wanted)]
+    search_words = words.casefold().split()
+    matches = [item for item in items if stage in ("", item.stage) and reason in ("", item.reason)]
+    if not search_words:
+        return matches
+    texts = ("\n".join(getattr(item, column) for column in CSV_COLUMNS).casefold() for item in matches)
+    return [item for item, text in zip(matches, texts, strict=True) if all(word in text for word in search_words)]
 
 
 PAGES = (
     Page(
-        "Set aside",
-        SET_ASIDE_PATH,
-        (get(SET_ASIDE_PATH, show_set_aside), get("/thumbnails/{name}.webp", show_thumbnail)),
+        "Rejected",
+        REJECTED_PATH,
+        (get(REJECTED_PATH, show_rejected), get("/thumbnails/{name}.webp", show_thumbnail)),
     ),
     Page("Logs", "/logs", (get("/logs", show_logs), get("/logs/{job}", show_logs), get("/logs/{job}/tail", tail))),
 )

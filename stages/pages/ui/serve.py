@@ -47,7 +47,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        step = "choose another --port (0: a free one) or --host; another page of `latentpress ui` may be there already"
+        step = "choose another --port (0: any free port) or --host; another `latentpress ui` may use this port"
         raise CannotListen(f"can't listen at {host}, port {port}: {error.strerror or error}", step) from error
 
 
@@ -101,10 +101,16 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._set_limit()
-        connections = [other for other in self.connections if isinstance(other, _Protocol)]
-        same = [other for other in connections if _address(other) == _address(self)]
-        crowd = same if len(same) > MAX_CONNECTIONS else connections if len(connections) >= MAX_REQUESTS else []
-        if waiting := [(other._ending.when(), other) for other in crowd if other._ending]:
+        connections = [connection for connection in self.connections if isinstance(connection, _Protocol)]
+        same_address = [connection for connection in connections if _address(connection) == _address(self)]
+        crowd = (
+            same_address
+            if len(same_address) > MAX_CONNECTIONS
+            else connections
+            if len(connections) >= MAX_REQUESTS
+            else []
+        )
+        if waiting := [(connection._ending.when(), connection) for connection in crowd if connection._ending]:
             _, oldest = min(waiting, key=lambda pair: pair[0])
             oldest.connections.discard(oldest)
             oldest.transport.abort()

@@ -31,5 +31,5 @@ def test_trainers_are_told_apart_by_content() -> None:
     }
     for contents, role in ((claimed, "arguments"), (datasets, "datasets")):
         for name, content in contents.items():
-            found = {other: trainer.claims(content) for other, trainer in TRAINERS.items()}
+            found = {other: trainer.find_role(content) for other, trainer in TRAINERS.items()}
             assert {other: word for other, word in found.items() if word} == {name: role}

@@ -1,4 +1,4 @@
-"""`status --rejects`: what was set aside by discover, bucket and, for the current plan, the encoding stages."""
+"""`status --rejects`: items that discover, bucket and, for the current plan, the encoding stages rejected."""
 
 import csv
 import re
@@ -21,17 +21,17 @@ from schemas.text_format import escape_unprintable
 from stages.encoding import stage_registry
 
 CSV_COLUMNS = ("stage", "dataset", "item", "path", "reason", "message", "remedy")
-#: Of a cell that spreadsheets take for a formula; tabs and line breaks are escaped before.
+#: First characters of cells that spreadsheets read as formulas. Tabs and line breaks are escaped already.
 FORMULA_STARTS = ("=", "+", "-", "@")
-EXAMPLES = 5  # items of a reason that are shown
-MAX_REMEDIES = 3  # of a reason that are shown
-UNKNOWN_ADVICE = "see docs/datasets.md, or leave it set aside"
+MAX_EXAMPLES = 5  # items shown for a reason
+MAX_REMEDIES = 3  # remedies shown for a reason
+UNKNOWN_ADVICE = "see docs/datasets.md, or leave it rejected"
 
 
 @dataclass(frozen=True)
-class SetAside:
-    """An item that was set aside. dataset: its id, or "" where the list does not say. message: what is wrong; remedy:
-    how to correct it."""
+class RejectedItem:
+    """A rejected item. dataset: id of the dataset, "" if the list does not have it. message: problem of the item.
+    remedy: way to correct it."""
 
     stage: str
     dataset: str
@@ -42,9 +42,9 @@ class SetAside:
     remedy: str
 
 
-def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> list[SetAside]:
-    """In the order of the stages. plan: by default the current one; without one nothing was encoded. DamageError for a
-    damaged list, WeightsError where the encoding stages' checkpoints are not here."""
+def list_rejected_items(store: Store, config: Config, plan: Plan | None = None) -> list[RejectedItem]:
+    """List the rejected items in the order of the stages. plan: by default the current plan. Raises DamageError if a
+    list is damaged, WeightsError if a checkpoint of the encoding stages is not on this machine."""
     pairs: list[tuple[str, dict[str, Any]]] = []
     for dataset in config.datasets:
         if not dataset.disabled:
@@ -53,7 +53,7 @@ def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> li
     pairs += [(row["item"].removesuffix(f"/{row['path']}"), row) for row in bucket.to_pylist()]
     try:
         plan = plan or current_plan(store, config)
-    except LatentpressError:
+    except LatentpressError:  # without a plan, no encoding stage has run
         pass
     else:
         for _, state in stage_registry.all_states(store, config, plan):
@@ -65,18 +65,18 @@ def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> li
 
 @dataclass(frozen=True)
 class RejectGroup:
-    """Items that one stage set aside for one reason. remedies: each that there is, with "<name>" in place of an item's
-    own name and the items that it is for."""
+    """Items that one stage rejected for one reason. remedies: remedy, with "<name>" in place of an item's name ->
+    number of items."""
 
     stage: str
     reason: str
-    items: list[SetAside]
+    items: list[RejectedItem]
     remedies: dict[str, int]
 
 
-def group_by_reason(items: Iterable[SetAside]) -> list[RejectGroup]:
-    """In the order of the stages, of a stage the most frequent reason first."""
-    groups: dict[tuple[str, str], list[SetAside]] = {}
+def group_by_reason(items: Iterable[RejectedItem]) -> list[RejectGroup]:
+    """Group items in the order of the stages, and within a stage by the most frequent reason first."""
+    groups: dict[tuple[str, str], list[RejectedItem]] = {}
     for item in items:
         groups.setdefault((item.stage, item.reason), []).append(item)
     stages = list(dict.fromkeys(stage for stage, _ in groups))
@@ -86,8 +86,8 @@ def group_by_reason(items: Iterable[SetAside]) -> list[RejectGroup]:
     ]
 
 
-def _general_remedy(item: SetAside) -> str:
-    """The same for all items of which only the name differs."""
+def _general_remedy(item: RejectedItem) -> str:
+    """An item's remedy with "<name>" in place of its name, so that items with the same remedy form a group."""
     path = PurePosixPath(item.path)
     names = [name for name in (item.path, path.name, item.path.removesuffix(path.suffix), path.stem) if name]
     for name in sorted(set(names), key=len, reverse=True):
@@ -97,9 +97,9 @@ def _general_remedy(item: SetAside) -> str:
     return item.remedy
 
 
-def write_csv(items: Iterable[SetAside], file: TextIO) -> None:
-    """A line for each item, below a line with the names of the columns. Line breaks and invisible characters are
-    escaped, and a cell that a spreadsheet would compute begins with an apostrophe."""
+def write_csv(items: Iterable[RejectedItem], file: TextIO) -> None:
+    """Write a header and a line for each item. Line breaks and invisible characters are escaped, and a cell that a
+    spreadsheet would compute begins with an apostrophe."""
     rows = csv.writer(file, lineterminator="\n")
     rows.writerow(CSV_COLUMNS)
     for item in items:
@@ -107,22 +107,22 @@ def write_csv(items: Iterable[SetAside], file: TextIO) -> None:
         rows.writerow(f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell for cell in cells)
 
 
-def _parse(dataset: str, row: dict[str, Any]) -> SetAside:
+def _parse(dataset: str, row: dict[str, Any]) -> RejectedItem:
     folder, named, text = row["message"].partition(f"{row['path']}: ")
     message = text if named and (not folder or folder.endswith("/")) else row["message"]
     problem, _, advice = message.partition("; ")
     remedy = advice or UNKNOWN_ADVICE
-    return SetAside(row["stage"], dataset, row["item"], row["path"], row["reason"], problem, remedy)
+    return RejectedItem(row["stage"], dataset, row["item"], row["path"], row["reason"], problem, remedy)
 
 
-def report_rejects(config: Config, options: Options, every: bool, csv_file: Path | None) -> Report:
-    """What discover, bucket and, for the current plan, the encoding stages set aside: reasons with their remedies, and
-    items. every: all items, not EXAMPLES of a reason."""
-    with activity("reading what was set aside"):
-        items = list_set_aside(Store(config.root), config)
+def report_rejects(config: Config, options: Options, with_all: bool, csv_file: Path | None) -> Report:
+    """Report the rejected items, and the reasons with their remedies. with_all: show all items instead of MAX_EXAMPLES
+    for each reason."""
+    with activity("reading the rejected items"):
+        items = list_rejected_items(Store(config.root), config)
     groups = group_by_reason(items)
     report = Report("status", dry_run=options.dry_run)
-    report.answer = f"{len(items):,} items set aside, for {len(groups)} reasons" if items else "nothing was set aside"
+    report.answer = f"{len(items):,} items rejected, for {len(groups)} reasons" if items else "no items were rejected"
     rows = [{"stage": group.stage, "reason": group.reason, "items": len(group.items)} for group in groups]
     if options.json:
         report.details["reasons"] = [
@@ -134,13 +134,13 @@ def report_rejects(config: Config, options: Options, every: bool, csv_file: Path
             row | {"remedy": "; or: ".join([*group.remedies][:MAX_REMEDIES])}
             for row, group in zip(rows, groups, strict=True)
         ]
-        shown = [item for group in groups for item in (group.items if every else group.items[:EXAMPLES])]
+        listed = [item for group in groups for item in (group.items if with_all else group.items[:MAX_EXAMPLES])]
         report.details["items"] = [
             {"reason": item.reason, "item": f"{item.dataset}/{item.path or item.item}", "message": item.message}
-            for item in shown
+            for item in listed
         ]
-        if len(shown) < len(items):
-            report.details["more"] = f"{len(items) - len(shown):,} items: --all shows them, --csv FILE writes them"
+        if len(listed) < len(items):
+            report.details["more"] = f"{len(items) - len(listed):,} items: --all shows them, --csv FILE writes them"
     if csv_file is not None and not options.dry_run:
         check_folder(csv_file.parent)
         with (
