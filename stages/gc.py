@@ -54,11 +54,11 @@ DESCRIPTIONS = {
     "": "files that killed processes left half written",
     "sets": "a training set that no configuration given makes, and not the newest of its family and task",
     "plans": "a plan that nothing is made of",
-    "rejects": "lists of what was set aside, of caches or datasets that are not used",
+    "rejects": "lists of rejected items, of caches or datasets that are not used",
     "media": "the media table of a dataset that no configuration given names",
     "items": "tables of items that no configuration given has",
     "jobs": "reports of jobs that ended",
-    "damaged": "damaged shards and plans that verify --repair or bucket set aside",
+    "damaged": "damaged shards and plans that verify --repair or bucket moved to damaged/",
 }
 
 
@@ -209,7 +209,7 @@ class Needed:
 
     caches: `<kind>/<fingerprint>` of the configurations; whole_caches: of which every unit stays. units: active in
     their plans. units_of_others: active in plans of other configurations, whose caches are not known. shards: paths
-    that the kept sets refer to. names: the folders and files of sets, plans, media tables, lists of what was set aside,
+    that the kept sets refer to. names: the folders and files of sets, plans, media tables, lists of rejected items,
     tables of items and pointers.
     """
 

@@ -195,7 +195,7 @@ def _encode_units(
         report.next_steps.append(f"latentpress {stage.name}")
         return
     report.failed += encoded.failed
-    report.set_aside += encoded.set_aside
+    report.rejects += encoded.rejects
     report.remaining += encoded.remaining
 
 

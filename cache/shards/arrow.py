@@ -82,7 +82,7 @@ class ShardWriter(shard.BaseShardWriter):
         self._out.write_batch(pa.record_batch(cells, schema=self._schema))
 
     def finish(self) -> str:
-        described = shard.canonical_json(shard.build_description(self.meta, self._ids, self._set_aside))
+        described = shard.canonical_json(shard.build_description(self.meta, self._ids, self._rejects))
         with self.store.writing(self.rel):
             self._out.close()
             if len(described) > self._room:

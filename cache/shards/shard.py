@@ -83,7 +83,7 @@ class BaseShardWriter(ABC):
     def __init__(self, store: Store, stem: str, meta: ShardMeta, columns: Mapping[str, str]) -> None:
         self.store, self.rel, self.meta, self.columns = store, stem + self.suffix, meta, dict(columns)
         self._ids: dict[str, None] = {}  # ids of the rows, in order
-        self._set_aside = list(meta.set_aside)
+        self._rejects = list(meta.set_aside)
         self._open()
 
     @abstractmethod
@@ -108,8 +108,8 @@ class BaseShardWriter(ABC):
             self._write(row, info, row_checksum(row.id, info, row.tensors))
         self._ids[row.id] = None
 
-    def set_aside(self, member: RejectedMember) -> None:
-        self._set_aside.append(member)
+    def reject(self, member: RejectedMember) -> None:
+        self._rejects.append(member)
 
     def __enter__(self) -> Self:
         return self
@@ -244,15 +244,15 @@ def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
     return hash_bytes(*parts)
 
 
-def build_description(meta: ShardMeta, ids: Collection[str], set_aside: Collection[RejectedMember]) -> dict[str, Any]:
+def build_description(meta: ShardMeta, ids: Collection[str], rejects: Collection[RejectedMember]) -> dict[str, Any]:
     """Return the JSON object in a finished shard. Rejected members and truncated texts are sorted, because they are
     found in any order."""
     if meta.ids:
-        unlike = {*ids, *(member.id for member in set_aside)} ^ set(meta.ids)
+        unlike = {*ids, *(member.id for member in rejects)} ^ set(meta.ids)
         assert not unlike, f"unit {meta.unit}: members lost or invented: {unlike}"
-    aside = sorted((asdict(member) for member in set_aside), key=lambda member: tuple(member.values()))
+    ordered = sorted((asdict(member) for member in rejects), key=lambda member: tuple(member.values()))
     truncated = sorted((asdict(row) for row in meta.truncated), key=itemgetter("id"))
-    return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": aside, "truncated": truncated}
+    return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": ordered, "truncated": truncated}
 
 
 _META = TypeAdapter(ShardMeta)
@@ -270,7 +270,7 @@ def parse_description(value: Any, path: str) -> ShardMeta:
         if value.get("count") != len(meta.ids):
             raise ValueError(f"its count is {value.get('count')} and it names {len(meta.ids)} rows")
         if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
-            raise ValueError("a member is both a row and set aside")
+            raise ValueError("a member is both a row and rejected")
         if not {row.id for row in meta.truncated}.issubset(meta.ids):
             raise ValueError("a truncated text is no row")
         return meta

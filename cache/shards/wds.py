@@ -115,7 +115,7 @@ class ShardWriter(shard.BaseShardWriter):
 
     def finish(self) -> str:
         """Publish the sidecar, then the tar; returns the tar's path. Raises StoreError if writing fails."""
-        described = shard.build_description(self.meta, self._ids, self._set_aside)
+        described = shard.build_description(self.meta, self._ids, self._rejects)
         with self.store.writing(self.rel):
             self._tar.end()
         content = {"size": self._tar.size, "xxh3_128": self._tar.hash.hexdigest(), "rows": self._entries}

@@ -37,7 +37,7 @@ _TABLE_PROGRAMS = (
     (re.compile(r"(?:^|/)media/[^/]+/(?:partial/)?[^/]+\.arrow$"), "discover", "reads the media again"),
     (re.compile(r"(?:^|/)captions/edits/[^/]+$"), "verify --repair", "goes back to the edits before the last one"),
     (re.compile(r"(?:^|/)items/[0-9a-f]{24}\.arrow$"), "features", "compares the items again"),
-    (re.compile(r"(?:^|/)plans/[^/]+/[^/]+$"), "bucket", "sets the plan aside and plans again"),
+    (re.compile(r"(?:^|/)plans/[^/]+/[^/]+$"), "bucket", "moves the plan to damaged/ and plans again"),
     (re.compile(r"(?:^|/)sets/[^/]+(?:/[^/]+)?$"), "index", "writes the set again; copy a copied set again"),
     *(
         (re.compile(rf"(?:^|/){kind}/[^/]+/provenance\.json$"), program, "writes it again; copy a copied set again")
@@ -116,7 +116,7 @@ def rebuild_advice(path: str) -> str:
     program = rebuild_program(path)
     if table := _find_table_program(path):
         return f"latentpress {program}   # it {table[1]}"
-    return f"latentpress verify --repair   # sets it aside and runs {program} for its unit"
+    return f"latentpress verify --repair   # moves it to damaged/ and runs {program} for its unit"
 
 
 class BadAnswer(OSError):

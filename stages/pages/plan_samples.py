@@ -121,14 +121,14 @@ def _measure_crops(rows: pa.Table, geometry: pa.StructArray) -> pa.Table:
 
 
 class StageShards:
-    """The shards of one stage. members: ids of the items in encoded units. set_aside: ids of rejected items, which do
+    """The shards of one stage. members: ids of the items in encoded units. rejected: ids of rejected items, which do
     not have a row."""
 
     def __init__(self, table: PlanTable, stage: EncodingStage, readers: ReaderPool) -> None:
         state = stage.state(table.store, table.config, table.plan)
         units = [unit for unit in state.units if unit.unit_id in state.done]
         self.members = pa.array((name for unit in units for name in unit.members), pa.string())
-        self.set_aside = pa.array([row["item"] for row in state.set_aside], pa.string())
+        self.rejected = pa.array([row["item"] for row in state.rejects], pa.string())
         self._paths = [state.done[unit.unit_id] for unit in units for _ in unit.members]
         self._store, self._readers = table.store, readers
 
@@ -142,13 +142,13 @@ class StageShards:
         if name in meta.ids:
             return self._store.path(path), self._readers.read(path, meta.ids.index(name))
         why = next((f": {member.message}" for member in meta.set_aside if member.id == name), "")
-        raise LatentpressError(f"it was set aside when its unit was encoded{why}")
+        raise LatentpressError(f"it was rejected when its unit was encoded{why}")
 
 
 class EncodedPlan:
     """The encoded samples and texts of a plan.
 
-    encoded, set_aside: (n,) bool, whether a row of `table.active` is encoded, or rejected. missing: number of samples
+    encoded, is_rejected: (n,) bool, whether a row of `table.active` is encoded, or rejected. missing: number of samples
     that are neither encoded nor rejected. folder: folder of the latents' shards in the root.
     """
 
@@ -158,9 +158,9 @@ class EncodedPlan:
         self.folder = f"latents/{stage_registry.LATENTS.fingerprint(table.config)}"
         self.latents = StageShards(table, stage_registry.LATENTS, readers)
         self.texts = StageShards(table, stage_registry.TEXT, readers)
-        self.set_aside = pc.is_in(ids, value_set=self.latents.set_aside).to_numpy()
-        self.encoded = pc.is_in(ids, value_set=self.latents.members).to_numpy() & ~self.set_aside
-        self.missing = int((~self.encoded & ~self.set_aside).sum())
+        self.is_rejected = pc.is_in(ids, value_set=self.latents.rejected).to_numpy()
+        self.encoded = pc.is_in(ids, value_set=self.latents.members).to_numpy() & ~self.is_rejected
+        self.missing = int((~self.encoded & ~self.is_rejected).sum())
 
     def bucket_row(self, bucket: str, shown: int) -> TableRow:
         """A bucket's row of the table of encoded samples. shown: number of samples on the page."""

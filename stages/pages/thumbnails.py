@@ -31,7 +31,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.discovery.media_table import read_media_table
 from stages.discovery.sources.base import Source, open_source
-from stages.maintenance.set_aside import SetAside, list_set_aside
+from stages.maintenance.rejected_items import RejectedItem, list_rejects
 from stages.media.files import MediaError, MediaPath
 from stages.pages.pictures import Picture, shrink_file
 
@@ -44,7 +44,7 @@ TIMEOUT_S, MEMORY_MIB = 20.0, 4096
 _ID = re.compile("[0-9a-f]{32}")
 
 
-def thumbnail_id(item: SetAside) -> str:
+def thumbnail_id(item: RejectedItem) -> str:
     """The id of a rejected item's thumbnail. It changes when the file is rejected for another reason, so that the
     thumbnail of a replaced file is made again."""
     parts = (item.dataset, item.path, item.reason, item.message)
@@ -134,7 +134,7 @@ def run(
     dataset: Annotated[str, typer.Option(metavar="NAME", help="Whose items have these media ids.")] = "",
     media_id: Annotated[list[str] | None, typer.Option(metavar="ID", help="Of an item. Repeatable.")] = None,
 ) -> Report:
-    """Make those of the media ids, or of all that was set aside again, as its files may be others now."""
+    """Make those of the media ids, or of all rejected items again, as its files may be others now."""
     report = Report(program="thumbnails", dry_run=options.dry_run)
     store = Store(config.root)
     if media_id:
@@ -142,7 +142,7 @@ def run(
         wanted = pc.is_in(table["media_id"], value_set=pa.array(media_id[:MOST_MADE], pa.string()))
         items = {row["media_id"]: (dataset, row["path"]) for row in table.filter(wanted).to_pylist()}
     else:
-        rejected = list_set_aside(store, config)[:MOST_MADE]
+        rejected = list_rejects(store, config)[:MOST_MADE]
         items = {thumbnail_id(item): (item.dataset, item.path) for item in rejected}
     items = {name: item for name, item in items.items() if can_have_thumbnail(item[1])}
     if not options.dry_run:

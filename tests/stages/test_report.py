@@ -98,7 +98,7 @@ def test_a_finished_run(home: Project) -> None:
     # {a, red, on, mat} of {a, red, on, mat, cat, dog}
     assert page.text.index("67 %") < page.text.index("a red cat on a mat") < page.text.index("a red dog on a mat")
     assert re.search(r'<div class="empty">no picture</div>\s*<div><b>broken.png</b><p class="problem">discover:', text)
-    assert len(page.pictures("tiny.png")) == 1, "set aside, and it can be shown"
+    assert len(page.pictures("tiny.png")) == 1, "rejected, and it can be shown"
 
     scores_bytes = (made.folder / "scores.jsonl").stat().st_size
     assert re.search(rf"<td>score</td>\s*<td>0:00:07</td>\s*<td>{scores_bytes} bytes</td>", text)
@@ -327,7 +327,7 @@ def test_captions_that_the_encoder_cut_off(project: Callable[..., Project]) -> N
 
 
 @pytest.mark.slow
-def test_a_clip_that_was_set_aside_is_shown_by_its_middle_frame(project: Callable[..., Project]) -> None:
+def test_a_clip_that_was_rejected_is_shown_by_its_middle_frame(project: Callable[..., Project]) -> None:
     home = project("kandinsky5-video-t2v", stages={"max_reject_fraction": 1.0})
     home.video("long.mp4", 24)
     home.video("short.mp4", 3)

@@ -244,7 +244,7 @@ def test_what_is_not_installed_is_named_before_the_first_stage(home: Project, mo
 
 
 def test_reports_of_all_programs_have_the_same_keys() -> None:
-    assert {"program", "done", "skipped", "remaining", "set_aside", "failed", "damage", "next_steps"} <= set(
+    assert {"program", "done", "skipped", "remaining", "rejects", "failed", "damage", "next_steps"} <= set(
         Report("x").to_dict()
     )
 

@@ -99,7 +99,7 @@ def look(*remaining: int):
         count = next(left)
         if count < 0:
             raise KeyboardInterrupt
-        row = {"stage": "encode-text", "what": "texts", "done": 9 - count, "remaining": count, "set_aside": 0}
+        row = {"stage": "encode-text", "what": "texts", "done": 9 - count, "remaining": count, "rejected": 0}
         return Report(
             "status", remaining=count, details={"stages": [row | {"items_per_second": "3", "left": "0:00:01"}]}
         )
@@ -145,11 +145,11 @@ def test_what_is_rarely_wanted_is_shown_on_request(encoded) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
+def test_what_was_rejected_is_listed_with_its_remedy(project) -> None:
     home = project("sana")
     for number in range(12):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    assert "nothing was set aside" in home.run(status.run, rejects_too=True).summary()
+    assert "no items were rejected" in home.run(status.run, rejects_too=True).summary()
     (home.media / "0.txt").unlink()
     home.image("small.png", (32, 32), "small")
     for program in (discover, bucket):
@@ -166,7 +166,7 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     text = " ".join(home.run(status.run, settings, rejects_too=True).summary().split())
     assert all(row[key] in text for row in rows.values() for key in ("path", "reason"))
     assert rows["small.png"]["message"] in text and "set allow_upscale: true" in text and "into <name>.txt" in text
-    table = home.folder / "new" / "aside.csv"
+    table = home.folder / "new" / "rejects.csv"
     assert home.run(status.run, settings, csv_file=table, dry_run=True).exit_code == 0
     assert not table.exists()
     home.run(status.run, settings, csv_file=table)

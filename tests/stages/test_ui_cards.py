@@ -19,8 +19,8 @@ from tests.stages.follow.notified_run import finish
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
 
-def row(stage: str, done: int, remaining: int = 0, set_aside: int = 0, **more: Any) -> dict[str, Any]:
-    return {"stage": stage, "what": "samples", "done": done, "remaining": remaining, "set_aside": set_aside} | more
+def row(stage: str, done: int, remaining: int = 0, rejected: int = 0, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, "what": "samples", "done": done, "remaining": remaining, "rejected": rejected} | more
 
 
 def note(programs: ChildPrograms, job: str, program: str, **values: Any) -> None:
@@ -43,7 +43,7 @@ def cards(project: Callable[..., Project]) -> Callable[..., dict[str, Card]]:
     return make
 
 
-def test_counts_rates_and_what_is_set_aside(cards: Any) -> None:
+def test_counts_rates_and_what_is_rejected(cards: Any) -> None:
     encode = row("encode-latents", 30, 70, 2, items_per_second="1.5", left="0:00:47", jobs="2 running, 1 lost")
     found = cards(row("discover", 6), row("bucket", 0, 0), encode, row("encode-text", 8), training_set="sets/abc")
     states = {name: card.state for name, card in found.items()}
@@ -63,7 +63,7 @@ def test_counts_rates_and_what_is_set_aside(cards: Any) -> None:
         "0:00:47 left",
         ["jobs: 2 running, 1 lost"],
     )
-    assert card.set_aside == 2
+    assert card.rejected == 2
     assert all(card.can == ["start"] for card in found.values())
     older = cards(row("discover", 6), training_set="sets/abc, of the older plan x: latentpress index")
     assert older["index"].state == "to do"

@@ -44,7 +44,7 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
         page.on("dialog", lambda dialog: dialogs.append(dialog.message))
         page.on("request", lambda request: requests.append(request.url))
         for path in (
-            *("/", "/pictures", "/pictures/one?name=one&step=3", "/configuration", "/set-aside", "/logs", "/logs/run"),
+            *("/", "/pictures", "/pictures/one?name=one&step=3", "/configuration", "/rejects", "/logs", "/logs/run"),
             *("/plan", "/preview", "/report", "/queue", "/captions"),
         ):
             page.goto(server.url + path)
@@ -57,7 +57,7 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
             colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
             assert max(map(int, re.findall(r"\d+", colour)[:3])) < 50, "dark"
         assert (
-            "nnnn" in server.get("/set-aside").text
+            "nnnn" in server.get("/rejects").text
             and dialogs == []
             and all(url.startswith(server.url) for url in requests)
         )

@@ -17,13 +17,13 @@ from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.ui_server import UiServer, projects_server, ui_server
 
-PAGES = ("", "pictures", "queue", "configuration", "captions", "set-aside", "logs", "plan", "preview", "report")
+PAGES = ("", "pictures", "queue", "configuration", "captions", "rejects", "logs", "plan", "preview", "report")
 LINK = re.compile(r'\b(?:href|src|action|formaction|data-tail)="(/[^"]*)"')
 
 
 @pytest.fixture
 def homes(project: Callable[..., Project], tmp_path: Path) -> list[Project]:
-    """Two projects with a run each, a picture of it and something set aside."""
+    """Two projects with a run each, a picture of it and a rejected item."""
     made = []
     for number, name in enumerate(("harbour", "lantern")):
         settings = project().settings | {"train": {"run": f"run-of-{name}", "steps": 40}}
@@ -51,7 +51,7 @@ def several(homes: list[Project]) -> Iterator[UiServer]:
 def test_the_overview_says_what_each_does(several: UiServer) -> None:
     asked = several.get("/")
     assert asked.status == 303 and asked.headers["location"] == "/projects"
-    until(lambda: several.get("/projects").text.count(">1 set aside</a>") == 2, "both roots are read")
+    until(lambda: several.get("/projects").text.count(">1 rejected</a>") == 2, "both roots are read")
     text = several.get("/projects").text
     assert 'href="/p/harbour/">harbour</a>' in text and 'href="/p/lantern/">lantern</a>' in text
     assert "step 3 of 40" in text and "step 4 of 40" in text and "picture of step 3" in text

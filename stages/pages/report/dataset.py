@@ -22,7 +22,7 @@ from schemas.errors import LatentpressError
 from schemas.text_format import shorten
 from stages.discovery.media_locations import spread_evenly
 from stages.encoding import stage_registry
-from stages.maintenance.set_aside import SetAside, list_set_aside
+from stages.maintenance.rejected_items import RejectedItem, list_rejects
 from stages.pages.charts import Bars
 from stages.pages.pictures import Picture
 from stages.pages.thumbnails import read_thumbnails
@@ -72,14 +72,14 @@ def length_bins(lengths: np.ndarray, most: int = 16) -> tuple[list[str], list[in
 
 class DataGlance:
     """The data of runs that share a plan. facts: sentences. alike: pairs of similar captions. cut: captions that the
-    encoder truncated. set_aside: (rejected item, its thumbnail or None). missing: sentences about information that is
+    encoder truncated. rejects: (rejected item, its thumbnail or None). missing: sentences about information that is
     not available, with the reason."""
 
     def __init__(self, run: str, source: str) -> None:
         self.runs, self.source = [run], source
         self.facts, self.missing, self.bars = list[str](), list[str](), list[Bars]()
         self.alike, self.cut = list[tuple[float, str, str]](), list[TableRow]()
-        self.reasons, self.set_aside = list[TableRow](), list[tuple[SetAside, Picture | None]]()
+        self.reasons, self.rejects = list[TableRow](), list[tuple[RejectedItem, Picture | None]]()
 
     def add_plan(self, store: Store, config: Config, plan: Plan) -> None:
         active = only_trained(plan.active)
@@ -87,7 +87,7 @@ class DataGlance:
             lambda: self._count_buckets(active),
             lambda: self._measure_captions(active["texts"], plan),
             lambda: self._find_cuts(store, config, plan),
-            lambda: self._show_set_aside(store, config, plan),
+            lambda: self._show_rejects(store, config, plan),
         ]
         for part in parts:
             try:
@@ -152,19 +152,17 @@ class DataGlance:
             for row in cut[:MAX_CUT_SHOWN]
         ]
 
-    def _show_set_aside(self, store: Store, config: Config, plan: Plan) -> None:
-        items = list_set_aside(store, config, plan)
+    def _show_rejects(self, store: Store, config: Config, plan: Plan) -> None:
+        items = list_rejects(store, config, plan)
         counts = Counter((item.stage, item.reason) for item in items).most_common()
         self.reasons = [{"stage": stage, "reason": reason, "items": count} for (stage, reason), count in counts]
         listed = items[:MAX_LISTED]
         pictures = read_thumbnails(config, [(item.dataset, item.path) for item in listed[:MAX_THUMBNAILS]])
-        self.set_aside = list(zip_longest(listed, pictures))
+        self.rejects = list(zip_longest(listed, pictures))
         if not items:
-            self.facts.append("Nothing was set aside.")
+            self.facts.append("No items were rejected.")
         elif len(listed) < len(items):
-            self.facts.append(
-                f"{len(listed)} of {len(items)} items set aside are listed; latentpress status --rejects."
-            )
+            self.facts.append(f"{len(listed)} of {len(items)} rejected items are listed; latentpress status --rejects.")
 
 
 def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlance]:

@@ -29,7 +29,7 @@ from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import split_lines
-from stages.maintenance.set_aside import SetAside, list_set_aside
+from stages.maintenance.rejected_items import RejectedItem, list_rejects
 from stages.pages.charts import Chart, build_charts
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.thumbnails import ThumbnailFiles
@@ -119,7 +119,7 @@ class Site:
         self.config_error: LatentpressError | None = None
         self.metrics, self.thumbnails = MetricsHistory(), ThumbnailFiles(self.output)
         self._lock, self._status = threading.Lock(), Listing(self.root, build_status)
-        self._set_aside = Listing(self.root, lambda config: list_set_aside(Store(config.root), config))
+        self._rejects = Listing(self.root, lambda config: list_rejects(Store(config.root), config))
 
     def config(self) -> Config:
         """The current configuration, read again if the file has changed. If the file is not valid, the last valid
@@ -144,9 +144,9 @@ class Site:
         returned if it does not exist by then."""
         return self._status.read(self.config(), wait_s)
 
-    def set_aside(self) -> Sequence[SetAside]:
-        """List the rejected items. Raises the errors of `list_set_aside`."""
-        found = self._set_aside.read(self.config())
+    def rejects(self) -> Sequence[RejectedItem]:
+        """List the rejected items. Raises the errors of `list_rejects`."""
+        found = self._rejects.read(self.config())
         if isinstance(found, LatentpressError):
             raise found
         return found or ()

@@ -36,7 +36,7 @@ LABELS = {
 }
 DONE_WORDS = {
     "start": "{} was started",
-    "retry": "{} was started, and tries again what was set aside",
+    "retry": "{} was started, and tries the rejected items again",
     "stop": "{} was told to stop; it keeps what is done",
     "restart": "{} starts again as soon as it has stopped",
     "kill": "{} was killed",
@@ -92,7 +92,7 @@ def _has_nothing(progress: RunProgress, status: Report | LatentpressError | None
     """Whether the project does not have any results, and `run` can be started and was not tried."""
     if progress.state != "not started" or not isinstance(status, Report) or whole.can != ["start"] or whole.remark:
         return False
-    return not any(row["done"] or row["set_aside"] for row in status.details["stages"])
+    return not any(row["done"] or row["rejected"] for row in status.details["stages"])
 
 
 def act(request: Request, form: Form) -> str:

@@ -44,7 +44,7 @@ class Card:
     facts: list[str] = field(default_factory=list)
     can: list[str] = field(default_factory=list)
     log: str = ""
-    set_aside: int = 0  # items
+    rejected: int = 0  # items
 
 
 def build_cards(
@@ -160,8 +160,8 @@ def _add_counts(
         jobs = row.get("jobs", "")
         if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
             card.facts.append(f"jobs: {jobs}")
-    card.set_aside = row["set_aside"]
-    return _settle(card, not remaining and (done or row["set_aside"]) > 0)
+    card.rejected = row["rejected"]
+    return _settle(card, not remaining and (done or row["rejected"]) > 0)
 
 
 def _settle(card: Card, is_done: bool) -> None:

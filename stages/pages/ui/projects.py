@@ -139,7 +139,7 @@ PROJECTS_PATH = "/projects"
 
 
 def summarize_project(project: Project) -> dict[str, Any]:
-    """A row of the overview. Among its keys: at_work, names of the running jobs; set_aside, number of rejected items,
+    """A row of the overview. Among its keys: at_work, names of the running jobs; rejected, number of rejected items,
     None before the status is known."""
     site = project.site
     config = site.config()
@@ -170,7 +170,7 @@ def summarize_project(project: Project) -> dict[str, Any]:
         "total": progress.steps,
         "left": "" if progress.seconds_left is None else f"{format_duration(progress.seconds_left)} left",
         "picture": make_figure(site, newest[1], newest[0], newest[2]) if newest else None,
-        "set_aside": sum(row["set_aside"] for row in rows) if isinstance(status, Report) else None,
+        "rejected": sum(row["rejected"] for row in rows) if isinstance(status, Report) else None,
         "problem": site.config_error or (status if isinstance(status, LatentpressError) else None),
     }
 

@@ -16,14 +16,14 @@ from cache.runs.training_run import is_running
 from schemas.cli.console import LOGS
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
-from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason
+from stages.maintenance.rejected_items import CSV_COLUMNS, RejectedItem, group_by_reason
 from stages.pages.thumbnails import MOST_MADE, can_have_thumbnail, thumbnail_id
 from stages.pages.ui.app import Page, Site, first_item, get, render, site_of
 from stages.pages.ui.child_programs import JOBS
 from stages.pages.ui.job_cards import build_job_card
 
 BESIDE = "beside-"  # prefix of a watcher's name
-SET_ASIDE_PATH = "/set-aside"
+REJECTS_PATH = "/rejects"
 MOST_SHOWN = 200  # items on one page
 PIECE_BYTES = 64 << 10  # bytes of a log in one answer
 MAX_LINE = 2000  # characters
@@ -127,12 +127,12 @@ def readable(raw: bytes) -> str:
     return "\n".join(shorten(escape_unprintable(line.replace("\t", "    ")), MAX_LINE) for line in lines)
 
 
-def show_set_aside(request: Request) -> Response:
+def show_rejects(request: Request) -> Response:
     given = {name: request.query_params.get(name, "") for name in ("words", "stage", "reason")}
-    items: Sequence[SetAside] = ()
+    items: Sequence[RejectedItem] = ()
     error: LatentpressError | None = None
     try:
-        items = site_of(request).set_aside()
+        items = site_of(request).rejects()
     except LatentpressError as problem:
         error = problem
     chosen = search(items, **given)
@@ -143,8 +143,8 @@ def show_set_aside(request: Request) -> Response:
     start = first_item(request.query_params, len(chosen))
     return render(
         request,
-        "set_aside.html",
-        title="Set aside",
+        "rejects.html",
+        title="Rejected items",
         error=error,
         total=len(items),
         count=len(chosen),
@@ -170,7 +170,7 @@ def show_thumbnail(request: Request) -> Response:
     return FileResponse(path, media_type="image/webp")
 
 
-def search(items: Iterable[SetAside], words: str, stage: str, reason: str) -> list[SetAside]:
+def search(items: Iterable[RejectedItem], words: str, stage: str, reason: str) -> list[RejectedItem]:
     """Find the items that contain each of the words (case-insensitive). stage, reason: stage and reason of the items;
     "" for any."""
     wanted = words.casefold().split()
@@ -183,9 +183,9 @@ def search(items: Iterable[SetAside], words: str, stage: str, reason: str) -> li
 
 PAGES = (
     Page(
-        "Set aside",
-        SET_ASIDE_PATH,
-        (get(SET_ASIDE_PATH, show_set_aside), get("/thumbnails/{name}.webp", show_thumbnail)),
+        "Rejected items",
+        REJECTS_PATH,
+        (get(REJECTS_PATH, show_rejects), get("/thumbnails/{name}.webp", show_thumbnail)),
     ),
     Page("Logs", "/logs", (get("/logs", show_logs), get("/logs/{job}", show_logs), get("/logs/{job}/tail", tail))),
 )

@@ -45,7 +45,7 @@ def write(store: Store, stem: str = "text/f00d/t-1", rows: int = 3, format: str 
     with shard_io.open_writer(store, stem, text_meta(**said, **changes), COLUMNS, format) as out:
         for number in range(rows):
             out.add(make_row(number, pooled=number != 1))
-        out.set_aside(RejectedMember("bad", "unreadable", "it is empty"))
+        out.reject(RejectedMember("bad", "unreadable", "it is empty"))
         return out.finish()
 
 

@@ -1,22 +1,25 @@
-"""What was set aside, by reason, and as CSV."""
+"""Rejected items, by reason, and as CSV."""
 
 import csv
 import io
 
 import pytest
 
-from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason, write_csv
+from stages.maintenance.rejected_items import CSV_COLUMNS, RejectedItem, group_by_reason, write_csv
 
 
-def aside(path: str, reason: str = "no-caption", remedy: str = "", stage: str = "discover") -> SetAside:
+def rejected(path: str, reason: str = "no-caption", remedy: str = "", stage: str = "discover") -> RejectedItem:
     stem = path.rpartition("/")[2].rpartition(".")[0] or path
     advice = remedy or f"write one into {stem}.txt next to it"
-    return SetAside(stage, "photos", f"photos/{path}", path, reason, "has no caption", advice)
+    return RejectedItem(stage, "photos", f"photos/{path}", path, reason, "has no caption", advice)
 
 
 def test_items_of_a_reason_are_together_with_one_remedy() -> None:
-    found = [aside(f"deep/{number}.png") for number in range(12)]
-    found += [aside("b.png", "too-small", "lower min_size", "bucket"), aside("c.gif", "not-an-image", "remove it")]
+    found = [rejected(f"deep/{number}.png") for number in range(12)]
+    found += [
+        rejected("b.png", "too-small", "lower min_size", "bucket"),
+        rejected("c.gif", "not-an-image", "remove it"),
+    ]
     groups = [(each.stage, each.reason, len(each.items), each.remedies) for each in group_by_reason(found)]
     assert groups == [
         ("discover", "no-caption", 12, {"write one into <name>.txt next to it": 12}),
@@ -31,7 +34,7 @@ HOSTILE = ["写真" * 40 + ".png", "\x1b[2J\x1b]0;x\x07.png", "a\nb\r.png", "bad
 @pytest.mark.parametrize("name", [*HOSTILE, "=1+1.png", "+1", "-1", "@SUM(A1)", "\t=1", 'a"b,c.png'])
 def test_csv_has_a_line_for_each_item_and_no_formula(name) -> None:
     file = io.StringIO()
-    write_csv([aside(name), aside("last.png")], file)
+    write_csv([rejected(name), rejected("last.png")], file)
     lines = file.getvalue().splitlines()
     assert len(lines) == 3 and all(line.isprintable() for line in lines)
     rows = list(csv.DictReader(io.StringIO(file.getvalue())))

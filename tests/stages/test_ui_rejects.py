@@ -1,4 +1,4 @@
-"""The page of `latentpress ui` with what was set aside: by reason with the remedy, and searched."""
+"""The page of `latentpress ui` with the rejected items: by reason with the remedy, and searched."""
 
 import re
 from collections.abc import Callable
@@ -33,19 +33,19 @@ def home(project: Callable[..., Project]) -> Project:
 def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> None:
     home.run(discover.run)
     home.run(bucket.run)
-    text = server.get("/set-aside").text
+    text = server.get("/rejects").text
     assert "4 of 4 items" in text and "broken.png" in text and "tiny.png" in text and "without.png" in text
     assert "minimum_image_size" in text, "the remedy of what is too small"
     assert "<img" not in text and "&lt;img src=x" in text
 
-    found = server.get("/set-aside?words=BROKEN").text
+    found = server.get("/rejects?words=BROKEN").text
     assert "1 of 4 items" in found and "tiny.png" not in found
-    assert "0 of 4 items" in server.get("/set-aside?words=broken+tiny").text
-    stage = server.get("/set-aside?stage=bucket").text
+    assert "0 of 4 items" in server.get("/rejects?words=broken+tiny").text
+    stage = server.get("/rejects?stage=bucket").text
     assert "tiny.png" in stage and "broken.png" not in stage
-    assert 'href="/set-aside?stage=bucket">1 set aside</a>' in server.get("/").text
+    assert 'href="/rejects?stage=bucket">1 rejected</a>' in server.get("/").text
     for odd in ("?first=-1", "?first=99999999", "?first=x", "?stage=<b>", "?words=%00"):
-        answer = server.get(f"/set-aside{odd}")
+        answer = server.get(f"/rejects{odd}")
         assert answer.status == 200 and "<b><" not in answer.text, odd
 
 
@@ -53,9 +53,9 @@ def test_many_items_have_pages(home: Project, server: UiServer) -> None:
     for number in range(MOST_SHOWN + 5):
         (home.media / f"bad{number:04d}.png").write_bytes(b"no picture")
     home.run(discover.run)
-    first = server.get("/set-aside?words=bad").text
+    first = server.get("/rejects?words=bad").text
     assert f"1 to {MOST_SHOWN} are shown" in first and "bad0000.png" in first and "bad0204.png" not in first
-    second = server.get(f"/set-aside?words=bad&first={MOST_SHOWN}").text
+    second = server.get(f"/rejects?words=bad&first={MOST_SHOWN}").text
     assert f"{MOST_SHOWN + 1} to {MOST_SHOWN + 5} are shown" in second and "bad0204.png" in second
 
 
@@ -63,10 +63,10 @@ def test_many_items_have_pages(home: Project, server: UiServer) -> None:
 def test_thumbnails_are_made_by_a_program_and_nothing_else_is_served(home: Project, server: UiServer) -> None:
     home.run(discover.run)
     home.run(bucket.run)
-    before = server.get("/set-aside").text
+    before = server.get("/rejects").text
     assert 'data-make="start-thumbnails"' in before and "<img" not in before
     assert home.run(thumbnails.run).done == 2, "tiny.png and without.png can be read"
-    text = server.get("/set-aside").text
+    text = server.get("/rejects").text
     assert "data-make" not in text, "of the others there is none"
     addresses = re.findall(r'<img src="(/thumbnails/[0-9a-f]{32}\.webp)"', text)
     assert len(addresses) == 2 and text.count("no picture") == 2
@@ -87,14 +87,14 @@ def test_only_paths_below_the_dataset_have_thumbnails() -> None:
 
 def test_trying_again_starts_the_stage(home: Project, server: UiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     home.run(discover.run)
-    assert 'action="/jobs/discover/retry"' in server.get("/set-aside").text
+    assert 'action="/jobs/discover/retry"' in server.get("/rejects").text
     started = []
     monkeypatch.setattr(ChildPrograms, "start", lambda self, name, *more: started.append((name, *more)))
     for stage in ("discover", "encode-text", "encode-latents"):
-        assert "tries again what was set aside" in server.post(f"/jobs/{stage}/retry").json["message"]
+        assert "tries the rejected items again" in server.post(f"/jobs/{stage}/retry").json["message"]
     assert started == [
         ("discover",),
-        ("encode-text", "--retry-set-aside"),
-        ("encode-latents", "--retry-set-aside"),
+        ("encode-text", "--retry-rejects"),
+        ("encode-latents", "--retry-rejects"),
     ]
     assert server.post("/jobs/report/retry").status == 404

@@ -1,4 +1,4 @@
-"""`status --rejects`: what was set aside by discover, bucket and, for the current plan, the encoding stages."""
+"""`status --rejects`: items that discover, bucket and, for the current plan, the encoding stages rejected."""
 
 import csv
 import re
@@ -21,17 +21,16 @@ from schemas.text_format import escape_unprintable
 from stages.encoding import stage_registry
 
 CSV_COLUMNS = ("stage", "dataset", "item", "path", "reason", "message", "remedy")
-#: Of a cell that spreadsheets take for a formula; tabs and line breaks are escaped before.
+#: A spreadsheet reads a cell with such a start as a formula; tabs and line breaks are escaped before.
 FORMULA_STARTS = ("=", "+", "-", "@")
-EXAMPLES = 5  # items of a reason that are shown
-MAX_REMEDIES = 3  # of a reason that are shown
-UNKNOWN_ADVICE = "see docs/datasets.md, or leave it set aside"
+EXAMPLES = 5  # items shown for each reason
+MAX_REMEDIES = 3  # remedies shown for each reason
+UNKNOWN_ADVICE = "see docs/datasets.md, or leave the item out"
 
 
 @dataclass(frozen=True)
-class SetAside:
-    """An item that was set aside. dataset: its id, or "" where the list does not say. message: what is wrong; remedy:
-    how to correct it."""
+class RejectedItem:
+    """A rejected item. dataset: its id, or "" if it is unknown. message: the problem. remedy: how to correct it."""
 
     stage: str
     dataset: str
@@ -42,9 +41,9 @@ class SetAside:
     remedy: str
 
 
-def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> list[SetAside]:
-    """In the order of the stages. plan: by default the current one; without one nothing was encoded. DamageError for a
-    damaged list, WeightsError where the encoding stages' checkpoints are not here."""
+def list_rejects(store: Store, config: Config, plan: Plan | None = None) -> list[RejectedItem]:
+    """Rejected items in the order of the stages. plan: by default the current plan; without a plan nothing was encoded.
+    Raises DamageError for a damaged list, WeightsError if a checkpoint of an encoding stage is missing."""
     pairs: list[tuple[str, dict[str, Any]]] = []
     for dataset in config.datasets:
         if not dataset.disabled:
@@ -57,7 +56,7 @@ def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> li
         pass
     else:
         for _, state in stage_registry.all_states(store, config, plan):
-            for row in state.set_aside:
+            for row in state.rejects:
                 active = state.plan.active_rows.get(row["item"])
                 pairs.append((active["dataset"] if active else "", row))
     return [_parse(dataset, row) for dataset, row in pairs]
@@ -65,18 +64,18 @@ def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> li
 
 @dataclass(frozen=True)
 class RejectGroup:
-    """Items that one stage set aside for one reason. remedies: each that there is, with "<name>" in place of an item's
-    own name and the items that it is for."""
+    """Items that one stage rejected for one reason. remedies: remedy, with "<name>" in place of the item's name ->
+    number of items."""
 
     stage: str
     reason: str
-    items: list[SetAside]
+    items: list[RejectedItem]
     remedies: dict[str, int]
 
 
-def group_by_reason(items: Iterable[SetAside]) -> list[RejectGroup]:
-    """In the order of the stages, of a stage the most frequent reason first."""
-    groups: dict[tuple[str, str], list[SetAside]] = {}
+def group_by_reason(items: Iterable[RejectedItem]) -> list[RejectGroup]:
+    """Groups in the order of the stages; within a stage, the most frequent reason first."""
+    groups: dict[tuple[str, str], list[RejectedItem]] = {}
     for item in items:
         groups.setdefault((item.stage, item.reason), []).append(item)
     stages = list(dict.fromkeys(stage for stage, _ in groups))
@@ -86,8 +85,8 @@ def group_by_reason(items: Iterable[SetAside]) -> list[RejectGroup]:
     ]
 
 
-def _general_remedy(item: SetAside) -> str:
-    """The same for all items of which only the name differs."""
+def _general_remedy(item: RejectedItem) -> str:
+    """The remedy, equal for items that differ only in their name."""
     path = PurePosixPath(item.path)
     names = [name for name in (item.path, path.name, item.path.removesuffix(path.suffix), path.stem) if name]
     for name in sorted(set(names), key=len, reverse=True):
@@ -97,8 +96,8 @@ def _general_remedy(item: SetAside) -> str:
     return item.remedy
 
 
-def write_csv(items: Iterable[SetAside], file: TextIO) -> None:
-    """A line for each item, below a line with the names of the columns. Line breaks and invisible characters are
+def write_csv(items: Iterable[RejectedItem], file: TextIO) -> None:
+    """Write a line with the column names and a line for each item. Line breaks and invisible characters are
     escaped, and a cell that a spreadsheet would compute begins with an apostrophe."""
     rows = csv.writer(file, lineterminator="\n")
     rows.writerow(CSV_COLUMNS)
@@ -107,22 +106,22 @@ def write_csv(items: Iterable[SetAside], file: TextIO) -> None:
         rows.writerow(f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell for cell in cells)
 
 
-def _parse(dataset: str, row: dict[str, Any]) -> SetAside:
+def _parse(dataset: str, row: dict[str, Any]) -> RejectedItem:
     folder, named, text = row["message"].partition(f"{row['path']}: ")
     message = text if named and (not folder or folder.endswith("/")) else row["message"]
     problem, _, advice = message.partition("; ")
     remedy = advice or UNKNOWN_ADVICE
-    return SetAside(row["stage"], dataset, row["item"], row["path"], row["reason"], problem, remedy)
+    return RejectedItem(row["stage"], dataset, row["item"], row["path"], row["reason"], problem, remedy)
 
 
 def report_rejects(config: Config, options: Options, every: bool, csv_file: Path | None) -> Report:
-    """What discover, bucket and, for the current plan, the encoding stages set aside: reasons with their remedies, and
-    items. every: all items, not EXAMPLES of a reason."""
-    with activity("reading what was set aside"):
-        items = list_set_aside(Store(config.root), config)
+    """A report of the rejected items: reasons with their remedies, and items. every: list all items instead of EXAMPLES
+    for each reason."""
+    with activity("reading the lists of rejected items"):
+        items = list_rejects(Store(config.root), config)
     groups = group_by_reason(items)
     report = Report("status", dry_run=options.dry_run)
-    report.answer = f"{len(items):,} items set aside, for {len(groups)} reasons" if items else "nothing was set aside"
+    report.answer = f"{len(items):,} items rejected, for {len(groups)} reasons" if items else "no items were rejected"
     rows = [{"stage": group.stage, "reason": group.reason, "items": len(group.items)} for group in groups]
     if options.json:
         report.details["reasons"] = [
@@ -151,6 +150,6 @@ def report_rejects(config: Config, options: Options, every: bool, csv_file: Path
             write_csv(items, file)
         report.details["csv"] = str(csv_file)
     for name in dict.fromkeys(item.stage for item in items):
-        option = "" if name in ("discover", "bucket") else " --retry-set-aside"
+        option = "" if name in ("discover", "bucket") else " --retry-rejects"
         report.next_steps.append(f"latentpress {name}{option}   # once the cause is corrected")
     return report
