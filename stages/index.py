@@ -158,7 +158,7 @@ def _is_published(store: Store, name: str, tables: dict[str, pa.Table], record: 
 
 
 def _list_rejects(plan: Plan, encoded: Mapping[str, EncodedMembers]) -> list[TableRow]:
-    """Report rows of the rejected members that the plan needs: samples with their files, then texts with their words."""
+    """Report rows of the rejected members in the plan: samples with their files, then texts with their words."""
     rows: dict[str, TableRow] = {}
     for kind in sorted(encoded, key=lambda kind: kind == "text"):
         for name, member in encoded[kind].rejects.items():
