@@ -31,7 +31,7 @@ from cache.store.damage import DamageError
 from cache.store.files import Entry, StoreError, walk
 from cache.store.json_checks import printable
 from cache.store.layout import STAGE_PROGRAMS, is_project_file
-from cache.store.store import STALE, Store
+from cache.store.store import STALE_S, Store
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Progress, Report, make_app
 from schemas.config.loading import load_config, read_text
 from schemas.config.pipeline import VALIDATION, Config
@@ -159,7 +159,7 @@ def list_unused(store: Store, entries: Sequence[Entry], needed: "Needed", since:
             why = "units that no plan has any longer" if folder in needed.caches else why
             description = f"{_describe_cache(store, folder)}: {why}"
         items.append(UnusedItem(folder, description, files))
-    if stale := [entry for entry in store.list_files(temporaries=True) if entry.modified < now - STALE]:
+    if stale := [entry for entry in store.list_files(temporaries=True) if entry.modified < now - STALE_S]:
         items.append(UnusedItem("", DESCRIPTIONS[""], stale))
     return sorted(items, key=lambda item: (-item.total_bytes, item.path))
 
@@ -183,7 +183,7 @@ def _folder(name: str) -> str:
 
 def _remove_item(store: Store, item: UnusedItem, progress: Progress) -> None:
     if not item.path:
-        store.remove_stale_temps(STALE)
+        store.remove_stale_temps(STALE_S)
         progress.advance(len(item.entries))
         return
 

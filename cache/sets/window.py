@@ -32,7 +32,7 @@ from cache.runs.training_run import RunError
 from cache.sets.trainset import NO_TEXT, TrainSet
 from cache.shards.shard import SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
 from cache.shards.shard_io import ShardSupply, SupplyError, open_reader, verify
-from cache.store.damage import ANSWERS, DamageError, note_bad_answer
+from cache.store.damage import ANSWERS, DamageError, announce_retry
 from cache.store.files import FileLock, StoreError, check_folder, explained
 from cache.store.store import Store
 from schemas.activities import activity
@@ -323,7 +323,7 @@ class Window(ShardSupply):
                     break
                 if not files:
                     raise damages[0]
-                note_bad_answer(damages[0].path, damages[0])
+                announce_retry(damages[0].path, damages[0])
             if damages:
                 raise damages[0]
             for name, _ in files:

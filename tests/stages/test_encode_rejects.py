@@ -89,7 +89,7 @@ def test_a_damaged_plan_is_named(photos) -> None:
     (plan,) = (photos.root / "plans").glob("*-*")
     problems = {
         "units.arrow": r"units\.arrow: the file is missing",
-        "plan.json": r"plan\.json: it is not a JSON object",
+        "plan.json": r"plan\.json: it is not an undamaged",
     }
     for name, problem in problems.items():
         (plan / name).rename(photos.root / name)

@@ -113,7 +113,7 @@ def test_a_finished_run(home: Project) -> None:
 
 def test_a_run_that_has_not_begun_and_one_that_does_not_exist(home: Project) -> None:
     text, missing = page_of(home)
-    assert curves(text) == {} and "There is no plan for this configuration" in Page(text).text
+    assert curves(text) == {} and "does not have a plan" in Page(text).text
     assert "It has no config.yaml, so it has not begun training" in missing[0]
     assert any(line.startswith("Training loss: no step is recorded") for line in missing)
     assert any("no samples: no validation was made yet" in line for line in missing)

@@ -210,7 +210,7 @@ def test_another_trainer_is_named_before_the_first_stage(home: Project, monkeypa
     folder.mkdir(parents=True)
     with (folder / LOCK_NAME).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(LatentpressError, match="another trainer is at work in") as caught:
+        with pytest.raises(LatentpressError, match="another trainer is running in") as caught:
             home.run(run.run)
     assert "choose another train.run" in caught.value.next_step
 

@@ -198,7 +198,7 @@ def test_a_disk_that_takes_no_more_is_named(place: Place) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         window = place.window([(1,)], downloads=1)
         window.follow(0)
-        with pytest.raises(StoreError, match="a file may not grow larger") as caught:
+        with pytest.raises(StoreError, match="file-size limit") as caught:
             window.open(1)
         assert caught.value.path.startswith(str(place.folder))
         assert place.copies() == []

@@ -207,7 +207,7 @@ def test_every_cut_is_found(tmp_path, format):
 def test_another_version_is_refused(tmp_path, format):
     store = Store(tmp_path)
     rel = write(store, format=format, format_version=999)
-    with pytest.raises(DamageError, match="version is 999; this program reads 1"):
+    with pytest.raises(DamageError, match="version is 999"):
         shard_io.open_reader(store, rel)
 
 
