@@ -7,7 +7,7 @@ Each way is a whole process, from its start to its end, by turns: imports, loadi
 opens a picture, resizes it, prepares it with transformers' processor (on Pillow images) and calls `generate`, for one
 picture at a time, and for as many as the stage has in a batch; with several prompts, for each of them. Then the stage
 runs, too, without the keys and values that its prompts share. Random weights end no caption, so every way writes
-`--tokens` tokens of each picture (which the stage then sets aside as cut). A Qwen2.5-VL of middle size in float32 on
+`--tokens` tokens of each picture (which the stage then rejects as cut). A Qwen2.5-VL of middle size in float32 on
 one thread, or of its true size in bfloat16.
 """
 

@@ -54,7 +54,7 @@ Made from the code by `make generated`: what `latentpress PROGRAM --help` prints
 
 | code | every program |
 |---|---|
-| 0 | everything is done; members that were set aside are listed and are no failure |
+| 0 | everything is done; members that were rejected are listed and are no failure |
 | 2 | wrong usage or configuration |
 | 3 | work remains or failed; it is listed, with the next command |
 | 4 | damage was found |

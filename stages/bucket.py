@@ -105,8 +105,8 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         console.warn(f"{shortage}; {SPACE_ADVICE}")
     report.details["changes"] = summary.diff_active(_latest_active(store, info), plan.active) or "none"
     _print_warnings(config, plan, report.details, console)
-    report.set_aside = plan.rejects.slice(0, MAX_LISTED_ITEMS).to_pylist()
-    report.more_set_aside = plan.rejects.num_rows - len(report.set_aside)
+    report.rejects = plan.rejects.slice(0, MAX_LISTED_ITEMS).to_pylist()
+    report.more_rejects = plan.rejects.num_rows - len(report.rejects)
     if options.dry_run:
         report.remaining = new_samples.num_rows + new_texts.num_rows
         report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.remaining
@@ -127,7 +127,7 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         generation = plans.publish_plan(store, key, tables, info, planned_on)
     list_name = f"{config.model.family}-{config.model.task}"
     rejects.write_rejects(store, "bucket", list_name, plan.rejects)
-    report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.rejects.num_rows else ""
+    report.rejects_path = store.path(f"rejects/bucket/{list_name}.arrow") if plan.rejects.num_rows else ""
     report.done = new_samples.num_rows + new_texts.num_rows
     report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.done
     report.details["new_units"] = {kind: _count_equal(new_units, "kind", kind) for kind in ("latents", "text")}

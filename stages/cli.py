@@ -45,7 +45,7 @@ PROGRAMS = {
     "queue": "runs one after the other: add, remove, reorder, and work them off",
     "export": "a copy of a training set with its shards, or WebDataset tars of it",
     "import-config": "another trainer's configuration -> pipeline.yaml, with what became of each key",
-    "status": "per stage: done, remaining, set aside, bytes",
+    "status": "per stage: done, remaining, rejected, bytes",
     "ui": "a web page: start, stop and watch the stages, plan, pictures, report, logs",
     "doctor": "what this machine has and lacks: devices, libraries, decoders, disks, stores",
     "verify": "check every shard and table; with --repair make damaged ones again",

@@ -1,4 +1,4 @@
-"""discover: list media with their captions and companions, and record why items are set aside.
+"""discover: list media with their captions and companions, and record why items are rejected.
 
 New items are read in sandbox processes (stages/engines/sandbox.py): their headers, and all bytes once for the media id.
 Items whose size and version are unchanged are not read again. The table is written when everything has been read;
@@ -39,7 +39,7 @@ from stages.encoding.stage_state import MIN_REJECT_BASE
 
 SAVE_EVERY_S = 30.0  # a killed run loses what it read in this time
 MAX_PENDING_ROWS = 4096  # rows that are Python objects at a time
-MAX_LISTED_REJECTS = 10_000  # items set aside that the report itself lists
+MAX_LISTED_REJECTS = 10_000  # rejected items that the report itself lists
 _ACCEPT_REMOVED_HELP = "Go on if most of a dataset is gone; missing items leave the media table."
 _REHASH_HELP = "Read every file again, even if its size and time are unchanged."
 
@@ -108,20 +108,20 @@ class _DatasetDiscovery:
         try:
             media, failed = self._read_all(todo)
             self._require_media(source)
-            aside = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *self.rejects])
-            rejects.write_rejects(self.store, "discover", self.dataset.id, aside)
-            self._check_limit(aside)
+            rejected = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *self.rejects])
+            rejects.write_rejects(self.store, "discover", self.dataset.id, rejected)
+            self._check_limit(rejected)
         except BaseException:  # interrupted, too much is wrong, or a bug: what was read is worth keeping
             self._save()
             raise
         table, changes = self._publish()
         report.done += media - failed
         report.skipped += len(table) - (media - failed)
-        report.set_aside += aside.slice(0, MAX_LISTED_REJECTS).to_pylist()
-        report.more_set_aside += max(0, len(aside) - MAX_LISTED_REJECTS)
-        if len(aside):
-            report.rejects = self.store.path("rejects/discover")
-        reasons = sorted(pc.value_counts(aside["reason"]).to_pylist(), key=lambda row: -row["counts"])
+        report.rejects += rejected.slice(0, MAX_LISTED_REJECTS).to_pylist()
+        report.more_rejects += max(0, len(rejected) - MAX_LISTED_REJECTS)
+        if len(rejected):
+            report.rejects_path = self.store.path("rejects/discover")
+        reasons = sorted(pc.value_counts(rejected["reason"]).to_pylist(), key=lambda row: -row["counts"])
         by_reason = ", ".join(f"{row['values']} {row['counts']}" for row in reasons)
         return {
             "dataset": self.dataset.id,
@@ -131,7 +131,7 @@ class _DatasetDiscovery:
             **self._describe_default_caption(table),
             **changes,
             "duplicate_files": len(table) - count_distinct(table["media_id"]),
-            "set_aside": f"{len(aside)}: {by_reason}" if len(aside) else 0,
+            "rejected": f"{len(rejected)}: {by_reason}" if len(rejected) else 0,
             **self._other_files(source),
             "files_read": files_read,
         }
@@ -171,8 +171,8 @@ class _DatasetDiscovery:
 
     def _report_dry_run(self, todo: list[pa.Table], report: Report) -> dict[str, Any]:
         """How much would be read. Items that were rejected before are tried again, and don't count as remaining."""
-        aside = rejects.read_list(self.store, "discover", self.dataset.id)["path"]
-        again = sum(_sum_values(pc.is_in(rows["path"], value_set=aside)) for rows in (*self.rejects, *todo))
+        rejected = rejects.read_list(self.store, "discover", self.dataset.id)["path"]
+        again = sum(_sum_values(pc.is_in(rows["path"], value_set=rejected)) for rows in (*self.rejects, *todo))
         unread, problems = sum(map(len, todo)), sum(map(len, self.rejects))
         size = sum(_sum_values(rows.filter(rows["read media"])["size"]) for rows in todo)
         total, remaining = sum(map(len, (*self.unchanged, *self.rows))) + unread + problems, problems + unread - again
@@ -183,7 +183,7 @@ class _DatasetDiscovery:
             "files": total,
             "files_to_read": unread,
             "to_read_mib": round(size / 2**20, 1),
-            "set_aside_tried_again": again,
+            "rejects_tried_again": again,
         }
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -228,13 +228,13 @@ class _DatasetDiscovery:
             )
             self.rows.append(rows)
             self.unsaved.append(rows)
-        aside = []
+        rejected = []
         errors = [result for result in results if not isinstance(result, dict)]
         for path, problem in zip(bad["path"].to_pylist(), errors, strict=True):
             error = problem.error(path) if isinstance(problem, WorkerFailure) else problem
             item, message = f"{self.dataset.id}/{path}", printable(str(error))
-            aside.append(rejects.make_reject("discover", item, path, error.reason, message))
-        self.rejects += [pa.Table.from_pylist(aside, schema=REJECTS_SCHEMA)] if aside else []
+            rejected.append(rejects.make_reject("discover", item, path, error.reason, message))
+        self.rejects += [pa.Table.from_pylist(rejected, schema=REJECTS_SCHEMA)] if rejected else []
         return _sum_values(bad["read media"])
 
     def _save(self) -> None:
@@ -244,21 +244,21 @@ class _DatasetDiscovery:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def _check_limit(self, aside: pa.Table) -> None:
-        total = sum(map(len, (*self.unchanged, *self.rows))) + len(aside)
+    def _check_limit(self, rejected: pa.Table) -> None:
+        total = sum(map(len, (*self.unchanged, *self.rows))) + len(rejected)
         limit = self.config.stages.max_reject_fraction
-        if not len(aside) or len(aside) <= limit * max(total, MIN_REJECT_BASE):
+        if not len(rejected) or len(rejected) <= limit * max(total, MIN_REJECT_BASE):
             return
-        lacking = aside.filter(pc.is_in(aside["reason"], value_set=pa.array(MISSING_REASONS)))
-        if 2 * len(lacking) > len(aside):
+        lacking = rejected.filter(pc.is_in(rejected["reason"], value_set=pa.array(MISSING_REASONS)))
+        if 2 * len(lacking) > len(rejected):
             self._raise_missing_captions(lacking["path"].slice(0, 3).to_pylist(), len(lacking), total)
-        rows = aside.slice(0, 10).to_pylist()
+        rows = rejected.slice(0, 10).to_pylist()
         messages = (
             row["message"] if row["path"] in row["message"] else f"{row['path']}: {row['message']}" for row in rows
         )
         lines = [escape_unprintable(f"  {row['reason']}: {text}") for row, text in zip(rows, messages, strict=True)]
         raise LatentpressError(
-            f"{self.dataset.id}: {len(aside)} of {total} files would be set aside, more than "
+            f"{self.dataset.id}: {len(rejected)} of {total} files would be rejected, more than "
             f"stages.max_reject_fraction = {limit} of them (of {MIN_REJECT_BASE}, if they are fewer):\n"
             + "\n".join(lines),
             "mend or remove them, or raise the limit with --set stages.max_reject_fraction=1.0; "

@@ -251,7 +251,7 @@ def _describe_devices(finding: Finding) -> Iterator[Row]:
 def _describe_decoders(finding: Finding) -> Iterator[Row]:
     advice = "install PyAV's own wheel: pip install --force-reinstall av; or convert these videos"
     for codec, present in finding.items():
-        follows = () if present else ("videos of this codec are set aside", advice)
+        follows = () if present else ("videos of this codec are rejected", advice)
         yield _row(codec, "decoded" if present else "no decoder", *follows)
 
 

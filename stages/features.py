@@ -54,14 +54,14 @@ def run(config: Config, options: Options, console: Console, **more: Any) -> Repo
 
 
 def _find_table(store: Store, name: str, state: StageState, console: Console) -> pa.Table | None:
-    """The table, if it has all rows that there are: what was set aside may have been read later."""
+    """The table, if it has all rows that there are: what was rejected may have been read later."""
     try:
         table = read_item_table(store, name)
     except DamageError as damage:
         console.warn(f"{damage.message}; the items are compared again")
         return None
-    aside = pa.array([row["item"] for row in state.set_aside], pa.string())
-    there = state.wanted_ids.filter(pc.invert(pc.is_in(state.wanted_ids, value_set=aside)))
+    rejected = pa.array([row["item"] for row in state.rejects], pa.string())
+    there = state.wanted_ids.filter(pc.invert(pc.is_in(state.wanted_ids, value_set=rejected)))
     samples = state.plan.sample_table
     members = pc.count_distinct(samples["media_id"].filter(pc.is_in(samples["sample_id"], value_set=there))).as_py()
     return table if table is not None and len(table) == members else None

@@ -31,7 +31,7 @@ from cache.store.damage import DamageError
 from cache.store.files import Entry, StoreError, walk
 from cache.store.json_checks import printable
 from cache.store.layout import STAGE_PROGRAMS, is_project_file
-from cache.store.store import STALE, Store
+from cache.store.store import STALE_S, Store
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Progress, Report, make_app
 from schemas.config.loading import load_config, read_text
 from schemas.config.pipeline import VALIDATION, Config
@@ -54,11 +54,11 @@ DESCRIPTIONS = {
     "": "files that killed processes left half written",
     "sets": "a training set that no configuration given makes, and not the newest of its family and task",
     "plans": "a plan that nothing is made of",
-    "rejects": "lists of what was set aside, of caches or datasets that are not used",
+    "rejects": "lists of rejected items, of caches or datasets that are not used",
     "media": "the media table of a dataset that no configuration given names",
     "items": "tables of items that no configuration given has",
     "jobs": "reports of jobs that ended",
-    "damaged": "damaged shards and plans that verify --repair or bucket set aside",
+    "damaged": "damaged shards and plans that verify --repair or bucket moved to damaged/",
 }
 
 
@@ -159,7 +159,7 @@ def list_unused(store: Store, entries: Sequence[Entry], needed: "Needed", since:
             why = "units that no plan has any longer" if folder in needed.caches else why
             description = f"{_describe_cache(store, folder)}: {why}"
         items.append(UnusedItem(folder, description, files))
-    if stale := [entry for entry in store.list_files(temporaries=True) if entry.modified < now - STALE]:
+    if stale := [entry for entry in store.list_files(temporaries=True) if entry.modified < now - STALE_S]:
         items.append(UnusedItem("", DESCRIPTIONS[""], stale))
     return sorted(items, key=lambda item: (-item.total_bytes, item.path))
 
@@ -183,7 +183,7 @@ def _folder(name: str) -> str:
 
 def _remove_item(store: Store, item: UnusedItem, progress: Progress) -> None:
     if not item.path:
-        store.remove_stale_temps(STALE)
+        store.remove_stale_temps(STALE_S)
         progress.advance(len(item.entries))
         return
 
@@ -209,7 +209,7 @@ class Needed:
 
     caches: `<kind>/<fingerprint>` of the configurations; whole_caches: of which every unit stays. units: active in
     their plans. units_of_others: active in plans of other configurations, whose caches are not known. shards: paths
-    that the kept sets refer to. names: the folders and files of sets, plans, media tables, lists of what was set aside,
+    that the kept sets refer to. names: the folders and files of sets, plans, media tables, lists of rejected items,
     tables of items and pointers.
     """
 

@@ -1,8 +1,8 @@
 """index: joins the plan with its texts, latents and vision features, if any, into a small, memory-mapped training set.
 
-Reports exactly what is missing and which command encodes it. Samples that were set aside are left out and counted. No
+Reports exactly what is missing and which command encodes it. Samples that were rejected are left out and counted. No
 set is made while samples are not encoded, if media were missing, or if more than `stages.max_reject_fraction` was set
-aside: no run silently trains on half of the data.
+rejects: no run silently trains on half of the data.
 """
 
 from collections.abc import Iterable, Mapping
@@ -61,13 +61,13 @@ def run(
         paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
         with activity(f"reading what the {len(paths)} shards of {kind} hold"):
             encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
-    aside = _list_set_aside(plan, encoded)
+    rejects = _list_rejects(plan, encoded)
     stopped = _find_stopped(store, config, kinds, states)
     if stopped or any(len(members.missing) for members in encoded.values()):
-        report.set_aside, report.details = aside, {"stopped_by_limit": stopped} if stopped else {}
+        report.rejects, report.details = rejects, {"stopped_by_limit": stopped} if stopped else {}
         return report_missing(report, plan, encoded)
-    if not allow_missing and any(row["reason"] == "missing" for row in aside):
-        return _refuse_missing_media(report, aside, states)
+    if not allow_missing and any(row["reason"] == "missing" for row in rejects):
+        return _refuse_missing_media(report, rejects, states)
     texts = encoded.pop("text")
     with activity("joining plan and shards"):
         joined = join_plan(plan, texts, encoded)
@@ -78,9 +78,9 @@ def run(
     record = record.model_copy(update={"id": name})
     report.details = {"set": f"sets/{name}", "samples": joined.train, "texts": count}
     report.details |= {"held_out": joined.held_out} if joined.held_out else {}
-    report.details |= {"texts_set_aside": len(texts.set_aside)} if texts.set_aside else {}
+    report.details |= {"rejected_texts": len(texts.rejects)} if texts.rejects else {}
     report.truncated = format_truncated(plan, texts.truncated)
-    report.set_aside, report.done = joined.left_out, joined.train + joined.held_out
+    report.rejects, report.done = joined.left_out, joined.train + joined.held_out
     done = _is_published(store, name, joined.tables, record)
     if options.dry_run:
         done = done and set_lookup.is_current(store, record)
@@ -157,20 +157,20 @@ def _is_published(store: Store, name: str, tables: dict[str, pa.Table], record: 
         return False
 
 
-def _list_set_aside(plan: Plan, encoded: Mapping[str, EncodedMembers]) -> list[TableRow]:
-    """Report rows of what the plan needs and was set aside: samples with their files, then texts with their words."""
+def _list_rejects(plan: Plan, encoded: Mapping[str, EncodedMembers]) -> list[TableRow]:
+    """Report rows of the rejected members in the plan: samples with their files, then texts with their words."""
     rows: dict[str, TableRow] = {}
     for kind in sorted(encoded, key=lambda kind: kind == "text"):
-        for name, aside in encoded[kind].set_aside.items():
+        for name, member in encoded[kind].rejects.items():
             path = _text_label(plan, name) if kind == "text" else plan.active_rows[name]["path"]
-            rows.setdefault(name, {"item": name, "path": path, "reason": aside.reason, "message": aside.message})
+            rows.setdefault(name, {"item": name, "path": path, "reason": member.reason, "message": member.message})
     return list(rows.values())
 
 
-def _refuse_missing_media(report: Report, aside: list[TableRow], kinds: Iterable[str]) -> Report:
+def _refuse_missing_media(report: Report, rejects: list[TableRow], kinds: Iterable[str]) -> Report:
     """Missing media may come back, unlike bad media: no set is made without it unless --allow-missing is given."""
-    missing = sum(row["reason"] == "missing" for row in aside)
-    report.set_aside, report.remaining = aside, missing
+    missing = sum(row["reason"] == "missing" for row in rejects)
+    report.rejects, report.remaining = rejects, missing
     report.details["no_set_made"] = f"the media of {missing} samples and texts were missing during encoding"
     retries = [f"latentpress {ENCODE_PROGRAMS[kind]}   # also retries what was missing" for kind in kinds]
     report.next_steps = [
@@ -185,8 +185,8 @@ def _refuse_missing_media(report: Report, aside: list[TableRow], kinds: Iterable
 def report_missing(report: Report, plan: Plan, encoded: Mapping[str, EncodedMembers]) -> Report:
     """Report what is not encoded, texts with their words and samples with their files, and the commands to run."""
     stopped = [row["stage"] for row in report.details.get("stopped_by_limit", ())]
-    report.remaining = len(report.set_aside) if stopped else 0
-    report.next_steps += [f"latentpress {stage} --retry-set-aside   # once the cause is removed" for stage in stopped]
+    report.remaining = len(report.rejects) if stopped else 0
+    report.next_steps += [f"latentpress {stage} --retry-rejects   # once the cause is removed" for stage in stopped]
     for kind, members in encoded.items():
         if count := len(members.missing):
             what = {"text": "texts", "latents": "samples"}.get(kind, f"{kind} features of samples")

@@ -175,7 +175,7 @@ def _count_read(results: Read, report: Report, progress: Progress) -> Read:
     for item, pixels in results:
         if isinstance(pixels, MediaError):
             row = rejects.make_reject("preview", item.name, item.path, pixels.reason, str(pixels))
-            report.set_aside.append(row)
+            report.rejects.append(row)
         yield item, pixels
         progress.advance(1)
 
@@ -239,12 +239,12 @@ def _render_plan(table: PlanTable, chosen: dict[str, list[int]], read: Read, rep
             yield Section(bucket, _bucket_anchor(bucket), facts, note, cards(islice(read, len(indices))))
         note = "Items that a rule of the last bucket run dropped."
         yield Section("Excluded by bucket", note=note, table=_rule_rows(excluded), look="texts")
-        note = "Items that discover set aside; no plan contains them."
-        yield Section("Set aside by discover", note=note, table=_rule_rows(set_aside), look="texts")
+        note = "Items that discover rejected; no plan contains them."
+        yield Section("Rejected by discover", note=note, table=_rule_rows(rejected), look="texts")
 
     used = [dataset.id for dataset in config.datasets if not dataset.disabled]
     excluded = rejects.read_list(table.store, "bucket", f"{model.family}-{model.task}")
-    set_aside = pa.concat_tables([rejects.read_list(table.store, "discover", name) for name in used])
+    rejected = pa.concat_tables([rejects.read_list(table.store, "discover", name) for name in used])
     held_out = pc.sum(pc.equal(table.active["role"], "eval")).as_py() or 0
     size = sum(row["latents_mib"] for row in rows.values())
     intro = [
@@ -422,15 +422,13 @@ def _render_latents(
 
 
 def _describe_cache(encoded: EncodedPlan) -> Iterator[str]:
-    config, count, rejected_count = encoded.table.config, int(encoded.is_encoded.sum()), int(encoded.is_rejected.sum())
+    config, count, rejected = encoded.table.config, int(encoded.encoded.sum()), int(encoded.is_rejected.sum())
     model = config.model
     posterior = f", {POSTERIOR_NOTES[config.latents.posterior]}" if model.family_spec.posterior else ""
     yield f"{model.family}, {model.task}, {model.flavour_spec.name}; {encoded.folder}{posterior}"
-    sentence = f"{count} of {len(encoded.is_encoded)} samples are encoded"
-    sentence += f", {rejected_count} rejected" if rejected_count else ""
-    yield sentence + (
-        f"; {encoded.missing_count} are not encoded yet: latentpress encode-latents" if encoded.missing_count else ""
-    )
+    sentence = f"{count} of {len(encoded.encoded)} samples are encoded"
+    sentence += f", {rejected} rejected" if rejected else ""
+    yield sentence + (f"; {encoded.missing} are not encoded yet: latentpress encode-latents" if encoded.missing else "")
 
 
 def _compare_sample(

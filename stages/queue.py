@@ -141,7 +141,7 @@ class CardLock:
         folder = Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}-cards"
         with explained(str(folder)):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._locks = [FileLock(folder / "all.lock", shared=bool(names))]
+            self._locks = [FileLock(folder / "all.lock", is_shared=bool(names))]
             self._locks += [FileLock(folder / f"{name}.lock") for name in sorted(names)]
         self.descriptors = tuple(lock.descriptor for lock in self._locks)
 

@@ -110,7 +110,7 @@ def run(
                     record_failure(folder, row["stage"], f"it left {row['remaining']} to do", *report.next_steps[:1])
     if not options.dry_run:
         report.details = sort_results(report.details | find_folders(folder))
-        if report.set_aside:
+        if report.rejects:
             report.next_steps.append("latentpress status --rejects   # what was rejected, by reason")
     if watchers.failed:
         report.details["watchers_that_failed"] = watchers.failed
@@ -164,13 +164,13 @@ def _run_stages(
         rows.append(
             {"stage": stage, "seconds": seconds} | {key: document[key] for key in ("done", "skipped", "remaining")}
         )
-        rows[-1]["set_aside"] = len(document["set_aside"]) + document["more_set_aside"]
+        rows[-1]["rejected"] = len(document["rejects"]) + document["more_rejects"]
         report.remaining += bool(document["remaining"])
         report.done += bool(document["done"]) and not document["remaining"]
         report.skipped += not document["done"] and not document["remaining"]
-        known = {row.get("item") for row in report.set_aside}  # index lists what the encoding stages did
-        report.set_aside += [row for row in document["set_aside"] if row.get("item") not in known]
-        report.more_set_aside += document["more_set_aside"]
+        known = {row.get("item") for row in report.rejects}  # index lists what the encoding stages did
+        report.rejects += [row for row in document["rejects"] if row.get("item") not in known]
+        report.more_rejects += document["more_rejects"]
         if stage == "score":  # validation prompts, by CLIP
             report.truncated += document["truncated"]
         else:

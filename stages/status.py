@@ -1,4 +1,4 @@
-"""status: for each stage what is done, what remains, what was set aside, and how many bytes it takes; and how far the
+"""status: for each stage what is done, what remains, what was rejected, and how many bytes it takes; and how far the
 training run is.
 
 Its cost grows with the number of shards: names, sizes and times are listed, and a few shards are opened.
@@ -72,7 +72,7 @@ def run(
     ] = 5.0,
     rejects_too: Annotated[
         bool,
-        typer.Option("--rejects", help="Show what was set aside, by reason, with the remedy, and nothing else."),
+        typer.Option("--rejects", help="Show only the rejected items, by reason, with their remedies."),
     ] = False,
     everything: Annotated[
         bool,
@@ -100,8 +100,8 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     rejected_files = rejects.read_stage(store, "discover")
     listed_files = sum(len(table) for table in tables if table is not None)
     report.remaining = sum(table is None for table in tables)
-    set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
-    rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
+    rejected = sum(len(rejected_files.get(name, [])) for name in datasets)
+    rows = [_row("discover", "files", listed_files, report.remaining, rejected, listed["media"])]
     report.details |= {"stages": rows, "training": [read_progress(run).row() for run in config.expert_runs]}
     if edited := len(read_edits(store)):
         report.details["edited_captions"] = edited
@@ -178,18 +178,18 @@ def _add_states(
     return jobs
 
 
-def _row(stage: str, what: str, done: int, remaining: int, set_aside: int, entries: Sequence[Entry]) -> TableRow:
-    counts = {"done": done, "remaining": remaining, "set_aside": set_aside}
+def _row(stage: str, what: str, done: int, remaining: int, rejected: int, entries: Sequence[Entry]) -> TableRow:
+    counts = {"done": done, "remaining": remaining, "rejected": rejected}
     return {"stage": stage, "what": what, **counts, "mib": _mib(entries)}
 
 
 def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry], jobs: Sequence[JobReport]) -> TableRow:
     todo = {unit.unit_id for unit in state.remaining_units()}
     remaining = sum(state.counts[unit] for unit in todo)
-    set_aside = sum(len(rows) for unit, rows in state.rejects_by_unit.items() if unit not in todo)
+    rejected = sum(len(rows) for unit, rows in state.rejects_by_unit.items() if unit not in todo)
     entries = [entry for entry in listed if entry.name.startswith(f"{state.fingerprint}/")]
-    what, done = MEMBER_NAMES[stage.member_kind], len(state.wanted_ids) - remaining - set_aside
-    row = _row(stage.name, what, done, remaining, set_aside, entries)
+    what, done = MEMBER_NAMES[stage.member_kind], len(state.wanted_ids) - remaining - rejected
+    row = _row(stage.name, what, done, remaining, rejected, entries)
     row["units"] = f"{len(state.units) - len(todo)} of {len(state.units)}"
     if jobs:
         row["jobs"] = count_states(jobs)
@@ -259,7 +259,7 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                 lines = []
                 for row in stages:
                     line = f"{row['stage']}: {row['done']} {row['what']} done, {row['remaining']} remaining"
-                    line += f", {row['set_aside']} set aside" if row["set_aside"] else ""
+                    line += f", {row['rejected']} rejected" if row["rejected"] else ""
                     lines.append(line + (f", jobs: {row['jobs']}" if row.get("jobs") else ""))
                 lines += [f"train: {row['state']}, step {row['step']}" for row in training]
                 running = any(row["state"] == "running" for row in training) or report.details.get("run_goes_on", False)
@@ -278,9 +278,9 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
 
 app = make_app(
     "status",
-    "Per stage: done, remaining, set aside, bytes.",
+    "Per stage: done, remaining, rejected, bytes.",
     run,
-    examples=["--watch", "--rejects", "--csv set-aside.csv"],
+    examples=["--watch", "--rejects", "--csv rejects.csv"],
     unused=NOT_COMPUTING,
 )
 

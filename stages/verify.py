@@ -18,7 +18,7 @@ from cache.sets.plans import list_plans
 from cache.shards import shard
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
-from cache.store.store import STALE, Store
+from cache.store.store import STALE_S, Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.encoding import cores
 from schemas.config.pipeline import Config
@@ -55,7 +55,7 @@ def run(
     if options.dry_run:
         report.remaining = len(present)
         return report
-    if removed := store.remove_stale_temps(STALE):
+    if removed := store.remove_stale_temps(STALE_S):
         console.log(f"removed {len(removed)} temporary files that killed processes left")
     report.details["tables"], damaged_tables = checks.find_damaged_tables(store)
     for rel in [rel for rel in damaged_tables if repair and rel.startswith(f"{EDITS}/")]:
@@ -195,7 +195,7 @@ def _encode_units(
         report.next_steps.append(f"latentpress {stage.name}")
         return
     report.failed += encoded.failed
-    report.set_aside += encoded.set_aside
+    report.rejects += encoded.rejects
     report.remaining += encoded.remaining
 
 

@@ -86,8 +86,8 @@ class Project:
         return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(found)}
 
     def rejects(self, report: Report) -> dict[str, str]:
-        """path or item -> reason, of what a report lists as set aside."""
-        return {Path(row["path"] or row["item"]).name: row["reason"] for row in report.set_aside}
+        """path or item -> reason, of what a report lists as rejected."""
+        return {Path(row["path"] or row["item"]).name: row["reason"] for row in report.rejects}
 
 
 SETTINGS = {

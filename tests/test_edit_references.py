@@ -182,7 +182,7 @@ def test_what_is_cached_and_sampled_is_the_pipelines(
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_units_are_divided_again_and_a_damaged_reference_sets_its_samples_aside(referenced, monkeypatch) -> None:
+def test_units_are_divided_again_and_a_damaged_reference_rejects_its_samples(referenced, monkeypatch) -> None:
     """Of texts with references, in a root in which another family was planned before."""
     kind = "qwen-image-edit-plus"
     make_small(monkeypatch, kind)
@@ -199,6 +199,6 @@ def test_units_are_divided_again_and_a_damaged_reference_sets_its_samples_aside(
     assert sorted(texts) == sorted(plan.active_text_ids.to_pylist()) and len(texts) == 6
     for place in ("two/a.png", "one/b.png"):  # the same file
         (home.folder / place).write_bytes(b"no picture")
-    assert len(home.run(encode_text.run).set_aside) == 4  # a caption and a null text of each of the two
+    assert len(home.run(encode_text.run).rejects) == 4  # a caption and a null text of each of the two
     home.run(encode_latents.run)
     assert sorted(home.rejects(home.run(index.run))) == ["a.png", "b.png"]

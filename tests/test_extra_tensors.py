@@ -97,7 +97,7 @@ def test_a_tensor_that_half_of_a_batch_lacks_is_named(project: Callable, monkeyp
 
 @pytest.mark.slow
 def test_vision_features_reach_the_batch(project: Callable, tiny: Callable, tmp_path: Path) -> None:
-    """Not before they are encoded; a sample whose features were set aside is in no set."""
+    """Not before they are encoded; a sample whose features were rejected is in no set."""
     home = project(vision={"model": str(tiny("dinov2")), "size": 84})
     home.settings["stages"]["encode-vision"] = {"threads": 1}
     for number in range(5):

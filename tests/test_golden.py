@@ -143,7 +143,7 @@ DTYPES = ("float32", "float16", "bfloat16", "int32", "int64", "uint8")
 
 @pytest.mark.parametrize("form", ["arrow", "webdataset"])
 def test_bytes_of_shards(tmp_path: Path, form: str) -> None:
-    """Every dtype; absent, empty and scalar tensors; members set aside, truncated texts, other scripts; no rows."""
+    """Every dtype; absent, empty and scalar tensors; rejected members, truncated texts, other scripts; no rows."""
     ids = [hashlib.md5(bytes([number])).hexdigest() for number in range(8)]
     shapes = [(2, 3), (), (0, 4), (1, 5, 2, 2), (7,), (3, 1)]
     columns = {f"of_{dtype}": dtype for dtype in DTYPES}
@@ -155,7 +155,7 @@ def test_bytes_of_shards(tmp_path: Path, form: str) -> None:
                 present = [dtype for place, dtype in enumerate(DTYPES) if (number + place) % 3]
                 tensors = {f"of_{dtype}": array(dtype, shapes[(number + len(dtype)) % 6], id) for dtype in present}
                 shard.add(ShardRow(id, tensors, {"tokens": number, "words": "кот, 猫"} if number % 2 else {}))
-            shard.set_aside(RejectedMember(ids[7] if rows else ids[0], "unreadable", "a.png: is no image — Катя"))
+            shard.reject(RejectedMember(ids[7] if rows else ids[0], "unreadable", "a.png: is no image — Катя"))
             shard.finish()
     compare(f"shards, {form}", contents(tmp_path))
 

@@ -178,7 +178,7 @@ def listed(home: Project) -> dict[str, tuple[str | None, ...]]:
 
 
 def test_numbered_companions_and_columns_are_references(project) -> None:
-    """The same plan in each of the three ways, and what is set aside: without the first, and with a gap."""
+    """The same plan in each of the three ways, and the rejects: without the first, and with a gap."""
     home = project("flux2-klein-i2i")
     pictures(home)
     put(home, refs__a_1="first", refs__a_2="second", refs__b_1="second", refs__c_2="first", refs__d="first")
@@ -218,7 +218,7 @@ def test_what_a_family_does_not_take_is_refused_by_name(referenced) -> None:
     referenced.run(discover.run)
     report = referenced.run(bucket.run)
     assert referenced.rejects(report) == {"a.png": "reference-size"}
-    assert "its source image 2 is 40x200; the model takes sides of 64 pixels or more" in report.set_aside[0]["message"]
+    assert "its source image 2 is 40x200; the model takes sides of 64 pixels or more" in report.rejects[0]["message"]
     for name in "abc":
         referenced.image(f"../one/{name}.png", (40, 200))
     referenced.run(discover.run)
@@ -227,13 +227,13 @@ def test_what_a_family_does_not_take_is_refused_by_name(referenced) -> None:
 
 
 @pytest.mark.slow
-def test_a_reference_that_is_damaged_sets_aside_the_samples_that_have_it(referenced) -> None:
+def test_a_reference_that_is_damaged_rejects_the_samples_that_have_it(referenced) -> None:
     referenced.settings["validation"]["prompts"] = []
     referenced.run(discover.run)
     referenced.run(bucket.run)
     for place in ("two/a.png", "one/b.png"):  # the same file: either is opened
         (referenced.folder / place).write_bytes(b"no picture")
     referenced.run(encode_text.run)
-    assert len(referenced.run(encode_latents.run).set_aside) == 1
+    assert len(referenced.run(encode_latents.run).rejects) == 1
     report = referenced.run(index.run)
     assert sorted(referenced.rejects(report)) == ["a.png", "b.png"] and len(opened(referenced)) == 1

@@ -154,8 +154,7 @@ class StepLosses:
 
     def describe(self, sums: Sequence[float]) -> dict[str, Any]:
         """The metrics "loss" (the mean over the global batch), the metrics that methods logged, "loss_by_bucket" and
-        "loss_by_sigma" (means over the samples of each bucket and quarter in the batch), and "set_aside", the number of
-        samples that were left out, if there are any."""
+        "loss_by_sigma" (means over the samples of each bucket and quarter in the batch)."""
         buckets = self.buckets
         losses, counts, rest = sums[:buckets], sums[buckets : 2 * buckets], sums[2 * buckets :]
         logged = rest[2 * len(QUARTERS) :]

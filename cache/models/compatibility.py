@@ -24,7 +24,7 @@ PREVIEW_ADVICE = (
 MODEL_HINT = "correct model.path, or model.family and model.flavour"
 DISTILLED_MARK = "is_distilled"  # key of model_index.json
 SCHEDULER_CONFIG = "scheduler_config.json"
-#: Keys of a text encoder's config for its width and for its number of layers: of most models, of T5.
+#: Keys of a text encoder's config for its width and for its number of layers: in most models, in T5.
 WIDTH_KEYS, LAYER_KEYS = ("hidden_size", "d_model"), ("num_hidden_layers", "num_layers")
 
 
@@ -36,7 +36,7 @@ class CheckpointMismatch(weights.WeightsError):
 
 def find_json(model: Model, part: str, file: str = "config.json", ask_hub: bool = False) -> dict[str, Any] | None:
     """A small file of a checkpoint; None if it does not exist. ask_hub: fetch a file of a repository; otherwise only a
-    file that was fetched before is read, since a hub that can't be reached is waited for."""
+    file that was fetched before is read, because a hub that can't be reached delays the program."""
     folder = weights.local_folder(model.source)
     if folder is not None:
         path = folder / part / file
@@ -60,8 +60,8 @@ def check_task(model: Model) -> None:
 
 def _check_pipeline(model: Model, pipelines: set[str]) -> None:
     """Raise CheckpointMismatch if these classes are pipelines of the catalog, and none is the configured one."""
-    wanted, family = model.family_spec.pipelines.get(model.task), model.family_spec
-    fitting = {*family.pipelines.values()} if family.one_checkpoint else {wanted}
+    pipeline, family = model.family_spec.pipelines.get(model.task), model.family_spec
+    fitting = {*family.pipelines.values()} if family.one_checkpoint else {pipeline}
     made_for = [
         f"{family.name} {task}"
         for family in FAMILIES.values()
@@ -71,36 +71,38 @@ def _check_pipeline(model: Model, pipelines: set[str]) -> None:
     if not fitting & pipelines and made_for:
         raise CheckpointMismatch(
             f"{model.source} is a checkpoint for {', '.join(made_for)} ({', '.join(sorted(pipelines))}), and the "
-            f"configuration says {model.family} {model.task}" + (f" ({wanted})" if wanted else ""),
+            f"configuration is for {model.family} {model.task}" + (f" ({pipeline})" if pipeline else ""),
             MODEL_HINT,
         )
 
 
 def check_index(model: Model, index: Mapping[str, Any]) -> None:
     """Raise CheckpointMismatch if model_index.json is of another pipeline, has a transformer that the family does not
-    have, as each predicts a part of the noise levels, or has settings with which the pipeline would compute
-    otherwise."""
+    have, or has settings with which the pipeline would compute different images."""
     _check_pipeline(model, {str(index.get("_class_name"))})
-    known = model.family_spec.components
+    components = model.family_spec.components
     present = [name for name, entry in index.items() if isinstance(entry, list) and entry[:1] != [None]]
-    others = [name for name in present if name.startswith("transformer") and name not in known]
-    if others:
+    surplus = [name for name in present if name.startswith("transformer") and name not in components]
+    if surplus:
         raise CheckpointMismatch(
-            f"{model.source} has {printable(' and '.join(others))}, and {model.family} has only {' and '.join(known)}",
+            f"{model.source} has {printable(' and '.join(surplus))}, but {model.family} has only "
+            f"{' and '.join(components)}",
             MODEL_HINT,
         )
     experts, boundary = [*model.flavour_spec.experts.values()], index.get("boundary_ratio")
     if experts and boundary is not None and boundary != experts[0].lowest:
         raise CheckpointMismatch(
-            f"{model.source}: model_index.json has boundary_ratio {printable(boundary)}, where one transformer takes "
-            f"over from the other, and {model.flavour_spec.name} has {experts[0].lowest:g}",
+            f"{model.source}: model_index.json has boundary_ratio {printable(boundary)} (the noise level between its "
+            f"transformers), but {model.flavour_spec.name} has {experts[0].lowest:g}",
             MODEL_HINT,
         )
     for key, setting in model.family_spec.pipeline_settings.items():
         if (stated := index.get(key, False)) != setting:
-            shown = f"{key}: {printable(json.dumps(stated))}" if key in index else f"no {key}, which means false"
+            stated_setting = (
+                f"{key}: {printable(json.dumps(stated))}" if key in index else f"no {key}, which means false"
+            )
             raise CheckpointMismatch(
-                f"{model.source}: model_index.json has {shown}, and the pipeline of {model.family} needs "
+                f"{model.source}: model_index.json has {stated_setting}, but the pipeline of {model.family} needs "
                 f"{json.dumps(setting)}",
                 f"take model_index.json from {model.flavour_spec.repo}, or {MODEL_HINT}",
             )
@@ -129,24 +131,27 @@ def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
             return
         name, original = next(iter(distilled.items()), ("", model.flavour_spec.name))
         base = model.family_spec.flavours[original]
-        what = name or f"by {DISTILLED_MARK} in its model_index.json it"
+        subject = name or f"according to {DISTILLED_MARK} in its model_index.json, it"
         raise CheckpointMismatch(
-            f"{model.source}: {what} was distilled to few steps, which training would undo",
-            f"train {base.name} ({base.repo}) instead: correct model.flavour or model.path; or name an adapter that "
-            "takes the distillation back in model.assistant",
+            f"{model.source}: {subject} is distilled to few steps, which training would undo",
+            f"train {base.name} ({base.repo}) instead: correct model.flavour or model.path; or set model.assistant to "
+            "an adapter that reverses the distillation",
         )
     if published or marked is False:
         if model.assistant is not None:
             raise CheckpointMismatch(
-                f"model.assistant: {model.source} is not distilled, and an assistant is for a distilled checkpoint",
-                "remove model.assistant, or name the distilled checkpoint in model.path or model.flavour",
+                f"model.assistant: {model.source} is not distilled, but an assistant is for a distilled checkpoint",
+                "remove model.assistant, or set model.path or model.flavour to the distilled checkpoint",
             )
     elif model.assistant is not None:
-        warn(f"model.assistant: nothing in {model.source} tells whether it is distilled, which an assistant is for")
+        warn(
+            f"model.assistant: {model.source} does not state whether it is distilled; an assistant is for distilled "
+            "checkpoints"
+        )
     elif few_steps:
         warn(
-            f"model.path: nothing in {model.source} tells whether it is {' or '.join(few_steps)}, distilled to few "
-            "steps, which training would undo"
+            f"model.path: {model.source} does not state whether it is {' or '.join(few_steps)}, which is distilled to "
+            "few steps; training would undo the distillation"
         )
 
 
@@ -165,25 +170,25 @@ def check_component(model: Model, part: str, config: Mapping[str, Any] | None = 
         config = weights.read_component_config(model.source, model.revision, part)
     family, class_name = model.family_spec, config.get("_class_name") or config.get("model_type")
     if class_name != family.model_classes[part]:
-        what = f"{part} is a {printable(str(class_name))}, and {model.family} has a {family.model_classes[part]}"
-        raise CheckpointMismatch(f"{model.source}: {what}", MODEL_HINT)
-    for key, wanted in (family.transformer_config[model.task] if part in family.components else {}).items():
-        stated = config.get(key, False if isinstance(wanted, bool) else wanted)
-        if stated != wanted:
+        problem = f"{part} is a {printable(str(class_name))}, but {model.family} has a {family.model_classes[part]}"
+        raise CheckpointMismatch(f"{model.source}: {problem}", MODEL_HINT)
+    for key, expected in (family.transformer_config[model.task] if part in family.components else {}).items():
+        stated = config.get(key, False if isinstance(expected, bool) else expected)
+        if stated != expected:
             raise CheckpointMismatch(
-                f"{model.source}: {part}/config.json has {key} = {printable(stated)}, and {model.family} "
-                f"{model.task} needs {wanted}: the checkpoint is made for something else",
+                f"{model.source}: {part}/config.json has {key} = {printable(stated)}, but {model.family} "
+                f"{model.task} needs {expected}: the checkpoint is for another model or task",
                 MODEL_HINT,
             )
-    for key, wanted in (family.autoencoder_config if part == "vae" else {}).items():
-        value = config.get(key, wanted)
+    for key, expected in (family.autoencoder_config if part == "vae" else {}).items():
+        value = config.get(key, expected)
         stated = len(value) if isinstance(value, list) else value
-        if stated != wanted:
-            shown = printable(stated)
-            what = f"{shown} entries of {key}" if isinstance(value, list) else f"{key} = {shown}"
+        if stated != expected:
+            number = printable(stated)
+            setting = f"{number} entries of {key}" if isinstance(value, list) else f"{key} = {number}"
             raise CheckpointMismatch(
-                f"{model.source}: vae/config.json has {what}, and the transformer of {model.family} reads latents of "
-                f"an autoencoder with {wanted}: nothing that it encodes could be trained on",
+                f"{model.source}: vae/config.json has {setting}, but the transformer of {model.family} reads latents "
+                f"of an autoencoder with {expected}",
                 f"take vae/ from the repository of the transformer ({model.flavour_spec.repo}), or correct "
                 "model.path, model.family and model.flavour",
             )
@@ -199,17 +204,17 @@ def check_preview_autoencoder(model: Model, source: str) -> None:
     family = model.family_spec
     config = weights.read_object(preview_model(source).config_file())
     stated = {"_class_name": config.get("_class_name"), "latent_channels": config.get("latent_channels")}
-    for key, wanted in (("_class_name", family.preview_autoencoder), ("latent_channels", family.latent_channels)):
-        if stated[key] != wanted:
+    for key, expected in (("_class_name", family.preview_autoencoder), ("latent_channels", family.latent_channels)):
+        if stated[key] != expected:
             raise CheckpointMismatch(
-                f"{PREVIEW_KEY}: config.json of {source} has {key} = {printable(stated[key])}, and the latents of "
-                f"{model.family} need {wanted}",
+                f"{PREVIEW_KEY}: config.json of {source} has {key} = {printable(stated[key])}, but the latents of "
+                f"{model.family} need {expected}",
                 PREVIEW_ADVICE,
             )
     blocks, factor = config.get("num_decoder_blocks"), config.get("upsampling_scaling_factor", 2)
     if not isinstance(blocks, list) or factor ** (len(blocks) - 1) != family.spatial_stride:
         raise CheckpointMismatch(
-            f"{PREVIEW_KEY}: {source} does not enlarge latents {family.spatial_stride} times, as the autoencoder of "
+            f"{PREVIEW_KEY}: {source} does not enlarge latents {family.spatial_stride} times, but the autoencoder of "
             f"{model.family} does",
             PREVIEW_ADVICE,
         )
@@ -218,15 +223,16 @@ def check_preview_autoencoder(model: Model, source: str) -> None:
 def bucket_side_multiple(model: Model) -> int:
     """The number of pixels that both sides of a bucket must be multiples of; sparse attention needs a larger one.
 
-    For a published repository it comes from the catalog, so that planning needs no network and is the same on every
-    machine; for any other checkpoint from its own config. Raises CheckpointMismatch for another family or task.
+    For a published repository, the number comes from the catalog, so that planning needs no network and is the same
+    on every machine; for any other checkpoint, from its own config. Raises CheckpointMismatch for another family or
+    task.
     """
     check_task(model)
     sparse, part = model.family_spec.sparse, model.family_spec.components[0]
     if sparse is None:
         return model.family_spec.side_multiple
-    if weights.local_folder(model.source) is None and (known := find_published(model.source)):
-        is_sparse = known[0][1].sparse
+    if weights.local_folder(model.source) is None and (published := find_published(model.source)):
+        is_sparse = published[0][1].sparse
     else:
         is_sparse = sparse.asked(weights.read_component_config(model.source, model.revision, part))
     return sparse.side_multiple if is_sparse else model.family_spec.side_multiple
@@ -240,9 +246,9 @@ def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
         return
     if (multiple := bucket_side_multiple(model)) != sparse.side_multiple:
         raise CheckpointMismatch(
-            f"{model.source}: transformer/config.json asks for {sparse.name} attention, which needs sides in multiples "
-            f"of {sparse.side_multiple} pixels; buckets were planned in multiples of {multiple}, as published until "
-            "now",
+            f"{model.source}: transformer/config.json has {sparse.name} attention, which needs sides in multiples "
+            f"of {sparse.side_multiple} pixels; buckets were planned in multiples of {multiple}, as in the "
+            "catalog",
             "download the checkpoint and set model.path to its folder, so that bucket reads its own config",
         )
 
@@ -258,7 +264,7 @@ def pin_revision(model: Model, memo: Store) -> Model:
     if model.family_spec.sparse is not None and find_published(model.source):
         try:
             config = weights.read_component_config(model.source, commit, model.family_spec.components[0])
-        except weights.WeightsError:  # offline, and only other components are here: the trainer checks
+        except weights.WeightsError:  # offline, and the transformer is not in the local cache: the trainer checks
             return pinned
         _check_attention(pinned, config)
     return pinned
@@ -294,59 +300,59 @@ def check_parts(config: Config, ask_hub: bool) -> None:
 
 
 def _size_of_text_model(config: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, int]:
-    """(key, value) of the first of `keys` in the config of a text model, or of the text model inside of another; the
-    value 0 if there is none."""
+    """(key, value) of the first of `keys` in the config of a text model, or of the text model nested in another
+    model; the value is 0 if the config has none of the keys."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, dict) else config
     return next(((key, config[key]) for key in keys if isinstance(config.get(key), int)), (keys[0], 0))
 
 
 def _check_text_widths(model: Model, part: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise CheckpointMismatch if a transformer reads texts of another width than its text encoders make."""
+    """Raise CheckpointMismatch if a transformer reads texts of another width than its text encoders return."""
     for tensor, read in model.family_spec.text_widths.items():
-        encoder, wanted = TEXT_PARTS[tensor], configs[part].get(read)
+        encoder, expected = TEXT_PARTS[tensor], configs[part].get(read)
         key, width = _size_of_text_model(configs.get(encoder, {}), WIDTH_KEYS)
-        taken = len(model.template.layers) if tensor == "embeds" else 1
-        if not width or not isinstance(wanted, int) or width * taken == wanted:
+        layers = len(model.template.layers) if tensor == "embeds" else 1
+        if not width or not isinstance(expected, int) or width * layers == expected:
             continue
-        joined = f", of {taken} layers {taken * width}" if taken > 1 else ""
+        joined = f", {layers * width} for {layers} layers" if layers > 1 else ""
         raise CheckpointMismatch(
-            f"{model.source}: {encoder}/config.json has {key} = {width}{joined}, and {part}/config.json has {read} = "
-            f"{wanted}: the transformer can't read the texts of this text encoder",
+            f"{model.source}: {encoder}/config.json has {key} = {width}{joined}, but {part}/config.json has {read} = "
+            f"{expected}: the transformer can't read the texts of this text encoder",
             f"take {encoder}/ and its tokenizer from the repository that {part}/ is from, such as "
             f"{model.flavour_spec.repo}, or {MODEL_HINT}",
         )
 
 
 def _check_text_layers(model: Model, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatch if a text encoder has fewer layers than the template takes hidden states of."""
+    """Raise CheckpointMismatch if a text encoder has fewer layers than the template reads."""
     needed = max(layer if layer >= 0 else -layer - 1 for layer in model.template.layers)
     key, layers = _size_of_text_model(config, LAYER_KEYS)
     if 0 < layers < needed:
         raise CheckpointMismatch(
-            f"{model.source}: text_encoder/config.json has {key} = {layers}, and the template {model.template.name} "
-            f"takes the hidden states {', '.join(map(str, model.template.layers))}: it needs {needed} layers or more",
+            f"{model.source}: text_encoder/config.json has {key} = {layers}, but the template {model.template.name} "
+            f"reads the hidden states {', '.join(map(str, model.template.layers))}: it needs {needed} layers or more",
             f"take text_encoder/ from the repository of the transformer, such as {model.flavour_spec.repo}, or "
             f"{MODEL_HINT}",
         )
 
 
 def _check_tokenizer(model: Model, part: str, ask_hub: bool) -> None:
-    """Raise CheckpointMismatch if a tokenizer is of the class of another family. Unknown classes pass, since a
-    tokenizer may be saved under a general one."""
-    wanted = model.family_spec.tokenizers[part]
+    """Raise CheckpointMismatch if a tokenizer has the class of another family. Unknown classes pass, because a
+    tokenizer may be saved with a general class."""
+    expected = model.family_spec.tokenizers[part]
     settings = find_json(model, part, "tokenizer_config.json", ask_hub) or {}
     stated = str(settings.get("tokenizer_class")).removesuffix("Fast")
-    if stated != wanted and any(stated in family.tokenizers.values() for family in FAMILIES.values()):
+    if stated != expected and any(stated in family.tokenizers.values() for family in FAMILIES.values()):
         raise CheckpointMismatch(
-            f"{model.source}: {part} is a {stated}, and {model.family} has a {wanted}",
+            f"{model.source}: {part} is a {stated}, but {model.family} has a {expected}",
             f"take {part}/ from the repository that its text encoder is from, or {MODEL_HINT}",
         )
 
 
 def check_scheduler(model: Model, ask_hub: bool) -> None:
-    """Raise CheckpointMismatch if the scheduler, with which validation prompts are denoised, is not one of flow
-    matching."""
+    """Raise CheckpointMismatch if the scheduler, which denoises validation prompts, is not a flow-matching
+    scheduler."""
     settings = find_json(model, "scheduler", SCHEDULER_CONFIG, ask_hub)
     if settings is None:
         return
@@ -354,8 +360,8 @@ def check_scheduler(model: Model, ask_hub: bool) -> None:
     by_settings = settings.get("use_flow_sigmas") is True and settings.get("prediction_type") == "flow_prediction"
     if not by_settings and not name.startswith("FlowMatch"):
         raise CheckpointMismatch(
-            f"{model.source}: scheduler/{SCHEDULER_CONFIG} is of {printable(name)}, and {model.family} is denoised by "
-            "flow matching: a FlowMatch...Scheduler, or one with use_flow_sigmas: true and prediction_type: "
+            f"{model.source}: scheduler/{SCHEDULER_CONFIG} is for {printable(name)}, but {model.family} needs "
+            "flow matching: a FlowMatch...Scheduler, or a scheduler with use_flow_sigmas: true and prediction_type: "
             "flow_prediction",
             f"take scheduler/ from the checkpoint's own repository, such as {model.flavour_spec.repo}, or remove "
             "validation.prompts",

@@ -41,17 +41,18 @@ def find_weights_problem(folder: Path) -> tuple[str, str] | None:
     files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     for name in files:
         if name.endswith(f"{WEIGHTS_SUFFIX}.index.json") and not _is_valid_index(folder / name):
-            problem = f"{folder / name} does not name files {WEIGHTS_SUFFIX} in its folder"
+            problem = f"{folder / name} does not list *{WEIGHTS_SUFFIX} files in its own folder"
             return problem, "replace the checkpoint with a whole copy from a source that you trust"
     if any(name.endswith(WEIGHTS_SUFFIX) for name in files):
         return None
     pickled = [name for name in files if name.endswith(PICKLE_SUFFIXES)]
     if not pickled:
-        return f"{folder} holds no *{WEIGHTS_SUFFIX}", "replace the checkpoint with a whole copy in diffusers layout"
+        return f"{folder} has no *{WEIGHTS_SUFFIX}", "replace the checkpoint with a whole copy in diffusers layout"
     return (
-        f"{folder / pickled[0]} is pickled, and a pickle can run code: only *{WEIGHTS_SUFFIX} is read; it has none",
-        "take a checkpoint that has them; or, if you trust this one, load the folder with its class in diffusers or "
-        "transformers, call save_pretrained(folder, safe_serialization=True) on it, and remove the pickled files",
+        f"{folder / pickled[0]} is a pickle, which can run code, and *{WEIGHTS_SUFFIX} files are missing",
+        f"use a checkpoint with *{WEIGHTS_SUFFIX}; or, if you trust this one, load the folder with its class in "
+        "diffusers or transformers, call save_pretrained(folder, safe_serialization=True) on it, and remove the "
+        "pickled files",
     )
 
 
@@ -69,9 +70,9 @@ MODEL_INDEX, DIFFUSERS_WEIGHTS = "model_index.json", "diffusion_pytorch_model"
 HASH_BUFFER_BYTES = 1 << 20
 MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
 PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
-MOST_NAMED = 8  # entries of a folder that an error names
-REPLACE_CONFIG = "replace it with the one that the checkpoint was published with"
-_COUNTED, MOST_COUNTED = re.compile("layers|depth|blocks|stages|labels"), 10_000  # keys of a config.json
+MAX_LISTED_FILES = 8  # entries of a folder in an error message
+REPLACE_CONFIG = "replace it with the config.json of the published checkpoint"
+_COUNT_KEYS, MAX_COUNT = re.compile("layers|depth|blocks|stages|labels"), 10_000  # keys of a config.json
 ONE_CHECKPOINT = "take its config.json and its weights from one checkpoint, or replace it with a whole copy"
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -160,10 +161,10 @@ def load_pretrained(
     return model
 
 
-def check_stored(folder: Path, wanted: Mapping[str, tuple[int, ...]], ignored: Sequence[str] = ()) -> None:
-    """Raise the errors of `load_part` for a folder of a diffusers model, reading only the headers of its files. wanted:
-    name -> shape for all weights of the model. ignored: regular expressions for names of weights that the model
-    ignores."""
+def check_stored(folder: Path, model_shapes: Mapping[str, tuple[int, ...]], ignored: Sequence[str] = ()) -> None:
+    """Raise the errors of `load_part` for a folder of a diffusers model, reading only the headers of its files.
+    model_shapes: name -> shape for all weights of the model. ignored: regular expressions for names of weights that the
+    model ignores."""
     from safetensors import safe_open
 
     if problem := find_weights_problem(folder):
@@ -172,28 +173,30 @@ def check_stored(folder: Path, wanted: Mapping[str, tuple[int, ...]], ignored: S
     files = {single} if single.is_file() else set[Path]()
     if (folder / index).is_file():
         files = {folder / name for name in read_object(folder / index)["weight_map"].values()}
-    stored: dict[str, tuple[int, ...]] = {}
+    file_shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with safe_open(path, "np") as file:
-            stored |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    both = stored.keys() & wanted.keys()
-    misshapen = [(name, stored[name], wanted[name]) for name in both if stored[name] != wanted[name]]
-    surplus = [name for name in stored.keys() - both if not any(re.search(pattern, name) for pattern in ignored)]
-    _refuse_weights(folder, misshapen, wanted.keys() - both, surplus)
+            file_shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    common = file_shapes.keys() & model_shapes.keys()
+    misshapen = [
+        (name, file_shapes[name], model_shapes[name]) for name in common if file_shapes[name] != model_shapes[name]
+    ]
+    surplus = [name for name in file_shapes.keys() - common if not any(re.search(pattern, name) for pattern in ignored)]
+    _refuse_weights(folder, misshapen, model_shapes.keys() - common, surplus)
 
 
 def _refuse_weights(
-    folder: Path, misshapen: Iterable[tuple[str, Any, Any]], missing: Iterable[str], surplus: Iterable[str]
+    folder: Path, misshapen: Iterable[tuple[str, Any, Any]], missing_names: Iterable[str], surplus_names: Iterable[str]
 ) -> None:
     """Raise WeightsError if weights do not have the shape given by config.json, are missing or are not in the model."""
-    for name, given, wanted in sorted(misshapen):
-        shapes = f"is of shape {[*given]}, and by its config.json of {[*wanted]}"
+    for name, file_shape, model_shape in sorted(misshapen):
+        shapes = f"has shape {[*file_shape]}, but its config.json requires {[*model_shape]}"
         raise WeightsError(f"{folder}: {name} {shapes}", ONE_CHECKPOINT)
-    if names := sorted(missing):
+    if names := sorted(missing_names):
         raise WeightsError(f"{folder} lacks {_name_some(names)}", "replace it with a whole copy")
-    if names := sorted(surplus):
-        what = "has weights that a model of its config.json does not have"
-        raise WeightsError(f"{folder} {what}: {_name_some(names)}", ONE_CHECKPOINT)
+    if names := sorted(surplus_names):
+        problem = "has weights that the model in its config.json does not have"
+        raise WeightsError(f"{folder} {problem}: {_name_some(names)}", ONE_CHECKPOINT)
 
 
 def check_config(file: Path) -> None:
@@ -209,14 +212,14 @@ def check_config(file: Path) -> None:
         raise WeightsError(f"{file} can't be read: {error}", "replace it with a whole copy") from error
     for key, value in (setting for values in objects for setting in values.items()):
         counts = value if isinstance(value, list) else [value]
-        if _COUNTED.search(key) and any(isinstance(count, int) and count > MOST_COUNTED for count in counts):
-            problem = f"{file}: {key} is {printable(value)}, and no model has more than {MOST_COUNTED}"
+        if _COUNT_KEYS.search(key) and any(isinstance(count, int) and count > MAX_COUNT for count in counts):
+            problem = f"{file}: {key} is {printable(value)}; the maximum is {MAX_COUNT}"
             raise WeightsError(problem, REPLACE_CONFIG)
         if key.endswith("attn_implementation") and "/" in str(value):
-            problem = f"{file}: {key} is {printable(value)}, a kernel of the hub, and that is code"
+            problem = f"{file}: {key} is {printable(value)}, a kernel on the hub, which is code"
             raise UnsafeWeights(problem, "remove that key from the file, if you trust the rest of the checkpoint")
     if objects and (backbone := objects[-1].get("backbone")):  # in a nested configuration, "backbone" has no effect
-        problem = f"{file}: backbone is {printable(backbone)}, another model, which is not a part of the checkpoint"
+        problem = f"{file}: backbone is {printable(backbone)}, a model that is not a part of the checkpoint"
         raise UnsafeWeights(problem, "choose a checkpoint that has its backbone_config instead")
 
 
@@ -236,7 +239,7 @@ def config_errors(file: str) -> Iterator[None]:
         *(TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError, StrictDataclassError),
     ) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-        raise WeightsError(f"{file} has a value that no model can be made with ({reason})", REPLACE_CONFIG) from error
+        raise WeightsError(f"{file} has a value that the model does not accept ({reason})", REPLACE_CONFIG) from error
 
 
 def read_component_config(source: str, revision: str | None, part: str) -> dict[str, Any]:
@@ -284,21 +287,21 @@ def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
 
 
 def _check_components(folder: Path, parts: Sequence[str]) -> None:
-    if missing := [part for part in parts if not _list_files(folder, part)]:
+    if missing_parts := [part for part in parts if not _list_files(folder, part)]:
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-        if len(names) > MOST_NAMED:
-            names[MOST_NAMED:] = [f"{len(names) - MOST_NAMED} more"]
+        if len(names) > MAX_LISTED_FILES:
+            names[MAX_LISTED_FILES:] = [f"{len(names) - MAX_LISTED_FILES} more"]
         raise WeightsError(
-            f"{folder} lacks {', '.join(missing)}; it holds {', '.join(names) or 'nothing'}",
-            f"in diffusers layout each of these folders holds a config and weights: {', '.join(parts)}",
+            f"{folder} lacks {', '.join(missing_parts)}; it contains {', '.join(names) or 'nothing'}",
+            f"in diffusers layout each of these folders contains a config and weights: {', '.join(parts)}",
         )
 
 
 def _list_files(folder: Path, part: str) -> list[tuple[str, Path]]:
     """(name relative to `folder`, path) of a component's files, except hidden ones, which systems leave behind."""
-    inside = [(path.relative_to(folder), path) for path in (folder / part).rglob("*") if not path.is_dir()]
-    shown = [(name, path) for name, path in inside if not any(p.startswith(".") for p in name.parts) and path.exists()]
-    return sorted((name.as_posix(), path) for name, path in shown)
+    files = [(path.relative_to(folder), path) for path in (folder / part).rglob("*") if not path.is_dir()]
+    visible = [(name, path) for name, path in files if not any(p.startswith(".") for p in name.parts) and path.exists()]
+    return sorted((name.as_posix(), path) for name, path in visible)
 
 
 class FileHash(Record):
@@ -376,10 +379,10 @@ def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
         return Path(cached).parent.name
     at = f" at revision {revision}" if revision else ""
     raise WeightsError(
-        f"the commit of {repo}{at} that the caches are made with is not known yet: no encoding stage has run for this "
-        "root, and the repository was not downloaded on this machine",
-        "run `latentpress encode-text` or `latentpress encode-latents`, which ask the hub; or set model.revision to a "
-        "full commit, or model.path to a local copy",
+        f"the commit of {repo}{at} is unknown: no encoding stage has run for this root, and the repository has not "
+        "been downloaded on this machine",
+        "run `latentpress encode-text` or `latentpress encode-latents`, which request it from the hub; or set "
+        "model.revision to a full commit, or model.path to a local copy",
     )
 
 
@@ -406,8 +409,8 @@ def call_hub(download: Any, repo: str, revision: str | None, *, key: str = "mode
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision}" if revision else ""
         raise HubError(
-            f"the repository {repo}{at} can't be reached (and there is no such folder): {error}",
-            "check its name and revision, the network (HF_ENDPOINT for a mirror) and, where it is gated, "
+            f"the repository {repo}{at} can't be reached, and no folder has this name: {error}",
+            "check its name and revision and the network (HF_ENDPOINT for a mirror); for a gated repository, run "
             f"`hf auth login`; or set {key} to a local copy",
         ) from error
 
@@ -419,11 +422,11 @@ def bar_class(task: Progress) -> Any:
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:
-            self._of_bytes = settings.get("unit") == "B"
+            self._counts_bytes = settings.get("unit") == "B"
             super().__init__(*args, **{**settings, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
-            if not self._of_bytes:
+            if not self._counts_bytes:
                 return
             self.n += n or 0
             task.total = max(task.total or 0, self.total or 0) or None
@@ -432,7 +435,7 @@ def bar_class(task: Progress) -> Any:
     return Bar
 
 
-# -- models that stand alone -------------------------------------------------------------------------------------------
+# -- models without components -----------------------------------------------------------------------------------------
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json")
@@ -442,8 +445,7 @@ MODEL_FILES = (*WEIGHT_FILES, "*.json", "*.txt", "*.model", "*.jinja")
 
 @dataclass(frozen=True)
 class SingleModel:
-    """A model that stands alone, as transformers saves one: config.json and *.safetensors in a folder or a repository.
-    Unlike a checkpoint in diffusers layout it has no components.
+    """A model without components, as transformers saves it: config.json and *.safetensors in a folder or a repository.
 
     source: a directory or a repository id. key: name of the option that sets `source`. advice: valid values of the
     option, for messages. files: patterns for the names of files that are read.
@@ -494,8 +496,8 @@ class SingleModel:
         return local_folder(self.source, self.advice)
 
     def _list_files(self, folder: Path) -> list[Path]:
-        shown = [path for path in folder.iterdir() if not path.name.startswith(".")]
-        return sorted(path for path in shown if any(map(path.match, self.files)))
+        visible = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        return sorted(path for path in visible if any(map(path.match, self.files)))
 
 
 @cache
@@ -505,7 +507,7 @@ def _fetch_config(repo: str, revision: str | None, key: str) -> Path:
     config = Path(call_hub(hf_hub_download, repo, revision, key=key, filename=CONFIG_FILE))
     if not COMMIT_PATTERN.fullmatch(config.parent.name):
         raise WeightsError(
-            f"{key}: the installed huggingface_hub keeps {config} in a folder that does not name its commit",
-            "name a folder, or install the huggingface_hub of constraints.txt",
+            f"{key}: the installed huggingface_hub stores {config} in a folder that is not named by its commit",
+            f"set {key} to a local folder, or install the huggingface_hub version in constraints.txt",
         )
     return config

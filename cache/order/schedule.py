@@ -2,33 +2,35 @@
 
 An optimizer step takes a global batch, which is made of micro-batches of `batch_size` samples, each of one bucket: what
 one rank computes in one forward pass. An epoch is a list of micro-batches; a step takes the next ones, so a step may
-end one epoch and begin the next, and no sample is repeated to fill it. The order of the draws within a bucket and that
-of the steps within an epoch are pseudo-random permutations, computed at a point (a Feistel network). Nothing is
-shuffled, stored or replayed: any step takes the same few microseconds a sample for ten samples or a billion, and
-resuming is an integer. `Generator.permutation` would keep eight bytes per sample and pass, and its stream may change
-between releases of numpy.
+end one epoch and begin the next, and no sample is repeated to fill it. The order of the draws within a bucket
+and the order of the steps within an epoch are pseudo-random permutations, each computed at a single point (a Feistel
+network). Nothing is shuffled, stored or replayed: any step takes the same few microseconds a sample for ten samples or
+a billion, and resuming is an integer. `Generator.permutation` would keep eight bytes per sample and pass, and its
+stream may change between releases of numpy.
 
 Draws: a bucket consists of spans, the rows of one dataset that share `repeats` and `weight`. A span of n rows is drawn
 from d = max(1, n (1 + repeats) weight, halves rounded up) times in each epoch. Over the epochs its draws cycle through
 its rows: draw k of epoch e (both from 0) is number t = e d + k, and with lap, position = divmod(t, n) it takes the row
-at `position`, which had been taken `lap` times before. So over E epochs each row is taken floor or ceil of E d / n
-times: with weight 0.5 every other epoch, with 1.5 once and twice in turn; if (1 + repeats) weight is whole, exactly
-that often in every epoch. d is exact: the weight counts as the decimal number that it is written as (0.1 is a tenth).
+at `position`, which was taken `lap` times before. So over E epochs each row is taken floor or ceil of E d / n
+times: with weight 0.5 every other epoch, with 1.5 once and twice in turn; if (1 + repeats) weight is a whole number,
+exactly that number of times in every epoch. d is exact: the weight is the decimal number as it is written (0.1 is a
+tenth).
 
 Fill: no draw is dropped and every micro-batch is full. If the draws of a bucket do not divide by the batch size, the
-first draws of this epoch's order fill its last micro-batch; a bucket smaller than one micro-batch repeats itself until
-that is full. `BatchSchedule.buckets` counts these extra draws, which do not advance the cycle. One that repeats a draw
-for the i-th time (from 1) has i ceil(d / n) passes more than that draw, which is more than the epoch's own draws give
-the row: within an epoch no row has the same pass twice, so its captions keep taking turns.
+first draws of this epoch's order fill its last micro-batch; a bucket smaller than one micro-batch repeats its draws
+until the micro-batch is full. `BatchSchedule.buckets` counts these extra draws, which do not advance the cycle. An
+extra draw that repeats a draw for the i-th time (from 1) has i ceil(d / n) passes more than this draw, which is more
+than the regular draws of the epoch reach: within an epoch no row has the same pass twice, so its captions keep taking
+turns.
 
-Steps: micro-batches that ranks compute at the same moment should cost the same, for any number of ranks. So an epoch
-lists its micro-batches bucket after bucket, in the order of their cost (pixels times frames; buckets of like cost in an
-order of the epoch's own), cuts this list into steps, and takes the steps in a random order. A step has one bucket, or
-neighboring buckets of the list if a bucket's micro-batches do not divide by the micro-batches of a step. A step may
-span two epochs: its first part ends one epoch's list and its rest begins the next list. Every other epoch lists its
-buckets from the most expensive to the cheapest, so that these two parts have similar costs, too.
+Steps: micro-batches that ranks compute at the same time should cost the same, for any number of ranks. So an epoch
+lists its micro-batches bucket after bucket, in the order of their cost (pixels times frames; buckets of similar cost
+are in a different order in each epoch), cuts this list into steps, and takes the steps in a random order. A step has
+one bucket, or neighboring buckets of the list if a bucket's micro-batches do not divide by the micro-batches of a step.
+A step may span two epochs: its first part ends one epoch's list and its rest begins the next list. Every other epoch
+lists its buckets from the most expensive to the cheapest, so that these two parts have similar costs, too.
 
-This is `WholeOrder`. With `train.shuffle_shards`, `cache.order.section_order` keeps to few shards at a time.
+This is `WholeOrder`. With `train.shuffle_shards`, `cache.order.section_order` needs few shards at a time.
 """
 
 import itertools
@@ -46,12 +48,14 @@ from schemas.identity import derive_seed, permute
 
 Ints = NDArray[np.int64]
 
-LIKE_COST = 1.25  # buckets whose costs differ by less are taken for equal
+MAX_COST_RATIO = 1.25  # ratio up to which two buckets have similar costs
 
 
 @dataclass(frozen=True)
 class Span:
-    """`count` rows of one bucket from `start` on, each drawn (1 + repeats) * weight times an epoch on average."""
+    """`count` rows of one bucket that begin at row `start`. Each is drawn (1 + repeats) * weight times an epoch on
+    average.
+    """
 
     bucket: str
     start: int
@@ -61,7 +65,7 @@ class Span:
 
     @property
     def draws(self) -> int:
-        """Draws of one epoch: the product rounded, halves up, at least 1."""
+        """Number of draws of one epoch: the product, rounded with halves up, at least 1."""
         exact = self.count * (1 + self.repeats) * Fraction(repr(float(self.weight)))
         return max(1, (2 * exact.numerator + exact.denominator) // (2 * exact.denominator))
 
@@ -71,7 +75,8 @@ class MicroBatchRows:
     """The draws of one forward pass of one rank, all of one bucket.
 
     positions: (B,) in the global batch, which determine random numbers. rows: (B,) row numbers of the set. passes: (B,)
-    how often each row was taken before, over all epochs (fill counts on from there), which chooses its caption.
+    how often each row was drawn before, over all epochs; this number chooses its caption. Extra draws have higher
+    numbers.
     """
 
     epoch: int
@@ -83,8 +88,8 @@ class MicroBatchRows:
 
 @dataclass(frozen=True)
 class BucketDraws:
-    """The draws of one bucket in an epoch. distinct: how many of its samples are drawn. fill: extra draws that fill its
-    last micro-batch."""
+    """The draws of one bucket in an epoch. distinct: number of its samples that are drawn. fill: number of extra draws,
+    which fill its last micro-batch."""
 
     name: str
     samples: int
@@ -95,7 +100,7 @@ class BucketDraws:
 
 @dataclass(frozen=True)
 class EpochDraws:
-    """The draws of every epoch, and the sizes into which they are cut. size: micro-batches in a step. tables: the
+    """The draws of every epoch. batch_size: samples in a micro-batch. size: micro-batches in a step. tables: the
     `DrawTable` of each bucket."""
 
     seed: int
@@ -112,7 +117,7 @@ class EpochDraws:
     def _classes(self) -> Ints:
         return _cost_classes([Bucket.parse(table.bucket) for table in self.tables])
 
-    def listed(self, epoch: int) -> "EpochList":
+    def list_epoch(self, epoch: int) -> "EpochList":
         key = derive_seed(f"{self.seed}/{epoch}", "buckets")
         order = np.lexsort((permute(np.arange(len(self.tables)), len(self.tables), key), self._classes))
         order, total = order[::-1] if epoch % 2 else order, int(self.counts.sum())
@@ -124,7 +129,7 @@ class EpochDraws:
 class EpochList:
     """An epoch's list of micro-batches. order: (buckets,) bucket numbers in the order of the list. ends: (buckets,) end
     of each listed bucket's micro-batches. counts: (buckets,) micro-batches of each bucket, by bucket number. first:
-    number of micro-batches that complete a step begun in the epoch before. steps: number of whole steps after these."""
+    number of micro-batches that complete a step of the previous epoch. steps: number of whole steps after these."""
 
     order: Ints
     ends: Ints
@@ -135,9 +140,9 @@ class EpochList:
     def find(self, places: Ints) -> tuple[Ints, Ints]:
         """For the micro-batches at these places in the list, return (n,) the bucket number and (n,) the micro-batch's
         number within the bucket."""
-        which = np.searchsorted(self.ends, places, side="right")
-        buckets = self.order[which]
-        return buckets, places - (self.ends[which] - self.counts[buckets])
+        index = np.searchsorted(self.ends, places, side="right")
+        buckets = self.order[index]
+        return buckets, places - (self.ends[index] - self.counts[buckets])
 
 
 class Order(Protocol):
@@ -145,7 +150,7 @@ class Order(Protocol):
 
     @property
     def digest(self) -> str | None:
-        """Hash of the order's inputs in addition to `EpochDraws` and options: which rows share a shard. None if the
+        """Hash of the order's inputs other than `EpochDraws` and options, namely which rows share a shard. None if the
         order has no such inputs."""
 
     def section_ends(self, epoch: int) -> Ints:
@@ -185,7 +190,7 @@ class BatchSchedule:
         for span in filter(lambda span: span.count, spans):
             grouped.setdefault(span.bucket, []).append(span)
         if not grouped:
-            raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
+            raise ValueError("the training set has no samples; run `latentpress status` for a list of missing samples")
         tables = [DrawTable(name, members) for name, members in grouped.items()]
         self._draws = EpochDraws(seed, batch_size, global_batch // batch_size, tables)
         self.order = (order or WholeOrder)(self._draws)
@@ -204,10 +209,10 @@ class BatchSchedule:
 
     @property
     def buckets(self) -> list[BucketDraws]:
-        """The buckets, in the order in which their first spans were given."""
+        """The buckets, in the order of their first spans."""
         described = []
         for table, count in zip(self._draws.tables, self._draws.counts.tolist(), strict=True):
-            samples, distinct = int(table.counts.sum()), int(np.minimum(table.counts, table.each).sum())
+            samples, distinct = int(table.counts.sum()), int(np.minimum(table.counts, table.span_draws).sum())
             fill = count * self.batch_size - table.draws
             described.append(BucketDraws(table.bucket, samples, distinct, table.draws, fill))
         return described
@@ -219,11 +224,11 @@ class BatchSchedule:
 
     def step(self, step: int, rank: int = 0, world: int = 1) -> list[MicroBatchRows]:
         """Return the micro-batches of optimizer step `step` (from 0) that rank `rank` of `world` computes: numbers
-        rank, rank + world, ... in the step's list, so that at the same moment the ranks compute neighbors in the
-        list."""
+        rank, rank + world, ... in the step's list, so that at the same time the ranks compute neighbors in
+        the list."""
         epochs, buckets, *draws = self.plan(step, step + 1, rank, world)
         names = [self._draws.tables[bucket].bucket for bucket in buckets.tolist()]
-        return [MicroBatchRows(*drawn) for drawn in zip(epochs.tolist(), names, *draws, strict=True)]
+        return [MicroBatchRows(*fields) for fields in zip(epochs.tolist(), names, *draws, strict=True)]
 
     def plan(self, first: int, last: int, rank: int = 0, world: int = 1) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Return the micro-batches of the steps from `first` to below `last` that rank `rank` of `world` computes, in
@@ -232,9 +237,9 @@ class BatchSchedule:
         size = self.micro_batches_per_step
         numbers = np.arange((first - self.first_step) * size, (last - self.first_step) * size)
         places = numbers % size
-        taken = places % world == rank
-        places = places[taken]
-        epochs, buckets, within = self._locate(numbers[taken])
+        is_of_rank = places % world == rank
+        places = places[is_of_rank]
+        epochs, buckets, within = self._locate(numbers[is_of_rank])
         rows, passes = np.empty((2, len(places), self.batch_size), np.int64)
         # The draws of one bucket in one epoch are computed together.
         group = epochs * len(self._draws.tables) + buckets
@@ -247,12 +252,13 @@ class BatchSchedule:
     def step_buckets(self, step: int) -> dict[str, int]:
         """Return bucket -> number of its micro-batches in a step, over all ranks."""
         size, step = self.micro_batches_per_step, step - self.first_step
-        which, counts = np.unique(self._locate(np.arange(step * size, (step + 1) * size))[1], return_counts=True)
-        return {self._draws.tables[bucket].bucket: int(count) for bucket, count in zip(which, counts, strict=True)}
+        _, buckets, _ = self._locate(np.arange(step * size, (step + 1) * size))
+        pairs = zip(*np.unique(buckets, return_counts=True), strict=True)
+        return {self._draws.tables[bucket].bucket: int(count) for bucket, count in pairs}
 
     def section_ends(self, step: int) -> Iterator[int]:
-        """Yield, endlessly and from the epoch of `step` on, the steps at which a section of the order or an epoch has
-        ended."""
+        """Yield the steps at which a section of the order or an epoch has ended, without an end, beginning with the
+        epoch of `step`."""
         size, total = self.micro_batches_per_step, self.micro_batches_per_epoch
         for epoch in itertools.count((step - self.first_step) * size // total):
             for number in (epoch * total + self.order.section_ends(epoch)).tolist():
@@ -261,11 +267,11 @@ class BatchSchedule:
     def _locate(self, numbers: Ints) -> tuple[Ints, Ints, Ints]:
         """For micro-batches numbered across epochs, return epoch, bucket index and index within the bucket, each
         (n,)."""
-        epochs, rest = np.divmod(numbers, self.micro_batches_per_epoch)
+        epochs, within_epoch = np.divmod(numbers, self.micro_batches_per_epoch)
         buckets, numbers = np.empty_like(epochs), np.empty_like(epochs)
         for epoch in np.unique(epochs).tolist():
             members = epochs == epoch
-            buckets[members], numbers[members] = self.order.locate(epoch, rest[members])
+            buckets[members], numbers[members] = self.order.locate(epoch, within_epoch[members])
         return epochs, buckets, numbers
 
 
@@ -281,14 +287,14 @@ class WholeOrder:
         return self._draws.counts.sum(keepdims=True)
 
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
-        listed, size = self._draws.listed(epoch), self._draws.size
-        within = (numbers >= listed.first) & (numbers < listed.first + listed.steps * size)
-        step, offset = np.divmod(numbers[within] - listed.first, size)
+        epoch_list, size = self._draws.list_epoch(epoch), self._draws.size
+        within = (numbers >= epoch_list.first) & (numbers < epoch_list.first + epoch_list.steps * size)
+        step, offset = np.divmod(numbers[within] - epoch_list.first, size)
         key = derive_seed(f"{self._draws.seed}/{epoch}", "batches")
         places = numbers.copy()
         if len(step):
-            places[within] = listed.first + permute(step, listed.steps, key) * size + offset
-        return listed.find(places)
+            places[within] = epoch_list.first + permute(step, epoch_list.steps, key) * size + offset
+        return epoch_list.find(places)
 
     def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
         size, table = self._draws.batch_size, self._draws.tables[bucket]
@@ -296,46 +302,50 @@ class WholeOrder:
         repetition = position // table.draws if position.max() >= table.draws else np.int64(0)
         position -= repetition * table.draws
         key = derive_seed(f"{self._draws.seed}/{epoch}/{table.bucket}", "samples")
-        rows, passes, most = table.rows_of(epoch, permute(position, table.draws, key))
-        passes += repetition * most
+        rows, passes, epoch_passes = table.find_rows(epoch, permute(position, table.draws, key))
+        passes += repetition * epoch_passes
         return rows.reshape(-1, size), passes.reshape(-1, size)
 
 
 def _cost_classes(buckets: Sequence[Bucket]) -> Ints:
-    """(buckets,) the class of each: a class is of buckets whose costs are within LIKE_COST of its cheapest."""
+    """Return (buckets,) the cost class of each bucket. A class consists of buckets that cost at most MAX_COST_RATIO
+    times its cheapest bucket."""
     costs = np.array([bucket.width * bucket.height * bucket.frames for bucket in buckets], np.int64)
     classes, number, cheapest = np.zeros(len(costs), np.int64), -1, 0.0
     for index in np.argsort(costs, kind="stable"):
-        if number < 0 or costs[index] > LIKE_COST * cheapest:
+        if number < 0 or costs[index] > MAX_COST_RATIO * cheapest:
             number, cheapest = number + 1, float(costs[index])
         classes[index] = number
     return classes
 
 
 class DrawTable:
-    """The spans of one bucket as arrays, (S,) each, in which an order looks draws up."""
+    """The spans of one bucket as arrays, each (S,). starts: first rows. counts: numbers of rows. span_draws: numbers of
+    draws in an epoch. ends: end of each span's draws among the bucket's draws. draws: draws of the bucket in an
+    epoch."""
 
     def __init__(self, bucket: str, spans: Sequence[Span]):
         self.bucket = bucket
         self.starts = np.array([span.start for span in spans], np.int64)
         self.counts = np.array([span.count for span in spans], np.int64)
-        self.each = np.array([span.draws for span in spans], np.int64)
-        self.ends = np.cumsum(self.each)
+        self.span_draws = np.array([span.draws for span in spans], np.int64)
+        self.ends = np.cumsum(self.span_draws)
         self.draws = int(self.ends[-1])
 
-    def rows_of(self, epoch: int, draw: Ints) -> tuple[Ints, Ints, Ints]:
-        """(n,) of each draw: its row, the row's passes before, and the most passes an epoch gives a row of its span."""
+    def find_rows(self, epoch: int, draw: Ints) -> tuple[Ints, Ints, Ints]:
+        """For draws of an epoch, return their rows, the number of earlier passes of each row, and the maximum number of
+        passes in an epoch for a row of the draw's span, each (n,). draw: (n,) numbers of draws."""
         span = np.searchsorted(self.ends, draw, side="right")
-        count, draws = self.counts[span], self.each[span]
+        count, draws = self.counts[span], self.span_draws[span]
         lap, position = np.divmod(epoch * draws + draw - (self.ends[span] - draws), count)
         return self.starts[span] + position, lap, -(-draws // count)
 
 
 def small_bucket_advice(buckets: Sequence[BucketDraws]) -> str:
-    """Advice on how to avoid small buckets."""
+    """Return advice on how to avoid small buckets."""
     least = min(bucket.distinct for bucket in buckets)
     return (
-        f"What helps: train.batch_size: {least}; fewer and larger buckets (one `resolution` for all datasets, a lower "
-        "`max_aspect`, a larger `bucket_step`, up to a quarter of the edge, or `crop_aspect: square`); more samples. "
-        "`repeats` does not: it shows the same ones more often"
+        f"Set train.batch_size: {least}; or use fewer and larger buckets (one `resolution` for all datasets, a lower "
+        "`max_aspect`, a larger `bucket_step`, up to a quarter of the edge, or `crop_aspect: square`); or add samples. "
+        "`repeats` does not help, because it only draws the same samples more often"
     )

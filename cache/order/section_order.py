@@ -3,17 +3,17 @@
 Draws, fill, passes and the cutting of a list of micro-batches into steps are the same as in `cache.order.schedule`, but
 an epoch consists of sections:
 
-1. In each epoch the shards of all buckets are in another random order, in which up to NEIGHBORS shards of a bucket that
-   follow each other in the set stay together, because they share shards of texts. Each n shards are a section.
-2. A section lists its micro-batches bucket after bucket, in the order of their cost, just like the order over the whole
-   set lists the micro-batches of an epoch. The steps that are whole within the section are permuted, and so are the
-   draws of each bucket in these steps.
+1. Each epoch has a different random order of the shards of all buckets. Up to NEIGHBORS consecutive shards of a bucket
+   stay together, because they share shards of texts. Each n shards are a section.
+2. A section lists its micro-batches bucket after bucket, in the order of their cost, as the order over the whole set
+   does for an epoch. The steps that are completely within the section are permuted, and so are the draws of each bucket
+   in these steps.
 3. Draws of a bucket's last shard in a section that do not fill a micro-batch belong to the bucket's next section. A
-   step that a section shares with the next one has draws of the section's last shards.
+   step that a section shares with the next section has draws of the section's last shards.
 
-So the steps of a section need its n shards, one more shard of each bucket, and a few shards of a step. An epoch is
-planned as arrays with an entry for each shard. Rows of a shard that are among rows of other shards, as in a set of
-several plans, are looked up in the index when they are needed.
+So the steps of a section need its n shards, one more shard of each bucket, and a few shards of a step. The plan of an
+epoch consists of arrays with an entry for each shard. If rows of a shard are mixed with rows of other shards, as in a
+set of several plans, they are looked up in the index when they are needed.
 """
 
 from dataclasses import dataclass
@@ -27,19 +27,19 @@ from cache.order.schedule import EpochDraws, Ints, MakeOrder
 from cache.order.set_columns import IntColumn
 from schemas.identity import derive_seed, mix_bits, permute_groups
 
-NEIGHBORS = 8  # shards of one bucket that stay together, other ones in each epoch; at most a quarter of a section
-_KEPT_EPOCHS = 2  # epochs whose plans are kept: a step may end one epoch and begin the next
-_KEPT_LOOKUPS = 1 << 12  # shards whose rows were looked up
+NEIGHBORS = 8  # number of shards of one bucket that stay together; at most a quarter of a section
+_CACHED_EPOCHS = 2  # cached plans of epochs: a step may end one epoch and begin the next
+_CACHED_LOOKUPS = 1 << 12  # cached row numbers of shards
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The rows of one span that are in one shard, as arrays with an entry for each block, in the order of buckets,
-    shards and spans.
+    """Blocks, as arrays with an entry for each block. A block is the rows of one span that are in one shard. Blocks are
+    in the order of buckets, shards and spans.
 
-    bucket, shard: numbers. first, last: first row, and the row after the last. count: rows; fewer than last - first if
-    rows of other shards are between them. below: rows of the span in its blocks before. rows, draws: of the whole span,
-    and in an epoch.
+    bucket, shard: bucket and shard number. first: first row. last: row after the last row. count: number of rows, fewer
+    than last - first if rows of other shards are between them. rows_before: number of rows in earlier blocks of the
+    span. rows: number of rows of the span. draws: number of draws of the span in an epoch.
     """
 
     bucket: Ints
@@ -47,21 +47,23 @@ class Blocks:
     first: Ints
     last: Ints
     count: Ints
-    below: Ints
+    rows_before: Ints
     rows: Ints
     draws: Ints
 
-    def taken(self, epochs: int) -> Ints:
-        """How many draws of the first epochs take one of its rows."""
-        laps, rest = np.divmod(epochs * self.draws, self.rows)
-        return laps * self.count + np.clip(rest - self.below, 0, self.count)
+    def count_draws(self, epochs: int) -> Ints:
+        """Return (blocks,) the number of draws in the first `epochs` epochs that take a row of each block."""
+        laps, draws_of_lap = np.divmod(epochs * self.draws, self.rows)
+        return laps * self.count + np.clip(draws_of_lap - self.rows_before, 0, self.count)
 
 
 def find_blocks(draws: EpochDraws, shards: IntColumn) -> Blocks:
     """Return the blocks of the spans in `draws`. shards: column with the shard number of each row of the set."""
     parts = list[tuple[Ints, ...]]()
     for bucket, table in enumerate(draws.tables):
-        for start, rows, each in zip(table.starts.tolist(), table.counts.tolist(), table.each.tolist(), strict=True):
+        for start, rows, span_draws in zip(
+            table.starts.tolist(), table.counts.tolist(), table.span_draws.tolist(), strict=True
+        ):
             column = shards.between(start, start + rows)
             run_first = np.append(0, np.flatnonzero(column[1:] != column[:-1]) + 1)
             run_last = np.append(run_first[1:], rows)
@@ -71,10 +73,10 @@ def find_blocks(draws: EpochDraws, shards: IntColumn) -> Blocks:
             np.maximum.at(last, run, run_last)
             np.add.at(count, run, run_last - run_first)
             order = np.argsort(first)
-            below = np.empty_like(count)
-            below[order] = np.cumsum(count[order]) - count[order]
-            constants = [np.full(len(numbers), value) for value in (bucket, rows, each)]
-            parts.append((constants[0], numbers, start + first, start + last, count, below, *constants[1:]))
+            rows_before = np.empty_like(count)
+            rows_before[order] = np.cumsum(count[order]) - count[order]
+            constants = [np.full(len(numbers), value) for value in (bucket, rows, span_draws)]
+            parts.append((constants[0], numbers, start + first, start + last, count, rows_before, *constants[1:]))
     columns = list(map(np.concatenate, zip(*parts, strict=True)))
     order = np.lexsort((columns[1], columns[0]))
     return Blocks(*(np.ascontiguousarray(column[order], np.int64) for column in columns))
@@ -95,9 +97,9 @@ class Shuffle:
     keys: NDArray[np.uint64]
 
     def move(self, numbers: Ints) -> Ints:
-        which = np.searchsorted(self.starts, numbers, side="right") - 1
-        start = self.starts[which]
-        return start + permute_groups(numbers - start, which, self.sizes, self.keys)
+        range_index = np.searchsorted(self.starts, numbers, side="right") - 1
+        start = self.starts[range_index]
+        return start + permute_groups(numbers - start, range_index, self.sizes, self.keys)
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,15 @@ class EpochPlan:
     """An epoch in sections. A cell is the set of micro-batches of one bucket in one section.
 
     blocks: block numbers in the order of draws, bucket after bucket. block_ends: end of each block's draws. taken:
-    number of draws of each block in the epochs before. draws: the shuffle of draws. first: number of micro-batches that
-    complete a step begun in the epoch before. steps: the shuffle of the steps after these. cell_ends, cell_buckets,
+    number of draws of each block in earlier epochs. draws: the shuffle of draws. first: number of micro-batches that
+    complete a step of the previous epoch. steps: the shuffle of the steps after these. cell_ends, cell_buckets,
     cell_firsts: for each cell, in the order of the epoch's list, the end of its micro-batches, its bucket, and the
     number of its first micro-batch within the bucket. section_ends: number of micro-batches up to the end of each
     section."""
 
     blocks: Ints
     block_ends: Ints
-    taken: Ints
+    draws_before: Ints
     draws: Shuffle
     first: int
     steps: Shuffle
@@ -131,8 +133,8 @@ class SectionOrder:
         self._blocks = find_blocks(draws, shards)
         self._scattered = self._blocks.last - self._blocks.first > self._blocks.count
         self._bucket_starts = np.cumsum([0, *(table.draws for table in draws.tables)])[:-1]
-        self._plan = lru_cache(_KEPT_EPOCHS)(self._make_plan)
-        self._rows_of = lru_cache(_KEPT_LOOKUPS)(self._look_up_rows)
+        self._plan = lru_cache(_CACHED_EPOCHS)(self._make_plan)
+        self._rows_of = lru_cache(_CACHED_LOOKUPS)(self._look_up_rows)
 
     @cached_property
     def digest(self) -> str:
@@ -147,8 +149,8 @@ class SectionOrder:
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
         plan, size = self._plan(epoch), self._draws.size
         step, offset = np.divmod(numbers - plan.first, size)
-        places, whole = numbers.copy(), (step >= 0) & (step < plan.steps.sizes.sum())
-        places[whole] = plan.first + plan.steps.move(step[whole]) * size + offset[whole]
+        places, is_permuted = numbers.copy(), (step >= 0) & (step < plan.steps.sizes.sum())
+        places[is_permuted] = plan.first + plan.steps.move(step[is_permuted]) * size + offset[is_permuted]
         cell = np.searchsorted(plan.cell_ends, places, side="right")
         starts = np.append(0, plan.cell_ends[:-1])
         return plan.cell_buckets[cell], plan.cell_firsts[cell] + places - starts[cell]
@@ -156,16 +158,16 @@ class SectionOrder:
     def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
         plan, size, draws = self._plan(epoch), self._draws.batch_size, self._draws.tables[bucket].draws
         position = (numbers[:, None] * size + np.arange(size)).ravel()
-        # Fill: the draws just before the bucket's last micro-batch, because their shards were needed last.
+        # Extra draws repeat the draws just before the bucket's last micro-batch, because their shards were needed last.
         fill = np.maximum(0, position - draws + 1)
         repetition = -(-fill // draws)
         position = np.where(fill, max(0, draws - size) + (fill - 1) % draws, position)
         position = plan.draws.move(position + self._bucket_starts[bucket])
-        which = np.searchsorted(plan.block_ends, position, side="right")
-        block = plan.blocks[which]
+        index = np.searchsorted(plan.block_ends, position, side="right")
+        block = plan.blocks[index]
         # The k-th draw of a block over all epochs takes the block's row number k modulo its number of rows.
-        taken = plan.taken[which] + position - np.append(0, plan.block_ends)[which]
-        passes, offset = np.divmod(taken, self._blocks.count[block])
+        draw_number = plan.draws_before[index] + position - np.append(0, plan.block_ends)[index]
+        passes, offset = np.divmod(draw_number, self._blocks.count[block])
         rows = self._blocks.first[block] + offset
         for number in np.unique(block[self._scattered[block]]).tolist():
             members = block == number
@@ -184,29 +186,29 @@ class SectionOrder:
 
     def _make_plan(self, epoch: int) -> EpochPlan:
         blocks, size = self._blocks, self._draws.batch_size
-        taken = blocks.taken(epoch)
-        drawn = blocks.taken(epoch + 1) - taken
-        rank, section = self._divide_shards(epoch, drawn)
+        draws_before = blocks.count_draws(epoch)
+        epoch_draws = blocks.count_draws(epoch + 1) - draws_before
+        rank, section = self._divide_shards(epoch, epoch_draws)
         # Draws: bucket after bucket, and within a bucket section after section.
         order = np.lexsort((rank, blocks.bucket))
-        order = order[drawn[order] > 0]
-        bucket, section, ends = blocks.bucket[order], section[order], np.cumsum(drawn[order])
+        order = order[epoch_draws[order] > 0]
+        bucket, section, ends = blocks.bucket[order], section[order], np.cumsum(epoch_draws[order])
         last = np.append((np.diff(bucket) != 0) | (np.diff(section) != 0), True)  # last block of each cell
         bucket, section = bucket[last], section[last]
-        # The micro-batches that end in each cell; the bucket's last one is filled.
-        done, final = ends[last] - self._bucket_starts[bucket], np.append(np.diff(bucket) != 0, True)
-        done = np.where(final, -(-done // size), done // size)
-        firsts = np.where(np.append(True, final[:-1]), 0, np.append(0, done[:-1]))
-        # The list: section after section, in each buckets by their cost, upwards and downwards in turn.
+        # The number of the bucket's micro-batches up to the end of each cell; the bucket's last one is filled.
+        batch_ends, final = ends[last] - self._bucket_starts[bucket], np.append(np.diff(bucket) != 0, True)
+        batch_ends = np.where(final, -(-batch_ends // size), batch_ends // size)
+        firsts = np.where(np.append(True, final[:-1]), 0, np.append(0, batch_ends[:-1]))
+        # The list: section after section; within a section, buckets by their cost, ascending and descending in turn.
         place = np.empty(len(self._draws.tables), np.int64)
-        place[self._draws.listed(epoch).order] = np.arange(len(place))
+        place[self._draws.list_epoch(epoch).order] = np.arange(len(place))
         listed = np.lexsort((np.where(section % 2, -place[bucket], place[bucket]), section))
-        bucket, section, firsts, counts = bucket[listed], section[listed], firsts[listed], (done - firsts)[listed]
+        bucket, section, firsts, counts = bucket[listed], section[listed], firsts[listed], (batch_ends - firsts)[listed]
         cell_ends = np.cumsum(counts)
         section_ends = cell_ends[np.append(np.diff(section) != 0, True)]
         first, steps = self._divide_steps(epoch, section_ends)
-        # The draws of a step that a section shares with the next one are from the section's last shards, and have their
-        # own permutation.
+        # The draws of a step that a section shares with the next section are from the section's last shards, and have
+        # a separate permutation.
         cuts = first + np.append(steps.starts, steps.sizes.sum()) * self._draws.size
         cuts = cuts[cuts < cell_ends[-1]]
         cell = np.searchsorted(cell_ends, cuts, side="right")
@@ -214,15 +216,15 @@ class SectionOrder:
         buckets, numbers = np.append(bucket, cut_buckets), np.append(firsts, cut_numbers)
         starts = np.unique(np.append(self._bucket_starts, self._bucket_starts[buckets] + numbers * size))
         draws = Shuffle(starts, np.diff(np.append(starts, ends[-1])), self._keys(epoch, "samples", starts))
-        return EpochPlan(order, ends, taken[order], draws, first, steps, cell_ends, bucket, firsts, section_ends)
+        return EpochPlan(order, ends, draws_before[order], draws, first, steps, cell_ends, bucket, firsts, section_ends)
 
-    def _divide_shards(self, epoch: int, drawn: Ints) -> tuple[Ints, Ints]:
+    def _divide_shards(self, epoch: int, epoch_draws: Ints) -> tuple[Ints, Ints]:
         """Return (blocks,) the place of each block's shard in the epoch's order of shards, and (blocks,) its
         section."""
         blocks = self._blocks
-        new = np.append(True, (np.diff(blocks.bucket) != 0) | (np.diff(blocks.shard) != 0))
-        shard = np.cumsum(new) - 1  # numbered bucket after bucket
-        bucket, number = blocks.bucket[new], np.arange(new.sum())
+        is_first = np.append(True, (np.diff(blocks.bucket) != 0) | (np.diff(blocks.shard) != 0))
+        shard = np.cumsum(is_first) - 1  # numbered bucket after bucket
+        bucket, number = blocks.bucket[is_first], np.arange(is_first.sum())
         count = min(NEIGHBORS, max(1, self._section // 4))
         shift = derive_seed(f"{self._draws.seed}/{epoch}", "neighbors by shards") % count
         group = (number - np.searchsorted(bucket, bucket) + shift) // count
@@ -231,16 +233,16 @@ class SectionOrder:
         rank = np.empty_like(number)
         rank[np.lexsort(keys)] = number
         is_drawn = np.zeros(len(number), bool)
-        np.logical_or.at(is_drawn, rank[shard], drawn > 0)
+        np.logical_or.at(is_drawn, rank[shard], epoch_draws > 0)
         section = (np.cumsum(is_drawn) - 1) // self._section  # by rank
         return rank[shard], section[rank[shard]]
 
     def _divide_steps(self, epoch: int, section_ends: Ints) -> tuple[int, Shuffle]:
-        """Return the number of micro-batches that complete a step of the epoch before, and the shuffle of the epoch's
-        own steps, which permutes steps that are whole within a section."""
+        """Return the number of micro-batches that complete a step of the previous epoch, and the shuffle of the other
+        steps of the epoch, which permutes steps that are completely within a section."""
         size, total = self._draws.size, int(section_ends[-1])
         first = min(-epoch * total % size, total)
-        bounds = np.append(0, np.maximum(0, section_ends - first))  # counted from the first own step
+        bounds = np.append(0, np.maximum(0, section_ends - first))  # counted from the first step of this epoch
         begins, ends = -(-bounds[:-1] // size), bounds[1:] // size
         starts = np.unique(np.concatenate([[0], begins, ends]))
         starts = starts[starts < (total - first) // size]

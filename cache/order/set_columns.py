@@ -1,7 +1,7 @@
-"""Columns of a set's memory-mapped tables as numpy's views, without an Arrow object for each value; and of whole
-columns the runs of equal values.
+"""Columns of a set's memory-mapped tables as numpy views, without an Arrow object for each value, and runs of equal
+values in columns.
 
-A set's tables have one chunk, unless a column of ids has more than 2 GiB: then columns of numbers are copied.
+A set's tables have one chunk, unless a column of ids has more than 2 GiB. In this case, columns of numbers are copied.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 
 
 class IntColumn:
-    """Numbers, int32, with or without nulls."""
+    """A column of int32 numbers, with or without nulls."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         self._chunk = _one_chunk(column)
@@ -25,15 +25,16 @@ class IntColumn:
         self._values: NDArray[np.int32] = np.asarray(without_nulls)
 
     def get(self, row: int) -> int:
-        """The number of a row, of a column without nulls."""
+        """Return the number in a row. The column must not have nulls."""
         return int(self._values[row])
 
     def between(self, first: int, last: int) -> NDArray[np.int32]:
-        """(last - first,) the numbers of rows from `first` to below `last`, of a column without nulls: a view."""
+        """Return (last - first,) the numbers in the rows from `first` to below `last`, as a view. The column must not
+        have nulls."""
         return self._values[first:last]
 
     def take(self, rows: Ints, null: int = -1) -> Ints:
-        """(n,) the number of each row, and `null` for null."""
+        """Return (n,) the number in each row. null: number in place of a null."""
         numbers = self._values[rows].astype(np.int64)
         if self._chunk.null_count:
             numbers[np.asarray(self._chunk.take(pa.array(rows)).is_null())] = null
@@ -41,7 +42,7 @@ class IntColumn:
 
 
 class ListColumn:
-    """Lists of int32 without nulls."""
+    """A column of lists of int32, without nulls."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         lists = _one_chunk(column)
@@ -51,11 +52,11 @@ class ListColumn:
         return self._values[self._ends[row] : self._ends[row + 1]].tolist()
 
     def lengths(self, rows: Ints) -> Ints:
-        """(n,) the length of each row's list."""
+        """Return (n,) the length of the list in each row."""
         return (self._ends[rows + 1] - self._ends[rows]).astype(np.int64)
 
     def take(self, rows: Ints, places: Ints) -> Ints:
-        """(n,) the number at a place of each row's list, which must have it."""
+        """Return (n,) the number at position `places` of the list in each row. places: (n,) valid positions."""
         return self._values[self._ends[rows] + places].astype(np.int64)
 
 
@@ -64,7 +65,8 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 
 
 def find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
-    """(values of `keys`, first row, row after the last) of each run of rows in which they are equal."""
+    """Return the runs of consecutive rows with equal values in the columns `keys`: (values, first row, row after the
+    last row) for each run."""
     with ThreadPoolExecutor(2) as pool:
         starts = np.unique(np.concatenate([*pool.map(_run_starts, (table.column(key) for key in keys))]))
     columns = [table.column(key).take(pa.array(starts)).to_pylist() for key in keys]
@@ -78,7 +80,7 @@ def find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, 
 
 
 def _run_starts(column: pa.ChunkedArray) -> Ints:
-    """Rows at which a run of equal values, or a chunk, begins."""
+    """Return the rows at which a run of equal values or a chunk begins."""
     firsts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
     starts = [np.zeros(0, np.int64)]
     for first, chunk in zip(firsts, column.chunks, strict=False):

@@ -1,12 +1,12 @@
-"""A queue of runs below an output folder: the runs to train one after the other, and the outcome of each run.
+"""A queue of runs in an output folder: the runs to train in turn, and the outcome of each run.
 
-    <output>/.queue/entries.json  the entries in their order, replaced whole
-    <output>/.queue/edit.lock     held while they are changed
-    <output>/.queue/work.lock     held by the program that works them off (stages/queue.py)
-    <output>/.queue/queue.json    that program's record (schemas/cli/process_record.py)
+    <output>/.queue/entries.json  the entries in order; each change replaces the file
+    <output>/.queue/edit.lock     held while the entries are changed
+    <output>/.queue/work.lock     held by the program that processes the queue (stages/queue.py)
+    <output>/.queue/queue.json    the record of this program (schemas/cli/process_record.py)
 
-Any number of pages and programs may change it at once, also while it is worked off. An entry that is running stays so
-when its program is killed: the next one begins with it, and `latentpress run` skips finished work.
+Any number of pages and programs may change the queue at the same time, also while it is processed. If the program is
+killed, its entry stays "running". The next program begins with this entry, and `latentpress run` skips finished work.
 """
 
 import math
@@ -24,18 +24,18 @@ from schemas.errors import LatentpressError
 from schemas.json_records import Record, RecordError
 
 FOLDER = ".queue"  # a run's name can't begin with a dot
-MOST_ENTRIES = 1000
+MAX_ENTRIES = 1000
 EntryState = Literal["waiting", "running", "finished", "failed"]
 UNFINISHED: tuple[EntryState, ...] = ("running", "waiting")
 
 
 class QueueError(LatentpressError):
-    """A change of the queue that can't be made."""
+    """The queue can't be read, changed or processed."""
 
 
 class QueueEntry(BaseModel):
-    """A run: config is the absolute path of its file, which is read when its turn comes, overrides are the
-    values of --set. folder: the run's folder when it was added. attempts: number of times the run was started. reason,
+    """A run. config: absolute path of its configuration, which is read when the run starts. overrides: values of --set.
+    folder: the run's folder when it was added. attempts: number of times the run was started. reason,
     advice: reason and next step of a failed run."""
 
     model_config = ConfigDict(str_max_length=MAX_CHARS, allow_inf_nan=False)
@@ -57,22 +57,23 @@ class QueueEntry(BaseModel):
 
 
 class QueueState(Record):
-    """The state of a queue. entries: in the order of their turns. is_on: whether the queue is to be processed: from its
-    start until it is empty or somebody stops it, even if no program is running, for example after a power cut."""
+    """The state of a queue. entries: in the order of their turns. is_on: whether the queue is to be processed. It
+    is on from its start until it is empty or a person stops it, even without a running program, for example after a
+    power cut."""
 
     model_config = ConfigDict(frozen=False)
 
-    entries: list[QueueEntry] = Field(default=[], max_length=MOST_ENTRIES)
+    entries: list[QueueEntry] = Field(default=[], max_length=MAX_ENTRIES)
     next_id: int = Field(default=1, gt=0)
     is_on: bool = False
 
     def find(self, number: int) -> QueueEntry:
-        """The entry of this id. QueueError if there is none."""
+        """Return the entry with this id. Raises QueueError if it does not exist."""
         for entry in self.entries:
             if entry.id == number:
                 return entry
-        known = ", ".join(str(entry.id) for entry in self.entries) or "none"
-        raise QueueError(f"the queue has no entry {number}; it has: {known}", "latentpress queue")
+        available = ", ".join(str(entry.id) for entry in self.entries) or "none"
+        raise QueueError(f"entry {number} does not exist; the queue has: {available}", "latentpress queue")
 
     @property
     def unfinished(self) -> list[QueueEntry]:
@@ -89,14 +90,15 @@ class RunQueue:
         self._path = self.folder / "entries.json"
 
     def read(self) -> QueueState:
-        """The queue as it is now; empty if it has no file. QueueError if its file is damaged."""
+        """Return the current queue; it is empty if its file does not exist. Raises QueueError if its file is
+        damaged."""
         try:
             with explained(str(self._path)):
                 return QueueState.read(self._path)
         except FileNotFoundError:
             return QueueState()
         except RecordError as error:
-            raise QueueError(str(error), "move it away, and add the runs again") from error
+            raise QueueError(str(error), "move the file away, and add the runs again") from error
 
     def worker(self) -> ProcessRecord | None:
         """Return the record of the program that currently processes the queue, on this or another machine."""
@@ -111,7 +113,7 @@ class RunQueue:
 
     @contextmanager
     def _editing(self) -> Iterator[QueueState]:
-        """The queue, which the body changes while nobody else does. After an exception it is as before."""
+        """Context with the queue, which only the body may change. After an exception, the changes are dropped."""
         with explained(str(self.folder)):
             make_folders(self.folder)
             with FileLock(self.folder / "edit.lock") as edit:
@@ -121,14 +123,14 @@ class RunQueue:
                 state.write(self._path)
 
     def add(self, config: Path, overrides: Sequence[str], folder: Path) -> QueueEntry:
-        """Add a run at the end. QueueError if an entry that is not finished has its folder."""
+        """Add a run at the end. Raises QueueError if a waiting or running entry has the same folder."""
         with self._editing() as state:
-            for other in state.unfinished:
-                if other.folder == str(folder):
-                    message = f"entry {other.id}, which is {other.state}, trains in {folder}, too"
-                    raise QueueError(message, "give this one a folder of its own: --set train.run=NAME")
-            if len(state.entries) >= MOST_ENTRIES:
-                raise QueueError(f"the queue has {MOST_ENTRIES} entries", "latentpress queue clear")
+            for entry in state.unfinished:
+                if entry.folder == str(folder):
+                    message = f"entry {entry.id} ({entry.state}) uses the same folder, {folder}"
+                    raise QueueError(message, "give this run a separate folder: --set train.run=NAME")
+            if len(state.entries) >= MAX_ENTRIES:
+                raise QueueError(f"the queue is full: it has {MAX_ENTRIES} entries", "latentpress queue clear")
             path, words = str(config.absolute()), tuple(overrides)
             entry = QueueEntry(id=state.next_id, config=path, overrides=words, folder=str(folder))
             state.entries.append(entry)
@@ -136,30 +138,30 @@ class RunQueue:
         return entry
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Remove entries. The program that runs one of them stops it, and continues with the next."""
+        """Remove entries. If an entry is running, its program stops it and continues with the next entry."""
         with self._editing() as state:
             removed = {state.find(number).id for number in numbers}
             state.entries = [entry for entry in state.entries if entry.id not in removed]
 
     def clear(self) -> int:
-        """Remove the finished and the failed entries; returns their number."""
+        """Remove the finished and failed entries, and return their number."""
         with self._editing() as state:
             count = len(state.entries)
             state.entries = [entry for entry in state.entries if entry.state in UNFINISHED]
         return count - len(state.entries)
 
     def move(self, number: int, places: int) -> None:
-        """Move an entry by so many places, up if they are negative, as far as there are any."""
+        """Move an entry by `places`, towards the start of the queue if negative, and at most to the start or end."""
         with self._editing() as state:
             position = state.entries.index(state.find(number))
             state.entries.insert(max(position + places, 0), state.entries.pop(position))
 
     def retry(self, number: int) -> None:
-        """Let a finished or failed entry wait again, in its place."""
+        """Change a finished or failed entry to waiting, in the same place."""
         with self._editing() as state:
             entry = state.find(number)
             if entry.state in UNFINISHED:
-                raise QueueError(f"entry {number} is {entry.state}", "wait for its end")
+                raise QueueError(f"entry {number} is {entry.state}", "wait until it has ended")
             entry.state, entry.reason, entry.advice, entry.ended = "waiting", "", "", None
 
     def switch(self, is_on: bool) -> None:
@@ -168,8 +170,8 @@ class RunQueue:
             state.is_on = is_on
 
     def take_next(self) -> QueueEntry | None:
-        """Mark the next entry as running, and return it. None if the queue is off or has nothing to do; then it is
-        off."""
+        """Mark the next entry as running, and return it. Returns None if the queue is off or has no unfinished entry,
+        and switches it off."""
         with self._editing() as state:
             if not state.is_on or not state.unfinished:
                 state.is_on = False
@@ -199,6 +201,6 @@ class RunQueue:
                 is_alone = work.take(wait_s)
             if not is_alone:
                 worker = self.worker()
-                who = f": process {worker.process} on {worker.host}" if worker else ""
-                raise QueueError(f"another program works this queue off{who}", "latentpress queue")
+                holder = f": process {worker.process} on {worker.host}" if worker else ""
+                raise QueueError(f"another program is processing this queue{holder}", "latentpress queue")
             yield

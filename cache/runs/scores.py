@@ -1,6 +1,6 @@
-"""<output>/<run>/scores.jsonl: what `latentpress score` measured of the validation samples of each step.
+"""<output>/<run>/scores.jsonl: the scores that `latentpress score` measured for the validation samples of each step.
 
-A line for each step, added when all its samples are scored; a later line of a step replaces the scores that it names.
+A line for each step, added when all its samples are scored; a later line of a step replaces the scores that it has.
 docs/watching.md describes it. Scores of different models or settings have different fingerprints and are never
 compared.
 """
@@ -90,7 +90,7 @@ class ScorePoint:
 
 @dataclass(frozen=True)
 class ScoreCurve:
-    """A score by step, of one model. seeds: the most that a group has. higher is better."""
+    """A score by step, for one model; a higher score is better. seeds: maximum number of seeds of a prompt."""
 
     name: str
     measured: Measured | None
@@ -99,7 +99,7 @@ class ScoreCurve:
 
     @property
     def comparable(self) -> list[ScorePoint]:
-        """The points over the same samples as the last whole one."""
+        """The points over the same samples as the last point with is_whole."""
         last = next((point for point in reversed(self.points) if point.is_whole), self.points[-1])
         return [point for point in self.points if point.compared == last.compared]
 
@@ -111,7 +111,7 @@ class ScoreCurve:
 
 
 def score_label(name: str) -> str:
-    """A score's name as people read it: clip_score is "CLIP score"."""
+    """Return a score's name for display, such as "CLIP score" for clip_score."""
     return " ".join({"clip": "CLIP"}.get(word, word) for word in name.split("_"))
 
 
@@ -124,8 +124,9 @@ def spread_of(values: Sequence[float]) -> float | None:
 def summarize_scores(
     step: int, samples: Sequence[SampleScores], measures: dict[str, Measured], missing: Sequence[str] = ()
 ) -> ScoreLine:
-    """The line of a step. A score is the mean of the prompts' means. Its spread is the spread of the means over all
-    prompts with each seed that every prompt has: how much the score depends on the noise."""
+    """Return the line of a step. A score is the mean of the prompts' means. Its spread is the standard deviation of
+    the means over all prompts with the same seed, for seeds that every prompt has. It shows how much the score depends
+    on the noise."""
     by_seed: dict[str, dict[int, SampleScores]] = {}
     for sample in samples:
         by_seed.setdefault(sample.prompt, {})[sample.seed] = sample
@@ -153,20 +154,20 @@ def summarize_scores(
 
 
 def append_line(folder: Path, line: ScoreLine) -> None:
-    """Add a line to scores.jsonl, whole or not at all."""
+    """Add a complete line to scores.jsonl, or raise an error."""
     path = folder / SCORES_FILE
     with explained(str(path)):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
-            cut_off = size and os.pread(descriptor, 1, size - 1) != b"\n"  # by a kill: it ends there
+            cut_off = size and os.pread(descriptor, 1, size - 1) != b"\n"  # the last line, by a kill
             data = (b"\n" if cut_off else b"") + json.dumps(line.model_dump()).encode() + b"\n"
             if file.write(data) != len(data):
-                raise OSError("the line was not written whole")
+                raise OSError("only a part of the line was written")
 
 
 def read_lines(folder: Path) -> list[ScoreLine]:
-    """The lines that can be read, in the order in which they were written."""
+    """Return the readable lines in the order in which they were written."""
     lines = list[ScoreLine]()
     for values in parse_metrics(read_regular(folder / SCORES_FILE)):
         with suppress(ValueError):
@@ -175,7 +176,7 @@ def read_lines(folder: Path) -> list[ScoreLine]:
 
 
 def read_curves(folder: Path) -> list[ScoreCurve]:
-    """The curves of a run's scores, by name, each with the points of the model and settings that were used last."""
+    """Return the curves of a run's scores, by name. Each has only the points of the last used model and settings."""
     lines, curves = read_lines(folder), []
     for name in sorted({name for line in lines for name in line.scores}):
         named = [line for line in lines if name in line.scores]

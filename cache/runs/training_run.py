@@ -1,5 +1,5 @@
-"""A training run's folder, <output>/<run>/, as other programs see it: its metrics, whether a trainer is running, and
-the records of its processes. Does not import torch.
+"""A training run's folder, <output>/<run>/, for other programs: its metrics, whether a trainer is running, and the
+records of its processes. Does not import torch.
 
 failure.json: the record of the run's last attempt, if the attempt is running, was killed or ended with an error. The
 record is removed when another attempt begins. stages.jsonl: a line for each stage that `latentpress run` ran and that
@@ -34,7 +34,7 @@ from schemas.text_format import format_duration
 METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
 WANDB_ID = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
-SILENT_S = 1800.0  # a trainer that has written nothing for this long, and whose lock can't be seen, counts as killed
+SILENT_S = 1800.0  # after this time without a written file, a trainer with an invisible lock counts as killed
 SMOOTHED_STEPS = 50  # number of steps over which the displayed loss is averaged
 TAIL_BYTES = 1 << 20  # bytes at the end of the metrics that status reads: about 1,500 steps
 MAX_HEADER_BYTES = 1 << 20  # limit for the header of a validation latent
@@ -43,7 +43,7 @@ NUMBERS = ("loss", "eval_loss", "samples_per_s", "data_wait_share", "seconds_lef
 Step = TypeVar("Step", int, str)  # a number, or the name of its folder
 _STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 FAILURE_NOTE, STAGES_FILE = "failure.json", "stages.jsonl"
-KILLED = "it ended without a message: it was killed, for example for want of memory, or the machine went down"
+KILLED = "it ended without a message: it was killed, for example because memory was full, or the machine stopped"
 
 
 class RunError(LatentpressError):
@@ -57,7 +57,7 @@ class OutputLocked(LatentpressError):
 
     def __init__(self, folder: Path) -> None:
         step = "Wait until it has ended, stop it, or choose another train.run."
-        super().__init__(f"another trainer is at work in {folder}", step)
+        super().__init__(f"another trainer is running in {folder}", step)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -121,11 +121,12 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def spread(steps: Sequence[Step], most: int) -> list[Step]:
-    """Choose at most `most` of the steps, evenly spaced, with the first and the last step. most: at least 2."""
-    if len(steps) <= most:
+def spread(steps: Sequence[Step], max_count: int) -> list[Step]:
+    """Choose at most `max_count` of the steps, evenly spaced, with the first and the last step. max_count: at least
+    2."""
+    if len(steps) <= max_count:
         return list(steps)
-    return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
+    return [steps[round(number * (len(steps) - 1) / (max_count - 1))] for number in range(max_count)]
 
 
 def step_of(path: Path) -> int | None:
@@ -173,11 +174,11 @@ def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
     record = read_failure(folder)
     if record is None or record.state != "lost" or (elsewhere and record.host == socket.gethostname()):
         return False
-    written = [record.began]
+    write_times = [record.began]
     for path in (folder / METRICS_FILE, folder / CHECKPOINTS, *folder.glob("validation/*")):
         with suppress(OSError):
-            written.append(path.stat().st_mtime)
-    return time.time() - max(written) < SILENT_S
+            write_times.append(path.stat().st_mtime)
+    return time.time() - max(write_times) < SILENT_S
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class RunProgress:
 
     def row(self) -> dict[str, Any]:
         """Return the progress as a row of a table."""
-        left = format_duration(self.seconds_left) if self.seconds_left is not None else ""
+        time_left = format_duration(self.seconds_left) if self.seconds_left is not None else ""
         return {
             "run": self.run,
             "state": self.state,
@@ -208,7 +209,7 @@ class RunProgress:
             "eval_loss": self.eval_loss,
             "samples_per_second": "" if self.samples_per_s is None else f"{self.samples_per_s:.3g}",
             "waiting_for_data": "" if self.data_wait_share is None else f"{100 * self.data_wait_share:.0f} %",
-            "left": str(left),
+            "left": str(time_left),
             "last_checkpoint": "none" if self.checkpoint is None else f"step {self.checkpoint}",
         }
 
@@ -233,14 +234,14 @@ def read_progress(config: Config, folder: Path | None = None) -> RunProgress:
         state = "stopped" if lines or saved else "not started"
     last = lines[-1] if lines else {}
     if running:
-        _, resumed, rest = content.rpartition(b'"resumed"')
-        since_start = [] if _was_started_since(folder) else parse_metrics(rest) if resumed else metrics
+        _, resumed, after_start = content.rpartition(b'"resumed"')
+        since_start = [] if _was_started_since(folder) else parse_metrics(after_start) if resumed else metrics
         last = next((line for line in reversed(since_start) if "loss" in line), {})
     speed, waited = last.get("samples_per_s"), last.get("data_wait_share")
-    left = last.get("seconds_left") if running else None
+    seconds_left = last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]
     return RunProgress(
-        *(folder.name, state, step, steps, smoothed_loss(losses), speed, waited, left),
+        *(folder.name, state, step, steps, smoothed_loss(losses), speed, waited, seconds_left),
         *(max(saved, default=None), _format_last_eval(evals[-1]) if evals else ""),
     )
 
@@ -291,7 +292,7 @@ def begin_record(folder: Path, stage: str) -> RecordWriter:
 
 
 def record_failure(folder: Path, stage: str, reason: str, advice: str = "") -> None:
-    """Write to failure.json why `stage` failed."""
+    """Record in failure.json that `stage` failed. reason: the error. advice: the next step."""
     _end_record(begin_record(folder, stage), reason, advice)
 
 
@@ -305,14 +306,14 @@ def clear_failure(folder: Path) -> None:
 
 
 @contextmanager
-def noting_failure(folder: Path, stage: str, no_failure: type[Exception]) -> Iterator[None]:
-    """Context that records that `stage` is running, and the error with which the body ends. no_failure: exception type
+def noting_failure(folder: Path, stage: str, ignored: type[Exception]) -> Iterator[None]:
+    """Context that records that `stage` is running, and the error with which the body ends. ignored: exception type
     that is not recorded as a failure."""
     writer = begin_record(folder, stage)
     writer.update()
     try:
         yield
-    except no_failure:
+    except ignored:
         clear_failure(folder)
         raise
     except LatentpressError as error:

@@ -79,12 +79,12 @@ def list_validations(folder: Path) -> list[ValidationFile]:
     current latents."""
     latents = _list_files(folder / "validation", (".safetensors",))
     pictures = _list_files(folder / "samples", SUFFIXES)
-    shown = {key: path for key, path in pictures.items() if key not in latents or is_current(path, latents[key])}
-    return [ValidationFile(*key, latents.get(key), shown.get(key)) for key in sorted(latents | shown)]
+    current = {key: path for key, path in pictures.items() if key not in latents or is_current(path, latents[key])}
+    return [ValidationFile(*key, latents.get(key), current.get(key)) for key in sorted(latents | current)]
 
 
 def latent_path(folder: Path, step: int, name: str) -> Path:
-    """The latent of a sample of the run in `folder`."""
+    """Return the path of a sample's latent for the run in `folder`."""
     return folder / "validation" / f"step-{step:06d}" / f"{name}.safetensors"
 
 
@@ -107,7 +107,7 @@ def is_current(picture: Path, latent: Path) -> bool:
 
 
 def find_picture(latent: Path) -> Path | None:
-    """The current picture or clip of a latent."""
+    """Return the current picture or clip of a latent; None if it does not exist."""
     folder = latent.parents[2] / "samples" / latent.parent.name
     return next(
         (path for path in (folder / f"{latent.stem}{suffix}" for suffix in SUFFIXES) if is_current(path, latent)), None
@@ -134,19 +134,19 @@ def _list_results(folder: Path) -> list[Any]:
 
 
 def describe_sample(config: Config, latent: Path) -> dict[str, Any]:
-    """A validation sample's prompt, negative prompt and seed as the configuration has them, and the trainer's
-    description of its latent, such as bucket, steps and guidance, which takes precedence."""
+    """Return a validation sample's prompt, negative prompt and seed from the configuration, and the trainer's
+    description of its latent, such as bucket, steps and guidance. The trainer's description takes precedence."""
     samples = {sample.name: sample for sample in config.validation_samples()}
     prompts = {prompt.name: prompt for prompt in config.validation.prompts}
-    known = dict[str, Any]()
+    values = dict[str, Any]()
     if (sample := samples.get(latent.stem)) is not None and (prompt := prompts.get(sample.prompt)) is not None:
-        known = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt, "seed": sample.seed}
-    return known | read_description(latent)
+        values = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt, "seed": sample.seed}
+    return values | read_description(latent)
 
 
 NOTHING_HELD_OUT = (
-    "nothing is held out, so this shows how well training samples are fitted and not how well others are; set "
-    "eval_fraction: 0.05 of a dataset (more where that holds out none of a few), or eval: true of one"
+    "no samples are held out, so this loss measures the fit to training samples and not to new samples; set a "
+    "dataset's eval_fraction: 0.05 (more for a small dataset), or its eval: true"
 )
 
 
@@ -174,19 +174,19 @@ def best_evaluation(lines: Iterable[Mapping[str, Any]], steps: Collection[int] |
 
 
 def best_checkpoint(folder: Path) -> Evaluation | None:
-    """Find the step with the lowest eval loss among those that have a checkpoint."""
+    """Return the step with the lowest eval loss among the steps with a checkpoint."""
     steps = [checkpoint_step(path) for path in list_checkpoints(folder / CHECKPOINTS)]
     return best_evaluation(read_metrics(folder / METRICS_FILE), steps)
 
 
 def measured_on(lines: Iterable[Mapping[str, Any]]) -> str:
-    """The data that the last eval loss was measured on: "held-out samples" or "training samples"."""
+    """Return the data on which the last eval loss was measured: "held-out samples" or "training samples"."""
     on = [line.get("eval_on") for line in lines if "eval_loss" in line]
     return "training samples" if on[-1:] == ["training samples"] else "held-out samples"
 
 
 def loss_name(lines: Iterable[Mapping[str, Any]]) -> str:
-    """The eval loss as pages and tables call it."""
+    """Return the name of the eval loss for pages and tables."""
     return "eval loss" if measured_on(lines) == "held-out samples" else "loss on training samples"
 
 
@@ -210,5 +210,5 @@ def best_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def _best_row(measure: str, step: int, value: float, spread: float | None, paths: Mapping[int, str]) -> dict[str, Any]:
-    shown = "" if spread is None else spread
-    return {"measure": measure, "step": step, "value": value, "spread": shown, "checkpoint": paths.get(step, "")}
+    cell = "" if spread is None else spread
+    return {"measure": measure, "step": step, "value": value, "spread": cell, "checkpoint": paths.get(step, "")}

@@ -2,8 +2,9 @@
 schemas.tables.CAPTION_EDITS_SCHEMA. Edited captions take precedence over captions in the user's files, which
 are not changed.
 
-Each change writes the whole table under the next number, which one of several writers gets; the newest table counts,
-and the last ones stay, so that damage costs the last change only.
+Each change writes the whole table under the next number; if several writers use the same number, one succeeds and the
+others try again. The newest table is valid. The last KEPT_TABLES tables stay, so that damage loses only the last
+change.
 """
 
 import time
@@ -22,11 +23,11 @@ from schemas.tables import CAPTION_EDITS_SCHEMA
 
 FOLDER = "captions/edits"
 KEPT_TABLES = 5
-MOST_TRIES = 50  # attempts at one change while other processes change the table, too
+MAX_TRIES = 50  # attempts at one change while other processes change the table, too
 
 
-class ChangedMeanwhile(LatentpressError):
-    """Another person or program has edited the same caption."""
+class EditConflict(LatentpressError):
+    """Another person or program edited the same caption."""
 
 
 def list_edit_tables(store: Store) -> list[str]:
@@ -42,13 +43,13 @@ def read_edits(store: Store) -> pa.Table:
 
 def _read_newest(store: Store) -> tuple[str, pa.Table]:
     """Return the newest table's path and the table; ("", empty table) if no table exists."""
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         tables = list_edit_tables(store)
         if not tables:
             break
         try:
             return tables[-1], store.read_table(tables[-1], check_caption_edits)
-        except FileNotFoundError:  # removed by many changes since it was listed
+        except FileNotFoundError:  # many changes since the listing removed it
             continue
     return "", CAPTION_EDITS_SCHEMA.empty_table()
 
@@ -71,29 +72,31 @@ def write_edit(
 ) -> None:
     """Store edited captions for an item. captions: at least one caption, or None to use the captions of the item's
     files again. before: the item's edited captions when the editor read them, or None if they were not edited. Raises
-    ChangedMeanwhile if the stored captions differ from `before`."""
-    for _ in range(MOST_TRIES):
+    EditConflict if the stored captions differ from `before`."""
+    for _ in range(MAX_TRIES):
         path, edits = _read_newest(store)
-        is_it = pc.equal(edits["media_id"], media_id)
-        now = edits.filter(is_it)["captions"].to_pylist()
-        if now != ([] if before is None else [list(before)]):
-            raise ChangedMeanwhile("the caption was edited meanwhile", "load the page again, and edit what it has now")
-        others = edits.filter(pc.invert(is_it))
-        if captions is None and not now:
+        is_item = pc.equal(edits["media_id"], media_id)
+        current = edits.filter(is_item)["captions"].to_pylist()
+        if current != ([] if before is None else [list(before)]):
+            raise EditConflict("another person or program edited this caption", "load the page again, then edit it")
+        other_edits = edits.filter(pc.invert(is_item))
+        if captions is None and not current:
             return
         row = {"media_id": media_id, "captions": list(captions or ()), "edited": time.time()}
-        new = pa.Table.from_pylist([] if captions is None else [row], CAPTION_EDITS_SCHEMA)
-        table = pa.concat_tables([others, new]).sort_by("media_id").combine_chunks()
+        added = pa.Table.from_pylist([] if captions is None else [row], CAPTION_EDITS_SCHEMA)
+        table = pa.concat_tables([other_edits, added]).sort_by("media_id").combine_chunks()
         check_caption_edits(table)
         number = int(path[-len("000000.arrow") :].removesuffix(".arrow")) + 1 if path else 1
         if not store.create_new(f"{FOLDER}/{number:06d}.arrow", partial(arrow_ipc.write_table, table)):
             continue
-        # If many changes since the table was read made the next number free again, our table is not the newest one.
-        kept = read_edits(store)
-        if kept.filter(pc.equal(kept["media_id"], media_id)).to_pylist() != new.to_pylist():
+        # If many changes since the table was read made this number free again, our table is not the newest table.
+        stored = read_edits(store)
+        if stored.filter(pc.equal(stored["media_id"], media_id)).to_pylist() != added.to_pylist():
             store.remove(f"{FOLDER}/{number:06d}.arrow")
             continue
-        for old in list_edit_tables(store)[:-KEPT_TABLES]:
-            store.remove(old)
+        for old_table in list_edit_tables(store)[:-KEPT_TABLES]:
+            store.remove(old_table)
         return
-    raise LatentpressError(f"{store.path(FOLDER)} is being changed all the time", "try it again")
+    raise LatentpressError(
+        f"{store.path(FOLDER)} was changed by other programs {MAX_TRIES} times", "save the caption again"
+    )

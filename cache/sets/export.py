@@ -1,7 +1,7 @@
 """Training sets for other places: a copy that can be trained on, and WebDataset tars for other programs.
 
-A copy is a root of its own, with the set's tables and shards under their own names, so `train.set` may name it. A tar
-has one row for each sample, with the sample's latent, its other tensors and all its texts; no program here reads it.
+A copy is a root with the set's tables and shards under their own names, so `train.set` may name it. A tar has one row
+for each sample, with the sample's latent, its other tensors and all its texts; latentpress does not read tars.
 """
 
 import shutil
@@ -30,7 +30,7 @@ SET_FACTS = ("family", "flavour", "task", "template")  # keys of set.json
 
 
 class TargetError(LatentpressError):
-    """The target of an export already has something else."""
+    """The target of an export already has another export."""
 
     exit_code = USAGE
 
@@ -48,8 +48,8 @@ def has_copy(data: TrainSet, target: Store, path: str) -> bool:
 
 
 def copy_shard(data: TrainSet, target: Store, path: str) -> int:
-    """Copy a shard and compare the copy with its checksums; returns its bytes. DamageError if it is damaged."""
-    if path.endswith(TAR_SUFFIX):  # a tar means "done", so its sidecar comes first
+    """Copy a shard, verify the copy and return its size in bytes. Raises DamageError if the shard is damaged."""
+    if path.endswith(TAR_SUFFIX):  # the tar marks the shard as finished, so its sidecar is copied first
         _copy(data.store, target, path.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX)
     _copy(data.store, target, path)
     if damages := shard_io.verify(target, path):
@@ -71,8 +71,8 @@ def publish_copy(data: TrainSet, target: Store) -> None:
 def _copy(source: Store, target: Store, path: str) -> None:
     with as_damage(source.path(path), "it can't be copied"):
         read = source.open_whole(path)
-    with read, target.create(path) as written:
-        shutil.copyfileobj(read, written, COPY_BYTES)
+    with read, target.create(path) as copy:
+        shutil.copyfileobj(read, copy, COPY_BYTES)
 
 
 class TarPart(NamedTuple):
@@ -103,7 +103,7 @@ class WebDatasetRecord(Stored):
 
 
 class WebDatasetExport:
-    """Writes a set to `target` as tars of about `limit_bytes`. captions: whether rows have the captions' words."""
+    """Writes a set to `target` as tars of about `limit_bytes`. captions: whether rows have the text of the captions."""
 
     def __init__(self, data: TrainSet, target: Store, limit_bytes: float, captions: bool) -> None:
         self.data, self.target = data, target
@@ -111,11 +111,12 @@ class WebDatasetExport:
         stated = data.meta.values()
         stated["export"] = {"limit_bytes": limit_bytes, "captions": captions}
         self.record = WebDatasetRecord.model_validate(stated)
-        self._words = _captions(data) if captions else None
+        self._texts = _read_texts(data) if captions else None
         self.parts = list(self._divide(limit_bytes))
 
     def _divide(self, limit_bytes: float) -> Iterator[TarPart]:
-        """Divide each run of one role and bucket by the size of its first row: latents of a bucket have one size."""
+        """Divide each run of rows with one role and bucket by the size of its first row, because latents of a bucket
+        have the same size."""
         number = 0
         for (_, bucket), first, last in find_runs(self.data.tables["index"], ("role", "bucket")):
             row_bytes = sum(array.nbytes for array in self._row(first).tensors.values())
@@ -125,17 +126,18 @@ class WebDatasetExport:
                 number += 1
 
     def check_target(self) -> None:
-        """TargetError if the target has this set, exported with other options."""
+        """Raise TargetError if the target has this set, exported with other options."""
         path = f"{self.folder}/set.json"
         if self.target.exists(path) and self.target.read_record(path, WebDatasetRecord) != self.record:
-            what = f"{self.target.path(self.folder)} has this set, exported with other options"
-            raise TargetError(what, "choose another folder with --to, or remove that one")
+            problem = f"{self.target.path(self.folder)} has this set, exported with other options"
+            raise TargetError(problem, "choose another folder with --to, or remove this folder")
 
     def done_units(self) -> set[str]:
         return set(find_done_units(self.target, self.folder))
 
     def write(self, part: TarPart) -> int:
-        """Publish a tar; returns the bytes of its tensors. DamageError if a row of the set is damaged."""
+        """Publish a tar and return the size of its tensors in bytes. Raises DamageError if a row of the set is
+        damaged."""
         rows = range(part.start, part.stop)
         meta = ShardMeta("samples", self.data.id, part.unit, part.bucket, [self._key(row) for row in rows])
         columns, size = dict[str, str](), 0
@@ -157,7 +159,7 @@ class WebDatasetExport:
         return f"{row:08d}-{self.data.tables['index'].column('sample_id')[row].as_py()}"
 
     def _row(self, number: int) -> ShardRow:
-        """All tensors of a sample: names of another part than the latent's begin with the part's name."""
+        """Return all tensors of a sample. The names of tensors of further parts begin with the part's name."""
         parts, index = self.data.part_rows(number), self.data.tables["index"]
         tensors = {
             name if part == SAMPLE else f"{part}.{name}": array
@@ -167,18 +169,18 @@ class WebDatasetExport:
         info = {key: index.column(key)[number].as_py() for key in ROW_FACTS}
         info |= {key: getattr(self.data.meta, key) for key in SET_FACTS}
         info["parts"] = {part: {"id": row.id, "info": row.info} for part, row in parts.items()}
-        if self._words is not None:
+        if self._texts is not None:
             texts = index.column("texts")[number].as_py()
-            info["captions"] = [self._words[self.data.text_id(text)]["text"] for text in texts]
+            info["captions"] = [self._texts[self.data.text_id(text)]["text"] for text in texts]
         return ShardRow(self._key(number), tensors, info)
 
 
-def _captions(data: TrainSet) -> Mapping[str, Mapping[str, Any]]:
+def _read_texts(data: TrainSet) -> Mapping[str, Mapping[str, Any]]:
     """Text id -> the text's row in the plan that the set was made of."""
     name = data.meta.generation
     if name not in plans.list_plans(data.store):
         raise LatentpressError(
-            f"the captions' words are in plan {name}, which is not under {data.store.path('plans')}",
-            "export without --with-captions, or from the root where the set was made",
+            f"the captions are in plan {name}, which is not in {data.store.path('plans')}",
+            "export without --with-captions, or export from the root in which the set was made",
         )
     return plans.load_plan(data.store, name).texts

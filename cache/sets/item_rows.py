@@ -93,19 +93,19 @@ def check_mask_row(row: ShardRow) -> None:
     """Raise ValueError unless `row` is a valid row of a masks shard."""
     array = row.tensors.get(PNG)
     if array is None or len(row.tensors) > 1 or array.dtype != "uint8" or len(array.shape) != 1:
-        raise ValueError("it has other tensors than the bytes of a PNG")
+        raise ValueError("its tensors are not the bytes of a PNG")
     if bytes(array.raw()[: len(PNG_SIGNATURE)]) != PNG_SIGNATURE:
-        raise ValueError("its mask is no PNG")
+        raise ValueError("its mask is not a PNG")
 
 
 def check_features_row(row: ShardRow) -> None:
     """Raise ValueError unless `row` is a valid row of a features shard."""
     measures = row.info.get("measures")
     if not isinstance(measures, dict) or measures.keys() != set(MEASURES):
-        raise ValueError("it lacks measures, or has others")
+        raise ValueError(f"its measures are not {', '.join(MEASURES)}")
     for name, value in measures.items():
         if not (type(value) is float and math.isfinite(value)) and not (name == "motion" and value is None):
-            raise ValueError(f"its {name} is no number")
+            raise ValueError(f"its {name} is not a finite number")
     if "layouts" not in row.tensors or not row.tensors.keys() <= {"layouts", "features"}:
         raise ValueError("it lacks its layouts, or has further tensors")
     for name, array in row.tensors.items():
@@ -117,7 +117,7 @@ def check_caption_row(row: ShardRow) -> None:
     """Raise ValueError unless `row` is a valid row of a captions shard."""
     captions = check_list(row.info.get("captions"), "its captions")
     if not captions or row.tensors:
-        raise ValueError("it has no captions, or tensors beside them")
+        raise ValueError("it lacks captions, or has tensors")
     for caption in captions:
         if not check_text(caption, "a caption").strip():
             raise ValueError("a caption is empty")

@@ -1,11 +1,11 @@
 """Plan generations: plans/<generation>/, append-only, immutable once published.
 
 A generation holds the complete list of active samples, and the samples, texts and units that earlier generations lack.
-plan.json names the earlier generations, at most MOST_EARLIER, because the next generation after that holds everything.
-So a plan is read with a bounded number of requests. plan.json is written last: a folder without one is not a plan.
+plan.json names the earlier generations, at most MAX_EARLIER; the next generation then holds everything, so that a plan
+is read with a bounded number of requests. plan.json is written last: a folder without one is not a plan.
 `key` is a hash of the settings that made the plan, so a changed configuration finds no stale plan, and a restored one
 finds its own. Everything stays in tables: a plan of a million samples is read and compared without a Python object for
-each."""
+each sample."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +31,7 @@ from schemas.tables import TABLES_VERSION, UNITS_SCHEMA, plan_schema
 PLAN_TABLES = ("samples", "texts", "units", "active")
 _CHECKS = {name: partial(check_columns, partial(plan_schema, name)) for name in PLAN_TABLES}
 KINDS = {"items": ("items",), "samples": ("latents", "text")}  # kind of plans -> kinds of their units
-MOST_EARLIER = 8  # earlier generations that are read with a plan
+MAX_EARLIER = 8  # earlier generations that are read with a plan
 
 
 class RowLookup(Mapping[str, dict[str, Any]]):
@@ -111,14 +111,14 @@ class Plan:
         return pc.unique(pa.chunked_array([*captions.chunks, *null.chunks, pa.array(named, pa.string())], pa.string()))
 
     def units(self, kind: str) -> list[Unit]:
-        """Units of this and earlier generations with at least one active member, in plan order, without those that
-        a later generation divided into smaller ones."""
+        """Units of this and earlier generations with at least one active member, in plan order, without
+        units that a later generation divided into smaller units."""
         replaced = pa.array(sorted(self.replaced_units), pa.string())
         active = self.active_text_ids if kind == "text" else self.active_sample_ids
         units = []
-        of_kind = _filter_kind(self._all("units"), kind)
-        kept = of_kind.filter(pc.invert(pc.is_in(of_kind.column("unit_id"), value_set=replaced)))
-        for batch in kept.to_batches():
+        units_of_kind = _filter_kind(self._all("units"), kind)
+        remaining = units_of_kind.filter(pc.invert(pc.is_in(units_of_kind.column("unit_id"), value_set=replaced)))
+        for batch in remaining.to_batches():
             needed, members = np.zeros(batch.num_rows, bool), batch.column("members")
             parents = np.asarray(pc.list_parent_indices(members))
             needed[parents[np.asarray(pc.is_in(members.flatten(), value_set=active))]] = True
@@ -169,9 +169,9 @@ class Plan:
         """sample_id -> row of schemas.tables.ACTIVE_SCHEMA, with the paths of the sample's files as of this plan."""
         return RowLookup(self.active, "sample_id")
 
-    def own_table(self, what: str) -> pa.Table:
-        """The table "samples", "texts", "units" or "active" of this generation alone."""
-        return read_plan_table(self.store, self.name, what)
+    def own_table(self, table: str) -> pa.Table:
+        """The rows of this generation, without earlier generations. table: a name in PLAN_TABLES."""
+        return read_plan_table(self.store, self.name, table)
 
     @property
     def is_complete(self) -> bool:
@@ -184,17 +184,17 @@ class Plan:
             (self.active_sample_ids, pc.list_flatten(_filter_kind(units, self.unit_kinds[0]).column("members"))),
             (self.active_text_ids, pc.list_flatten(_filter_kind(units, "text").column("members"))),
         )
-        return all(not len(ids) or pc.all(pc.is_in(ids, value_set=known)).as_py() for ids, known in pairs)
+        return all(not len(ids) or pc.all(pc.is_in(ids, value_set=planned)).as_py() for ids, planned in pairs)
 
-    def _all(self, what: str) -> pa.Table:
-        """The table `what` of this and of each earlier generation."""
-        # Only in plans with references do texts have a column of references.
-        tables = [*_read_tables(self._earlier, what), self.own_table(what)]
+    def _all(self, table: str) -> pa.Table:
+        """The rows of this and all earlier generations. table: a name in PLAN_TABLES."""
+        # Texts have a column of references only in plans with references.
+        tables = [*_read_tables(self._earlier, table), self.own_table(table)]
         return pa.concat_tables(tables, promote_options="default")
 
     @cached_property
     def _earlier(self) -> list["Plan"]:
-        """The earlier generations of the same kind of plan, oldest first, without those that were removed."""
+        """The earlier generations of the same kind of plan, oldest first, without removed generations."""
         return _load_plans(self.store, self.info.earlier[self.kind])
 
 
@@ -208,17 +208,16 @@ def _filter_kind(units: pa.Table, kind: str) -> pa.Table:
     return units.filter(pc.equal(units.column("kind"), kind))
 
 
-def read_plan_table(store: Store, name: str, what: str) -> pa.Table:
-    """Return the table `what` of generation `name`. what: a name in PLAN_TABLES. Raises DamageError if the table is
-    damaged."""
-    rel = f"plans/{name}/{what}.arrow"
+def read_plan_table(store: Store, name: str, table: str) -> pa.Table:
+    """Return a table of generation `name`. table: a name in PLAN_TABLES. Raises DamageError if the table is damaged."""
+    rel = f"plans/{name}/{table}.arrow"
     with as_damage(store.path(rel), "it can't be read"):
-        return store.read_table(rel, _CHECKS[what])
+        return store.read_table(rel, _CHECKS[table])
 
 
 def _check_plan_name(value: str) -> str:
     if not is_project_file(f"plans/{value}/plan.json"):
-        raise ValueError("it is not the name of a plan")
+        raise ValueError("not a valid plan name")
     return value
 
 
@@ -273,7 +272,7 @@ def load_plan(store: Store, name: str) -> Plan:
 
 
 def _load_plans(store: Store, names: Sequence[str]) -> list[Plan]:
-    """These generations, without those that were removed."""
+    """Load these generations, without removed generations."""
     plans = []
     for name in names:
         with suppress(FileNotFoundError):
@@ -281,13 +280,13 @@ def _load_plans(store: Store, names: Sequence[str]) -> list[Plan]:
     return plans
 
 
-def _read_tables(plans: Sequence[Plan], what: str) -> list[pa.Table]:
-    """Return the table `what` of each generation, without generations that `gc` removes during the call, which hold
-    nothing active; `gc` removes plan.json before the tables."""
+def _read_tables(plans: Sequence[Plan], name: str) -> list[pa.Table]:
+    """Return the table `name` of each generation, without generations that `gc` removes during the call; they have no
+    active rows, and `gc` removes their plan.json first."""
     tables = []
     for plan in plans:
         try:
-            tables.append(plan.own_table(what))
+            tables.append(plan.own_table(name))
         except DamageError:
             if plan.store.exists(f"plans/{plan.name}/plan.json"):
                 raise
@@ -301,9 +300,9 @@ def newest_plan(store: Store, key: str) -> Plan | None:
 
 
 def planned_ids(store: Store, kind: str) -> pa.Array:
-    """Ids of the members of every unit of a kind that was planned."""
-    chunks, of = [], next(of for of, kinds in KINDS.items() if kind in kinds)
-    plans = _load_plans(store, planned_generations(store, list_plans(store))[of])
+    """Ids of the members of every planned unit of a kind."""
+    chunks, plan_kind = [], next(plan_kind for plan_kind, kinds in KINDS.items() if kind in kinds)
+    plans = _load_plans(store, planned_generations(store, list_plans(store))[plan_kind])
     for units in _read_tables(plans, "units"):
         chunks += pc.list_flatten(_filter_kind(units, kind).column("members")).chunks
     return pc.unique(pa.chunked_array(chunks, pa.string()))
@@ -326,37 +325,39 @@ def publish_plan(
 
     tables: table for each name in PLAN_TABLES. planned_on: the generations that existed when the tables were made; None
     for the current generations. Names of plans are <sequence>-<hash of content>: two machines that make the same plan
-    at the same time write the same files. If they make different plans within the moment that writing takes, items in
-    both plans are in a unit of each plan, and later plans build on the plan with the greater name.
+    at the same time write the same files. If they make different plans at the same time, items in both plans are in a
+    unit of each plan, and later plans build on the plan with the greater name.
     """
     current, published = newest_plan(store, key), list_plans(store)
     if planned_on is not None and published != list(planned_on):
-        raise PlanOutdated(f"a plan was published meanwhile: {', '.join(sorted({*published} ^ {*planned_on}))}")
+        raise PlanOutdated(
+            f"another plan was published during planning: {', '.join(sorted({*published} ^ {*planned_on}))}"
+        )
     cast = {name: tables[name].cast(plan_schema(name, tables[name].column_names)) for name in PLAN_TABLES}
     active = cast["active"] = cast["active"].combine_chunks()  # compared and hashed below
     if current is not None and not any(len(tables[name]) for name in ("samples", "texts", "units")):
-        same = all(getattr(current.info, name) == getattr(info, name) for name in info.model_fields_set)
-        if same and current.active.equals(active) and current.is_complete:
+        is_same_info = all(getattr(current.info, name) == getattr(info, name) for name in info.model_fields_set)
+        if is_same_info and current.active.equals(active) and current.is_complete:
             return current
     parent = max(published, default=None)
     settings = hash_json({"key": key, "info": info.values(), "parent": parent})
     content = hash_bytes(settings.encode(), hash_table(active))
     earlier, values = planned_generations(store, published), info.values()
-    if len(earlier[info.kind]) > MOST_EARLIER:
-        whole = _load_plans(store, earlier[info.kind])
+    if len(earlier[info.kind]) > MAX_EARLIER:
+        earlier_plans = _load_plans(store, earlier[info.kind])
         for name in ("samples", "texts", "units"):
-            parts = [*(plan.own_table(name) for plan in whole), cast[name]]
+            parts = [*(plan.own_table(name) for plan in earlier_plans), cast[name]]
             table = pa.concat_tables(parts, promote_options="default")
             schema = plan_schema(name, table.column_names)
             cast[name] = table.select(schema.names).cast(schema)
-        replaced = {*info.replaced_units, *(unit for plan in whole for unit in plan.info.replaced_units)}
+        replaced = {*info.replaced_units, *(unit for plan in earlier_plans for unit in plan.info.replaced_units)}
         values |= {"replaced_units": sorted(replaced)} if replaced else {}
         earlier |= {info.kind: []}
     record = PlanRecord(key=key, parent=parent, content=content, earlier=earlier, **values)
     number = int(parent.partition("-")[0]) + 1 if parent else 1
     name = f"{number:06d}-{content[:12]}"
-    for what, table in cast.items():
-        store.write_table(f"plans/{name}/{what}.arrow", table)
+    for table_name, table in cast.items():
+        store.write_table(f"plans/{name}/{table_name}.arrow", table)
     store.publish_record(f"plans/{name}/plan.json", record)
     return Plan(store, name, record)
 
@@ -368,8 +369,8 @@ def find_damage(store: Store, name: str) -> DamageError | None:
     """The first damage found in generation `name`."""
     try:
         load_plan(store, name)
-        for what in PLAN_TABLES:
-            read_plan_table(store, name, what)
+        for table_name in PLAN_TABLES:
+            read_plan_table(store, name, table_name)
     except DamageError as damage:
         return damage
     return None
@@ -377,15 +378,15 @@ def find_damage(store: Store, name: str) -> DamageError | None:
 
 def quarantine(store: Store, name: str) -> str:
     """Move a generation to damaged/plans/, its plan.json first; returns its new folder."""
-    taken, number = {kept.partition("/")[0] for kept in store.list_names("damaged/plans")}, 1
-    while f"{name}.{number}" in taken:
+    used_names, number = {folder.partition("/")[0] for folder in store.list_names("damaged/plans")}, 1
+    while f"{name}.{number}" in used_names:
         number += 1
-    kept = f"damaged/plans/{name}.{number}"
-    for file in ("plan.json", *(f"{what}.arrow" for what in PLAN_TABLES)):
+    folder = f"damaged/plans/{name}.{number}"
+    for file in ("plan.json", *(f"{table_name}.arrow" for table_name in PLAN_TABLES)):
         with suppress(FileNotFoundError):
-            store.move(f"plans/{name}/{file}", f"{kept}/{file}")
+            store.move(f"plans/{name}/{file}", f"{folder}/{file}")
     store.remove_empty_folders(f"plans/{name}")
-    return kept
+    return folder
 
 
 def quarantine_damaged(store: Store, warn: Callable[[str], object], dry_run: bool = False) -> None:
@@ -395,7 +396,7 @@ def quarantine_damaged(store: Store, warn: Callable[[str], object], dry_run: boo
         if damage := find_damage(store, name):
             if dry_run:
                 raise damage
-            warn(f"{damage.message}; this plan is kept as {quarantine(store, name)} and planned again")
+            warn(f"{damage.message}; the plan was moved to {quarantine(store, name)} and is planned again")
 
 
 def all_units(store: Store) -> pa.Table:

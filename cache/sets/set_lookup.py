@@ -1,10 +1,10 @@
 """Finds the published plan that a configuration uses, and finds and opens training sets: the set that the configuration
-makes, or another that `train.set` names.
+makes, or the set that `train.set` names.
 
 Several configurations may share a root. Two pointers name a published set: one to the newest set of its family and
 task, and one to the set of its configuration, in a file named after the configuration's settings (`schemas/recipe.py`)
-and the encoders' weights. A machine that trains may hold only the transformer, so weights are compared as far as the
-checkpoint on this machine has them.
+and the encoders' weights. A machine that trains may hold only the transformer, so only the weights in this
+machine's checkpoint are compared.
 """
 
 import json
@@ -31,12 +31,12 @@ from schemas.recipe import build_recipe, plan_key
 
 #: Files that point to the set of a configuration.
 CONFIG_POINTER_PATTERN = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)
-#: The model that makes each kind of shard. The last is part of no checkpoint, and not used by every set.
+#: The model that makes each kind of shard. The vision model is not part of a checkpoint, and not every set uses it.
 ENCODER_NAMES = {"text": "text encoder", "latents": "autoencoder", "vision": "vision model"}
 MAX_DIFFERENCES = 6  # differences in a message
 MAX_VALUE_CHARS = 60  # characters of a value in a message
 _LIST_ITEM = object()  # in place of a value: the start of a section or of an item of a list
-RUN_HINT = "Run `latentpress run`, which makes what is missing and indexes it"
+RUN_HINT = "Run `latentpress run`, which runs the missing stages and indexes the set"
 
 JsonDict = dict[str, Any]
 
@@ -51,25 +51,27 @@ def current_plan(store: Store, config: Config) -> plans.Plan:
         plan = plans.newest_plan(store, plan_key(config, bucket_side_multiple(config.model)))
     if plan is None:
         raise NoPlan(
-            "there is no plan for this configuration (none was made, or its datasets, model or validation changed)",
+            "this configuration does not have a plan (it was not planned, or its datasets, model or validation "
+            "changed)",
             "run `latentpress discover`, then `latentpress bucket`",
         )
     return plan
 
 
 class WeightsMismatch(SetError):
-    """The named set was encoded with other weights than the checkpoint's."""
+    """The named set was encoded with different weights than the checkpoint's weights."""
 
 
 def find_set(root: str, name: str, family: str, task: str) -> TrainSet:
-    """The set that `train.set` names: "current", the id of one under `root`, or, with a "/" in it, the path or URL
-    of another root or an export ("s3://bucket/export", its current set) or of one set there (".../sets/<id>")."""
+    """Open the set that `train.set` names. name: "current", the id of a set under `root`, or, if it has a "/", the path
+    or URL of another root or an export ("s3://bucket/export", for its current set) or of a set in it (".../sets/<id>").
+    """
     if "/" not in name:
         return open_set(Store(root), name, family, task)
     root, name = parse_set_path(name)
-    step = "Correct the path: it is that of an export, of a root, or of a set in one of them."
+    step = "Correct train.set: it must be the path of a root, of an export, or of a set in a root or an export."
     if "://" not in root and not os.path.isdir(root):
-        raise SetNotFound(f"there is no folder {root}", step)
+        raise SetNotFound(f"the folder {root} does not exist", step)
     try:
         return open_set(Store(root), name, family, task)
     except SetNotFound as error:
@@ -77,31 +79,30 @@ def find_set(root: str, name: str, family: str, task: str) -> TrainSet:
 
 
 def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
-    """The set `set_id`, or the newest of this family and task for "current". Raises SetError otherwise."""
+    """Open a set. set_id: its id, or "current" for the newest set of this family and task. Raises SetError."""
     if set_id == "current":
         set_id = newest_set(store, family, task)
     if not PATH_NAME_PATTERN.fullmatch(set_id):
-        raise SetError(f"{printable(repr(set_id))} can't be the name of a training set", "Correct train.set.")
+        raise SetError(f"{printable(repr(set_id))} is not a valid name of a training set", "Correct train.set.")
     rel = f"sets/{set_id}/set.json"
     if not store.exists(rel):
         names = sorted({name.split("/")[0] for name in store.list_names("sets") if name.endswith("/set.json")})
-        what = f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(names) or 'none'}"
-        raise SetError(what, "Correct train.set, or run `latentpress index`.")
+        problem = f"no training set {set_id!r} under {store.path('sets')}; available: {', '.join(names) or 'none'}"
+        raise SetError(problem, "Correct train.set, or run `latentpress index`.")
     meta = store.read_record(rel, SetRecord)
     if (meta.family, meta.task) != (family, task):
-        what = f"set {set_id} was made for {meta.family} {meta.task}"
-        step = "Correct train.set or model.flavour."
-        raise SetError(f"{what}; the configuration trains {family} {task}", step)
+        problem = f"set {set_id} is for {meta.family} {meta.task}, but the configuration trains {family} {task}"
+        raise SetError(problem, "Correct train.set or model.flavour.")
     if meta.id != set_id:
-        step = "Run `latentpress index`, which writes it again; copy a copied set again."
+        step = "Run `latentpress index`, which writes it again; if the set was copied, copy it again."
         raise SetError(f"{store.path(rel)} belongs to set {meta.id!r}", step)
     return TrainSet(store, set_id, meta)
 
 
 def parse_set_path(name: str) -> tuple[str, str]:
-    """(root, set) of a `train.set` that is a path or URL."""
-    top, there, id = name.rstrip("/").rpartition("/sets/")
-    return (top, id) if there else (name, "current")
+    """Divide a path or URL in `train.set` into (root, set id)."""
+    root, separator, set_id = name.rstrip("/").rpartition("/sets/")
+    return (root, set_id) if separator else (name, "current")
 
 
 def newest_pointer(family: str, task: str) -> str:
@@ -113,15 +114,15 @@ def newest_set(store: Store, family: str, task: str) -> str:
     """The id of the newest set of this family and task, of any configuration."""
     rel = newest_pointer(family, task)
     if not store.exists(rel):
-        others = sorted(
+        available = sorted(
             name.removeprefix("current-").removesuffix(".json")
             for name in store.list_names("sets")
             if name.startswith("current-") and not CONFIG_POINTER_PATTERN.fullmatch(f"sets/{name}")
         )
         raise SetNotFound(
             f"no training set for {family} {task} under {store.path('sets')}"
-            + (f"; there are sets for {', '.join(others)}" if others else ""),
-            "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
+            + (f"; available: sets for {', '.join(available)}" if available else ""),
+            "Run `latentpress index`, or `latentpress run` for all stages before it.",
         )
     return read_pointer(store, rel)
 
@@ -146,21 +147,22 @@ def open_configured_set(config: Config, warn: Callable[[str], object]) -> TrainS
         weights = local_weights(config.model, Store(config.root))
         recipe = _build_recipe(config) if config.datasets else None
     except WeightsError:
-        return data  # without the checkpoint there is nothing to compare
-    for kind in _find_other_weights(data.meta, weights):
+        return data  # without the checkpoint, weights can't be compared
+    for kind in _find_changed_encoders(data.meta, weights):
         recorded = _recorded_weights(data.meta)[kind]
-        what = f"set {data.id} was made with another {ENCODER_NAMES[kind]} than that of {config.model.source}"
+        problem = f"set {data.id} and {config.model.source} have different {ENCODER_NAMES[kind]}s"
         if "content" in weights[kind] and "content" in recorded:
             raise WeightsMismatch(
-                f"{what}: what is trained on it would not fit that checkpoint",
-                "Correct model.path or train.set; or give a folder that holds only the transformer.",
+                f"{problem}: weights trained on the set would not fit the checkpoint",
+                "Correct model.path or train.set; or set model.path to a folder that contains only the transformer.",
             )
-        warn(f"{what}, by name: {printable(str(recorded))}; whether it is the same is not known")
+        encoder = f"{ENCODER_NAMES[kind]} {printable(str(recorded))}"
+        warn(f"set {data.id} was made with the {encoder}; {config.model.source} may have different weights")
     if recipe is not None and data.meta.recipe:
         data.recipe_differences = diff_recipes(data.meta.recipe, recipe)
     if data.recipe_differences:
         differences = _join_first(data.recipe_differences)
-        warn(f"set {data.id} is used as it was made, since train.set names it: {differences}")
+        warn(f"train.set names set {data.id}, which differs from the set of this configuration: {differences}")
     return data
 
 
@@ -172,27 +174,29 @@ def find_configured_id(store: Store, config: Config) -> str:
     names = [name for name in pointers.values() if store.exists(f"sets/{name}/set.json")]
     if len(names) > 1:
         raise SetError(
-            f"sets {', '.join(names)} were made by this configuration with different weights of the encoders, and "
-            f"{config.model.source} does not hold them",
-            "Name one of the sets: train.set: ID.",
+            f"this configuration made the sets {', '.join(names)} with different encoders, and {config.model.source} "
+            "does not contain the encoders",
+            "Set train.set to the id of a set.",
         )
     if names:
         return names[0]
     if pointers:
-        missing = store.path(f"sets/{next(iter(pointers.values()))}")
-        raise SetNotFound(f"{missing}, the set of this configuration, is not there", f"{RUN_HINT}.")
+        missing_set = store.path(f"sets/{next(iter(pointers.values()))}")
+        raise SetNotFound(f"{missing_set}, the set of this configuration, does not exist", f"{RUN_HINT}.")
     newest = newest_set(store, config.model.family, config.model.task)
     path = f"sets/{newest}/set.json"
-    differences = ["its set.json is not there"]
+    differences = ["its set.json is missing"]
     if store.exists(path):
         record = store.read_record(path, SetRecord)
-        other = [f"model.path: another {ENCODER_NAMES[kind]}" for kind in _find_other_weights(record, weights)]
-        differences = diff_recipes(record.recipe, recipe) + other
-    differences = differences or ["nothing, and only the file that points to it is missing"]
+        changed_encoders = [
+            f"model.path: different {ENCODER_NAMES[kind]}" for kind in _find_changed_encoders(record, weights)
+        ]
+        differences = diff_recipes(record.recipe, recipe) + changed_encoders
+    differences = differences or ["only the file that points to it is missing"]
     raise SetNotFound(
-        f"no training set under {store.path('sets')} is what this configuration makes; the newest of "
-        f"{config.model.family} {config.model.task}, {newest}, was made otherwise: {_join_first(differences)}",
-        f"{RUN_HINT}; or, to use that set as it is, name it: train.set: {newest}.",
+        f"{store.path('sets')} does not contain the training set of this configuration; the newest set for "
+        f"{config.model.family} {config.model.task}, {newest}, differs: {_join_first(differences)}",
+        f"{RUN_HINT}; or use the newest set unchanged with train.set: {newest}.",
     )
 
 
@@ -202,7 +206,7 @@ def list_pointers(store: Store, config: Config) -> list[str]:
 
 
 def config_pointer(record: SetRecord) -> str:
-    """The file that points to the newest set of this one's configuration."""
+    """The file that points to the newest set of this set's configuration."""
     return f"{_pointer_prefix(record.recipe)}{hash_json(_recorded_weights(record))[:16]}.json"
 
 
@@ -226,7 +230,7 @@ def _points_to(store: Store, rel: str, set_id: str) -> bool:
 
 
 def local_weights(model: Model, memo: Store) -> dict[str, JsonDict]:
-    """Kind of shard -> fingerprint of its encoder's weights, as far as they are known without fetching anything."""
+    """Kind of shard -> fingerprint of its encoder's weights, if it is known without a download."""
     components = {"text": model.family_spec.text_components, "latents": model.family_spec.latent_components}
     fingerprints, commit = dict[str, JsonDict](), JsonDict()
     if local_folder(model.source) is not None:
@@ -248,31 +252,31 @@ def _pointer_prefix(recipe: Mapping[str, Any]) -> str:
 
 
 def _find_pointers(store: Store, recipe: JsonDict, weights: Mapping[str, JsonDict]) -> dict[str, str]:
-    """Pointer -> id of the sets that a recipe makes with these weights, as far as they are known."""
+    """Pointer -> id for the sets of a recipe whose known weights equal these weights."""
     pointers = {}
     for rel in (f"sets/{name}" for name in store.list_names("sets")):
         if rel.startswith(_pointer_prefix(recipe)) and CONFIG_POINTER_PATTERN.fullmatch(rel):
             set_id = read_pointer(store, rel)
             path = f"sets/{set_id}/set.json"
-            if not store.exists(path) or not _find_other_weights(store.read_record(path, SetRecord), weights):
+            if not store.exists(path) or not _find_changed_encoders(store.read_record(path, SetRecord), weights):
                 pointers[rel] = set_id
     return pointers
 
 
 def _recorded_weights(record: SetRecord) -> JsonDict:
     """Kind of shard -> fingerprint of the weights that made a set's shards."""
-    made = {kind: record.provenance[kind].weights for kind in ENCODER_NAMES if kind in record.provenance}
-    return {kind: weights for kind, weights in made.items() if weights is not None}
+    recorded = {kind: record.provenance[kind].weights for kind in ENCODER_NAMES if kind in record.provenance}
+    return {kind: weights for kind, weights in recorded.items() if weights is not None}
 
 
-def _find_other_weights(record: SetRecord, weights: Mapping[str, JsonDict]) -> list[str]:
-    """Return the kinds of shards that were made with different weights."""
-    made = _recorded_weights(record)
-    return [kind for kind, known in weights.items() if kind in made and not known.items() <= made[kind].items()]
+def _find_changed_encoders(record: SetRecord, weights: Mapping[str, JsonDict]) -> list[str]:
+    """Return the kinds of shards whose recorded weights differ from `weights`."""
+    recorded = _recorded_weights(record)
+    return [kind for kind, local in weights.items() if kind in recorded and not local.items() <= recorded[kind].items()]
 
 
 def diff_recipes(recorded: JsonDict, recipe: JsonDict) -> list[str]:
-    """Describe how a set's recipe and the configuration's differ, option by option, in words."""
+    """Describe the options in which a set's recipe differs from the configuration's recipe."""
     theirs, ours = dict(_flatten("", recorded)), dict(_flatten("", recipe))
     differences, covered = list[str](), tuple[str, ...]()
     for key in sorted(theirs.keys() | ours.keys()):
@@ -280,7 +284,7 @@ def diff_recipes(recorded: JsonDict, recipe: JsonDict) -> list[str]:
             continue
         option = printable(key.removeprefix("plan.").replace("latents.settings.", "latents."))
         if _LIST_ITEM in (theirs.get(key), ours.get(key)):
-            differences.append(f"{option} is in the {'configuration' if key in ours else 'set'} alone")
+            differences.append(f"{option} is only in the {'configuration' if key in ours else 'set'}")
             covered += (f"{key}.",)
         else:
             values = _format_value(theirs.get(key)), _format_value(ours.get(key))

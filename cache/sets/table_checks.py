@@ -31,9 +31,10 @@ SET_ROLES = tables.TRAINED_ROLES
 
 
 def check_columns(schema: pa.Schema | Callable[[list[str]], pa.Schema], table: pa.Table) -> None:
-    """The table has the columns of a schema. schema: or a function that makes it from the names of the columns."""
-    wanted = schema if isinstance(schema, pa.Schema) else schema(table.column_names)
-    if not table.schema.equals(wanted):
+    """Raise ValueError unless a table has the columns of a schema. schema: a schema, or a function that returns it for
+    the names of the columns."""
+    expected = schema if isinstance(schema, pa.Schema) else schema(table.column_names)
+    if not table.schema.equals(expected):
         raise ValueError(f"it has the columns {json_checks.printable(table.column_names)}")
 
 
@@ -56,13 +57,13 @@ def check_index(table: pa.Table) -> None:
     _check_present(table, {"null_text", *(f"{part}_{column}" for part in parts for column in ("id", "shard", "row"))})
     _check_references(table, parts)
     if not set(pc.unique(_drop_repeats(table["role"])).to_pylist()) <= set(SET_ROLES):
-        raise ValueError(f"a role is none of {', '.join(SET_ROLES)}")
+        raise ValueError(f"a role is invalid; valid roles: {', '.join(SET_ROLES)}")
     for name in pc.unique(_drop_repeats(table["bucket"])).to_pylist():
         bucket = Bucket.parse(name[: json_checks.MAX_NAME_CHARS])
         if max(bucket.width, bucket.height, bucket.frames) > MAX_SIDE:
             raise ValueError(f"bucket {name} is too large")
     for name, least in (("repeats", 0), ("weight", np.nextafter(0, 1))):
-        for values in map(np.asarray, table[name].chunks):  # the column at once would be a copy
+        for values in map(np.asarray, table[name].chunks):  # the whole column as one array would be a copy
             if not ((values >= least) & (values < MAX_DRAWS)).all():
                 raise ValueError(f"{name} is out of range")
     if pc.list_flatten(table["texts"]).null_count or pc.min(pc.list_value_length(table["texts"])).as_py() == 0:
@@ -76,20 +77,21 @@ def _check_present(table: pa.Table, nullable: Collection[str] = ()) -> None:
 
 
 def _drop_repeats(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A sorted column without most of its repeated values: of ten million strings in half the time of `unique`."""
+    """Return a sorted column without most of its repeated values. For ten million strings, `unique` takes twice the
+    time."""
     return pa.chunked_array([pc.run_end_encode(chunk).values for chunk in column.chunks], column.type)
 
 
 def _check_references(index: pa.Table, parts: Collection[str]) -> None:
-    """Each sample has as many references as its bucket has sizes of them."""
+    """Raise ValueError unless each sample has as many references as its bucket has reference sizes."""
     if not parts:
         return
     buckets = index["bucket"].combine_chunks().dictionary_encode()
     counts = np.array([len(Bucket.parse(name).references) for name in buckets.dictionary.to_pylist()])
-    wanted = counts[np.asarray(buckets.indices)]
+    expected = counts[np.asarray(buckets.indices)]
     for number, part in enumerate(parts):
-        if not (np.asarray(index[f"{part}_id"].is_valid()) == (wanted > number)).all():
-            raise ValueError(f"a sample has more or fewer references than its bucket says, by its {part}")
+        if not (np.asarray(index[f"{part}_id"].is_valid()) == (expected > number)).all():
+            raise ValueError(f"the {part} of a sample is missing or not in its bucket")
 
 
 def check_set_texts(table: pa.Table) -> None:
@@ -103,20 +105,20 @@ def check_set_shards(table: pa.Table) -> None:
 
 
 def check_set_references(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
-    """The tables of a set refer to rows of each other that exist."""
+    """Raise ValueError if a table of a set refers to a row that another table does not have."""
     _check_row_numbers(pc.list_flatten(index["texts"]), len(texts), "text")
     _check_row_numbers(index["null_text"].drop_null(), len(texts), "text")
     names = index.column_names
-    of_kinds = [(index, f"{part}_") for part in (*tables.further_kinds(names), *tables.reference_parts(names))]
-    for table, prefix in ((index, ""), (texts, ""), *of_kinds):
+    further_columns = [(index, f"{part}_") for part in (*tables.further_kinds(names), *tables.reference_parts(names))]
+    for table, prefix in ((index, ""), (texts, ""), *further_columns):
         _check_row_numbers(table[f"{prefix}shard"].drop_null(), len(shards), "shard")
         _check_row_numbers(table[f"{prefix}row"].drop_null(), 1 << 31, "row")
 
 
-def _check_row_numbers(numbers: pa.ChunkedArray, count: int, what: str) -> None:
+def _check_row_numbers(numbers: pa.ChunkedArray, count: int, name: str) -> None:
     ends = pc.min_max(numbers).as_py()
     if ends["min"] is not None and (ends["min"] < 0 or ends["max"] >= count):
-        raise ValueError(f"{what} {ends['max']} of {count}")
+        raise ValueError(f"it refers to {name} {ends['max']}; the limit is {count}")
 
 
 TABLE_CHECKS = {"index": check_index, "texts": check_set_texts, "shards": check_set_shards}
@@ -151,7 +153,7 @@ class SetPrompt(ImagedPrompt):
 
 
 class Provenance(Stored):
-    """provenance.json of a cache: every setting behind its fingerprint, of which these are read."""
+    """provenance.json of a cache: all settings in its fingerprint. Only these fields are read."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -181,7 +183,7 @@ class SetPointer(Stored):
 
 
 class SetRecord(Stored):
-    """set.json. generation: name of the plan. recipe: settings of the configuration. provenance: by kind of shards, the
+    """set.json. generation: name of the plan. recipe: settings of the configuration. provenance: kind of shards ->
     values of its provenance.json."""
 
     version = tables.TABLES_VERSION
@@ -201,7 +203,8 @@ class SetRecord(Stored):
 
 
 def check_set_record(record: SetRecord, texts: int, shards: int) -> None:
-    """Raise ValueError if set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
+    """Raise ValueError if set.json refers to a text or shard that the set does not have. texts, shards: their numbers
+    in the set."""
     numbers = [] if record.null_text is None else [record.null_text]
     for prompt in record.validation:
         numbers += [prompt.text, prompt.negative]
@@ -209,4 +212,4 @@ def check_set_record(record: SetRecord, texts: int, shards: int) -> None:
             if image.shard >= shards:
                 raise ValueError(f"the prompt {prompt.name} has an image in shard {image.shard} of {shards}")
     if any(number >= texts for number in numbers):
-        raise ValueError(f"it names a text beyond the {texts} of the set")
+        raise ValueError(f"it refers to a text that the set does not have: the set has {texts} texts")

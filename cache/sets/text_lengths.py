@@ -9,34 +9,36 @@ import pyarrow.compute as pc
 from schemas.config.encoding import Model, Text
 from schemas.geometry import Bucket
 
-TEMPLATE_TOKENS = 64  # more than a template adds behind the caption
-TOKENS_AROUND_REFERENCE = 48  # more than are before and after it, and than its area may be short of
+TEMPLATE_TOKENS = 64  # upper bound for the tokens that a template adds after the caption
+#: Upper bound for the tokens before and after a reference, including the rounding of its area to tokens.
+REFERENCE_MARGIN_TOKENS = 48
 
 
-def most_tokens(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
-    """Return (n,) upper bounds for rows of schemas.tables.TEXTS_SCHEMA: a token for every byte, plus the tokens of
-    images and of the template, but at most as many tokens as are kept. A padded text always has this maximum."""
+def max_token_counts(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
+    """Return (n,) upper bounds for rows of schemas.tables.TEXTS_SCHEMA: one token for each byte of the text, plus
+    the tokens of images and of the template, limited to the encoder's maximum length. A padded text always has the
+    maximum length."""
     template = text.stored_template(model.template)
-    most = text.max_length or template.max_length
+    max_length = text.max_length or template.max_length
     tokens = np.asarray(pc.binary_length(texts.column("text"))) + image_tokens(model, texts) + TEMPLATE_TOKENS
-    return np.full_like(tokens, most) if template.padded else np.minimum(tokens, most)
+    return np.full_like(tokens, max_length) if template.padded else np.minimum(tokens, max_length)
 
 
 def image_tokens(model: Model, texts: pa.Table) -> np.ndarray:
-    """Return (n,) number of tokens of the images in prompts; for a reference, about as many as its area has."""
+    """Return (n,) number of tokens of the images in prompts; for references, an upper bound."""
     if model.template.image_size is not None:
         return np.asarray(pc.list_value_length(texts.column("references"))).astype(np.int64) * reference_tokens(model)
     side = model.family_spec.image_token
     buckets = image_buckets(texts)
-    sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]  # 1x1: no image, 0 tokens
+    sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]  # 1x1: no image, so 0 tokens
     tokens = np.array([size.width // side * (size.height // side) for size in sizes], np.int64)
     return tokens[np.asarray(buckets.indices)]
 
 
 def reference_tokens(model: Model) -> int:
-    """Return the number of tokens of a reference in a prompt and around it; 0 if prompts do not have references."""
+    """Return an upper bound for the tokens that a reference adds to a prompt; 0 if prompts do not have references."""
     size, side = model.template.image_size, model.family_spec.image_token
-    return 0 if size is None else TOKENS_AROUND_REFERENCE + math.ceil(size.area / side**2)
+    return 0 if size is None else REFERENCE_MARGIN_TOKENS + math.ceil(size.area / side**2)
 
 
 def image_buckets(texts: pa.Table) -> pa.DictionaryArray:

@@ -1,7 +1,7 @@
-"""Checks of training without torch: of the configuration, the checkpoint's small files, and a set that exists already.
+"""Checks of training without torch: of the configuration, the checkpoint's small files, and an existing set.
 
-`latentpress run` makes them before its first stage, each stage's dry run makes them before its own work, and `train`
-before it imports torch. `trainer/setup/checks.py` adds the checks that need torch.
+`latentpress run` runs them before its first stage, each stage's dry run before its own work, and `train` before it
+imports torch. `trainer/setup/checks.py` adds the checks that need torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ from schemas.config.training import Train
 
 
 def check_before_stages(config: Config, warn: Callable[[str], object], is_run: bool = False) -> bool:
-    """Every check of this file, if `train` is one of the stages; returns whether the model could be checked.
+    """Run all checks of this file if `train` is one of the stages. Returns whether the model could be checked.
 
-    is_run: whether training follows on this machine, so that a repository is asked, and a folder and a named set have
-    to be there. Planning alone needs none of them."""
+    is_run: whether training follows on this machine. If so, files of a repository are fetched, and a missing folder or
+    set is an error; planning needs neither."""
     if "train" not in config.stage_order:
         return False
     check_prepared(config)
@@ -52,7 +52,7 @@ def check_settings(config: Config) -> None:
     """Raise RunError for problems that the configuration alone reveals."""
     if train_precision(config.train, config.model) != "bfloat16" and config.train.weight_precision == "bfloat16":
         raise RunError(
-            "train.weight_precision is bfloat16 and the transformer computes in float32",
+            "train.weight_precision is bfloat16, but the transformer computes in float32",
             "Set train.precision to bfloat16, or train.weight_precision to float32.",
         )
     place = config.train.set if "/" in config.train.set else config.root
@@ -71,11 +71,13 @@ def check_model(config: Config, warn: Callable[[str], object], is_run: bool = Tr
         is_folder = weights.local_folder(model.source) is not None
         if not (is_folder or is_run):
             return None
-        compatibility.check_transformer(model)  # one file: if the hub can't be reached, it is not asked for more
+        compatibility.check_transformer(
+            model
+        )  # a single file: if the hub can't be reached, no further files are requested
         shape = weights.read_component_config(model.source, model.revision, part)
         count = model.family_spec.count_layers(shape)
         for name, method in config.train.methods.used.items():
-            for key, problem in method.layer_problems(count) if count is not None else ():  # blocks that there are not
+            for key, problem in method.layer_problems(count) if count is not None else ():  # blocks that do not exist
                 option = ".".join(map(str, ("train.methods", name, *key)))
                 raise RunError(f"{option}: {problem}", f"{model.source} has {count} blocks; correct {option}.")
         compatibility.check_parts(config, ask_hub=not is_folder)
@@ -88,15 +90,15 @@ def check_model(config: Config, warn: Callable[[str], object], is_run: bool = Tr
 
 
 def check_prepared(config: Config) -> None:
-    """Raise RunError if a method needs tensors that the configuration does not prepare. A set that is named has its
-    own."""
+    """Raise RunError if a method needs tensors that the configuration does not prepare. A set in `train.set`
+    has its own tensors."""
     if config.train.set != "current":
         return
-    used = [dataset for dataset in config.datasets if not dataset.disabled]
+    active = [dataset for dataset in config.datasets if not dataset.disabled]
     prepared = {
-        "mask": any(dataset.mask_data or dataset.mask_column or dataset.makes_masks for dataset in used),
+        "mask": any(dataset.mask_data or dataset.mask_column or dataset.makes_masks for dataset in active),
         "vision": bool(config.vision.model),
-        "regularization": any(dataset.is_regularization_data for dataset in used),
+        "regularization": any(dataset.is_regularization_data for dataset in active),
     }
     for name, method in config.train.methods.used.items():
         for tensor, advice in method.needs.items():
@@ -107,8 +109,8 @@ def check_prepared(config: Config) -> None:
 def used_methods(settings: Train, data: TrainSet) -> dict[str, Method]:
     """Return the active sections of train.methods: the configured sections and, if the set has regularization data, the
     section for this data."""
-    used = settings.methods.used
-    return {"regularization": Regularization(), **used} if data.regularization else used
+    configured = settings.methods.configured
+    return {"regularization": Regularization(), **configured} if data.regularization else configured
 
 
 def check_methods(settings: Train, data: TrainSet) -> None:
@@ -118,8 +120,8 @@ def check_methods(settings: Train, data: TrainSet) -> None:
             if not data.has_tensor(tensor):
                 raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
         for reason in method.find_conflicts(settings):
-            what, _, step = reason.partition("; ")
-            raise RunError(f"train.methods.{name}: {what}", f"{step[:1].upper()}{step[1:]}.")
+            problem, _, step = reason.partition("; ")
+            raise RunError(f"train.methods.{name}: {problem}", f"{step[:1].upper()}{step[1:]}.")
 
 
 def check_text_width(model: Model, data: TrainSet, shape: Mapping[str, Any]) -> None:
@@ -131,21 +133,21 @@ def check_text_width(model: Model, data: TrainSet, shape: Mapping[str, Any]) -> 
             width = row.tensors[tensor].shape[-1] if tensor in row.tensors and row.tensors[tensor].shape else None
             if isinstance(shape.get(key), int) and width not in (None, shape[key]):
                 raise RunError(
-                    f"the texts of set {data.id} are {width} wide ({tensor}), and the transformer of "
-                    f"{model.source} reads {shape[key]} ({key}): they were encoded for another model",
-                    "Correct model.path or model.flavour, or name a set that was made for this model in train.set.",
+                    f"the texts of set {data.id} have width {width} ({tensor}), but the transformer of {model.source} "
+                    f"reads width {shape[key]} ({key}): the set is for another model",
+                    "Correct model.path or model.flavour, or set train.set to a set for this model.",
                 )
 
 
 def train_precision(settings: Train, model: Model) -> str:
-    """The transformer's compute dtype: train.precision, else model.precision; bfloat16 with bfloat16 base weights.
-    RunError for float16."""
+    """Return the transformer's compute dtype: bfloat16 if the base weights are bfloat16, else train.precision, else
+    model.precision. Raises RunError for float16."""
     if settings.base_precision == "bf16":
         return "bfloat16"
     name = settings.precision or model.precision
     if name == "float16":
         raise RunError(
-            "training does not support the float16 of model.precision: it needs loss scaling",
+            "training does not support model.precision: float16, which needs loss scaling",
             "Set train.precision to bfloat16 or float32.",
         )
     return name
@@ -158,14 +160,14 @@ def require_trackers(settings: Train) -> None:
     try:
         import wandb
     except ModuleNotFoundError as error:
-        message = "train.trackers names wandb, which is not installed"
-        raise RunError(message, "pip install -e '.[wandb]', or leave it out of train.trackers.") from error
+        message = "train.trackers has wandb, which is not installed"
+        raise RunError(message, "Run `pip install -e '.[wandb]'`, or remove wandb from train.trackers.") from error
     if wandb.setup().settings.mode not in ("offline", "disabled"):
         try:
             wandb.login()
         except wandb.errors.Error as error:
             raise RunError(
-                f"Weights & Biases refuses: {error}",
-                "Run `wandb login`, set WANDB_MODE=offline (`wandb sync` sends the run later), or leave wandb out of "
+                f"Weights & Biases login failed: {error}",
+                "Run `wandb login`, set WANDB_MODE=offline (`wandb sync` uploads the run later), or remove wandb from "
                 "train.trackers.",
             ) from error

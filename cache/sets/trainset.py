@@ -35,7 +35,7 @@ from schemas.geometry import Bucket
 from schemas.identity import derive_seed, mix_bits, to_unit_interval
 from schemas.tables import further_kinds, reference_parts
 
-COMPARED_ROWS = 1 << 17  # ids that are compared at a time
+COMPARED_ROWS = 1 << 17  # number of ids that are compared at a time
 TEXT = "text"  # the part of a draw that is a caption or the null prompt
 
 
@@ -99,8 +99,8 @@ def draw_caption_dropout(seed: int, steps: int | Ints, positions: Ints, share: f
     """Return (..., B) whether the null prompt replaces the caption at each position of a step's global batch. steps:
     the step of all positions, or (M,) the step of each micro-batch."""
     keys = np.array([derive_seed(f"{seed}/{step}", "dropout") for step in np.atleast_1d(steps).tolist()], np.uint64)
-    drawn = to_unit_interval(mix_bits(positions.astype(np.uint64) ^ keys[:, None])) < share
-    return drawn.reshape(positions.shape)
+    uniform = to_unit_interval(mix_bits(positions.astype(np.uint64) ^ keys[:, None])) < share
+    return uniform.reshape(positions.shape)
 
 
 class SetError(LatentpressError):
@@ -167,9 +167,9 @@ class TrainSet:
         self.text_widths: dict[str, int] | None = None
         #: The tables index, texts and shards of schemas.tables.
         with ThreadPoolExecutor(1) as pool:  # for ten million samples, the texts take a third of the time
-            others = {name: pool.submit(read_set_table, store, set_id, name) for name in ("texts", "shards")}
+            further = {name: pool.submit(read_set_table, store, set_id, name) for name in ("texts", "shards")}
             self.tables = {"index": read_set_table(store, set_id, "index")}
-            self.tables |= {name: table.result() for name, table in others.items()}
+            self.tables |= {name: table.result() for name, table in further.items()}
         self._index, self._texts, self._shards = self.tables.values()
         self._check_file("index.arrow", check_set_references, self._index, self._texts, self._shards)
         self._check_file("set.json", check_set_record, meta, self._texts.num_rows, self._shards.num_rows)
@@ -199,7 +199,7 @@ class TrainSet:
         if any(later <= earlier for earlier, later in pairwise(order)):
             raise SetError(f"the index of set {self.id} is not sorted by {', '.join(keys)}", "Run `latentpress index`.")
         train = [run for run in runs if run[0][0] == "train"]
-        return [Span(bucket, start, stop - start, *rest) for (_, bucket, _, *rest), start, stop in train]
+        return [Span(bucket, start, stop - start, *values) for (_, bucket, _, *values), start, stop in train]
 
     def make_schedule(self, settings: Train, world: int = 1) -> BatchSchedule:
         """Return the order in which a run with `world` processes trains on the set."""
@@ -232,13 +232,13 @@ class TrainSet:
             return [(2 * number + 1) * len(self) // (2 * count) for number in range(count)], "training samples"
         held_out = self._index.column("sample_id").slice(len(self))
         parts = [(first, held_out.slice(first, COMPARED_ROWS)) for first in range(0, len(held_out), COMPARED_ROWS)]
-        chosen = pa.array([], pa.string())
+        smallest = pa.array([], pa.string())
         for _, part in parts:  # for all ids at once, Arrow's hash table would take a hundred bytes an id
-            ids = pc.unique(pa.chunked_array([chosen, *part.chunks]))
-            chosen = ids.take(pc.select_k_unstable(ids, min(count, len(ids)), [("", "ascending")]))
-        rows: dict[int, int] = {}  # number in `chosen` -> its first row
+            ids = pc.unique(pa.chunked_array([smallest, *part.chunks]))
+            smallest = ids.take(pc.select_k_unstable(ids, min(count, len(ids)), [("", "ascending")]))
+        rows: dict[int, int] = {}  # number in `smallest` -> its first row
         for first, part in parts:
-            numbers = pc.index_in(part, value_set=chosen)
+            numbers = pc.index_in(part, value_set=smallest)
             for row in np.flatnonzero(np.asarray(pc.is_valid(numbers))).tolist():
                 rows.setdefault(numbers[row].as_py(), len(self) + first + row)
         return sorted(rows.values()), "held-out samples"
@@ -301,11 +301,11 @@ class TrainSet:
         """
         locations = self.draw_locations(row, text, bucket)
         draw = {part: self.read_row(location) for part, location in locations.items()}
-        for part, stored in draw.items() if self.text_widths is not None else ():
-            if problem := find_shape_problems(part, stored.tensors, bucket, self._task, self.text_widths or {}):
+        for part, row in draw.items() if self.text_widths is not None else ():
+            if problem := find_shape_problems(part, row.tensors, bucket, self._task, self.text_widths or {}):
                 raise self.damage(locations[part], problem)
         if len(draw) > 2:
-            names = {part: [own_name(part, name) for name in stored.tensors] for part, stored in draw.items()}
+            names = {part: [own_name(part, name) for name in part_row.tensors] for part, part_row in draw.items()}
             check_distinct_names({part: names[part] for part in draw if part != TEXT}, draw[SAMPLE].id)
         return draw
 
@@ -321,9 +321,9 @@ class TrainSet:
         self._check_parts(draw, bucket, self.draw_locations(row, number, bucket))
         tensors = {
             own_name(part, name): array
-            for part, stored in draw.items()
+            for part, part_row in draw.items()
             if part != TEXT
-            for name, array in stored.tensors.items()
+            for name, array in part_row.tensors.items()
         }
         regularization = self._index.column("regularization")[row].as_py()
         return Sample(draw[SAMPLE].id, tensors, draw[TEXT].tensors, regularization)
@@ -420,20 +420,20 @@ class TrainSet:
         the shard's bytes. Raises SetError if the row's id differs from the id in the set."""
         path, open = self.shard_path(location.shard), partial(self.supply.open, location.shard)
         try:
-            stored = self._readers.read(path, location.row, open=open)
+            row = self._readers.read(path, location.row, open=open)
         except DamageError:
             if not self.supply.damaged(location.shard):
                 raise
-            stored = self._readers.read(path, location.row, open=open)
-        self.check_id(stored, location)
-        return stored
+            row = self._readers.read(path, location.row, open=open)
+        self.check_id(row, location)
+        return row
 
-    def check_id(self, stored: ShardRow, location: Location) -> None:
+    def check_id(self, row: ShardRow, location: Location) -> None:
         """Raise SetError if a row's id differs from the id that the set has for this location."""
-        if location.id is not None and stored.id != location.id:
-            what = f"row {location.row} of {self.store.path(self.shard_path(location.shard))} is {stored.id}"
+        if location.id is not None and row.id != location.id:
+            problem = f"row {location.row} of {self.store.path(self.shard_path(location.shard))} is {row.id}"
             step = "The shard was replaced after the set was made: run `latentpress index`."
-            raise SetError(f"{what}; set {self.id} expects {location.id} there", step)
+            raise SetError(f"{problem}; set {self.id} expects {location.id}", step)
 
     def damage(self, location: Location, reason: str) -> DamageError:
         """Return the error about the row at a location."""
@@ -443,9 +443,9 @@ class TrainSet:
 def check_distinct_names(parts: Mapping[str, Collection[str]], sample_id: str) -> None:
     """Raise SetError if two kinds of shards have a tensor of the same name. parts: kind -> names of the kind's tensors.
     sample_id: id of the sample, for the message."""
-    seen: set[str] = set()
+    used_names: set[str] = set()
     for kind, names in parts.items():
-        if both := seen.intersection(names):
-            what = f"{', '.join(sorted(both))} of {sample_id} is in several kinds of shards, {kind} the last"
-            raise SetError(what, "Name the tensors of each encoding stage differently, and encode again.")
-        seen.update(names)
+        if repeated := used_names.intersection(names):
+            problem = f"{', '.join(sorted(repeated))} of {sample_id} is in several kinds of shards, the last is {kind}"
+            raise SetError(problem, "Name the tensors of each encoding stage differently, and encode again.")
+        used_names.update(names)

@@ -1,8 +1,8 @@
 """Copies, on this machine's disk, of the shards of a remote set that the current section of the training order reads.
 
 With `train.shuffle_shards` an epoch is a list of sections, whose steps need few shards. The window holds the shards of
-the current section, at the same time fetches the shards of the next section, and removes the shards of the section
-before. The first process of each machine does this for all processes of the run on this machine; any other process
+the current section, fetches the shards of the next section at the same time, and removes the shards of the previous
+section. The first process of each machine does this for all processes of the run on this machine; any other process
 waits until a shard has its final name.
 
 Every run has its own folder, which is removed with the run; the folder of a killed run is removed when the next run
@@ -32,16 +32,16 @@ from cache.runs.training_run import RunError
 from cache.sets.trainset import NO_TEXT, TrainSet
 from cache.shards.shard import SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
 from cache.shards.shard_io import ShardSupply, SupplyError, open_reader, verify
-from cache.store.damage import ANSWERS, DamageError, note_bad_answer
+from cache.store.damage import ANSWERS, DamageError, announce_retry
 from cache.store.files import FileLock, StoreError, check_folder, explained
 from cache.store.store import Store
 from schemas.activities import activity
 from schemas.config.training import LocalCache, Train
 
-DEFAULT_BYTES = 200 * 10**9  # unless half of the disk's free space is less
+DEFAULT_BYTES = 200 * 10**9  # or half of the disk's free space, if that is smaller
 PLANNED_DRAWS = 1 << 14  # draws that are planned at a time: a hundredth of a second
 CHECKED_SECTIONS = 4  # number of sections whose sizes are compared with the limit before a model is loaded
-POLL_S, GIVE_UP_S = 0.05, 600.0  # GIVE_UP_S: limit for a wait during which no shard arrives
+POLL_S, TIMEOUT_S = 0.05, 600.0  # TIMEOUT_S: longest wait during which no shard arrives
 LOCK = "lock"
 
 
@@ -68,9 +68,9 @@ def needed_shards(
         stop = min(last, start + together)
         _, _, positions, rows, passes = schedule.plan(start, stop)
         steps = np.arange(start, stop).repeat(schedule.micro_batches_per_step)
-        drawn = data.row_texts.draw(schedule.seed, caption_dropout, steps, positions, rows, passes).ravel()
-        shards = [part.take(rows.ravel()) for part in parts] + [np.full(len(drawn), -1)]
-        shards[-1][drawn != NO_TEXT] = text_shards.take(drawn[drawn != NO_TEXT])
+        texts_drawn = data.row_texts.draw(schedule.seed, caption_dropout, steps, positions, rows, passes).ravel()
+        shards = [part.take(rows.ravel()) for part in parts] + [np.full(len(texts_drawn), -1)]
+        shards[-1][texts_drawn != NO_TEXT] = text_shards.take(texts_drawn[texts_drawn != NO_TEXT])
         for step_shards in np.stack(shards, 1).reshape(stop - start, -1):
             numbers = np.unique(step_shards)
             yield numbers[numbers >= 0]  # -1: fewer references, or a null prompt that the reader reports
@@ -149,15 +149,16 @@ class Window(ShardSupply):
         self._pool = ThreadPoolExecutor(downloads, "fetch-shards")
         self._lock = threading.RLock()
         self._lock_file: FileLock | None = None
-        self._coming: dict[int, Future[None]] = {}  # the shards of the window
+        self._requested: dict[int, Future[None]] = {}  # the shards of the window
         self._present: Section | None = None
         self._next: Future[Section | None] | None = None
-        self._rest: Iterator[Section] = iter(())
-        self._from_store = set[int]()  # a row of their copies was damaged
-        self._counted, self._moved, self._stopped = Counter[str](), 0.0, False
+        self._upcoming: Iterator[Section] = iter(())
+        self._from_store = set[int]()  # shards whose copies have a damaged row
+        self._counts, self._moved, self._stopped = Counter[str](), 0.0, False
 
     def check(self, first: int, shuffle_shards: int) -> None:
-        """SupplyError if the shards of two sections in a row exceed the limit, as far as the next sections tell."""
+        """Raise SupplyError if the shards of two consecutive sections exceed the limit. Only the next CHECKED_SECTIONS
+        sections are compared. shuffle_shards: the option, for the message."""
         if sum(self.sizes) <= self._limit:
             return
         sections = [set(section.shards) for section in islice(self._plan(first), CHECKED_SECTIONS)]
@@ -167,7 +168,7 @@ class Window(ShardSupply):
             fitting = int(0.95 * shuffle_shards * self._limit / most)
             lower = f", or train.shuffle_shards to {fitting} or less" if fitting else ""
             raise SupplyError(
-                f"train.local_cache.max_gb is {self._limit / 1e9:.3g}, and the shards of two sections in a row "
+                f"train.local_cache.max_gb is {self._limit / 1e9:.3g}, but the shards of two consecutive sections "
                 f"(train.shuffle_shards: {shuffle_shards}) have up to {most / 1e9:.3g} GB",
                 f"Set train.local_cache.max_gb to {round_up_gb(most)} or more{lower}.",
             )
@@ -178,14 +179,14 @@ class Window(ShardSupply):
         self._stopped, self._moved = False, time.monotonic()
         if self._lock_file is None and self._ranks.local == 0:
             self._lock_file = make_run_folder(self._base, self.folder)
-        self._rest = self._plan(first)
-        self._begin(next(self._rest, None))
+        self._upcoming = self._plan(first)
+        self._begin(next(self._upcoming, None))
 
     def open(self, number: int) -> BaseShardReader:
         with self._lock:
-            future = None if number in self._from_store else self._coming.get(number)
+            future = None if number in self._from_store else self._requested.get(number)
             if future is not None and future.done() and isinstance(future.exception(), StoreError):
-                future = self._start(number)  # it failed while nobody waited: the store may answer again
+                future = self._start(number)  # it failed before it was needed: the store may answer now
         if future is not None:
             began = time.monotonic()
             self._wait(future)
@@ -193,22 +194,22 @@ class Window(ShardSupply):
             try:
                 return open_reader(self._copies, self._paths[number])
             except DamageError as error:
-                if not isinstance(error.__cause__, FileNotFoundError):  # removed: its section has ended
+                if not isinstance(error.__cause__, FileNotFoundError):  # the copy was removed: its section ended
                     raise
         return super().open(number)
 
     def finished(self, step: int) -> None:
-        # A rank that takes a step's batches has ended the step before, which all ranks end together. Other ranks may
-        # still read rows of step `step`.
-        done = step if self._ranks.world == 1 else step - 1
-        while self._present is not None and done >= self._present.steps.stop - 1:
+        # A rank that takes a step's batches has finished the previous step, which all ranks finish together. Other
+        # ranks may still read rows of step `step`.
+        last_finished = step if self._ranks.world == 1 else step - 1
+        while self._present is not None and last_finished >= self._present.steps.stop - 1:
             if self._next is not None:
                 self._wait(self._next)
             self._begin(self._next.result() if self._next is not None else None)
 
     def damaged(self, number: int) -> bool:
         with self._lock:
-            if number in self._from_store or number not in self._coming:
+            if number in self._from_store or number not in self._requested:
                 return False
             self._from_store.add(number)
         self.forget(number)
@@ -216,19 +217,19 @@ class Window(ShardSupply):
 
     def metrics(self) -> dict[str, float]:
         with self._lock:
-            counted, self._counted = self._counted, Counter()
+            counts, self._counts = self._counts, Counter()
         return {
-            "shards_fetched": counted["fetched"],
-            "shards_fetched_mb": round(counted["bytes"] / 1e6, 3),
-            "shards_wait_s": counted["wait_ms"] / 1e3,
+            "shards_fetched": counts["fetched"],
+            "shards_fetched_mb": round(counts["bytes"] / 1e6, 3),
+            "shards_wait_s": counts["wait_ms"] / 1e3,
         }
 
     @contextmanager
     def show_wait(self) -> Iterator[None]:
         shards = self._present.shards if self._present is not None else ()
-        total, what = self._bytes(shards), f"waiting for data: fetching {len(shards)} shards"
-        with activity(what, total=total, unit="bytes") as shown:
-            shown.measure = lambda: self._bytes(number for number in shards if self._is_here(number))
+        total, message = self._bytes(shards), f"waiting for data: fetching {len(shards)} shards"
+        with activity(message, total=total, unit="bytes") as task:
+            task.measure = lambda: self._bytes(number for number in shards if self._is_fetched(number))
             yield
 
     def stop_waiting(self) -> None:
@@ -248,68 +249,68 @@ class Window(ShardSupply):
         """Remove shards that the section does not need, and prepare the next section."""
         self._present, needed = section, set(section.shards if section is not None else ())
         with self._lock:
-            old = [number for number in self._coming if number not in needed]
-            futures = [self._coming.pop(number) for number in old]
-        for number, future in zip(old, futures, strict=True):
+            unneeded = [number for number in self._requested if number not in needed]
+            futures = [self._requested.pop(number) for number in unneeded]
+        for number, future in zip(unneeded, futures, strict=True):
             future.cancel()
             future.add_done_callback(lambda _, number=number: self._remove(number))  # type: ignore[misc]
         if section is not None and not self._fetch(section):
             size = self._bytes(needed)
             raise SupplyError(
-                f"train.local_cache.max_gb is {self._limit / 1e9:.3g}, and the shards of steps "
+                f"train.local_cache.max_gb is {self._limit / 1e9:.3g}, but the shards of steps "
                 f"{section.steps.start + 1} to {section.steps.stop} have {size / 1e9:.3g} GB",
                 f"Set it to {round_up_gb(size)} or more, or lower train.shuffle_shards.",
             )
-        self._next = self._pool.submit(self._prepare, self._rest) if section is not None else None
+        self._next = self._pool.submit(self._prepare, self._upcoming) if section is not None else None
 
-    def _prepare(self, rest: Iterator[Section]) -> Section | None:
-        section = next(rest, None)
+    def _prepare(self, upcoming: Iterator[Section]) -> Section | None:
+        section = next(upcoming, None)
         if section is not None:
-            self._fetch(section)  # shards without room are fetched when the section begins
+            self._fetch(section)  # the shards that do not fit are fetched when the section begins
         return section
 
     def _fetch(self, section: Section) -> bool:
-        """Start to fetch its shards, as far as there is room; returns whether there is room for all of them."""
+        """Start to fetch the section's shards until the limit is reached; returns whether all of them fit."""
         with self._lock:
-            held = self._bytes(self._coming)
+            window_bytes = self._bytes(self._requested)
             for number in section.shards:
-                if number not in self._coming:
-                    held += self.sizes[number]
-                    if held > self._limit:
+                if number not in self._requested:
+                    window_bytes += self.sizes[number]
+                    if window_bytes > self._limit:
                         return False
                     self._start(number)
         return True
 
     def _start(self, number: int) -> "Future[None]":
         job = self._copy if self._ranks.local == 0 else self._await_copy
-        self._coming[number] = future = self._pool.submit(job, number)
+        self._requested[number] = future = self._pool.submit(job, number)
         return future
 
     def _wait(self, future: "Future[Any]") -> None:
         began = time.monotonic()
         while not wait([future], POLL_S).done:
             if self._stopped:
-                raise SupplyError("a shard is not needed any more", "Nothing has to be done.")
-            if self._ranks.local == 0 and time.monotonic() - max(began, self._moved) > GIVE_UP_S:
-                what = f"no shard has come from {self._store.url} for {GIVE_UP_S:.0f} s"
-                raise SupplyError(what, "Check the connection, and start the program again.")
+                raise SupplyError("the shard is no longer needed", "You do not have to do anything.")
+            if self._ranks.local == 0 and time.monotonic() - max(began, self._moved) > TIMEOUT_S:
+                problem = f"no shard arrived from {self._store.url} in {TIMEOUT_S:.0f} s"
+                raise SupplyError(problem, "Check the connection, and run the same command again.")
         future.result()
 
     def _count(self, **numbers: int) -> None:
         with self._lock:
-            self._counted.update(numbers)
+            self._counts.update(numbers)
 
     def _bytes(self, numbers: Iterable[int]) -> int:
         return sum(self.sizes[number] for number in numbers)
 
-    def _is_here(self, number: int) -> bool:
+    def _is_fetched(self, number: int) -> bool:
         return Path(self.folder, self._paths[number]).exists()
 
     # -- in threads ----------------------------------------------------------------------------------------------------
 
     def _copy(self, number: int) -> None:
-        """Fetch a shard and verify it whole, up to ANSWERS times. DamageError for damage that stays or a missing shard,
-        StoreError if the store or the disk fails."""
+        """Fetch a shard and verify all of it, up to ANSWERS times. Raises DamageError if the damage persists or the
+        shard is missing, StoreError if the store or the disk fails."""
         path, files, part = self._paths[number], self._files[number], self.folder / f"part-{number}"
         try:
             for _ in range(ANSWERS):
@@ -317,12 +318,12 @@ class Window(ShardSupply):
                     with explained(str(part)):
                         (part / name).parent.mkdir(parents=True, exist_ok=True)
                     self._store.copy_to_file(name, part / name, size)
-                damages = verify(CopyStore(self._store, part), path) if files else [self._missing(number)]
+                damages = verify(CopyStore(self._store, part), path) if files else [self._missing_error(number)]
                 if not damages:
                     break
                 if not files:
                     raise damages[0]
-                note_bad_answer(damages[0].path, damages[0])
+                announce_retry(damages[0].path, damages[0])
             if damages:
                 raise damages[0]
             for name, _ in files:
@@ -330,22 +331,22 @@ class Window(ShardSupply):
                     (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                     os.rename(part / name, self.folder / name)
         except FileNotFoundError as error:
-            raise self._missing(number) from error
+            raise self._missing_error(number) from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
         self._count(fetched=1, bytes=self.sizes[number])
         self._moved = time.monotonic()
-        self.forget(number)  # a reader of the store itself
+        self.forget(number)  # closes a reader that reads from the store
 
-    def _missing(self, number: int) -> DamageError:
+    def _missing_error(self, number: int) -> DamageError:
         return DamageError(self._store.path(self._paths[number]), "the file is missing")
 
     def _await_copy(self, number: int) -> None:
-        end = time.monotonic() + GIVE_UP_S
-        while not self._is_here(number) and not self._stopped:
+        end = time.monotonic() + TIMEOUT_S
+        while not self._is_fetched(number) and not self._stopped:
             if time.monotonic() > end:
-                what = f"the first process of this machine has not fetched {self._paths[number]}"
-                raise SupplyError(f"{what} for {GIVE_UP_S:.0f} s", "See its messages, and start the program again.")
+                problem = f"the first process of this machine did not fetch {self._paths[number]} in {TIMEOUT_S:.0f} s"
+                raise SupplyError(problem, "See its messages, and run the same command again.")
             time.sleep(POLL_S)
         self._moved = time.monotonic()
         self.forget(number)
@@ -353,22 +354,22 @@ class Window(ShardSupply):
     def _remove(self, number: int) -> None:
         self.forget(number)
         with self._lock:
-            is_needed_again = number in self._coming
+            is_needed_again = number in self._requested
         for name, _ in self._files[number] if self._ranks.local == 0 and not is_needed_again else ():
             (self.folder / name).unlink(missing_ok=True)
 
 
 def make_run_folder(base: Path, folder: Path) -> FileLock:
-    """Make the folder of a run and take its lock; the folders of runs that have ended are removed."""
+    """Make the folder of a run and take its lock. Removes the folders of ended runs."""
     with explained(str(base)):
         base.mkdir(parents=True, exist_ok=True)
         with FileLock(base / LOCK) as all_runs:
-            all_runs.take(GIVE_UP_S)
-            for other in base.iterdir():
-                if (other / LOCK).is_file():
-                    with FileLock(other / LOCK) as run:
+            all_runs.take(TIMEOUT_S)
+            for run_folder in base.iterdir():
+                if (run_folder / LOCK).is_file():
+                    with FileLock(run_folder / LOCK) as run:
                         if run.take():
-                            shutil.rmtree(other, ignore_errors=True)
+                            shutil.rmtree(run_folder, ignore_errors=True)
             folder.mkdir()
             lock = FileLock(folder / LOCK)
             lock.take()
@@ -376,11 +377,11 @@ def make_run_folder(base: Path, folder: Path) -> FileLock:
 
 
 def needs_sections(place: str) -> RunError:
-    """The error of training on a set of an object store in an order that needs shards from everywhere."""
+    """Return the error for a set on an object store if train.shuffle_shards is not set."""
     return RunError(
-        f"{place} is on an object store, and train.shuffle_shards is not set: each step would need shards from "
-        "everywhere",
-        "Set train.shuffle_shards, for example to 100: twice as many shards have to fit in train.local_cache.max_gb. A "
+        f"{place} is on an object store, but train.shuffle_shards is not set: each step would need shards from all "
+        "of the set",
+        "Set train.shuffle_shards, for example to 100: twice as many shards must fit in train.local_cache.max_gb. A "
         "value as large as the number of shards mixes the whole set.",
     )
 
@@ -401,14 +402,15 @@ def cache_limit(settings: LocalCache, folder: Path) -> int:
     limit = round(settings.max_gb * 1e9)
     if limit > free:
         raise SupplyError(
-            f"train.local_cache.max_gb is {settings.max_gb:g}, and the disk of {folder} has room for {free / 1e9:.3g}",
-            "Lower it, free space there, or set train.local_cache.folder to a folder on another disk.",
+            f"train.local_cache.max_gb is {settings.max_gb:g}, but the disk of {folder} has {free / 1e9:.3g} GB of "
+            "free space",
+            "Lower it, free space on the disk, or set train.local_cache.folder to a folder on another disk.",
         )
     return limit
 
 
 def round_up_gb(size: int) -> str:
-    """Bytes as 10^9 bytes with two decimals, no fewer: for a message that names a limit which is enough."""
+    """Format bytes in units of 10^9 with two decimals, rounded up, so that the number is a sufficient limit."""
     return f"{math.ceil(size / 1e7) / 100:g}"
 
 
@@ -419,10 +421,10 @@ def open_window(
     steps: range,
     ranks: Ranks = Ranks(),  # noqa: B008
 ) -> None:
-    """Let a remote set read its shards through a window; does nothing for a local set. `data.close` ends the window.
+    """Make a remote set read its shards through a window; does nothing for a local set. `data.close` ends the window.
     Takes one listing of each folder of shards. steps: the remaining steps of the run.
 
-    SupplyError without train.shuffle_shards, and if two sections in a row exceed the limit.
+    Raises RunError without train.shuffle_shards, and SupplyError if two consecutive sections exceed the limit.
     """
     if data.store.root is not None:
         return

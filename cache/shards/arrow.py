@@ -30,7 +30,7 @@ RESERVED_COLUMNS = ("id", "info", "checksum")
 
 
 def is_reserved_name(name: str) -> bool:
-    """Whether no tensor may have this name."""
+    """Whether this name can't be the name of a tensor."""
     return name in RESERVED_COLUMNS or name.endswith("_shape")
 
 
@@ -82,7 +82,7 @@ class ShardWriter(shard.BaseShardWriter):
         self._out.write_batch(pa.record_batch(cells, schema=self._schema))
 
     def finish(self) -> str:
-        described = shard.canonical_json(shard.build_description(self.meta, self._ids, self._set_aside))
+        described = shard.canonical_json(shard.build_description(self.meta, self._ids, self._rejects))
         with self.store.writing(self.rel):
             self._out.close()
             if len(described) > self._room:
@@ -91,7 +91,7 @@ class ShardWriter(shard.BaseShardWriter):
             checksum = xxhash.xxh3_128_hexdigest(described).encode()
             values = {PLACEHOLDER * self._room: described, CHECKSUM_PLACEHOLDER: checksum}
             arrow_ipc.fill_placeholders(self._file, self._blank_schema, values)
-        # Before this one appears, or a kill in between could leave two shards; now the unit is encoded again.
+        # Remove the other format first: a kill in between then means that the unit is encoded again, not two shards.
         shard.remove_other_format(self.store, self.rel)
         self.store.publish(self._file, self.rel)
         return self.rel
@@ -120,10 +120,10 @@ class ShardReader(shard.BaseShardReader):
         described = metadata.get(DESCRIPTION_KEY, b"")
         if xxhash.xxh3_128_hexdigest(described).encode() != metadata.get(DESCRIPTION_CHECKSUM_KEY):
             raise DamageError(self.path, "its description is missing or changed")
-        with as_damage(self.path, "its description is no JSON"):
+        with as_damage(self.path, "its description is not JSON"):
             value = parse_json(described)
         self.meta = shard.parse_description(value, self.path)
-        with as_damage(self.path, "its columns are not those of a shard"):
+        with as_damage(self.path, "its columns are not the columns of a shard"):
             tensors = [field for field in self._schema if field.type == pa.large_binary()]
             self.columns = {
                 check_name(column.name, "a column"): (column.metadata or {})[b"dtype"].decode() for column in tensors
@@ -133,7 +133,7 @@ class ShardReader(shard.BaseShardReader):
             if not self._schema.remove_metadata().equals(make_schema(self.columns), check_metadata=True):
                 raise ValueError(f"columns {printable(self._schema.names)}")
         if (count := len(self._spans)) != len(self.meta.ids):
-            raise DamageError(self.path, f"it has {count} rows, and its description names {len(self.meta.ids)}")
+            raise DamageError(self.path, f"it has {count} rows, but its description has {len(self.meta.ids)} row ids")
 
     def _row(self, i: int) -> tuple[shard.ShardRow, bytes, str]:
         offset, length = self._spans[i].tolist()
@@ -152,7 +152,7 @@ class ShardReader(shard.BaseShardReader):
                 view = memoryview(data)[start:end] if end > start else memoryview(b"")
                 tensors[name] = Array(dtype, check_shape(sizes[0].as_py()), view)
             if sizes.null_count != content.null_count:
-                raise ValueError(f"{name} has bytes or a shape, and not both")
+                raise ValueError(f"{name} lacks its bytes or its shape")
         id, info, checksum = (check_text(batch.column(number)[0].as_py(), "a value") for number in (0, -2, -1))
         stored = info.encode()
         return shard.ShardRow(id, tensors, parse_json(stored)), stored, checksum

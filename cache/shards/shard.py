@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
 from cache.shards.tensors import Array
-from cache.store.damage import DamageError, as_damage, until_sound
+from cache.store.damage import DamageError, as_damage, retry_bad_answers
 from cache.store.json_checks import Count, EmptyName, Name, Names, check_object, printable
 from cache.store.layout import STAGE_PROGRAMS
 from cache.store.store import Store
@@ -83,7 +83,7 @@ class BaseShardWriter(ABC):
     def __init__(self, store: Store, stem: str, meta: ShardMeta, columns: Mapping[str, str]) -> None:
         self.store, self.rel, self.meta, self.columns = store, stem + self.suffix, meta, dict(columns)
         self._ids: dict[str, None] = {}  # ids of the rows, in order
-        self._set_aside = list(meta.set_aside)
+        self._rejects = list(meta.set_aside)
         self._open()
 
     @abstractmethod
@@ -99,7 +99,7 @@ class BaseShardWriter(ABC):
         """Publish the shard and return its relative path. Raises StoreError if the shard can't be written."""
 
     def add(self, row: ShardRow) -> None:
-        assert row.id and row.id not in self._ids, f"row {row.id!r} is empty or there already"
+        assert row.id and row.id not in self._ids, f"the id {row.id!r} is empty or repeated"
         for name, array in row.tensors.items():
             announced = self.columns.get(name)
             assert array.dtype == announced, f"row {row.id}: {name} is {array.dtype}, announced as {announced}"
@@ -108,8 +108,8 @@ class BaseShardWriter(ABC):
             self._write(row, info, row_checksum(row.id, info, row.tensors))
         self._ids[row.id] = None
 
-    def set_aside(self, member: RejectedMember) -> None:
-        self._set_aside.append(member)
+    def reject(self, member: RejectedMember) -> None:
+        self._rejects.append(member)
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +133,7 @@ class BaseShardReader(ABC):
             self._open()
             parts, described = rel.split("/"), (self.meta.kind, self.meta.fingerprint, self.meta.unit)
             if len(parts) == 3 and parts[0] in STAGE_PROGRAMS and (*parts[:2], unit_name(parts[2])) != described:
-                raise DamageError(self.path, f"it is shard {'/'.join(described)} under another name")
+                raise DamageError(self.path, f"its name is wrong: its description is for {'/'.join(described)}")
         except BaseException:
             self.file.close()
             raise
@@ -159,7 +159,7 @@ class BaseShardReader(ABC):
         written; with verify=False, only if the row can't be read or has a different id."""
         if not 0 <= i < len(self):
             raise DamageError(self.path, f"it has {len(self)} rows", i)
-        return until_sound(self.store.remote_url, partial(self._read, i, verify), self.file)
+        return retry_bad_answers(self.store.remote_url, partial(self._read, i, verify), self.file)
 
     def _read(self, i: int, verify: bool = True) -> ShardRow:
         # Reading a memory map beyond the end of a file that was cut kills the process, and no handler helps. This check
@@ -167,20 +167,20 @@ class BaseShardReader(ABC):
         if isinstance(self.file, pa.MemoryMappedFile):
             size = os.fstat(self.file.fileno()).st_size
             if size < self._size:
-                raise DamageError(self.path, f"it was cut while it was open: it had {self._size} bytes and has {size}")
+                raise DamageError(self.path, f"it was cut while it was open, from {self._size} to {size} bytes")
         id = self.meta.ids[i]
         with as_damage(self.path, "it can't be read", i, id):
             row, info, checksum = self._row(i)
             if row.id != id:
                 stored = printable(repr(row.id))
-                raise DamageError(self.path, f"its id is {stored} where the description names {id!r}", i, id)
+                raise DamageError(self.path, f"its id is {stored}, but the description has {id!r}", i, id)
             check_object(row.info, "its info")
         if verify and row_checksum(row.id, info, row.tensors) != checksum:
             raise DamageError(self.path, "its checksum does not match", i, id)
         return row
 
     def verify(self, check_row: Callable[[ShardRow], object] | None = None) -> list[DamageError]:
-        """Read every byte once and return all damage found. check_row: function that raises ValueError for further
+        """Read every byte once and return all damage. check_row: function that raises ValueError for further
         problems of an undamaged row."""
         damages = []
         try:
@@ -216,13 +216,13 @@ def unit_name(name: str) -> str:
 def find_done_units(store: Store, prefix: str) -> dict[str, str]:
     """Return unit -> path of its shard for every finished unit in folder `prefix`. Takes one listing."""
     names = [name for name in store.list_names(prefix) if "/" not in name]
-    done = {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
-    return done | {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
+    finished = {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
+    return finished | {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
 
 
 def remove_other_format(store: Store, rel: str) -> None:
-    """Remove the unit's shard in the other format, in case `cache.format` changed, because two shards could differ. For
-    a tar, the file whose existence means "done" is removed first."""
+    """Remove the unit's shard in the other format, in case `cache.format` changed, because two shards could differ. The
+    tar is removed before its sidecar, because the tar marks the unit as finished."""
     for suffix in (TAR_SUFFIX, SIDECAR_SUFFIX) if rel.endswith(ARROW_SUFFIX) else (ARROW_SUFFIX,):
         store.remove(unit_name(rel) + suffix)
 
@@ -244,15 +244,15 @@ def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
     return hash_bytes(*parts)
 
 
-def build_description(meta: ShardMeta, ids: Collection[str], set_aside: Collection[RejectedMember]) -> dict[str, Any]:
+def build_description(meta: ShardMeta, ids: Collection[str], rejects: Collection[RejectedMember]) -> dict[str, Any]:
     """Return the JSON object in a finished shard. Rejected members and truncated texts are sorted, because they are
     found in any order."""
     if meta.ids:
-        unlike = {*ids, *(member.id for member in set_aside)} ^ set(meta.ids)
-        assert not unlike, f"unit {meta.unit}: members lost or invented: {unlike}"
-    aside = sorted((asdict(member) for member in set_aside), key=lambda member: tuple(member.values()))
+        unlike = {*ids, *(member.id for member in rejects)} ^ set(meta.ids)
+        assert not unlike, f"unit {meta.unit}: members that are not planned or are missing: {unlike}"
+    ordered = sorted((asdict(member) for member in rejects), key=lambda member: tuple(member.values()))
     truncated = sorted((asdict(row) for row in meta.truncated), key=itemgetter("id"))
-    return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": aside, "truncated": truncated}
+    return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": ordered, "truncated": truncated}
 
 
 _META = TypeAdapter(ShardMeta)
@@ -264,15 +264,15 @@ def parse_description(value: Any, path: str) -> ShardMeta:
     version = value.get("format_version") if isinstance(value, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
         stored = printable(repr(version))
-        raise DamageError(path, f"its format version is {stored}; this program reads {FORMAT_VERSION}")
+        raise DamageError(path, f"its format version is {stored}; this release reads {FORMAT_VERSION}")
     try:
         meta = _META.validate_python(value)
         if value.get("count") != len(meta.ids):
-            raise ValueError(f"its count is {value.get('count')} and it names {len(meta.ids)} rows")
+            raise ValueError(f"its count is {value.get('count')}, but it has {len(meta.ids)} row ids")
         if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
-            raise ValueError("a member is both a row and set aside")
+            raise ValueError("a member is both a row and rejected")
         if not {row.id for row in meta.truncated}.issubset(meta.ids):
-            raise ValueError("a truncated text is no row")
+            raise ValueError("a truncated text is not a row")
         return meta
     except ValueError as error:
         raise DamageError(path, f"its description is incomplete or wrong ({printable(error)})") from error

@@ -1,4 +1,4 @@
-"""Opens shards by name, in either format, for reading, writing or verification; and by number, in the order in which a
+"""Opens shards for reading, writing or verification: by name, in either format, or by number, in the order in which a
 training set needs them."""
 
 import resource
@@ -11,7 +11,7 @@ from functools import partial
 from cache.shards import arrow, wds
 from cache.shards.shard import ARROW_SUFFIX, SUFFIXES, TAR_SUFFIX, BaseShardReader, BaseShardWriter, ShardMeta, ShardRow
 from cache.store import json_checks
-from cache.store.damage import DamageError, until_sound
+from cache.store.damage import DamageError, retry_bad_answers
 from cache.store.store import Store
 from schemas.activities import activity
 from schemas.errors import USAGE, LatentpressError
@@ -22,19 +22,19 @@ def open_writer(
 ) -> BaseShardWriter:
     """Return a writer for `<rel_stem>.arrow` or `.tar`. columns: tensor name -> dtype; a row may lack any tensor."""
     if format not in SUFFIXES:
-        raise ValueError(f"cache format {format!r} is unknown; choose from {', '.join(SUFFIXES)}")
+        raise ValueError(f"cache format {format!r} is not valid; choose from {', '.join(SUFFIXES)}")
     assert not _escapes_root(rel_stem), f"{rel_stem!r} leads out of the root"
     return (arrow if format == "arrow" else wds).ShardWriter(store, rel_stem, meta, columns)
 
 
 def open_reader(store: Store, rel: str) -> BaseShardReader:
     """Return a reader for the shard at `rel`, chosen by the suffix."""
-    return until_sound(store.remote_url, partial(_reader_class(store, rel), store, rel))
+    return retry_bad_answers(store.remote_url, partial(_reader_class(store, rel), store, rel))
 
 
 def _reader_class(store: Store, rel: str) -> type[BaseShardReader]:
     if not rel.endswith((ARROW_SUFFIX, TAR_SUFFIX)):
-        raise ValueError(f"{rel!r} is no shard: its name must end with {ARROW_SUFFIX} or {TAR_SUFFIX}")
+        raise ValueError(f"{rel!r} is not a shard: its name must end with {ARROW_SUFFIX} or {TAR_SUFFIX}")
     if _escapes_root(rel):
         raise DamageError(store.path(json_checks.printable(rel)), "its name leads out of the root")
     return (arrow if rel.endswith(ARROW_SUFFIX) else wds).ShardReader
@@ -70,7 +70,7 @@ def verify(
 
     try:
         reader_class = _reader_class(store, rel)
-        until_sound(store.remote_url, check)
+        retry_bad_answers(store.remote_url, check)
     except DamageError as damage:
         return damages or [damage]
     return damages
@@ -101,7 +101,7 @@ class ReaderPool:
     def forget(self, path: str) -> None:
         """Drop the reader of the shard at `path`, so that the next read opens the shard again."""
         with self._lock:
-            self._open.pop(path, None)  # closed when no thread reads from it any more
+            self._open.pop(path, None)  # closed when no thread reads from it
 
     def _get(
         self, path: str, open: Callable[[], BaseShardReader] | None = None
@@ -110,12 +110,12 @@ class ReaderPool:
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
-        reader = open_reader(self.store, path) if open is None else open()  # may take long, so without the lock
+        reader = open_reader(self.store, path) if open is None else open()  # outside the lock, because it may take long
         opened = reader, threading.Lock()
         with self._lock:
             if path not in self._open:
                 while len(self._open) >= self.limit:
-                    self._open.popitem(last=False)  # closed when no thread reads from it any more
+                    self._open.popitem(last=False)  # closed when no thread reads from it
                 self._open[path] = opened
             return self._open[path]
 
@@ -180,7 +180,7 @@ class ShardSupply:
         """End the supply's threads. No other method may be called afterwards."""
 
 
-MAX_OPEN, FEWEST_OPEN = 1024, 32  # 1,024 shards of their usual size are 128 GiB
+MAX_OPEN, MIN_OPEN = 1024, 32  # 1,024 shards of their usual size are 128 GiB
 
 
 def open_limit() -> int:
@@ -188,7 +188,7 @@ def open_limit() -> int:
     at most 1,024."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     quarter = MAX_OPEN if files == resource.RLIM_INFINITY else files // 4
-    return max(FEWEST_OPEN, min(MAX_OPEN, quarter))
+    return max(MIN_OPEN, min(MAX_OPEN, quarter))
 
 
 class SupplyError(LatentpressError):

@@ -1,4 +1,4 @@
-"""Checks of a row's tensors beyond matching its checksum, which a shard made with intent does too."""
+"""Checks of a row's tensors in addition to its checksum, because a manipulated shard may have a valid checksum."""
 
 from collections.abc import Mapping
 
@@ -8,15 +8,15 @@ from cache.store.layout import ENCODE_PROGRAMS
 from schemas.family import REFERENCE_PARTS, Family, Task
 from schemas.geometry import Bucket
 
-#: dtypes of `embeds` that have a scale for each token, in SCALE: a number is stored number x scale of its token.
+#: dtypes of `embeds` that have a scale for each token, in SCALE: number = stored number * scale of its token.
 SCALED_DTYPES = ("float8_e4m3fn", "int8")
 SCALE = "embeds_scale"
 SAMPLE = "sample"  # the part of a training set's row that comes from a latents shard
 
 
 def kind_of(part: str) -> str:
-    """The kind of shard that holds a part of a training set's row or of a validation prompt. Parts that further
-    encoding stages make of a sample are named like their kind ("vision")."""
+    """Return the kind of shard that contains a part of a training set's row or of a validation prompt. Parts of further
+    encoding stages have the name of their kind ("vision")."""
     latents = (SAMPLE, "condition", *REFERENCE_PARTS)
     return "latents" if part in latents else part if part in ENCODE_PROGRAMS else "text"
 
@@ -44,9 +44,9 @@ def find_shape_problem(
     None for as many frames as the clip has.
     """
     if name == "embeds" and (len(shape) != 2 or not all(shape)):
-        return f"is of shape {shape}, and should be (tokens, width)"
+        return f"has shape {shape} instead of (tokens, width)"
     if name == "pooled" and (len(shape) != 1 or not all(shape)):
-        return f"is of shape {shape}, and should be (width,)"
+        return f"has shape {shape} instead of (width,)"
     if name not in ("latent", "condition", "mask"):
         return ""
     frames, height, width = Bucket.parse(bucket).latent_shape(*strides)
@@ -54,25 +54,25 @@ def find_shape_problem(
         frames = condition_frames
     expected = (frames, height, width)
     if name == "mask":
-        return "" if shape == expected else f"is of shape {shape}, and of bucket {bucket} it is {expected}"
+        return "" if shape == expected else f"has shape {shape} instead of {expected} for bucket {bucket}"
     if len(shape) == 4 and shape[1:] == expected and shape[0] in (channels, 2 * channels if moments else channels):
         return ""
-    return f"is of shape {shape}, and of bucket {bucket} it is {(channels, *expected)}"
+    return f"has shape {shape} instead of {(channels, *expected)} for bucket {bucket}"
 
 
-def find_scale_problem(tensors: Mapping[str, Array], before: str = "") -> str:
+def find_scale_problem(tensors: Mapping[str, Array], prefix: str = "") -> str:
     """Return the problem with the scales of a text's tokens, or with missing scales; "" if the scales are valid.
-    before: prefix of the names of the text's tensors."""
-    embeds, scale = tensors.get(f"{before}embeds"), tensors.get(f"{before}{SCALE}")
+    prefix: prefix of the names of the text's tensors."""
+    embeds, scale = tensors.get(f"{prefix}embeds"), tensors.get(f"{prefix}{SCALE}")
     if embeds is None or (scale is None and embeds.dtype not in SCALED_DTYPES):
         return ""
     if scale is None:
-        return f"{before}embeds is {embeds.dtype}, and it lacks its {before}{SCALE}"
+        return f"{prefix}embeds is {embeds.dtype}, but {prefix}{SCALE} is missing"
     if embeds.dtype not in SCALED_DTYPES:
-        return f"it has {before}{SCALE}, and {before}embeds is {embeds.dtype}"
+        return f"it has {prefix}{SCALE}, but {prefix}embeds is {embeds.dtype}"
     if (scale.dtype, scale.shape) == ("float32", embeds.shape[:1]):
         return ""
-    return f"{before}{SCALE} is {scale.dtype} of shape {scale.shape}, and should be float32, one for each token"
+    return f"{prefix}{SCALE} is {scale.dtype} of shape {scale.shape} instead of float32 with one number for each token"
 
 
 def find_shape_problems(
@@ -80,27 +80,29 @@ def find_shape_problems(
 ) -> str:
     """Return the reason why tensors with these names, shapes and dtypes can't be trained on; "" if they can. The other
     arguments are described in `find_tensor_problem`."""
-    family, given = task[0], task[0].condition_frames(task[1])
+    family, condition_frames = task[0], task[0].condition_frames(task[1])
     needed = tuple(family.text_widths) if kind_of(part) == "text" else ()
     if part == SAMPLE:
-        needed = ("latent", "condition") if given != 0 else ("latent",)
-    elif part == "condition":  # of a validation prompt: stored as the latent of a row of its own
+        needed = ("latent", "condition") if condition_frames != 0 else ("latent",)
+    elif part == "condition":  # of a validation prompt: stored as the latent of a separate row
         needed, tensors = ("condition",), {"condition": tensors["latent"]} if "latent" in tensors else {}
     elif part in REFERENCE_PARTS:
         needed, sizes = ("latent",), Bucket.parse(bucket).references
         width, height = sizes[REFERENCE_PARTS.index(part)]
         bucket = f"{width}x{height}"
-    if missing := [name for name in needed if name not in tensors]:
-        return f"it lacks its {', '.join(missing)}"
+    if missing_tensors := [name for name in needed if name not in tensors]:
+        return f"it lacks its {', '.join(missing_tensors)}"
     strides = family.spatial_stride, family.temporal_stride
     for name, array in tensors.items():
         shape = array.shape
-        if problem := find_shape_problem(name, shape, bucket, strides, family.latent_channels, family.posterior, given):
+        if problem := find_shape_problem(
+            name, shape, bucket, strides, family.latent_channels, family.posterior, condition_frames
+        ):
             return f"{name} {problem}"
         if shape and shape[-1] != widths.get(name, shape[-1]):
-            return f"{name} is {shape[-1]} wide, and the transformer reads {widths[name]}"
+            return f"{name} has width {shape[-1]}, but the transformer reads width {widths[name]}"
         if array.dtype not in INFINITY_BITS and not (name == "embeds" and array.dtype in SCALED_DTYPES):
-            return f"{name} is {array.dtype}, and should be of floating point"
+            return f"{name} is {array.dtype} instead of a floating-point dtype"
     return find_scale_problem(tensors)
 
 

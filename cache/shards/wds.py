@@ -1,7 +1,7 @@
 """Shards as WebDataset tars: `<id>.safetensors` and `<id>.json` for each row, and a sidecar `<stem>.tar.json`.
 
 A tar that was cut between two members reads like a shorter tar, and a member is found only by scanning. So the sidecar
-holds count, size, checksums and offsets. The sidecar is published first, since the tar's existence means "done".
+holds count, size, checksums and offsets. The sidecar is published first, because the tar marks the unit as finished.
 """
 
 import json
@@ -79,7 +79,8 @@ class _TarWriter:
         self.size += len(data)
 
     def add(self, name: str, *pieces: bytes | memoryview) -> list[int]:
-        """Write a member, its content in pieces, since joining them would copy; returns its offset and size."""
+        """Write a member and return its offset and size. pieces: its content in pieces, because joining them would
+        copy."""
         member = tarfile.TarInfo(name)
         member.size = size = sum(map(len, pieces))
         self._write(member.tobuf(tarfile.USTAR_FORMAT))
@@ -115,13 +116,13 @@ class ShardWriter(shard.BaseShardWriter):
 
     def finish(self) -> str:
         """Publish the sidecar, then the tar; returns the tar's path. Raises StoreError if writing fails."""
-        described = shard.build_description(self.meta, self._ids, self._set_aside)
+        described = shard.build_description(self.meta, self._ids, self._rejects)
         with self.store.writing(self.rel):
             self._tar.end()
         content = {"size": self._tar.size, "xxh3_128": self._tar.hash.hexdigest(), "rows": self._entries}
         sidecar = add_checksum(described | content)
-        # An older tar that this sidecar does not describe would be damage that means "done". A process killed after its
-        # removal encodes the unit again.
+        # An older tar that does not match this sidecar would be damage that counts as finished. If a kill follows its
+        # removal, the unit is encoded again.
         shard.remove_other_format(self.store, self.rel)
         if self.store.exists(self.rel) and not self._has_sidecar(sidecar):
             self.store.remove(self.rel)
@@ -192,9 +193,9 @@ class ShardReader(shard.BaseShardReader):
             self._sidecar = _Sidecar.model_validate(described)
             self._sidecar.check_spans()
         if [row.id for row in self._sidecar.rows] != self.meta.ids:
-            raise DamageError(self.path, f"its description {name} gives the offsets of other rows than it names")
+            raise DamageError(self.path, f"its description {name} has offsets for rows that differ from its row ids")
         if self._size != self._sidecar.size:
-            raise DamageError(self.path, f"it has {self._size} bytes and should have {self._sidecar.size}")
+            raise DamageError(self.path, f"it has {self._size} bytes instead of {self._sidecar.size}")
 
     def _row(self, i: int) -> tuple[shard.ShardRow, bytes, str]:
         row = self._sidecar.rows[i]
@@ -230,7 +231,7 @@ class ShardReader(shard.BaseShardReader):
         except tarfile.TarError as error:
             raise ValueError(str(error)) from error
         if (member.name, member.size) != (name, size) or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-            raise ValueError(f"{member.name!r}, {member.size} bytes, type {member.type!r}, where {name!r} should be")
+            raise ValueError(f"{member.name!r}, {member.size} bytes, type {member.type!r}, instead of {name!r}")
 
 
 class _Row(json_checks.Foreign):
@@ -251,9 +252,9 @@ class _Sidecar(json_checks.Foreign):
         for row in self.rows:
             for offset, size in (row.tensors, row.info):
                 if offset != end + TAR_BLOCK:
-                    raise ValueError(f"a member at {offset} where one should be at {end + TAR_BLOCK}")
+                    raise ValueError(f"a member is at {offset} instead of {end + TAR_BLOCK}")
                 end = offset + size + -size % TAR_BLOCK
         end += 2 * TAR_BLOCK
         end += -end % TAR_RECORD
         if self.size != end:
-            raise ValueError(f"its rows take {end} bytes and its size is {self.size}")
+            raise ValueError(f"its rows take {end} bytes, but its size is {self.size}")

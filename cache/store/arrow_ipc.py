@@ -1,14 +1,13 @@
-"""Arrow IPC files of unknown origin: their record batches, each by one read, and whole tables with a checksum.
+"""Arrow IPC files of unknown origin: reads record batches, each in one read, and whole tables with a checksum.
 
 pyarrow's own `get_batch` trusts the file's block offsets, decompresses (a few bytes can become gigabytes), loads
 dictionaries, and takes two reads. Here offsets are checked when the file is opened, and a compressed batch is refused
 before it is decoded. Arrow verifies the flatbuffers first; reading them here, Python checks the bounds.
 
 Arrow has no checksum. So each table has the xxh3-128 of its whole file in its schema's metadata, which Arrow writes
-before the rows and again after them. It is written as placeholders, of which the checksum is computed, and filled in at
-both ends; readers compare it before Arrow sees the file. A file made with intent has a matching checksum too, so a
-table is also validated in full before it is used, and has plain columns only: no compression, no dictionaries, no
-views.
+before the rows and again after them. The checksum is computed with placeholders in its place, which are then replaced
+at both ends. Readers verify it before Arrow reads the file. A manipulated file may have a valid checksum, so a table is
+also validated in full before it is used, and has plain columns only: no compression, no dictionaries, no views.
 """
 
 import io
@@ -34,7 +33,7 @@ _uint32, _int32, _uint16 = (struct.Struct(kind).unpack_from for kind in ("<I", "
 FOOTER_DICTIONARIES, FOOTER_BATCHES = 2, 3
 MESSAGE_HEADER, MESSAGE_CUSTOM, BATCH_COMPRESSION = 2, 4, 3
 CHECKSUM_KEY, _CHECKSUM_PREFIX = b"latentpress_checksum", b"xxh3-128:"
-_CHECKSUM_PLACEHOLDER = _CHECKSUM_PREFIX + b"\xff" * 32  # no text in UTF-8 holds these
+_CHECKSUM_PLACEHOLDER = _CHECKSUM_PREFIX + b"\xff" * 32  # bytes that no UTF-8 text contains
 _CHECKSUM_PATTERN = re.compile(_CHECKSUM_PREFIX + rb"([0-9a-f]{32})")
 _HASH_BYTES = 16 << 20  # bytes read at a time
 _MAX_DEPTH = 4  # limit for the nesting of lists and records in a column
@@ -44,7 +43,7 @@ def find_footer(file: pa.NativeFile | BinaryIO) -> tuple[int, int]:
     """Return (offset, length) of a file's footer in bytes. Raises ValueError if the file does not have a footer."""
     size = file.seek(0, os.SEEK_END)
     if size < len(FILE_START) + TAIL_BYTES:
-        raise ValueError(f"{size} bytes are too few")
+        raise ValueError(f"{size} bytes are too few for an Arrow file")
     file.seek(size - TAIL_BYTES)
     tail = file.read(TAIL_BYTES)
     (length,) = struct.unpack("<i", tail[:4])
@@ -80,9 +79,9 @@ def read_batch(data: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
     head = memoryview(message.metadata)
     root = _follow_offset(head, 0)
     header = _find_field(head, root, MESSAGE_HEADER)
-    # Either of the two may name a compression.
+    # Each of the two fields can declare a compression.
     if _find_field(head, _follow_offset(head, header), BATCH_COMPRESSION) or _find_field(head, root, MESSAGE_CUSTOM):
-        raise ValueError("the batch is compressed, or none")
+        raise ValueError("it is a compressed batch, or not a batch")
     batch = pa.ipc.read_record_batch(message, schema)
     # Arrow trusts offsets, so a changed offset would read outside of its buffer. The check takes 2 microseconds for one
     # row of a shard.
@@ -177,7 +176,9 @@ def read_table(file: pa.NativeFile) -> pa.Table:
     schema, spans = read_batch_index(file)
     for field in schema:
         if not _is_plain_type(field.type):
-            raise ValueError(f"a column {printable(field.name)} of type {printable(field.type)}")
+            raise ValueError(
+                f"column {printable(field.name)} has the type {printable(field.type)}, which tables do not use"
+            )
     rows = []
     for offset, length in spans.tolist():
         file.seek(offset)
@@ -205,7 +206,7 @@ def verify_checksum(file: pa.NativeFile) -> str:
     if not offsets:
         raise ValueError("it has no checksum")
     if len(offsets) != 2 or offsets[0] >= footer[0] or offsets[1] < footer[0] or len(values) != 1:
-        raise ValueError("its two ends differ")
+        raise ValueError("the schemas at its start and end differ")
     checksum = values.pop().decode()
     if _hash_file(file, offsets) != checksum:
         raise ValueError("its checksum does not match")
@@ -220,7 +221,7 @@ def _hash_file(file: pa.NativeFile, checksum_offsets: list[int]) -> str:
         while position < end:
             data = file.read_buffer(min(_HASH_BYTES, end - position))
             if not data.size:
-                raise ValueError("it is shorter than it was")
+                raise ValueError("it became shorter while it was read")
             state.update(data)
             position += data.size
         if end in checksum_offsets:

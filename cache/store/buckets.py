@@ -1,4 +1,4 @@
-"""Objects of S3, Google Cloud Storage and Azure by fsspec's interface, for media. Imported if a URL needs it."""
+"""Objects of S3, Google Cloud Storage and Azure with fsspec's interface, for media. Imported only if a URL needs it."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ from cache.store.object_store import SCHEMES, bucket_options, connection_options
 
 
 class _BucketFile(AbstractBufferedFile):
-    """A file whose ranges are requested as they are read; obstore's own writes a traceback if it can't be opened."""
+    """A file whose ranges are requested when they are read. The class of obstore prints a traceback if the file can't
+    be opened."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return self.fs.cat_file(self.path, start=start, end=end)
@@ -21,7 +22,7 @@ class Buckets(FsspecStore):
 
 
 def open_buckets(url: str) -> tuple[Buckets, str]:
-    """The file system of the store of a URL, and the path within it."""
+    """Return the file system for a URL, and the path in it."""
     scheme, _, path = url.partition("://")
     options: dict[str, Any] = bucket_options(SCHEMES[scheme]) | connection_options()
     return Buckets(SCHEMES[scheme], **options), path  # type: ignore[call-overload]

@@ -1,8 +1,8 @@
 """Damage: stored bytes that differ from the bytes written. An error names the file, the reason, and the command that
-makes the file again.
+writes the file again.
 
 If an object store sends fewer bytes than requested, or wrong bytes, the request is repeated up to ANSWERS times in all,
-with a message. Only bytes that stay wrong are an error or damage.
+with a message. Only bytes that are still wrong are an error or damage.
 """
 
 import errno
@@ -29,18 +29,26 @@ PARSE_ERRORS = (
     *(pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowTypeError, pa.ArrowNotImplementedError, pa.ArrowSerializationError),
     *(ValueError, KeyError, TypeError, IndexError, OverflowError, EOFError, struct.error),
 )
-ANSWERS = 3  # attempts at one request; the last answer counts
-LONGEST = 200  # characters in a reason
+ANSWERS = 3  # attempts at one request; the last answer is final
+MAX_REASON_CHARS = 200
 
 #: (pattern for the end of a table's path, program that writes the table, how the program repairs a damaged table).
 _TABLE_PROGRAMS = (
     (re.compile(r"(?:^|/)media/[^/]+/(?:partial/)?[^/]+\.arrow$"), "discover", "reads the media again"),
-    (re.compile(r"(?:^|/)captions/edits/[^/]+$"), "verify --repair", "goes back to the edits before the last one"),
+    (re.compile(r"(?:^|/)captions/edits/[^/]+$"), "verify --repair", "restores the edits before the last edit"),
     (re.compile(r"(?:^|/)items/[0-9a-f]{24}\.arrow$"), "features", "compares the items again"),
-    (re.compile(r"(?:^|/)plans/[^/]+/[^/]+$"), "bucket", "sets the plan aside and plans again"),
-    (re.compile(r"(?:^|/)sets/[^/]+(?:/[^/]+)?$"), "index", "writes the set again; copy a copied set again"),
+    (re.compile(r"(?:^|/)plans/[^/]+/[^/]+$"), "bucket", "moves the plan to damaged/ and plans again"),
+    (
+        re.compile(r"(?:^|/)sets/[^/]+(?:/[^/]+)?$"),
+        "index",
+        "writes the set again; copy a copied set again",
+    ),
     *(
-        (re.compile(rf"(?:^|/){kind}/[^/]+/provenance\.json$"), program, "writes it again; copy a copied set again")
+        (
+            re.compile(rf"(?:^|/){kind}/[^/]+/provenance\.json$"),
+            program,
+            "writes it again; copy a copied set again",
+        )
         for kind, program in STAGE_PROGRAMS.items()
     ),
     (re.compile(r"(?:^|/)rejects/([a-z-]+)/(?:[^/]+/)?[^/]+\.arrow$"), "", "writes the list again"),
@@ -58,9 +66,9 @@ class DamageError(LatentpressError):
 
     def __init__(self, path: str, reason: str, row: int | None = None, id: str | None = None) -> None:
         self.path, self.reason, self.row, self.id = path, reason, row, id
-        what = path if _find_table_program(path) else f"shard {path}"
-        where = what if row is None else f"{what}, row {row}, id {id}"
-        super().__init__(f"{where}: {reason}", f"to rebuild it: {rebuild_advice(path)}")
+        name = path if _find_table_program(path) else f"shard {path}"
+        place = name if row is None else f"{name}, row {row}, id {id}"
+        super().__init__(f"{place}: {reason}", f"to rebuild it: {rebuild_advice(path)}")
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {name: getattr(self, name) for name in ("path", "reason", "row", "id")}
@@ -79,7 +87,7 @@ def as_damage(path: str, reason: str, row: int | None = None, id: str | None = N
         except FileNotFoundError as error:
             raise DamageError(path, "the file is missing", row, id) from error
         except (*PARSE_ERRORS, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # Arrow's OSError about too few bytes has no errno
+            if isinstance(error, OSError) and error.errno:  # Arrow's OSError for missing bytes has no errno
                 raise
             raise DamageError(path, f"{reason} ({json_checks.printable(error)})", row, id) from error
 
@@ -97,9 +105,9 @@ def damage_unless_regular(path: str) -> Iterator[None]:
 
 def _find_table_program(path: str) -> tuple[str, str] | None:
     """Return (program that writes the table or JSON file at `path`, description of the repair); None for a shard."""
-    for pattern, program, does in _TABLE_PROGRAMS:
+    for pattern, program, repair in _TABLE_PROGRAMS:
         if match := pattern.search(path):
-            return program or match[1], does
+            return program or match[1], repair
     return None
 
 
@@ -116,14 +124,14 @@ def rebuild_advice(path: str) -> str:
     program = rebuild_program(path)
     if table := _find_table_program(path):
         return f"latentpress {program}   # it {table[1]}"
-    return f"latentpress verify --repair   # sets it aside and runs {program} for its unit"
+    return f"latentpress verify --repair   # moves it to damaged/ and runs {program} for its unit"
 
 
 class BadAnswer(OSError):
     """The store returned an unexpected number of bytes."""
 
 
-def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
+def retry_bad_answers(url: str, read: Callable[[], T], file: Any = None) -> T:
     """Return the result of `read`, which is called again if a bad answer from the object store at `url` made it raise.
     url: "" for files on this machine. file: the file that `read` reads; its `forget`, if it has one, drops the bytes of
     the bad answer."""
@@ -131,34 +139,34 @@ def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
         try:
             return read()
         except Exception as error:  # obstore's error classes can't be imported here
-            if not _is_of_bad_answer(error):
+            if not _is_bad_answer(error):
                 raise
-            note_bad_answer(url, error)
+            announce_retry(url, error)
         if hasattr(file, "forget"):
             file.forget()
     return read()
 
 
-def asked_again(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Decorate a method of a store, so that it is called by `until_sound`."""
+def retrying_bad_answers(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Decorator for a method of a store, which calls the method with `retry_bad_answers`."""
 
     @wraps(method)
-    def ask(store: Any, *args: P.args, **options: P.kwargs) -> T:
-        return until_sound(store.remote_url, partial(method, store, *args, **options))
+    def call(store: Any, *args: P.args, **options: P.kwargs) -> T:
+        return retry_bad_answers(store.remote_url, partial(method, store, *args, **options))
 
-    return ask
+    return call
 
 
-def note_bad_answer(url: str, error: Exception) -> None:
+def announce_retry(url: str, error: Exception) -> None:
     """Announce that a request is repeated."""
     reason = getattr(error, "message", "") or getattr(error, "strerror", "") or str(error)
-    reason = shorten(" ".join((reason if url in reason else f"{url}: {reason}").split()), LONGEST)
+    reason = shorten(" ".join((reason if url in reason else f"{url}: {reason}").split()), MAX_REASON_CHARS)
     announce(f"{reason}: the request is tried again")
 
 
-def _is_of_bad_answer(error: Exception) -> bool:
-    """Whether an error is due to bad bytes in an answer, so that a new request may succeed. A missing file or a store
-    that can't be reached is not a bad answer."""
+def _is_bad_answer(error: Exception) -> bool:
+    """Whether bad bytes in an answer caused an error, so that a new request may succeed. A missing file or a store that
+    can't be reached is not a bad answer."""
     if isinstance(error, DamageError):
         return not isinstance(error.__cause__, FileNotFoundError)
-    return isinstance(error, BadAnswer) or "response body error" in str(error)  # the last: cut off, by obstore
+    return isinstance(error, BadAnswer) or "response body error" in str(error)  # a body that is cut off, by obstore

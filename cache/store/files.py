@@ -1,5 +1,5 @@
-"""Local files that appear whole or not at all: written under a temporary name in the same folder, synced, renamed; and
-locks by flock, which the kernel releases when the process that holds one ends."""
+"""Local files that appear completely or not at all: they are written under a temporary name in the same folder, synced
+and renamed. Also locks by flock, which the kernel releases when the process that holds the lock ends."""
 
 import errno
 import fcntl
@@ -23,33 +23,34 @@ from schemas.regular_files import NOT_REGULAR, NotRegular, find_obstacle, open_r
 from schemas.text_format import format_bytes, shown_path
 
 TEMP_SUFFIX = ".tmp"
-FORMER_SUFFIX = ".former"  # of a folder that is being replaced
+FORMER_SUFFIX = ".former"  # suffix of a folder that is being replaced
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # names made by `temporary`
 OPEN_TRIES = 5
-NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}  # of file systems without them
+#: Errors of file systems without hard links.
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 NEXT_STEPS = {
-    errno.ENOSPC: "free space there, or choose another place, and run the same command again: what is finished is kept",
-    errno.EFBIG: "raise the limit (ulimit -f) and run the same command again: what is finished is kept",
-    errno.EACCES: "give this user the right to read and write there, or choose another place",
+    errno.ENOSPC: "free space, or choose another place, and run the same command again: finished work is kept",
+    errno.EFBIG: "raise the limit (ulimit -f) and run the same command again: finished work is kept",
+    errno.EACCES: "give this user the permission to read and write it, or choose another place",
     errno.EROFS: "mount it for writing, or choose another place",
-    errno.EISDIR: "move that folder away, and run the same command again",
-    errno.ELOOP: "remove that link, and run the same command again",
-    errno.EXDEV: "write the temporary file with open_temp, which puts it on the file system of its final name",
+    errno.EISDIR: "move the folder away, and run the same command again",
+    errno.ELOOP: "remove the link, and run the same command again",
+    errno.EXDEV: "write the temporary file with open_temp, which uses the file system of its final name",
 }
-NEXT_STEPS[errno.ENOTDIR] = NEXT_STEPS[errno.EEXIST] = "move that file away, and run the same command again"
+NEXT_STEPS[errno.ENOTDIR] = NEXT_STEPS[errno.EEXIST] = "move the file away, and run the same command again"
 NEXT_STEPS[errno.EDQUOT] = NEXT_STEPS[errno.ENOSPC]
 NEXT_STEPS[errno.EPERM] = NEXT_STEPS[errno.EACCES]
 REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "a file may not grow larger: a file-size limit is set",
+    errno.EFBIG: "the file would exceed the file-size limit",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
     errno.EROFS: "the file system is read-only",
-    errno.ENOTDIR: "a file is where a folder belongs",
-    errno.EEXIST: "a file is where a folder belongs",
-    errno.EISDIR: "a folder is where a file belongs",
+    errno.ENOTDIR: "a file is in the place of a folder",
+    errno.EEXIST: "a file is in the place of a folder",
+    errno.EISDIR: "a folder is in the place of a file",
     errno.ELOOP: "a link leads to itself",
 }
 
@@ -70,8 +71,8 @@ class StoreError(LatentpressError):
 
 @contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Turn an OSError of the body into a StoreError about `path`, or about a file below it that the error names. A
-    missing file stays FileNotFoundError."""
+    """Context that turns an OSError into a StoreError about `path`, or about the file below `path` that the error
+    names. FileNotFoundError is not changed."""
     try:
         yield
     except FileNotFoundError:
@@ -85,15 +86,16 @@ def explained(path: str) -> Iterator[None]:
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise StoreError if a folder can't be made at `path`. To be called before work whose results go there."""
+    """Raise StoreError if a folder can't be created at `path`. Call it before work whose results are written to the
+    folder."""
     if obstacle := find_obstacle(path):
         reason, _, step = obstacle.partition("; ")
         raise StoreError(str(path), f"can't be a folder: {reason}", step)
 
 
 def check_writable(folder: Path) -> None:
-    """Create `folder` before work whose results go there. Raises StoreError if the folder, or a file in it, can't be
-    created."""
+    """Create `folder` before work whose results are written to it. Raises StoreError if the folder, or a file in it,
+    can't be created."""
     if obstacle := find_obstacle(folder):
         reason, _, step = obstacle.partition("; ")
         raise StoreError(str(folder), f"can't be written to: {reason}", f"{step}; or correct `output` or `train.run`")
@@ -118,7 +120,7 @@ class Entry(NamedTuple):
     version: str = ""
 
 
-def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:
+def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry]]:
     """Yield (name relative to `folder`, entry) for every regular file below `folder`, or link to a regular file, except
     files that are removed during the walk."""
     try:
@@ -127,9 +129,9 @@ def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            yield from walk(folder / entry.name, f"{inside}{entry.name}/")
+            yield from walk(folder / entry.name, f"{prefix}{entry.name}/")
         elif _is_regular(entry):
-            yield inside + entry.name, entry
+            yield prefix + entry.name, entry
 
 
 def _is_regular(entry: os.DirEntry) -> bool:
@@ -158,7 +160,7 @@ def is_unfinished(name: str) -> bool:
 
 
 def replace(source: str, target: str) -> None:
-    """Rename a local file to its final name, the single step at which the file appears."""
+    """Rename a local file to its final name. The file appears in this single step."""
     os.replace(source, target)
 
 
@@ -172,10 +174,10 @@ def sync(path: Path) -> None:
 
 
 def put(temp: Path, path: Path) -> None:
-    """Sync the finished file or folder `temp`, then rename it to `path`, in place of an older one."""
+    """Sync the finished file or folder `temp`, then rename it to `path`. It replaces an older file or folder."""
     if temp.is_dir():
-        for inside in temp.rglob("*"):
-            sync(inside)
+        for path_inside in temp.rglob("*"):
+            sync(path_inside)
     sync(temp)
     former = path.with_name(f".{path.name}{FORMER_SUFFIX}")
     if temp.is_dir() and path.is_dir() and any(path.iterdir()):
@@ -205,8 +207,8 @@ def link(temp: Path, path: Path) -> bool:
 
 
 def restore_folders(parent: Path) -> None:
-    """Put back the folders in `parent` that a killed `put` moved away before it renamed the new folders. To be called
-    while no other process writes in `parent`."""
+    """Put back the folders in `parent` that a killed `put` moved away before it renamed the new folders. Call it
+    only while no other process writes to `parent`."""
     for former in parent.glob(f".*{FORMER_SUFFIX}"):
         path = parent / former.name.removesuffix(FORMER_SUFFIX).removeprefix(".")
         if path.exists():
@@ -218,7 +220,8 @@ def restore_folders(parent: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write the file or folder `path` in the body under a temporary name; it is renamed, or removed on an error."""
+    """Context with a temporary name for the new file or folder `path`. It is renamed at the end, or removed on an
+    error."""
     make_folders(path.parent)
     temp = temporary(path)
     try:
@@ -232,7 +235,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Create a small file. FileExistsError if something has appeared there, which is never replaced."""
+    """Create a small file. Raises FileExistsError if `path` exists; an existing file is never replaced."""
     make_folders(path.parent)
     with path.open("x", encoding="utf-8") as file:
         try:
@@ -245,22 +248,22 @@ def write_new(path: Path, text: str) -> None:
 def make_folders(folder: Path) -> None:
     """Create `folder` and sync each parent with a new entry, against power cuts. Raises StoreError with the
     reason if a folder can't be created."""
-    missing = [folder] if not folder.exists() else []
-    while missing and not missing[-1].parent.exists():
-        missing.append(missing[-1].parent)
+    missing_folders = [folder] if not folder.exists() else []
+    while missing_folders and not missing_folders[-1].parent.exists():
+        missing_folders.append(missing_folders[-1].parent)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         check_folder(folder)
-        step = "choose another place: this one takes no folders (as /proc), or another program removes them"
-        raise StoreError(str(folder), "can't be made", step) from error
-    for created in missing:
+        step = "choose another place: folders can't be created in it (like /proc), or another program removes them"
+        raise StoreError(str(folder), "can't be created", step) from error
+    for created in missing_folders:
         sync(created.parent)
 
 
 class Folder:
-    """The files of a folder on this machine's disk, by their names relative to it. Methods raise OSError unless
-    `explained` is around them."""
+    """The files of a folder on this machine's disk, by their names relative to the folder. Methods raise OSError unless
+    they are called in `explained`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -277,8 +280,7 @@ class Folder:
         return (self.root / rel).is_file()
 
     def info(self, rel: str) -> Entry:
-        """Return name, size and time of a file. Raises NotRegular for a folder, or for a pipe or a device, which may
-        have no end."""
+        """Return name, size and time of a file. Raises NotRegular for a folder, a pipe or a device."""
         about = (self.root / rel).stat()
         if not stat.S_ISREG(about.st_mode):
             raise NotRegular(errno.EINVAL, NOT_REGULAR, self.path(rel))
@@ -286,7 +288,7 @@ class Folder:
         return Entry(rel, about.st_size, about.st_mtime, version)
 
     def entries(self, folder: str) -> Iterator[Entry]:
-        """The files below `folder`, named relative to it, temporary ones included."""
+        """Yield the files below `folder`, including temporary files. Names are relative to `folder`."""
         for name, entry in walk(self.root / folder):
             with suppress(FileNotFoundError):
                 yield Entry(name, entry.stat().st_size, entry.stat().st_mtime)
@@ -311,7 +313,7 @@ class Folder:
             make_folders(Path(folder))
             with suppress(FileNotFoundError):  # gc removed the folder, which was empty
                 return open(temp, "x+b")
-        raise FileNotFoundError(errno.ENOENT, "its folder was removed each time it was made", str(temp))
+        raise FileNotFoundError(errno.ENOENT, "another program removes its folder", str(temp))
 
     def publish(self, file: BinaryIO, rel: str) -> None:
         file.flush()
@@ -319,7 +321,7 @@ class Folder:
 
     def publish_new(self, file: BinaryIO, rel: str) -> bool:
         """Publish by a hard link. If the file system does not support hard links and two processes publish at the same
-        moment, the later one wins."""
+        moment, the later process wins."""
         file.flush()
         return link(Path(file.name), self.root / rel)
 
@@ -339,13 +341,13 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 POLL_S = 0.05
 
 
-def lock(descriptor: int, shared: bool = False, wait_s: float = 0.0) -> bool:
-    """Lock an open file or folder. Returns False if another process holds the lock for `wait_s` seconds. Raises OSError
-    with an errno in NO_LOCKS on a file system without locks."""
+def lock(descriptor: int, is_shared: bool = False, wait_s: float = 0.0) -> bool:
+    """Lock an open file or folder. Returns False if another process still holds the lock after `wait_s` seconds. Raises
+    OSError with an errno in NO_LOCKS on a file system without locks."""
     end = time.monotonic() + wait_s
     while True:
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() >= end:
@@ -354,19 +356,19 @@ def lock(descriptor: int, shared: bool = False, wait_s: float = 0.0) -> bool:
 
 
 class FileLock:
-    """The lock of a file that exists for this purpose, and is created if it is absent. `close`, the end of a `with`
-    block and the end of the process release it. OSError as of `open`; NotRegular for a pipe or a device."""
+    """The lock of a lock file, which is created if it is missing. `close`, the end of a `with` block and the end of the
+    process release the lock. Raises the errors of `os.open`, and NotRegular for a pipe or a device."""
 
-    def __init__(self, path: Path, shared: bool = False) -> None:
-        self.path, self._shared = path, shared
+    def __init__(self, path: Path, is_shared: bool = False) -> None:
+        self.path, self._is_shared = path, is_shared
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             self.close()
             raise NotRegular(errno.EINVAL, NOT_REGULAR, os.fspath(path))
 
     def take(self, wait_s: float = 0.0) -> bool:
-        """Lock it, unless this object has the lock already. Result and errors as of `lock`."""
-        return lock(self.descriptor, self._shared, wait_s)
+        """Take the lock; does nothing if this object already has it. Result and errors are the same as for `lock`."""
+        return lock(self.descriptor, self._is_shared, wait_s)
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -381,11 +383,11 @@ class FileLock:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a file; None if the file system can't tell. This takes a shared lock for
-    microseconds, so a process that wants the lock waits for a moment."""
+    """Whether a process holds the lock of a file; None if the file system does not support locks. This takes a
+    shared lock for microseconds, so another process may have to wait for a moment."""
     try:
         with open_regular(path) as file:
-            return not lock(file.fileno(), shared=True)
+            return not lock(file.fileno(), is_shared=True)
     except FileNotFoundError:
         return False
     except OSError:
@@ -401,8 +403,8 @@ def find_free_space(target: str | Path) -> int | None:
     if "://" in str(target):
         return None
     folder = Path(target).absolute()
-    there = next(part for part in (folder, *folder.parents) if part.is_dir())
-    return shutil.disk_usage(there).free
+    existing = next(part for part in (folder, *folder.parents) if part.is_dir())
+    return shutil.disk_usage(existing).free
 
 
 def find_shortage(target: str | Path, needed: int) -> str | None:

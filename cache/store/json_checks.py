@@ -1,5 +1,6 @@
-"""Values from files of unknown origin: of the right kind, of a sane size and safe to print, or ValueError. `Foreign` is
-the base class of models of JSON, and `Stored` of those that are a file of a store; the functions check single values.
+"""Checks of values from files of unknown origin: their type, size and printable characters. Functions check single
+values and raise ValueError. `Foreign` is the base class of models of JSON objects, and `Stored` of models of JSON files
+in a store.
 """
 
 import re
@@ -19,40 +20,41 @@ MAX_PATH_NAME = 70  # characters
 PATH_NAME_PATTERN = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{MAX_PATH_NAME - 1}}}", re.ASCII)
 
 
-def check_object(value: Any, what: str) -> dict[str, Any]:
+def check_object(value: Any, label: str) -> dict[str, Any]:
     if type(value) is not dict:
-        raise ValueError(f"{what} is not an object")
+        raise ValueError(f"{label} is not an object")
     return value
 
 
-def check_list(value: Any, what: str) -> list[Any]:
+def check_list(value: Any, label: str) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"{what} is not a list")
+        raise ValueError(f"{label} is not a list")
     return value
 
 
-def check_text(value: Any, what: str) -> str:
+def check_text(value: Any, label: str) -> str:
     if type(value) is not str:
-        raise ValueError(f"{what} is not a text")
+        raise ValueError(f"{label} is not a text")
     return value
 
 
-def check_name(value: Any, what: str, empty: bool = False) -> str:
-    """One printable line of at most MAX_NAME_CHARS characters, which can forge no message that quotes it."""
-    if len(check_text(value, what)) > MAX_NAME_CHARS or not value.isprintable() or not (value or empty):
-        raise ValueError(f"{what} is not a name: {printable(repr(value[:MAX_NAME_CHARS]))}")
+def check_name(value: Any, label: str, empty: bool = False) -> str:
+    """Return `value` if it is one printable line of at most MAX_NAME_CHARS characters, so that messages may quote
+    it."""
+    if len(check_text(value, label)) > MAX_NAME_CHARS or not value.isprintable() or not (value or empty):
+        raise ValueError(f"{label} is not a name: {printable(repr(value[:MAX_NAME_CHARS]))}")
     return value
 
 
-def check_count(value: Any, what: str) -> int:
-    """A whole number from 0 to 2**63 - 1."""
+def check_count(value: Any, label: str) -> int:
+    """Return `value` if it is an integer from 0 to 2**63 - 1."""
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{what} is not a count: {printable(repr(value))}")
+        raise ValueError(f"{label} is not a count: {printable(repr(value))}")
     return value
 
 
 def check_shape(value: Sequence[Any]) -> tuple[int, ...]:
-    """A tuple of whole numbers; `Array` checks that the shape fits its bytes."""
+    """Return a tuple of integers; `Array` checks that the shape fits its bytes."""
     if not isinstance(value, (list, tuple)) or not all(type(size) is int for size in value):
         raise ValueError(f"{printable(repr(value))} is not a shape")
     return tuple(value)

@@ -1,14 +1,14 @@
 """The names that this project gives files under a root, exactly as docs/internals.md lists them.
 
-Programs check names here before they move or remove files: a root may hold other people's files, and a folder called
-media/ or text/ in it may be theirs.
+Programs check names here before they move or remove files: a root may contain files of other programs, for example in
+a folder called media/ or text/.
 """
 
 import re
 
 from schemas.config.section import NAME_PATTERN
 
-#: Kind of shard -> the program that makes it.
+#: Kind of shard -> program that writes it.
 ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
 #: Kind of shard -> program, for the stages that run before a plan of samples exists. Their units consist of items.
 ITEM_PROGRAMS = {"features": "features", "captions": "caption", "masks": "masks"}
@@ -45,5 +45,5 @@ def is_project_file(rel: str) -> bool:
 
 
 def is_shard(rel: str) -> bool:
-    """Whether this is the name of a shard; the sidecar of a tar is none."""
+    """Whether this is the name of a shard. The sidecar of a tar is not a shard."""
     return _SHARD_FILES.fullmatch(rel) is not None

@@ -1,8 +1,8 @@
 """Objects behind a URL (s3://, gs://, az://, memory://) through obstore: files that need few requests, listings, whole
-uploads; and explanations of their errors.
+uploads, and explanations of errors.
 
-obstore retries a request that fails, with pauses that grow at random, and reads the rest of a body that is cut off. An
-answer that is complete and wrong is a success for obstore: `until_sound` requests it again.
+obstore retries failed requests, with random growing pauses, and requests the rest of a body that is cut off. A complete
+but wrong answer is a success for obstore; `retry_bad_answers` requests it again.
 """
 
 import errno
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from cache.store.damage import BadAnswer, until_sound
+from cache.store.damage import BadAnswer, retry_bad_answers
 from cache.store.files import Entry, StoreError, explained
 from schemas.errors import LatentpressError
 from schemas.text_format import shorten
@@ -36,12 +36,12 @@ SINGLE_PUT_BYTES = 256 << 20
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
 UPLOAD_TIMEOUT_S = 900.0  # for a put or a part; the time without an answer includes the time to send the data
 ATTEMPTS = 5  # attempts at a request, unless AWS_MAX_ATTEMPTS is set
-PAGE = 1000  # objects in one answer to a listing
+PAGE_OBJECTS = 1000  # objects in one answer to a listing
 MAPPED_BYTES = 16 << 20  # smaller objects that are read whole are read into memory
 
 
 def connection_options(upload: bool = False) -> dict[str, Any]:
-    """Limits of time and retries, as obstore's stores take them."""
+    """Return the options for timeouts and retries of obstore's stores."""
     attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS))
     limits = {"timeout": UPLOAD_TIMEOUT_S} if upload else {"timeout": 24 * 3600.0, "read_timeout": READ_TIMEOUT_S}
     client = {
@@ -57,7 +57,7 @@ def bucket_options(scheme: str) -> dict[str, Any]:
         profile = os.environ.get("AWS_PROFILE") or os.path.exists(
             os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
         )
-        options: dict[str, Any] = {"config": {"disable_bulk_delete": True}}  # which some stores do not support
+        options: dict[str, Any] = {"config": {"disable_bulk_delete": True}}  # some stores do not support bulk deletion
         if profile and not os.environ.get("AWS_ACCESS_KEY_ID"):
             from obstore.auth.boto3 import Boto3CredentialProvider
 
@@ -71,12 +71,12 @@ def bucket_options(scheme: str) -> dict[str, Any]:
 
 
 class Bucket:
-    """The objects below a URL, by their names relative to it. Methods raise obstore's errors unless `explained` is
-    around them."""
+    """The objects below a URL, by their names relative to the URL. Methods raise obstore's errors unless they are
+    called in `explained`."""
 
     def __init__(self, url: str) -> None:
-        scheme, _, rest = url.partition("://")
-        self.name, _, self.prefix = rest.strip("/").partition("/")
+        scheme, _, path = url.partition("://")
+        self.name, _, self.prefix = path.strip("/").partition("/")
         self.url = url.rstrip("/")
         try:
             if scheme == "memory":
@@ -86,8 +86,8 @@ class Bucket:
         except ImportError as error:
             extra = {"s3": "s3", "gs": "gcs"}.get(SCHEMES[scheme], "s3")
             raise StoreError(url, f"can't be opened: {error}", f"pip install 'latentpress[{extra}]'") from error
-        except Exception as error:  # an error class of obstore: a name or environment variable is not valid
-            step = "correct the URL, or the environment (docs/machines.md)"
+        except Exception as error:  # obstore's error for an invalid name or environment variable
+            step = "correct the URL, or the environment variables (docs/machines.md)"
             raise StoreError(url, f"can't be opened: {' '.join(str(error).split())}", step) from error
 
     def path(self, rel: str) -> str:
@@ -101,7 +101,7 @@ class Bucket:
 
     def writing(self, rel: str) -> AbstractContextManager[None]:
         """Context in which a file of `open_temp` is written."""
-        return explained(f"{tempfile.gettempdir()} (TMPDIR says where)")
+        return explained(f"{tempfile.gettempdir()} (the folder in TMPDIR)")
 
     def exists(self, rel: str) -> bool:
         try:
@@ -116,9 +116,10 @@ class Bucket:
         return _entry(self.reader.head(self.key(rel)), rel)
 
     def entries(self, folder: str) -> Iterator[Entry]:
-        """The objects below `folder`, named relative to it; a request for each PAGE."""
+        """Yield the objects below `folder`, with names relative to it. Takes a request for each PAGE_OBJECTS
+        objects."""
         prefix = self.key(folder)
-        pages = until_sound(self.url, lambda: list(self.reader.list(prefix or None, chunk_size=PAGE)))
+        pages = retry_bad_answers(self.url, lambda: list(self.reader.list(prefix or None, chunk_size=PAGE_OBJECTS)))
         for about in (about for page in pages for about in page):
             yield _entry(about, about["path"][len(prefix) + 1 if prefix else 0 :])
 
@@ -143,7 +144,7 @@ class Bucket:
             _check_length(len(data), size)
             return data
 
-        return until_sound(self.path(rel), read)
+        return retry_bad_answers(self.path(rel), read)
 
     def open(self, rel: str) -> pa.NativeFile:
         file = ObjectFile(self, rel)
@@ -152,8 +153,8 @@ class Bucket:
         return reader
 
     def open_whole(self, rel: str, size: int) -> pa.NativeFile:
-        """An object of `size` bytes, read by one request: into memory, or a large one into a file without a name, which
-        is mapped and goes with the process."""
+        """Read an object of `size` bytes by one request: into memory, or a large object into a file without a name,
+        which is mapped and removed when the process ends."""
         if size < MAPPED_BYTES:
             return pa.BufferReader(self.read(rel, size))
         with self.open_temp(rel) as copy:
@@ -161,7 +162,7 @@ class Bucket:
             return pa.BufferReader(pa.py_buffer(mmap.mmap(copy.fileno(), size, access=mmap.ACCESS_READ)))
 
     def copy_to_file(self, rel: str, target: Path, size: int) -> None:
-        """Copy an object into the local file `target`. BadAnswer if its size is not `size`."""
+        """Copy an object into the local file `target`. Raises BadAnswer if its size is not `size`."""
         with explained(str(target)):
             file = open(target, "wb")  # noqa: SIM115 (closed below)
         with file:
@@ -178,10 +179,10 @@ class Bucket:
                 file.flush()
             _check_length(file.tell(), size)
 
-        until_sound(self.path(rel), copy)
+        retry_bad_answers(self.path(rel), copy)
 
     def open_temp(self, rel: str) -> BinaryIO:
-        """A file without a name on a disk of this machine, which goes with the process."""
+        """Return a file without a name on a disk of this machine, which is removed when the process ends."""
         return tempfile.TemporaryFile()
 
     def publish(self, file: BinaryIO, rel: str, is_new: bool = False) -> None:
@@ -193,7 +194,7 @@ class Bucket:
             options = {"use_multipart": True, "chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
             self.writer.put(self.key(rel), file, **options)
             return
-        is_mapped = size and self.reader is not self.writer  # a store in memory keeps the buffer that it is given
+        is_mapped = size and self.reader is not self.writer  # a store in memory keeps the given buffer
         file.flush()
         file.seek(0)
         content = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if is_mapped else file.read()
@@ -201,11 +202,11 @@ class Bucket:
 
     def publish_new(self, file: BinaryIO, rel: str) -> bool:
         """Upload a file of `open_temp` if the object does not exist, by a put with If-None-Match. If the
-        store does not support If-None-Match and two processes publish at the same moment, the later one wins."""
+        store does not support If-None-Match and two processes publish at the same moment, the later process wins."""
         try:
             self.publish(file, rel, is_new=True)
             return True
-        except Exception as error:  # obstore's own can't be imported here
+        except Exception as error:  # obstore's error classes can't be imported here
             if type(error).__name__ == "AlreadyExistsError":
                 return False
             if error_code(error) not in ("NotImplemented", "501"):
@@ -233,7 +234,7 @@ def _open_memory(name: str) -> Any:
 
 @cache
 def _open_bucket(scheme: str, name: str, environment: tuple[tuple[str, str], ...]) -> list[Any]:
-    """obstore's objects for reading and for writing. ImportError if obstore is not installed."""
+    """Return obstore's objects for reading and for writing. Raises ImportError if obstore is not installed."""
     from obstore.store import from_url
 
     options = bucket_options(scheme)
@@ -247,9 +248,9 @@ def _entry(about: Any, name: str) -> Entry:
     return Entry(name, about["size"], modified, f"{about['size']}:{about['e_tag'] or modified}")
 
 
-def _check_length(came: int, size: int | None) -> None:
-    if size is not None and came != size:
-        raise BadAnswer(errno.EIO, f"it sent {came} of {size} bytes")
+def _check_length(received: int, size: int | None) -> None:
+    if size is not None and received != size:
+        raise BadAnswer(errno.EIO, f"it sent {received} of {size} bytes")
 
 
 class FileReplaced(OSError):
@@ -257,11 +258,12 @@ class FileReplaced(OSError):
 
 
 class ObjectFile:
-    """A file object over an object as it was when it was opened. Its errors are StoreErrors. Not for several threads at
+    """A file object for an object as it was when it was opened. Raises StoreErrors. Several threads may not use it at
     once.
 
     The end of a file is read by one request of TAIL_BYTES. Elsewhere, only the requested bytes are read or, if reads
-    are next to each other, blocks. So opening a shard takes one request, a row one, and all rows in order a few.
+    are close to each other, blocks. So opening a shard takes one request, a row takes one, and all rows in order take a
+    few.
     """
 
     closed = False
@@ -272,7 +274,7 @@ class ObjectFile:
         self._size, self._e_tag = about["size"], about["e_tag"]
         self._at = 0
         self._tail: bytes | None = None
-        self._blocks: dict[int, bytes] = {}  # by number, the last ones read
+        self._blocks: dict[int, bytes] = {}  # number -> content of the last blocks that were read
         self._end, self._length = -(1 << 62), 0  # of the last read
 
     def read(self, size: int = -1) -> bytes:
@@ -309,20 +311,20 @@ class ObjectFile:
         is_near = abs(start - self._end) <= 2 * max(self._length, stop - start)
         self._end, self._length = stop, stop - start
         numbers = range(start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES + 1)
-        missing = [number for number in numbers if number not in self._blocks]
-        if missing and (not is_near or stop - start >= BLOCK_BYTES):
+        missing_blocks = [number for number in numbers if number not in self._blocks]
+        if missing_blocks and (not is_near or stop - start >= BLOCK_BYTES):
             return self._get(start, stop)
-        if missing:
-            data = self._get(missing[0] * BLOCK_BYTES, min((missing[-1] + 1) * BLOCK_BYTES, self._size))
+        if missing_blocks:
+            data = self._get(missing_blocks[0] * BLOCK_BYTES, min((missing_blocks[-1] + 1) * BLOCK_BYTES, self._size))
             blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-            self._blocks |= dict(zip(missing, blocks, strict=True))
+            self._blocks |= dict(zip(missing_blocks, blocks, strict=True))
         joined = b"".join(self._blocks[number] for number in numbers)
         while len(self._blocks) > MAX_BLOCKS:
             del self._blocks[next(iter(self._blocks))]
         return joined[start - numbers[0] * BLOCK_BYTES :][: stop - start]
 
     def _get(self, start: int, stop: int) -> bytes:
-        return until_sound(self._url, lambda: self._bucket.get(self._rel, start, stop, self._e_tag))
+        return retry_bad_answers(self._url, lambda: self._bucket.get(self._rel, start, stop, self._e_tag))
 
 
 class ObjectReader(pa.PythonFile):
@@ -333,19 +335,19 @@ class ObjectReader(pa.PythonFile):
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
-AGAIN = "run the same command again: what is finished is kept"
+RETRY_STEP = "run the same command again: finished work is kept"
 _RIGHTS = (
     "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for "
-    "Google: GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login) that may list, read, write and "
-    f"delete there, and {AGAIN}"
+    "Google: GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login) with permission to list, "
+    f"read, write and delete, and {RETRY_STEP}"
 )
-_EXPIRED = ("the credentials have expired", f"renew them (for S3: AWS_SESSION_TOKEN or the login) and {AGAIN}")
+_EXPIRED = ("the credentials have expired", f"renew them (for S3: AWS_SESSION_TOKEN or the login) and {RETRY_STEP}")
 _THROTTLED = (
-    "the store is asked too often, also after retries with longer and longer pauses",
-    f"use fewer workers, or raise AWS_MAX_ATTEMPTS, and {AGAIN}",
+    "too many requests, also after retries with growing pauses",
+    f"use fewer workers, or raise AWS_MAX_ATTEMPTS, and {RETRY_STEP}",
 )
-NO_BUCKET = ("there is no such bucket", "make the bucket, or correct the URL")
-#: Code of a store, or status of HTTP -> reason and next step.
+NO_BUCKET = ("the bucket does not exist", "create the bucket, or correct the URL")
+#: Code of a store, or HTTP status -> (reason, next step).
 _EXPLANATIONS = {
     **dict.fromkeys(("ExpiredToken", "TokenRefreshRequired", "RequestExpired"), _EXPIRED),
     **dict.fromkeys(("SlowDown", "ServiceUnavailable", "503", "429"), _THROTTLED),
@@ -353,22 +355,22 @@ _EXPLANATIONS = {
     "301": ("the bucket is in another region", "set AWS_DEFAULT_REGION to the bucket's region"),
     "401": ("the credentials are missing or have expired", _RIGHTS),
     "403": ("access is denied", _RIGHTS),
-    # An answer to HEAD has no body, so its reason is not known.
-    "400": ("the request is refused, as with credentials that have expired", _EXPIRED[1]),
+    # An answer to HEAD has no body, so the reason is unknown.
+    "400": ("the request is refused; the credentials may have expired", _EXPIRED[1]),
 }
-#: How stores refuse a request for its time: S3 and MinIO, signatures of AWS, Google's login; and certificates.
+#: Messages about a wrong clock: of S3 and MinIO, of signatures of AWS, of Google's login, and of certificates.
 _CLOCK = re.compile(
     r"RequestTimeTooSkewed|request time and the|Signature (expired|not yet current)|reasonable timeframe|not yet valid"
 )
 #: The last source of credentials that obstore requests: the metadata service that a cloud offers to its machines.
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|computeMetadata|token request")
 _STATUS, _CODE = re.compile(r"status code: (\d{3})"), re.compile(r"<Code>(\w+)</Code>")
-_LONGEST = 300  # characters of a store's own words
+_MAX_CHARS = 300  # characters of a store's message
 
 
 @contextmanager
 def explained_object(url: str) -> Iterator[None]:
-    """Turn obstore's errors into a StoreError about `url`. A missing object stays FileNotFoundError."""
+    """Context that turns obstore's errors into a StoreError about `url`. FileNotFoundError is not changed."""
     try:
         yield
     except (LatentpressError, MemoryError, AssertionError):
@@ -378,35 +380,35 @@ def explained_object(url: str) -> Iterator[None]:
             raise StoreError(url, *explain(error)) from error
         if error.errno:
             raise
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", url) from error
-    except Exception as error:  # obstore's own can't be imported here
+        raise FileNotFoundError(errno.ENOENT, "the object does not exist", url) from error
+    except Exception as error:  # obstore's error classes can't be imported here
         raise StoreError(url, *explain(error)) from error
 
 
 def error_code(error: BaseException) -> str:
-    """The store's code for an error, or the status of HTTP; "" if there is neither."""
-    found = _CODE.search(str(error)) or _STATUS.search(str(error))
-    return found[1] if found else ""
+    """Return the store's code for an error, or else the HTTP status; "" if the error has neither."""
+    match = _CODE.search(str(error)) or _STATUS.search(str(error))
+    return match[1] if match else ""
 
 
 def explain(error: Exception) -> tuple[str, str]:
-    """The reason of an error of obstore in words, and the next step."""
+    """Return the reason of an error of obstore, and the next step."""
     code = error_code(error)
     text = str(error).partition("Debug source:")[0].rpartition(" - Server returned non-2xx status code: ")[2]
-    message = shorten(" ".join(re.sub(r"<[^>]*>", " ", text).split()), _LONGEST)
+    message = shorten(" ".join(re.sub(r"<[^>]*>", " ", text).split()), _MAX_CHARS)
     message = message or type(error).__name__
     status = _STATUS.search(str(error))
     reason, step = _EXPLANATIONS.get(code) or _EXPLANATIONS.get(status[1] if status else "", ("", ""))
     if _CLOCK.search(str(error)):
         reason = f"this machine's clock is wrong ({message})"
-        step = f"set this machine's clock, as by NTP (timedatectl set-ntp true), and {AGAIN}"
+        step = f"set this machine's clock, for example by NTP (timedatectl set-ntp true), and {RETRY_STEP}"
     elif _NO_CREDENTIALS.search(str(error)):
-        reason, step = f"there are no credentials ({message})", _RIGHTS
+        reason, step = f"credentials are missing ({message})", _RIGHTS
     elif reason:
         reason = f"{reason} ({message})"
     elif isinstance(error, OSError) and error.errno == errno.ESTALE:
-        reason, step = "another process replaced it while it was read", AGAIN
+        reason, step = "another process replaced it while it was read", RETRY_STEP
     else:
-        reason = f"the store can't be reached or broke off ({message})"
-        step = f"check the network and the URL, and {AGAIN}"
+        reason = f"the store can't be reached, or the connection broke ({message})"
+        step = f"check the network and the URL, and {RETRY_STEP}"
     return reason, step

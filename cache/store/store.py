@@ -1,4 +1,4 @@
-"""Files under one root, on a local disk or an object store, that appear whole or not at all.
+"""Files under one root, on a local disk or an object store, that appear completely or not at all.
 
 A local file is written as `.<name>.<random>.tmp` in the folder of its final name, synced and renamed; a file for an
 object store is written to a file without a name on this machine and uploaded. So a program that lists or opens a final
@@ -18,15 +18,15 @@ from typing import BinaryIO, TypeVar
 import pyarrow as pa
 
 from cache.store import arrow_ipc, files, json_checks
-from cache.store.damage import DamageError, as_damage, asked_again, damage_unless_regular
+from cache.store.damage import DamageError, as_damage, damage_unless_regular, retrying_bad_answers
 from cache.store.files import Entry, Folder, StoreError, is_temporary, is_unfinished
 from cache.store.object_store import SCHEMES, Bucket
 from schemas.activities import activity
 from schemas.errors import USAGE, LatentpressError
 from schemas.json_records import Record, parse_record
 
-STALE = 24 * 3600  # seconds: no writer takes longer over one file
-FILES_AT_ONCE = 32  # requests for small files of an object store
+STALE_S = 24 * 3600  # longer than a writer takes for one file
+FILES_AT_ONCE = 32  # concurrent requests for small files of an object store
 
 R = TypeVar("R", bound=Record)
 
@@ -36,36 +36,37 @@ class UnknownVersion(LatentpressError):
 
     exit_code = USAGE
 
-    def __init__(self, path: str, version: object, known: int) -> None:
-        shown = json_checks.printable(repr(version))
+    def __init__(self, path: str, version: object, supported: int) -> None:
+        stored = json_checks.printable(repr(version))
         super().__init__(
-            f"{path} has format version {shown}; this release reads {known}",
-            "Use the release that made it, or set root to another folder.",
+            f"{path} has format version {stored}; this release reads {supported}",
+            "Use the release that wrote it, or set root to another folder.",
         )
 
 
 class Store:
-    """A root folder: a path, or a URL of object_store.SCHEMES, such as s3://bucket/x. Names inside are relative, with
-    "/". Every method may raise StoreError; reading a file that is absent raises FileNotFoundError.
+    """A root folder: a path, or a URL of object_store.SCHEMES, such as s3://bucket/x. Names of files are relative
+    to it, with "/". Every method may raise StoreError; reading a missing file raises FileNotFoundError.
 
     root: the folder, None on an object store. remote_url: "" for a folder.
     """
 
     def __init__(self, url: str | Path) -> None:
         self.url = str(url)
-        scheme, separator, rest = self.url.partition("://")
+        scheme, separator, path = self.url.partition("://")
         self.root: Path | None = None
         self.place: Folder | Bucket
         if not separator or scheme == "file":
-            self.root = Path(os.path.abspath(Path(rest if separator else self.url).expanduser()))
+            self.root = Path(os.path.abspath(Path(path if separator else self.url).expanduser()))
             self.place = Folder(self.root)
         elif scheme in SCHEMES:
             self.place = Bucket(self.url)
         else:
-            step = f"choose a folder of this machine, or a URL that begins with {', '.join(SCHEMES)}"
-            raise StoreError(self.url, "is not a place that this program can write to", step)
+            step = f"choose a folder on this machine, or a URL that begins with {', '.join(SCHEMES)}"
+            raise StoreError(self.url, "is not a valid place for a store", step)
         self.remote_url = "" if self.root is not None else self.url
-        self._tables: dict[str, tuple[str, Callable | None, pa.Table]] = {}  # by name, with the version of the file
+        #: Name -> (version of the file, check, table).
+        self._tables: dict[str, tuple[str, Callable | None, pa.Table]] = {}
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -105,18 +106,18 @@ class Store:
         return sorted(name for name in names if not is_unfinished(name.rpartition("/")[2]))
 
     def list_files(self, prefix: str = "", temporaries: bool = False) -> list[Entry]:
-        """List files as `list_names` does, with sizes and times. temporaries: list only the temporary files that a
-        store did not finish instead; an object store has no temporary files."""
-        found = list[Entry]()
+        """List files as `list_names` does, with sizes and times. temporaries: list only unfinished temporary
+        files instead; an object store has no temporary files."""
+        listed = list[Entry]()
         if temporaries and self.root is None:
-            return found
+            return listed
         with self.place.explained(prefix), activity(f"listing {self.path(prefix)}", unit="files") as task:
             for entry in self.place.entries(prefix):
                 name = entry.name.rpartition("/")[2]
                 if is_temporary(name) if temporaries else not is_unfinished(name):
-                    found.append(entry)
-                task.done = len(found)
-        return sorted(found)
+                    listed.append(entry)
+                task.done = len(listed)
+        return sorted(listed)
 
     def size(self, rel: str) -> int:
         """Return the size of the file `rel` in bytes."""
@@ -138,19 +139,19 @@ class Store:
         with self._reading(rel):
             return self.place.open_whole(rel, self.place.info(rel).size)
 
-    @asked_again
+    @retrying_bad_answers
     def read_table(self, rel: str, check: Callable[[pa.Table], object] | None = None) -> pa.Table:
-        """Read a table of `write_table`, memory-mapped if it is local or large, and compare every byte with the
-        checksum. check: function that raises ValueError if the table does not have valid values. Raises DamageError if
-        the file or its values are wrong. A file that did not change is read once."""
+        """Read a table of `write_table`, memory-mapped if it is local or large, and verify its checksum. check:
+        function that raises ValueError if the table does not have valid values. Raises DamageError if the file or its
+        values are wrong. An unchanged file is read only once."""
         path = self.path(rel)
         with self._reading(rel):
             about = self.place.info(rel)
-            known = self._tables.get(rel)
-            if known is not None and known[:2] == (about.version, check):
-                return known[2]
+            cached = self._tables.get(rel)
+            if cached is not None and cached[:2] == (about.version, check):
+                return cached[2]
             with self.place.open_whole(rel, about.size) as file:
-                with as_damage(path, "it is not as it was written"):
+                with as_damage(path, "it is not an undamaged table"):
                     table = arrow_ipc.read_table(file)
                 with as_damage(path, "its values can't be right"):
                     if check is not None:
@@ -158,7 +159,7 @@ class Store:
         self._tables[rel] = (about.version, check, table)
         return table
 
-    @asked_again
+    @retrying_bad_answers
     def read_record(self, rel: str, kind: type[R]) -> R:
         """Return the record in `rel`. Raises DamageError if the record differs from the record written by
         `publish_record` or lacks a value, and UnknownVersion if this release does not read the record's version."""
@@ -167,7 +168,7 @@ class Store:
                 raise ValueError(f"more than {kind.max_bytes} bytes")
             values = parse_record(self.read_bytes(rel))
         except ValueError as error:
-            reason = f"it is not a JSON object as it was written ({json_checks.printable(error)})"
+            reason = f"it is not an undamaged JSON object ({json_checks.printable(error)})"
             raise DamageError(self.path(rel), reason) from error
         if kind.version is not None and (version := values.get("format_version")) != kind.version:
             raise UnknownVersion(self.path(rel), version, kind.version)
@@ -188,7 +189,7 @@ class Store:
             self.discard_temp(file)
 
     def discard_temp(self, file: BinaryIO) -> None:
-        """Remove and close a file of `open_temp`, unless it was published; a full disk may refuse its last data."""
+        """Remove and close a file of `open_temp`, unless it was published. On a full disk, closing may fail once."""
         if isinstance(file.name, str):
             Path(file.name).unlink(missing_ok=True)
         try:
@@ -198,7 +199,7 @@ class Store:
 
     @contextmanager
     def create(self, rel: str) -> Iterator[BinaryIO]:
-        """Write `rel` in the body. It is published when the body ends and removed when the body raises."""
+        """Context with a file to write. It is published as `rel` when the body ends, and removed if the body raises."""
         file = self.open_temp(rel)
         try:
             with self.writing(rel):
@@ -231,12 +232,13 @@ class Store:
 
     @contextmanager
     def create_table(self, rel: str, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
-        """Write the table `rel` in slices in the body; published, with its checksum, when the body ends."""
+        """Context with a writer for slices of the table `rel`. It is published, with its checksum, when the body
+        ends."""
         with self.create(rel) as file, arrow_ipc.open_writer(file, schema) as writer:
             yield writer
 
     def write_table(self, rel: str, table: pa.Table) -> None:
-        """Publish `table` as an Arrow IPC file; its bytes depend on the rows, not on their chunks."""
+        """Publish `table` as an Arrow IPC file; its bytes do not depend on the chunks of its columns."""
         with self.create_table(rel, table.schema) as writer:
             writer.write_table(table.combine_chunks())
 
@@ -255,13 +257,13 @@ class Store:
         top = self.local(prefix)
         if top is not None and prefix:
             for folder, _, _ in os.walk(top, topdown=False):
-                with suppress(OSError):  # not empty, or gone already
+                with suppress(OSError):  # not empty, or already removed
                     os.rmdir(folder)
 
     def remove_stale_temps(self, older_than_s: float) -> list[str]:
-        """Remove temporary files not written to for `older_than_s` seconds; returns their paths. Give more than the
-        longest time that one file takes to write, since another process may be writing. Only names that `open_temp`
-        makes count, since other files may belong to another program."""
+        """Remove temporary files that were not written to for `older_than_s` seconds, and return their paths. Other
+        processes may be writing files, so this time must be longer than writing a file takes. Only names made by
+        `open_temp` are considered, because other files may belong to another program."""
         before = time.time() - older_than_s
         stale = [entry.name for entry in self.list_files(temporaries=True) if entry.modified < before]
         for name in stale:
@@ -269,7 +271,7 @@ class Store:
         return [self.path(name) for name in stale]
 
     def copy_to_file(self, rel: str, target: Path, size: int) -> None:
-        """Copy an object into the local file `target`. StoreError if its size is not `size`."""
+        """Copy an object into the local file `target`. Raises StoreError if its size is not `size`."""
         assert isinstance(self.place, Bucket)
         with self.place.explained(rel):
             self.place.copy_to_file(rel, target, size)
@@ -283,8 +285,8 @@ class Store:
                 return self.read_bytes(entry.name)
             return None
 
-        wanted = list(entries)
+        listed = list(entries)
         with ThreadPoolExecutor(1 if self.root is not None else FILES_AT_ONCE) as threads:
-            for entry, data in zip(wanted, threads.map(read, wanted), strict=True):
+            for entry, data in zip(listed, threads.map(read, listed), strict=True):
                 if data is not None:
                     yield entry, data

@@ -100,10 +100,10 @@ def _format_cell(value: Any) -> str:
 class Report:
     """done, skipped, remaining: counts of the program's kind of item, which `what` names unless it is obvious.
 
-    set_aside (rejected items), truncated, failed, damage: a dict per item, with the keys "item", "path", "reason" and
+    rejects (rejected items), truncated, failed, damage: a dict per item, with the keys "item", "path", "reason" and
     "message" if they apply. Truncated items count as done. Rejected items do not count as failures; failed
     items do, and the next run tries them again. answer: a sentence at the start of the summary, instead of the counts.
-    more_set_aside: number of further rejected items, which only the full list (`rejects`) contains. next_steps:
+    more_rejects: number of further rejected items, which only the full list (`rejects_path`) contains. next_steps:
     commands. details: all other information; a list of flat dicts is shown as a table. Keys are snake_case
     at every level, with a number's unit at their end (`written_mib`), and never data such as a bucket, which belongs in
     rows of a list. `heading` makes them readable.
@@ -113,14 +113,14 @@ class Report:
     done: int = 0
     skipped: int = 0
     remaining: int = 0
-    set_aside: list[dict[str, Any]] = field(default_factory=list)
-    more_set_aside: int = 0
+    rejects: list[dict[str, Any]] = field(default_factory=list)
+    more_rejects: int = 0
     truncated: list[dict[str, Any]] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
     damage: list[dict[str, Any]] = field(default_factory=list)
     next_steps: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
-    rejects: str = ""
+    rejects_path: str = ""
     dry_run: bool = False
     what: str = ""
     answer: str = ""
@@ -142,8 +142,8 @@ class Report:
     def summary(self, complete: Callable[[str], str] = str, width: int = WIDTH) -> str:
         """Text for people, in lines of `width` columns. complete: function that adds the given options
         to a command."""
-        set_aside = len(self.set_aside) + self.more_set_aside
-        counts = {"to do" if self.dry_run else "remaining": self.remaining, "set aside": set_aside}
+        rejects = len(self.rejects) + self.more_rejects
+        counts = {"to do" if self.dry_run else "remaining": self.remaining, "rejected": rejects}
         counts |= {"truncated": len(self.truncated), "failed": len(self.failed), "damaged": len(self.damage)}
         words = [f"{self.done} {self.what} done".replace("  ", " "), f"{self.skipped} skipped"]
         words += [f"{count} {what}" for what, count in counts.items() if count]
@@ -151,8 +151,8 @@ class Report:
         lines = fold_message(f"{self.program}{' (dry run)' if self.dry_run else ''}: {first}", width)
         for key, value in self.details.items():
             lines += _format_detail(key, value, width)
-        full = complete(REJECTS_COMMAND) if self.rejects else ""
-        lines += _format_items("Set aside", self.set_aside, width, full, self.more_set_aside)
+        full = complete(REJECTS_COMMAND) if self.rejects_path else ""
+        lines += _format_items("Rejected", self.rejects, width, full, self.more_rejects)
         lines += _format_items("Truncated", self.truncated, width)
         lines += _format_items("Failed", self.failed, width) + _format_items("Damaged", self.damage, width)
         lines += ["Next:", *(f"  {step}" for step in self.next_steps)] if self.next_steps else []

@@ -41,8 +41,8 @@ class UnpublishedPlan(Plan):
 
     tables: Mapping[str, pa.Table] = field(default_factory=dict)
 
-    def own_table(self, what: str) -> pa.Table:
-        return self.tables[what]
+    def own_table(self, table: str) -> pa.Table:
+        return self.tables[table]
 
     @property
     def active(self) -> pa.Table:

@@ -28,7 +28,7 @@ MAX_SHOWN = 30  # jobs that `status` shows
 JOB_STATES = get_args(State)  # the most interesting state first
 END_TIMEOUT_S = 10.0  # time that the program waits for its last report
 
-USUAL: dict[str, object] = {"workers": "1", "shard": "0/1", "set_aside": 0}  # values of columns for jobs on one machine
+USUAL: dict[str, object] = {"workers": "1", "shard": "0/1", "rejected": 0}  # values of columns for jobs on one machine
 
 TableRow = dict[str, Any]
 
@@ -46,7 +46,7 @@ class JobReport(ProcessRecord):
     units: int = Field(0, ge=0)
     units_done: int = Field(0, ge=0)
     units_failed: int = Field(0, ge=0)
-    set_aside: int = Field(0, ge=0)
+    rejected: int = Field(0, ge=0)
     items_per_second: float | None = Field(None, ge=0)
 
 
@@ -150,7 +150,7 @@ def _describe_job(stage: str, job: JobReport) -> TableRow:
         "workers": f"{job.workers}" + ("" if job.engine == "local" else f" on {job.engine}"),
         "shard": job.shard,
         "done": f"{job.done} of {job.members}",
-        "set_aside": job.set_aside,
+        "rejected": job.rejected,
         "units": f"{job.units_done} of {job.units}" + (f", {job.units_failed} failed" if job.units_failed else ""),
         "per_second": "" if rate is None else format_rate(rate),
         "took": f"{minutes // 60}:{minutes % 60:02}:{seconds:02}",  # without days

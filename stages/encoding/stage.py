@@ -38,7 +38,7 @@ from schemas.identity import compute_fingerprint
 from schemas.interruption import MaxTimeOption
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.item_plans import find_item_plan
-from stages.encoding.stage_state import RejectLimit, StageNames, StageState, count_members, find_state, report_set_aside
+from stages.encoding.stage_state import RejectLimit, StageNames, StageState, add_rejects, count_members, find_state
 from stages.encoding.tally import Tally
 from stages.engines.jobs import Job, Worker, load_engine
 from stages.planning.items import ItemRequest
@@ -78,9 +78,7 @@ class EncodingStage:
         options: Options,
         console: Console,
         *,
-        retry_set_aside: Annotated[
-            bool, typer.Option("--retry-set-aside", help="Try again everything that was set aside.")
-        ] = False,
+        retry_rejects: Annotated[bool, typer.Option("--retry-rejects", help="Try all rejected items again.")] = False,
         max_time: MaxTimeOption = None,
         readers: Annotated[int | None, typer.Option(min=1, max=MOST_PROCESSES, metavar="N", help=_READERS_HELP)] = None,
         prefetch: Annotated[
@@ -100,12 +98,12 @@ class EncodingStage:
             if not options.dry_run:
                 config = config.changed(model=pin_revision(config.model, store))
             check_parts(config, ask_hub=not options.dry_run)
-        state = self.state(store, config, plan, retry_set_aside)
+        state = self.state(store, config, plan, retry_rejects)
         remaining = state.remaining_units(options.partition)
         report = self._begin_report(config, console, state, remaining)
         if options.dry_run:
             report.remaining = count_members(remaining)
-            report_set_aside(store, state, report)
+            add_rejects(store, state, report)
             return report
         if state.done:  # even if no unit is left to encode
             self._write_provenance(store, config, state.fingerprint)
@@ -136,7 +134,7 @@ class EncodingStage:
                 report.details["stopped"] = f"by {tally.stopped_by}; {len(left)} units remain, what is done is kept"
                 report.remaining = count_members(left)
                 report.next_steps += [f"latentpress {self.name}"] if left else []
-        report_set_aside(store, state, report)
+        add_rejects(store, state, report)
         return report
 
     def find_plan(
@@ -181,7 +179,7 @@ class EncodingStage:
         if shortage := find_shortage(config.root, needed):
             console.warn(f"{shortage}; {SPACE_ADVICE}")
         todo = state.remaining_units()
-        rejected = len(state.set_aside) - sum(len(state.rejects_by_unit.get(unit.unit_id, ())) for unit in todo)
+        rejected = len(state.rejects) - sum(len(state.rejects_by_unit.get(unit.unit_id, ())) for unit in todo)
         report = Report(program=self.name, skipped=count_members(state.units) - count_members(todo) - rejected)
         report.details = {
             "cache": f"{self.kind}/{state.fingerprint}",

@@ -63,7 +63,7 @@ class StageState:
         return reject_folder(self.stage.name, self.fingerprint)
 
     @property
-    def set_aside(self) -> list[dict]:
+    def rejects(self) -> list[dict]:
         """Wanted members that were rejected, in this run and in earlier runs."""
         return [row for rows in self.rejects_by_unit.values() for row in rows]
 
@@ -145,10 +145,10 @@ class RejectLimit:
             stage = self._state.stage
             what = MEMBER_NAMES[stage.member_kind]
             raise LatentpressError(
-                f"{stage.name} stopped: {self._rejected} of {self._tried} {what} were set aside, more than "
+                f"{stage.name} stopped: {self._rejected} of {self._tried} {what} were rejected, more than "
                 f"stages.max_reject_fraction = {self._fraction} of them (of {MIN_REJECT_BASE}, where they are fewer); "
                 f"the last: {escape_unprintable(rejected[-1]['message'])}",
-                f"correct them and run `latentpress {stage.name} --retry-set-aside`, or raise that limit in the "
+                f"correct them and run `latentpress {stage.name} --retry-rejects`, or raise that limit in the "
                 f"configuration; the list is under {self._folder}",
             )
 
@@ -159,13 +159,11 @@ def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dic
     return [{"item": name, "path": shorten(text), "reason": reason} for name, text, reason in rows]
 
 
-def report_set_aside(store: Store, state: StageState, report: Report) -> None:
-    report.set_aside = state.set_aside
-    if report.set_aside:
-        report.rejects = store.path(f"rejects/{state.reject_folder}")
-        if any(not row["retry"] for row in report.set_aside):
-            report.next_steps.append(
-                f"latentpress {state.stage.name} --retry-set-aside   # once the cause is corrected"
-            )
-        if any(row["reason"] == "missing" for row in report.set_aside):
+def add_rejects(store: Store, state: StageState, report: Report) -> None:
+    report.rejects = state.rejects
+    if report.rejects:
+        report.rejects_path = store.path(f"rejects/{state.reject_folder}")
+        if any(not row["retry"] for row in report.rejects):
+            report.next_steps.append(f"latentpress {state.stage.name} --retry-rejects   # once the cause is corrected")
+        if any(row["reason"] == "missing" for row in report.rejects):
             report.next_steps.append(f"latentpress {state.stage.name}   # once the missing files are there again")

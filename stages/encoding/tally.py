@@ -39,7 +39,7 @@ class Tally:
         self._stage, self._job, self._state, self._console = state.stage, job, state, console
         self._units, self._report, self._limit = units, report, limit
         self._store, self._units_by_id = Store(job.config.root), {unit.unit_id: unit for unit in state.units}
-        self._finished = self._bytes = self._smaller_batches = self._set_aside = 0
+        self._finished = self._bytes = self._smaller_batches = self._rejected = 0
         self._done, self._began = 0, time.monotonic()  # members, including units in progress
         self._first: tuple[float, int] | None = None  # time and members done when the model was loaded
         self._remarks, self._rounding = Counter[str](), RoundingError()
@@ -98,7 +98,7 @@ class Tally:
             "done": self._done,
             "units_done": self._finished - failed,
             "units_failed": failed,
-            "set_aside": self._set_aside,
+            "rejected": self._rejected,
         }
 
     def add(self, result: UnitResult) -> None:
@@ -113,17 +113,17 @@ class Tally:
             self._report.failed.append({"item": unit.unit_id, "reason": "failed", "message": result.error})
             self._report.remaining += len(unit.members)
             return
-        rejects.write_rejects(self._store, self._state.reject_folder, unit.unit_id, result.set_aside)
+        rejects.write_rejects(self._store, self._state.reject_folder, unit.unit_id, result.rejects)
         self._report.truncated += format_truncated(self._state.plan, result.truncated)
         self._report.done += result.encoded
-        self._set_aside += len(result.set_aside)
+        self._rejected += len(result.rejects)
         self._bytes += result.bytes
         self._remarks.update(result.remarks)
         self._rounding += result.rounding
         if result.fitting_batch:
             self._console.warn(f"unit {unit.unit_id}: out of memory; {result.fitting_batch}")
             self._smaller_batches += 1
-        self._limit.add({unit.unit_id: result.set_aside})
+        self._limit.add({unit.unit_id: result.rejects})
 
     def _skip(self, unit: Unit) -> None:
         """Count a unit that another process has encoded."""

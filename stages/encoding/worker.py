@@ -181,7 +181,7 @@ class UnitWorker(ABC):
             shard = _UnitShard(self, unit, limit, advance)
             try:
                 shard.encode(read(unit))
-                if any(member["reason"] == "missing" for member in shard.result.set_aside):
+                if any(member["reason"] == "missing" for member in shard.result.rejects):
                     self._require_media(unit)
                 return shard
             except BaseException as error:
@@ -373,7 +373,7 @@ class _UnitShard:
         batch: list[Any] = []
         for name, item in read:
             if isinstance(item, MediaError):
-                self._set_aside(name, item.path, item.reason, str(item), item.reason in ("missing", "changed"))
+                self._reject(name, item.path, item.reason, str(item), item.reason in ("missing", "changed"))
                 self._count(1)
                 continue
             if batch and self._worker.cost([*batch, item]) > self.limit:
@@ -387,13 +387,13 @@ class _UnitShard:
     def _add(self, row: ShardRow | RefusedMember) -> None:
         """Write a row. A row with NaN or infinite numbers is rejected."""
         if isinstance(row, RefusedMember):
-            self._set_aside(row.id, row.error.path, row.error.reason, str(row.error), False)
+            self._reject(row.id, row.error.path, row.error.reason, str(row.error), False)
             return
         bad = [name for name, array in row.tensors.items() if not array.is_finite()]
         if bad:
             what = f"the encoder gave NaN or infinite numbers ({', '.join(bad)}) at precision {self._worker.precision}"
             message = f"{row.id}: {what}. Choose {self._worker.section}.precision: float32"
-            self._set_aside(row.id, "", "not-finite", message, False)
+            self._reject(row.id, "", "not-finite", message, False)
             return
         self._writer.add(row)
         tokens, kept = row.info.get("tokens", 0), row.info.get("kept", 0)
@@ -404,24 +404,24 @@ class _UnitShard:
         self.result.encoded += 1
         self.result.bytes += sum(array.nbytes for array in row.tensors.values())
 
-    def _set_aside(self, name: str, path: str, reason: str, message: str, retry: bool) -> None:
-        self.result.set_aside.append(make_reject(self._worker.stage, name, path, reason, message, retry))
+    def _reject(self, name: str, path: str, reason: str, message: str, retry: bool) -> None:
+        self.result.rejects.append(make_reject(self._worker.stage, name, path, reason, message, retry))
 
     def finish(self) -> UnitResult:
         """Publish the shard."""
         worker, result = self._worker, self.result
         try:
             self._meta.truncated = result.truncated
-            for member in result.set_aside:
-                self._writer.set_aside(RejectedMember(member["item"], member["reason"], member["message"]))
+            for member in result.rejects:
+                self._writer.reject(RejectedMember(member["item"], member["reason"], member["message"]))
             folder = reject_folder(worker.stage, worker.job.fingerprint)
-            if names := {member["item"] for member in result.set_aside}:
+            if names := {member["item"] for member in result.rejects}:
                 # Written before the shard, which marks the unit as done, and together with the earlier rows, although
                 # some of their members may be encoded now: if the process is killed in between, the list is complete.
                 earlier = [
                     row for row in read_undamaged(worker.store, folder, result.unit_id) if row["item"] not in names
                 ]
-                write_rejects(worker.store, folder, result.unit_id, [*result.set_aside, *earlier])
+                write_rejects(worker.store, folder, result.unit_id, [*result.rejects, *earlier])
             result.shard_path = self._writer.finish()
         finally:
             self.drop()

@@ -70,7 +70,7 @@ class RoundingError:
 @dataclass
 class UnitResult:
     """The result of a unit. shard_path: path of its shard; None if the unit failed. elsewhere: whether another job made
-    the shard at the same time. set_aside: rejected members, rows of schemas.tables.REJECTS_SCHEMA. fitting_batch: the
+    the shard at the same time. rejects: rejected members, rows of schemas.tables.REJECTS_SCHEMA. fitting_batch: the
     batch size that fitted, if memory ran out. remarks: remark -> number of members. rounding: error of the tensors that
     were stored in fewer bits.
     """
@@ -79,7 +79,7 @@ class UnitResult:
     shard_path: str | None = None
     encoded: int = 0
     bytes: int = 0
-    set_aside: list[dict] = field(default_factory=list)
+    rejects: list[dict] = field(default_factory=list)
     truncated: list[TruncatedText] = field(default_factory=list)
     fitting_batch: str = ""
     error: str = ""

@@ -43,7 +43,7 @@ class EncodedMembers:
     """The members of a plan that one encoding stage has encoded.
 
     wanted_ids: (n,) ids that the plan needs. paths: paths of shards. shard: (n,) index in `paths`; -1 for a member that
-    was rejected or is missing. row: (n,) row in the shard. set_aside: id -> rejected member. truncated: texts that were
+    was rejected or is missing. row: (n,) row in the shard. rejects: id -> rejected member. truncated: texts that were
     truncated. missing: (k,) wanted ids that were neither encoded nor rejected.
     """
 
@@ -51,7 +51,7 @@ class EncodedMembers:
     paths: list[str]
     shard: IntArray
     row: IntArray
-    set_aside: dict[str, RejectedMember]
+    rejects: dict[str, RejectedMember]
     truncated: list[TruncatedText]
     missing: pa.Array
 
@@ -69,24 +69,24 @@ class EncodedMembers:
 def find_encoded(readers: ReaderPool, paths: Sequence[str], wanted: pa.Array) -> EncodedMembers:
     """Find ids in the shards at `paths`. If several shards have an id, the first shard is used. wanted: (n,) distinct
     ids."""
-    names, aside, truncated = [pa.array([], pa.string())], dict[str, RejectedMember](), dict[str, TruncatedText]()
+    names, rejects, truncated = [pa.array([], pa.string())], dict[str, RejectedMember](), dict[str, TruncatedText]()
     for path in paths:
         meta = readers.meta(path)
         names.append(pa.array(meta.ids, pa.string()))
-        aside.update((member.id, member) for member in meta.set_aside)
+        rejects.update((member.id, member) for member in meta.set_aside)
         truncated.update((row.id, row) for row in meta.truncated)
     ends = np.cumsum([len(ids) for ids in names])  # the first entry is for the empty array
     at = find_ids(wanted, pa.concat_arrays(names))
     shard = np.where(at >= 0, np.searchsorted(ends, at, side="right") - 1, -1)
     missing = shard < 0
-    index = find_ids(pa.array(list(aside), pa.string()), wanted)
-    aside = {
-        name: member for (name, member), i in zip(aside.items(), index.tolist(), strict=True) if i >= 0 and missing[i]
+    index = find_ids(pa.array(list(rejects), pa.string()), wanted)
+    rejects = {
+        name: member for (name, member), i in zip(rejects.items(), index.tolist(), strict=True) if i >= 0 and missing[i]
     }
     missing[index[index >= 0]] = False
     known = find_ids(pa.array(list(truncated), pa.string()), wanted) >= 0
     cut = [row for row, is_known in zip(truncated.values(), known.tolist(), strict=True) if is_known]
-    return EncodedMembers(wanted, list(paths), shard, at - ends[shard], aside, cut, wanted.filter(pa.array(missing)))
+    return EncodedMembers(wanted, list(paths), shard, at - ends[shard], rejects, cut, wanted.filter(pa.array(missing)))
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     rows, left_out = _select_encoded(active, texts, samples)
     if not pc.any(pc.equal(rows.column("role"), "train")).as_py():
         if pc.any(pc.equal(active.column("role"), "train")).as_py():
-            why, advice = "every sample was set aside", "see the rejects of each stage: latentpress status"
+            why, advice = "every sample was rejected", "see the rejects of each stage: latentpress status"
         else:
             why = "every sample is held out for evaluation"
             advice = "set `eval: false`, or a smaller eval_fraction, for some dataset, then run `latentpress bucket`"
@@ -236,10 +236,10 @@ def _select_encoded(
     columns |= {name: pa.array(ids) for name, ids in {"null_text": null_texts, **members, **references}.items()}
     left_out = []
     for row in active.filter(pa.array(~kept)).to_pylist():
-        causes = [encoded.set_aside.get(row["sample_id"]) for encoded in samples.values()]
-        causes += [samples["latents"].set_aside.get(id) for id in row.get("references") or ()]
-        causes.append(texts.set_aside.get(row["null_text"]))
-        cause = next(filter(None, causes), None) or texts.set_aside[row["texts"][0]]
+        causes = [encoded.rejects.get(row["sample_id"]) for encoded in samples.values()]
+        causes += [samples["latents"].rejects.get(id) for id in row.get("references") or ()]
+        causes.append(texts.rejects.get(row["null_text"]))
+        cause = next(filter(None, causes), None) or texts.rejects[row["texts"][0]]
         left_out.append(
             {"item": row["sample_id"], "path": row["path"], "reason": cause.reason, "message": cause.message}
         )
@@ -277,12 +277,12 @@ def _require_prompts(
         images = [p.condition] if p.condition else p.references
         needed.append((f"validation prompt {p.name}", [p.text, p.negative], images))
     for prompt, names, images in needed:
-        aside = [texts.set_aside[name] for name in names if name in texts.set_aside]
-        aside += [latents.set_aside[name] for name in images if name in latents.set_aside]
-        if aside:
+        rejects = [texts.rejects[name] for name in names if name in texts.rejects]
+        rejects += [latents.rejects[name] for name in images if name in latents.rejects]
+        if rejects:
             raise LatentpressError(
-                f"{prompt} could not be encoded: {aside[0].message}",
-                "correct it, then run `latentpress bucket` and the encoding stages with --retry-set-aside",
+                f"{prompt} could not be encoded: {rejects[0].message}",
+                "correct it, then run `latentpress bucket` and the encoding stages with --retry-rejects",
             )
 
 

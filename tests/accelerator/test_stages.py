@@ -85,7 +85,7 @@ def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> N
     for device in DEVICES:
         with computing_on(device):
             report = home.run(program.run, *overrides, device=device)
-        assert report.done and not report.set_aside
+        assert report.done and not report.rejects
         encoded.append(rows(home, kind))
         shutil.rmtree(home.root / kind)
     assert encoded[0].keys() == encoded[1].keys()

@@ -197,7 +197,7 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     report = run.run(load_config(path, overrides), Options(path, overrides), Console(stderr=io.StringIO()))
     said = capfd.readouterr().err
     runs = recipe(name).expert_runs  # of the second, only training and decoding are left
-    assert (report.done, report.remaining, report.set_aside) == (5 + 2 * len(runs), 0, []), said
+    assert (report.done, report.remaining, report.rejects) == (5 + 2 * len(runs), 0, []), said
     for one in runs:
         own, output = one.train, tmp_path / "output" / one.run_name
         train = YAML(typ="safe", pure=True).load(output / "config.yaml")["train"]

@@ -149,7 +149,7 @@ def test_repeated_frames_are_counted_and_warned_about(project):
     report, text = said(made, bucket)
     assert report.details["datasets"][0]["repeating_frames"] == 1 and "clips that repeat frames, as " in text
     limited = made.run(bucket.run, "datasets.photos.video.max_repeated_frames=0.2")
-    assert [row["reason"] for row in limited.set_aside] == ["repeats-frames"]
+    assert [row["reason"] for row in limited.rejects] == ["repeats-frames"]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_plan_that_was_made_on_other_plans_is_refused(tmp_path):
     store, info = Store(tmp_path), plans.PlanInfo(null_text=None, validation=[])
     empty = {name: plan_schema(name, ()).empty_table() for name in plans.PLAN_TABLES}
     plans.publish_plan(store, "a", empty, info, [])
-    with pytest.raises(plans.PlanOutdated, match="a plan was published meanwhile"):
+    with pytest.raises(plans.PlanOutdated, match="another plan"):
         plans.publish_plan(store, "b", empty, info, [])
 
 
@@ -269,5 +269,5 @@ def test_a_plan_of_which_a_file_is_none_is_planned_again(photos, odd) -> None:
     else:
         os.mkfifo(table) if odd == "pipe" else table.mkdir()
     photos.run(bucket.run)
-    assert f"this plan is kept as damaged/plans/{name}.1 and planned again" in photos.said
+    assert f"damaged/plans/{name}.1" in photos.said
     assert table.read_bytes() == whole and plans.list_plans(Store(photos.root)) == [name]

@@ -38,10 +38,10 @@ def test_greedy_captions_are_those_of_generate_one_at_a_time(photos: Project) ->
     """Also those of the second prompt, which goes on from what the first has read."""
     prompts = photos.settings["caption"]["prompts"] = ["detailed", "plain"]
     report = photos.run(caption.run)
-    assert report.done + len(report.set_aside) == 6 and report.done >= 3
+    assert report.done + len(report.rejects) == 6 and report.done >= 3
     plan, found = CAPTION.find_plan(Store(photos.root), photos.config()), written(photos)
     assert len({texts[0] for texts in found.values()}) >= 3 and max(len(texts[0]) for texts in found.values()) > 20
-    messages = {row["path"]: row["message"] for row in report.set_aside}
+    messages = {row["path"]: row["message"] for row in report.rejects}
     folder = Path(photos.settings["model"]["path"], "text_encoder")
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
     for row in plan.sample_table.to_pylist():
@@ -64,7 +64,7 @@ def test_only_what_has_no_caption_is_described_and_then_nothing_is_left(photos: 
     assert (again.done, again.skipped) == (0, first.done) and again.remaining == 0
     assert photos.shards("captions") == before and "own.png" not in written(photos)
     rows = {row["stage"]: row for row in photos.run(status.run).details["stages"]}
-    assert rows["caption"]["done"] == first.done and rows["caption"]["set_aside"] == len(first.set_aside)
+    assert rows["caption"]["done"] == first.done and rows["caption"]["rejected"] == len(first.rejects)
 
 
 def test_a_partition_and_workers_make_the_same_shards(photos: Project, is_long: bool) -> None:
@@ -91,7 +91,7 @@ def test_bucket_waits_for_captions_and_plans_them(photos: Project) -> None:
     texts = {row["text_id"]: row["text"] for row in plan.text_table.to_pylist()}
     planned = {row["path"]: [texts[name] for name in row["texts"]] for row in plan.active.to_pylist()}
     assert planned.pop("own.png") == ["a cat"] and planned.keys() == found.keys()
-    assert {row["path"]: row["reason"] for row in report.set_aside} == dict.fromkeys(
+    assert {row["path"]: row["reason"] for row in report.rejects} == dict.fromkeys(
         {f"{number}.png" for number in range(6)} - found.keys(), "no-caption"
     )
 

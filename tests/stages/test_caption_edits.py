@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.sets.caption_edits import KEPT_TABLES, ChangedMeanwhile, list_edit_tables, read_edits, write_edit
+from cache.sets.caption_edits import KEPT_TABLES, EditConflict, list_edit_tables, read_edits, write_edit
 from cache.sets.plans import newest_plan
 from cache.sets.set_lookup import current_plan
 from cache.store.damage import DamageError
@@ -97,7 +97,7 @@ def test_in_an_object_store(s3: S3Server) -> None:
     pages = [Store(f"s3://{BUCKET}/work") for _ in range(2)]
     write_edit(pages[0], A, ["one"])
     write_edit(pages[1], B, ["other"])
-    with pytest.raises(ChangedMeanwhile):
+    with pytest.raises(EditConflict):
         write_edit(pages[1], A, ["two"])
     write_edit(pages[1], A, ["two"], ["one"])
     assert read_edits(pages[0])["captions"].to_pylist() == [["two"], ["other"]]

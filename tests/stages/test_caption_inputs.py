@@ -46,9 +46,9 @@ def answer(model: Any, tokenizer: Any, inputs: Any) -> str:
 
 
 def compare(home: Project, report: Any, expected: dict[str, str]) -> None:
-    """expected: path -> what the model writes, whether it is kept or set aside."""
+    """expected: path -> what the model writes, whether it is kept or rejected."""
     found = {path: texts[0] for path, texts in written(home).items()}
-    messages = {row["path"]: row["message"] for row in report.set_aside}
+    messages = {row["path"]: row["message"] for row in report.rejects}
     assert found.keys() | messages.keys() == expected.keys() and found
     for path, text in expected.items():
         assert found[path] == text if path in found else text.replace("; ", ", ") in messages[path]
@@ -127,7 +127,7 @@ def test_a_clip_is_a_video_of_frames_spread_over_it(project: Any, tiny: Any) -> 
         }
         clips[row["sample_id"]] = answer(model, processor.tokenizer, inputs)
     assert len(clips) == 6
-    messages = {row["item"]: row["message"] for row in report.set_aside}
+    messages = {row["item"]: row["message"] for row in report.rejects}
     cache = f"captions/{CAPTION.fingerprint(home.config())}"
     found = {row.id: row.info for _, _, row in iter_item_rows(Store(home.root), cache)}
     for name, text in clips.items():
@@ -135,7 +135,7 @@ def test_a_clip_is_a_video_of_frames_spread_over_it(project: Any, tiny: Any) -> 
     assert len([name for name in clips if name in found]) >= 2
     spans = [found[name]["span"] for name in clips if name in found]
     assert all(span[1] - span[0] == pytest.approx(8 / 12, abs=0.002) for span in spans)
-    # Each clip is trained on with its own caption; one whose caption was set aside is left out.
+    # Each clip is trained on with its own caption; one whose caption was rejected is left out.
     home.run(bucket.run)
     store = Store(home.root)
     planned = plans.load_plan(store, plans.list_plans(store)[-1])

@@ -80,7 +80,7 @@ def test_a_persons_caption_wins_then_that_of_a_file(photos: Project) -> None:
     photos.run(caption.run)
     made = {path: cleaned(photos, texts) for path, texts in written(photos).items()}
     path = next(path for path in made if path != "own.png")
-    assert "own.png" in made, "the model's caption of it is set aside: choose another picture"
+    assert "own.png" in made, "the model's caption of it is rejected: choose another picture"
     media = CAPTION.find_plan(Store(photos.root), photos.config()).sample_table.to_pylist()
     ids = {row["path"]: row["media_id"] for row in media}
     write_edit(Store(photos.root), ids[path], ["by hand"])

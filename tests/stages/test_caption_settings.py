@@ -56,7 +56,7 @@ def test_of_quantized_weights_they_are_what_these_weights_write(
     plain = CAPTION.fingerprint(photos.config())
     photos.settings["caption"]["batch_tokens"] = 1  # as `generate` below: bfloat16 rounds otherwise in batches
     report, found = photos.run(caption.run, change), written(photos, change)
-    assert report.exit_code == 0 and report.done + len(report.set_aside) == 4 and found
+    assert report.exit_code == 0 and report.done + len(report.rejects) == 4 and found
     assert CAPTION.fingerprint(photos.config(change)) != plain and "remarks" not in report.details
     model, settings = loaded[-1], loaded[0].generation_config
     assert type(model.model.language_model.layers[0].mlp.up_proj) is layer
@@ -107,4 +107,4 @@ def test_the_model_of_a_repository_is_that_of_the_commit_that_names_the_cache(
     assert CAPTION.fingerprint_inputs(photos.config())["weights"] == weights
     branch.write_text("b" * 40)  # which has no weights at all
     report = photos.run(caption.run)
-    assert report.done + len(report.set_aside) > 0 and not report.remaining
+    assert report.done + len(report.rejects) > 0 and not report.remaining

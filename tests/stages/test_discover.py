@@ -65,7 +65,7 @@ def test_a_changed_caption_is_noticed_without_reading_the_media(project) -> None
     home.run(discover.run)
     (before,) = rows_of(home)
     path.with_suffix(".txt").write_text("after")
-    path.write_bytes(b"x" * before["size"])  # would be set aside, were it read
+    path.write_bytes(b"x" * before["size"])  # would be rejected if it was read
     os.utime(path, ns=(1, int(before["version"])))
     report = home.run(discover.run)
     (after,) = rows_of(home)
@@ -94,7 +94,7 @@ def test_a_caption_of_the_same_length_and_time_is_read_again(project, source: st
     assert read(home.run(discover.run, *options)) == 0
 
 
-def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> None:
+def test_bad_input_is_rejected_with_its_reason_and_stops_nothing(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.image("good.png")
     whole = home.video("cut.mp4").read_bytes()
@@ -120,11 +120,11 @@ def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> No
     assert reasons["blank.png"] == "empty-caption"
     assert reasons["latin.png"] == "caption-not-utf8"
     assert {"cut.mp4", "text.mp4"} <= set(reasons)
-    for row in report.set_aside:
+    for row in report.rejects:
         assert row["path"] in row["message"] or Path(row["path"]).stem in row["message"]
 
 
-def test_a_dry_run_counts_what_was_set_aside_as_no_work_and_a_mended_file_leaves_the_rejects(project) -> None:
+def test_a_dry_run_counts_what_was_rejected_as_no_work_and_a_mended_file_leaves_the_rejects(project) -> None:
     home = project()
     home.image("good.png")
     path = home.image("bad.png", caption="")
@@ -134,7 +134,7 @@ def test_a_dry_run_counts_what_was_set_aside_as_no_work_and_a_mended_file_leaves
     again = home.run(discover.run, MANY, dry_run=True)
     assert (again.remaining, again.skipped) == (0, 2)
     path.with_suffix(".txt").write_text("now it has one")
-    assert home.run(discover.run).set_aside == []
+    assert home.run(discover.run).rejects == []
     assert not (home.root / "rejects/discover/photos.arrow").exists()
 
 
@@ -183,7 +183,7 @@ def test_new_removed_and_changed_items_are_counted(project) -> None:
     assert [row["path"] for row in rows_of(home)] == ["1.png", "2.png", "3.png", "new.png"]
 
 
-def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_sets_aside(project) -> None:
+def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_rejects(project) -> None:
     home = project()
     home.settings["datasets"].append(home.settings["datasets"][0] | {"id": "again", "prepend": "a photograph of "})
     for number in range(3):
@@ -194,7 +194,7 @@ def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_sets_asi
     assert read(report, "again") == 1, "the damaged one alone"
     tables = [read_media_table(Store(home.root), name) for name in ("photos", "again")]
     assert tables[0].equals(tables[1]) and len(tables[0]) == 3
-    listed = report.summary().partition("Set aside:")[2]
+    listed = report.summary().partition("Rejected:")[2]
     assert "photos/bad.png  " in listed and "again/bad.png  " in listed
     home.image("0.png", (90, 90))  # changed, new, and with `--rehash`: each once
     home.image("new.png", seed=9)

@@ -89,7 +89,7 @@ def test_every_line_that_something_follows_from_has_a_remedy(quick, tmp_path, mo
     assert rows(report, "devices")["cuda:0: dtypes"]["what_follows"] == "it does not compute in bfloat16, float8"
     assert "libcudart" in rows(report, "libraries")["bitsandbytes"]["found"]
     assert rows(report, "libraries")["peft"]["remedy"] == "pip install -e '.[train]'"
-    assert rows(report, "decoders")["AV1"]["what_follows"] == "videos of this codec are set aside"
+    assert rows(report, "decoders")["AV1"]["what_follows"] == "videos of this codec are rejected"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_decoder_that_hangs_crashes_or_eats_memory_costs_its_item_and_a_retry_
     Image.new("L", (8500, 8500)).save(home.media / "huge.png", compress_level=1)  # as RGB 289 MB
     (home.media / "huge.txt").write_text("black")
     for program in (discover.run, bucket.run):
-        assert home.run(program).set_aside == []
+        assert home.run(program).rejects == []
     config = home.config()
     [unit] = current_plan(Store(config.root), config).units("latents")
     assert len(unit.members) == 6
@@ -103,16 +103,16 @@ def test_a_decoder_that_hangs_crashes_or_eats_memory_costs_its_item_and_a_retry_
     found = home.rejects(report)
     assert found.pop("huge.png") in ("out-of-memory", "timed-out")  # a busy machine may be too slow for it
     assert found == {"stopped.png": "timed-out", "crashed.png": "decoder-died"}
-    messages = {Path(row["path"]).name: row["message"] for row in report.set_aside}
+    messages = {Path(row["path"]).name: row["message"] for row in report.rejects}
     assert "10 s" in messages["stopped.png"] and "SIGSEGV" in messages["crashed.png"]
     assert (report.done, report.exit_code) == (3, 0)
     monkeypatch.undo()
 
-    report = home.run(encode_latents.run, retry_set_aside=True)
+    report = home.run(encode_latents.run, retry_rejects=True)
     assert (report.done, home.rejects(report)) == (5, {"huge.png": "out-of-memory"})
-    [row] = report.set_aside
+    [row] = report.rejects
     assert "256 MiB" in row["message"] and "raise stages.item_memory_mib" in row["message"]
     assert home.run(encode_latents.run).done == 0  # not tried again by itself
     home.settings["stages"]["item_memory_mib"] = 4096
-    report = home.run(encode_latents.run, retry_set_aside=True)
-    assert (report.done, report.set_aside, report.exit_code) == (6, [], 0)
+    report = home.run(encode_latents.run, retry_rejects=True)
+    assert (report.done, report.rejects, report.exit_code) == (6, [], 0)

@@ -90,7 +90,7 @@ def test_a_configuration_of_another_root_is_refused(indexed) -> None:
 
 def test_a_configuration_without_a_plan_removes_nothing(indexed) -> None:
     indexed.settings["datasets"][0]["repeats"] = 7
-    with pytest.raises(Exception, match="no plan for this configuration"):
+    with pytest.raises(Exception, match="does not have a plan"):
         indexed.run(gc.run, yes=True, keep_days=0.0)
 
 

@@ -59,10 +59,10 @@ def plan_of(
 
 
 def shard(
-    store: Store, kind: str, unit: str, names: Sequence[str], aside: Sequence[str] = (), folder: str = "f"
+    store: Store, kind: str, unit: str, names: Sequence[str], rejects: Sequence[str] = (), folder: str = "f"
 ) -> str:
     """A real shard, in which a row's only tensor holds the number that its name ends with, if it does."""
-    lost = [RejectedMember(id_of(name), "odd", f"{name} is odd") for name in aside]
+    lost = [RejectedMember(id_of(name), "odd", f"{name} is odd") for name in rejects]
     column = "embeds" if kind == "text" else "latent"
     with open_writer(
         store, f"{kind}/{folder}/{unit}", ShardMeta(kind, folder, unit, "", set_aside=lost), {column: "float32"}
@@ -131,25 +131,25 @@ def test_every_sample_finds_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "aside", "said"),
+    ("rows", "rejects", "said"),
     [
-        ([active("a"), active("b", role="eval")], ["a"], "every sample was set aside"),
+        ([active("a"), active("b", role="eval")], ["a"], "every sample was rejected"),
         ([active("b", role="eval")], [], "every sample is held out"),
         ([active("b", role="validation")], [], "every sample is held out"),
     ],
 )
-def test_an_empty_set_is_refused(tmp_path: Path, rows, aside, said) -> None:
+def test_an_empty_set_is_refused(tmp_path: Path, rows, rejects, said) -> None:
     store = Store(tmp_path)
     plan = plan_of(store, rows)
     encoded = collected(
-        store, plan, [shard(store, "text", "t", ["t", NULL])], [shard(store, "latents", "l", ["b"], aside)]
+        store, plan, [shard(store, "text", "t", ["t", NULL])], [shard(store, "latents", "l", ["b"], rejects)]
     )
     with pytest.raises(LatentpressError, match=said):
         join_plan(plan, *encoded)
 
 
 @pytest.mark.parametrize(("lost", "said"), [(NULL, "the null prompt"), ("t4", "p"), ("shown", "p")])
-def test_a_prompt_that_was_set_aside_stops_the_join(tmp_path: Path, lost, said) -> None:
+def test_a_prompt_that_was_rejected_stops_the_join(tmp_path: Path, lost, said) -> None:
     store = Store(tmp_path)
     prompt = {"name": "p", "prompt": "x", "negative_prompt": "", "bucket": "64x64", "text": id_of("t4")}
     prompt |= {"negative": id_of("t"), "condition": id_of("shown")}

@@ -79,7 +79,7 @@ def test_masks_are_made_once_of_what_has_none(photos: Project) -> None:
     asked = photos.run(masks.run, dry_run=True)
     assert asked.remaining == 6 and not (photos.root / "masks").exists() and not (photos.root / "plans").exists()
     first = photos.run(masks.run)
-    assert first.done + len(first.set_aside) == 6 and first.done >= 3
+    assert first.done + len(first.rejects) == 6 and first.done >= 3
     before = photos.shards("masks")
     again = photos.run(masks.run)
     assert (again.done, again.skipped, again.remaining) == (0, first.done, 0) and photos.shards("masks") == before
@@ -87,7 +87,7 @@ def test_masks_are_made_once_of_what_has_none(photos: Project) -> None:
     assert {mask.shape[1:] for mask in found.values()} == {(48, 80), (80, 48)}
     assert all(set(np.unique(mask)) == {0, 255} for mask in found.values())
     rows = {row["stage"]: row for row in photos.run(status.run).details["stages"]}
-    assert rows["masks"]["done"] == first.done and rows["masks"]["set_aside"] == len(first.set_aside)
+    assert rows["masks"]["done"] == first.done and rows["masks"]["rejected"] == len(first.rejects)
 
 
 def test_latents_have_them_as_training_reads_them(photos: Project) -> None:
@@ -134,7 +134,7 @@ def test_a_clip_has_masks_that_move(project: Any) -> None:
 
 
 def test_a_box_of_each_item(project: Any) -> None:
-    """From a manifest. One without a box is set aside; another box is another mask."""
+    """From a manifest. One without a box is rejected; another box is another mask."""
     model = build_segmenter("sam", project().folder / "sam")
     home = masking(project, model=str(model), box_column="box")
     home.settings["datasets"][0]["instance_data_dir"] = "media/all.csv"
@@ -163,7 +163,7 @@ def test_a_box_of_each_item(project: Any) -> None:
 
 
 def test_own_masks_win(photos: Project) -> None:
-    """And an item without one is not set aside, as a model makes it."""
+    """And an item without one is not rejected, because a model makes it."""
     folder = photos.folder / "drawn"
     folder.mkdir()
     Image.new("L", (80, 48), 255).save(folder / "1.png")
@@ -212,14 +212,14 @@ def test_edges(masked: Project) -> None:
         assert len(np.unique(soft)) > 4 and abs(float(soft.mean()) - float(mask.mean())) < 20
 
 
-def test_what_is_empty_or_full_is_set_aside(photos: Project) -> None:
+def test_what_is_empty_or_full_is_rejected(photos: Project) -> None:
     least = "masks.min_area=0.45"
     report = photos.run(masks.run, least)
     reasons = photos.rejects(report)
     assert set(reasons.values()) == {"empty-mask", "full-mask"} and report.done
-    row = next(row for row in report.set_aside if row["reason"] == "empty-mask")
+    row = next(row for row in report.rejects if row["reason"] == "empty-mask")
     assert "is white (person); try another masks.threshold" in row["message"]
-    assert any("--retry-set-aside" in step for step in report.next_steps)
+    assert any("--retry-rejects" in step for step in report.next_steps)
     assert photos.rejects(photos.run(bucket.run, least)) == dict.fromkeys(reasons, "no-mask")
 
 
@@ -281,8 +281,8 @@ def test_a_damaged_mask_is_made_again_and_then_encoded(photos: Project) -> None:
     data[data.index(b"IDAT") + 9] ^= 1
     path.write_bytes(data)
     report = photos.run(encode_latents.run)
-    assert [row["reason"] for row in report.set_aside] == ["missing"]
-    assert "its checksum does not match; run `latentpress verify --repair`" in report.set_aside[0]["message"]
+    assert [row["reason"] for row in report.rejects] == ["missing"]
+    assert "its checksum does not match; run `latentpress verify --repair`" in report.rejects[0]["message"]
     report = photos.run(index.run)
     assert report.exit_code == INCOMPLETE and "media of 1 samples" in report.details["no_set_made"]
     photos.run(verify.run, repair=True)

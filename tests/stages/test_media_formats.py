@@ -53,7 +53,7 @@ class Outcome:
                 stage, row["reason"]
             )
             for stage in ("discover", "bucket", "latents")
-            for row in self.reports[stage].set_aside
+            for row in self.reports[stage].rejects
         }
 
     @property
@@ -202,7 +202,7 @@ def test_every_file_is_accounted_for_exactly_once(which: str, request) -> None:
     outcome = request.getfixturevalue(which)
     for name, report in outcome.reports.items():
         assert (name, report.exit_code, report.failed, report.damage) == (name, 0, [], [])
-    listed = [row["path"] for stage in ("discover", "bucket") for row in outcome.reports[stage].set_aside]
+    listed = [row["path"] for stage in ("discover", "bucket") for row in outcome.reports[stage].rejects]
     media = {
         os.path.relpath(path, outcome.home.media) for path in outcome.home.media.rglob("*") if path.suffix != ".txt"
     }
@@ -259,8 +259,8 @@ def test_reports_are_json_whatever_the_names(images: Outcome, name: str, capsys)
     program, own = PROGRAMS[name]
     code, output, _ = call(capsys, images.home, program, as_json=True, **own)
     found, before = json.loads(output), images.reports[name]
-    assert {(row["path"], row["reason"]) for row in found["set_aside"]} == {
-        (row["path"], row["reason"]) for row in before.set_aside
+    assert {(row["path"], row["reason"]) for row in found["rejects"]} == {
+        (row["path"], row["reason"]) for row in before.rejects
     }
     assert code == found["exit_code"] == 0
 
@@ -290,7 +290,7 @@ def test_a_terminal_that_knows_ascii_alone_is_no_reason_to_crash(images: Outcome
 def test_an_error_that_lists_names_is_readable(images: Outcome, capsys) -> None:
     code, output, errors = call(capsys, images.home, discover, "stages.max_reject_fraction=0", as_json=True)
     assert code == 3 and "stages.max_reject_fraction" in json.loads(output)["error"]["message"]
-    assert "would be set aside" in errors and "empty-file" in errors
+    assert "would be rejected" in errors and "empty-file" in errors
     assert not (strange := [line for line in errors.splitlines() if not line.isprintable()]), strange
     assert not re.search(r"^name\.png", errors, re.MULTILINE), errors
 
@@ -378,7 +378,7 @@ def test_source_images_of_every_format(tmp_path: Path, start) -> None:
     rejects = {
         Path(row["path"]).stem: f"{stage}: {row['reason']}"
         for stage in ("discover", "bucket", "latents")
-        for row in found.reports[stage].set_aside
+        for row in found.reports[stage].rejects
     }
     assert rejects == {name: reject for name, (_, _, reject) in SOURCES.items() if reject}
     conditions = latents(home, tensor="condition")

@@ -39,7 +39,7 @@ def test_index_refuses_a_set_without_the_media_that_were_missing(lacking) -> Non
 
 def test_media_that_come_back_are_in_the_next_set(lacking) -> None:
     (lacking.folder / "0.png").rename(lacking.media / "0.png")
-    assert lacking.run(encode_latents.run).set_aside == []
+    assert lacking.run(encode_latents.run).rejects == []
     assert (lacking.run(index.run).exit_code, lacking.run(index.run).details["samples"]) == (0, 4)
 
 
@@ -47,7 +47,7 @@ def test_media_that_were_deleted_for_good_leave_by_discover_and_bucket(lacking) 
     again(lacking)
     assert lacking.run(encode_latents.run).exit_code == 0
     report = lacking.run(index.run)
-    assert (report.exit_code, report.details["samples"], report.set_aside) == (0, 3, [])
+    assert (report.exit_code, report.details["samples"], report.rejects) == (0, 3, [])
 
 
 @pytest.mark.long
@@ -65,7 +65,7 @@ def test_run_passes_or_stops_as_index_does(lacking, forked_programs) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(200, 300), long((300, 300))])
-def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, forked_programs, shape: tuple[int, int]) -> None:
+def test_index_does_not_hide_what_a_stopped_stage_rejected(project, forked_programs, shape: tuple[int, int]) -> None:
     """Of eight photos six are damaged: in a unit of their own, after which the stage stops, or in one with the rest."""
     home = project(cache={"unit_mib": 1})
     for number in range(8):
@@ -73,19 +73,19 @@ def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, forked_prog
         path.write_bytes(path.read_bytes()[: 1500 if number < 6 else None])
     again(home)
     home.run(encode_text.run)
-    with pytest.raises(LatentpressError, match=r"6 of [68] samples were set aside"):
+    with pytest.raises(LatentpressError, match=r"6 of [68] samples were rejected"):
         home.run(encode_latents.run)
     report = home.run(index.run)
     assert report.exit_code == 3 and not (home.root / "sets").exists()
     assert home.rejects(report) == {f"{number}.jpg": "truncated" for number in range(6)}
-    assert "were set aside" in report.details["stopped_by_limit"][0]["message"]
-    assert report.next_steps[0].startswith("latentpress encode-latents --retry-set-aside")
+    assert "were rejected" in report.details["stopped_by_limit"][0]["message"]
+    assert report.next_steps[0].startswith("latentpress encode-latents --retry-rejects")
     raised = "stages.max_reject_fraction=1.0"
     assert home.run(encode_latents.run, raised).exit_code == 0
     report = home.run(index.run, raised)
-    assert (report.exit_code, report.done, len(report.set_aside)) == (0, 2, 6)
+    assert (report.exit_code, report.done, len(report.rejects)) == (0, 2, 6)
     report = home.run(run.run, raised, "stages.order=[encode-latents, index]")
-    assert (report.exit_code, len(report.set_aside)) == (0, 6), "each once"
+    assert (report.exit_code, len(report.rejects)) == (0, 6), "each once"
     step, rejects = report.next_steps
-    assert step.startswith("latentpress encode-latents --config ") and "--retry-set-aside   # once the cause" in step
+    assert step.startswith("latentpress encode-latents --config ") and "--retry-rejects   # once the cause" in step
     assert rejects.startswith("latentpress status --rejects ")

@@ -179,7 +179,7 @@ def test_changes_at_once_are_all_kept(tmp_path: Path) -> None:
 
 
 def test_an_output_that_can_not_be_made_is_named() -> None:
-    with pytest.raises(StoreError, match=r"nope/\.queue: can't be made"):
+    with pytest.raises(StoreError, match=r"nope/\.queue: can't be created"):
         RunQueue(Path("/proc/1/nope")).add(Path("a.yaml"), [], Path("/proc/1/nope/run"))
 
 
@@ -189,7 +189,7 @@ def test_an_output_that_can_not_be_made_is_named() -> None:
         ({"verb": "start"}, "'start' is not a verb of queue"),
         ({"verb": "remove"}, "queue remove needs the numbers of entries"),
         ({"verb": "run", "entries": [1]}, "queue run takes no entries"),
-        ({"verb": "remove", "entries": [9]}, "the queue has no entry 9; it has: 1"),
+        ({"verb": "remove", "entries": [9]}, "entry 9 does not exist; the queue has: 1"),
         ({"verb": "add"}, "entry 1, which is waiting, trains in"),
     ],
 )

@@ -210,7 +210,7 @@ def test_another_trainer_is_named_before_the_first_stage(home: Project, monkeypa
     folder.mkdir(parents=True)
     with (folder / LOCK_NAME).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(LatentpressError, match="another trainer is at work in") as caught:
+        with pytest.raises(LatentpressError, match="another trainer is running in") as caught:
             home.run(run.run)
     assert "choose another train.run" in caught.value.next_step
 
@@ -244,7 +244,7 @@ def test_what_is_not_installed_is_named_before_the_first_stage(home: Project, mo
 
 
 def test_reports_of_all_programs_have_the_same_keys() -> None:
-    assert {"program", "done", "skipped", "remaining", "set_aside", "failed", "damage", "next_steps"} <= set(
+    assert {"program", "done", "skipped", "remaining", "rejects", "failed", "damage", "next_steps"} <= set(
         Report("x").to_dict()
     )
 

@@ -48,7 +48,7 @@ class Shards:
         with shard_io.open_writer(store, stem, meta, COLUMNS, format) as out:
             for number in range(rows):
                 out.add(cls.row(number, width))
-            out.set_aside(RejectedMember("bad", "unreadable", "it is empty"))
+            out.reject(RejectedMember("bad", "unreadable", "it is empty"))
             return out.finish()
 
     @staticmethod

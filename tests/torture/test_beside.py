@@ -160,7 +160,7 @@ def test_verify_at_every_step_of_a_stage(home, between, steps, name, format) -> 
     between(look)
     assert stage.run(override).remaining == 0
     home.image("3.png", (64, 64), "picture 3", 3)
-    assert stage.run(override, retry_set_aside=True).remaining == 0
+    assert stage.run(override, retry_rejects=True).remaining == 0
     steps.arm(-1, lambda: None)
     assert min(seen) == 0 and max(seen) >= 5 and len(seen) > 20
 
@@ -206,7 +206,7 @@ def test_verify_while_a_tar_that_a_set_names_is_replaced(home, steps, tmp_path, 
 
     def work() -> None:
         steps.arm(0, wait, lambda step, path: step == "rename" and path.endswith(".tar"))
-        assert stage.run(override, retry_set_aside=True).remaining == 0
+        assert stage.run(override, retry_rejects=True).remaining == 0
 
     running = Child(work)
     assert running.until(between.exists)

@@ -154,7 +154,7 @@ def test_several_rows_in_a_batch_and_many_batches(tmp_path, safely) -> None:
     write_arrow(store, two)
     safely(lambda: refused(store, ARROW, "2 rows in one batch"))
     write_arrow(store, one_row(), count=3000)
-    safely(lambda: refused(store, ARROW, "3000 rows, and its description names 1"))
+    safely(lambda: refused(store, ARROW, "it has 3000 rows"))
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """Every stage, killed and started again: the same files, byte for byte, as if it never was.
 
-Encoding stages are killed at named points and at random moments, with members that are set aside among them; discover,
+Encoding stages are killed at named points and at random moments, with members that are rejected among them; discover,
 bucket, index and export, which are quick, at every step that they take on the disk.
 """
 
@@ -75,14 +75,14 @@ def clips(home: Project) -> None:
 @dataclass(frozen=True)
 class Case:
     """A stage at work. later: what happens to the media once they are planned. nan: of a text alone, for which the
-    encoder gives NaN. aside: how many members are set aside: of a picture its caption, and no caption, are texts."""
+    encoder gives NaN. rejects: how many members are rejected: of a picture its caption, and no caption, are texts."""
 
     kind: str
     program: ModuleType
     media: Callable[[Project], None]
     later: Callable[[Project], object] = lambda home: None
     nan: str = ""
-    aside: int = 0
+    rejects: int = 0
 
 
 def no_source(home: Project) -> None:
@@ -95,16 +95,16 @@ def another_clip(home: Project) -> None:
 
 CASES = {
     "text of Kandinsky": Case("kandinsky5-image-t2i", encode_text, pictures),
-    "text of Sana, one NaN": Case("sana", encode_text, pictures, nan="picture 3", aside=1),
+    "text of Sana, one NaN": Case("sana", encode_text, pictures, nan="picture 3", rejects=1),
     "latents of pictures": Case("kandinsky5-image-t2i", encode_latents, pictures),
-    "text with images, one gone": Case("kandinsky5-image-i2i", encode_text, edits, no_source, aside=2),
+    "text with images, one gone": Case("kandinsky5-image-i2i", encode_text, edits, no_source, rejects=2),
     "latents of clips and first frames, one changed": Case(
-        "kandinsky5-video-i2v", encode_latents, clips, another_clip, aside=1
+        "kandinsky5-video-i2v", encode_latents, clips, another_clip, rejects=1
     ),
     "vision": Case("kandinsky5-image-t2i", encode_vision, pictures),
-    "captions": Case("kandinsky5-image-t2i", caption, without_captions, aside=2),
+    "captions": Case("kandinsky5-image-t2i", caption, without_captions, rejects=2),
     "features of pictures": Case("kandinsky5-image-t2i", features, pictures),
-    "masks of clips, one changed": Case("kandinsky5-video-t2v", masks, clips, another_clip, aside=1),
+    "masks of clips, one changed": Case("kandinsky5-video-t2v", masks, clips, another_clip, rejects=1),
 }
 
 
@@ -177,12 +177,12 @@ def test_at_a_named_point(planned, steps, forked, is_long, name) -> None:
         assert forked(work) == signal.SIGKILL
         assert stage.check(expected, override) > 0, "nothing was cut off"
         stage.verify()
-        assert len(stage.run(override, dry_run=True).set_aside) == CASES[name].aside
+        assert len(stage.run(override, dry_run=True).rejects) == CASES[name].rejects
         stage.forget()
 
 
-@pytest.mark.parametrize("name", [name if case.nan else long(name) for name, case in CASES.items() if case.aside])
-def test_between_a_list_of_what_is_set_aside_and_its_shard(planned, steps, forked, name) -> None:
+@pytest.mark.parametrize("name", [name if case.nan else long(name) for name, case in CASES.items() if case.rejects])
+def test_between_a_list_of_what_is_rejected_and_its_shard(planned, steps, forked, name) -> None:
     """The list stands there, and the unit is not done: it is done again, and nobody is listed twice or forgotten."""
     stage = planned(name)
     expected = stage.whole()
@@ -195,7 +195,7 @@ def test_between_a_list_of_what_is_set_aside_and_its_shard(planned, steps, forke
     assert forked(work) == signal.SIGKILL
     assert any(name.startswith("rejects/") for name in stage.files())
     assert stage.check(expected) > 0
-    assert len(stage.run(dry_run=True).set_aside) == CASES[name].aside
+    assert len(stage.run(dry_run=True).rejects) == CASES[name].rejects
 
 
 @pytest.mark.long

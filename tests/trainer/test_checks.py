@@ -32,7 +32,7 @@ REFUSED = [
     ),
     (("train.methods.crepa.block_index=0",), "crepa needs vision, which no dataset has"),
     (("train.methods.masked_loss.unmasked_weight=0.1",), "masked_loss needs mask, which no dataset has"),
-    (("model.precision=float16",), "training does not support the float16"),
+    (("model.precision=float16",), "model.precision: float16"),
     (("train.weight_precision=bfloat16", "train.adapter.type=full"), "transformer computes in float32"),
 ]
 WITH_TORCH = [

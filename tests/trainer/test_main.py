@@ -93,7 +93,7 @@ def test_a_second_trainer_in_the_folder_refuses(ready, program) -> None:
         fcntl.flock(first, fcntl.LOCK_EX)
         code, report, log = program(config)
         assert code == INCOMPLETE and LOADS not in log
-        assert f"another trainer is at work in {config.run_folder}" in report["error"]["message"]
+        assert f"another trainer is running in {config.run_folder}" in report["error"]["message"]
         assert program(config, dry_run=True)[0] == OK
     assert program(config)[0] == OK
 

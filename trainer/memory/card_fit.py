@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from cache.models.compatibility import bucket_side_multiple, find_published
 from cache.models.weights import WeightsError, local_folder, read_component_config
 from cache.sets import plans
-from cache.sets.text_lengths import most_tokens, reference_tokens
+from cache.sets.text_lengths import max_token_counts, reference_tokens
 from cache.store.store import Store
 from schemas.activities import activity
 from schemas.cli.report import Report
@@ -246,7 +246,7 @@ def longest_text(config: Config, plan: plans.Plan | None) -> int:
     most = config.text.max_length or config.model.template.max_length
     if plan is not None:
         active = plan.text_table.filter(pc.is_in(plan.text_table.column("text_id"), value_set=plan.active_text_ids))
-        return int(most_tokens(config.model, config.text, active).max(initial=1))
+        return int(max_token_counts(config.model, config.text, active).max(initial=1))
     if of_each := reference_tokens(config.model):
         given = [len(dataset.source_roles) for dataset in config.datasets if not dataset.disabled]
         given += [len(listed(prompt.image)) for prompt in config.validation.prompts]

@@ -97,7 +97,7 @@ class ChildPrograms:
 
     def retry(self, name: str) -> Start:
         """Start a stage so that it tries rejected items again, even if their files have not changed."""
-        return self.start(name, *(["--retry-set-aside"] if name in STAGE_PROGRAMS.values() else []))
+        return self.start(name, *(["--retry-rejects"] if name in STAGE_PROGRAMS.values() else []))
 
     def start(self, name: str, *more: str) -> Start:
         """Start a job. Raises Refused if the job, or a job that it conflicts with, is running. more: further

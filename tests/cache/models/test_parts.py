@@ -83,7 +83,7 @@ def test_parts_of_every_family(tiny: Tiny, tmp_path: Path, kind: str) -> None:
 def test_an_encoder_with_fewer_layers_than_the_template_takes(tiny: Tiny, tmp_path: Path) -> None:
     folder = small_files(tiny, "flux2-klein", tmp_path / "model")
     change(folder / "text_encoder/config.json", num_hidden_layers=26)
-    match = "num_hidden_layers = 26, and the template flux2-klein takes the hidden states 9, 18, 27: it needs 27 layers"
+    match = "num_hidden_layers = 26, but the template flux2-klein reads the hidden states 9, 18, 27: it needs 27 layers"
     refused(folder, "flux2-klein", match)
     change(folder / "text_encoder/config.json", num_hidden_layers=27)
     check_parts(configured(folder, "flux2-klein"), ask_hub=False)

@@ -39,11 +39,11 @@ def test_a_plan_of_many_generations_is_read_with_few_requests(s3: S3Server) -> N
     assert plan is not None and len(plan.text_table) == GENERATIONS and plan.is_complete
     assert [unit.members for unit in plan.units("text")] == [(text_id(GENERATIONS - 1),)]
     assert plan.replaced_units == {f"{3:016x}"} and plan.sample_table.num_rows == 0 and plan.active.num_rows == 0
-    assert len(s3.requests) <= 5 * (plans.MOST_EARLIER + 1) + 10, s3.counts()
+    assert len(s3.requests) <= 5 * (plans.MAX_EARLIER + 1) + 10, s3.counts()
     assert sorted(plans.planned_ids(store, "text").to_pylist()) == [text_id(number) for number in range(GENERATIONS)]
 
 
-@pytest.mark.parametrize("removed", [0, plans.MOST_EARLIER + 1])
+@pytest.mark.parametrize("removed", [0, plans.MAX_EARLIER + 1])
 def test_what_a_removed_generation_held_is_planned_again(tmp_path, removed: int) -> None:
     store = Store(tmp_path)
     names = [publish(store, number).name for number in range(GENERATIONS)]

@@ -65,7 +65,7 @@ def test_what_has_no_room_comes_when_its_section_begins(place: Place) -> None:
     window.finished(0)
     until(lambda: len(names(place)) == 4)
     read(window, 5)
-    with pytest.raises(SupplyError, match=r"max_gb is .*, and the shards of steps 3 to 3 have"):
+    with pytest.raises(SupplyError, match=r"max_gb is .* steps 3 to 3 have"):
         window.finished(1)
     window.close()
 
@@ -92,7 +92,7 @@ def test_damage(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w
     window = place.window([(4,)])
     window.follow(0)
     if wrong in ("store", "missing"):
-        until(lambda: window._coming[4].done())  # it failed while nobody waited
+        until(lambda: window._requested[4].done())  # it failed while nobody waited
         with pytest.raises(DamageError, match="checksum" if wrong == "store" else "missing") as caught:
             window.open(4)
         assert caught.value.path == place.store.path(place.paths[4])
@@ -117,7 +117,7 @@ def test_a_failed_fetch_is_tried_again_by_who_needs_it(place: Place, monkeypatch
     monkeypatch.setattr(Store, "copy_to_file", fail)
     window = place.window([(4,)], downloads=1)
     window.follow(0)
-    until(lambda: failed.is_set() and window._coming[4].done())
+    until(lambda: failed.is_set() and window._requested[4].done())
     with pytest.raises(StoreError, match="not reachable"):
         read(window, 4)
     monkeypatch.setattr(Store, "copy_to_file", copy_object)
@@ -126,17 +126,17 @@ def test_a_failed_fetch_is_tried_again_by_who_needs_it(place: Place, monkeypatch
 
 
 def test_waiting_ends(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `stop_waiting`, and after GIVE_UP_S without a shard."""
+    """By `stop_waiting`, and after TIMEOUT_S without a shard."""
     go_on = threading.Event()
     monkeypatch.setattr(Store, "copy_to_file", lambda *_: go_on.wait(60))
-    monkeypatch.setattr(window_module, "GIVE_UP_S", 0.3)
+    monkeypatch.setattr(window_module, "TIMEOUT_S", 0.3)
     window = place.window([(4,)])
     window.follow(0)
-    with pytest.raises(SupplyError, match="no shard has come from memory://"):
+    with pytest.raises(SupplyError, match="from memory://"):
         window.open(4)
-    monkeypatch.setattr(window_module, "GIVE_UP_S", 60)
+    monkeypatch.setattr(window_module, "TIMEOUT_S", 60)
     threading.Timer(0.2, window.stop_waiting).start()
-    with pytest.raises(SupplyError, match="not needed any more"):
+    with pytest.raises(SupplyError, match="no longer needed"):
         window.open(4)
     go_on.set()
     window.close()
@@ -160,10 +160,10 @@ def test_the_processes_of_a_machine_share_a_window(place: Place, monkeypatch: py
     until(lambda: names(place) == ["u2", "u3"])
     read(other, 0)  # the other is still there: from the store
     assert other.metrics()["shards_fetched"] == 0
-    monkeypatch.setattr(window_module, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(window_module, "TIMEOUT_S", 0.2)
     late = place.window([(5,)], world=2, local=1, token="t")
     late.follow(0)
-    with pytest.raises(SupplyError, match="the first process of this machine has not fetched"):
+    with pytest.raises(SupplyError, match="first process of this machine"):
         late.open(5)
     for window in (late, other, first):
         window.close()
@@ -198,7 +198,7 @@ def test_a_disk_that_takes_no_more_is_named(place: Place) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         window = place.window([(1,)], downloads=1)
         window.follow(0)
-        with pytest.raises(StoreError, match="a file may not grow larger") as caught:
+        with pytest.raises(StoreError, match="file-size limit") as caught:
             window.open(1)
         assert caught.value.path.startswith(str(place.folder))
         assert place.copies() == []
@@ -267,7 +267,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_fetched(tmp_path: Path,
         data.close()
 
     check(2 * total / 1e9, shuffle_shards=2)
-    with pytest.raises(SupplyError, match=r"the shards of two sections in a row \(train.shuffle_shards: 4\)") as caught:
+    with pytest.raises(SupplyError, match=r"max_gb is .* \(train.shuffle_shards: 4\)") as caught:
         check(0.7 * total / 1e9, shuffle_shards=4)
     assert "or train.shuffle_shards to 2 or less" in caught.value.next_step
     with pytest.raises(Exception, match=r"train\.shuffle_shards is not set"):
@@ -286,7 +286,7 @@ def test_the_folder_and_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=50 * GB))
     assert cache_limit(LocalCache(), folder) == 25 * GB and not folder.exists()
     assert cache_limit(LocalCache(max_gb=50.0), folder) == 50 * GB
-    with pytest.raises(SupplyError, match=r"is 50\.1, and the disk of .* has room for 50") as caught:
+    with pytest.raises(SupplyError, match=r"max_gb is 50\.1, .* 50 GB") as caught:
         cache_limit(LocalCache(max_gb=50.1), folder)
     assert "train.local_cache.folder" in caught.value.next_step
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**13))

@@ -43,7 +43,7 @@ def test_a_description_that_fits_into_its_room_and_one_that_does_not(tmp_path, r
     ) as out:
         for number in range(rows):
             out.add(make_row(number))
-        out.set_aside(RejectedMember("x", "odd", "why " * (words // 4)))
+        out.reject(RejectedMember("x", "odd", "why " * (words // 4)))
         rel = out.finish()
     assert shard_io.verify(store, rel) == []
     with shard_io.open_reader(store, rel) as reader:

@@ -50,7 +50,7 @@ def folder(tmp_path, format) -> Path:
     with open_writer(Store(tmp_path), "text/f00d/t-1", meta, columns, format) as out:
         for id, tensors in ROWS.items():
             out.add(ShardRow(id, {name: Array(*tensor) for name, tensor in tensors.items()}, INFO))
-        out.set_aside(RejectedMember("gone", "missing", "no such file"))
+        out.reject(RejectedMember("gone", "missing", "no such file"))
         out.finish()
     return tmp_path / "text/f00d"
 

@@ -45,7 +45,7 @@ def write(store: Store, stem: str = "text/f00d/t-1", rows: int = 3, format: str 
     with shard_io.open_writer(store, stem, text_meta(**said, **changes), COLUMNS, format) as out:
         for number in range(rows):
             out.add(make_row(number, pooled=number != 1))
-        out.set_aside(RejectedMember("bad", "unreadable", "it is empty"))
+        out.reject(RejectedMember("bad", "unreadable", "it is empty"))
         return out.finish()
 
 
@@ -207,7 +207,7 @@ def test_every_cut_is_found(tmp_path, format):
 def test_another_version_is_refused(tmp_path, format):
     store = Store(tmp_path)
     rel = write(store, format=format, format_version=999)
-    with pytest.raises(DamageError, match="version is 999; this program reads 1"):
+    with pytest.raises(DamageError, match="version is 999"):
         shard_io.open_reader(store, rel)
 
 

@@ -73,7 +73,7 @@ def test_a_file_size_limit(tmp_path):
         try_all({str(tmp_path)!r})
     """)
     for way, name in WAYS.items():
-        assert said[way].startswith(f"{tmp_path}{name}: a file may not grow larger"), said[way]
+        assert said[way].startswith(f"{tmp_path}{name}: the file would exceed"), said[way]
         assert "ulimit -f" in said[way]
 
 

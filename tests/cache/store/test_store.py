@@ -56,7 +56,7 @@ def test_what_stands_in_the_place_of_a_file_is_none(tmp_path, odd):
         with pytest.raises(FileNotFoundError if odd == "link to nothing" else DamageError):
             read("text/f/t-1.arrow")
     if odd == "folder":
-        with pytest.raises(StoreError, match="a folder is where a file belongs"):
+        with pytest.raises(StoreError, match=r"t-1\.arrow: a folder"):
             store.publish_bytes("text/f/t-1.arrow", b"1")
         path.rmdir()
     store.publish_bytes("text/f/t-1.arrow", b"1")
@@ -97,7 +97,7 @@ def test_tables(store):
     assert store.read_table("t/none.arrow").num_rows == 0
     for damaged in (b"", store.read_bytes("t/one.arrow")[:-1]):
         store.publish_bytes("t/one.arrow", damaged)
-        with pytest.raises(DamageError, match="not as it was written"):
+        with pytest.raises(DamageError, match=r"t/one\.arrow"):
             store.read_table("t/one.arrow")
 
 
@@ -214,7 +214,7 @@ def test_what_stands_in_the_way_of_the_root_is_named(tmp_path):
     cases = {
         tmp_path / "link": "link is a link to /mnt/nowhere, which is not there",
         tmp_path / "file": "file is a file, not a folder",
-        "/proc/nothing": "can't be made",
+        "/proc/nothing": "can't be created",
     }
     for root, reason in cases.items():
         with pytest.raises(StoreError, match=reason) as caught:

@@ -109,7 +109,7 @@ def test_the_parts_are_disjoint_and_together_everything(items, total):
     ("report", "code"),
     [
         (Report("p", done=3), OK),
-        (Report("p", set_aside=[{"item": "a"}]), OK),
+        (Report("p", rejects=[{"item": "a"}]), OK),
         (Report("p", remaining=1), INCOMPLETE),
         (Report("p", failed=[{"item": "a"}]), INCOMPLETE),
         (Report("p", remaining=1, failed=[{"item": "a"}], damage=[{"item": "a"}]), DAMAGE),

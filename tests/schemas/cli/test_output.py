@@ -28,23 +28,23 @@ def test_standard_output_has_one_json_document_and_nothing_else(here):
 
 
 def test_the_summary_lists_what_needs_attention():
-    aside = [
+    rejects = [
         {"item": str(i), "path": f"p{i}.png", "reason": "truncated", "message": f"p{i}.png: it ends"} for i in range(25)
     ]
-    report = Report("probe", 2, 1, set_aside=aside, rejects="work/rejects/probe", next_steps=["latentpress index"])
+    report = Report("probe", 2, 1, rejects=rejects, rejects_path="work/rejects/probe", next_steps=["latentpress index"])
     report.details = {
         "bytes_written": 1.5,
         "stages": [{"stage": "index", "done": 7.1234567}, {"stage": "a", "done": 10.0}],
     }
     lines = report.summary().splitlines()
     assert lines[:5] == [
-        "probe: 2 done, 1 skipped, 25 set aside",
+        "probe: 2 done, 1 skipped, 25 rejected",
         "  bytes written: 1.5",
         "  stages:",
         "    stage     done",
         "    index  7.12346",
     ]
-    assert lines[6:9] == ["Set aside:", "  p0.png  truncated: it ends", "  p1.png  truncated: it ends"]
+    assert lines[6:9] == ["Rejected:", "  p0.png  truncated: it ends", "  p1.png  truncated: it ends"]
     assert lines[-4:] == [
         "  ... and 5 more",
         "  all of them, by reason: latentpress status --rejects",
@@ -105,8 +105,8 @@ def test_a_report_has_the_width_of_its_terminal(monkeypatch):
     columns = ("samples per pass", "latents MiB", "stretched", "cut off max", "cut off mean")
     rows = [{"bucket": "448x320@1", "orientation": "landscape", **{column: 2.123 for column in columns}}]
     why = "is 451x300, smaller than its bucket 448x320; lower resolution, set allow_upscale: true, or remove it"
-    aside = [{"item": "a", "path": "a/long/path/of/an/item.png", "reason": "needs-upscale", "message": why}]
-    report = Report("probe", set_aside=aside, details={"buckets": rows, "note": "words of a note. " * 9})
+    rejects = [{"item": "a", "path": "a/long/path/of/an/item.png", "reason": "needs-upscale", "message": why}]
+    report = Report("probe", rejects=rejects, details={"buckets": rows, "note": "words of a note. " * 9})
     for width, columns in ((60, "60"), (80, "80"), (120, "120"), (100, "")):
         monkeypatch.setenv("COLUMNS", columns or "40")
         stdout = Terminal() if columns else io.StringIO()

@@ -13,7 +13,7 @@ NAMES = st.text(min_size=1, max_size=60) | st.sampled_from(
 
 @given(st.lists(st.tuples(NAMES, NAMES, st.integers(0, 10**9), st.floats(0, 1e12)), min_size=1, max_size=4))
 def test_a_table_keeps_to_the_width(found) -> None:
-    rows = [dict(zip(("dataset", "path", "set_aside", "mib"), values, strict=True)) for values in found]
+    rows = [dict(zip(("dataset", "path", "rejected", "mib"), values, strict=True)) for values in found]
     lines = format_table(rows, WIDTH) or ["its words are too long"]
     assert max(map(cell_len, lines)) <= WIDTH
     assert all(line.isprintable() for line in lines), "no terminal control"

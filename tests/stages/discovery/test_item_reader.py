@@ -1,4 +1,4 @@
-"""Probing media; reading items while media tables are made: one that is never answered is set aside, and the others are
+"""Probing media; reading items while media tables are made: one that is never answered is rejected, and the others are
 read."""
 
 import os
@@ -64,7 +64,7 @@ def test_a_server_that_never_answers_costs_its_items_alone(project, stalling, mo
     report = home.run(discover.run, "stages.max_reject_fraction=1.0")
     table = read_media_table(Store(home.root), "photos")
     assert table["captions"].to_pylist() == [["of ok/1.png"], ["of ok/2.png"], ["of ok/3.png"]]
-    reasons = {row["path"].removeprefix(f"{url}/"): row["reason"] for row in report.set_aside}
+    reasons = {row["path"].removeprefix(f"{url}/"): row["reason"] for row in report.rejects}
     assert reasons == {"stuck/1.png": "timed-out", "mute/1.png": "unreadable"}
 
 

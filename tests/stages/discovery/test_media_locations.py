@@ -103,12 +103,12 @@ def test_rehash_finds_what_size_and_time_hide(project, built) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     report = home.run(encode_latents.run)
     assert home.rejects(report) == {"0.png": "changed"}
-    assert "--rehash" in report.set_aside[0]["message"]
+    assert "--rehash" in report.rejects[0]["message"]
     assert home.run(discover.run).details["datasets"][0]["files_read"] == 0
     found = home.run(discover.run, rehash=True).details["datasets"][0]
     assert (found["files_read"], found["changed"]) == (4, 1)
     home.run(bucket.run)
-    assert home.run(encode_latents.run).set_aside == []
+    assert home.run(encode_latents.run).rejects == []
     before = files(home)
     home.run(discover.run, rehash=True)
     assert files(home) == before
@@ -134,7 +134,7 @@ def test_a_media_root_that_is_wrong_is_named(project, built) -> None:
     stops(home, unloaded(encode_latents), "datasets.photos.media_root", str(home.folder / "wrong"), "media_root=PLACE")
 
 
-def test_most_of_a_place_is_missing_and_the_stage_stops_and_fewer_are_set_aside(project, built) -> None:
+def test_most_of_a_place_is_missing_and_the_stage_stops_and_fewer_are_rejected(project, built) -> None:
     home = built(project(), prepared)
     for number in range(3):
         (home.media / f"{number}.png").rename(home.folder / f"{number}.png")
@@ -232,4 +232,4 @@ def test_missing_media_is_not_counted_as_bad_media(project) -> None:
     for number in range(4):
         Path(home.media / f"{number}.png").unlink()
     report = home.run(encode_latents.run, "stages.max_reject_fraction=0.0")
-    assert (report.done, len(report.set_aside), report.exit_code) == (4, 4, 0)
+    assert (report.done, len(report.rejects), report.exit_code) == (4, 4, 0)

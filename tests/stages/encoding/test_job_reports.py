@@ -73,20 +73,20 @@ def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
     assert (row["units"], row["jobs"]) == ("6 of 6", "2 ended")
     assert {job["shard"] for job in jobs} == {"0/2", "1/2"}
     for job in jobs:
-        assert (job["state"], job["done"], job["units"], job["set_aside"]) == ("ended", "3 of 3", "3 of 3", 0)
+        assert (job["state"], job["done"], job["units"], job["rejected"]) == ("ended", "3 of 3", "3 of 3", 0)
         assert job["where"] == f"{socket.gethostname()}, {os.getpid()}" and job["workers"] == "1"
     assert [job for job in planned.run(status.run, everything=True).details["jobs"] if job["stage"] != STAGE] == []
     # Nothing remains: no job, no report.
     planned.run(encode_latents.run)
     assert len(rows(planned)[1]) == 2
-    # A file set aside, a job that ends with an error, and one whose reports can't be written.
+    # A rejected file, a job that ends with an error, and one whose reports can't be written.
     for name in made:
         (planned.root / "latents" / name).unlink()
     (planned.media / "0.png").write_bytes(b"no picture")
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
         planned.run(encode_latents.run, "stages.max_reject_fraction=0")
     job = rows(planned)[1][0]
-    assert job["state"] == "failed" and job["set_aside"] == 1
+    assert job["state"] == "failed" and job["rejected"] == 1
     monkeypatch.setattr(Store, "publish_bytes", lambda *given: (_ for _ in ()).throw(OSError("full")))
     assert planned.run(encode_latents.run).exit_code == 0
     assert len(rows(planned)[1]) == 3

@@ -60,7 +60,7 @@ def test_time_is_pooled_by_the_frames_of_each_latent_frame(stride: int, latent_f
 
 
 def test_a_number_that_is_none_stays_in_its_frame_group_and_clip() -> None:
-    """Pooling mixes nothing of one clip into another: what is set aside is the clip that has it."""
+    """Pooling mixes nothing of one clip into another: the rejected item is the clip that has it."""
     features = drawn(3, 9, 4, 4, 2)
     features[6, 0, 0, 0] = torch.nan
     pooled = pool_time(pool_space(features, (2, 3)), 4)

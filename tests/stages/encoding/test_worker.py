@@ -140,7 +140,7 @@ def test_processes_share_the_cards(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_sample_whose_numbers_are_not_finite_is_set_aside_alone(planned, monkeypatch) -> None:
+def test_a_sample_whose_numbers_are_not_finite_is_rejected_alone(planned, monkeypatch) -> None:
     encode = flux.Autoencoder.encode
 
     def once_infinite(self, *given):
@@ -152,12 +152,12 @@ def test_a_sample_whose_numbers_are_not_finite_is_set_aside_alone(planned, monke
     monkeypatch.setattr(flux.Autoencoder, "encode", once_infinite)
     report = planned.run(encode_latents.run, f"latents.batch_pixels={3 * PIXELS}")
     assert report.done == 8
-    (aside,) = report.set_aside
-    assert aside["reason"] == "not-finite" and "latents.precision: float32" in aside["message"]
+    (reject,) = report.rejects
+    assert reject["reason"] == "not-finite" and "latents.precision: float32" in reject["message"]
     (name,) = planned.shards("latents")
     shard = open_reader(Store(planned.root), f"latents/{name}")
-    assert [member.id for member in shard.meta.set_aside] == [aside["item"]] and len(shard) == 8
-    assert planned.run(encode_latents.run, retry_set_aside=True).set_aside == []
+    assert [member.id for member in shard.meta.set_aside] == [reject["item"]] and len(shard) == 8
+    assert planned.run(encode_latents.run, retry_rejects=True).rejects == []
 
 
 @pytest.mark.slow
@@ -180,11 +180,11 @@ def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(planned, monk
     monkeypatch.setattr(flux.Autoencoder, "encode", infinite(1))
     monkeypatch.setattr(cache.shards.arrow.ShardWriter, "finish", killed)
     with pytest.raises(KeyboardInterrupt):
-        planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_set_aside=True)
-    listed = encode_latents.run(planned.config(), Options(dry_run=True), Console(stderr=io.StringIO())).set_aside
-    assert {row["item"] for row in listed} == {row["item"] for row in first.set_aside} and len(listed) == 2
+        planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_rejects=True)
+    listed = encode_latents.run(planned.config(), Options(dry_run=True), Console(stderr=io.StringIO())).rejects
+    assert {row["item"] for row in listed} == {row["item"] for row in first.rejects} and len(listed) == 2
     monkeypatch.setattr(cache.shards.arrow.ShardWriter, "finish", finish)
-    assert len(planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_set_aside=True).set_aside) == 1
+    assert len(planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_rejects=True).rejects) == 1
 
 
 @pytest.mark.slow

@@ -152,7 +152,7 @@ def test_pictures_that_begin_after_the_sound(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mov", "mkv"])
-def test_a_cut_file_that_is_really_truncated_is_set_aside(tmp_path, wholes, suffix):
+def test_a_cut_file_that_is_really_truncated_is_rejected(tmp_path, wholes, suffix):
     path = trimmed(wholes["b-frames"], tmp_path / f"cut.{suffix}", 1.09, movflags="faststart")
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 5])
     for action in (probe_video, lambda path: read(path, clip_times(0, RATE, 70), video)):

@@ -56,7 +56,7 @@ def test_frames_neither_repeat_nor_are_left_out(project) -> None:
         film(home.media / f"faster.{suffix}", Fraction(241, 10), 250)
     home.run(discover.run)
     report = home.run(bucket.run)
-    assert "repeat" not in home.said and report.set_aside == []
+    assert "repeat" not in home.said and report.rejects == []
     check_clips(taken(home, "pyav"))
     pytest.importorskip("decord")
     check_clips(taken(home, "decord"))

@@ -40,20 +40,20 @@ SWAPPED = ("wide", lambda array: array.swapaxes(2, 3))
 NOT_A_NUMBER = ("latent", put((3, 0, 2, 1), np.nan))
 THREE_TIMES = ("latent", lambda array: np.concatenate([array] * 3))
 CASES = [
-    ("t2i", *NO_TEXT, "embeds is of shape (0, 64)"),
-    ("t2i", "null", lambda array: array[:0], "embeds is of shape (0, 64)"),
-    ("t2i", "embeds", np.ravel, "should be (tokens, width)"),
+    ("t2i", *NO_TEXT, "embeds has shape (0, 64)"),
+    ("t2i", "null", lambda array: array[:0], "embeds has shape (0, 64)"),
+    ("t2i", "embeds", np.ravel, "instead of (tokens, width)"),
     ("t2i", "embeds", put((1, 3), np.inf), "embeds has numbers that are NaN or infinite"),
     ("t2i", "pooled", None, "it lacks its pooled"),
-    ("t2i", "pooled", lambda array: array.reshape(4, -1), "pooled is of shape (4, 8)"),
-    ("t2i", *SWAPPED, "and of bucket 96x64 it is (16, 1, 8, 12)"),
-    ("t2v", "latent", lambda array: array.swapaxes(0, 1), "latent is of shape (2, 16, 8, 8)"),
+    ("t2i", "pooled", lambda array: array.reshape(4, -1), "pooled has shape (4, 8)"),
+    ("t2i", *SWAPPED, "instead of (16, 1, 8, 12) for bucket 96x64"),
+    ("t2v", "latent", lambda array: array.swapaxes(0, 1), "latent has shape (2, 16, 8, 8)"),
     ("t2i", *NOT_A_NUMBER, "latent has numbers that are NaN or infinite"),
-    ("t2i", "latent", lambda array: array[:4], "latent is of shape (4, 1, 8, 8)"),
-    ("t2i", *THREE_TIMES, "latent is of shape (48, 1, 8, 8)"),
-    ("sana", *THREE_TIMES, "latent is of shape (96, 1, 2, 2)"),
+    ("t2i", "latent", lambda array: array[:4], "latent has shape (4, 1, 8, 8)"),
+    ("t2i", *THREE_TIMES, "latent has shape (48, 1, 8, 8)"),
+    ("sana", *THREE_TIMES, "latent has shape (96, 1, 2, 2)"),
     ("i2i", "condition", None, "it lacks its condition"),
-    ("i2v", "condition", lambda array: array[:, :, :-1], "condition is of shape (16, 1, 7, 8)"),
+    ("i2v", "condition", lambda array: array[:, :, :-1], "condition has shape (16, 1, 7, 8)"),
 ]
 
 

@@ -38,7 +38,7 @@ def test_a_config_that_diffusers_cant_use_is_named(
     config = moved(config, folder)
     code, report, _ = program(config, dry_run=dry_run)
     assert code == INCOMPLETE
-    assert "transformer/config.json has a value that no model can be made with" in report["error"]["message"]
+    assert "transformer/config.json has a value" in report["error"]["message"]
     assert "replace it" in report["error"]["next_step"]
 
 

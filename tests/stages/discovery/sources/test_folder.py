@@ -66,7 +66,7 @@ def test_a_missing_caption_has_a_reason_and_advice(tmp_path: Path) -> None:
     assert row["captions_at"] is None and row["captions_version"] is None
 
 
-def test_a_name_that_is_not_utf8_is_set_aside_as_it_can_be_printed(tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_is_rejected_as_it_can_be_printed(tmp_path: Path) -> None:
     put(tmp_path, "good.png", "good.txt")
     for name in (b"strange\xff.png", b"strange\xff.txt"):
         with open(os.fsencode(tmp_path) + b"/" + name, "wb") as file:
@@ -79,7 +79,7 @@ def test_a_name_that_is_not_utf8_is_set_aside_as_it_can_be_printed(tmp_path: Pat
     assert rows["strange\\udcff.png"]["captions_at"] is None and rows["good.png"]["mask"] == "good.png"
 
 
-def test_what_is_no_file_is_set_aside(tmp_path: Path) -> None:
+def test_what_is_no_file_is_rejected(tmp_path: Path) -> None:
     put(tmp_path, "gone.txt", "pipe.txt", "self.txt", "orphan.png")
     (tmp_path / "gone.png").symlink_to(tmp_path / "never was.png")
     (tmp_path / "self.png").symlink_to(tmp_path / "self.png")

@@ -101,7 +101,7 @@ def test_kinds_by_extension_and_otherwise_by_the_dataset(tmp_path: Path) -> None
     assert where.ignored == {".mp4": 1}
 
 
-def test_rows_without_a_caption_are_set_aside(tmp_path: Path) -> None:
+def test_rows_without_a_caption_are_rejected(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "b.png")
     rows = [{"image": "a.png", "one": "", "two": " "}, {"image": "b.png", "one": "", "two": "x"}]
     found = listed(source(write_table(tmp_path, rows), caption_column=["one", "two"]))
@@ -221,7 +221,7 @@ def test_a_table_of_another_ending_is_read_as_the_caption_strategy_says(tmp_path
 
 
 @pytest.mark.parametrize("place", ["jupyter://x", "zip://x", "nowhere://x"])
-def test_a_row_of_a_scheme_that_can_not_be_opened_is_set_aside(tmp_path: Path, place: str) -> None:
+def test_a_row_of_a_scheme_that_can_not_be_opened_is_rejected(tmp_path: Path, place: str) -> None:
     """And the other rows are listed; as the place of a dataset it is an error in words."""
     put(tmp_path, "a.png")
     rows = listed(

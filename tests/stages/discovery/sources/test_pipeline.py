@@ -227,7 +227,7 @@ def test_the_media_table_is_the_same_and_a_change_costs_itself(
     name: str, project, place: Place, photo, items: list[Item]
 ) -> None:
     home = offered(project("kandinsky5-image-i2i"), name, place, items)
-    assert run(home, discover).set_aside == []
+    assert run(home, discover).rejects == []
     found = facts(home)
     assert run(home, discover).details["datasets"][0]["files_read"] == 0
     written = b"".join(path.read_bytes() for path in home.root.rglob("*") if path.is_file())

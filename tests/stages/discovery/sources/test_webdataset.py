@@ -282,7 +282,7 @@ def test_only_the_changed_tar_is_opened(tmp_path: Path, monkeypatch: pytest.Monk
     assert [os.path.basename(path) for path in opened] == ["00001.tar", "00003.tar"]
 
 
-def test_other_settings_or_items_set_aside_open_it_again(tmp_path: Path) -> None:
+def test_other_settings_or_items_rejected_open_it_again(tmp_path: Path) -> None:
     folder = img2dataset(tmp_path / "shards", shards=1)
     known = as_known(open_source(dataset(folder)))
     (first, *_) = scan(open_source(dataset(folder, caption_column=["url"])), known)

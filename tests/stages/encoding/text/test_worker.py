@@ -118,7 +118,7 @@ def test_an_image_is_read_and_seen_once_whatever_its_captions(project, monkeypat
     read.clear()
     report = home.run(encode_text.run)
     (encoder,) = encoders
-    assert (report.done, report.set_aside) == (4 * images, [])
+    assert (report.done, report.rejects) == (4 * images, [])
     assert (encoder.stats.images, encoder.stats.reused) == (images, 3 * images)
     assert len(read) == images
 

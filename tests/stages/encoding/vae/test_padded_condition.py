@@ -33,7 +33,7 @@ def test_encoded_conditions_equal_the_pipelines(project, tiny, record_property, 
     home.settings["train"] |= {"steps": 1, "device": "cpu", "threads": 1, "adapter": {"rank": 2}}
     for program in (discover.run, bucket.run, encode_text.run, encode_latents.run, index.run):
         report = home.run(program)
-        assert not report.remaining and not report.set_aside
+        assert not report.remaining and not report.rejects
     assert home.run(verify.run).exit_code == 0
     config = home.config()
     assert latents_settings(config.model, config.latents)["condition_frames"] is None

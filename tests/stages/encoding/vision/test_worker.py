@@ -96,5 +96,5 @@ def test_damaged_weights_are_refused(folders, tmp_path: Path) -> None:
     (folder / "config.json").write_text(
         json.dumps(json.loads((folder / "config.json").read_text()) | {"hidden_size": "x"})
     )
-    with pytest.raises(WeightsError, match=rf"^{folder}/config\.json has a value that no model can be made with"):
+    with pytest.raises(WeightsError, match=rf"^{folder}/config\.json has a value"):
         Encoder(folder, torch.float32, CPU)

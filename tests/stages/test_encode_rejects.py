@@ -1,4 +1,4 @@
-"""The encoding stages as a user runs them: what is set aside, missing or damaged."""
+"""The encoding stages as a user runs them: what is rejected, missing or damaged."""
 
 import shutil
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tests.stages.encoded_photos import IMAGE, encode, prepare
 
 
 @pytest.mark.slow
-def test_a_file_changed_since_discovery_is_set_aside_and_tried_again(photos) -> None:
+def test_a_file_changed_since_discovery_is_rejected_and_tried_again(photos) -> None:
     path = photos.media / "0.png"
     content = path.read_bytes()
     photos.image("0.png", (96, 64), "picture number 0", seed=50)
@@ -22,7 +22,7 @@ def test_a_file_changed_since_discovery_is_set_aside_and_tried_again(photos) -> 
     assert (latents.done, photos.rejects(latents)) == (3, {"0.png": "changed"})
     path.write_bytes(content)
     _, latents = encode(photos)
-    assert (latents.set_aside, latents.exit_code) == ([], 0)
+    assert (latents.rejects, latents.exit_code) == ([], 0)
     assert photos.run(index.run).details["samples"] == 4
 
 
@@ -39,12 +39,12 @@ def test_what_is_still_missing_is_listed_and_not_encoded_again(photos) -> None:
     (photos.media / "moved.txt").write_text("picture number 0")
     prepare(photos)
     again = photos.run(encode_latents.run)
-    assert (again.set_aside, again.exit_code) == ([], 0)
+    assert (again.rejects, again.exit_code) == ([], 0)
     assert again.done > 0
 
 
 @pytest.mark.slow
-def test_a_list_of_what_was_set_aside_is_there_before_its_shard(photos, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_what_was_rejected_is_there_before_its_shard(photos, monkeypatch: pytest.MonkeyPatch) -> None:
     (photos.media / "0.png").unlink()
     found: list[list[dict]] = []
     monkeypatch.setattr(Store, "publish", spy_on_shards(Store.publish, found))
@@ -89,7 +89,7 @@ def test_a_damaged_plan_is_named(photos) -> None:
     (plan,) = (photos.root / "plans").glob("*-*")
     problems = {
         "units.arrow": r"units\.arrow: the file is missing",
-        "plan.json": r"plan\.json: it is not a JSON object",
+        "plan.json": r"plan\.json: it is not an undamaged",
     }
     for name, problem in problems.items():
         (plan / name).rename(photos.root / name)
@@ -102,7 +102,7 @@ def test_a_damaged_plan_is_named(photos) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_damaged_beyond_its_header_is_set_aside_and_the_rest_goes_on(project) -> None:
+def test_a_file_damaged_beyond_its_header_is_rejected_and_the_rest_goes_on(project) -> None:
     home = project(IMAGE)
     for number in range(12):
         home.image(f"{number}.jpg", (64, 64), f"picture {number}", number)
@@ -119,7 +119,7 @@ def test_a_file_damaged_beyond_its_header_is_set_aside_and_the_rest_goes_on(proj
 
 
 @pytest.mark.slow
-def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None:
+def test_too_many_rejects_stop_the_stage_with_the_last_reason(project) -> None:
     home = project(IMAGE, cache={"unit_mib": 1})
     for number in range(8):
         path = home.image(f"{number}.jpg", (300, 300), f"picture {number}", number)
