@@ -1,4 +1,4 @@
-"""`latentpress report --watch`: what it made is kept, and it leaves the time to the trainer."""
+"""`latentpress report --watch`: pictures are kept, and most of the time is left to the trainer."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -244,4 +244,4 @@ def test_the_report_is_made_again_when_there_is_something_new(project, monkeypat
     done = home.run(report.run, watch=True)
     assert made[0] is False and made[1] == made[2] and done.details["page"] == str(page)
     assert (page.stat().st_mtime_ns == made[2]) is told and done.done == 1 - told
-    assert "made again, with 1 validations, samples and scores" in home.said
+    assert "with 1 validations, samples and scores" in home.said
