@@ -146,8 +146,8 @@ def _describe(
         "model": f"{config.model.family} {config.model.flavour_spec.name}",
     }
     libraries = [
-        {"missing": library.distribution, "for": purpose, "install": library.command}
-        for library, purpose in missing_libraries(config).items()
+        {"missing": library.distribution, "for": key, "install": library.command}
+        for library, key in missing_libraries(config).items()
     ]
     return details | ({"missing": libraries} if libraries else {})
 
