@@ -19,10 +19,7 @@ from stages.encoding.stage_state import StageState
 
 def run(config: Config, options: Options, console: Console, **more: Any) -> Report:
     """more: options of all encoding stages."""
-    from stages.encoding.features.comparison import (
-        import_faiss,
-        write_item_table,
-    )
+    from stages.encoding.features.comparison import import_faiss, write_item_table
     from stages.encoding.features.confirmation import require_opencv
 
     features = require_features(config)

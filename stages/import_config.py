@@ -48,8 +48,8 @@ def run(
         typer.Option(
             "--base",
             metavar="FOLDER",
-            help="Folder of relative paths in the files.  [default: the nearest folder, from the file's upwards, in "
-            "which they exist]",
+            help="Folder of relative paths in the files.  [default: the first of the file's folder and the two "
+            "folders above it in which a path exists]",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", "--force", help="Replace an existing file.")] = False,
