@@ -1,7 +1,7 @@
-"""bucket: from media tables to a plan: samples, texts, work units, and the list of active samples.
+"""bucket: makes a plan from media tables: samples, texts, work units, and the list of active samples.
 
-The planning itself is pure (`stages/planning/`). A plan contains only samples and texts that no earlier one has, and
-the complete list of active samples. If nothing changed, nothing is published.
+The planning itself is pure (`stages/planning/`). A plan contains only samples and texts that are not in an earlier
+plan, and the complete list of active samples. If nothing changed, nothing is published.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ from stages.planning.units import find_open_members, sample_tensor_bytes, text_t
 from stages.planning.validation_prompts import add_validation_prompts, describe_image
 
 TableRow = dict[str, Any]
-MAX_LISTED_ITEMS = 30  # excluded items, and items of a warning, that are listed by name
-MAX_EXAMPLES = 3  # of items that rules exclude, where nothing is left
-MOST_PLANS = 10  # that are made where other processes publish plans meanwhile
+MAX_LISTED_ITEMS = 30  # names in a list of excluded items or in a warning
+MAX_EXAMPLES = 3  # examples of excluded items in the error about a plan without samples
+MAX_TRIES = 10  # tries to publish a plan while other processes publish plans
 MAX_LISTED_BUCKETS = 10  # buckets listed in a warning
 
 
@@ -50,13 +50,13 @@ def run(
     *,
     divide_again: Annotated[
         bool,
-        typer.Option("--divide-again", help="Divide units above cache.unit_mib that have no shard into smaller ones."),
+        typer.Option("--divide-again", help="Divide units larger than cache.unit_mib that are not encoded yet."),
     ] = False,
 ) -> Report:
     check_parts(config, ask_hub=False)
     if options.dry_run:
         check_before_stages(config, console.warn)
-    for _ in range(MOST_PLANS - 1):
+    for _ in range(MAX_TRIES - 1):
         try:
             return _plan(config, options, console, divide_again)
         except plans.PlanOutdated as outdated:
@@ -73,15 +73,15 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         edits = read_edits(store)
         media, items = read_media(store, config)
         media = {name: apply_edits(table, edits) for name, table in media.items()}
-        made = read_made_captions(store, config, edits)
+        captions = read_made_captions(store, config, edits)
         masks = read_made_masks(store, config)
-        plan = build_plan(config.model, config.datasets, media, multiple, made, masks)
+        plan = build_plan(config.model, config.datasets, media, multiple, captions, masks)
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training_samples(plan)
     add_validation_prompts(plan, config, multiple, probe_prompt_image, media)
-    chosen = {prompt.name: describe_image(prompt.image) for prompt in plan.validation if prompt.image is not None}
-    for name, image in chosen.items():
-        console.log(f"validation prompt {name} has no image and starts from one of the data, {image}")
+    images = {prompt.name: describe_image(prompt.image) for prompt in plan.validation if prompt.image is not None}
+    for name, image in images.items():
+        console.log(f"validation prompt {name} has no image, so it uses an image of the datasets: {image}")
     planned_on = plans.list_plans(store)
     new_samples = _new_rows(plan.samples, "sample_id", plans.planned_ids(store, "latents"))
     new_texts = _new_rows(plan.texts, "text_id", plans.planned_ids(store, "text"))
@@ -96,8 +96,8 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     report.details = _report_details(config, plan, new_samples, new_texts)
     if config.features is not None:
         report.details["near_duplicates"] = _count_near_duplicates(config.datasets, media, items)
-    changed = edits["media_id"].combine_chunks()  # of items with captions that a person edited
-    counts = [pc.sum(pc.is_in(table["media_id"], value_set=changed)).as_py() or 0 for table in media.values()]
+    edited_ids = edits["media_id"].combine_chunks()  # media ids of items with edited captions
+    counts = [pc.sum(pc.is_in(table["media_id"], value_set=edited_ids)).as_py() or 0 for table in media.values()]
     if edited := sum(counts):
         report.details["edited_captions"] = edited
     needed = int(sum(row["new_mib"] for row in report.details["disk"]) * 2**20)
@@ -136,14 +136,15 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
 
 
 def probe_prompt_image(path: Path, kind: str) -> TableRow:
-    """Columns of a validation prompt's file. kind: "image", or "video" for a condition of several frames."""
+    """Returns the media columns of a validation prompt's file. kind: "image", or "video" for a condition of several
+    frames."""
     from stages.discovery.item_reader import probe_media
 
     try:
         return probe_media(path, kind, animations="video" if kind == "video" else "first-frame")
     except (MediaError, OSError) as error:
         raise LatentpressError(
-            f"a validation prompt's {kind} can't be read: {error}", "correct validation.prompts"
+            f"the {kind} of a validation prompt cannot be read: {error}", "correct validation.prompts"
         ) from error
 
 
@@ -156,42 +157,43 @@ def _require_training_samples(plan: DraftPlan) -> None:
     )
     excluded = summary.count_excluded(plan.rejects)
     if not items:
-        why = "discover found no usable media in any dataset"
-        step = "add media; `latentpress status --rejects` says why files were rejected"
+        reason = "discover did not find usable media in the datasets"
+        step = "add media; show the reasons for rejected files: latentpress status --rejects"
     elif plan.rejects.num_rows:
-        reasons = ", ".join(f"{row['items']} {row['rule']}" for row in excluded)
+        rules = ", ".join(f"{row['items']} {row['rule']}" for row in excluded)
         examples = (escape_unprintable(f"  {row['example']}") for row in excluded[:MAX_EXAMPLES])
-        why = "\n".join([f"of {items} items none is left: {reasons}; such as", *examples])
+        reason = "\n".join([f"all {items} items are excluded: {rules}; for example", *examples])
     else:
-        why = "everything is held out for evaluation"
-        step = "leave eval: true out of one dataset, or lower its eval_fraction"
+        reason = "all items are held out for evaluation"
+        step = "remove eval: true from a dataset, or lower its eval_fraction"
     coarse = [(name, notes.step.advised) for name, notes in plan.notes.items() if notes.step and notes.step.advised]
-    finer = ", ".join(f"datasets.{name}.bucket_step: {step}" for name, step in coarse)
+    finer_steps = ", ".join(f"datasets.{name}.bucket_step: {step}" for name, step in coarse)
     raise LatentpressError(
-        f"there would be nothing to train on: {why}",
-        f"set {finer}, as the present step excludes items" if finer else step,
+        f"the plan would not have training samples: {reason}",
+        f"set {finer_steps}, because the current step excludes items" if finer_steps else step,
     )
 
 
-def _new_rows(table: pa.Table, key: str, known: pa.Array) -> pa.Table:
-    return table.filter(pc.invert(pc.is_in(table.column(key), value_set=known))) if len(known) else table
+def _new_rows(table: pa.Table, key: str, ids: pa.Array) -> pa.Table:
+    """Rows whose `key` is not in `ids`."""
+    return table.filter(pc.invert(pc.is_in(table.column(key), value_set=ids))) if len(ids) else table
 
 
 def _count_near_duplicates(
     datasets: Sequence[Dataset], media: dict[str, pa.Table], items: pa.Table | None
 ) -> list[TableRow] | str:
-    """Rows of the datasets that have any, with what to write."""
+    """Returns a row for each dataset with near-duplicates, with the filter that excludes them."""
     if items is None:
-        return "not known; run `latentpress features`"
+        return "unknown; run `latentpress features`"
     copies, rows = items["media_id"].filter(items["duplicate_of"].is_valid()).combine_chunks(), []
     for dataset in datasets:
         if dataset.disabled:
             continue
         count = pc.sum(pc.is_in(media[dataset.id]["media_id"], value_set=copies)).as_py() or 0
-        step = "left out, if the filter says so"
+        step = "filtered by `where` of the dataset"
         if "duplicate_of" not in feature_columns(dataset.where):
-            also = f" and ({dataset.where})" if dataset.where else ""
-            step = f'to leave them out: where: "duplicate_of is null{also}"'
+            condition = f" and ({dataset.where})" if dataset.where else ""
+            step = f'to exclude them: where: "duplicate_of is null{condition}"'
         rows += [{"dataset": dataset.id, "items": count, "step": step}] if count else []
     return rows or "none"
 
@@ -201,7 +203,7 @@ def _count_equal(table: pa.Table, column: str, value: str) -> int:
 
 
 def _latest_active(store: Store, info: plans.PlanInfo) -> pa.Table:
-    """The active rows of the newest plan of this family and task, whatever its other settings; none without a plan."""
+    """Active rows of the newest plan of this family and task, with any other settings; empty without a plan."""
     for name in reversed(plans.list_plans(store)):
         generation = plans.load_plan(store, name)
         if (generation.info.family, generation.info.task) == (info.family, info.task):
@@ -227,38 +229,38 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
 def _print_warnings(config: Config, plan: DraftPlan, details: TableRow, console: Console) -> None:
     epoch = summary.epoch_schedule(plan.active, config.train.batch_size)
     if small := sorted(epoch.small_buckets, key=lambda bucket: bucket.distinct):
-        named = ", ".join(f"{row.name} ({row.distinct})" for row in small[:MAX_LISTED_BUCKETS])
+        names = ", ".join(f"{row.name} ({row.distinct})" for row in small[:MAX_LISTED_BUCKETS])
         more = f" and {len(small) - MAX_LISTED_BUCKETS} more" if len(small) > MAX_LISTED_BUCKETS else ""
         console.warn(
             f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than train.batch_size "
-            f"({config.train.batch_size}), so their micro-batches show some more than once: {named}{more}. "
+            f"({config.train.batch_size}), so their micro-batches repeat samples: {names}{more}. "
             + small_bucket_advice(small)
         )
     rows = {row["dataset"]: row for row in details["datasets"]}
     for dataset in config.datasets:
         if dataset.id not in rows:
             continue
-        notes, used, held_out = plan.notes[dataset.id], rows[dataset.id]["used"], rows[dataset.id]["held_out"]
+        notes, count, held_out = plan.notes[dataset.id], rows[dataset.id]["used"], rows[dataset.id]["held_out"]
         if notes.repeating:
             console.warn(
-                f"{dataset.id}: clips that repeat frames, as their videos have fewer than "
-                f"{dataset.video.frame_rate} per second: {notes.repeating}; a lower frame_rate or "
-                "max_repeated_frames avoids it"
+                f"{dataset.id}: {notes.repeating} clips repeat frames, because their videos have fewer than "
+                f"{dataset.video.frame_rate} frames per second; to avoid this, lower frame_rate or "
+                "max_repeated_frames"
             )
         if costly := summary.step_warning(dataset, notes.step):
             console.warn(costly)
-        if count := len(notes.aspect_differs):
-            named = ", ".join(notes.aspect_differs[:MAX_LISTED_ITEMS].to_pylist())
-            more = f" and {count - MAX_LISTED_ITEMS} more" if count > MAX_LISTED_ITEMS else ""
+        if differing := len(notes.aspect_differs):
+            names = ", ".join(notes.aspect_differs[:MAX_LISTED_ITEMS].to_pylist())
+            more = f" and {differing - MAX_LISTED_ITEMS} more" if differing > MAX_LISTED_ITEMS else ""
             console.warn(
-                f"{dataset.id}: {count} of {used} sources have another aspect than their target. They are "
-                "used with a crop of their own, which may show another part than the target; crop the source as the "
-                f"target was cropped, or remove the pair: {named}{more}"
+                f"{dataset.id}: {differing} of {count} sources have another aspect ratio than their target, so "
+                "their crop may show another part of the picture. Crop the source like the target, or remove the "
+                f"pair: {names}{more}"
             )
         if dataset.eval_fraction and not held_out:
             console.warn(
-                f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {used} items, "
-                "because each is chosen by its own content; raise it, or set eval: true on a separate dataset"
+                f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out 0 of {count} items, because each "
+                "item is selected by its content; raise eval_fraction, or set eval: true on a separate dataset"
             )
     for text in config.unused_features("masks", "vision", "sizes"):
         console.warn(text)

@@ -1,7 +1,8 @@
-"""caption: captions for items that have none, or for all, by a vision-language model. In place of a plan of samples,
-which needs captions, it has one of the media tables' items.
+"""caption: writes captions of items without a caption, or of all items, by a vision-language model. Its plan contains
+the items of the media tables, because a plan of samples needs captions.
 
-They are kept under the root, where `bucket` finds them, and the user's folders are not touched unless --write-files.
+The captions are stored under the root, from which `bucket` reads them. The user's folders are not changed without
+--write-files.
 """
 
 import os
@@ -26,7 +27,7 @@ from stages.encoding.captions.settings import require_caption
 from stages.encoding.stage_registry import CAPTION as STAGE
 from stages.media.files import extensions_of_kinds
 
-_WRITE_HELP = "Also write <name>.txt beside media in local folders, where there is none."
+_WRITE_HELP = "Also write <name>.txt next to media in local folders, unless the file exists."
 
 
 def run(
@@ -37,7 +38,7 @@ def run(
     write_files: Annotated[bool, typer.Option("--write-files", help=_WRITE_HELP)] = False,
     **more: Any,
 ) -> Report:
-    """more: the options of every encoding stage."""
+    """more: options of all encoding stages."""
     require_caption(config)
     began = time.time()
     writable = list_writable(config.datasets, console) if write_files else []
@@ -51,17 +52,17 @@ def run(
             report.details["same_name_without_a_file"] = len(counts.sharing)
             names = ", ".join(map(shorten, counts.sharing[:3]))
             console.warn(
-                f"--write-files: {len(counts.sharing)} items have no file, as another picture or video of the same "
-                f"name would get its caption too: {names}; rename one of each, and run `latentpress discover`"
+                f"--write-files: no file is written for {len(counts.sharing)} items, because another picture or video "
+                f"with the same name would get the same caption: {names}; rename one, and run `latentpress discover`"
             )
     return report
 
 
 @dataclass
 class WrittenFiles:
-    """Counts of a run. existing: files that were there before. several_clips: captions of clips of one video, for which
-    its file has no place. sharing: paths of items without a file, because another picture or video would have the same
-    caption file."""
+    """Counts of a run. existing: files that existed before the run. several_clips: captions of videos with several
+    clips, which cannot share one file. sharing: paths of items without a file, because another picture or video would
+    have the same caption file."""
 
     written: int = 0
     existing: int = 0
@@ -70,28 +71,29 @@ class WrittenFiles:
 
 
 def list_writable(datasets: Sequence[Dataset], console: Console) -> list[Dataset]:
-    """The datasets whose captions are files in a folder of this machine; the others are named. UsageError for none."""
-    used = [dataset for dataset in datasets if not dataset.disabled and dataset.describes_missing]
-    writable, others = list[Dataset](), list[str]()
-    for dataset in used:
+    """The datasets whose captions are text files in a local folder. Logs all other datasets. Raises UsageError if there
+    is no such dataset."""
+    described = [dataset for dataset in datasets if not dataset.disabled and dataset.describes_missing]
+    writable, unsupported = list[Dataset](), list[str]()
+    for dataset in described:
         if (dataset.resolved_source, dataset.resolved_caption_strategy) == ("folder", "textfile"):
             writable.append(dataset)
         else:
-            others.append(f"{dataset.id} ({dataset.resolved_source}, {dataset.resolved_caption_strategy})")
+            unsupported.append(f"{dataset.id} ({dataset.resolved_source}, {dataset.resolved_caption_strategy})")
     if not writable:
         raise UsageError(
-            "--write-files is for captions in files beside media in a local folder, which no dataset has: "
-            f"{', '.join(others) or 'none is described'}",
-            "leave it out: `bucket` reads the captions from the root",
+            "--write-files needs a dataset whose captions are text files next to media in a local folder; "
+            f"this configuration has: {', '.join(unsupported) or 'no dataset to describe'}",
+            "run without --write-files: `bucket` reads the captions from the root",
         )
-    if others:
-        console.log(f"--write-files: no files are written for {', '.join(others)}")
+    if unsupported:
+        console.log(f"--write-files: no files are written for {', '.join(unsupported)}")
     return writable
 
 
 def write_caption_files(store: Store, config: Config, datasets: list[Dataset], began: float) -> WrittenFiles:
-    """Write `<name>.txt` beside each item of these datasets that has a made caption and no such file, and remove
-    temporary files of runs that were killed. began: the time at which this run began, in seconds since 1970."""
+    """Write `<name>.txt` next to each item of these datasets that has a generated caption, unless the file exists, and
+    remove temporary files of killed runs. began: start time of this run, in seconds since 1970."""
     plan, counts = STAGE.find_plan(store, config), WrittenFiles()
     table = read_captions(store, STAGE.fingerprint(config))
     captions = dict(zip(table["sample_id"].to_pylist(), table["captions"].to_pylist(), strict=True))
@@ -101,7 +103,7 @@ def write_caption_files(store: Store, config: Config, datasets: list[Dataset], b
     list_stems = cache(_list_stems)
     for folder in folders.values():
         for entry in folder.list_files(temporaries=True):
-            if ".txt." in entry.name and entry.modified < began:  # a newer one is of a run that is at work
+            if ".txt." in entry.name and entry.modified < began:  # a newer file may be of another running program
                 folder.remove(entry.name)
     for row in rows:
         texts = captions.get(row["sample_id"])
@@ -112,7 +114,7 @@ def write_caption_files(store: Store, config: Config, datasets: list[Dataset], b
             continue
         rel = str(PurePosixPath(row["path"]).with_suffix(".txt"))
         parent, _, name = folders[row["dataset"]].path(rel).rpartition("/")
-        if list_stems(parent)[name.removesuffix(".txt")] > 1:  # of any dataset
+        if list_stems(parent)[name.removesuffix(".txt")] > 1:  # also if the other file is not in a dataset
             counts.sharing.append(row["path"])
         elif folders[row["dataset"]].create_new(rel, partial(_write, texts)):
             counts.written += 1
@@ -122,7 +124,7 @@ def write_caption_files(store: Store, config: Config, datasets: list[Dataset], b
 
 
 def _list_stems(folder: str) -> Counter[str]:
-    """The names of the pictures and videos in a folder, without their extensions."""
+    """Counts of the names of pictures and videos in a folder, without extensions."""
     names = [os.path.splitext(name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
     return Counter(stem for stem, ending in names if ending.lower() in extensions_of_kinds(("image", "video")))
 
@@ -131,7 +133,7 @@ def _write(texts: list[str], file: BinaryIO) -> None:
     file.write("".join(f"{text}\n" for text in texts).encode())
 
 
-ABOUT = "Describe pictures and clips that have no caption, by a vision-language model."
+ABOUT = "Describe pictures and clips without a caption, by a vision-language model."
 app = make_app("caption", ABOUT, run, examples=["--write-files"], passes_to=STAGE.run, divided=True)
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`latentpress <program> …`: imports and runs the named program alone.
+"""`latentpress <program> …`: imports and runs only the named program.
 
 The trainer, which this package may not import, replaces this process.
 """
@@ -23,50 +23,50 @@ from schemas.cli.starting import (
 
 WIDTH = 100
 PROGRAMS = {
-    "configure": "a short configuration from a few answers, with what it takes; begin here",
-    "discover": "find media, captions and companions; name files by content",
-    "features": "near-duplicates and measures of pictures and clips, to filter by",
-    "caption": "captions for items that have none, by a vision-language model",
-    "masks": "masks for items that have none, by a segmentation model",
+    "configure": "write a short configuration from a few answers; start here",
+    "discover": "find media, captions and companions; identify files by content",
+    "features": "measure pictures and clips and find near-duplicates, for filters",
+    "caption": "write captions for items without a caption, by a vision-language model",
+    "masks": "make masks for items without a mask, by a segmentation model",
     "bucket": "divide media into buckets; plan samples, texts and work units",
-    "preview": "encoded samples beside their originals, or (--plan) the plan, as a page",
-    "encode-text": "captions, null prompts and validation prompts -> embeddings",
-    "encode-latents": "images and clips -> latents",
-    "encode-vision": "images and clips -> DINOv2 features, where vision.model is set",
-    "index": "join plan and shards into the training set",
-    "train": "shards -> adapter or model, checkpoints, validation latents",
-    "decode": "validation latents -> pictures and videos",
-    "score": "scores of decoded samples by step (CLIP score); the best step by each",
-    "report": "one HTML page of a run, or of several side by side",
-    "notify": "messages to webhooks: started, validation, checkpoint, finished, failed",
-    "push": "the adapter or model, with a model card, to the Hugging Face Hub",
-    "export-adapter": "an adapter for ComfyUI or diffusers, or merged into a model",
-    "run": "discover to report in order, skipping what is done; push where hub.repo is set",
-    "queue": "runs one after the other: add, remove, reorder, and work them off",
-    "export": "a copy of a training set with its shards, or WebDataset tars of it",
-    "import-config": "another trainer's configuration -> pipeline.yaml, with what became of each key",
-    "status": "per stage: done, remaining, rejected, bytes",
-    "ui": "a web page: start, stop and watch the stages, plan, pictures, report, logs",
-    "doctor": "what this machine has and lacks: devices, libraries, decoders, disks, stores",
-    "verify": "check every shard and table; with --repair make damaged ones again",
-    "gc": "what nothing uses any longer, with sizes; removed with --yes",
+    "preview": "make a page that compares encoded samples with originals, or shows the plan",
+    "encode-text": "encode captions, null prompts and validation prompts",
+    "encode-latents": "encode images and clips to latents",
+    "encode-vision": "encode images and clips to DINOv2 features, if vision.model is set",
+    "index": "join the plan and the shards into a training set",
+    "train": "train an adapter or model; write checkpoints and validation latents",
+    "decode": "decode validation latents to pictures and videos",
+    "score": "score decoded samples (CLIP score) and report the best step",
+    "report": "make one HTML page of a run, or of several runs",
+    "notify": "send messages to webhooks: started, validation, checkpoint, finished, failed",
+    "push": "upload the adapter or model, with a model card, to the Hugging Face Hub",
+    "export-adapter": "convert an adapter for ComfyUI or diffusers, or merge it into a model",
+    "run": "run all stages from discover to report, and push if hub.repo is set",
+    "queue": "run several configurations one after the other",
+    "export": "copy a training set with its shards, or write it as WebDataset tars",
+    "import-config": "convert another trainer's configuration to pipeline.yaml",
+    "status": "show the finished, remaining and rejected items and the size of each stage",
+    "ui": "serve a web page: start, stop and watch stages; plan, pictures, report, logs",
+    "doctor": "check this machine: devices, libraries, decoders, disks, stores",
+    "verify": "check all shards and tables; with --repair replace damaged files",
+    "gc": "list unused files with sizes; with --yes remove them",
 }
 
 
 def format_usage() -> str:
     width = max(map(len, PROGRAMS))
-    lines = "\n".join(f"  {name.ljust(width)}  {what}" for name, what in PROGRAMS.items())
+    lines = "\n".join(f"  {name.ljust(width)}  {about}" for name, about in PROGRAMS.items())
     return f"""\
 usage: latentpress PROGRAM [options]
 
-From folders of images and videos to a trained adapter, by cached stages.
+Train an adapter on folders of images and videos, by cached stages.
 
 {lines}
 
-latentpress PROGRAM --help shows its options; pipeline.yaml is read unless --config names another."""
+latentpress PROGRAM --help shows the options of a program. The default of --config is pipeline.yaml."""
 
 
-#: Programs that are asked often, and have no use for pandas, which pyarrow imports where it is installed.
+#: Programs that are run often and do not need pandas, which pyarrow imports if it is installed.
 WITHOUT_PANDAS = ("status", "queue")
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print_for_reader(format_usage(), sys.stdout)
         sys.exit(0 if arguments else 2)
-    name, rest = arguments[0], arguments[1:]
+    name, words = arguments[0], arguments[1:]
     if name == "--version":
         from importlib.metadata import version
 
@@ -86,21 +86,21 @@ def main() -> None:
         return
     if name not in PROGRAMS:
         alike = get_close_matches(name, PROGRAMS, 1)
-        meant = f" (did you mean {alike[0]!r}?)" if alike else ""
+        hint = f" (did you mean {alike[0]!r}?)" if alike else ""
         choices = fill(", ".join(PROGRAMS), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-        print(f"error: {name!r} is no program{meant}; choose from:\n{choices}", file=sys.stderr)
+        print(f"error: unknown command {name!r}{hint}; choose from:\n{choices}", file=sys.stderr)
         sys.exit(2)
-    named = bool(rest) and rest[0].endswith((".yaml", ".yml")) and not rest[0].startswith("-")
-    if named and name != "import-config":  # which takes the files of other trainers
-        words = " ".join(map(shlex.quote, ["latentpress", name, "--config", *rest]))
-        print(f"error: {rest[0]} is given without --config; write: {words}", file=sys.stderr)
+    begins_with_file = bool(words) and words[0].endswith((".yaml", ".yml")) and not words[0].startswith("-")
+    if begins_with_file and name != "import-config":  # its arguments are files of other trainers
+        command = " ".join(map(shlex.quote, ["latentpress", name, "--config", *words]))
+        print(f"error: {words[0]} is given without --config; write: {command}", file=sys.stderr)
         sys.exit(2)
     from schemas.cli.command_lines import check_words
 
-    check_words(name, rest)
+    check_words(name, words)
     show_starting(name)
     if name in TRAINER_PROGRAMS:
-        os.execv(sys.executable, [sys.executable, "-P", "-m", program_module(name), *rest])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", program_module(name), *words])
     from schemas.cli.starting import garbage_collection_paused, leave_out_pandas
 
     with garbage_collection_paused():
@@ -108,7 +108,7 @@ def main() -> None:
             leave_out_pandas()
         app = importlib.import_module(program_module(name)).app
     hide_line()
-    app(args=rest, prog_name=f"latentpress {name}")
+    app(args=words, prog_name=f"latentpress {name}")
 
 
 if __name__ == "__main__":

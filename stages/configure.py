@@ -1,8 +1,8 @@
 """configure: writes a short pipeline.yaml from a few answers.
 
-Questions are asked in a terminal, answered by options, or with --yes by their defaults. A table names the recipe for a
-task and a card, and facts about the media fit it. A file that exists is changed only in what the answers change; the
-difference is shown first.
+Answers come from a terminal, from options or, with --yes, from defaults. A table gives the recipe for a task and a
+card, which is adjusted to the media. In an existing file, only the values that depend on the answers are changed, and
+the difference is shown first.
 """
 
 import os
@@ -31,9 +31,9 @@ from stages.discovery.sources.captions import read_caption_file
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError
 
-MOST_READ = 200  # files, spread evenly
+MAX_FILES = 200  # files that are read, spread evenly over the folder
 READ_TIMEOUT_S, READ_MEMORY_MIB = 20.0, 4096
-LONGEST_PROMPT = 300  # characters of a caption that becomes a validation prompt
+MAX_PROMPT_LENGTH = 300  # characters of a caption that becomes a validation prompt
 PROMPTS = 2
 Size = tuple[int, int, float]  # width, height, seconds
 
@@ -45,15 +45,14 @@ def option(name: str) -> Any:
 
 @dataclass
 class ProposalReport(Report):
-    """details: "file" has "path", "text" and "changes", the difference to the file that exists."""
+    """A report whose details contain "file": "path", "text" and "changes", the difference from the existing file."""
 
     def summary(self, complete: Callable[[str], str] = str, width: int = WIDTH) -> str:
-        """Begins with the changes of a file that exists, or with the text of a new one; with nothing if all is as it
-        was."""
+        """Returns the changes of an existing file, or the text of a new file, and the summary of the other details."""
         file = dict(self.details["file"])
         lines = file.get("changes") or ("" if self.skipped else file.get("text", ""))
-        shown = Report(**{**vars(self), "details": {**self.details, "file": file["path"]}})
-        return f"{lines.rstrip()}\n\n{shown.summary(complete, width)}".lstrip()
+        report = Report(**{**vars(self), "details": {**self.details, "file": file["path"]}})
+        return f"{lines.rstrip()}\n\n{report.summary(complete, width)}".lstrip()
 
 
 def run(
@@ -68,72 +67,72 @@ def run(
     card: Annotated[str | None, option("card")] = None,
     time: Annotated[str | None, option("time")] = None,
     family: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of models; by default the first that fits.")
+        str | None, typer.Option(metavar="NAME", help="Model family.  [default: the first that fits]")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(metavar="NAME", help="One of the recipes; by default the one that fits.")
+        str | None, typer.Option(metavar="NAME", help="Recipe for the settings.  [default: the first that fits]")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Take the default of every question; ask nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Use the default answers; do not ask questions.")] = False,
 ) -> Report:
     file = options.config
-    given = {"media": media, "task": task, "sources": sources, "trigger": trigger, "card": card, "time": time}
-    asker = Asker(given, yes, str(file))
+    arguments = {"media": media, "task": task, "sources": sources, "trigger": trigger, "card": card, "time": time}
+    asker = Asker(arguments, yes, str(file))
     before = read_text(file) if file.exists() else None
     current = parse_config(before, file) if before is not None and before.strip() else None
     answers, listing = Interview(asker, console, file, current, family, recipe).ask()
     source_folder = None if answers.sources is None else file.absolute().parent / answers.sources
-    found = read_media(listing, answers.kind, source_folder)
-    if not len(found.width):
-        raise LatentpressError(f"none of the media in {answers.folder} can be read: {'; '.join(found.problems[:5])}")
-    proposed = _propose(answers, found, file, before or "", options, console)
+    contents = read_media(listing, answers.kind, source_folder)
+    if not len(contents.width):
+        problems = "; ".join(contents.problems[:5])
+        raise LatentpressError(f"the media in {answers.folder} cannot be read: {problems}")
+    proposed = _propose(answers, contents, file, before or "", options, console)
     report = ProposalReport("configure", dry_run=options.dry_run)
-    report.details = _describe(answers, found, file, before or "", proposed, console)
+    report.details = _describe(answers, contents, file, before or "", proposed, console)
     report.next_steps = _commands(answers, file)
     if options.dry_run or proposed == before:
         report.remaining, report.skipped = int(proposed != before), int(proposed == before)
         return report
-    shown = not yes and not options.json
-    if shown:
+    is_interactive = not yes and not options.json
+    if is_interactive:
         print(escape_lines(report.summary(width=report_width(sys.stderr)).partition("\nNext:")[0]), file=sys.stderr)
-    written = asker.confirm(f"Write {file}?")
-    if written:
+    is_confirmed = asker.confirm(f"Write {file}?")
+    if is_confirmed:
         text.write_file(file, before, proposed)
-    report = replace(report, done=int(written), skipped=int(not written))
-    if not written:
-        console.log("nothing was written")
+    report = replace(report, done=int(is_confirmed), skipped=int(not is_confirmed))
+    if not is_confirmed:
+        console.log(f"{file} was not written")
         report.next_steps = []
-    return replace(report, details={"file": {"path": str(file)}}) if shown else report
+    return replace(report, details={"file": {"path": str(file)}}) if is_interactive else report
 
 
-def _propose(answers: Answers, found: Media, file: Path, before: str, options: Options, console: Console) -> str:
+def _propose(answers: Answers, media: Media, file: Path, before: str, options: Options, console: Console) -> str:
+    """Returns the proposed text of the file. before: its current text, "" for a new file."""
     candidate = choose_candidate(answers)
-    settings = choose_settings(answers, candidate, found)
+    settings = choose_settings(answers, candidate, media)
     if before.strip():
         dataset = text.find_dataset(before, file, file.absolute().parent / answers.folder)
-        proposed, by_hand = text.change_text(before, settings, dataset, options.overrides)
-        for line in by_hand:
-            console.warn(f"to be changed by hand: {line}")
+        proposed, manual_changes = text.change_text(before, settings, dataset, options.overrides)
+        for line in manual_changes:
+            console.warn(f"change this by hand: {line}")
         return proposed
-    new = text.write_text(settings, f"{answers.task}: {candidate.describe()}")
-    return text.add_overrides(new, options.overrides)
+    new_text = text.write_text(settings, f"{answers.task}: {candidate.describe()}")
+    return text.add_overrides(new_text, options.overrides)
 
 
 def _describe(
-    answers: Answers, found: Media, file: Path, before: str, proposed: str, console: Console
+    answers: Answers, media: Media, file: Path, before: str, proposed: str, console: Console
 ) -> dict[str, Any]:
-    """Details of the report; warns about what the media lack."""
-    chosen: Config = parse_config(proposed, file)
-    family = chosen.model.family_spec
+    """Returns the details of the report. Warns if captions are missing or the media are small."""
+    config: Config = parse_config(proposed, file)
+    family = config.model.family_spec
     if answers.needs_captions:
         console.warn(
-            "items without a caption are not trained on: `latentpress caption` describes them by the model of the "
+            "items without a caption are not trained on: run `latentpress caption`, which uses the model of the "
             "section `caption`, or give --trigger, the caption of all of them"
         )
-    edge = max(resolution for dataset in chosen.datasets for resolution in dataset.resolutions(family.resolution))
-    if edge < least_edge(chosen.model):
-        console.warn(
-            f"most items are small for {family.name}, so resolution is {edge:g}, at which it learns less detail"
-        )
+    edge = max(resolution for dataset in config.datasets for resolution in dataset.resolutions(family.resolution))
+    if edge < least_edge(config.model):
+        console.warn(f"most items are small for {family.name}, so resolution is {edge:g}; the model learns less detail")
     about: dict[str, Any] = {"media": answers.folder, "task": answers.task, "card_gib": answers.card_gib}
     about["time"] = "no limit" if answers.seconds is None else format_duration(answers.seconds)
     about |= {"sources": answers.sources} if answers.sources else {}
@@ -141,14 +140,14 @@ def _describe(
     details: dict[str, Any] = {
         "file": {"path": str(file), "text": proposed, "changes": changes},
         "answers": about,
-        "media": found.describe(),
-        "model": f"{chosen.model.family} {chosen.model.flavour_spec.name}",
+        "media": media.describe(),
+        "model": f"{config.model.family} {config.model.flavour_spec.name}",
     }
-    missing = [
-        {"missing": library.distribution, "for": used, "install": library.command}
-        for library, used in missing_libraries(chosen).items()
+    libraries = [
+        {"missing": library.distribution, "for": key, "install": library.command}
+        for library, key in missing_libraries(config).items()
     ]
-    return details | ({"missing": missing} if missing else {})
+    return details | ({"missing": libraries} if libraries else {})
 
 
 def _commands(answers: Answers, file: Path) -> list[str]:
@@ -161,10 +160,11 @@ def _commands(answers: Answers, file: Path) -> list[str]:
 
 
 def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
-    """Read the headers of at most MOST_READ files, in a sandbox, and some captions."""
+    """Read the headers of at most MAX_FILES files, in a sandbox, and some captions. sources: folder of the pictures
+    before the edit."""
     items = sorted(listing.items[kind].items())
-    chosen = [items[number * len(items) // MOST_READ] for number in range(MOST_READ)]
-    paths = [os.fspath(listing.folder / path) for _, path in (chosen if len(items) > MOST_READ else items)]
+    sample = [items[number * len(items) // MAX_FILES] for number in range(MAX_FILES)]
+    paths = [os.fspath(listing.folder / path) for _, path in (sample if len(items) > MAX_FILES else items)]
     sizes, problems = list[Size](), list[str]()
     pool: SandboxPool[tuple[str, str], Size] = SandboxPool(
         _make_reader, workers=2, timeout_s=READ_TIMEOUT_S, memory_mib=READ_MEMORY_MIB
@@ -178,10 +178,10 @@ def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
     width, height, duration = np.array(sizes, np.float64).reshape(-1, 3).T
     stems = [stem for stem, _ in items if stem in listing.captions]
     source_files = {} if sources is None else list_folder(sources).images
-    picked = dict.fromkeys(stems[number * len(stems) // PROMPTS] for number in range(PROMPTS) if stems)
-    prompts = [(_read_prompt(listing.folder / listing.captions[stem]), source_files.get(stem)) for stem in picked]
-    kept = tuple((text, source) for text, source in prompts if text)
-    return Media(len(items), width, height, duration, len(stems), tuple(problems), kept)
+    prompt_stems = dict.fromkeys(stems[number * len(stems) // PROMPTS] for number in range(PROMPTS) if stems)
+    texts = [(_read_prompt(listing.folder / listing.captions[stem]), source_files.get(stem)) for stem in prompt_stems]
+    prompts = tuple((text, source) for text, source in texts if text)
+    return Media(len(items), width, height, duration, len(stems), tuple(problems), prompts)
 
 
 def _make_reader() -> Callable[[tuple[str, str]], Size]:
@@ -201,18 +201,20 @@ def _read_size(file: tuple[str, str]) -> Size:
 
 
 def _read_prompt(path: Path) -> str:
-    """The first caption of a file on one line; a long one ends at a word. "" if there is none."""
+    """Returns the first caption of a file on one line, shortened at a word boundary; "" if it cannot be read."""
     try:
         text = " ".join(read_caption_file(os.fspath(path))[0].split())
     except MediaError:
         return ""
-    return text if len(text) <= LONGEST_PROMPT else shorten(text, LONGEST_PROMPT).removesuffix("...").rpartition(" ")[0]
+    if len(text) <= MAX_PROMPT_LENGTH:
+        return text
+    return shorten(text, MAX_PROMPT_LENGTH).removesuffix("...").rpartition(" ")[0]
 
 
 app = make_app(
     "configure",
-    "Write a short configuration from a few answers: what is in a folder of media, what to train, on which card, in "
-    "which time. Asks in a terminal; a file that exists is changed after its difference was shown.",
+    "Write a short configuration from a few answers: folder of media, task, card, and time limit. In a terminal, the "
+    "program asks questions. Before it changes an existing file, it shows the changes.",
     run,
     examples=["--media photos --task style --card 16 --yes", "--yes --dry-run"],
     unused=NOT_COMPUTING,

@@ -1,9 +1,9 @@
 """decode: validation latents -> PNG and MP4 through the autoencoder, and a contact sheet of the whole run.
 
 Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
-<output>/<run>/samples/contact-sheet.png, and adds the pictures to the trackers of `train.trackers`. What is there is
-made again only if it was made from something else (`cache.runs.validations`), or if it is a preview. If a prompt is the
-caption of a training sample, the sample's original and its decoded latents are written too
+<output>/<run>/samples/contact-sheet.png, and adds the pictures to the trackers of `train.trackers`. An existing picture
+is replaced only if it was made from another latent (`cache.runs.validations`), or if it is a preview. If a prompt is
+the caption of a training sample, the sample's original and its decoded latents are also written
 (stages/pages/training_samples.py).
 """
 
@@ -42,24 +42,22 @@ def run(
     options: Options,
     console: Console,
     *,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Decode validation latents while the run trains, then the rest.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Decode new validation latents until training ends.")] = False,
     preview: Annotated[
-        bool, typer.Option("--preview", help="With validation.preview_autoencoder; pictures are marked as previews.")
+        bool, typer.Option("--preview", help="Decode with validation.preview_autoencoder; mark pictures as previews.")
     ] = False,
 ) -> Report:
     if preview and not config.validation.preview_autoencoder:
-        step = "set it to the folder or repository of one, or leave --preview out"
-        raise UsageError("--preview needs validation.preview_autoencoder, a tiny autoencoder", step)
+        step = "set validation.preview_autoencoder to a folder or repository, or do not use --preview"
+        raise UsageError("--preview needs validation.preview_autoencoder, a tiny autoencoder, which is not set", step)
     if config.validation.preview_autoencoder and (preview or watch):
         check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
     folder = config.run_folder
     check_folder(folder)
     report = Report(program="decode", dry_run=options.dry_run)
     if watch and not options.dry_run:
-        report.done, told = decode_while_training(config, options, console, folder)
-        if told:  # the rest is for `latentpress decode`, which `run` starts next
+        report.done, is_stopped = decode_while_training(config, options, console, folder)
+        if is_stopped:  # `run` starts `latentpress decode` next, which decodes the remaining latents
             return report
     files = sorted((folder / "validation").glob("*/*.safetensors"))
     part = options.partition.select(files)
@@ -72,7 +70,7 @@ def run(
     if not files:
         console.log(f"no validation latents under {folder / 'validation'}: nothing to decode")
         return report
-    done, handler = report.done, StopHandler()
+    decoded_before, handler = report.done, StopHandler()
     load = cache(lambda: _load_autoencoder(config, options, folder, preview))
     with handler.stop_on_signals():
         if todo:
@@ -81,9 +79,9 @@ def run(
         if not preview and not handler.reason:
             with explained(str(folder)):
                 write_training_samples(config, folder, load, options.resources(config, "decode").workers, console)
-    report.remaining = len(todo) - len(report.failed) - (report.done - done)
+    report.remaining = len(todo) - len(report.failed) - (report.done - decoded_before)
     if handler.reason:
-        report.details["stopped"] = f"by {handler.reason}; what is decoded is kept"
+        report.details["stopped"] = f"by {handler.reason}; decoded pictures are kept"
         return report
     from stages.pages.sheets import update_sheet
 
@@ -93,8 +91,7 @@ def run(
 
 
 def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview: bool) -> list[Path]:
-    """Return those of `files` without a picture that was made from them. Unless `preview`: also those of which the
-    picture is a preview."""
+    """Return the latent files without a current picture. preview: whether a preview counts as a current picture."""
     todo = []
     for file in files:
         picture = output_path(folder, config, file)
@@ -104,20 +101,21 @@ def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview:
 
 
 def decode_while_training(config: Config, options: Options, console: Console, folder: Path) -> tuple[int, bool]:
-    """Decode new latents until no trainer is at work: (how many, whether it was told to finish before that).
+    """Decode new latents until no trainer is running. Returns (number of decoded latents, whether SIGTERM or Ctrl-C
+    ended the wait).
 
-    Each time a process of its own decodes them, which frees all its memory when it ends. Where one fails, as when the
-    device has too little memory beside the trainer, the rest waits until training has ended. device auto: the
-    processor, as the trainer may use every card.
+    Each poll with new latents starts a process, which frees all its memory when it ends. If it fails, for example
+    because the trainer leaves too little memory on the device, the remaining latents are decoded after training. Device
+    "auto" is the CPU here, because the trainer may use every card.
     """
     device = options.resources(config, "decode").device
     options = replace(options, device="cpu" if device == "auto" else device)
     preview = config.validation.preview_autoencoder is not None
     processes = StageProcesses({"decode": ["--preview"] if preview else []})
-    watch = Watch([folder], on_told=processes.stop)
-    done, failed, waits = 0, dict[str, str](), False
+    watch = Watch([folder], on_stop=processes.stop)
+    decoded, failed, has_failed = 0, dict[str, str](), False  # failed: file -> hash of its content
     for last in watch:
-        if last or waits:
+        if last or has_failed:
             continue
         files = options.partition.select(sorted((folder / "validation").glob("*/*.safetensors")))
         todo = [
@@ -132,21 +130,21 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
         contents = {str(file): hash_file(file, None) for file in todo}
         watch.hide_wait()  # `decode` shows its own progress
         _, document = processes.run("decode", options)
-        if "error" in document and not watch.told:
-            waits = True
-            why = document["error"].get("message", "it ended without a report")
-            console.warn(f"decoding beside training failed: {why}; the rest is decoded when training has ended")
+        if "error" in document and not watch.is_stopped:
+            has_failed = True
+            reason = document["error"].get("message", "the process ended without a report")
+            console.warn(f"decoding during training failed: {reason}; remaining latents are decoded after training")
             continue
-        done += document.get("done", 0)
+        decoded += document.get("done", 0)
         for row in document.get("failed", ()):
-            console.warn(f"{row['path']} is left out: {row['message']}")
+            console.warn(f"{row['path']} is not decoded: {row['message']}")
             failed[row["path"]] = contents.get(row["path"], "")
-    return done, watch.told
+    return decoded, watch.is_stopped
 
 
 def _trained_after(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Return those of validations after which the trainer has done a step: by then it has allocated all the memory that
-    it needs on the card."""
+    """Return the latents of validations that a training step has followed, because the trainer has then allocated all
+    the memory that it needs on the card."""
     metrics = read_last_metrics(folder / METRICS_FILE)
     trained = max((line["step"] for line in metrics if "loss" in line), default=0)
     return [file for file in files if (step_of(file.parent) or 0) < trained]
@@ -162,7 +160,7 @@ def _decode_files(
     report: Report,
     stop_handler: StopHandler,
 ) -> None:
-    """Decode `todo`; counts and failures are added to the report."""
+    """Decode the files of `todo`; add counts and failures to the report."""
     autoencoder, device = load()
     import torch
 
@@ -190,7 +188,7 @@ def _decode_files(
 
 
 def _load_autoencoder(config: Config, options: Options, folder: Path, preview: bool) -> Any:
-    """(autoencoder, device)"""
+    """Returns (autoencoder, device)."""
     with garbage_collection_paused():
         with activity("loading torch and the autoencoder's code", at_once=True):
             from stages.encoding import model_loading
@@ -205,13 +203,12 @@ def _load_autoencoder(config: Config, options: Options, folder: Path, preview: b
 
 
 def _may_be_shared(folder: Path) -> bool:
-    """Whether another program of this run may use the card: a trainer, unless it is known that none is at work, or the
-    encoding stages of a limited cache."""
+    """Whether another program of this run may use the card: a trainer, or the encoding stages of a limited cache."""
     return is_watcher() or is_running(folder) is not False
 
 
 def _read_valid(file: Path, config: Config, report: Report) -> np.ndarray | None:
-    """The latent; None where it can't be decoded, which is added to the report."""
+    """Returns the latent, or None if it cannot be decoded; the reason is then added to the report."""
     try:
         latent_CTHW, metadata = read_latent(file)
     except LatentpressError as error:
@@ -224,7 +221,7 @@ def _read_valid(file: Path, config: Config, report: Report) -> np.ndarray | None
         if family == config.model.family:
             problem = (
                 "other-shape",
-                f"shape {latent_CTHW.shape}; {family} has {channels} channels, frames, rows, columns",
+                f"shape {latent_CTHW.shape}, but {family} has ({channels} channels, frames, rows, columns)",
             )
     report.failed.append({"item": file.name, "path": str(file), "reason": problem[0], "message": problem[1]})
     return None
@@ -236,15 +233,15 @@ def output_path(folder: Path, config: Config, file: Path) -> Path:
 
 
 def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """(latent_CTHW float32, the trainer's metadata)."""
+    """Returns (latent_CTHW float32, the trainer's metadata). Raises LatentpressError."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="np") as content:
             return content.get_tensor("latent").astype(np.float32), json.loads(content.metadata()["latentpress"])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        advice = "delete it, and run `latentpress train` again"
-        raise LatentpressError(f"{file} can't be read: {error}", advice) from error
+        advice = "delete the file, and run `latentpress train` again"
+        raise LatentpressError(f"{file} cannot be read: {error}", advice) from error
 
 
 app = make_app("decode", "Turn validation latents into pictures and videos.", run, examples=["--watch"], divided=True)

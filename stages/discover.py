@@ -1,8 +1,8 @@
-"""discover: list media with their captions and companions, and record why items are rejected.
+"""discover: lists media with their captions and companions, and records why items are rejected.
 
 New items are read in sandbox processes (stages/engines/sandbox.py): their headers, and all bytes once for the media id.
-Items whose size and version are unchanged are not read again. The table is written when everything has been read;
-until then a killed run keeps its rows in partial tables next to it.
+Items with unchanged size and version are not read again. The table is written after all items have been read. Until
+then, their rows are saved in partial tables next to it, so that a killed run does not lose them.
 """
 
 import json
@@ -37,11 +37,11 @@ from stages.discovery.sources.captions import MISSING_REASONS
 from stages.discovery.sources.columns import CHUNK_ROWS
 from stages.encoding.stage_state import MIN_REJECT_BASE
 
-SAVE_EVERY_S = 30.0  # a killed run loses what it read in this time
-MAX_PENDING_ROWS = 4096  # rows that are Python objects at a time
-MAX_LISTED_REJECTS = 10_000  # rejected items that the report itself lists
-_ACCEPT_REMOVED_HELP = "Go on if most of a dataset is gone; missing items leave the media table."
-_REHASH_HELP = "Read every file again, even if its size and time are unchanged."
+SAVE_EVERY_S = 30.0  # seconds between two partial tables: a killed run loses at most this work
+MAX_PENDING_ROWS = 4096  # maximum number of rows that are Python objects at the same time
+MAX_LISTED_REJECTS = 10_000  # maximum number of rejects in the report
+_ACCEPT_REMOVED_HELP = "Continue if most files of a dataset are missing, and remove them from the media table."
+_REHASH_HELP = "Read all files again, even if their size and time are unchanged."
 
 
 def run(
@@ -63,9 +63,9 @@ def run(
         if dataset.disabled:
             console.log(f"{dataset.id}: disabled")
         elif dataset.skip_file_discovery:
-            kept = len(media_table.read_configured_media(store, dataset))
-            report.skipped += kept
-            console.log(f"{dataset.id}: skip_file_discovery, its {kept} items are kept")
+            count = len(media_table.read_configured_media(store, dataset))
+            report.skipped += count
+            console.log(f"{dataset.id}: skip_file_discovery is set, so its {count} items are not listed again")
         else:
             discovery = _DatasetDiscovery(
                 store, config, dataset, options, console, accept_removed, rehash, list(discovered)
@@ -77,7 +77,12 @@ def run(
 
 @dataclass
 class _DatasetDiscovery:
-    """One dataset: list it, compare with the known rows, read what is new or changed, write the table."""
+    """Discovery of one dataset: lists files, compares them with known rows, reads new and changed files, and writes the
+    media table.
+
+    discovered: datasets that this program has already discovered. unchanged: indices of known rows that stay unchanged.
+    rows: all other rows of the new table. unsaved: new rows that are not in a partial table yet.
+    """
 
     store: Store
     config: Config
@@ -86,14 +91,14 @@ class _DatasetDiscovery:
     console: Console
     accept_removed: bool
     rehash: bool
-    discovered: list[Dataset]  # before, by the same program
-    unchanged: list[np.ndarray] = field(default_factory=list)  # numbers of known rows that stay as they are
-    rows: list[pa.Table] = field(default_factory=list)  # other rows of the new table
-    unsaved: list[pa.Table] = field(default_factory=list)  # rows that were read and are in no partial table yet
+    discovered: list[Dataset]
+    unchanged: list[np.ndarray] = field(default_factory=list)
+    rows: list[pa.Table] = field(default_factory=list)
+    unsaved: list[pa.Table] = field(default_factory=list)
     rejects: list[pa.Table] = field(default_factory=list)
 
     def run(self, report: Report) -> dict[str, Any]:
-        """Returns the dataset's part of the report."""
+        """Run the discovery, and return the dataset's part of the report."""
         self.settings = media_table.settings_of(self.dataset)
         self.before, self.known = media_table.load_known_rows(
             self.store, self.dataset, self.settings, self.console.warn, self.rehash, self.discovered
@@ -102,7 +107,7 @@ class _DatasetDiscovery:
         source = open_source(self.dataset)
         todo = self._compare_listing(source)
         files_read = sum(map(len, todo))
-        self._require_media(source)  # before reading, and again with what only reading shows
+        self._require_media(source)  # before reading, and again after reading has found further missing files
         if self.options.dry_run:
             return self._report_dry_run(todo, report) | self._other_files(source)
         try:
@@ -111,7 +116,7 @@ class _DatasetDiscovery:
             rejected = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *self.rejects])
             rejects.write_rejects(self.store, "discover", self.dataset.id, rejected)
             self._check_limit(rejected)
-        except BaseException:  # interrupted, too much is wrong, or a bug: what was read is worth keeping
+        except BaseException:  # interrupted, too many rejects, or a bug: keep the rows that were read
             self._save()
             raise
         table, changes = self._publish()
@@ -137,8 +142,8 @@ class _DatasetDiscovery:
         }
 
     def _compare_listing(self, source: Source) -> list[pa.Table]:
-        """Rows of the listing of which something must be read. Other items are in `unchanged`,
-        `rows` and `rejects` then."""
+        """List the dataset. Returns rows of items that must be read, and adds all other items to `unchanged`, `rows`
+        and `rejects`."""
         todo = list[pa.Table]()
         with self.console.progress(None, f"list {self.dataset.id}", "files") as progress:
             try:
@@ -170,12 +175,12 @@ class _DatasetDiscovery:
         self.removal_check.require_media(missing, fraction, self.accept_removed, source.ignored)
 
     def _report_dry_run(self, todo: list[pa.Table], report: Report) -> dict[str, Any]:
-        """How much would be read. Items that were rejected before are tried again, and don't count as remaining."""
-        rejected = rejects.read_list(self.store, "discover", self.dataset.id)["path"]
-        again = sum(_sum_values(pc.is_in(rows["path"], value_set=rejected)) for rows in (*self.rejects, *todo))
+        """Report how much would be read. Rejects of the last run are retried, and are not counted as remaining."""
+        paths = rejects.read_list(self.store, "discover", self.dataset.id)["path"]
+        retries = sum(_sum_values(pc.is_in(rows["path"], value_set=paths)) for rows in (*self.rejects, *todo))
         unread, problems = sum(map(len, todo)), sum(map(len, self.rejects))
         size = sum(_sum_values(rows.filter(rows["read media"])["size"]) for rows in todo)
-        total, remaining = sum(map(len, (*self.unchanged, *self.rows))) + unread + problems, problems + unread - again
+        total, remaining = sum(map(len, (*self.unchanged, *self.rows))) + unread + problems, problems + unread - retries
         report.remaining += remaining
         report.skipped += total - remaining
         return {
@@ -183,13 +188,13 @@ class _DatasetDiscovery:
             "files": total,
             "files_to_read": unread,
             "to_read_mib": round(size / 2**20, 1),
-            "rejects_tried_again": again,
+            "rejects_tried_again": retries,
         }
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def _read_all(self, todo: list[pa.Table]) -> tuple[int, int]:
-        """Read in sandbox processes; returns how many media were read, and how many of these were rejected."""
+        """Read items in sandbox processes. Returns (number of media files read, number of these that were rejected)."""
         from stages.discovery.item_reader import ItemReader
         from stages.engines.sandbox import SandboxPool
 
@@ -201,41 +206,42 @@ class _DatasetDiscovery:
         sandbox = SandboxPool[Any, Any].configured(partial(ItemReader, self.dataset), workers, self.config.stages)
         with sandbox, self.console.progress(count, f"discover {self.dataset.id}", "files") as progress:
             while todo:
-                part, results, done = todo.pop(0), [], 0  # popped, so that its memory is freed once it was read
+                part, results, start = todo.pop(0), [], 0  # popped, so that its memory is freed after it was read
                 for _, result in sandbox.map(_read_tasks(part)):
                     results.append(result)
                     progress.advance(1)
-                    late = time.monotonic() - saved > SAVE_EVERY_S
-                    if late or len(results) == MAX_PENDING_ROWS or done + len(results) == len(part):
-                        listed, done = part.slice(done, len(results)), done + len(results)
-                        media += _sum_values(listed["read media"])
-                        failed += self._collect_results(listed, results)
+                    needs_save = time.monotonic() - saved > SAVE_EVERY_S
+                    if needs_save or len(results) == MAX_PENDING_ROWS or start + len(results) == len(part):
+                        rows, start = part.slice(start, len(results)), start + len(results)
+                        media += _sum_values(rows["read media"])
+                        failed += self._collect_results(rows, results)
                         results = []
-                    if late:
+                    if needs_save:
                         self._save()
                         saved = time.monotonic()
         return media, failed
 
     def _collect_results(self, part: pa.Table, results: list[Any]) -> int:
-        """Add rows of a listing with what was read of each; returns how many media were rejected."""
+        """Add the results to `rows` and `rejects`; returns the number of rejected media files. part: rows of the
+        listing. results: dict or error for each row."""
         from stages.engines.sandbox import WorkerFailure
 
-        good = pa.array([isinstance(result, dict) for result in results])
-        listed, bad = part.filter(good), part.filter(pc.invert(good))
-        if len(listed):
+        is_readable = pa.array([isinstance(result, dict) for result in results])
+        readable, unreadable = part.filter(is_readable), part.filter(pc.invert(is_readable))
+        if len(readable):
             rows = media_table.assemble_rows(
-                listed, [r for r in results if isinstance(r, dict)], self.known, self.dataset
+                readable, [r for r in results if isinstance(r, dict)], self.known, self.dataset
             )
             self.rows.append(rows)
             self.unsaved.append(rows)
         rejected = []
         errors = [result for result in results if not isinstance(result, dict)]
-        for path, problem in zip(bad["path"].to_pylist(), errors, strict=True):
+        for path, problem in zip(unreadable["path"].to_pylist(), errors, strict=True):
             error = problem.error(path) if isinstance(problem, WorkerFailure) else problem
             item, message = f"{self.dataset.id}/{path}", printable(str(error))
             rejected.append(rejects.make_reject("discover", item, path, error.reason, message))
         self.rejects += [pa.Table.from_pylist(rejected, schema=REJECTS_SCHEMA)] if rejected else []
-        return _sum_values(bad["read media"])
+        return _sum_values(unreadable["read media"])
 
     def _save(self) -> None:
         if self.unsaved:
@@ -249,20 +255,19 @@ class _DatasetDiscovery:
         limit = self.config.stages.max_reject_fraction
         if not len(rejected) or len(rejected) <= limit * max(total, MIN_REJECT_BASE):
             return
-        lacking = rejected.filter(pc.is_in(rejected["reason"], value_set=pa.array(MISSING_REASONS)))
-        if 2 * len(lacking) > len(rejected):
-            self._raise_missing_captions(lacking["path"].slice(0, 3).to_pylist(), len(lacking), total)
+        uncaptioned = rejected.filter(pc.is_in(rejected["reason"], value_set=pa.array(MISSING_REASONS)))
+        if 2 * len(uncaptioned) > len(rejected):
+            self._raise_missing_captions(uncaptioned["path"].slice(0, 3).to_pylist(), len(uncaptioned), total)
         rows = rejected.slice(0, 10).to_pylist()
         messages = (
             row["message"] if row["path"] in row["message"] else f"{row['path']}: {row['message']}" for row in rows
         )
         lines = [escape_unprintable(f"  {row['reason']}: {text}") for row, text in zip(rows, messages, strict=True)]
         raise LatentpressError(
-            f"{self.dataset.id}: {len(rejected)} of {total} files would be rejected, more than "
-            f"stages.max_reject_fraction = {limit} of them (of {MIN_REJECT_BASE}, if they are fewer):\n"
-            + "\n".join(lines),
-            "mend or remove them, or raise the limit with --set stages.max_reject_fraction=1.0; "
-            "all of them, by reason: `latentpress status --rejects`",
+            f"{self.dataset.id}: {len(rejected)} of {total} files would be rejected, but the limit is "
+            f"stages.max_reject_fraction = {limit} of at least {MIN_REJECT_BASE} files:\n" + "\n".join(lines),
+            "correct or remove the files, or raise the limit with --set stages.max_reject_fraction=1.0; "
+            "list all rejects by reason: latentpress status --rejects",
         )
 
     def _raise_missing_captions(self, examples: list[str], lacking: int, total: int) -> None:
@@ -278,11 +283,13 @@ class _DatasetDiscovery:
         )
 
     def _publish(self) -> tuple[pa.Table, dict[str, int]]:
-        """Write the table unless it equals the last one; returns it, and the counts of changes."""
+        """Write the table unless it equals the last table. Returns (table, counts of changes)."""
         schema, known = media_table.dataset_schema(self.dataset), self.known.table
-        kept = np.concatenate([np.empty(0, np.int64), *self.unchanged])
-        if len(kept):  # all of them, if nothing has changed: then no row is copied
-            self.rows.append(known if len(kept) == len(known) else self.known.take(np.sort(kept), known.schema.names))
+        indices = np.concatenate([np.empty(0, np.int64), *self.unchanged])
+        if len(indices) == len(known) > 0:  # all rows are unchanged, so they are not copied
+            self.rows.append(known)
+        elif len(indices):
+            self.rows.append(self.known.take(np.sort(indices), known.schema.names))
         table = media_table.concat_media(self.rows, schema)
         self.rows.clear()
         self.unsaved.clear()
@@ -298,8 +305,8 @@ def _read_tasks(part: pa.Table) -> Iterator[Any]:
 
     roles = [role for role in (*SOURCE_ROLES, "mask") if role in part.schema.names]
     for batch in part.to_batches(max_chunksize=CHUNK_ROWS // 16):
-        asked = {"captions_at": "captions", **{role: role for role in roles}}
-        columns = {name: pc.if_else(batch[f"read {group}"], batch[name], None) for name, group in asked.items()}
+        groups = {"captions_at": "captions", **{role: role for role in roles}}
+        columns = {name: pc.if_else(batch[f"read {group}"], batch[name], None) for name, group in groups.items()}
         columns |= {name: batch[name] for name in ("path", "kind", "read media", "mask_kind")}
         for row in pa.table(columns).to_pylist():
             paths = {role: row[role] for role in roles if row[role] is not None}
@@ -311,7 +318,7 @@ def _sum_values(values: Any) -> int:
     return pc.sum(values).as_py() or 0
 
 
-app = make_app("discover", "Find media and captions; read headers; name files by content.", run)
+app = make_app("discover", "Find media, captions and companions; read headers; identify files by content.", run)
 
 if __name__ == "__main__":
     app()

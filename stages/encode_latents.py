@@ -1,8 +1,8 @@
-"""encode-latents: images and clips -> latents, one shard for each unit.
+"""encode-latents: images and clips -> latents, one shard per unit.
 
-For i2v the first frame, for i2i the source image is encoded, too: the row's `condition`. Latents are in the model's
-space (normalized). The posterior is sampled with a seed that depends on the sample's id alone; or its moments are
-stored, in twice the channels, and the trainer samples.
+For i2v the first frame and for i2i the source image is also encoded, as the row's `condition`. Latents are normalized,
+as the model expects them. The posterior is sampled with a seed that depends only on the sample's id, or its moments are
+stored, in twice the channels, and the trainer samples it.
 """
 
 from schemas.cli.console import make_app

@@ -1,7 +1,7 @@
-"""encode-text: captions, null prompts and validation prompts -> embeddings, one shard for each unit.
+"""encode-text: captions, null prompts and validation prompts -> embeddings, one shard per unit.
 
-Each distinct text is encoded once, at its true length. For i2i the prompt holds the source image, cropped as its sample
-is, so the embedding depends on both.
+Each distinct text is encoded once, without padding. For i2i the prompt contains the source image, cropped like the
+sample, so the embedding depends on the text and the image.
 """
 
 from schemas.cli.console import make_app

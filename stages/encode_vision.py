@@ -1,7 +1,8 @@
-"""encode-vision: images and clips -> DINOv2 features on the grid of latents, one shard for each unit of latents.
+"""encode-vision: images and clips -> DINOv2 features on the grid of the latents, one shard per unit of latents.
 
-CREPA compares them with the transformer's hidden states: patch tokens of the frames behind the latents, computed once,
-so that training decodes no latents and loads no vision model. Nothing is encoded without `vision.model`.
+CREPA compares the features with the transformer's hidden states. The features are the patch tokens of the latents'
+frames. They are computed once, so that training does not decode latents or load a vision model. Without `vision.model`
+nothing is encoded.
 """
 
 from schemas.cli.console import make_app

@@ -1,6 +1,6 @@
 """export: copies a training set with its shards to another place, or writes it as WebDataset tars for other programs.
 
-A copy is a root of its own that `train.set` may name; docs/internals.md describes both forms.
+A copy is a separate root, which `train.set` accepts. docs/internals.md describes both formats.
 """
 
 from contextlib import closing
@@ -24,7 +24,8 @@ def run(
     console: Console,
     *,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="PLACE", help="A folder or URL.  [default: export/ID below output]")
+        str | None,
+        typer.Option("--to", metavar="PLACE", help="Target folder or URL.  [default: <output>/export/<set>]"),
     ] = None,
     webdataset: Annotated[
         bool, typer.Option("--webdataset", help="Write WebDataset tars for other programs instead of a copy.")
@@ -32,7 +33,7 @@ def run(
     shard_mib: Annotated[
         float,
         typer.Option(
-            "--shard-mib", min=1e-3, max=65_536, metavar="MIB", help="With --webdataset: approximate size of a tar."
+            "--shard-mib", min=1e-3, max=65_536, metavar="MIB", help="With --webdataset: approximate tar size in MiB."
         ),
     ] = 256,
     with_captions: Annotated[
@@ -53,7 +54,7 @@ def run(
 
 def _copy(data: TrainSet, target: Store, report: Report, console: Console) -> None:
     if target.url == data.store.url:
-        raise TargetError(f"{target.url} is the root of the set itself", "name another folder or URL with --to")
+        raise TargetError(f"{target.url} is the root of the set itself", "set --to to another folder or URL")
     paths = shard_paths(data)
     report.details["mib"] = round(sum(data.store.size(path) for path in paths) / MIB, 2)
     if report.dry_run:
@@ -77,20 +78,20 @@ def _write_webdataset(
 ) -> None:
     export = WebDatasetExport(data, target, shard_mib * MIB, captions)
     export.check_target()
-    done = export.done_units()
-    missing = [part for part in export.parts if part.unit not in done]
-    report.skipped = len(export.parts) - len(missing)
+    finished_units = export.done_units()
+    todo = [part for part in export.parts if part.unit not in finished_units]
+    report.skipped = len(export.parts) - len(todo)
     if report.dry_run:
-        report.remaining = len(missing)
+        report.remaining = len(todo)
         return
-    written, samples = 0, sum(part.stop - part.start for part in missing)
+    size, samples = 0, sum(part.stop - part.start for part in todo)
     with console.progress(samples, "export", "samples") as progress:
-        for part in missing:
-            written += export.write(part)
+        for part in todo:
+            size += export.write(part)
             report.done += 1
             progress.advance(part.stop - part.start)
         export.publish()
-    report.details["written_mib"] = round(written / MIB, 2)
+    report.details["written_mib"] = round(size / MIB, 2)
 
 
 app = make_app(

@@ -1,5 +1,5 @@
-"""features: what each picture and clip is like, before anything is planned: a vector by a model, and measures. At its
-end all are compared: near-duplicates are put into groups, similar ones into clusters."""
+"""features: measures pictures and clips before they are planned: a feature vector of a model, and quality measures. In
+the end it compares all items, and groups near-duplicates and clusters of similar items."""
 
 from typing import Any
 
@@ -18,11 +18,8 @@ from stages.encoding.stage_state import StageState
 
 
 def run(config: Config, options: Options, console: Console, **more: Any) -> Report:
-    """more: the options of every encoding stage."""
-    from stages.encoding.features.comparison import (
-        import_faiss,
-        write_item_table,  # which reads media
-    )
+    """more: options of all encoding stages."""
+    from stages.encoding.features.comparison import import_faiss, write_item_table
     from stages.encoding.features.confirmation import require_opencv
 
     features = require_features(config)
@@ -32,15 +29,15 @@ def run(config: Config, options: Options, console: Console, **more: Any) -> Repo
         import_faiss()
     report, store = STAGE.run(config, options, console, **more), Store(config.root)
     state = STAGE.state(store, config, STAGE.find_plan(store, config))
-    if left := len(state.remaining_units()):
+    if remaining := len(state.remaining_units()):
         if not report.remaining:
-            report.details["items"] = f"compared once {left} units of other parts are done"
+            report.details["items"] = f"compared after the other parts have finished {remaining} units"
         return report
     name = item_table_name(features, state.fingerprint, state.wanted_ids)
     table = _find_table(store, name, state, console)
     if table is None or (report.done and not options.dry_run):
         if options.dry_run:
-            report.details["items"] = "still to be compared"
+            report.details["items"] = "not compared yet"
             return report
         table = write_item_table(store, config, state, name, console)
     report.details["items"] = len(table)
@@ -49,25 +46,26 @@ def run(config: Config, options: Options, console: Console, **more: Any) -> Repo
     if features.duplicates:
         count = len(table) - table["duplicate_of"].null_count
         groups = len(pc.unique(table["duplicate_group"].drop_null()))
-        report.details["near_duplicates"] = f"{count}, beside the best of each of {groups} groups" if count else "none"
+        report.details["near_duplicates"] = f"{count} in {groups} groups, without the best of each" if count else "none"
     return report
 
 
 def _find_table(store: Store, name: str, state: StageState, console: Console) -> pa.Table | None:
-    """The table, if it has all rows that there are: what was rejected may have been read later."""
+    """Returns the table, or None if it does not contain all current items, for example because a rejected item was read
+    later."""
     try:
         table = read_item_table(store, name)
     except DamageError as damage:
         console.warn(f"{damage.message}; the items are compared again")
         return None
     rejected = pa.array([row["item"] for row in state.rejects], pa.string())
-    there = state.wanted_ids.filter(pc.invert(pc.is_in(state.wanted_ids, value_set=rejected)))
+    encoded = state.wanted_ids.filter(pc.invert(pc.is_in(state.wanted_ids, value_set=rejected)))
     samples = state.plan.sample_table
-    members = pc.count_distinct(samples["media_id"].filter(pc.is_in(samples["sample_id"], value_set=there))).as_py()
-    return table if table is not None and len(table) == members else None
+    items = pc.count_distinct(samples["media_id"].filter(pc.is_in(samples["sample_id"], value_set=encoded))).as_py()
+    return table if table is not None and len(table) == items else None
 
 
-ABOUT = "Measure pictures and clips and find near-duplicates among them."
+ABOUT = "Measure pictures and clips, and find near-duplicates."
 app = make_app("features", ABOUT, run, passes_to=STAGE.run, divided=True)
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""gc: list what nothing uses any longer, biggest first, and with --yes remove it.
+"""gc: list unused files of a root, biggest first, and remove them with --yes.
 
-In use is what the given configurations need; the newest training set of each family and task, and those that a
-configuration names or that a run trained on recently; and whatever was written within --keep-days, since another
-configuration may share the root. Unfinished work stays, too: a set, plan or media table of the last hour, temporary
-files, and the folders that a stage writes to. Files outside this project's layout (cache/store/layout.py) are never
-touched.
+Files in use: all files that the given configurations need; the newest training set of each family and task; the sets
+that a configuration names or that a run trained on recently; and every file written within --keep-days, because another
+configuration may share the root. Unfinished work also stays: a set, plan or media table of the last hour, recent
+temporary files, and the folders that a stage writes to. Files outside this project's layout (cache/store/layout.py) are
+never touched.
 
-Killed at any moment, it leaves a sound root: of a set or plan the file that makes it exist is removed first, of a tar
-the tar before its sidecar, and the rest is still unused.
+A gc that is killed leaves a valid root: it removes the set.json or plan.json of a folder first, because a set or plan
+exists only with that file, and a tar before its sidecar. The next gc removes the remaining files.
 """
 
 import shlex
@@ -44,27 +44,27 @@ from stages.maintenance.checks import set_pointer_paths, shards_of_set
 
 DAY_S = 24 * 3600
 KEEP_DAYS = 30.0
-IN_PROGRESS_S = 3600.0  # seconds in which a set or plan gets all its files and is pointed at
+IN_PROGRESS_S = 3600.0  # maximum time between the first file of a set or plan and the pointer to it
 MIB = 1 << 20
-#: Top folders in the order of removal: what refers to others first.
+#: Top folders in the order of removal: a folder is before the folders that it refers to.
 REMOVAL_ORDER = ("sets", "plans", *stage_registry.SHARD_KINDS, "rejects", "jobs", "items", "media", "damaged", "")
-REMOVED_FIRST, REMOVED_LAST = ("set.json", "plan.json"), ("provenance.json",)  # of one folder
-KINDS = {program: kind for kind, program in STAGE_PROGRAMS.items()}  # of the caches, by the program that makes them
+FIRST_FILES, LAST_FILES = ("set.json", "plan.json"), ("provenance.json",)  # removed first and last in a folder
+CACHE_KINDS = {program: kind for kind, program in STAGE_PROGRAMS.items()}
 DESCRIPTIONS = {
-    "": "files that killed processes left half written",
-    "sets": "a training set that no configuration given makes, and not the newest of its family and task",
-    "plans": "a plan that nothing is made of",
-    "rejects": "lists of rejected items, of caches or datasets that are not used",
-    "media": "the media table of a dataset that no configuration given names",
-    "items": "tables of items that no configuration given has",
-    "jobs": "reports of jobs that ended",
-    "damaged": "damaged shards and plans that verify --repair or bucket moved to damaged/",
+    "": "incomplete files of killed processes",
+    "sets": "a training set that the given configurations do not use, not the newest of its family and task",
+    "plans": "a plan that no training set or configuration uses",
+    "rejects": "lists of rejects of unused caches or datasets",
+    "media": "the media table of a dataset that is not in the given configurations",
+    "items": "feature tables that the given configurations do not use",
+    "jobs": "reports of finished jobs",
+    "damaged": "damaged shards and plans that verify --repair or bucket moved here",
 }
 
 
 @dataclass
 class UnusedItem:
-    """Files of one folder that are removed together. path: the folder, "" for temporary files of any."""
+    """Unused files of one folder. path: the folder, "" for temporary files of all folders."""
 
     path: str
     description: str
@@ -86,38 +86,39 @@ def run(
     options: Options,
     console: Console,
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove what is listed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove the listed files.")] = False,
     keep_days: Annotated[
         float,
-        typer.Option(min=0, max=36_500, metavar="N", help="Keep what was written in the last N days, used or not."),
+        typer.Option(min=0, max=36_500, metavar="N", help="Keep files of the last N days even if they are unused."),
     ] = KEEP_DAYS,
     also: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Another configuration of this root. Repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Another configuration with the same root. Repeatable."),
     ] = None,
 ) -> Report:
     store = Store(config.root)
     configs = [config]
     for path in also or ():
-        configs.append(other := load_config(path))
-        if Store(other.root).path("") != store.path(""):
-            problem = f"{path} has the root {other.root}, not {store.url}"
-            raise UsageError(problem, "give --also configurations of this root")
-    now = time.time()
-    since = now - keep_days * DAY_S
-    listed = store.list_files()
-    ours = [entry for entry in listed if is_project_file(entry.name)]
-    needed = find_needed(store, configs, ours, since)
-    items = list_unused(store, ours, needed, since)
+        configs.append(extra_config := load_config(path))
+        if Store(extra_config.root).path("") != store.path(""):
+            problem = f"--also {path}: its root is {extra_config.root}, not {store.url}"
+            raise UsageError(problem, "give --also configurations with the same root")
+    time_now = time.time()
+    since = time_now - keep_days * DAY_S
+    entries = store.list_files()
+    project_files = [entry for entry in entries if is_project_file(entry.name)]
+    needed = find_needed(store, configs, project_files, since)
+    items = list_unused(store, project_files, needed, since)
     report = Report(program="gc", dry_run=options.dry_run)
     report.details = {
-        "unused": [item.row(now) for item in items] or f"nothing, of what was written more than {keep_days:g} days ago",
+        "unused": [item.row(time_now) for item in items] or f"no files older than {keep_days:g} days",
         "unused_mib": round(sum(item.total_bytes for item in items) / MIB, 2),
     }
-    kept = sum(entry.size for entry in ours) - sum(item.total_bytes for item in items if item.path)
-    report.details["kept_mib"] = round(kept / MIB, 2)
-    if others := [entry for entry in listed if not is_project_file(entry.name)]:
-        size = sum(entry.size for entry in others)
-        report.details["other_files"] = f"{len(others)} files, {round(size / MIB, 2)} MiB: left alone"
+    kept_bytes = sum(entry.size for entry in project_files) - sum(item.total_bytes for item in items if item.path)
+    report.details["kept_mib"] = round(kept_bytes / MIB, 2)
+    if user_files := [entry for entry in entries if not is_project_file(entry.name)]:
+        size = sum(entry.size for entry in user_files)
+        report.details["other_files"] = f"{len(user_files)} files, {round(size / MIB, 2)} MiB: not listed, always kept"
     if not yes or options.dry_run:
         report.remaining = len(items) if options.dry_run else 0
         arguments = [f"--keep-days {keep_days:g}"] if keep_days != KEEP_DAYS else []
@@ -134,20 +135,19 @@ def run(
 
 
 def list_unused(store: Store, entries: Sequence[Entry], needed: "Needed", since: float) -> list[UnusedItem]:
-    """What nothing uses and was last written before `since`, biggest first. entries: files with a name that this
-    project gives; all others are a user's."""
-    newest: dict[str, float] = {}  # folder of two levels (a cache, a plan, a set) -> when it was last written to
+    """Unused files last written before `since`, in folders, biggest first. entries: files of the project's layout."""
+    newest: dict[str, float] = {}  # folder of two levels (a cache, a plan, a set) -> time of the last write
     for entry in entries:
         newest[_folder(entry.name)] = max(newest.get(_folder(entry.name), 0), entry.modified)
-    now, unused, kept_folders = time.time(), dict[str, list[Entry]](), set[str]()
+    time_now, unused, kept_folders = time.time(), dict[str, list[Entry]](), set[str]()
     for entry in entries:
         folder = _folder(entry.name)
         top = folder.partition("/")[0]
-        # What a plan, a set, a media table or a cache of another configuration consists of is of one age.
-        together = top in ("sets", "plans", "media", *stage_registry.SHARD_KINDS) and "/" in folder
-        age = newest[folder] if together and folder not in needed.caches else entry.modified
-        limit = min(since, now - IN_PROGRESS_S) if top in ("sets", "plans", "media", "jobs") else since
-        if age < limit and not needed.includes(entry.name):
+        # All files of a plan, a set, a media table or a cache of another configuration have the age of the newest.
+        has_one_age = top in ("sets", "plans", "media", *stage_registry.SHARD_KINDS) and "/" in folder
+        modified = newest[folder] if has_one_age and folder not in needed.caches else entry.modified
+        limit = min(since, time_now - IN_PROGRESS_S) if top in ("sets", "plans", "media", "jobs") else since
+        if modified < limit and not needed.includes(entry.name):
             unused.setdefault(folder, []).append(entry)
         else:
             kept_folders.add(folder)
@@ -155,17 +155,17 @@ def list_unused(store: Store, entries: Sequence[Entry], needed: "Needed", since:
     for folder, files in unused.items():
         description = DESCRIPTIONS.get(folder.partition("/")[0])
         if description is None:
-            why = "what no training set holds" if folder in kept_folders else "no configuration given uses it"
-            why = "units that no plan has any longer" if folder in needed.caches else why
-            description = f"{_describe_cache(store, folder)}: {why}"
+            reason = "shards in no training set" if folder in kept_folders else "no given configuration uses it"
+            reason = "units that are not in a plan any longer" if folder in needed.caches else reason
+            description = f"{_describe_cache(store, folder)}: {reason}"
         items.append(UnusedItem(folder, description, files))
-    if stale := [entry for entry in store.list_files(temporaries=True) if entry.modified < now - STALE_S]:
+    if stale := [entry for entry in store.list_files(temporaries=True) if entry.modified < time_now - STALE]:
         items.append(UnusedItem("", DESCRIPTIONS[""], stale))
     return sorted(items, key=lambda item: (-item.total_bytes, item.path))
 
 
 def _describe_cache(store: Store, folder: str) -> str:
-    """What a cache was made by; it may have been copied from elsewhere, so its content is not trusted."""
+    """Stage and models of a cache, from provenance.json, which is untrusted because caches can come from others."""
     try:
         record = store.read_record(f"{folder}/provenance.json", Provenance)
     except (FileNotFoundError, StoreError, DamageError):
@@ -177,7 +177,7 @@ def _describe_cache(store: Store, folder: str) -> str:
 
 
 def _folder(name: str) -> str:
-    """The folder of two levels that a file belongs to, as latents/<fingerprint>."""
+    """The first two folders of a file's path, such as latents/<fingerprint>."""
     return "/".join(name.split("/")[:-1][:2])
 
 
@@ -188,11 +188,11 @@ def _remove_item(store: Store, item: UnusedItem, progress: Progress) -> None:
         return
 
     def rank(entry: Entry) -> tuple[int, str]:
-        """First what makes a folder or a shard exist, last what describes it."""
+        """Order of removal: files that make a set or plan exist, shards, sidecars, provenance.json."""
         file = entry.name.rpartition("/")[2]
-        if file in REMOVED_FIRST:
+        if file in FIRST_FILES:
             return 0, entry.name
-        return (3 if file in REMOVED_LAST else 2 if file.endswith(shard.SIDECAR_SUFFIX) else 1), entry.name
+        return (3 if file in LAST_FILES else 2 if file.endswith(shard.SIDECAR_SUFFIX) else 1), entry.name
 
     for entry in sorted(item.entries, key=rank):
         store.remove(entry.name)
@@ -205,41 +205,41 @@ def _remove_item(store: Store, item: UnusedItem, progress: Progress) -> None:
 
 @dataclass
 class Needed:
-    """The things that gc keeps.
+    """Files that gc keeps.
 
-    caches: `<kind>/<fingerprint>` of the configurations; whole_caches: of which every unit stays. units: active in
-    their plans. units_of_others: active in plans of other configurations, whose caches are not known. shards: paths
-    that the kept sets refer to. names: the folders and files of sets, plans, media tables, lists of rejected items,
-    tables of items and pointers.
+    caches: `<kind>/<fingerprint>` of the given configurations. whole_caches: caches whose units all stay. units: active
+    units in the plans of the given configurations. other_units: active units in recent plans of other configurations,
+    kept in every cache. shards: paths that the kept sets refer to. names: kept folders of sets, plans and media tables;
+    kept lists of rejects, tables of items and pointers.
     """
 
     caches: set[str] = field(default_factory=set)
     whole_caches: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
-    units_of_others: set[str] = field(default_factory=set)
+    other_units: set[str] = field(default_factory=set)
     shards: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=lambda: {f"media/{VALIDATION}"})
 
     def includes(self, name: str) -> bool:
-        """Whether a file of this project is kept whatever its age."""
-        top, _, rest = name.partition("/")
-        folder, _, file = rest.partition("/")
+        """Whether a file of this project is kept at any age."""
+        top, _, path_in_top = name.partition("/")
+        folder, _, file = path_in_top.partition("/")
         if top in stage_registry.SHARD_KINDS:
             if folder == "edits":
                 return True
             cache, path = f"{top}/{folder}", name.removesuffix(".json")
-            if file in REMOVED_LAST:
+            if file in LAST_FILES:
                 return self._has_cache(cache) or any(path.startswith(f"{cache}/") for path in self.shards)
             unit = shard.unit_name(file.removesuffix(".json"))
-            is_active = unit in self.units_of_others or (cache in self.caches and unit in self.units)
+            is_active = unit in self.other_units or (cache in self.caches and unit in self.units)
             return path in self.shards or cache in self.whole_caches or is_active
-        if top == "rejects" and folder in KINDS:  # lists are small: they go with their cache
-            return self._has_cache(f"{KINDS[folder]}/{file.partition('/')[0]}")
+        if top == "rejects" and folder in CACHE_KINDS:  # a cache's lists are small: they stay until the cache goes
+            return self._has_cache(f"{CACHE_KINDS[folder]}/{file.partition('/')[0]}")
         if top in ("damaged", "jobs"):
             return False
         if CONFIG_POINTER_PATTERN.fullmatch(name) or top in ("rejects", "items"):
             return name in self.names
-        # Other files directly in sets/ or plans/, and those of weights/, are not looked at.
+        # All other files directly in sets/ or plans/, and files in weights/, are kept.
         return not file or top not in ("sets", "plans", "media") or f"{top}/{folder}" in self.names
 
     def _has_cache(self, cache: str) -> bool:
@@ -247,11 +247,10 @@ class Needed:
 
 
 def find_needed(store: Store, configs: Sequence[Config], entries: Iterable[Entry], since: float) -> Needed:
-    """LatentpressError where one of the configurations has no plan or media table. DamageError where a pointer to a
-    set leads nowhere below the root. since: what was written at that time (seconds since 1970) or later is in use,
-    whoever wrote it."""
+    """Collect the files in use. since: time in seconds since 1970; files written at that time or later are in use.
+    LatentpressError if a configuration has no plan or media table; DamageError if a pointer to a set is invalid."""
     needed, used_plans = Needed(), list[Plan]()
-    written = {entry.name: entry.modified for entry in entries}
+    write_times = {entry.name: entry.modified for entry in entries}
     for config, plan in [(config, current_plan(store, config)) for config in configs]:
         items = stage_registry.item_stages(config)
         stages = [*items, *stage_registry.required_stages(config)]
@@ -268,46 +267,46 @@ def find_needed(store: Store, configs: Sequence[Config], entries: Iterable[Entry
         needed.names.add(f"rejects/bucket/{config.model.family}-{config.model.task}{shard.ARROW_SUFFIX}")
         needed.names |= set(list_pointers(store, config))
     needed.units = {unit for plan in used_plans for unit in _unit_ids(plan)}
-    sets = _find_sets(store, configs, written, needed.names, since)
+    sets = _find_sets(store, configs, write_times, needed.names, since)
     needed.shards = {path for name in sets for path in shards_of_set(store, name)}
 
     all_plans = [plans.load_plan(store, name) for name in plans.list_plans(store)]
     keys = {plan.info.key for plan in used_plans}
-    newest: dict[str, Plan] = {}  # of each other configuration, if it is recent
+    newest: dict[str, Plan] = {}  # key of another configuration -> its newest recent plan
     for plan in all_plans:
-        if plan.info.key not in keys and written.get(f"plans/{plan.name}/plan.json", since) >= since:
+        if plan.info.key not in keys and write_times.get(f"plans/{plan.name}/plan.json", since) >= since:
             newest[plan.info.key] = plan
-    needed.units_of_others = {unit for plan in newest.values() for unit in _unit_ids(plan)}
-    made_of = [store.read_record(f"sets/{name}/set.json", SetRecord).generation for name in sets]
-    used_plans += [*newest.values(), *(plan for plan in all_plans if plan.name in made_of)]
+    needed.other_units = {unit for plan in newest.values() for unit in _unit_ids(plan)}
+    set_generations = [store.read_record(f"sets/{name}/set.json", SetRecord).generation for name in sets]
+    used_plans += [*newest.values(), *(plan for plan in all_plans if plan.name in set_generations)]
     generations = {plan.name for plan in used_plans}
-    for plan in all_plans:  # earlier generations that hold what is active in these
-        later = [other for other in used_plans if plan.name < other.name]
-        if plan.name in generations or not later:
+    for plan in all_plans:  # earlier generations that hold samples, texts or units of the used plans
+        later_plans = [used_plan for used_plan in used_plans if plan.name < used_plan.name]
+        if plan.name in generations or not later_plans:
             continue
-        own = (("samples", "sample_id"), ("texts", "text_id"))
-        held = [plan.own_table(table).column(key) for table, key in own]
-        held.append(pc.list_flatten(plan.own_table("units").column("members")))
-        wanted = pa.concat_arrays([ids for other in later for ids in (other.active_sample_ids, other.active_text_ids)])
-        if any(pc.any(pc.is_in(ids, value_set=wanted)).as_py() for ids in held):
+        id_columns = (("samples", "sample_id"), ("texts", "text_id"))
+        plan_ids = [plan.own_table(table).column(key) for table, key in id_columns]
+        plan_ids.append(pc.list_flatten(plan.own_table("units").column("members")))
+        active_ids = pa.concat_arrays([ids for p in later_plans for ids in (p.active_sample_ids, p.active_text_ids)])
+        if any(pc.any(pc.is_in(ids, value_set=active_ids)).as_py() for ids in plan_ids):
             generations.add(plan.name)
     needed.names |= {f"sets/{name}" for name in sets} | {f"plans/{name}" for name in generations}
     return needed
 
 
 def _find_sets(
-    store: Store, configs: Sequence[Config], written: dict[str, float], pointers: set[str], since: float
+    store: Store, configs: Sequence[Config], write_times: dict[str, float], pointers: set[str], since: float
 ) -> set[str]:
-    """The newest sets, the sets that configurations and their runs train on, and recent ones. pointers: of the
-    configurations; recent ones are added."""
-    existing = {name.split("/")[1] for name in written if name.startswith("sets/") and name.endswith("/set.json")}
-    of_configs = {name for name in written if CONFIG_POINTER_PATTERN.fullmatch(name)}
-    pointers |= {name for name in of_configs if written[name] >= since}
-    pointing = [rel for rel in set_pointer_paths(store) if rel not in of_configs - pointers]
-    used = {*(read_pointer(store, rel) for rel in pointing), *(_set_id(config.train.set) for config in configs)}
-    used |= {name for config in configs for name in _sets_of_runs(Path(config.output), since)}
-    used |= {name for name in existing if written[f"sets/{name}/set.json"] >= since}
-    return used & existing
+    """The newest sets, the sets that configurations and their runs train on, and recent sets. pointers: names of the
+    configurations' pointers; recent pointers of all configurations are added to it."""
+    existing = {name.split("/")[1] for name in write_times if name.startswith("sets/") and name.endswith("/set.json")}
+    config_pointers = {name for name in write_times if CONFIG_POINTER_PATTERN.fullmatch(name)}
+    pointers |= {name for name in config_pointers if write_times[name] >= since}
+    used_pointers = [name for name in set_pointer_paths(store) if name not in config_pointers - pointers]
+    sets = {*(read_pointer(store, name) for name in used_pointers), *(_set_id(config.train.set) for config in configs)}
+    sets |= {name for config in configs for name in _sets_of_runs(Path(config.output), since)}
+    sets |= {name for name in existing if write_times[f"sets/{name}/set.json"] >= since}
+    return sets & existing
 
 
 def _unit_ids(plan: Plan) -> set[str]:
@@ -315,34 +314,34 @@ def _unit_ids(plan: Plan) -> set[str]:
 
 
 def _sets_of_runs(output: Path, since: float) -> set[str]:
-    """The sets of training runs in which something was written recently: they may be running, or be resumed."""
+    """The sets of training runs with recent files, because such a run may still train or be resumed."""
     sets = set()
     for settings in output.glob("*/config.yaml"):
-        written = [0.0]
+        write_times = [0.0]
         for _, entry in walk(settings.parent):
-            with suppress(OSError):  # removed meanwhile
-                written.append(entry.stat().st_mtime)
-        if max(written) < since:
+            with suppress(OSError):  # removed by another process
+                write_times.append(entry.stat().st_mtime)
+        if max(write_times) < since:
             continue
         try:
             name = value_at(parse_yaml(read_text(settings)).value, ("train", "set"))
         except ValueError as error:
             raise LatentpressError(
-                f"{settings} can't be read, so which training set that run needs is not known: {printable(error)}",
-                "correct it, or move the run out of the output folder",
+                f"{settings} cannot be read, so the training set of this run is unknown: {printable(error)}",
+                "correct the file, or move the run out of the output folder",
             ) from error
         sets.add(_set_id(name if isinstance(name, str) else ""))
     return sets
 
 
 def _set_id(name: str) -> str:
-    """Return the id of `train.set`, which may also be a path into this root."""
+    """Return the set's id. name: value of `train.set`: an id or a path into this root."""
     return parse_set_path(name)[1] if "/" in name else name
 
 
 app = make_app(
     "gc",
-    "List what nothing uses any longer, with sizes; with --yes remove it.",
+    "List files that are not used any longer, with sizes; with --yes remove them.",
     run,
     examples=["--also other.yaml --keep-days 7", "--yes"],
     unused=NOT_COMPUTING,

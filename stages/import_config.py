@@ -1,5 +1,5 @@
-"""import-config: the configuration of another trainer as a commented pipeline.yaml, with a line for every key: what it
-became, or its value, if it is not carried over.
+"""import-config: converts the configuration of another trainer to a commented pipeline.yaml. Each key has a line with
+the option that it became, or with its value if it is not carried over.
 
 Files are parsed and never run. docs/coming-from.md has a section for each trainer.
 """
@@ -24,7 +24,7 @@ from stages.importing.draft import Draft, Line, Trainer
 from stages.importing.files import ImportConfigError, Parsed, ReferencedFiles, read_file
 from stages.importing.trainers import TRAINERS
 
-#: What the configuration says about a value that has no effect there either.
+#: Parts of the configuration's error messages about options that have no effect, and so are not needed.
 IDLE = ("no effect", "it is an option of", "goes with ", "remove it")
 
 
@@ -33,17 +33,23 @@ def run(
     options: Options,
     console: Console,
     *,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", show_default=False)],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", show_default=False, help="Configuration files, scripts and dataset files."),
+    ],
     trainer: Annotated[
         str | None,
-        typer.Option("--from", metavar="NAME", help=f"{', '.join(TRAINERS)}.  [default: by the files' content]"),
+        typer.Option(
+            "--from", metavar="NAME", help=f"Trainer: {', '.join(TRAINERS)}.  [default: detected from the files]"
+        ),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option(
             "--base",
             metavar="FOLDER",
-            help="Where relative paths in the files start.  [default: the file's folder or one above, where they are]",
+            help="Folder of relative paths in the files.  [default: the first of the file's folder and the two "
+            "folders above it in which a path exists]",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", "--force", help="Replace an existing file.")] = False,
@@ -51,57 +57,58 @@ def run(
     parsed, target = [read_file(path) for path in files], options.config
     before = read_text(target) if target.exists() else None
     if not options.dry_run and before is not None and not overwrite:
-        step = "Add --overwrite to replace it, or name another file with --config."
-        raise ImportConfigError(f"{target} exists already", step)
-    chosen = _choose(trainer, parsed)
-    references = ReferencedFiles(files[0], base, target.absolute().parent)
-    draft = Draft(references, {("root",): "./work", ("output",): "./output"})
-    chosen.carry(draft, _roles(chosen, parsed))
+        step = "Use --overwrite to replace it, or set --config to another file."
+        raise ImportConfigError(f"{target} already exists", step)
+    source = _find_trainer(trainer, parsed)
+    path_resolver = Beside(files[0], base, target.absolute().parent)
+    draft = Draft(path_resolver, {("root",): "./work", ("output",): "./output"})
+    source.carry(draft, _find_roles(source, parsed))
     for file in parsed:
-        for location, why in file.problems:
-            draft.add_line(f"{file.path.name}: {location}", "not carried over", why)
-    _apply(options.overrides, draft)
-    _settle(draft)
-    text = _write_text(draft, chosen, [*files, *references.read_paths])
+        for location, reason in file.problems:
+            draft.say(f"{file.path.name}: {location}", "not carried over", reason)
+    _apply_overrides(options.overrides, draft)
+    _correct_values(draft)
+    text = _write_text(draft, source, [*files, *path_resolver.read_paths])
     parse_config(text, target)
     if options.dry_run and not options.json:
         print_for_reader(text, console.stdout)
     elif not options.dry_run:
         write_file(target, before, text)
-    return _report(draft, chosen, target, text, options)
+    return _make_report(draft, source, target, text, options)
 
 
-def _choose(name: str | None, parsed: Sequence[Parsed]) -> Trainer:
+def _find_trainer(name: str | None, parsed: Sequence[Parsed]) -> Trainer:
     if name is not None:
         if name.lower() not in TRAINERS:
-            raise ImportConfigError(f"--from {name}: valid are {', '.join(TRAINERS)}")
+            raise ImportConfigError(f"--from {name}: unknown trainer; choose from {', '.join(TRAINERS)}")
         return TRAINERS[name.lower()]
     for trainer in TRAINERS.values():
         if any(trainer.find_role(file.content) for file in parsed):
             return trainer
     raise ImportConfigError(
-        f"{', '.join(str(file.path) for file in parsed)}: no trainer's configuration is recognized",
-        f"Name the trainer with --from ({', '.join(TRAINERS)}), and all of its files.",
+        f"{', '.join(str(file.path) for file in parsed)}: not the configuration of a supported trainer",
+        f"Set the trainer with --from ({', '.join(TRAINERS)}), and give all of its files.",
     )
 
 
-def _roles(trainer: Trainer, parsed: Sequence[Parsed]) -> dict[str, Any]:
+def _find_roles(trainer: Trainer, parsed: Sequence[Parsed]) -> dict[str, Any]:
+    """Returns role of a file in the trainer's configuration -> its content."""
     roles: dict[str, Any] = {}
     for file in parsed:
         role = trainer.find_role(file.content) or ("arguments" if isinstance(file.content, dict) else "")
         if not role:
             raise ImportConfigError(
                 f"{file.path} is not a configuration of {trainer.name}",
-                "Name its configuration and its datasets alone.",
+                "Give only its configuration and dataset files.",
             )
         if role in roles and isinstance(file.content, dict):
-            roles[role] = {**roles[role], **file.content}  # a file of arguments, and a command
+            roles[role] = {**roles[role], **file.content}  # merges a file of arguments and a command
         else:
             roles[role] = file.content
     return roles
 
 
-def _apply(overrides: Sequence[str], draft: Draft) -> None:
+def _apply_overrides(overrides: Sequence[str], draft: Draft) -> None:
     for text in overrides:
         try:
             key, value = parse_override(text)
@@ -109,44 +116,44 @@ def _apply(overrides: Sequence[str], draft: Draft) -> None:
         except ValueError as error:
             raise ImportConfigError(f"--set {text.partition('=')[0]}: {error}") from error
         for line in draft.lines:
-            same_section = line.option.startswith("model.") and key.startswith("model.")
-            if line.outcome == "not carried over" and (line.option == key or same_section):
+            is_same_section = line.to.startswith("model.") and key.startswith("model.")
+            if line.outcome == "not carried over" and (line.to == key or is_same_section):
                 line.outcome, line.note = "needs nothing", f"--set {key}"
-        path = next((ours for ours in draft.values if ours == path[: len(ours)]), path)  # a list, such as of prompts
-        draft.values = {ours: item for ours, item in draft.values.items() if ours[: len(path)] != path}
+        path = next((parent for parent in draft.values if parent == path[: len(parent)]), path)  # such as a whole list
+        draft.values = {other: item for other, item in draft.values.items() if other[: len(path)] != path}
         draft.values[path] = value_at(tree, path)
         draft.lines.append(Line(f"--set {key}", "carried over", "", key, [path]))
 
 
-def _settle(draft: Draft) -> None:
-    """Set each number beyond its limit to the limit, and remove each other value that is not valid. Raises
-    ImportConfigError if no configuration can be made without it."""
+def _correct_values(draft: Draft) -> None:
+    """Set each number beyond its limit to the limit, and remove all other invalid values. Raises ImportConfigError if
+    the configuration is then still invalid."""
     problems: list[tuple[KeyPath, str, Any]] = []
     for _ in range(len(draft.lines) + 1):
         problems = list(_problems(nest(draft.values)))
-        if not [problem for problem in problems if _mend(draft, *problem)]:
+        if not [problem for problem in problems if _correct_value(draft, *problem)]:
             break
     if problems:
         errors = [f"{dotted_path(path) or 'the configuration'}: {message}" for path, message, _ in problems]
-        left = [f"{line.key}: {line.note}" for line in draft.lines if line.outcome == "not carried over"]
+        dropped = [f"{line.key}: {line.note}" for line in draft.lines if line.outcome == "not carried over"]
         step = f"Correct these with --set KEY=VALUE, for example --set model.family=NAME ({', '.join(FAMILIES)})."
-        raise ImportConfigError("\n".join(["no configuration can be made:", *errors, *left]), step)
+        raise ImportConfigError("\n".join(["the files cannot be converted:", *errors, *dropped]), step)
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
-    """(path, what is wrong, the nearest valid number or None)."""
+    """Yield (path, error message, nearest valid number or None) of each invalid value."""
     try:
         Config.model_validate(values)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             bounds = detail.get("ctx", {})
-            below = bounds["lt"] * 0.99 if "lt" in bounds else None
+            less = bounds["lt"] * 0.99 if "lt" in bounds else None
             for path, message in explain_error(detail):
-                yield path, message, bounds.get("ge", bounds.get("le", below))
+                yield path, message, bounds.get("ge", bounds.get("le", less))
 
 
-def _mend(draft: Draft, path: KeyPath, message: str, limit: Any) -> bool:
-    """Whether a value was changed or removed."""
+def _correct_value(draft: Draft, path: KeyPath, message: str, limit: Any) -> bool:
+    """Correct or remove a value. Returns whether it was changed or removed."""
     is_needed = path[:2] == ("model", "family") or (
         path[:1] == ("datasets",) and path[2:3] in (("id",), ("instance_data_dir",))
     )
@@ -155,23 +162,23 @@ def _mend(draft: Draft, path: KeyPath, message: str, limit: Any) -> bool:
     lines = [line for line in draft.lines if path in line.paths]
     if limit is not None and lines:
         for line in lines:
-            line.note = "nearest to a value beyond the limit"
-        draft.set(path, limit)
+            line.note = "limited to the nearest valid value"
+        draft.put(path, limit)
         return True
     is_idle = any(word in message for word in IDLE)
     return draft.remove_value(path, "needs nothing" if is_idle else "not carried over", message)
 
 
-def _report(draft: Draft, trainer: Trainer, target: Path, text: str, options: Options) -> Report:
+def _make_report(draft: Draft, trainer: Trainer, target: Path, text: str, options: Options) -> Report:
     carried = [line for line in draft.lines if line.outcome == "carried over"]
-    idle = [line for line in draft.lines if line.outcome in ("needs nothing", "secret") and not line.is_default]
-    left = [line for line in draft.lines if line.outcome == "not carried over"]
-    failed = [{"item": line.key, "reason": line.outcome, "message": line.note} for line in left]
+    idle = [line for line in draft.lines if line.outcome in ("needs nothing", "secret") and not line.default]
+    dropped = [line for line in draft.lines if line.outcome == "not carried over"]
+    failed = [{"item": line.key, "reason": line.outcome, "message": line.note} for line in dropped]
     report = Report("import-config", done=len(carried), skipped=len(idle), failed=failed,
                     what="keys", dry_run=options.dry_run)  # fmt: skip
     report.details = {
         "trainer": trainer.name,
-        "carried_over": [{"key": line.key, "becomes": _becomes(draft, line)} for line in carried],
+        "carried_over": [{"key": line.key, "becomes": _format_values(draft, line)} for line in carried],
         "not_needed": [{"key": line.key, "why": line.note} for line in idle],
         "would_write" if options.dry_run else "written": str(target),
     }
@@ -181,13 +188,14 @@ def _report(draft: Draft, trainer: Trainer, target: Path, text: str, options: Op
     return report
 
 
-def _becomes(draft: Draft, line: Line) -> str:
+def _format_values(draft: Draft, line: Line) -> str:
     parts = [f"{dotted_path(path)}: {shorten(str(draft.values[path]))}" for path in line.paths]
     return "; ".join([*parts, *([line.note] if line.note else [])])
 
 
 def _write_text(draft: Draft, trainer: Trainer, files: Sequence[Path]) -> str:
-    """The configuration, each value with its key there; at the end, what is not carried over."""
+    """The text of pipeline.yaml. The comment of each value is the other trainer's key; a list of keys that are not
+    carried over is at the end."""
     remarks: dict[KeyPath, str] = {}
     for line in draft.lines:
         words = [line.key.rpartition(": ")[2], *([f"{trainer.name}'s default"] if line.is_default else []), line.note]
@@ -195,15 +203,15 @@ def _write_text(draft: Draft, trainer: Trainer, files: Sequence[Path]) -> str:
             remarks[path] = ", ".join(filter(None, [remarks.get(path), *words]))
     names = ", ".join(dict.fromkeys(path.name for path in files))
     head = f"Imported from {trainer.name} ({names}) by latentpress import-config: docs/coming-from.md.\n"
-    head += "Each comment is the key that a value comes from. docs/options.md has all options."
-    left = [line for line in draft.lines if line.outcome in ("not carried over", "secret")]
-    rest = ["Not carried over:", *(f"  {line.key}: {line.note}" for line in left)] if left else []
-    return write_yaml(draft.values, head, remarks.get, rest, one_line=False)
+    head += "Each comment is the key from which the value comes. docs/options.md lists all options."
+    dropped = [line for line in draft.lines if line.outcome in ("not carried over", "secret")]
+    tail = ["Not carried over:", *(f"  {line.key}: {line.note}" for line in dropped)] if dropped else []
+    return write_yaml(draft.values, head, remarks.get, tail, one_line=False)
 
 
 app = make_app(
     "import-config",
-    "The configuration of another trainer as a pipeline.yaml: SimpleTuner, musubi-tuner, ai-toolkit.",
+    "Convert the configuration of another trainer to a pipeline.yaml: SimpleTuner, musubi-tuner or ai-toolkit.",
     run,
     unused=NOT_COMPUTING,
     needs_config=False,

@@ -1,8 +1,8 @@
-"""index: joins the plan with its texts, latents and vision features, if any, into a small, memory-mapped training set.
+"""index: joins the plan with its encoded texts, latents and vision features into a small, memory-mapped training set.
 
-Reports exactly what is missing and which command encodes it. Samples that were rejected are left out and counted. No
-set is made while samples are not encoded, if media were missing, or if more than `stages.max_reject_fraction` was set
-rejects: no run silently trains on half of the data.
+Reports missing samples and the commands that encode them. Rejected samples are left out and counted. A set is not made
+if samples are not encoded, if media were missing, or if more than `stages.max_reject_fraction` of the samples were
+rejected, so that a run does not silently train on half of the data.
 """
 
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ def run(
     console: Console,
     *,
     allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="Leave out samples whose media were missing during encoding.")
+        bool, typer.Option("--allow-missing", help="Exclude samples whose media were missing during encoding.")
     ] = False,
 ) -> Report:
     if options.dry_run:
@@ -59,7 +59,7 @@ def run(
     encoded = {}
     for kind, state in states.items():
         paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
-        with activity(f"reading what the {len(paths)} shards of {kind} hold"):
+        with activity(f"reading the contents of {len(paths)} {kind} shards"):
             encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
     rejects = _list_rejects(plan, encoded)
     stopped = _find_stopped(store, config, kinds, states)
@@ -81,13 +81,13 @@ def run(
     report.details |= {"rejected_texts": len(texts.rejects)} if texts.rejects else {}
     report.truncated = format_truncated(plan, texts.truncated)
     report.rejects, report.done = joined.left_out, joined.train + joined.held_out
-    done = _is_published(store, name, joined.tables, record)
+    is_published = _is_published(store, name, joined.tables, record)
     if options.dry_run:
-        done = done and set_lookup.is_current(store, record)
+        is_current = is_published and set_lookup.is_current(store, record)
         total, report.done = report.done, 0
-        report.skipped, report.remaining = (total, 0) if done else (0, total)
+        report.skipped, report.remaining = (total, 0) if is_current else (0, total)
         return report
-    if done:
+    if is_published:
         report.skipped, report.done = report.done, 0
     else:
         for key, table in joined.tables.items():
@@ -100,7 +100,7 @@ def run(
 def _find_stopped(
     store: Store, config: Config, kinds: Mapping[str, EncodingStage], states: Mapping[str, StageState]
 ) -> list[TableRow]:
-    """Stages that exceeded the limit of rejects, and would again."""
+    """Stages that stopped because they exceeded the limit of rejects."""
     stopped = []
     for kind, stage in kinds.items():
         try:
@@ -118,8 +118,8 @@ def _describe_set(
     states: Mapping[str, StageState],
     encoded: Mapping[str, EncodedMembers],
 ) -> SetRecord:
-    """set.json without the id."""
-    stated = {
+    """Returns the content of set.json without the id."""
+    content = {
         "family": config.model.family,
         "flavour": config.model.flavour_spec.name,
         "task": config.model.task,
@@ -136,11 +136,11 @@ def _describe_set(
             "texts": joined.tables["texts"].num_rows,
         },
     }
-    return SetRecord.model_validate(stated)
+    return SetRecord.model_validate(content)
 
 
 def hash_table(table: pa.Table) -> str:
-    """A hash of a table's rows, the same for any chunks: of Arrow IPC messages of HASH_BATCH_ROWS rows."""
+    """Hash of a table's rows, independent of its chunks, computed on Arrow IPC messages of HASH_BATCH_ROWS rows."""
     hashes = []
     for first in range(0, table.num_rows, HASH_BATCH_ROWS):
         (batch,) = table.slice(first, HASH_BATCH_ROWS).combine_chunks().to_batches()
@@ -151,14 +151,15 @@ def hash_table(table: pa.Table) -> str:
 def _is_published(store: Store, name: str, tables: dict[str, pa.Table], record: SetRecord) -> bool:
     """Whether the set exists and all its files are undamaged."""
     try:
-        same = store.read_record(f"sets/{name}/set.json", SetRecord).values() == record.values()
-        return same and all(read_set_table(store, name, key).equals(table) for key, table in tables.items())
+        if store.read_record(f"sets/{name}/set.json", SetRecord).values() != record.values():
+            return False
+        return all(read_set_table(store, name, key).equals(table) for key, table in tables.items())
     except (FileNotFoundError, DamageError):
         return False
 
 
 def _list_rejects(plan: Plan, encoded: Mapping[str, EncodedMembers]) -> list[TableRow]:
-    """Report rows of the rejected members in the plan: samples with their files, then texts with their words."""
+    """Rows of the report for the plan's rejected samples with their files, then for its rejected texts."""
     rows: dict[str, TableRow] = {}
     for kind in sorted(encoded, key=lambda kind: kind == "text"):
         for name, member in encoded[kind].rejects.items():
@@ -168,30 +169,31 @@ def _list_rejects(plan: Plan, encoded: Mapping[str, EncodedMembers]) -> list[Tab
 
 
 def _refuse_missing_media(report: Report, rejects: list[TableRow], kinds: Iterable[str]) -> Report:
-    """Missing media may come back, unlike bad media: no set is made without it unless --allow-missing is given."""
+    """Report missing media. A set without them is only made with --allow-missing, because they may become available,
+    unlike damaged media."""
     missing = sum(row["reason"] == "missing" for row in rejects)
     report.rejects, report.remaining = rejects, missing
     report.details["no_set_made"] = f"the media of {missing} samples and texts were missing during encoding"
-    retries = [f"latentpress {ENCODE_PROGRAMS[kind]}   # also retries what was missing" for kind in kinds]
+    retries = [f"latentpress {ENCODE_PROGRAMS[kind]}   # also retries missing media" for kind in kinds]
     report.next_steps = [
-        "latentpress encode-text   # once the files are there again (mount the disk, or correct media_root)",
+        "latentpress encode-text   # after the files are available again (mount the disk, or correct media_root)",
         *retries[1:],
-        "latentpress discover   # then bucket and index, if the files were deleted for good",
-        "latentpress index --allow-missing   # to train without them",
+        "latentpress discover   # if the files were deleted; then run bucket and index",
+        "latentpress index --allow-missing   # to train without these samples",
     ]
     return report
 
 
 def report_missing(report: Report, plan: Plan, encoded: Mapping[str, EncodedMembers]) -> Report:
-    """Report what is not encoded, texts with their words and samples with their files, and the commands to run."""
+    """Report texts and samples that are not encoded, and the commands to run."""
     stopped = [row["stage"] for row in report.details.get("stopped_by_limit", ())]
     report.remaining = len(report.rejects) if stopped else 0
-    report.next_steps += [f"latentpress {stage} --retry-rejects   # once the cause is removed" for stage in stopped]
+    report.next_steps += [f"latentpress {stage} --retry-rejects   # after correcting the cause" for stage in stopped]
     for kind, members in encoded.items():
         if count := len(members.missing):
-            what = {"text": "texts", "latents": "samples"}.get(kind, f"{kind} features of samples")
+            noun = {"text": "texts", "latents": "samples"}.get(kind, f"{kind} features of samples")
             report.remaining += count
-            report.next_steps.append(f"latentpress {ENCODE_PROGRAMS[kind]}   # {count} {what} are not encoded yet")
+            report.next_steps.append(f"latentpress {ENCODE_PROGRAMS[kind]}   # {count} {noun} are not encoded yet")
             if kind == "text":
                 first = [
                     {"text": _text_label(plan, name), "id": name}
@@ -214,7 +216,7 @@ def _text_label(plan: Plan, name: str) -> str:
     return shorten(plan.texts[name]["text"]) or "(null prompt)"
 
 
-app = make_app("index", "Join plan, texts and latents into the training set.", run, unused=NOT_COMPUTING)
+app = make_app("index", "Join plan, texts and latents into a training set.", run, unused=NOT_COMPUTING)
 
 if __name__ == "__main__":
     app()

@@ -1,5 +1,5 @@
-"""masks: masks of items that have none, by a segmentation model. They are kept under the root, where `bucket` finds
-them in the place of companions."""
+"""masks: makes masks of items without a mask, by a segmentation model. The masks are stored under the root, from which
+`bucket` reads them like companion files."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from stages.encoding.stage_registry import MASKS as STAGE
 
 
 def run(config: Config, options: Options, console: Console, **more: Any) -> Report:
-    """more: the options of every encoding stage."""
+    """more: options of all encoding stages."""
     require_masks(config)
     return STAGE.run(config, options, console, **more)
 
 
-ABOUT = "Make masks of pictures and clips that have none, by a segmentation model."
+ABOUT = "Make masks of pictures and clips without a mask, by a segmentation model."
 app = make_app("masks", ABOUT, run, passes_to=STAGE.run, divided=True)
 
 if __name__ == "__main__":

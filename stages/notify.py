@@ -1,4 +1,4 @@
-"""notify: tells webhooks that a run started, was validated, wrote a checkpoint, finished or failed.
+"""notify: sends webhooks a message when a run starts, is validated, writes a checkpoint, finishes or fails.
 
 It only reads the run's folder, so a webhook that is down or slow neither stops nor slows the run. The events that were
 sent are recorded in <output>/<run>/notifications.json, so that a restart does not send them again.
@@ -40,7 +40,7 @@ def run(
     report = Report(program="notify", dry_run=options.dry_run, what="events")
     report.details["run"] = config.run_name
     if not hooks:
-        report.details["webhooks"] = "notify.webhooks has none"
+        report.details["webhooks"] = "notify.webhooks is empty"
         return report
     if config.notify.pictures:
         import PIL  # noqa: F401  # if it is missing, this fails before anything is sent
@@ -59,7 +59,7 @@ def run(
     with FileLock(folder / LOCK_FILE) as lock:
         with suppress(OSError):  # a file system without locks
             if not lock.take():
-                report.details["webhooks"] = "another `latentpress notify` is at work on this run"
+                report.details["webhooks"] = "another `latentpress notify` is running for this run"
                 return report
         outbox = Outbox(config, console)
         if watch:
@@ -67,14 +67,14 @@ def run(
         else:
             outbox.send(find_events(config, outbox.events, watching=False)[0])
     report.details["webhooks"] = [
-        {"webhook": each.hook.url_env, "sent": each.sent, "lost": each.lost, "problem": each.problem}
-        for each in outbox.services
+        {"webhook": row.hook.url_env, "sent": row.sent_count, "lost": row.lost_count, "problem": row.problem}
+        for row in outbox.services
     ]
-    report.done = sum(each.sent for each in outbox.services)
+    report.done = sum(service.sent_count for service in outbox.services)
     report.failed = [
-        {"item": each.hook.url_env, "reason": "not-sent", "message": each.problem}
-        for each in outbox.services
-        if each.lost or not each.is_usable
+        {"item": service.hook.url_env, "reason": "not-sent", "message": service.problem}
+        for service in outbox.services
+        if service.lost_count or not service.is_usable
     ]
     return report
 
@@ -117,19 +117,19 @@ def _read_events(folder: Path) -> tuple[Event, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError) as error:
-        raise LatentpressError(str(error), "remove it: then every event of the run is sent again") from error
+        raise LatentpressError(str(error), "remove the file: then every event of the run is sent again") from error
 
 
 def _watch(config: Config, outbox: Outbox) -> None:
-    """Send events while a trainer is at work, and then while validations wait for pictures or scores. If the program is
-    told to finish, validations of a finished run are sent with the pictures and scores that exist."""
+    """Send events while a trainer is running, and then while validations wait for pictures or scores. After SIGTERM or
+    Ctrl-C, validations of a finished run are sent with the pictures and scores that exist."""
     watch, pending = Watch([config.run_folder], WATCH_S), 0
     for last in watch:
-        is_waiting = not (last and watch.told and read_progress(config).state == "finished")
+        is_waiting = not (last and watch.is_stopped and read_progress(config).state == "finished")
         events, pending = find_events(config, outbox.events, watching=is_waiting)
-        outbox.send(events, 1 if watch.told else TRIES)
-    with activity("waiting for pictures and scores of the last validation, which decode and score make"):
-        while pending and not watch.told:
+        outbox.send(events, 1 if watch.is_stopped else TRIES)
+    with activity("waiting for decode and score to process the last validation"):
+        while pending and not watch.is_stopped:
             pause(WATCH_S)
             events, pending = find_events(config, outbox.events, watching=True)
             outbox.send(events)
@@ -137,7 +137,7 @@ def _watch(config: Config, outbox: Outbox) -> None:
 
 app = make_app(
     "notify",
-    "Send messages about a run to webhooks; --dry-run shows them.",
+    "Send messages about a run to webhooks; --dry-run only shows the messages.",
     run,
     examples=["--watch"],
     unused=NOT_COMPUTING,

@@ -1,9 +1,9 @@
-"""preview: an HTML page of encoded samples beside their originals.
+"""preview: an HTML page that compares encoded samples with their originals.
 
-Shows some samples of each bucket: the original as it was read for encoding, the decoded latents, their PSNR, and the
-captions with their tokens. With --plan it shows the current plan instead, before anything is encoded: for each bucket
-its row of the table that `bucket` prints, and some of its items as the encoder will get them, read and cropped by the
-same functions, in a sandbox.
+The page shows some samples of each bucket: the original as it was read for encoding, the decoded latents, their PSNR,
+and the captions with their tokens. With --plan it shows the current plan instead, before samples are encoded: for each
+bucket its row of the table that `bucket` prints, and some of its items as the encoder will get them. The items are read
+and cropped by the same functions as for encoding, in a sandbox.
 """
 
 import math
@@ -50,24 +50,24 @@ from stages.pages.plan_samples import (
 from stages.planning import summary
 
 TableRow = dict[str, Any]
-Read = Iterator[tuple[PlanSample, SamplePixels | MediaError]]
-MAX_CAPTIONS = 3  # shown of an item of a plan
-SHOWN_NUMBERS = ("sharpness", "luminance", "contrast", "motion", "outlier")
-MAX_EXAMPLES = 3  # shown of a rule
-MAX_LOWEST = 10  # samples of the lowest PSNR that are listed
-SECTION_NOTE = "The lowest PSNR comes first. Samples are chosen by their id, so each run shows the same ones."
+SampleResults = Iterator[tuple[PlanSample, SamplePixels | MediaError]]
+MAX_CAPTIONS = 3  # captions shown per item of a plan
+FEATURES = ("sharpness", "luminance", "contrast", "motion", "outlier")
+MAX_EXAMPLES = 3  # examples shown per rule
+MAX_LOWEST = 10  # samples in the list of the lowest PSNR
+SECTION_NOTE = "The lowest PSNR comes first. Samples are chosen by their id, so each run shows the same samples."
 PSNR_NOTE = (
     "PSNR is 10 log10(255² / MSE) over the 8-bit pixels of all frames, before the encoder and after the decoder, "
-    "at full size. The mean of a bucket is over the samples shown."
+    "at full size. The mean PSNR of a bucket is over the samples on this page."
 )
 POSTERIOR_NOTES = {
-    "sample": "drawn from the posterior",
-    "mode": "the posterior's mean",
-    "moments": "moments, shown by their mean",
+    "sample": "sampled from the posterior",
+    "mode": "mean of the posterior",
+    "moments": "moments of the posterior, of which the mean is decoded",
 }
 DIFFERENCE_GAIN = 4  # factor that makes differences visible
 DIFFERENCE = f"difference \N{MULTIPLICATION SIGN} {DIFFERENCE_GAIN}"
-MAX_PAGE_BYTES = 3 << 20  # all pictures of a page of encoded samples
+MAX_PAGE_BYTES = 3 << 20  # maximum size of all pictures on a page of encoded samples
 
 
 def run(
@@ -76,17 +76,21 @@ def run(
     console: Console,
     *,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Show the current plan instead: what would be encoded, and how.")
+        bool, typer.Option("--plan", help="Show samples of the current plan as they will be encoded.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The page.  [default: <output>/preview/latents|plan-<generation>.html]"),
+        typer.Option(
+            metavar="FILE", help="File of the page.  [default: <output>/preview/latents|plan-<generation>.html]"
+        ),
     ] = None,
     items: Annotated[
         int,
-        typer.Option("--samples", "--items", min=1, max=100_000, metavar="N", help="Samples to show of each bucket."),
+        typer.Option("--samples", "--items", min=1, max=100_000, metavar="N", help="Number of samples per bucket."),
     ] = 6,
-    bucket: Annotated[list[str] | None, typer.Option(metavar="WxH@F", help="Only this bucket. Repeatable.")] = None,
+    bucket: Annotated[
+        list[str] | None, typer.Option(metavar="WxH@F", help="Show only this bucket. Repeatable.")
+    ] = None,
 ) -> Report:
     store = Store(config.root)
     current = current_plan(store, config)
@@ -96,42 +100,42 @@ def run(
     page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
     check_folder(page.parent)
     encoded = None if plan else EncodedPlan(table)
-    chosen = table.choose(items, buckets, encoded.is_encoded if encoded else None)
-    total = sum(map(len, chosen.values()))
+    rows_by_bucket = table.choose(items, buckets, encoded.encoded if encoded else None)
+    total = sum(map(len, rows_by_bucket.values()))
     if encoded:
         report.details["cache"] = encoded.folder
         if encoded.missing_count:
             report.details["not_encoded"] = encoded.missing_count
             report.next_steps.append("latentpress encode-latents")
         if not total:
-            where = "" if buckets == table.buckets else f" of {', '.join(buckets)}"
+            location = "" if buckets == table.buckets else f" in {', '.join(buckets)}"
             raise LatentpressError(
-                f"no sample{where} of plan {current.name} is encoded yet",
-                "run `latentpress encode-latents`; `latentpress preview --plan` shows the plan without it",
+                f"no sample{location} of plan {current.name} is encoded yet",
+                "run `latentpress encode-latents`, or show the plan: latentpress preview --plan",
             )
     report.details["page"] = str(page)
     report.details["buckets"] = [
         encoded.bucket_row(name, len(rows))
         if encoded
         else {"bucket": name, "samples": table.count(name), "shown": len(rows)}
-        for name, rows in chosen.items()
+        for name, rows in rows_by_bucket.items()
     ]
     if options.dry_run:
         report.remaining = total
         return report
     resources = options.resources(config, "decode" if encoded else "preview")
-    all_rows = [row for rows in chosen.values() for row in rows]
+    all_rows = [row for rows in rows_by_bucket.values() for row in rows]
     _require_media(table, all_rows)
     autoencoder = _load_autoencoder(config, resources) if encoded else None
     with (
         console.progress(total, "preview", "samples") as progress,
         closing(read_samples(table, all_rows, resources.workers, with_uncropped=plan)) as results,
     ):
-        read = _count_read(results, report, progress)
+        counted = _count_results(results, report, progress)
         pieces = (
-            _render_latents(encoded, autoencoder, chosen, read, report, with_samples=options.json)
+            _render_latents(encoded, autoencoder, rows_by_bucket, counted, report, with_samples=options.json)
             if encoded
-            else _render_plan(table, chosen, read, report)
+            else _render_plan(table, rows_by_bucket, counted, report)
         )
         with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
             size = sum(map(file.write, pieces))
@@ -140,14 +144,14 @@ def run(
 
 
 def _select_buckets(table: PlanTable, names: list[str] | None) -> list[str]:
-    """The buckets of the plan with these names, by default all."""
-    has = ", ".join(table.buckets)
+    """Return the buckets of the plan with these names. None: all buckets."""
+    choices = f"buckets of the plan: {', '.join(table.buckets)}"
     try:
         requested = {str(Bucket.parse(text)) for text in names or table.buckets}
     except ValueError as error:
-        raise UsageError(f"--bucket: {error}", f"the plan has {has}") from error
+        raise UsageError(f"--bucket: {error}", choices) from error
     if unknown := requested.difference(table.buckets):
-        raise UsageError(f"--bucket: the plan has no {min(unknown)}", f"it has {has}")
+        raise UsageError(f"--bucket: the plan does not have a bucket {min(unknown)}", choices)
     return [name for name in table.buckets if name in requested]
 
 
@@ -161,8 +165,8 @@ def _load_autoencoder(config: Config, resources: StageWorkers) -> Any:
     missing = [name for name in ("torch", "diffusers") if find_spec(name) is None]
     if missing:
         raise LatentpressError(
-            f"decoding latents needs the library {missing[0]!r}: not found",
-            f"Install it with: {install_command('encode')}; `latentpress preview --plan` works without it",
+            f"decoding latents needs the library {missing[0]!r}, which is not installed",
+            f"Install it with: {install_command('encode')}; `latentpress preview --plan` does not need it",
         )
     with activity("loading torch and the autoencoder's code", at_once=True):
         from stages.encoding import model_loading
@@ -170,8 +174,8 @@ def _load_autoencoder(config: Config, resources: StageWorkers) -> Any:
     return load_autoencoder(config.model, config.latents, model_loading.select_device(resources))
 
 
-def _count_read(results: Read, report: Report, progress: Progress) -> Read:
-    """Add what can't be read to the report."""
+def _count_results(results: SampleResults, report: Report, progress: Progress) -> SampleResults:
+    """Yield the results, and add samples that cannot be read to the report."""
     for item, pixels in results:
         if isinstance(pixels, MediaError):
             row = rejects.make_reject("preview", item.name, item.path, pixels.reason, str(pixels))
@@ -181,7 +185,7 @@ def _count_read(results: Read, report: Report, progress: Progress) -> Read:
 
 
 def _render_page(title: str, intro: Sequence[str], rows: Sequence[TableRow], sections: Iterator[Section]) -> Any:
-    """The page in pieces. rows: the table of buckets, each of which leads to its section."""
+    """Render the page in pieces. rows: rows of the table of buckets; each gets a link to its section."""
     links = [{"text": row["bucket"], "href": f"#{_bucket_anchor(row['bucket'])}"} for row in rows]
     buckets = [row | {"bucket": link} for row, link in zip(rows, links, strict=True)]
     return render_template("preview.html", title=title, intro=intro, buckets=buckets, sections=sections)
@@ -196,7 +200,7 @@ def _shrink(pixels_HWC: np.ndarray, is_clip: bool, max_bytes: float = math.inf) 
 
 
 def _side_by_side(pictures: Mapping[str, Picture], about: str, notes: Mapping[str, str] | None = None) -> list[Figure]:
-    """A figure for each picture by its name. notes: what follows a name."""
+    """One figure per picture. pictures: name -> picture. notes: name -> text after the name."""
     notes = notes or {}
     return [
         Figure((picture,), (f"{name}: {about}",), ", ".join(filter(None, [name, notes.get(name)])))
@@ -207,7 +211,7 @@ def _side_by_side(pictures: Mapping[str, Picture], about: str, notes: Mapping[st
 def _strip(
     versions: Mapping[str, Sequence[Picture]], times: Sequence[float], path: str, notes: Sequence[str] = ()
 ) -> Gallery:
-    """The shown frames of a clip, the versions of each from top to bottom. notes: what follows the time of each."""
+    """Frames of a clip from left to right, with their versions from top to bottom. notes: texts after the times."""
     figures = []
     for number, pictures in enumerate(zip(*versions.values(), strict=True)):
         time, note = f"{times[number]:.2f} s", notes[number] if notes else ""
@@ -217,47 +221,49 @@ def _strip(
     return Gallery(figures, "frames", note)
 
 
-# -- the plan, before anything is encoded ----------------------------------------------------------------------------
+# -- page of the plan ------------------------------------------------------------------------------------------------
 
 
-def _render_plan(table: PlanTable, chosen: dict[str, list[int]], read: Read, report: Report) -> Iterator[bytes]:
-    """The page in pieces; items are read as they are rendered."""
-    config, rows = table.config, {row["bucket"]: row for row in table.bucket_rows()}
-    measured, model = _describe_items(table), config.model
+def _render_plan(
+    table: PlanTable, rows_by_bucket: dict[str, list[int]], results: SampleResults, report: Report
+) -> Iterator[bytes]:
+    """Render the page in pieces. Samples are read while their cards are rendered."""
+    config, bucket_rows = table.config, {row["bucket"]: row for row in table.bucket_rows()}
+    features, model = _describe_features(table), config.model
 
-    def cards(results: Read) -> Iterator[Card]:
+    def cards(results: SampleResults) -> Iterator[Card]:
         for item, result in results:
             report.done += isinstance(result, SamplePixels)
             captions = [table.plan.texts[name]["text"] for name in item.active_row["texts"]]
-            yield plan_card(item, captions, result, measured.get(item.sample["media_id"], ()))
+            yield plan_card(item, captions, result, features.get(item.sample["media_id"], ()))
 
     def sections() -> Iterator[Section]:
-        for bucket, indices in chosen.items():
-            note = f"{len(indices)} of {table.count(bucket)} samples"
-            note += f"; {count} of the bucket are held out" if (count := table.count(bucket, "eval")) else ""
-            facts = {key: value for key, value in rows.get(bucket, {}).items() if key != "bucket"}
-            yield Section(bucket, _bucket_anchor(bucket), facts, note, cards(islice(read, len(indices))))
-        note = "Items that a rule of the last bucket run dropped."
+        for bucket, rows in rows_by_bucket.items():
+            note = f"{len(rows)} of {table.count(bucket)} samples"
+            note += f"; {count} samples of the bucket are held out" if (count := table.count(bucket, "eval")) else ""
+            facts = {key: value for key, value in bucket_rows.get(bucket, {}).items() if key != "bucket"}
+            yield Section(bucket, _bucket_anchor(bucket), facts, note, cards(islice(results, len(rows))))
+        note = "Items that a rule of the last bucket run excluded."
         yield Section("Excluded by bucket", note=note, table=_rule_rows(excluded), look="texts")
-        note = "Items that discover rejected; no plan contains them."
+        note = "Items that discover rejected. They are not in a plan."
         yield Section("Rejected by discover", note=note, table=_rule_rows(rejected), look="texts")
 
-    used = [dataset.id for dataset in config.datasets if not dataset.disabled]
+    datasets = [dataset.id for dataset in config.datasets if not dataset.disabled]
     excluded = rejects.read_list(table.store, "bucket", f"{model.family}-{model.task}")
-    rejected = pa.concat_tables([rejects.read_list(table.store, "discover", name) for name in used])
+    rejected = pa.concat_tables([rejects.read_list(table.store, "discover", name) for name in datasets])
     held_out = pc.sum(pc.equal(table.active["role"], "eval")).as_py() or 0
-    size = sum(row["latents_mib"] for row in rows.values())
+    size = sum(row["latents_mib"] for row in bucket_rows.values())
     intro = [
         f"{model.family}, {model.task}, {model.flavour_spec.name}",
-        f"{table.active.num_rows - held_out} training samples in {len(rows)} buckets, {held_out} held out; "
+        f"{table.active.num_rows - held_out} training samples in {len(bucket_rows)} buckets, {held_out} held out; "
         f"their latents take about {size:.4g} MiB. The pictures are read from the media and cropped as for encoding; "
-        "nothing has to be encoded yet.",
+        "this page does not need encoded samples.",
     ]
-    return _render_page(f"Plan {table.plan.name}", intro, list(rows.values()), sections())
+    return _render_page(f"Plan {table.plan.name}", intro, list(bucket_rows.values()), sections())
 
 
-def _describe_items(table: PlanTable) -> dict[str, tuple[str, ...]]:
-    """Media id -> lines of what `features` says of it; empty where it has not run for the present items."""
+def _describe_features(table: PlanTable) -> dict[str, tuple[str, ...]]:
+    """Returns media id -> lines about its features; empty if `features` has not run for the current items."""
     if table.config.features is None:
         return {}
     try:
@@ -265,32 +271,32 @@ def _describe_items(table: PlanTable) -> dict[str, tuple[str, ...]]:
     except LatentpressError:  # the plan may be older than the items
         return {}
     paths = dict(zip(*(table.plan.sample_table[name].to_pylist() for name in ("media_id", "path")), strict=True))
-    described = {}
+    lines = {}
     for row in items.to_pylist() if items is not None else ():
-        numbers = (f"{name} {float(f'{row[name]:.3g}'):g}" for name in SHOWN_NUMBERS if row[name] is not None)
-        labels = (("cluster", row["cluster"]), ("near-duplicate", row["duplicate_of"]))
-        others = (f"{what} of {paths.get(other, other)}" for what, other in labels if other)
-        described[row["media_id"]] = (", ".join(numbers), *others)
-    return described
+        numbers = (f"{name} {float(f'{row[name]:.3g}'):g}" for name in FEATURES if row[name] is not None)
+        relations = (("cluster", row["cluster"]), ("near-duplicate", row["duplicate_of"]))
+        groups = (f"{relation} of {paths.get(media_id, media_id)}" for relation, media_id in relations if media_id)
+        lines[row["media_id"]] = (", ".join(numbers), *groups)
+    return lines
 
 
 def plan_card(
-    item: PlanSample, captions: Sequence[str], result: SamplePixels | MediaError, measured: Sequence[str] = ()
+    item: PlanSample, captions: Sequence[str], result: SamplePixels | MediaError, features: Sequence[str] = ()
 ) -> Card:
-    """A sample with its small pictures, or why there are none."""
-    left = len(captions) - MAX_CAPTIONS
+    """Make the card of a sample, with small pictures or the reason why it cannot be read."""
+    hidden_captions = len(captions) - MAX_CAPTIONS
     problems, galleries, is_clip = [], list[Gallery](), bool(item.times)
     if isinstance(result, MediaError):
-        problems = [f"can't be shown ({result.reason}): {result}"]
+        problems = [f"cannot be shown ({result.reason}): {result}"]
     else:
         assert result.uncropped is not None
         versions = {f"cropped to {item.bucket}": [_shrink(frame, is_clip) for frame in result.frames]}
         if result.masked is not None:
             versions["mask: red is not trained"] = [_shrink(frame, is_clip) for frame in result.masked]
-        whole = _outline(item, encode_picture(result.uncropped, UNCROPPED_BOX))
+        original = _outline(item, encode_picture(result.whole, WHOLE_BOX))
         if is_clip:
             times = [item.times[index] for index in frame_indices(item.bucket.frames)]
-            galleries = [Gallery([whole]), _strip(versions, times, item.path)]
+            galleries = [Gallery([original]), _strip(versions, times, item.path)]
         else:
             names = [f"reference {number}" for number in range(1, len(item.references) + 1)] or ["i2i source"]
             sources = {
@@ -298,26 +304,26 @@ def plan_card(
                 for name, condition in zip(names, result.conditions, strict=False)
             }
             pictures = sources | {name: version[0] for name, version in versions.items()}
-            galleries = [Gallery([*_side_by_side(pictures, item.path), whole])]
+            galleries = [Gallery([*_side_by_side(pictures, item.path), original])]
     return Card(
         item.name,
         galleries,
         item.marks,
-        (*item.facts, *measured),
+        (*item.facts, *features),
         tuple(map(Caption, captions[:MAX_CAPTIONS])),
-        more=f"and {left} more" if left > 0 else "",
+        more=f"and {hidden_captions} more" if hidden_captions > 0 else "",
         problems=problems,
         whole=is_clip and not problems,
     )
 
 
 def _outline(item: PlanSample, picture: Picture) -> Figure:
-    """The whole picture with its crop."""
+    """Figure of the full picture, with the rectangle of its crop."""
     geometry, bucket = item.sample["geometry"], item.bucket
     width, height = bucket.width / geometry["resize_w"], bucket.height / geometry["resize_h"]
     left, top = geometry["x"] / geometry["resize_w"], geometry["y"] / geometry["resize_h"]
-    lost = 1 - width * height
-    caption = "whole picture, " + (f"{lost:.1%} cut off" if lost else "nothing cut off")
+    cut_share = 1 - width * height
+    caption = "full picture, " + (f"{cut_share:.1%} cut off" if cut_share else "nothing cut off")
     crop = left * picture.width, top * picture.height, width * picture.width, height * picture.height
     return Figure((picture,), (f"{item.path}: {caption}",), caption, crop)
 
@@ -325,17 +331,17 @@ def _outline(item: PlanSample, picture: Picture) -> Figure:
 def _rule_rows(excluded: pa.Table) -> list[TableRow]:
     rows = summary.count_excluded(excluded)
     for row in rows:
-        of_dataset = pc.starts_with(excluded["item"], f"{row['dataset']}/")
-        dropped = pc.and_(pc.equal(excluded["reason"], row["rule"]), of_dataset)
-        row["example"] = excluded.filter(dropped).slice(0, MAX_EXAMPLES)["message"].to_pylist()
+        is_in_dataset = pc.starts_with(excluded["item"], f"{row['dataset']}/")
+        is_in_row = pc.and_(pc.equal(excluded["reason"], row["rule"]), is_in_dataset)
+        row["example"] = excluded.filter(is_in_row).slice(0, MAX_EXAMPLES)["message"].to_pylist()
     return rows
 
 
-# -- what is encoded, beside its originals ---------------------------------------------------------------------------
+# -- page of encoded samples -----------------------------------------------------------------------------------------
 
 
 def psnr(mse: float) -> float:
-    """Peak signal-to-noise ratio in dB of 8-bit pixels; infinite for identical ones."""
+    """Peak signal-to-noise ratio of 8-bit pixels in dB; infinite if `mse` is 0."""
     return 10 * math.log10(255**2 / mse) if mse else math.inf
 
 
@@ -344,7 +350,7 @@ def format_psnr(decibels: float) -> str:
 
 
 def frame_errors(original_THWC: np.ndarray, reconstruction_THWC: np.ndarray) -> np.ndarray:
-    """(T,) the mean squared error of each frame of two uint8 clips, exact; a frame at a time, which bounds memory."""
+    """Exact mean squared error of each frame of two uint8 clips, (T,), frame by frame to save memory."""
     assert original_THWC.shape == reconstruction_THWC.shape, (original_THWC.shape, reconstruction_THWC.shape)
     assert original_THWC.dtype == reconstruction_THWC.dtype == np.uint8
     pairs = zip(original_THWC, reconstruction_THWC, strict=True)
@@ -359,47 +365,55 @@ def _compare(
     about: str = "",
     note: str = "",
 ) -> tuple[Gallery, np.ndarray]:
-    """Some frames of a sample beside its reconstruction, both uint8, and the mean squared error of all frames, none if
-    the original can't be read. about: of a condition of the sample, of which the first frame is shown. max_bytes: size
-    limit of each picture."""
+    """Compare a sample with its reconstruction. Returns (figures of some frames, mean squared error of each frame).
+
+    original_THWC: uint8 frames, or None if the original cannot be read; the errors are then empty. about: description
+    of a condition of the sample, of which only the first frame is shown; "" for the sample. note: text above the
+    figures. max_bytes: maximum size of a picture.
+    """
     is_clip = bool(item.times)
-    shown = [0] if about else frame_indices(len(reconstruction_THWC))
-    versions, errors = {"reconstruction": reconstruction_THWC[shown]}, np.array([])
+    indices = [0] if about else frame_indices(len(reconstruction_THWC))
+    versions, errors = {"reconstruction": reconstruction_THWC[indices]}, np.array([])
     if original_THWC is not None:
-        errors, original = frame_errors(original_THWC, reconstruction_THWC), original_THWC[shown]
+        errors, original = frame_errors(original_THWC, reconstruction_THWC), original_THWC[indices]
         absolute = np.abs(original.astype(np.int16) - versions["reconstruction"])
         amplified = np.minimum(absolute * DIFFERENCE_GAIN, 255).astype(np.uint8)
         versions = {"original": original, **versions, DIFFERENCE: amplified}
     pictures = {name: [_shrink(frame, is_clip, max_bytes) for frame in version] for name, version in versions.items()}
-    notes = [format_psnr(psnr(errors[index])) for index in shown] if len(errors) else []
+    notes = [format_psnr(psnr(errors[index])) for index in indices] if len(errors) else []
     if is_clip and not about:
-        return _strip(pictures, [item.times[index] for index in shown], item.path, notes), errors
+        return _strip(pictures, [item.times[index] for index in indices], item.path, notes), errors
     first = {name: version[0] for name, version in pictures.items()}
     figures = _side_by_side(first, about or item.path, {"reconstruction": "".join(notes)})
     return Gallery(figures, note=note), errors
 
 
 def _render_latents(
-    encoded: EncodedPlan, autoencoder: Any, chosen: dict[str, list[int]], read: Read, report: Report, with_samples: bool
+    encoded: EncodedPlan,
+    autoencoder: Any,
+    rows_by_bucket: dict[str, list[int]],
+    results: SampleResults,
+    report: Report,
+    with_samples: bool,
 ) -> Iterator[bytes]:
-    """The page in pieces. Samples are decoded one at a time, and only small pictures of each stay in memory.
-    with_samples: add the numbers of each sample to the report."""
+    """Render the page in pieces. Samples are decoded one by one, and only their small pictures stay in memory.
+    with_samples: whether the numbers of each sample are added to the report."""
     config, pictures = encoded.table.config, 0
-    for bucket, indices in chosen.items():
+    for bucket, rows in rows_by_bucket.items():
         shape = Bucket.parse(bucket)
-        given = len(shape.references) or config.model.condition is not None
-        pictures += 3 * (len(frame_indices(shape.frames)) + given) * len(indices)
+        conditions = len(shape.references) or config.model.condition is not None
+        pictures += 3 * (len(frame_indices(shape.frames)) + conditions) * len(rows)
     limit = MAX_PAGE_BYTES // max(1, pictures)
-    found = [_compare_sample(encoded, autoencoder, item, pixels, limit, report) for item, pixels in read]
+    samples = [_compare_sample(encoded, autoencoder, item, pixels, limit, report) for item, pixels in results]
     # Samples without a PSNR first, then the lowest PSNR.
-    found.sort(key=lambda one: (-1.0 if math.isnan(one[0]["psnr_db"]) else one[0]["psnr_db"], one[0]["sample_id"]))
-    compared = [numbers for numbers, _ in found if not math.isnan(numbers["psnr_db"])]
+    samples.sort(key=lambda one: (-1.0 if math.isnan(one[0]["psnr_db"]) else one[0]["psnr_db"], one[0]["sample_id"]))
+    compared = [numbers for numbers, _ in samples if not math.isnan(numbers["psnr_db"])]
     report.done, lowest = len(compared), compared[:MAX_LOWEST]
     keys = ("psnr_db", "bucket", "tokens", "item")
     report.details["lowest_psnr"] = [{key: numbers[key] for key in keys} for numbers in lowest]
     if with_samples:
-        report.details["samples"] = [numbers for numbers, _ in found]
-    if any(caption["problem"] == NOT_ENCODED for numbers, _ in found for caption in numbers["captions"]):
+        report.details["samples"] = [numbers for numbers, _ in samples]
+    if any(caption["problem"] == NOT_ENCODED for numbers, _ in samples for caption in numbers["captions"]):
         report.next_steps.append("latentpress encode-text")
     if report.damage:
         report.next_steps.append("latentpress verify --repair")
@@ -407,22 +421,22 @@ def _render_latents(
         values = [numbers["psnr_db"] for numbers in compared if numbers["bucket"] == row["bucket"]]
         row["mean_psnr_db"] = round(sum(values) / len(values), 2) if values else math.nan
         row["lowest_psnr_db"] = min(values, default=math.nan)
-    rows = [
+    lowest_rows = [
         {"psnr": format_psnr(numbers["psnr_db"]), "bucket": numbers["bucket"]}
         | {"sample": {"text": numbers["item"], "href": f"#sample-{numbers['sample_id']}"}}
         for numbers in lowest
     ]
-    sections = [Section("Lowest PSNR", table=rows)] if rows else []
+    sections = [Section("Lowest PSNR", table=lowest_rows)] if lowest_rows else []
     for row in report.details["buckets"]:
         bucket, facts = row["bucket"], {key: value for key, value in row.items() if key != "bucket"}
-        cards = [card for numbers, card in found if numbers["bucket"] == bucket]
+        cards = [card for numbers, card in samples if numbers["bucket"] == bucket]
         sections.append(Section(bucket, _bucket_anchor(bucket), facts, SECTION_NOTE, cards))
     intro, title = [*_describe_cache(encoded), PSNR_NOTE], f"Latents of plan {encoded.table.plan.name}"
     return _render_page(title, intro, report.details["buckets"], iter(sections))
 
 
 def _describe_cache(encoded: EncodedPlan) -> Iterator[str]:
-    config, count, rejected = encoded.table.config, int(encoded.encoded.sum()), int(encoded.is_rejected.sum())
+    config, count, rejected = encoded.table.config, int(encoded.encoded.sum()), int(encoded.rejects.sum())
     model = config.model
     posterior = f", {POSTERIOR_NOTES[config.latents.posterior]}" if model.family_spec.posterior else ""
     yield f"{model.family}, {model.task}, {model.flavour_spec.name}; {encoded.folder}{posterior}"
@@ -439,25 +453,25 @@ def _compare_sample(
     max_bytes: int,
     report: Report,
 ) -> tuple[TableRow, Card]:
-    """(numbers, card); damage is added to the report."""
+    """Returns (numbers, card). Adds damage to the report."""
     compared, problems = list[tuple[Gallery, np.ndarray]](), list[str]()
     original, damage = None, None
     if isinstance(pixels, MediaError):
-        problems.append(f"no original to compare with ({pixels.reason}): {pixels}")
+        problems.append(f"the original cannot be read ({pixels.reason}): {pixels}")
     else:
         original = pixels
     try:
         ids = [item.sample["sample_id"], *(reference["sample_id"] for reference in item.references)]
-        stored = [encoded.latents.read(name) for name in ids]
+        latents = [encoded.latents.read(name) for name in ids]
     except LatentpressError as error:
         damage = error
     else:
         try:
-            compared = list(_decode_all(encoded.table.config, autoencoder, item, original, stored, max_bytes))
+            compared = list(_decode_all(encoded.table.config, autoencoder, item, original, latents, max_bytes))
         except DamageError as error:
             damage = error
     if damage:
-        problems.append(f"can't be decoded: {damage.message}; {damage.next_step}")
+        problems.append(f"cannot be decoded: {damage.message}; {damage.next_step}")
     if isinstance(damage, DamageError):
         row = {"path": damage.path, "row": damage.row, "item": item.name, "reason": "damaged"}
         report.damage.append(row | {"message": damage.reason})
@@ -497,36 +511,36 @@ def _decode_all(
     autoencoder: Any,
     item: PlanSample,
     original: SamplePixels | None,
-    stored: Sequence[tuple[str, Any]],
+    latents: Sequence[tuple[str, Any]],
     max_bytes: int,
 ) -> Iterator[tuple[Gallery, np.ndarray]]:
-    """`_compare` of the sample, and of its conditions that have latents of their own: the i2i source, the references or
-    the i2v first frame. stored: rows of the sample and of its references. DamageError if one is damaged."""
+    """Yield the results of `_compare` for the sample and for its conditions that have latents: the i2i source, the
+    references or the i2v first frame. latents: (path, row) of the sample and of each reference. Raises DamageError."""
     from stages.encoding.vae.base import decode_tensor
 
     model, is_clip = config.model, bool(item.times)
-    (path, row), *references = stored
+    (path, row), *references = latents
     parts = [(path, row, "latent", item.bucket, item.bucket.frames)]
     if "condition" in row.tensors:
         size = Bucket.parse((item.sample["source_geometry"] or item.sample["geometry"])["bucket"])
-        given = 1 if model.condition is None else model.condition.frames
-        padded = model.condition is not None and model.condition.padded
-        bucket = Bucket(size.width, size.height, size.frames if padded else given)
-        parts.append((path, row, "condition", bucket, given))
+        frames = 1 if model.condition is None else model.condition.frames
+        is_padded = model.condition is not None and model.condition.padded
+        bucket = Bucket(size.width, size.height, size.frames if is_padded else frames)
+        parts.append((path, row, "condition", bucket, frames))
     for reference, (path, row) in zip(item.references, references, strict=True):
         parts.append((path, row, "latent", Bucket.parse(reference["geometry"]["bucket"]), 1))
-    wanted = [original.frames, *original.conditions][: len(parts)] if original else [None] * len(parts)
-    for number, ((path, row, name, bucket, frames), pixels) in enumerate(zip(parts, wanted, strict=True)):
+    originals = [original.frames, *original.conditions][: len(parts)] if original else [None] * len(parts)
+    for number, ((path, row, name, bucket, frames), pixels) in enumerate(zip(parts, originals, strict=True)):
         decoded = decode_tensor(model.family_spec, autoencoder, path, row, name, bucket)[:frames]
         source = "source" if len(parts) < 3 else f"source {number}"
         about = f"{'first frame' if is_clip else source} of {item.path}" if number else ""
-        note = "The first frame, which is also encoded alone:" if is_clip else f"The i2i {source}:"
+        note = "The first frame, which is also encoded separately:" if is_clip else f"The i2i {source}:"
         yield _compare(pixels, decoded, item, max_bytes, about, note if number else "")
 
 
 app = make_app(
     "preview",
-    "Show encoded samples beside their originals, or with --plan what would be encoded, as an HTML page.",
+    "Make an HTML page that compares encoded samples with their originals, or with --plan shows the samples of a plan.",
     run,
     examples=("--samples 12 --device cuda", "--plan", "--plan --bucket 640x384@29"),
 )

@@ -1,7 +1,8 @@
-"""queue: runs one after the other, each a `latentpress run` with a configuration; one that fails stops none after it.
+"""queue: executes entries one after the other, each a `latentpress run` with a configuration. If an entry fails, the
+next one still runs.
 
-The queue is kept under `output` (cache/runs/run_queue.py) and changed by this program and by the page of
-`latentpress ui`. `queue run` works it off; when it is killed, the next `queue run` goes on with what was running.
+The queue is stored under `output` (cache/runs/run_queue.py) and changed by this program and by the page of
+`latentpress ui`. `queue run` executes the entries. If it is killed, the next `queue run` resumes the interrupted entry.
 """
 
 import os
@@ -30,14 +31,14 @@ from stages.engines.stage_processes import StageProcesses
 from stages.pages.ui.child_programs import ChildPrograms, list_conflicts
 
 VERBS = ("list", "add", "remove", "up", "down", "again", "clear", "run", "stop")
-OF_ENTRIES = ("remove", "up", "down", "again")
-LOCK_WAIT_S = 5.0  # for a program that has just worked the queue off
-INTERRUPTED = "interrupted"  # shown instead of running, if nobody works the queue off
-POLL_S = 1.0  # between two looks at what others made of the queue
+ENTRY_VERBS = ("remove", "up", "down", "again")  # verbs that need the numbers of entries
+LOCK_WAIT_S = 5.0  # longest wait for another `queue run` that is ending
+INTERRUPTED = "interrupted"  # shown instead of "running" if no program executes the queue
+POLL_S = 1.0  # seconds between two reads of the queue's file, which other programs may change
 
 
 class WrongVerb(LatentpressError):
-    """Words of the command line that mean nothing."""
+    """Raised for an unknown verb, or for a verb with missing or unexpected entries."""
 
     exit_code = USAGE
 
@@ -51,26 +52,34 @@ def run(
         str,
         typer.Argument(
             metavar="[VERB]",
-            help="list; add (this --config with its --set, at the end); remove, up, down, again (of entries); clear "
-            "(what is finished or failed); run (work it off); stop (whoever does).",
+            help="list: show entries; add: append this --config with its --set; remove, up, down: remove or move "
+            "entries; again: retry entries; clear: remove finished and failed entries; run: execute the queue; stop: "
+            "stop its execution.  [default: list]",
             show_default=False,
         ),
     ] = "list",
     entries: Annotated[
-        list[int] | None, typer.Argument(metavar="[ENTRY...]", min=1, max=10**9, show_default=False)
+        list[int] | None,
+        typer.Argument(
+            metavar="[ENTRY...]",
+            min=1,
+            max=10**9,
+            show_default=False,
+            help="Numbers of entries, for remove, up, down and again.",
+        ),
     ] = None,
 ) -> Report:
     numbers = entries or []
     if verb not in VERBS:
         raise WrongVerb(f"{verb!r} is not a verb of queue", f"choose from: {', '.join(VERBS)}")
-    if bool(numbers) != (verb in OF_ENTRIES):
-        wants = "needs the numbers of entries" if verb in OF_ENTRIES else "takes no entries"
-        raise WrongVerb(f"queue {verb} {wants}", f"write: latentpress queue {verb}{' 1' * (verb in OF_ENTRIES)}")
+    if bool(numbers) != (verb in ENTRY_VERBS):
+        usage = "needs the numbers of entries" if verb in ENTRY_VERBS else "does not accept entries"
+        raise WrongVerb(f"queue {verb} {usage}", f"write: latentpress queue {verb}{' 1' * (verb in ENTRY_VERBS)}")
     check_folder(config.output)
     queue = RunQueue(Path(config.output))
     report = Report(program="queue", dry_run=options.dry_run, what="runs")
     if verb == "run" and not options.dry_run:
-        _work_off(queue, options, console, report)
+        _run_entries(queue, options, console, report)
     elif not options.dry_run:
         _change(queue, verb, numbers, options, config.run_folder)
     state, worker = queue.read(), queue.worker()
@@ -99,15 +108,15 @@ def _change(queue: RunQueue, verb: str, numbers: Sequence[int], options: Options
             queue.move(number, -1 if verb == "up" else 1)
 
 
-def _row(entry: QueueEntry, at_work: bool) -> dict[str, Any]:
-    """at_work: whether a program works the queue off. One that was killed leaves its entry as running."""
-    state = INTERRUPTED if entry.state == "running" and not at_work else entry.state
+def _row(entry: QueueEntry, has_worker: bool) -> dict[str, Any]:
+    """has_worker: whether a program executes the queue. A program that was killed leaves its entry as running."""
+    state = INTERRUPTED if entry.state == "running" and not has_worker else entry.state
     reason = f"{entry.reason}; {entry.advice}" if entry.advice else entry.reason
     row = {"entry": entry.id, "state": state, "run": entry.run, "config": entry.config}
     return row | {"set": " ".join(entry.overrides), "attempts": entry.attempts, "reason": reason}
 
 
-def _work_off(queue: RunQueue, options: Options, console: Console, report: Report) -> None:
+def _run_entries(queue: RunQueue, options: Options, console: Console, report: Report) -> None:
     worker = _Worker(queue, options, console)
     stop_handler = StopHandler(None, worker.stop)
     with queue.working(LOCK_WAIT_S), noted("queue", queue.folder), hangup_ignored(), stop_handler.stop_on_signals():
@@ -118,19 +127,21 @@ def _work_off(queue: RunQueue, options: Options, console: Console, report: Repor
             report.done += state == "finished"
             if state == "failed":
                 report.failed.append({"item": entry.run, "reason": "failed", "message": reason})
-                console.warn(f"entry {entry.id}, {entry.run}, failed: {reason}")
-        if stop_handler.reason == "SIGINT":  # a person, and not the end of the machine
+                console.warn(f"entry {entry.id} ({entry.run}) failed: {reason}")
+        if stop_handler.reason == "SIGINT":  # pressed by a user; other signals may come from a machine's shutdown
             queue.switch(False)
     if stop_handler.reason:
-        report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
+        report.details["stopped"] = f"by {stop_handler.reason}; finished work is kept"
 
 
 class CardLock:
-    """The locks of the cards of `device`, as of --device; None: the configuration chooses. Of all queues of a user on a
-    machine, whatever their output, one has a card at a time. A card is identified by its number, or by its name in
-    CUDA_VISIBLE_DEVICES; without a number the queue takes all cards.
+    """Locks of cards. Only one queue of a user on a machine can use a card at the same time.
 
-    descriptors: of the locked files. A program that inherits them also holds the cards until it ends.
+    A card is identified by its number, or by its name in CUDA_VISIBLE_DEVICES. Without a number, the queue locks all
+    cards.
+
+    device: value of --device, or None if the configuration chooses the device. descriptors: descriptors of the locked
+    files; a program that inherits them also holds the cards until it ends.
     """
 
     def __init__(self, device: str | None) -> None:
@@ -153,25 +164,25 @@ class CardLock:
             lock.close()
 
     def acquire(self) -> bool:
-        """Whether all cards are locked now. Those that are locked stay locked."""
+        """Lock the cards. Returns whether all cards are locked; if not, the locked ones stay locked."""
         return all(lock.take() for lock in self._locks)
 
 
 class _Worker:
-    """Runs an entry at a time, until it is stopped: by a signal, by the queue's file, or as the entry is gone."""
+    """Runs entries, until a signal or the queue's file stops it. An entry also ends if it is removed from the queue."""
 
     def __init__(self, queue: RunQueue, options: Options, console: Console) -> None:
         self.is_stopped = False
         self._queue, self._options, self._console = queue, options, console
         self._processes = StageProcesses({})
-        self._of_page = ChildPrograms(queue.folder.parent, [])
+        self._page_programs = ChildPrograms(queue.folder.parent, [])
 
     def stop(self) -> None:
         self.is_stopped = True
         self._processes.stop()
 
     def run(self, entry: QueueEntry) -> tuple[EntryState, str, str]:
-        """The state of the entry afterwards, with the reason and the next step if it failed."""
+        """Run an entry. Returns (new state, reason of a failure, next step)."""
         self._console.log(f"--- entry {entry.id}: {entry.run}, {entry.config} {' '.join(entry.overrides)}".rstrip())
         options = replace(self._options, config=Path(entry.config), overrides=entry.overrides)
         ended = threading.Event()
@@ -179,7 +190,7 @@ class _Worker:
             processes = self._processes = StageProcesses({}, card.descriptors)
             watcher = threading.Thread(target=self._watch, args=(entry, processes, ended), daemon=True)
             watcher.start()
-            if self.is_stopped:  # before there were these processes
+            if self.is_stopped:  # stopped before `processes` was made
                 processes.stop()
             try:
                 is_free = self._wait_until_free(Path(entry.folder), card, ended)
@@ -197,37 +208,38 @@ class _Worker:
             return "failed", error["message"], error.get("next_step", "")
         if code > 0 and failure is not None:
             return "failed", f"{failure.program}: {failure.reason}", failure.advice
-        return "failed", f"it {describe_exit(code)}", "read its log, correct the cause, then: latentpress queue again"
+        reason = f"`latentpress run` {describe_exit(code)}"
+        return "failed", reason, f"read the log, correct the cause, then: latentpress queue again {entry.id}"
 
     def _wait_until_free(self, folder: Path, card: CardLock, ended: threading.Event) -> bool:
-        """Wait until no other queue has the card, no other program the run, and the page has started none. False if
-        the queue was stopped meanwhile."""
-        announced = False
+        """Wait until no other queue uses the card, no other program uses the run, and the page runs no conflicting
+        program. Returns False if the queue is stopped during the wait."""
+        is_logged = False
         while not self._processes.is_stopped:
-            of_page = (self._of_page.last_start(name) for name in list_conflicts("queue"))
-            records = (ProcessRecord.try_read(folder / LOGS / "run.json"), *of_page)
-            is_taken = any(record is not None and record.is_running for record in records)
-            if card.acquire() and not is_taken and not is_running(folder):
+            page_records = (self._page_programs.last_start(name) for name in list_conflicts("queue"))
+            records = (ProcessRecord.try_read(folder / LOGS / "run.json"), *page_records)
+            is_used = any(record is not None and record.is_running for record in records)
+            if card.acquire() and not is_used and not is_running(folder):
                 return True
-            if not announced:
-                self._console.log("waiting: another program has the card, or works on the same run")
-                announced = True
+            if not is_logged:
+                self._console.log("waiting: another program uses the card or the run")
+                is_logged = True
             ended.wait(POLL_S)
         return False
 
     def _watch(self, entry: QueueEntry, processes: StageProcesses, ended: threading.Event) -> None:
         while not ended.wait(POLL_S):
-            with suppress(LatentpressError):  # the error is reported when the entry has ended
+            with suppress(LatentpressError):  # the error is reported after the entry has ended
                 state = self._queue.read()
                 self.is_stopped = self.is_stopped or not state.is_on
-                if not state.is_on or all(other.id != entry.id for other in state.entries):
+                if not state.is_on or entry.id not in {row.id for row in state.entries}:
                     processes.stop()
                     return
 
 
 app = make_app(
     "queue",
-    "Runs one after the other: add them, and work them off; a failed one stops none after it.",
+    "Run several configurations one after the other. If one fails, the next one still runs.",
     run,
     examples=["add --set train.run=second", "run", "remove 2"],
 )

@@ -1,7 +1,7 @@
-"""report: one HTML file that shows a run, or several side by side; nothing on it needs a network.
+"""report: one HTML file that shows a run, or compares several runs. The file does not need a network.
 
-Curves, samples by step, what was trained on, time and bytes of each stage, and the configuration. It works for a run
-that has not begun, goes on, stopped or failed, and says what is missing.
+The page has curves, samples by step, the training data, time and size of each stage, and the configuration. It can be
+made for a run in any state, even before training begins, and lists missing content.
 """
 
 import os
@@ -22,10 +22,10 @@ from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_ap
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import UsageError
-from stages.follow.watchers import BESIDE, Watch
+from stages.follow.watchers import Watch, is_watcher
 
 PAGE = "report.html"
-PAUSE_FACTOR = 10  # between two pages with --watch, times what the last one took
+PAUSE_FACTOR = 10  # with --watch: minimum pause between two pages, in durations of the last page
 
 
 def run(
@@ -36,22 +36,24 @@ def run(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN]...", help="Runs under the output folder, or paths of runs.  [default: train.run]"
+            metavar="[RUN]...", help="Names of runs in the output folder, or paths of runs.  [default: train.run]"
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page.  [default: <output>/<run>/report.html]")
+        Path | None, typer.Option(metavar="FILE", help="File of the page.  [default: <output>/<run>/report.html]")
     ] = None,
     pictures_beside: Annotated[
         bool,
-        typer.Option("--pictures-beside", help="Put whole pictures and clips into a folder beside the page, linked."),
+        typer.Option(
+            "--pictures-beside", help="Copy full-size pictures and clips to a folder next to the page, with links."
+        ),
     ] = False,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Make it again after each validation and each decoded picture, while it trains."),
+        typer.Option("--watch", help="Update the page after each validation and decoded picture, until training ends."),
     ] = False,
 ) -> Report:
-    by_folder = {_find_run(config, name)[0].resolve(): name for name in runs or _own_names(config)}
+    by_folder = {_find_run(config, name)[0].resolve(): name for name in runs or _default_runs(config)}
     folders, names = [_find_run(config, name)[0] for name in by_folder.values()], list(by_folder.values())
     page = out or (folders[0] / PAGE if len(folders) == 1 else Path(config.output) / PAGE)
     check_folder(page.parent)
@@ -60,7 +62,7 @@ def run(
     if options.dry_run:
         report.remaining = 1
         return report
-    if watch and not _remake_while_training(config, options, names, page, pictures_beside, console):
+    if watch and not _update_while_training(config, options, names, page, pictures_beside, console):
         return report
     size, missing = _write_page(config, options, names, page, pictures_beside)
     report.done = 1
@@ -70,55 +72,56 @@ def run(
     return report
 
 
-def _own_names(config: Config) -> list[str]:
-    """The configuration's run, or those of both experts that have begun."""
+def _default_runs(config: Config) -> list[str]:
+    """The name of the configuration's run; for two experts, the names of the existing runs."""
     names = [run.run_name for run in config.expert_runs if run.run_folder.is_dir()]
     return names or [config.run_name]
 
 
 def _label_runs(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, or their paths below the folder that has them all if two have the same name."""
+    """The names of the folders; if two names are equal, the paths relative to the common parent folder."""
     if len({folder.name for folder in folders}) == len(folders):
         return [folder.name for folder in folders]
     return [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
 
 
 def _find_run(config: Config, name: str) -> tuple[Path, Config]:
-    """Return the run's folder and its configuration, or `config` if the run has none. Raises UsageError if the run does
-    not exist."""
-    inside = Path(config.output) / name
-    folder = inside if inside.is_dir() or "/" not in name else Path(name).absolute()
+    """Return the run's folder and its configuration, or `config` if the folder has no configuration. Raises UsageError
+    if the run does not exist."""
+    folder = Path(config.output) / name
+    folder = folder if folder.is_dir() or "/" not in name else Path(name).absolute()
     if not folder.is_dir():
         if name != config.run_name:
-            have = sorted(path.parent.name for path in Path(config.output).glob("*/config.yaml"))
-            raise UsageError(f"there is no run {name!r} in {config.output}", f"it has: {', '.join(have) or 'none'}")
+            names = sorted(path.parent.name for path in Path(config.output).glob("*/config.yaml"))
+            raise UsageError(f"run {name!r} does not exist in {config.output}", f"runs: {', '.join(names) or 'none'}")
         return folder, config
-    own_config = folder / "config.yaml"
-    if not own_config.exists():
+    config_file = folder / "config.yaml"
+    if not config_file.exists():
         return folder, config
     try:
-        return folder, load_config(own_config)
+        return folder, load_config(config_file)
     except ConfigError as error:
         if folder.name == config.run_name:
             return folder, config
-        message = f"the configuration of run {name} is not one of this version: {error.message}"
-        raise UsageError(message, "use the version that trained it") from error
+        message = f"this version cannot read the configuration of run {name}: {error.message}"
+        raise UsageError(message, "use the version that trained the run") from error
 
 
 def _write_page(
-    config: Config, options: Options, names: Sequence[str], page: Path, beside: bool
+    config: Config, options: Options, names: Sequence[str], page: Path, has_folder: bool
 ) -> tuple[int, list[str]]:
-    """Size of the page in bytes, and what is missing on it."""
-    with activity("loading what draws"):
+    """Make the page. Returns (its size in bytes, sentences about missing content). has_folder: whether full-size
+    pictures are copied to a folder next to the page."""
+    with activity("loading the page's code"):
         from stages.pages.report.page import ReportRun, make_page
 
     runs = [_find_run(config, name) for name in names]
-    mark = Mark(hash_results([folder for folder, _ in runs]))  # of what there is before it is read
+    mark = Mark(hash_results([folder for folder, _ in runs]))  # hash before the results are read
     labels = _label_runs([folder for folder, _ in runs])
     loaded = [ReportRun(label, *run, config) for label, run in zip(labels, runs, strict=True)]
-    folder = (page.with_name(f"{page.stem}-files"), page.parent) if beside else None
-    given = [] if names == _own_names(config) else names
-    command = shlex.join(["latentpress", "report", *given])
+    folder = (page.with_name(f"{page.stem}-files"), page.parent) if has_folder else None
+    arguments = [] if names == _default_runs(config) else names
+    command = shlex.join(["latentpress", "report", *arguments])
     with activity("gathering curves, samples and data"):
         pieces, missing = make_page(loaded, options.add_given_options(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
@@ -126,28 +129,28 @@ def _write_page(
         return file.tell(), missing
 
 
-def _remake_while_training(
-    config: Config, options: Options, names: Sequence[str], page: Path, beside: bool, console: Console
+def _update_while_training(
+    config: Config, options: Options, names: Sequence[str], page: Path, has_folder: bool, console: Console
 ) -> bool:
-    """Make the page again whenever a run has a new validation or sample, while a trainer is at work; at most the
-    eleventh part of the time. Whether it is to be made once more: not by a watcher of `run`, which makes it itself,
-    and not where it was told to finish and nothing is new."""
+    """Update the page for new validations, samples and scores until no trainer is running, in at most 1/11 of the time.
+    Returns whether the page must be made once more: after SIGTERM or Ctrl-C only if there are new results and `run`,
+    which makes a last page, did not start this program."""
     folders = [_find_run(config, name)[0] for name in names]
-    made, watch, due = _count_results(folders), Watch(folders), 0.0
+    shown_counts, watch, next_update = _count_results(folders), Watch(folders), 0.0
     for last in watch:
-        now = _count_results(folders)
-        if now != made and not last and monotonic() >= due:
-            made, began = now, monotonic()
+        counts = _count_results(folders)
+        if counts != shown_counts and not last and monotonic() >= next_update:
+            shown_counts, began = counts, monotonic()
             watch.hide_wait()
-            _write_page(config, options, names, page, beside)
+            _write_page(config, options, names, page, has_folder)
             ended = monotonic()
-            due = ended + PAUSE_FACTOR * (ended - began)
-            console.log(f"{page} made again, with {sum(now)} validations, samples and scores")
-    return not watch.told or (now != made and BESIDE not in os.environ)
+            next_update = ended + PAUSE_FACTOR * (ended - began)
+            console.log(f"updated {page}, with {sum(counts)} validations, samples and scores")
+    return not watch.is_stopped or (counts != shown_counts and not is_watcher())
 
 
 def _count_results(folders: Sequence[Path]) -> tuple[int, ...]:
-    """Lines of eval losses and of scores, and files of validation and of samples."""
+    """Returns the numbers of lines with eval losses and scores, and of files of validations and samples."""
     parts = [folder.glob(f"{part}/step-*/*") for folder in folders for part in ("validation", "samples")]
     counts = [sum(1 for path in paths if not is_unfinished(path.name)) for paths in parts]
     for name, mark in ((METRICS_FILE, b'"eval_loss"'), (SCORES_FILE, b'"step"')):
@@ -158,7 +161,7 @@ def _count_results(folders: Sequence[Path]) -> tuple[int, ...]:
 
 app = make_app(
     "report",
-    "One HTML page of a run, or of several: curves, samples, data, costs, settings.",
+    "Make one HTML page of a run, or of several runs: curves, samples, data, costs, settings.",
     run,
     examples=["first second", "--pictures-beside"],
     unused=NOT_COMPUTING,

@@ -1,7 +1,7 @@
-"""run: every stage in order, each in its own process, so that only one model is loaded at a time.
+"""run: all stages in order, each in its own process, so that only one model is loaded at a time.
 
-Each skips what is done; the first that fails ends the run. stages/follow/watchers.py run beside training, `report` at
-the end.
+Each stage skips finished work. The first stage that fails ends the run. Watchers (stages/follow/watchers.py) run during
+training, and `report` runs at the end.
 """
 
 import os
@@ -47,8 +47,8 @@ from stages.encoding.made_items import NoCaptions, NoMasks
 from stages.engines.stage_processes import StageFailed, StageProcesses, find_folders, remove_unfinished, sort_results
 from stages.follow.watchers import Watchers, check_models
 
-#: Errors of a stage whose input was made for the configuration as it was before -> the stage that makes it.
-MADE_BY: dict[str, StageName] = {
+#: Error of a stage whose input is missing or was made for an earlier configuration -> the stage that makes this input.
+REMAKING_STAGES: dict[str, StageName] = {
     OtherSettings.__name__: "discover",
     NoFeatures.__name__: "features",
     NoCaptions.__name__: "caption",
@@ -56,8 +56,8 @@ MADE_BY: dict[str, StageName] = {
     NoPlan.__name__: "bucket",
     SetNotFound.__name__: "index",
 }
-MOST_PLANS = 3  # that are made again where the configuration is edited between two stages
-STOPPED_S = 10.0  # for the report of a run that was stopped: schedulers wait 30 s before they kill
+MAX_RESTARTS = 3  # how often earlier stages are repeated because the configuration was edited between two stages
+STOPPED_S = 10.0  # time limit of the report after a stop: schedulers wait 30 s before they kill
 
 
 @for_each_expert(in_order=True)
@@ -68,13 +68,13 @@ def run(
     *,
     max_time: MaxTimeOption = None,
     allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="For index: leave out the samples whose media were missing.")
+        bool, typer.Option("--allow-missing", help="Exclude samples whose media were missing during encoding.")
     ] = False,
 ) -> Report:
     if (ranks := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
         raise UsageError(
-            f"`latentpress run` is started for each of {ranks} ranks (WORLD_SIZE), and does every stage once",
-            "Run it without the launcher up to index (stages.order), and start `latentpress train` with it.",
+            f"`latentpress run` was started by a launcher for {ranks} ranks (WORLD_SIZE), but must run only once",
+            "Run the stages up to index (stages.order) without the launcher, then `latentpress train` with it.",
         )
     check_models(config)
     require_libraries(config, "train" in config.stage_order)
@@ -95,10 +95,10 @@ def run(
         try:
             report = _run_stages(order, config, options, console, processes, stop_handler, watchers)
         except StageFailed as failed:
-            if not options.dry_run and read_failure(folder) is None:  # training records its own
+            if not options.dry_run and read_failure(folder) is None:  # training records its own failure
                 record_failure(folder, failed.stage, failed.reason, failed.advice)
             if (folder / METRICS_FILE).exists() and (page := _make_report(options, console, processes)):
-                console.log(f"the report of what was done: {shown_path(page)}")
+                console.log(f"report of the finished part: {shown_path(page)}")
             raise
         if not options.dry_run and (page := _find_report(folder, report, options, console, processes, stop_handler)):
             report.details["report"] = page
@@ -107,15 +107,16 @@ def run(
                 _push(report, options, console, processes)
             for row in report.details["stages"]:
                 if row["remaining"] and read_failure(folder) is None:
-                    record_failure(folder, row["stage"], f"it left {row['remaining']} to do", *report.next_steps[:1])
+                    reason = f"{row['remaining']} items remain"
+                    record_failure(folder, row["stage"], reason, *report.next_steps[:1])
     if not options.dry_run:
         report.details = sort_results(report.details | find_folders(folder))
         if report.rejects:
-            report.next_steps.append("latentpress status --rejects   # what was rejected, by reason")
+            report.next_steps.append("latentpress status --rejects   # list rejects by reason")
     if watchers.failed:
         report.details["watchers_that_failed"] = watchers.failed
     if stop_handler.reason:
-        report.details.setdefault("stopped", f"by {stop_handler.reason}; what is done is kept")
+        report.details.setdefault("stopped", f"by {stop_handler.reason}; finished work is kept")
         report.remaining = max(report.remaining, 1)
         report.next_steps = ["latentpress run"]
     return report
@@ -137,29 +138,30 @@ def _run_stages(
         code, document = processes.run("checks", options)
         if code != OK and not stop_handler.reason:
             raise StageFailed("checks", code, document)
-    queue, left = deque(() if stop_handler.reason else order), MOST_PLANS
+    queue, restarts = deque(() if stop_handler.reason else order), 0
     while queue:
         stage, started = queue.popleft(), time.monotonic()
         console.log(f"--- {stage}")
         watchers.start(stage)
         code, document = processes.run(stage, options)
         watchers.finish(stage)
-        if stop_handler.reason and (not document or "error" in document):  # interrupted before it had a report
+        if stop_handler.reason and (not document or "error" in document):  # stopped before it made a report
             if message := document.get("error", {}).get("message"):
                 report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {message}"
             break
         seconds = round(time.monotonic() - started, 1)
-        failed = "error" in document or code not in (OK, INCOMPLETE, DAMAGE)
-        if failed and left and MADE_BY.get(document.get("error", {}).get("type")) in order:
-            left -= 1
-            console.log("the configuration, or its prompts file, was edited meanwhile: it is planned again")
+        is_failed = "error" in document or code not in (OK, INCOMPLETE, DAMAGE)
+        maker = REMAKING_STAGES.get(document.get("error", {}).get("type"))
+        if is_failed and restarts < MAX_RESTARTS and maker in order:
+            restarts += 1
+            console.log("the configuration or its prompts file was edited during the run: repeating the stages")
             queue.extendleft(reversed(order[: order.index(stage) + 1]))
             continue
-        if not options.dry_run and (failed or document["done"]):
-            began, done = round(time.time() - seconds, 1), document.get("done", 0)
-            row = StageRun(stage=stage, began=began, seconds=seconds, failed=failed, done=done)
+        if not options.dry_run and (is_failed or document["done"]):
+            began, count = round(time.time() - seconds, 1), document.get("done", 0)
+            row = StageRun(stage=stage, began=began, seconds=seconds, failed=is_failed, done=count)
             append_stage(config.run_folder, row)
-        if failed:
+        if is_failed:
             raise StageFailed(stage, code, document)
         rows.append(
             {"stage": stage, "seconds": seconds} | {key: document[key] for key in ("done", "skipped", "remaining")}
@@ -168,27 +170,27 @@ def _run_stages(
         report.remaining += bool(document["remaining"])
         report.done += bool(document["done"]) and not document["remaining"]
         report.skipped += not document["done"] and not document["remaining"]
-        known = {row.get("item") for row in report.rejects}  # index lists what the encoding stages did
-        report.rejects += [row for row in document["rejects"] if row.get("item") not in known]
+        items = {row.get("item") for row in report.rejects}  # index also lists the rejects of the encoding stages
+        report.rejects += [row for row in document["rejects"] if row.get("item") not in items]
         report.more_rejects += document["more_rejects"]
-        if stage == "score":  # validation prompts, by CLIP
+        if stage == "score":  # its list has validation prompts that are too long for CLIP
             report.truncated += document["truncated"]
-        else:
-            report.truncated = document["truncated"] or report.truncated  # index lists all, encode-text new ones
+        else:  # index lists all truncated texts, encode-text only new ones
+            report.truncated = document["truncated"] or report.truncated
         report.failed += document["failed"]
         report.damage += document["damage"]
         if not options.dry_run:
             kind = config.train.adapter.type
             _add_details(report, kind, stage, document["details"], stop_handler)
-        if code != OK:  # what a stage before advises is not enough
+        if code != OK:  # the next steps of earlier stages are not enough
             report.next_steps.clear()
-        for step in document["next_steps"]:  # `run` has this option, too
+        for step in document["next_steps"]:  # `run` also has the option --allow-missing
             command = step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
             report.next_steps.append(command)
         if code != OK or stop_handler.reason:
             break
         if options.dry_run and document["remaining"]:
-            console.log(f"{stage} has work to do; the later stages depend on its result")
+            console.log(f"{stage} has remaining work; the next stages depend on its result")
             break
     return report
 
@@ -196,10 +198,10 @@ def _run_stages(
 def _add_details(
     report: Report, kind: str, stage: StageName, details: Mapping[str, Any], stop_handler: StopHandler
 ) -> None:
-    """Add what a stage made, and why it stopped. kind: train.adapter.type."""
+    """Add the results of a stage, and why it stopped. kind: value of train.adapter.type."""
     if stop_handler.reason and "stopped" in details:
-        lost_or_kept = details["stopped"].partition("; ")[2]
-        report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {lost_or_kept}"
+        consequence = details["stopped"].partition("; ")[2]
+        report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {consequence}"
     if stage == "train" and "saved" in details:
         report.details["model" if kind == "full" else "adapter"] = details["saved"]
         names = ("best_steps", "nothing_held_out", "numbers", "tensorboard", "wandb")
@@ -219,24 +221,24 @@ def _find_report(
     processes: StageProcesses,
     stop_handler: StopHandler,
 ) -> str:
-    """The run's page, made again if anything was done or it was made from other results; "" if there is none. If `run`
-    was stopped, it is made within STOPPED_S, or stays as it was."""
+    """Update the run's page if its results have changed. Returns its path, or "" if it does not exist. If `run` was
+    stopped, the update is cancelled after STOPPED_S."""
     page = folder / "report.html"
     if report.done or report.remaining or read_mark(page).source != hash_results([folder]):
         if not stop_handler.reason:
             _make_report(options, console, processes)
         elif (page.parent / METRICS_FILE).exists():
-            others = StageProcesses({})  # which were not stopped
-            timer = threading.Timer(STOPPED_S, others.stop)
+            new_processes = StageProcesses({})  # `processes` does not start a stage after a stop
+            timer = threading.Timer(STOPPED_S, new_processes.stop)
             timer.start()
-            _make_report(options, console, others)
+            _make_report(options, console, new_processes)
             timer.cancel()
     return str(page) if page.exists() else ""
 
 
 def _make_report(options: Options, console: Console, processes: StageProcesses) -> str:
     if find_spec("jinja2") is None:
-        console.log(f"no report is made without jinja2: {install_command('report')}")
+        console.log(f"the report needs jinja2, which is not installed: {install_command('report')}")
         return ""
     console.log("--- report")
     _, document = processes.run("report", options)
@@ -244,18 +246,18 @@ def _make_report(options: Options, console: Console, processes: StageProcesses) 
 
 
 def _push(report: Report, options: Options, console: Console, processes: StageProcesses) -> None:
-    """Upload the result; where that fails, it is what remains to be done."""
+    """Upload the result. If the upload fails, it is added to the remaining work."""
     console.log("--- push")
     code, document = processes.run("push", options)
     if code == OK:
         report.details["hub"] = document["details"]["url"]
     else:
-        message = document.get("error", {}).get("message", f"it {describe_exit(code)}; its output is above")
+        message = document.get("error", {}).get("message", f"push {describe_exit(code)}; see its output above")
         report.failed.append({"item": "push", "reason": "not-uploaded", "message": message})
         report.remaining, report.next_steps = report.remaining + 1, [*report.next_steps, "latentpress push"]
 
 
-app = make_app("run", "Run every stage in order, each in its own process, skipping what is done.", run)
+app = make_app("run", "Run all stages in order, each in its own process. Finished work is skipped.", run)
 
 if __name__ == "__main__":
     app()

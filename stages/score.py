@@ -1,9 +1,9 @@
-"""score: how well decoded validation samples fit their prompts, by step, and which step is the best by each measure.
+"""score: how well decoded validation samples match their prompts at each step, and the best step by each measure.
 
-Reads <output>/<run>/samples/<step>/ and what the trainer wrote about each validation latent; adds a line to
-<output>/<run>/scores.jsonl for each step with new or changed samples, and its numbers to the trackers. With --watch it
-does so beside training, a step at a time once its validation is over and all of it is decoded. The models are those of
-`validation.scores`; without one nothing is loaded.
+Reads <output>/<run>/samples/<step>/ and the trainer's metadata of each validation latent. For each step with new or
+changed samples, adds a line to <output>/<run>/scores.jsonl and the scores to the trackers. With --watch it scores
+during training, each step after its validation has ended and all of its samples are decoded. The model is set by
+`validation.scores`; if it is not set, nothing is loaded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ NAME = ClipScore.name
 
 @dataclass(frozen=True)
 class Sample:
-    """A validation sample at a step. group: its prompt's name, and what varies but the seed. picture: its file."""
+    """A validation sample at a step. group: name shared by the samples that differ only in the seed. picture: file."""
 
     name: str
     group: str
@@ -56,7 +56,7 @@ class Sample:
 
     @cached_property
     def content(self) -> str:
-        """Hash of what a score is of: the file and the prompt. "" if the file can't be read."""
+        """Hash of the file and the prompt, which determine the score; "" if the file cannot be read."""
         try:
             return hash_json([hash_file(self.picture, None), self.prompt])
         except OSError:
@@ -95,28 +95,28 @@ def find_samples(folder: Path) -> list[StepSamples]:
     return steps
 
 
-def frame_numbers(count: int, most: int) -> list[int]:
-    """At most `most` of `count` frames: the middle ones of equal parts."""
-    number = min(count, most)
-    return [(2 * part + 1) * count // (2 * number) for part in range(number)]
+def frame_numbers(count: int, max_frames: int) -> list[int]:
+    """Indices of at most `max_frames` of `count` frames: the middle frames of equal parts."""
+    parts = min(count, max_frames)
+    return [(2 * part + 1) * count // (2 * parts) for part in range(parts)]
 
 
-def read_sample(path: Path, most: int) -> np.ndarray:
-    """frames_FHWC uint8 of a picture, or at most `most` of a clip. Raises MediaError."""
+def read_sample(path: Path, max_frames: int) -> np.ndarray:
+    """Returns frames_FHWC uint8: the picture, or at most `max_frames` frames of a clip. Raises MediaError."""
     from stages.media.image import load_image
     from stages.media.video import probe_video, read_frames
 
     if path.suffix == ".png":
         return np.asarray(load_image(path))[None]
     about = probe_video(path)
-    # In the middle of a frame's time; the clips that decode writes have a constant rate.
-    times = [(number + 0.5) / about.rate for number in frame_numbers(about.frames, most)]
+    # The middle of a frame's time; the clips that decode writes have a constant frame rate.
+    times = [(number + 0.5) / about.rate for number in frame_numbers(about.frames, max_frames)]
     if not times:
-        raise MediaError("no-frames", path, "has no frames", "delete it, and run `latentpress decode`")
+        raise MediaError("no-frames", path, "has no frames", "delete the file, and run `latentpress decode`")
     return np.stack(list(read_frames(path, times)))
 
 
-REMEDY = "delete it, and run `latentpress decode`, then `latentpress score`"  # for a picture that can't be read
+REMEDY = "delete the file, and run `latentpress decode`, then `latentpress score`"  # for an unreadable picture
 
 
 @for_each_expert()
@@ -126,32 +126,32 @@ def run(
     console: Console,
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Score each step when its samples are decoded, while it trains.")
+        bool, typer.Option("--watch", help="Score each step as soon as its samples are decoded, until training ends.")
     ] = False,
 ) -> Report:
     folder = config.run_folder
     check_folder(folder)
     report = Report(program="score", dry_run=options.dry_run, what="samples")
     if not config.validation.scores.any:
-        console.log("validation.scores names no model, so there is nothing to score with")
+        console.log("validation.scores.clip is not set: nothing to score")
         return report
     with ExitStack() as stack:
         scorer = _Scorer(config, options, console, stack)
         if options.dry_run:
-            report.remaining = sum(len(step.samples) for step in scorer.find_due(find_samples(folder)))
+            report.remaining = sum(len(step.samples) for step in scorer.find_unscored(find_samples(folder)))
             return report
         if watch:
             trainer = Watch([folder])
             for last in trainer:
                 lines = [] if last else read_last_metrics(folder / METRICS_FILE)
-                over = [step for step in find_samples(folder) if lines and step.step < lines[-1]["step"]]
-                if due := scorer.find_due(over):
+                validated = [step for step in find_samples(folder) if lines and step.step < lines[-1]["step"]]
+                if unscored := scorer.find_unscored(validated):
                     trainer.hide_wait()
-                    scorer.score(due, report)
-            if trainer.told:  # `latentpress run` scores the rest
+                    scorer.score(unscored, report)
+            if trainer.is_stopped:  # `latentpress run` scores the remaining steps
                 return report
         steps = find_samples(folder)
-        scorer.score(scorer.find_due(steps), report)
+        scorer.score(scorer.find_unscored(steps), report)
     report.skipped = max(0, sum(len(step.samples) for step in steps) - report.done - len(report.failed))
     if waiting := sum(len(step.waiting) for step in steps):
         report.remaining = waiting
@@ -161,7 +161,7 @@ def run(
 
 
 class _Scorer:
-    """Scores steps by CLIP, whose model is loaded when the first sample needs it. stack: what is open until the end."""
+    """Scores steps by CLIP, whose model is loaded for the first sample. stack: contexts that are closed at the end."""
 
     def __init__(self, config: Config, options: Options, console: Console, stack: ExitStack) -> None:
         """Raises WeightsError if the model is missing."""
@@ -170,15 +170,15 @@ class _Scorer:
         self._measure = ClipScore(config.validation.scores, Store(config.root))
         self._is_loaded = False
         self._trackers: Trackers | None = None
-        self._tried: dict[int, dict[str, str]] = {}  # step -> what was scored, or could not be read
-        self._cut = set[str]()  # prompts that are in the report as too long
+        self._tried: dict[int, dict[str, str]] = {}  # step -> contents of its samples, scored or unreadable
+        self._truncated = set[str]()  # prompts that are in the report as too long
 
-    def find_due(self, steps: Iterable[StepSamples]) -> list[StepSamples]:
-        """The steps that are decoded and have samples that are new, changed or gone since they were scored."""
+    def find_unscored(self, steps: Iterable[StepSamples]) -> list[StepSamples]:
+        """The decoded steps whose samples have not been scored, or have changed since."""
         lines = [line for line in read_lines(self._folder) if line.measures.get(NAME) == self._measure.measured]
         scored = {line.step: {sample.name: sample.content for sample in line.samples} for line in lines}
-        known = scored | self._tried
-        return [step for step in steps if not step.waiting and known.get(step.step) != step.contents]
+        tried = scored | self._tried
+        return [step for step in steps if not step.waiting and tried.get(step.step) != step.contents]
 
     def score(self, steps: Sequence[StepSamples], report: Report) -> None:
         if not steps:
@@ -212,7 +212,7 @@ class _Scorer:
             progress.advance(1)
         if scored:
             line = summarize_scores(step.step, scored, {NAME: self._measure.measured}, damaged)
-            if line not in read_lines(self._folder):  # as of a step with a picture that still can't be read
+            if line not in read_lines(self._folder):  # a step with an unreadable picture is scored again by each run
                 append_line(self._folder, line)
                 report.done += len(scored)
                 self._add_to_trackers(line)
@@ -220,19 +220,19 @@ class _Scorer:
                 self._console.log(f"step {step.step}: {score_label(NAME)} {line.scores[NAME]:.4g}{spread}")
 
     def _score_sample(self, sample: Sample, report: Report) -> float:
-        """MediaError if its file can't be read."""
+        """Raises MediaError if the file cannot be read."""
         try:
             frames_FHWC = read_sample(sample.picture, self._config.validation.scores.frames)
         except OSError as error:
             raise unreadable_error(sample.picture, error) from error
-        if sample.prompt not in self._cut and (cut := self._measure.find_cut(sample.prompt)):
-            self._cut.add(sample.prompt)
-            message = f"the prompt has {cut[0]} tokens, of which CLIP reads {cut[1]}"
+        if sample.prompt not in self._truncated and (cut := self._measure.find_cut(sample.prompt)):
+            self._truncated.add(sample.prompt)
+            message = f"the prompt has {cut[0]} tokens; CLIP reads the first {cut[1]}"
             report.truncated.append({"item": sample.group, "reason": "prompt-cut", "message": message})
         return self._measure.score(frames_FHWC, sample.prompt)
 
     def _add_to_trackers(self, line: ScoreLine) -> None:
-        """The score, its spread, and the score by prompt."""
+        """Add the score, its spread, and the score of each prompt."""
         names = self._config.train.trackers
         if not names:
             return
@@ -248,7 +248,7 @@ class _Scorer:
 
 app = make_app(
     "score",
-    "Measure how decoded validation samples fit their prompts, by step; which step is the best.",
+    "Measure how well decoded validation samples match their prompts, and report the best step.",
     run,
     examples=["--watch", "--device cuda"],
 )

@@ -1,7 +1,6 @@
-"""status: for each stage what is done, what remains, what was rejected, and how many bytes it takes; and how far the
-training run is.
+"""status: shows the finished, remaining and rejected items and the size of each stage, and the progress of training.
 
-Its cost grows with the number of shards: names, sizes and times are listed, and a few shards are opened.
+The cost grows with the number of shards: names, sizes and times are listed, and a few shards are opened.
 """
 
 import time
@@ -48,13 +47,13 @@ from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_state import MEMBER_NAMES, StageState
 from stages.maintenance.rejected_items import report_rejects
 
-MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
+MAX_OPENED_SHARDS = 32  # shards per stage that are opened to read their library versions
 LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damaged")
-RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # which the trainer writes before anything else
-ENDED = ("ended", "stopped")  # jobs that are shown with --all only
+RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # the first files that the trainer writes
+ENDED = ("ended", "stopped")  # states of jobs that are shown only with --all
 MIXED = "MIXED"
-NOTHING_RUNS = "nothing is at work now: no run, training or job"
-MIN_PAUSE_FACTOR = 4  # building a report may take at most this fraction of the time: 1/4
+NOTHING_RUNS = "no run, training or job is active"
+MIN_PAUSE_FACTOR = 4  # building reports takes at most 1/4 of the time
 
 TableRow = dict[str, Any]
 
@@ -65,24 +64,25 @@ def run(
     console: Console,
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Refresh, with rates, until all is done, training too; Ctrl-C quits.")
+        bool, typer.Option("--watch", help="Refresh until all stages and training are finished; Ctrl-C quits.")
     ] = False,
     every: Annotated[
-        float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="Between two refreshes of --watch.")
+        float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="With --watch: seconds between refreshes.")
     ] = 5.0,
-    rejects_too: Annotated[
+    only_rejects: Annotated[
         bool,
-        typer.Option("--rejects", help="Show only the rejected items, by reason, with their remedies."),
+        typer.Option("--rejects", help="Show only rejected items, by reason, with the remedy."),
     ] = False,
     everything: Annotated[
         bool,
-        typer.Option("--all", help="Ended jobs and library versions, too; with --rejects every item of each reason."),
+        typer.Option("--all", help="Also show ended jobs and library versions; with --rejects show all items."),
     ] = False,
     csv_file: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Like --rejects; writes a line for each item, too.")
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Like --rejects, and also write all rejected items to a CSV file."),
     ] = None,
 ) -> Report:
-    if rejects_too or csv_file is not None:
+    if only_rejects or csv_file is not None:
         return report_rejects(config, options, everything, csv_file)
     everything = everything or options.json
     if watch and not options.dry_run:
@@ -91,17 +91,17 @@ def run(
 
 
 def build_report(config: Config, options: Options, everything: bool = True) -> Report:
-    """everything: ended jobs, library versions and the bytes under the root, too."""
+    """Make the report. everything: whether it includes ended jobs, library versions and sizes of the root's folders."""
     store = Store(config.root)
-    listed = {top: store.list_files(top) for top in LISTED_FOLDERS}
+    entries = {top: store.list_files(top) for top in LISTED_FOLDERS}
     report = Report(program="status", dry_run=options.dry_run)
     datasets = [dataset.id for dataset in config.datasets if not dataset.disabled]
     tables = [find_media_table(store, name) for name in datasets]
     rejected_files = rejects.read_stage(store, "discover")
-    listed_files = sum(len(table) for table in tables if table is not None)
+    files = sum(len(table) for table in tables if table is not None)
     report.remaining = sum(table is None for table in tables)
-    rejected = sum(len(rejected_files.get(name, [])) for name in datasets)
-    rows = [_row("discover", "files", listed_files, report.remaining, rejected, listed["media"])]
+    rejected_count = sum(len(rejected_files.get(name, [])) for name in datasets)
+    rows = [_row("discover", "files", files, report.remaining, rejected_count, entries["media"])]
     report.details |= {"stages": rows, "training": [read_progress(run).row() for run in config.expert_runs]}
     if edited := len(read_edits(store)):
         report.details["edited_captions"] = edited
@@ -114,7 +114,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     try:
         if not report.remaining:
             states += stage_registry.item_states(store, config)
-            jobs |= _add_states(report, store, states, listed)
+            jobs |= _add_states(report, store, states, entries)
         plan = current_plan(store, config)
     except DamageError:
         raise
@@ -123,13 +123,13 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     roles = plan.active.column("role")
     samples = pc.sum(pc.is_in(roles, value_set=pa.array(TRAINED_ROLES))).as_py() or 0
     rejected = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
-    rows.append(_row("bucket", "samples", samples, 0, len(rejected), listed["plans"]))
+    rows.append(_row("bucket", "samples", samples, 0, len(rejected), entries["plans"]))
     try:
-        of_plan = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
+        sample_states = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except WeightsError as error:
         return _stop_at(report, error)
-    jobs |= _add_states(report, store, of_plan, listed)
-    states += of_plan
+    jobs |= _add_states(report, store, sample_states, entries)
+    states += sample_states
     for column in ("units", "jobs", "items_per_second", "left"):
         for row in rows if any(column in row for row in rows) else ():
             row.setdefault(column, "")
@@ -137,12 +137,12 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
         jobs = {stage: [job for job in reports if job.state not in ENDED] for stage, reports in jobs.items()}
     report.details |= list_jobs(jobs, for_people=not options.json)
     report.details["training_set"] = _describe_training_set(store, config, plan)
-    versions = _library_versions(store, states, listed)
-    if shown := [row for row in versions if everything or MIXED in row["libraries"]]:
-        report.details["made_with"] = shown
+    versions = _library_versions(store, states, entries)
+    if version_rows := [row for row in versions if everything or MIXED in row["libraries"]]:
+        report.details["made_with"] = version_rows
     if everything:
         report.details["under_root_mib"] = {
-            top: _mib(entries) for top, entries in listed.items() if entries or top in LISTED_FOLDERS[:4]
+            top: _mib(files) for top, files in entries.items() if files or top in LISTED_FOLDERS[:4]
         }
     output = Path(config.output)
     folders = list(output.iterdir()) if output.is_dir() else []
@@ -152,7 +152,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
 
 
 def _stop_at(report: Report, error: LatentpressError) -> Report:
-    """The report as far as it goes if a plan, a media table or a checkpoint's files are not there."""
+    """Complete the report if a plan, a media table or a file of the checkpoint is missing."""
     if isinstance(error, WeightsError):
         report.details["checkpoint"] = error.message
     report.next_steps = [step for step in report.next_steps if step != "latentpress discover"] + [error.next_step]
@@ -164,12 +164,12 @@ def _add_states(
     report: Report,
     store: Store,
     states: Sequence[tuple[EncodingStage, StageState]],
-    listed: Mapping[str, Sequence[Entry]],
+    entries: Mapping[str, Sequence[Entry]],
 ) -> dict[str, list[JobReport]]:
-    """Add a row for each stage; returns the reports of its jobs."""
+    """Add a row for each stage. Returns stage -> reports of its jobs."""
     jobs = read_reports(store, {stage.name: state.fingerprint for stage, state in states}, time.time())
     for stage, state in states:
-        row = _stage_row(stage, state, listed[stage.kind], jobs[stage.name])
+        row = _stage_row(stage, state, entries[stage.kind], jobs[stage.name])
         report.details["stages"].append(row)
         if row["remaining"]:
             report.next_steps.append(f"latentpress {stage.name}")
@@ -178,18 +178,20 @@ def _add_states(
     return jobs
 
 
-def _row(stage: str, what: str, done: int, remaining: int, rejected: int, entries: Sequence[Entry]) -> TableRow:
-    counts = {"done": done, "remaining": remaining, "rejected": rejected}
-    return {"stage": stage, "what": what, **counts, "mib": _mib(entries)}
+def _row(stage: str, noun: str, encoded: int, remaining: int, rejected: int, entries: Sequence[Entry]) -> TableRow:
+    counts = {"done": encoded, "remaining": remaining, "rejected": rejected}
+    return {"stage": stage, "what": noun, **counts, "mib": _mib(entries)}
 
 
-def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry], jobs: Sequence[JobReport]) -> TableRow:
+def _stage_row(
+    stage: EncodingStage, state: StageState, entries: Sequence[Entry], jobs: Sequence[JobReport]
+) -> TableRow:
     todo = {unit.unit_id for unit in state.remaining_units()}
     remaining = sum(state.counts[unit] for unit in todo)
     rejected = sum(len(rows) for unit, rows in state.rejects_by_unit.items() if unit not in todo)
-    entries = [entry for entry in listed if entry.name.startswith(f"{state.fingerprint}/")]
-    what, done = MEMBER_NAMES[stage.member_kind], len(state.wanted_ids) - remaining - rejected
-    row = _row(stage.name, what, done, remaining, rejected, entries)
+    cache_entries = [entry for entry in entries if entry.name.startswith(f"{state.fingerprint}/")]
+    noun, encoded = MEMBER_NAMES[stage.member_kind], len(state.wanted_ids) - remaining - rejected
+    row = _row(stage.name, noun, encoded, remaining, rejected, cache_entries)
     row["units"] = f"{len(state.units) - len(todo)} of {len(state.units)}"
     if jobs:
         row["jobs"] = count_states(jobs)
@@ -199,25 +201,25 @@ def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry],
 
 
 def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
-    """The set that this configuration makes, and whether it is of the current plan; or why there is none."""
+    """Describe the set of this configuration: whether it exists, and whether it was made of the current plan."""
     try:
         name = set_lookup.find_configured_id(store, config)
     except SetError as error:
         return f"none yet: {error.message}: latentpress index"
-    made_of = store.read_record(f"sets/{name}/set.json", SetRecord).generation
-    return f"sets/{name}" + ("" if made_of == plan.name else f", of the older plan {made_of}: latentpress index")
+    generation = store.read_record(f"sets/{name}/set.json", SetRecord).generation
+    return f"sets/{name}" + ("" if generation == plan.name else f", of the older plan {generation}: latentpress index")
 
 
 def _library_versions(
-    store: Store, states: Sequence[tuple[EncodingStage, StageState]], listed: Mapping[str, Sequence[Entry]]
+    store: Store, states: Sequence[tuple[EncodingStage, StageState]], entries: Mapping[str, Sequence[Entry]]
 ) -> list[TableRow]:
-    """List for each stage the libraries and hardware that made the plan's shards, those that differ marked as MIXED:
-    bytes may then differ within one configuration. Of many shards some are opened, from the oldest to the newest, since
-    versions change in time."""
+    """List the libraries and hardware that made the plan's shards, for each stage. Differences are marked as MIXED,
+    because bytes may then differ within one configuration. If there are many shards, only some are opened, evenly from
+    the oldest to the newest, since versions change over time."""
     readers = ReaderPool(store)
     rows = []
     for stage, state in states:
-        modified = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
+        modified = {f"{stage.kind}/{entry.name}": entry.modified for entry in entries[stage.kind]}
         paths = sorted(state.done.values(), key=lambda path: (modified.get(path, 0.0), path))
         opened = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS)
         versions, damaged = defaultdict[str, set[str]](set), list[str]()
@@ -226,12 +228,12 @@ def _library_versions(
                 for key, value in _flatten(readers.meta(path).provenance):
                     versions[key].add(value)
             except DamageError:
-                damaged.append(f"{path} can't be read: latentpress verify")
+                damaged.append(f"{path} cannot be read: latentpress verify")
         mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(versions.items()) if len(values) > 1]
-        same = [f"{key} {value}" for key, (value, *more) in sorted(versions.items()) if not more]
+        equal = [f"{key} {value}" for key, (value, *more) in sorted(versions.items()) if not more]
         parts = [f"{MIXED}: {', '.join(mixed)}"] if mixed else []
-        parts += [", ".join(same)] if same else []
-        parts += damaged + ([f"of {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])
+        parts += [", ".join(equal)] if equal else []
+        parts += damaged + ([f"from {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])
         rows.append({"stage": stage.name, "libraries": "; ".join(parts) or "none yet"})
     readers.close()
     return rows
@@ -247,8 +249,8 @@ def _mib(entries: Sequence[Entry]) -> float:
 
 
 def refresh_until_done(build_report: Callable[[], Report], console: Console, every: float) -> Report:
-    """Show a new report every `every` seconds, less often if building one takes long, until nothing remains, training
-    is finished and no `run` goes on. Ctrl-C ends with exit code 0."""
+    """Show a new report every `every` seconds, or less often if building a report takes long. Returns the last report
+    when no work remains, training is finished and no `run` is active, or after Ctrl-C, with exit code 0."""
     report = Report(program="status")
     try:
         with console.live_display() as show:
@@ -268,8 +270,8 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                 show(dict(zip(lines, lines, strict=True)), report.summary())
                 if not report.remaining and not running and all(row["state"] == "finished" for row in training):
                     return report
-                took = time.monotonic() - started
-                pause(max(every - took, took * (MIN_PAUSE_FACTOR - 1)))
+                duration = time.monotonic() - started
+                pause(max(every - duration, duration * (MIN_PAUSE_FACTOR - 1)))
     except KeyboardInterrupt:
         report.details["stopped"] = f"watching, with {report.remaining} items remaining"
         report.remaining = 0
@@ -278,7 +280,7 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
 
 app = make_app(
     "status",
-    "Per stage: done, remaining, rejected, bytes.",
+    "Show the finished, remaining and rejected items and the size of each stage, and the progress of training.",
     run,
     examples=["--watch", "--rejects", "--csv rejects.csv"],
     unused=NOT_COMPUTING,

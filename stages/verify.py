@@ -29,8 +29,8 @@ from stages.encoding.stage import EncodingStage
 from stages.maintenance import checks
 from stages.maintenance.checks import DamageByPath, UnmappedStore
 
-MAX_WORKERS = 8  # by default: a disk is faster with a few requests at once, not with many
-SETTLE_S = 2.0  # seconds before a missing shard is looked for again
+MAX_WORKERS = 8  # default limit: a few requests at the same time make a disk faster, many do not
+SETTLE_S = 2.0  # seconds before a missing shard is searched for again
 MIB = 1 << 20
 
 
@@ -43,39 +43,39 @@ def run(
         bool,
         typer.Option(
             "--repair",
-            help="Move damaged shards and plans to damaged/ under the root, and make them and damaged sets again where "
-            "this configuration needs them.",
+            help="Move damaged shards and plans to damaged/ under the root. Make them, and damaged sets, again if this "
+            "configuration needs them.",
         ),
     ] = False,
 ) -> Report:
     store = UnmappedStore(config.root)
-    present = checks.list_shards(store)
+    shard_sizes = checks.list_shards(store)
     report = Report(program="verify", dry_run=options.dry_run)
-    report.details = {"shards": len(present), "mib": round(sum(present.values()) / MIB, 2)}
+    report.details = {"shards": len(shard_sizes), "mib": round(sum(shard_sizes.values()) / MIB, 2)}
     if options.dry_run:
-        report.remaining = len(present)
+        report.remaining = len(shard_sizes)
         return report
-    if removed := store.remove_stale_temps(STALE_S):
-        console.log(f"removed {len(removed)} temporary files that killed processes left")
+    if removed := store.remove_stale_temps(STALE):
+        console.log(f"removed {len(removed)} temporary files of killed processes")
     report.details["tables"], damaged_tables = checks.find_damaged_tables(store)
     for rel in [rel for rel in damaged_tables if repair and rel.startswith(f"{EDITS}/")]:
         moved = checks.move_to_damaged(store, rel)
-        console.warn(f"{rel} is kept as {moved}: the edits of captions in the table before it count")
+        console.warn(f"{rel} was moved to {moved}: the caption edits of the previous table are used")
         report.details.setdefault("moved_tables", []).append(moved)
         del damaged_tables[rel]
-    if damaged_tables and repair:  # plans before shards, which are compared with them
+    if damaged_tables and repair:  # plans first, because shards are compared with plans
         _repair_tables(config, options, console, damaged_tables, "plans")
-    damaged_shards, report.failed = check_shards(store, present, options.workers, console)
-    report.done = len(present) - len(report.failed) - len(damaged_shards)
-    missing = checks.find_missing_shards(store, present)
+    damaged_shards, report.failed = check_shards(store, shard_sizes, options.workers, console)
+    report.done = len(shard_sizes) - len(report.failed) - len(damaged_shards)
+    missing = checks.find_missing_shards(store, shard_sizes)
     if not all(store.exists(rel) for rel in missing):  # a stage that replaces a tar removes the old one first
         sleep(SETTLE_S)
     damaged_shards |= {
-        rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
+        rel: [DamageError(store.path(rel), f"missing, but the training set sets/{name} needs it")]
         for rel, name in missing.items()
         if not store.exists(rel)
     }
-    if damaged_shards and repair and not _is_copy(store):  # its other rows can still be read
+    if damaged_shards and repair and not _is_copy(store):  # undamaged rows of a copy's shard can still be read
         damaged_shards = _repair_shards(store, config, options, console, damaged_shards, report)
     if damaged_tables and repair:
         _repair_tables(config, options, console, damaged_tables, "sets")
@@ -88,8 +88,8 @@ def run(
             report.damage.append(row)
     commands = checks.rebuild_commands(damaged_tables)
     if damaged_shards and _is_copy(store):
-        again = f"latentpress export --to {shlex.quote(store.url)}"
-        commands = [f"{again}   # from the root of the set: it replaces damaged shards; or copy the set again"]
+        command = f"latentpress export --to {shlex.quote(store.url)}"
+        commands = [f"{command}   # with the root of the original set; replaces damaged shards"]
     elif damaged_shards or "damaged_shards" in report.details:
         commands = [line for line in commands if line != "latentpress index"]
         commands += [*([] if repair else ["latentpress verify --repair"]), "latentpress index"]
@@ -98,29 +98,29 @@ def run(
 
 
 def _is_copy(store: Store) -> bool:
-    """Whether the root is a copy that `export` made: it has a set and no plan, so no stage makes its shards again."""
+    """Whether the root is a copy that `export` made. It has a set but no plan, so stages cannot make its shards."""
     return not list_plans(store) and bool(store.list_names("sets"))
 
 
 def check_shards(
-    store: Store, present: dict[str, int], workers: int | None, console: Console
+    store: Store, shard_sizes: dict[str, int], workers: int | None, console: Console
 ) -> tuple[DamageByPath, list[dict[str, Any]]]:
-    """Check the shards in `present`, path -> bytes, in `workers` threads (None: one for each processor, at most 8).
+    """Check shards. Returns (damage, rows about shards that cannot be read because of the disk or permissions).
 
-    Returns the damage, and rows about shards that the disk or its permissions kept from being read.
+    shard_sizes: path -> size in bytes. workers: number of threads; None: one per core, at most 8.
     """
     checker, damaged, unread = checks.ShardChecker(store), DamageByPath(), list[dict[str, Any]]()
 
     def check(rel: str) -> list[DamageError]:
-        # Twice, as a stage may just have replaced a tar and its sidecar.
+        # A second check, because a stage may have replaced a tar and its sidecar during the first one.
         return checker.check(rel) and checker.check(rel)
 
     with (
         ThreadPoolExecutor(workers or min(MAX_WORKERS, cores()), "verify") as pool,
-        console.progress(ceil(sum(present.values()) / MIB), "verify", "MiB") as progress,
+        console.progress(ceil(sum(shard_sizes.values()) / MIB), "verify", "MiB") as progress,
     ):
         read_bytes = 0
-        shards = {pool.submit(check, rel): rel for rel in present}
+        shards = {pool.submit(check, rel): rel for rel in shard_sizes}
         try:
             for future in as_completed(shards):
                 rel = shards[future]
@@ -129,8 +129,8 @@ def check_shards(
                         damaged[rel] = damage
                 except StoreError as error:
                     unread.append({"path": rel, "reason": "unread", "message": str(error)})
-                progress.advance(ceil((read_bytes + present[rel]) / MIB) - ceil(read_bytes / MIB))
-                read_bytes += present[rel]
+                progress.advance(ceil((read_bytes + shard_sizes[rel]) / MIB) - ceil(read_bytes / MIB))
+                read_bytes += shard_sizes[rel]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -140,54 +140,55 @@ def check_shards(
 def _repair_shards(
     store: Store, config: Config, options: Options, console: Console, damaged: DamageByPath, report: Report
 ) -> DamageByPath:
-    """Move the damaged shards away and encode their units again; returns the damage that remains."""
-    left, moved = dict(damaged), list[dict[str, str]]()
+    """Move the damaged shards to damaged/, and encode their units again. Returns the remaining damage."""
+    remaining, moves = dict(damaged), list[dict[str, str]]()
 
-    def move(rel: str, then: str) -> None:
-        there = checks.move_to_damaged(store, rel) if store.exists(rel) else ""
-        moved.append({"shard": rel, "moved_to": there, "then": then})
+    def move(rel: str, next_action: str) -> None:
+        target = checks.move_to_damaged(store, rel) if store.exists(rel) else ""
+        moves.append({"shard": rel, "moved_to": target, "then": next_action})
 
-    others = set(damaged)
+    unused = set(damaged)  # shards that this configuration does not use
     for stage in (*stage_registry.item_stages(config), *stage_registry.required_stages(config)):
         try:
             state = stage.state(store, config, stage.find_plan(store, config))
-        except LatentpressError as error:  # no plan, weights, or what comes before
-            console.warn(f"{stage.name} can't encode anything again: {error.message}")
+        except LatentpressError as error:  # no plan or weights, or an earlier stage has not run
+            console.warn(f"{stage.name} cannot encode damaged shards again: {error.message}")
             continue
         folder = f"{stage.kind}/{state.fingerprint}/"
         names = {rel: shard.unit_name(rel.removeprefix(folder)) for rel in sorted(damaged) if rel.startswith(folder)}
         units = {unit.unit_id for unit in state.units} & {*names.values()}
-        own = [rel for rel, name in names.items() if name in units]
-        others -= {*own}
-        for rel in own:
+        shards = [rel for rel, name in names.items() if name in units]
+        unused -= {*shards}
+        for rel in shards:
             move(rel, stage.name)
-        if own:
+        if shards:
             _encode_units(stage, units, config, options, console, report)
-            done = shard.find_done_units(store, folder.rstrip("/"))
-            left = {rel: found for rel, found in left.items() if rel not in own or names[rel] not in done}
-    for rel in sorted(others):
-        move(rel, "not encoded again: no unit of this configuration")
-    report.details |= {"damaged_shards": moved, "encoded_again": len(damaged) - len(left)}
-    return left
+            encoded = shard.find_done_units(store, folder.rstrip("/"))
+            remaining = {
+                rel: errors for rel, errors in remaining.items() if rel not in shards or names[rel] not in encoded
+            }
+    for rel in sorted(unused):
+        move(rel, "not encoded again: not a unit of this configuration")
+    report.details |= {"damaged_shards": moves, "encoded_again": len(damaged) - len(remaining)}
+    return remaining
 
 
 def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:
-    """Run the program that writes the damaged tables under `top`, "plans" or "sets": it makes those of this
-    configuration again."""
+    """Run the program that makes the damaged tables of this configuration again. top: "plans" or "sets"."""
     program: Callable[..., Report] = bucket.run if top == "plans" else index.run
     if not any(path.startswith(f"{top}/") for path in damaged):
         return
     try:
         program(config, replace(options, workers=None), console)
     except LatentpressError as error:
-        console.warn(f"{top} can't be made again: {error.message}")
+        console.warn(f"{top} cannot be made again: {error.message}")
 
 
 def _encode_units(
     stage: EncodingStage, units: set[str], config: Config, options: Options, console: Console, report: Report
 ) -> None:
-    """Run the stage on these units alone."""
-    console.log(f"{stage.name}: {len(units)} units again")
+    """Run the stage only on these units."""
+    console.log(f"{stage.name}: encoding {len(units)} units again")
     try:
         encoded = replace(stage, only_units=frozenset(units)).run(config, replace(options, workers=None), console)
     except LatentpressError as error:
@@ -201,8 +202,8 @@ def _encode_units(
 
 app = make_app(
     "verify",
-    "Read every shard and table: structure, checksums, agreement with the plan, NaN.\n\n"
-    "With --repair exit code 4 means that some damage remains: shards of other configurations are only moved away.",
+    "Check all shards and tables: structure, checksums, agreement with the plan, NaN.\n\n"
+    "With --repair, exit code 4 means that damage remains. Shards of other configurations are moved, but not replaced.",
     run,
     examples=["--repair", "--workers 4 --json"],
 )

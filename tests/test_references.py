@@ -222,7 +222,7 @@ def test_what_a_family_does_not_take_is_refused_by_name(referenced) -> None:
     for name in "abc":
         referenced.image(f"../one/{name}.png", (40, 200))
     referenced.run(discover.run)
-    with pytest.raises(LatentpressError, match=r"nothing to train on: of 3 items none is left: 3 reference-size"):
+    with pytest.raises(LatentpressError, match="3 reference-size"):
         referenced.run(bucket.run)
 
 

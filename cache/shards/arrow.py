@@ -59,7 +59,7 @@ class ShardWriter(shard.BaseShardWriter):
 
     def _open(self) -> None:
         if not self._room:
-            described = shard.canonical_json(shard.build_description(self.meta, self.meta.ids, self.meta.set_aside))
+            described = shard.canonical_json(shard.build_description(self.meta, self.meta.ids, self.meta.rejects))
             self._room = len(described) + BYTES_PER_MEMBER * len(self.meta.ids)
         self._schema = make_schema(self.columns)
         blank = {DESCRIPTION_KEY: PLACEHOLDER * self._room, DESCRIPTION_CHECKSUM_KEY: CHECKSUM_PLACEHOLDER}

@@ -58,7 +58,7 @@ class ShardMeta:
     unit: Name
     bucket: EmptyName
     ids: Names = field(default_factory=list)
-    set_aside: list[RejectedMember] = field(default_factory=list)
+    rejects: list[RejectedMember] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     truncated: list[TruncatedText] = field(default_factory=list)
@@ -83,7 +83,7 @@ class BaseShardWriter(ABC):
     def __init__(self, store: Store, stem: str, meta: ShardMeta, columns: Mapping[str, str]) -> None:
         self.store, self.rel, self.meta, self.columns = store, stem + self.suffix, meta, dict(columns)
         self._ids: dict[str, None] = {}  # ids of the rows, in order
-        self._rejects = list(meta.set_aside)
+        self._rejects = list(meta.rejects)
         self._open()
 
     @abstractmethod
@@ -252,7 +252,7 @@ def build_description(meta: ShardMeta, ids: Collection[str], rejects: Collection
         assert not unlike, f"unit {meta.unit}: members that are not planned or are missing: {unlike}"
     ordered = sorted((asdict(member) for member in rejects), key=lambda member: tuple(member.values()))
     truncated = sorted((asdict(row) for row in meta.truncated), key=itemgetter("id"))
-    return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": ordered, "truncated": truncated}
+    return asdict(meta) | {"ids": list(ids), "count": len(ids), "rejects": ordered, "truncated": truncated}
 
 
 _META = TypeAdapter(ShardMeta)
@@ -269,7 +269,7 @@ def parse_description(value: Any, path: str) -> ShardMeta:
         meta = _META.validate_python(value)
         if value.get("count") != len(meta.ids):
             raise ValueError(f"its count is {value.get('count')}, but it has {len(meta.ids)} row ids")
-        if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
+        if not {member.id for member in meta.rejects}.isdisjoint(meta.ids):
             raise ValueError("a member is both a row and rejected")
         if not {row.id for row in meta.truncated}.issubset(meta.ids):
             raise ValueError("a truncated text is not a row")

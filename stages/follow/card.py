@@ -24,7 +24,7 @@ from schemas.text_format import escape_unprintable
 from stages.pages.pictures import SmallPicture, read_pictures
 
 CARD, PICTURES, TEMPLATE = "README.md", "images", Path(__file__).with_name("card.md.jinja")
-MOST_PICTURES = 12
+MAX_PICTURES = 12
 LIMITS = (1024, 600_000, 8_000_000)  # longest side in pixels, bytes of a picture, bytes of a clip
 PIPELINE_TAGS: dict[Task, str] = {
     "t2i": "text-to-image",
@@ -33,7 +33,7 @@ PIPELINE_TAGS: dict[Task, str] = {
     "i2v": "image-to-video",
 }
 KINDS = {"lora": "LoRA", "lokr": "LoKr", "full": "fine-tuned transformer"}
-#: Labels of a picture's settings, and of the counts of a set.
+#: Labels of a picture's settings.
 LABELS = {
     "bucket": "size",
     "seed": "seed",
@@ -41,9 +41,9 @@ LABELS = {
     "guidance": "guidance",
     "guidance_low": "guidance below the boundary",
 }
-COUNTED = {"samples": "samples trained on", "eval": "held out", "texts": "texts"}
+COUNT_LABELS = {"samples": "training samples", "eval": "held-out samples", "texts": "texts"}
 #: Options in the table of settings. None of them can contain a path.
-SHOWN = (
+SETTINGS = (
     *("train.batch_size", "train.accumulate", "train.seed", "train.caption_dropout"),
     *("train.optimizer.name", "train.optimizer.lr", "train.optimizer.schedule", "train.optimizer.warmup"),
     *("train.optimizer.weight_decay", "train.adapter.rank", "train.adapter.alpha", "train.adapter.rslora"),
@@ -55,9 +55,9 @@ SHOWN = (
 def write_card(config: Config, hub: Hub, repo: str, step: int, run: Path, folder: Path) -> list[Path]:
     """Write the card and the pictures of the last validation into `folder`, replacing older files, and return the
     files. config: configuration of the run. step: training step of the result. run: folder of the run."""
-    steps = [made for path in (run / "validation").glob("step-*") if (made := step_of(path)) is not None]
+    steps = [step for path in (run / "validation").glob("step-*") if (step := step_of(path)) is not None]
     newest = read_pictures(config, run, max(steps), *LIMITS) if steps else iter(())
-    pictures = list(islice(newest, MOST_PICTURES))
+    pictures = list(islice(newest, MAX_PICTURES))
     with replacing(folder) as temporary:
         (temporary / PICTURES).mkdir(parents=True)
         for picture in pictures:
@@ -74,7 +74,7 @@ def _read_counts(root: str, set_id: str) -> list[str]:
         counts = Store(root).read_record(f"sets/{set_id}/set.json", SetRecord).counts
     except (LatentpressError, OSError):
         return []
-    return [f"{count} {words}" for key, words in COUNTED.items() if (count := getattr(counts, key))]
+    return [f"{count} {label}" for key, label in COUNT_LABELS.items() if (count := getattr(counts, key))]
 
 
 def picture_name(picture: SmallPicture) -> str:
@@ -87,7 +87,7 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
 
     model, adapter = config.model, config.train.adapter.type
     tags = ["diffusers", "latentpress", "diffusers-training", *([adapter] if adapter != "full" else []), *hub.tags]
-    widget = [{"text": _one_line(shown.prompt), "output": {"url": picture_name(shown)}} for shown in pictures]
+    widget = [{"text": _one_line(picture.prompt), "output": {"url": picture_name(picture)}} for picture in pictures]
     data = ModelCardData(
         base_model=base_model(model),
         base_model_relation="finetune" if adapter == "full" else "adapter",
@@ -153,7 +153,7 @@ def _pipeline_arguments(model: Model, about: Mapping[str, Any]) -> dict[str, Any
 
 def _settings(config: Config) -> dict[str, Any]:
     rows = {}
-    for key in SHOWN:
+    for key in SETTINGS:
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name)

@@ -76,8 +76,8 @@ class ClipScore:
         pictures = self._processor(images=list(frames_FHWC), return_tensors="pt")
         text = self._tokenizer(prompt, truncation=True, max_length=self._max_tokens, return_tensors="pt")
         with torch.no_grad():
-            found = self._model(**pictures.to(self._model.device), **text.to(self._model.device))
-        cosine_F = found.image_embeds @ found.text_embeds[0]
+            output = self._model(**pictures.to(self._model.device), **text.to(self._model.device))
+        cosine_F = output.image_embeds @ output.text_embeds[0]
         return (100 * cosine_F).clamp(min=0).mean().item()
 
     def find_cut(self, prompt: str) -> tuple[int, int] | None:
@@ -93,7 +93,7 @@ def find_clip(scores: Scores) -> SingleModel:
     assert scores.clip is not None
     model = SingleModel(scores.clip, scores.clip_revision, "validation.scores.clip", CLIP_ADVICE, CLIP_FILES)
     if (kind := read_object(model.config_file()).get("model_type")) != "clip":
-        raise NotAClip(f"{model.source} is a {kind}; a CLIP score is of a clip", CLIP_ADVICE)
+        raise NotAClip(f"{model.source} is a model of type {kind}, not clip", CLIP_ADVICE)
     return model
 
 
@@ -102,4 +102,4 @@ def check_clip(scores: Scores) -> None:
     folder, the files are checked; for a repository, its config.json, from the Hub or the local cache."""
     model = find_clip(scores)
     if Path(model.source).is_dir() and not (model.fetch() / PREPROCESSOR).exists():
-        raise WeightsError(f"{model.source} has no {PREPROCESSOR}", "replace it with a whole copy")
+        raise WeightsError(f"{model.source} has no {PREPROCESSOR}", "replace the folder with a complete copy")

@@ -35,7 +35,7 @@ from stages.pages.pictures import SmallPicture, list_samples, read_pictures
 
 PICTURES_WAIT_S = 900.0  # longest time that a validation's message waits for decoded pictures
 SCORES_WAIT_S = 900.0  # longest time that it then waits for scores, unless there is a newer validation
-MOST_CHARACTERS = 1500  # largest length of a text: Discord accepts 2,000
+MAX_CHARACTERS = 1500  # maximum length of a text: Discord accepts 2,000
 MAX_PICTURE_BYTES = 200_000
 TRIES, PAUSE_S = 3, 2.0  # tries per message, seconds between tries; apprise waits 4 s for an answer
 _PHASES = ("started", "finished", "failed")
@@ -51,14 +51,14 @@ class Event(BaseModel, frozen=True):
     failure: tuple[str, str, str] | None = None
 
 
-def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tuple[list[Event], int]:
-    """Find new events. Returns (events that are not in `known`, in order; number of validations that wait for pictures
-    or scores). watching: whether decode and score may still make pictures and scores; if not, and no trainer is
-    running, a validation is sent with the pictures and scores that exist."""
+def find_events(config: Config, sent_events: Sequence[Event], *, watching: bool) -> tuple[list[Event], int]:
+    """Find new events. Returns (events that are not in `sent_events`, in order; number of validations that wait for
+    pictures or scores). watching: whether decode and score may still make pictures and scores; if not, and no trainer
+    is running, a validation is sent with the pictures and scores that exist."""
     folder = config.run_folder
     progress = read_progress(config)
-    keys, phase = {event.key for event in known}, next((e for e in reversed(known) if e.event in _PHASES), None)
-    events: list[Event] = []
+    keys, events = {event.key for event in sent_events}, list[Event]()
+    phase = next((event for event in reversed(sent_events) if event.event in _PHASES), None)
 
     def add(event: EventName, step: int, mark: object, failure: tuple[str, str, str] | None = None) -> None:
         if (key := f"{event}-{mark}") not in keys:
@@ -66,7 +66,7 @@ def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tu
             events.append(Event(key=key, event=event, step=step, failure=failure))
 
     if _has_started(progress, phase, folder):
-        add("started", progress.step, sum(e.event == "started" for e in known))
+        add("started", progress.step, sum(event.event == "started" for event in sent_events))
     scores = "score" in config.stage_order
     ready, pending = _find_validations(folder, progress, scores, watching)
     rows: list[tuple[int, EventName]] = [(step, "validation") for step in ready]
@@ -163,14 +163,14 @@ def describe(config: Config, event: Event) -> Message:
         numbers = [_number(loss_name([evaluated]), evaluated.get("eval_loss")), _number("loss", progress.loss)]
         points = ((curve.name, point) for curve in read_curves(folder) for point in curve.points)
         numbers += [_number(name, point.value) for name, point in points if point.step == event.step]
-        left = "" if progress.seconds_left is None else f", {format_duration(progress.seconds_left)} left"
+        time_left = "" if progress.seconds_left is None else f", {format_duration(progress.seconds_left)} left"
         more = sum(event.step in steps for steps in list_samples(config, folder).values()) - len(pictures)
-        text = f"{run}: validation at {at}{''.join(numbers)}{left}"
+        text = f"{run}: validation at {at}{''.join(numbers)}{time_left}"
         text += f" ({more} more pictures are not shown)" if more else ""
     text = text.encode(errors="replace").decode()  # file names may contain unpaired surrogates
     for mention in ("everyone", "here"):
         text = text.replace(f"@{mention}", f"@ {mention}")
-    return Message(run, text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}...", pictures)
+    return Message(run, text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 3]}...", pictures)
 
 
 def _number(name: str, value: float | None) -> str:
@@ -178,19 +178,19 @@ def _number(name: str, value: float | None) -> str:
 
 
 class Service:
-    """A webhook. sent, lost: numbers of messages that were sent, and that could not be sent. problem: why the last
-    message was not sent; "" if it was sent."""
+    """A webhook. sent_count, lost_count: numbers of messages that were sent, and that could not be sent. problem: why
+    the last message was not sent; "" if it was sent."""
 
     def __init__(self, hook: Webhook) -> None:
         from apprise import Apprise
 
         logging.getLogger("apprise").disabled = True  # apprise logs addresses
-        self.hook, self.sent, self.lost, self.problem = hook, 0, 0, ""
+        self.hook, self.sent_count, self.lost_count, self.problem = hook, 0, 0, ""
         self._apprise, url = Apprise(), os.environ.get(hook.url_env, "").strip()
         if not url:
             self.problem = f"the environment variable {hook.url_env} is not set"
         elif not self._apprise.add(url):
-            self.problem = f"the environment variable {hook.url_env} has no URL that apprise knows"
+            self.problem = f"the environment variable {hook.url_env} does not contain a URL that apprise supports"
         self.is_usable = not self.problem
 
     def send(self, message: Message, tries: int) -> None:
@@ -205,6 +205,7 @@ class Service:
             ]
             notify, text = self._apprise.notify, NotifyFormat.TEXT
             if notify(title=message.title, body=message.text, body_format=text, attach=files or None):
-                self.sent, self.problem = self.sent + 1, ""
+                self.sent_count, self.problem = self.sent_count + 1, ""
                 return
-        self.lost, self.problem = self.lost + 1, "did not take the message"  # apprise does not return the reason
+        # apprise does not return the reason
+        self.lost_count, self.problem = self.lost_count + 1, "did not accept the message"

@@ -29,7 +29,7 @@ from schemas.interruption import WAIT_S, StopHandler, end_with_this, signals_blo
 from schemas.text_format import describe_exit, format_duration, shown_path
 from stages.follow.clip_score import check_clip
 
-BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a watcher
+RUN_PID_VARIABLE = "LATENTPRESS_RUN_PID"  # environment variable: the process id of the `run` that started a watcher
 FINISH_S = 600.0  # longest time from SIGTERM to the end of a watcher
 INTERRUPTED_S = 10.0  # the same limit if `run` itself is interrupted: schedulers wait 30 s before they kill
 NICENESS = 10  # added to the niceness of `run` for a watcher, so that the trainer's threads run first
@@ -103,12 +103,12 @@ class Watchers:
         for watcher in watchers:
             if watcher.library and find_spec(watcher.library) is None:
                 advice = install_command(EXTRAS.get(watcher.program, ""))
-                self._console.log(f"{watcher.program} is not run beside training without {watcher.library}: {advice}")
+                self._console.log(f"{watcher.program} does not run during training without {watcher.library}: {advice}")
                 continue
             try:
                 self._running[watcher] = self._start(watcher)
             except OSError as error:
-                self._console.warn(f"{watcher.program} is not run beside training: {error}")
+                self._console.warn(f"{watcher.program} cannot be started during training: {error}")
 
     def _start(self, watcher: Watcher) -> subprocess.Popen:
         log = self._log(watcher)
@@ -117,7 +117,7 @@ class Watchers:
         # SIGTERM is blocked until `Watch` handles it: a watcher that gets SIGTERM during its imports still polls once.
         with log.open("wb") as file, signals_blocked(signal.SIGTERM):
             environment = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}
-            environment[BESIDE] = str(os.getpid())
+            environment[RUN_PID_VARIABLE] = str(os.getpid())
             words = [*self._options.argv(), "--watch"]
             process = start_program(
                 watcher.program, words, stdout=file, stderr=file, env=environment, start_new_session=True
@@ -126,7 +126,7 @@ class Watchers:
         with suppress(OSError):  # the process has ended
             niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system limits it to 19
             os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
-        self._console.log(f"beside training: {watcher.program} --watch, its log: {shown_path(log)}")
+        self._console.log(f"started {watcher.program} --watch; log: {shown_path(log)}")
         return process
 
     def _log(self, watcher: Watcher) -> Path:
@@ -135,26 +135,26 @@ class Watchers:
     def finish(self, stage: StageName | None = None) -> None:
         """Send SIGTERM to the watchers of a stage (None: to all watchers), and wait until they have ended. A watcher
         that takes longer than FINISH_S, or INTERRUPTED_S if `run` is interrupted, is killed."""
-        ending = {row: process for row, process in self._running.items() if stage is None or row.stage == stage}
-        for process in ending.values():
+        processes = {row: process for row, process in self._running.items() if stage is None or row.stage == stage}
+        for process in processes.values():
             if process.poll() is None:
                 process.terminate()
-        names, began, killed = ", ".join(watcher.program for watcher in ending), time.monotonic(), set[Watcher]()
-        with activity(f"waiting for what runs beside training to finish, at most {self._limit_s:.0f} s: {names}"):
-            while running := {row for row, process in ending.items() if process.poll() is None}:
+        names, began, killed = ", ".join(watcher.program for watcher in processes), time.monotonic(), set[Watcher]()
+        with activity(f"waiting at most {self._limit_s:.0f} s for watchers of training to finish: {names}"):
+            while running := {row for row, process in processes.items() if process.poll() is None}:
                 if time.monotonic() - began > self._limit_s:
                     killed |= running
                     for watcher in running:
-                        ending[watcher].kill()
-                        ending[watcher].wait()
+                        processes[watcher].kill()
+                        processes[watcher].wait()
                 time.sleep(0.05)
-        for watcher, process in ending.items():
+        for watcher, process in processes.items():
             del self._running[watcher]
             if process.returncode != OK and not (watcher in killed and self._stop_handler.reason):
-                log, how = str(self._log(watcher)), describe_exit(process.returncode)
+                log, ending = str(self._log(watcher)), describe_exit(process.returncode)
                 self.failed.append({"program": watcher.program, "exit_code": process.returncode, "log": log})
-                how = f"did not finish within {FINISH_S:.0f} s, and was ended" if watcher in killed else how
-                self._console.warn(f"{watcher.program} --watch, beside training, {how}; its log: {log}")
+                ending = f"did not finish within {FINISH_S:.0f} s and was killed" if watcher in killed else ending
+                self._console.warn(f"{watcher.program} --watch {ending}; log: {log}")
 
     @property
     def _limit_s(self) -> float:
@@ -182,25 +182,25 @@ class Watch:
     Between polls the terminal shows a line about the wait, and its duration. A program that shows its own progress
     calls `hide_wait` first.
 
-    told: whether SIGTERM or Ctrl-C was received. on_told: function that is called when this happens.
+    is_stopped: whether SIGTERM or Ctrl-C was received. on_stop: function that is called when this happens.
     """
 
     def __init__(
-        self, folders: Sequence[Path], pause_s: float = WATCH_S, on_told: Callable[[], object] = lambda: None
+        self, folders: Sequence[Path], pause_s: float = WATCH_S, on_stop: Callable[[], object] = lambda: None
     ) -> None:
-        self.told, self._on_told = False, on_told
+        self.is_stopped, self._on_stop = False, on_stop
         self._folders, self._pause_s = folders, pause_s
-        self._seen, self._began = False, time.monotonic()
-        self._shown, self._wait = ExitStack(), dict[str, Progress]()  # description of the wait -> its progress line
+        self._has_begun, self._start_time = False, time.monotonic()
+        self._display, self._wait = ExitStack(), dict[str, Progress]()  # description of the wait -> its progress line
 
     def __iter__(self) -> Iterator[bool]:
-        with StopHandler(stop=self._tell).stop_on_signals(), self._shown:
+        with StopHandler(stop=self._stop).stop_on_signals(), self._display:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             while not (last := self._has_ended()):
                 yield last
                 self._show_wait()
                 next_poll = time.monotonic() + self._pause_s
-                while not self.told and time.monotonic() < next_poll:
+                while not self.is_stopped and time.monotonic() < next_poll:
                     time.sleep(min(WAIT_S, self._pause_s))
             self.hide_wait()
             yield last
@@ -208,36 +208,36 @@ class Watch:
     def hide_wait(self) -> None:
         """Remove the line about waiting from the terminal, until the next pause."""
         self._wait.clear()
-        self._shown.close()
+        self._display.close()
 
     def _show_wait(self) -> None:
-        what, state = describe_wait(next(filter(_is_trained, self._folders), self._folders[0]))
-        if what not in self._wait:
+        description, state = describe_wait(next(filter(_has_trainer, self._folders), self._folders[0]))
+        if description not in self._wait:
             self.hide_wait()
-            self._wait[what] = self._shown.enter_context(activity(what))
-        self._wait[what].say(0, state)
+            self._wait[description] = self._display.enter_context(activity(description))
+        self._wait[description].say(0, state)
 
-    def _tell(self) -> None:
-        self.told = True
-        self._on_told()
+    def _stop(self) -> None:
+        self.is_stopped = True
+        self._on_stop()
 
     def _has_ended(self) -> bool:
-        if self.told:
+        if self.is_stopped:
             return True
-        beside = os.environ.get(BESIDE)
-        if beside and os.getppid() == int(beside):
+        run_pid = os.environ.get(RUN_PID_VARIABLE)
+        if run_pid and os.getppid() == int(run_pid):
             return False
-        running = any(map(_is_trained, self._folders))
-        self._seen = self._seen or running or bool(beside)
-        return not running and (self._seen or time.monotonic() - self._began > START_S)
+        is_training = any(map(_has_trainer, self._folders))
+        self._has_begun = self._has_begun or is_training or bool(run_pid)
+        return not is_training and (self._has_begun or time.monotonic() - self._start_time > START_S)
 
 
 def is_watcher() -> bool:
     """Whether `run` started this program as a watcher, directly or through another program."""
-    return bool(os.environ.get(BESIDE))
+    return bool(os.environ.get(RUN_PID_VARIABLE))
 
 
-def _is_trained(folder: Path) -> bool:
+def _has_trainer(folder: Path) -> bool:
     """Whether a trainer is running in a folder: by its lock or, if the file system has no locks, by the age of the
     files that it wrote."""
     running = is_running(folder)
@@ -248,10 +248,10 @@ def describe_wait(folder: Path) -> tuple[str, str]:
     """Returns (description of the wait, progress of training or "" if the progress is not known)."""
     if is_running(folder) is False:
         return "waiting for training to begin", ""
-    trained = [line for line in read_last_metrics(folder / METRICS_FILE) if "loss" in line]
-    if not trained:
+    lines = [line for line in read_last_metrics(folder / METRICS_FILE) if "loss" in line]
+    if not lines:
         return "waiting for the first step of training", ""
-    state, left = f"step {trained[-1]['step']}", trained[-1].get("seconds_left")
-    if left is not None:
-        state += f", about {format_duration(left)} of training left"
+    state, seconds_left = f"step {lines[-1]['step']}", lines[-1].get("seconds_left")
+    if seconds_left is not None:
+        state += f", about {format_duration(seconds_left)} of training left"
     return "waiting for the next validation", state

@@ -122,7 +122,7 @@ class ShardChecker:
             if number is None:  # no plan contains it any more
                 return
             (unit,) = self._units.slice(number, 1).to_pylist()
-            present, members = set(meta.ids) | {member.id for member in meta.set_aside}, set(unit["members"])
+            present, members = set(meta.ids) | {member.id for member in meta.rejects}, set(unit["members"])
             if meta.bucket != unit["bucket"]:
                 yield f"its bucket is {meta.bucket!r}, but its unit has bucket {unit['bucket']!r}"
             if lacking := members - present:

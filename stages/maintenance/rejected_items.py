@@ -57,7 +57,7 @@ def list_rejected_items(store: Store, config: Config, plan: Plan | None = None) 
         pass
     else:
         for _, state in stage_registry.all_states(store, config, plan):
-            for row in state.set_aside:
+            for row in state.rejects:
                 active = state.plan.active_rows.get(row["item"])
                 pairs.append((active["dataset"] if active else "", row))
     return [_parse(dataset, row) for dataset, row in pairs]
@@ -151,6 +151,6 @@ def report_rejects(config: Config, options: Options, with_all: bool, csv_file: P
             write_csv(items, file)
         report.details["csv"] = str(csv_file)
     for name in dict.fromkeys(item.stage for item in items):
-        option = "" if name in ("discover", "bucket") else " --retry-set-aside"
+        option = "" if name in ("discover", "bucket") else " --retry-rejects"
         report.next_steps.append(f"latentpress {name}{option}   # once the cause is corrected")
     return report

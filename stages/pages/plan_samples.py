@@ -128,7 +128,7 @@ class StageShards:
         state = stage.state(table.store, table.config, table.plan)
         units = [unit for unit in state.units if unit.unit_id in state.done]
         self.members = pa.array((name for unit in units for name in unit.members), pa.string())
-        self.rejects = pa.array([row["item"] for row in state.set_aside], pa.string())
+        self.rejects = pa.array([row["item"] for row in state.rejects], pa.string())
         self._paths = [state.done[unit.unit_id] for unit in units for _ in unit.members]
         self._store, self._readers = table.store, readers
 
@@ -141,7 +141,7 @@ class StageShards:
         meta = self._readers.meta(path := self._paths[index])
         if name in meta.ids:
             return self._store.path(path), self._readers.read(path, meta.ids.index(name))
-        reason = next((f": {member.message}" for member in meta.set_aside if member.id == name), "")
+        reason = next((f": {member.message}" for member in meta.rejects if member.id == name), "")
         raise LatentpressError(f"it was rejected when its unit was encoded{reason}")
 
 

@@ -73,7 +73,7 @@ def find_encoded(readers: ReaderPool, paths: Sequence[str], wanted: pa.Array) ->
     for path in paths:
         meta = readers.meta(path)
         names.append(pa.array(meta.ids, pa.string()))
-        rejects.update((member.id, member) for member in meta.set_aside)
+        rejects.update((member.id, member) for member in meta.rejects)
         truncated.update((row.id, row) for row in meta.truncated)
     ends = np.cumsum([len(ids) for ids in names])  # the first entry is for the empty array
     at = find_ids(wanted, pa.concat_arrays(names))

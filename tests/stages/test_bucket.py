@@ -147,7 +147,7 @@ def test_repeated_frames_are_counted_and_warned_about(project):
     made.video("fast.mp4", rate=12)
     made.run(discover.run)
     report, text = said(made, bucket)
-    assert report.details["datasets"][0]["repeating_frames"] == 1 and "clips that repeat frames, as " in text
+    assert report.details["datasets"][0]["repeating_frames"] == 1 and "max_repeated_frames" in text
     limited = made.run(bucket.run, "datasets.photos.video.max_repeated_frames=0.2")
     assert [row["reason"] for row in limited.rejects] == ["repeats-frames"]
 

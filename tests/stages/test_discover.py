@@ -149,7 +149,7 @@ def test_items_without_captions_name_three_ways_to_caption_them(project) -> None
         assert way in caught.value.next_step
     report = home.run(discover.run, "datasets.photos.trigger=ohwx woman")
     assert report.details["datasets"][0]["default_caption"] == "'ohwx woman' for 4 items without one"
-    assert report.set_aside == [] and len(rows_of(home)) == 5
+    assert report.rejects == [] and len(rows_of(home)) == 5
     home.run(bucket.run, "datasets.photos.trigger=ohwx woman")
     plan = current_plan(Store(home.root), home.config("datasets.photos.trigger=ohwx woman"))
     assert {*plan.text_table["text"].to_pylist()} >= {"ohwx woman", "ohwx woman a picture"}

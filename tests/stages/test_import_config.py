@@ -89,7 +89,9 @@ def test_an_example_of_each_trainer_becomes_a_configuration_that_loads(name: str
     assert report["details"]["pipeline"] == text
     assert "hf_0123456789" not in text + json.dumps(report)
     ended, again = program(tmp_path, FIRST[name])
-    assert ended == USAGE and "exists already" in again["error"]["message"]
+    assert (
+        ended == USAGE and "pipeline.yaml" in again["error"]["message"] and "--overwrite" in again["error"]["next_step"]
+    )
     assert program(tmp_path, FIRST[name], "--overwrite")[0] == code
 
 
@@ -455,7 +457,7 @@ def test_a_value_of_another_kind_is_named(name: str, old: str, new: str, tmp_pat
     [
         ("config.json", '{"model_family": "sdxl", "data_backend_config": "b.json"}', "model.family=NAME"),
         ("config.json", '{"model_family": ', "config.json can't be read: Expecting value: line 1"),
-        ("job.yaml", "- 1", "no trainer's configuration is recognized"),
+        ("job.yaml", "- 1", "--from (simpletuner"),
         # crafted files
         ("a.json", '{"model_family": ' + "9" * 5000 + "}", "a.json can't be read"),
         ("b.json", '{"model_family": ' + "9" * 50 + "}", "more than 19 digits"),
@@ -464,7 +466,7 @@ def test_a_value_of_another_kind_is_named(name: str, old: str, new: str, tmp_pat
         ("b.toml", ".".join("a" * 3000) + " = 1", "too deep"),
         ("a.env", "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40 + "MODEL_TYPE=lora\n", "the value of A=$A$A is longer than"),
         ("a.sh", "#!/bin/bash\nA=don't\n" + "B=value # some words\n" * 4000, "a quotation is not closed: A=don"),
-        ("program", ".py " * 60_000, "no trainer's configuration is recognized"),
+        ("program", ".py " * 60_000, "--from (simpletuner"),
         ("d.env", 'A="' + "\\a" * 49_000, "a quotation is not closed"),
         ("e.env", "A=" + "a" * 200_000, "longer than 100,000 characters"),
     ],

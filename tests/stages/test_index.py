@@ -65,7 +65,7 @@ def shard(
     lost = [RejectedMember(id_of(name), "odd", f"{name} is odd") for name in rejects]
     column = "embeds" if kind == "text" else "latent"
     with open_writer(
-        store, f"{kind}/{folder}/{unit}", ShardMeta(kind, folder, unit, "", set_aside=lost), {column: "float32"}
+        store, f"{kind}/{folder}/{unit}", ShardMeta(kind, folder, unit, "", rejects=lost), {column: "float32"}
     ) as out:
         for name in names:
             value = int(name[-1]) if name[-1].isdigit() else 0

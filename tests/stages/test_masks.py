@@ -130,7 +130,7 @@ def test_a_clip_has_masks_that_move(project: Any) -> None:
         grid = np.stack([cells[0], cells[1:5].mean(0), cells[5:].mean(0)])
         assert np.allclose(held[sample["sample_id"]], grid, atol=1e-6)
     page = Path(home.run(preview.run, plan=True).details["page"]).read_text()
-    assert page.count("mask: red is not trained: ") >= 6 and "can't be shown" not in page
+    assert page.count("mask: red is not trained: ") >= 6 and "cannot be shown" not in page
 
 
 def test_a_box_of_each_item(project: Any) -> None:

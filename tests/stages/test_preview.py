@@ -45,13 +45,13 @@ def test_images_are_shown_as_the_encoder_gets_them_and_what_is_left_out_with_its
     assert not alike(shown, np.asarray(Image.open(path).resize((64, 64))))
     drawing = next(one for one in page.of("svg") if "wide.png" in one["aria-label"])
     assert drawing["viewbox"] == "0 0 200 64"  # whole, in its own shape
-    assert drawing["aria-label"] == "wide.png: whole picture, 68.0% cut off"
+    assert drawing["aria-label"] == "wide.png: full picture, 68.0% cut off"
     assert "M68.00 0.00h64.00v64.00h-64.00z" in [path["d"] for path in page.of("path")]
     assert "200x64 → 64x64@1: resized to 200x64, cropped at (68, 0)" in page.article("wide.png")
 
     assert home.rejects(report) == {"gone.png": "missing", "other.png": "changed"}
-    assert "can't be shown (missing)" in page.article("gone.png")
-    assert "can't be shown (changed)" in page.article("other.png")
+    assert "cannot be shown (missing)" in page.article("gone.png")
+    assert "cannot be shown (changed)" in page.article("other.png")
     assert "too-small" in page.text and "not-an-image" in page.text
     assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == MAX_EXAMPLES
     assert not page.of("i")
@@ -114,7 +114,7 @@ def test_a_bucket_has_the_line_that_bucket_prints_and_can_be_chosen(project) -> 
     report, page = show(home, bucket=["64x64@1"])
     assert [row["bucket"] for row in report.details["buckets"]] == ["64x64@1"]
     assert len(page.articles) == min(6, plan.count("64x64@1"))
-    with pytest.raises(UsageError, match="has no 512x512@1"):
+    with pytest.raises(UsageError, match="512x512@1"):
         show(home, bucket=["512x512@1"])
     with pytest.raises(UsageError, match="write WIDTHxHEIGHT"):
         show(home, bucket=["large"])
@@ -174,7 +174,7 @@ def test_a_plan_whose_older_part_was_removed_is_named(project) -> None:
 
 
 def plan_page(word: str) -> Page:
-    """A page whose every text is `word`: a sample that can't be shown, an image, and a clip."""
+    """A page whose every text is `word`: a sample that cannot be shown, an image, and a clip."""
     place = dict.fromkeys(("dataset", "path", "source_path", "mask_path"), word)
     place |= {"role": "eval", "regularization": True, "repeats": 2, "weight": 2.0}
     cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
@@ -197,7 +197,7 @@ def test_whatever_text_a_plan_holds_adds_no_tag_and_no_attribute() -> None:
     for card in page.articles:
         assert f"/{SEEN}" in card and "\\udcff" in card and "49" not in card
     assert page.of("img")[0]["alt"] == f"i2i source, cropped: {SEEN}"
-    assert page.of("svg")[0]["aria-label"] == f"{SEEN}: whole picture, 20.0% cut off"
+    assert page.of("svg")[0]["aria-label"] == f"{SEEN}: full picture, 20.0% cut off"
 
 
 def test_no_template_switches_escaping_off() -> None:

@@ -1,4 +1,4 @@
-"""`latentpress report --watch`: what it made is kept, and it leaves the time to the trainer."""
+"""`latentpress report --watch`: pictures are kept, and most of the time is left to the trainer."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ def test_a_page_that_takes_long_is_made_seldom_and_the_last_one_always(
                 now[0] += 2
                 yield False
             run.metrics(eval_line(99, 0.5))
-            self.told = told
+            self.is_stopped = told
             yield True
 
     def write(*_: Any) -> tuple[int, list[str]]:
@@ -75,9 +75,9 @@ def test_a_page_that_takes_long_is_made_seldom_and_the_last_one_always(
     monkeypatch.setattr(report, "Watch", Looks)
     monkeypatch.setattr(report, "monotonic", lambda: now[0])
     monkeypatch.setattr(report, "_write_page", write)
-    monkeypatch.delenv(watchers.BESIDE, raising=False)
+    monkeypatch.delenv(watchers.RUN_PID_VARIABLE, raising=False)
     if beside:
-        monkeypatch.setenv(watchers.BESIDE, "1")
+        monkeypatch.setenv(watchers.RUN_PID_VARIABLE, "1")
     home.run(report.run, watch=True)
     assert len(made) == pages and made[:3] == [102, 157, 212]
 

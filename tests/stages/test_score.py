@@ -51,7 +51,7 @@ def test_without_a_model_nothing_is_loaded_or_written(home: Project, monkeypatch
     monkeypatch.setattr(ClipScore, "load", lambda *_: pytest.fail("loaded for nothing"))
     report = home.run(score.run)
     assert (report.exit_code, report.done, report.remaining) == (0, 0, 0)
-    assert "names no model" in home.said and not (made.folder / SCORES_FILE).exists()
+    assert "validation.scores.clip" in home.said and not (made.folder / SCORES_FILE).exists()
 
 
 def test_run_scores_only_where_a_model_is_named(home: Project) -> None:
@@ -170,7 +170,7 @@ def test_clips_damaged_pictures_and_those_that_wait(home: Project, tiny: Any) ->
     report = home.run(score.run)
     assert report.exit_code == 3 and report.done == 1 and report.remaining == 1
     assert [(row["item"], row["step"]) for row in report.failed] == [("broken", 500)]
-    assert "delete it, and run `latentpress decode`" in report.failed[0]["message"]
+    assert "run `latentpress decode`" in report.failed[0]["message"]
     assert report.next_steps == ["latentpress decode", "latentpress score"]
     (line,) = lines(made)
     assert line["step"] == 500 and line["missing"] == ["broken"]
@@ -192,7 +192,7 @@ def test_a_prompt_that_clip_cuts_is_listed(home: Project) -> None:
     made.picture(0, "long", (1, 2, 3))
     report = home.run(score.run)
     assert [row["item"] for row in report.truncated] == ["long"]
-    assert "of which CLIP reads 77" in report.truncated[0]["message"]
+    assert "CLIP reads the first 77" in report.truncated[0]["message"]
 
 
 def test_a_model_that_is_not_there_or_no_clip_is_named(home: Project, tiny: Any, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_model_that_is_not_there_or_no_clip_is_named(home: Project, tiny: Any,
     with pytest.raises(WeightsError, match="neither a directory nor a repository") as caught:
         home.run(score.run, f"validation.scores.clip={tmp_path / 'nowhere'}")
     assert "openai/clip-vit-large-patch14" in caught.value.next_step
-    with pytest.raises(WeightsError, match="is a dinov2"):
+    with pytest.raises(WeightsError, match="dinov2"):
         home.run(score.run, f"validation.scores.clip={tiny('dinov2')}")
     with pytest.raises(ConfigError, match="neither a directory nor a repository"):
         home.run(score.run, "validation.scores.clip=vit")

@@ -99,7 +99,7 @@ def look(*remaining: int):
         count = next(left)
         if count < 0:
             raise KeyboardInterrupt
-        row = {"stage": "encode-text", "what": "texts", "done": 9 - count, "remaining": count, "set_aside": 0}
+        row = {"stage": "encode-text", "what": "texts", "done": 9 - count, "remaining": count, "rejects": 0}
         return Report(
             "status", remaining=count, details={"stages": [row | {"items_per_second": "3", "left": "0:00:01"}]}
         )
@@ -149,13 +149,13 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     home = project("sana")
     for number in range(12):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    assert "no items were rejected" in home.run(status.run, rejects_too=True).summary()
+    assert "nothing was set aside" in home.run(status.run, only_rejects=True).summary()
     (home.media / "0.txt").unlink()
     home.image("small.png", (32, 32), "small")
     for program in (discover, bucket):
         home.run(program.run, "datasets.photos.allow_upscale=false")
     settings = "datasets.photos.allow_upscale=false"
-    report = home.run(status.run, settings, rejects_too=True, json=True)
+    report = home.run(status.run, settings, only_rejects=True, json=True)
     rows = {row["path"]: row for row in report.details["rejects"]}
     assert {path: (row["stage"], row["reason"]) for path, row in rows.items()} == {
         "0.png": ("discover", "no-caption"),
@@ -163,7 +163,7 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     }
     assert rows["small.png"]["message"] == "is 32x32, smaller than its bucket 64x64"
     assert "set allow_upscale: true" in rows["small.png"]["remedy"] and rows["0.png"]["remedy"]
-    text = " ".join(home.run(status.run, settings, rejects_too=True).summary().split())
+    text = " ".join(home.run(status.run, settings, only_rejects=True).summary().split())
     assert all(row[key] in text for row in rows.values() for key in ("path", "reason"))
     assert rows["small.png"]["message"] in text and "set allow_upscale: true" in text
     table = home.folder / "new" / "aside.csv"

@@ -19,8 +19,8 @@ from tests.stages.follow.notified_run import finish
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
 
-def row(stage: str, done: int, remaining: int = 0, set_aside: int = 0, **more: Any) -> dict[str, Any]:
-    return {"stage": stage, "what": "samples", "done": done, "remaining": remaining, "set_aside": set_aside} | more
+def row(stage: str, done: int, remaining: int = 0, rejects: int = 0, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, "what": "samples", "done": done, "remaining": remaining, "rejects": rejects} | more
 
 
 def note(programs: ChildPrograms, job: str, program: str, **values: Any) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from schemas.cli.console import Options
 from stages.pages.ui.places import NotPermitted, Places
-from stages.ui import NoFolder, open_projects, places_of
+from stages.ui import NoFolder, list_places, open_projects
 from tests.stages.ui_server import UiServer, projects_server
 
 SECRET = "secret"
@@ -117,5 +117,5 @@ def test_the_pages_tell_nothing_of_other_places(server: UiServer, tree: Path) ->
 
 
 def test_a_root_has_to_be_there(tree: Path) -> None:
-    with pytest.raises(NoFolder, match="no folder"):
-        places_of(open_projects([], tree / "allowed2", Options()), [tree / "absent"])
+    with pytest.raises(NoFolder, match="absent"):
+        list_places(open_projects([], tree / "allowed2", Options()), [tree / "absent"])

@@ -211,7 +211,7 @@ def test_a_flipped_bit_of_any_byte(tmp_path, shards, forked, often, name) -> Non
             unseen += 1
             with shard_io.open_reader(store, rel) as reader:
                 assert [reader.read(i) for i in range(4)] == [shards.row(i) for i in range(4)]
-                assert [member.id for member in reader.meta.set_aside] == ["bad"]
+                assert [member.id for member in reader.meta.rejects] == ["bad"]
         # Of a small Arrow file more than half is padding, names of columns, and the schema again in the footer.
         assert unseen <= (len(data) // step * 3 // 5 if name.endswith(".arrow") else 0)
 

@@ -98,7 +98,7 @@ def _has_nothing(progress: RunProgress, status: Report | LatentpressError | None
         or run_card.remark
     ):
         return False
-    return not any(row["done"] or row["set_aside"] for row in status.details["stages"])
+    return not any(row["done"] or row["rejected"] for row in status.details["stages"])
 
 
 def act(request: Request, form: Form) -> str:

@@ -166,8 +166,8 @@ def _add_counts(
         jobs = row.get("jobs", "")
         if any(word in jobs for word in REPORTED_STATES) and not (jobs == "1 running" and card.state in ACTIVE_STATES):
             card.facts.append(f"jobs: {jobs}")
-    card.rejects = row["set_aside"]
-    return _settle(card, not remaining and (finished or row["set_aside"]) > 0)
+    card.rejects = row["rejected"]
+    return _settle(card, not remaining and (finished or row["rejected"]) > 0)
 
 
 def _settle(card: Card, is_done: bool) -> None:

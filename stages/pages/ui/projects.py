@@ -172,7 +172,7 @@ def summarize_project(project: Project) -> dict[str, Any]:
         "total": progress.steps,
         "left": "" if progress.seconds_left is None else f"{format_duration(progress.seconds_left)} left",
         "picture": make_figure(site, newest[1], newest[0], newest[2]) if newest else None,
-        "rejects": sum(row["set_aside"] for row in rows) if isinstance(status, Report) else None,
+        "rejects": sum(row["rejected"] for row in rows) if isinstance(status, Report) else None,
         "problem": site.config_error or (status if isinstance(status, LatentpressError) else None),
     }
 

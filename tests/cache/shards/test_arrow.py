@@ -48,7 +48,7 @@ def test_a_description_that_fits_into_its_room_and_one_that_does_not(tmp_path, r
     assert shard_io.verify(store, rel) == []
     with shard_io.open_reader(store, rel) as reader:
         assert [reader.read(number) for number in range(rows)] == [make_row(number) for number in range(rows)]
-        assert len(reader.meta.set_aside[0].message) == words
+        assert len(reader.meta.rejects[0].message) == words
     data = (tmp_path / rel).read_bytes()
     assert pa.ipc.open_file(data).read_all().column("id").to_pylist() == ids
     assert pa.ipc.open_stream(data[len(arrow_ipc.FILE_START) :]).read_all().column("id").to_pylist() == ids

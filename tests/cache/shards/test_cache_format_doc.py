@@ -59,7 +59,7 @@ def check_description(description: dict) -> None:
     assert description["format_version"] == 1
     assert (description["kind"], description["fingerprint"], description["unit"]) == ("text", "f00d", "t-1")
     assert (description["bucket"], description["ids"], description["count"]) == ("", list(ROWS), 2)
-    assert description["set_aside"] == [{"id": "gone", "reason": "missing", "message": "no such file"}]
+    assert description["rejects"] == [{"id": "gone", "reason": "missing", "message": "no such file"}]
     assert description["provenance"] == {"torch": "2.13.0"}
 
 

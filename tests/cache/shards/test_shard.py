@@ -67,7 +67,7 @@ def test_rows_come_back(store, format):
         for number in (2, 0, 1):
             assert reader.read(number) == make_row(number, pooled=number != 1)
         assert reader.meta == text_meta(
-            ids=["id0", "id1", "id2"], set_aside=[RejectedMember("bad", "unreadable", "it is empty")]
+            ids=["id0", "id1", "id2"], rejects=[RejectedMember("bad", "unreadable", "it is empty")]
         )
         assert reader.verify() == []
     assert shard_io.verify(store, rel) == []
@@ -104,7 +104,7 @@ def test_a_unit_of_nothing_but_rejects_is_a_shard(store, format):
     rel = write(store, rows=0, format=format)
     with shard_io.open_reader(store, rel) as reader:
         assert (len(reader), reader.meta.ids, reader.verify()) == (0, [], [])
-        assert reader.meta.set_aside[0].id == "bad"
+        assert reader.meta.rejects[0].id == "bad"
     assert shard.find_done_units(store, "text/f00d") == {"t-1": rel}
 
 

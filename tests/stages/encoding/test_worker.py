@@ -156,7 +156,7 @@ def test_a_sample_whose_numbers_are_not_finite_is_rejected_alone(planned, monkey
     assert reject["reason"] == "not-finite" and "latents.precision: float32" in reject["message"]
     (name,) = planned.shards("latents")
     shard = open_reader(Store(planned.root), f"latents/{name}")
-    assert [member.id for member in shard.meta.set_aside] == [reject["item"]] and len(shard) == 8
+    assert [member.id for member in shard.meta.rejects] == [reject["item"]] and len(shard) == 8
     assert planned.run(encode_latents.run, retry_rejects=True).rejects == []
 
 
