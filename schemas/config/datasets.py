@@ -41,41 +41,49 @@ VideoFrames = Annotated[int, Field(ge=1, le=10**9)]
 class TagShuffle(Section, json_schema_extra={"affects": "plan"}):
     """A fixed number of orders of a caption's tags, each encoded once; they take turns in training."""
 
-    variants: int = Field(4, ge=1, le=64, description="orders of its tags, the first as written; equal ones count once")
-    delimiter: str = Field(",", min_length=1, description="separates tags; spaces around it are dropped")
-    keep: int = Field(0, ge=0, le=10_000, description="tags at the beginning that keep their place")
+    variants: int = Field(
+        4, ge=1, le=64, description="number of orders of the tags, the first as written; equal ones count once"
+    )
+    delimiter: str = Field(",", min_length=1, description="text between two tags; spaces around it are dropped")
+    keep: int = Field(0, ge=0, le=10_000, description="number of tags at the beginning that keep their place")
 
 
 class Video(Section, json_schema_extra={"affects": "plan"}):
-    num_frames: ClipFrames = Field(121, description="frames of a clip; rounded down to 1 + a multiple of 4")
-    min_frames: ClipFrames = Field(5, description="a video that yields fewer is excluded (too-short)")
+    num_frames: ClipFrames = Field(121, description="number of frames of a clip, rounded down to 1 + a multiple of 4")
+    min_frames: ClipFrames = Field(5, description="smallest number of frames; shorter videos are excluded (too-short)")
     max_frames: VideoFrames | None = Field(
-        None, description="a video that yields more, at frame_rate, is excluded (too-long)"
+        None, description="largest number of frames at frame_rate; longer videos are excluded (too-long)"
     )
     frame_rate: Annotated[float, Field(gt=0, le=1000)] | Literal["source"] = Field(
         Family.frame_rate,
-        description="frames per second, chosen by timestamp; source: all frames of each video, at its own rate; some "
-        "families have another default",
+        description="frames per second, selected by timestamp; source: all frames of each video, at its own rate; "
+        "some families have a different default",
     )
     bucket_strategy: Literal["resolution_frames", "aspect_ratio"] = Field(
         "resolution_frames",
-        description="resolution_frames: shorter videos make shorter clips; aspect_ratio: all have num_frames",
+        description="length of clips; resolution_frames: shorter for shorter videos; aspect_ratio: always num_frames",
     )
     frame_interval: ClipFrames | None = Field(
-        None, description="frame counts of resolution_frames are 1 + a multiple of it; default: the model's 4"
+        None,
+        description="interval of the frame counts of resolution_frames, which are 1 + a multiple of it; default: "
+        "the model's 4",
     )
-    clip: Literal["head", "middle", "random", "uniform", "chunks", "slide"] = Field(
-        "head", description="which part of a longer video; chunks: every part; slide: a clip every clip_stride frames"
+    clip_selection: Literal["head", "middle", "random", "uniform", "chunks", "slide"] = Field(
+        "head",
+        description="part of a longer video; chunks: all parts, one after another; slide: a clip every clip_stride "
+        "frames",
     )
-    clips: int = Field(1, ge=1, le=10_000, description="clips of each video, where clip is random or uniform")
-    clip_stride: VideoFrames | None = Field(None, description="frames between the starts of clips, where clip is slide")
+    clips_per_video: int = Field(
+        1, ge=1, le=10_000, description="clips of each video, for clip_selection: random or uniform"
+    )
+    clip_stride: VideoFrames | None = Field(None, description="frames between starts of clips, for slide")
     scenes: bool = Field(
         False,
-        description="find cuts; no clip crosses one, and each scene counts as a video",
+        description="find cuts: clips do not cross them, and each scene counts as a video",
         json_schema_extra={"affects": "media"},
     )
     max_repeated_frames: UnitFloat | None = Field(
-        None, description="largest share of a clip's frames that may repeat the one before (repeats-frames)"
+        None, description="largest fraction of a clip's frames that repeat the frame before (repeats-frames)"
     )
 
     def rate_or(self, rate: float) -> float:
@@ -87,10 +95,13 @@ class Video(Section, json_schema_extra={"affects": "plan"}):
             yield ("min_frames",), f"{self.min_frames} is more than num_frames, {self.num_frames}"
         if self.max_frames is not None and self.max_frames < self.min_frames:
             yield ("max_frames",), f"{self.max_frames} is less than min_frames, {self.min_frames}"
-        if self.clips > 1 and self.clip not in ("random", "uniform"):
-            yield ("clips",), f"clip: {self.clip} does not count clips; valid with random and uniform"
-        if (self.clip == "slide") != (self.clip_stride is not None):
-            yield ("clip_stride",), "goes with clip: slide, and slide needs it"
+        if self.clips_per_video > 1 and self.clip_selection not in ("random", "uniform"):
+            yield (
+                ("clips_per_video",),
+                f"is not used with clip_selection: {self.clip_selection}; valid: random, uniform",
+            )
+        if (self.clip_selection == "slide") != (self.clip_stride is not None):
+            yield ("clip_stride",), "goes with clip_selection: slide, and slide needs it"
         yield from foreign_options(self, "bucket_strategy", {"frame_interval": ("resolution_frames",)})
 
 
@@ -101,29 +112,31 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
     )
     dataset_type: MediaKind = Field(
         "image",
-        description="an image dataset ignores videos; a video dataset takes images as well, as clips of a frame",
+        description="kind of the samples; image: videos are ignored; video: images are clips of one frame",
         json_schema_extra={"affects": "media"},
     )
-    disabled: bool = Field(False, description="true: neither discovered nor planned")
+    disabled: bool = Field(False, description="do not discover or plan the dataset")
     source: SourceName | None = Field(
         None,
-        description="default: by instance_data_dir, a URL, tars, a table or a folder",
+        description="kind of the source; default: by instance_data_dir, which is a URL, tar files, a table or a folder",
         json_schema_extra={"affects": "media"},
     )
     instance_data_dir: str = Field(
         min_length=1,
-        description="folder, URL, tars ({000..012}.tar), manifest, or a dataset of the hub",
+        description="folder, URL, tar files ({000..012}.tar), manifest, or a dataset of the Hugging Face Hub",
         json_schema_extra={"affects": "media"},
     )
     media_root: str | None = Field(
         None,
-        description="location of the media on this machine, if another; changes no identity",
+        description="location of the media on this machine, if it is not instance_data_dir; identities do not "
+        "depend on it",
         json_schema_extra={"affects": "nothing"},
     )
     split: str = Field("train", description="split of a huggingface dataset", json_schema_extra={"affects": "media"})
     media_column: str | None = Field(
         None,
-        description="column of a manifest or huggingface dataset with the media; default: the first usual one",
+        description="column with the media, for a manifest or huggingface dataset; default: the first column with "
+        "a usual name",
         json_schema_extra={"affects": "media"},
     )
     follow_links: bool = Field(
@@ -131,146 +144,171 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
     )
     identity: Literal["content", "store"] = Field(
         "content",
-        description="content: hash every file once; store: the store's own checksum and size",
+        description="identity of a file; content: hash of its bytes, read once; store: checksum and size from the "
+        "object store",
         json_schema_extra={"affects": "media"},
     )
     skip_file_discovery: bool = Field(
         False,
-        description="use the media table as it is; `discover` does not list the source",
+        description="use the existing media table; `discover` does not list the source",
         json_schema_extra={"affects": "nothing"},
     )
 
     caption_strategy: CaptionStrategy | None = Field(
-        None, description="default: the source's own", json_schema_extra={"affects": "media"}
+        None,
+        description="source of the captions; default: by the source of the media",
+        json_schema_extra={"affects": "media"},
     )
     caption_file: str | None = Field(
         None,
-        description="the table, for csv, jsonl and parquet; default: the manifest itself",
+        description="table of captions, for csv, jsonl and parquet; default: the manifest itself",
         json_schema_extra={"affects": "media"},
     )
     caption_column: Texts = Field(
         ("caption",),
-        description="column(s); several, and lists, are alternatives",
+        description="column with captions; several columns, and lists in a column, are alternatives",
         json_schema_extra={"affects": "media"},
     )
     captions_per_file: Literal["one", "lines"] = Field(
         "lines",
-        description="of a text file; one: all of it is a caption; lines: each line is, as alternatives",
+        description="captions in a text file; one: the whole text; lines: each line, as alternatives",
         json_schema_extra={"affects": "media"},
     )
     instance_prompt: str | None = Field(
-        None, description="the caption of every item, for instanceprompt", json_schema_extra={"affects": "media"}
+        None,
+        description="caption of every item, for instanceprompt",
+        json_schema_extra={"affects": "media"},
     )
-    trigger_word: str = Field("", description="put before each caption that does not contain it, with a space")
-    prepend: str = Field("", description="put before every caption; no space is added")
-    append: str = Field("", description="put after every caption; no space is added")
-    tag_shuffle: TagShuffle | None = Field(None, description="a fixed number of orders of each caption's tags")
-    caption_filter: Texts = Field((), description="removed from captions: plain text, or /regular expression/")
+    trigger_word: str = Field("", description="word that is put, with a space, before captions that do not contain it")
+    prepend: str = Field("", description="text that is put before every caption; no space is added")
+    append: str = Field("", description="text that is put after every caption; no space is added")
+    tag_shuffle: TagShuffle | None = Field(None, description="encode each caption with its tags in several orders")
+    caption_filter: Texts = Field((), description="texts and /regular expressions/ to remove from captions")
 
     make_captions: Literal["missing", "all", "none"] | None = Field(
         None,
-        description="items that `caption` describes; default: those without a caption, where it is configured",
+        description="items that `caption` describes; default: missing if `caption` is configured; missing: items "
+        "without a caption",
         json_schema_extra={"affects": "media"},
     )
     make_captions_where: str | None = Field(
-        None, description="filter on columns: only of these items", json_schema_extra={"affects": "media"}
+        None,
+        description="filter on columns for the items to describe",
+        json_schema_extra={"affects": "media"},
     )
-    made_captions: Literal["fill", "beside", "instead"] = Field(
+    generated_captions: Literal["fill", "add", "replace"] = Field(
         "fill",
-        description="fill: where an item has none; beside, instead: with, or in place of, those of its files",
+        description="use of generated captions; fill: for items without a caption; add: in addition to the files' "
+        "captions; replace: instead of the files' captions",
         json_schema_extra={"affects": "media"},
     )
     caption_sets: Texts = Field(
-        ("current",), description="made captions that are used, all as alternatives: current, or names under captions/"
+        ("current",),
+        description="generated captions to use, all as alternatives: current, or folders of captions/",
     )
 
     conditioning_data: OneOrSeveral[str] | None = Field(
         None,
-        description="folder or URL of i2i source images, named as the targets; several: of references, in order",
+        description="folder or URL of i2i source images with the names of the targets; several: references, in order",
         json_schema_extra={"affects": "media"},
     )
     conditioning_column: OneOrSeveral[str] | None = Field(
         None,
-        description="column (webdataset: extension) of the i2i source image; several: of references, in order",
+        description="column (webdataset: extension) of the i2i source image; several: references, in order",
         json_schema_extra={"affects": "media"},
     )
     conditioning_count: int | None = Field(
         None,
         ge=1,
         le=MOST_REFERENCES,
-        description="references of an item in conditioning_data, at most, named NAME_1, NAME_2 and so on; default: "
-        "one, named as the target",
+        description="largest number of references of an item in conditioning_data, named NAME_1, NAME_2 and so on; "
+        "default: one reference with the name of the target",
         json_schema_extra={"affects": "media"},
     )
     mask_data: str | None = Field(
         None,
-        description="folder or URL of masks, named as the media; white is trained on",
+        description="folder or URL of masks with the names of the media; white is trained",
         json_schema_extra={"affects": "media"},
     )
     mask_column: str | None = Field(
         None, description="column (webdataset: extension) of the mask", json_schema_extra={"affects": "media"}
     )
     make_masks: Literal["missing", "none"] | None = Field(
-        None, description="items of which `masks` makes a mask; default: those without one, where it is configured"
+        None,
+        description="items for which `masks` generates a mask; default: missing if `masks` is configured; missing: "
+        "items without a mask",
     )
 
-    where: str | None = Field(
-        None, description="filter on extra columns, such as: score > 5 and license in ('cc0', 'cc-by')"
+    where: str | None = Field(None, description="filter on columns, such as: score > 5 and license in ('cc0', 'cc-by')")
+    repeats: int = Field(0, ge=0, le=1_000_000, description="further passes over the dataset in an epoch; 0: one pass")
+    weight: float = Field(
+        1.0, gt=0, le=1e6, description="factor of the number of draws in an epoch; 0.5: a draw every other epoch"
     )
-    repeats: int = Field(0, ge=0, le=1_000_000, description="extra passes in an epoch: 0 = once")
-    weight: float = Field(1.0, gt=0, le=1e6, description="factor on the draws in an epoch; 0.5: every other epoch")
-    is_regularization_data: bool = Field(False, description="these samples keep the model as it was")
-    eval: bool = Field(False, description="hold the whole dataset out for the eval loss")
-    eval_fraction: UnitFloat = Field(
-        0.0, description="share of the items held out for the eval loss, chosen by content"
+    is_regularization_data: bool = Field(
+        False,
+        description="train the samples by train.methods.regularization, to keep the model's abilities",
     )
+    eval: bool = Field(False, description="hold out the whole dataset for the eval loss")
+    eval_fraction: UnitFloat = Field(0.0, description="fraction of items held out for the eval loss, by content")
 
     resolution: OneOrSeveral[Size] | None = Field(
-        None, description="size of buckets, by resolution_type; several: a sample in each; default: the family's own"
+        None,
+        description="size of buckets, in the unit of resolution_type; several: a sample for each; default: the "
+        "family's own",
     )
     resolution_type: Literal["pixel_area", "area", "pixel"] = Field(
         "pixel_area",
-        description="pixel_area: edge of the square of a bucket's area; area: megapixels; pixel: shorter edge",
+        description="unit of sizes; pixel_area: edge of a square with the bucket's area; area: megapixels; pixel: "
+        "shorter edge",
     )
     buckets: Literal["computed", "family"] = Field(
-        "computed", description="computed: from resolution and strides; family: the sizes the model was made with"
+        "computed",
+        description="sizes of buckets; computed: from resolution and strides; family: the sizes that the model was "
+        "trained with",
     )
     bucket_step: int = Field(
-        64, ge=1, le=MAX_EDGE, description="pixels; sides of computed buckets are multiples of it; 1: the model's own"
+        64,
+        ge=1,
+        le=MAX_EDGE,
+        description="pixels; sides of computed buckets are multiples of it; 1: multiples of the model's own step",
     )
-    max_aspect: float = Field(2.5, ge=1, le=100, description="longest side of a bucket over its shorter one")
-    crop: bool = Field(True, description="true: cover the bucket and crop; false: stretch to it")
+    max_aspect: float = Field(2.5, ge=1, le=100, description="largest ratio of a bucket's longer to its shorter side")
+    crop: bool = Field(True, description="cover the bucket and crop; false: stretch to the bucket")
     crop_aspect: Literal["preserve", "square", "closest", "random"] = Field(
-        "preserve", description="shape of the crop; the last two: of crop_aspect_buckets"
+        "preserve", description="shape of the crop; closest, random: a shape from crop_aspect_buckets"
     )
     crop_aspect_buckets: Aspects = Field(
-        (), description="width / height for closest and random, such as [1.0, 0.75, 1.33]"
+        (), description="ratios of width to height for closest and random, such as [1.0, 0.75, 1.33]"
     )
     crop_style: Literal["center", "random", "corner", "face"] = Field(
         "center",
-        description="place of the crop; random: seeded by the item's identity; corner: upper left; face: the largest",
+        description="position of the crop; random: seeded by the item's identity; corner: upper left; face: around "
+        "the largest face",
     )
     face_detector: str | None = Field(
-        None, description="YuNet file that finds faces for crop_style: face; default: OpenCV's cascade"
+        None, description="YuNet model file that finds faces for crop_style: face; default: OpenCV's cascade"
     )
     minimum_image_size: Size | None = Field(
-        None, description="smaller is excluded (too-small); in the unit of resolution_type"
+        None, description="smallest size, in the unit of resolution_type; smaller items are excluded (too-small)"
     )
     maximum_image_size: Size | None = Field(
-        None, description="larger is excluded (too-large), or first scaled down to target_downsample_size"
+        None,
+        description="largest size; larger items are excluded (too-large), or first scaled to target_downsample_size",
     )
     target_downsample_size: Size | None = Field(
-        None, description="size to which items larger than maximum_image_size are scaled before the crop"
+        None, description="size to which items above maximum_image_size are scaled before the crop"
     )
-    allow_upscale: bool = Field(False, description="false: an item smaller than its bucket is excluded (needs-upscale)")
+    allow_upscale: bool = Field(
+        False, description="enlarge items that are smaller than their bucket; false: exclude them (needs-upscale)"
+    )
     max_distortion: float | None = Field(
-        None, ge=0, le=1000, description="largest change of aspect by stretching: 0.05 is 5 % (too-distorted)"
+        None, ge=0, le=1000, description="largest change of the aspect ratio by stretching; 0.05: 5 % (too-distorted)"
     )
     max_cropped: UnitFloat | None = Field(
-        None, description="largest share of the area that the crop may cut off (too-cropped)"
+        None, description="largest fraction of the area that is cropped (too-cropped)"
     )
     animations: Literal["first-frame", "video"] = Field(
-        "first-frame", description="how an animated GIF, WebP or PNG is read", json_schema_extra={"affects": "media"}
+        "first-frame", description="reading of animated GIF, WebP and PNG files", json_schema_extra={"affects": "media"}
     )
     video: Video = Video()
 

@@ -387,7 +387,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
         _map_texts(config.get(section), ("model",), absolute_if_there)
     _map_texts(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)
     train = config.get("train")
-    _map_texts(train.get("adapter") if isinstance(train, dict) else None, ("init",), absolute)
+    _map_texts(train.get("adapter") if isinstance(train, dict) else None, ("init_from",), absolute)
     _map_texts(train.get("local_cache") if isinstance(train, dict) else None, ("folder",), absolute)
     for dataset in _list_items(config, "datasets"):
         named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps a dataset of the hub

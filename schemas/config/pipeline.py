@@ -34,18 +34,18 @@ Topic = Literal["masks", "vision", "sizes"]
 class Config(Section):
     root: str = Field(
         min_length=1,
-        description="caches: media tables, plans, shards, training sets; a folder or URL",
+        description="folder or URL of the caches: media tables, plans, shards, training sets",
         json_schema_extra={"affects": "media"},
     )
     output: str = Field(
         "output",
         min_length=1,
-        description="checkpoints, adapters, metrics and samples, one folder per run",
+        description="folder of the runs, one folder each: checkpoints, adapters, metrics, samples",
         json_schema_extra={"affects": "nothing"},
     )
     cache: Cache = Cache()
     model: Model
-    datasets: tuple[Dataset, ...] = Field(strict=False, description="the media, and how they are cropped")
+    datasets: tuple[Dataset, ...] = Field(strict=False, description="media with captions, and their crops")
     features: Features | None = Field(
         None,
         description="near-duplicates and measures of items, columns for `where`; docs/guides/captions-and-cleaning.md",
@@ -53,12 +53,12 @@ class Config(Section):
     )
     caption: Caption | None = Field(
         None,
-        description="captions for items that have none; docs/guides/captions-and-cleaning.md",
+        description="captions for items without one, by a model; docs/guides/captions-and-cleaning.md",
         json_schema_extra={"affects": "captions"},
     )
     masks: Masks | None = Field(
         None,
-        description="masks for items that have none, by a model; docs/guides/captions-and-cleaning.md",
+        description="masks for items without one, by a model; docs/guides/captions-and-cleaning.md",
         json_schema_extra={"affects": "masks"},
     )
     text: Text = Text()
@@ -276,7 +276,10 @@ class Config(Section):
             described = dataset.make_captions or ("none" if self.caption is None else "missing")
             if described == "none":
                 reason = "has no effect, as no model describes these items: add the section `caption`, or remove this"
-                keys = ("make_captions_where", *(("made_captions",) if dataset.caption_sets == ("current",) else ()))
+                keys = (
+                    "make_captions_where",
+                    *(("generated_captions",) if dataset.caption_sets == ("current",) else ()),
+                )
                 for path, _ in idle_options(dataset, keys, reason):
                     yield (*here, *path), reason
             video = dataset.dataset_type == "video"

@@ -111,7 +111,7 @@ NETWORK: Rows = {
     "lokr_factor": ("train.adapter.decompose_factor", to.whole),
     "lokr_full_rank": ("train.adapter.rank", lambda value, draft: to.WHOLE_MATRICES
         if to.boolean(value) and str(draft.given.get("type")).lower() == "lokr" else NOTHING),
-    "pretrained_lora_path": ("train.adapter.init", to.place),
+    "pretrained_lora_path": ("train.adapter.init_from", to.place),
 }  # fmt: skip
 #: The alpha of these families' adapters is their rank.
 NETWORK_IDLE = """
@@ -194,7 +194,8 @@ def _frames(value: Any, draft: Draft) -> Any:
         return NOTHING
     frames = {"dataset_type": "video", "video.num_frames": count, "video.min_frames": count}
     if is_off(draft.given.get("shrink_video_to_frames", True)):
-        return Several({**frames, "video.clip": "random", "video.frame_rate": to.number(draft.given.get("fps", 24))})
+        rate = to.number(draft.given.get("fps", 24))
+        return Several({**frames, "video.clip_selection": "random", "video.frame_rate": rate})
     return Nearest(Several(frames))
 
 

@@ -75,7 +75,7 @@ def _is_full(given: Mapping[str, Any]) -> bool:
 
 
 def _alpha(value: Any, draft: Draft) -> Any:
-    started = draft.get("train.adapter.init") is not None or draft.given.get("dim_from_weights")
+    started = draft.get("train.adapter.init_from") is not None or draft.given.get("dim_from_weights")
     return NOTHING if started else to.number(value)
 
 
@@ -140,7 +140,7 @@ ARGUMENTS: Rows = {
     "vae_tiling": ("latents.tiling", to.flag()),
     "vae_chunk_size": ("latents.chunk_frames", to.whole),
     "network_module": ("train.adapter.type", _network),
-    "network_weights": ("train.adapter.init", _of_network(to.place)),
+    "network_weights": ("train.adapter.init_from", _of_network(to.place)),
     "network_dim": ("train.adapter.rank", _of_network(to.unless("dim_from_weights", to.whole))),
     "network_alpha": ("train.adapter.alpha", _of_network(_alpha)),
     "network_dropout": ("train.adapter.dropout", _of_network(to.number)),
@@ -210,10 +210,10 @@ def _clip(value: Any, draft: Draft) -> Several:
     name = to.text(value)
     by_name: dict[str, dict[str, Any]] = {
         "full": {"num_frames": to.whole(draft.given.get("max_frames", 129)), "min_frames": 5},
-        "slide": {"clip": "slide", "clip_stride": to.whole(draft.given.get("frame_stride", 1))},
-        "uniform": {"clip": "uniform", "clips": to.whole(draft.given.get("frame_sample", 1))},
-        "chunk": {"clip": "chunks"},
-        "head": {"clip": "head"},
+        "slide": {"clip_selection": "slide", "clip_stride": to.whole(draft.given.get("frame_stride", 1))},
+        "uniform": {"clip_selection": "uniform", "clips_per_video": to.whole(draft.given.get("frame_sample", 1))},
+        "chunk": {"clip_selection": "chunks"},
+        "head": {"clip_selection": "head"},
     }
     return below("video", **by_name[name])
 
@@ -251,7 +251,7 @@ DATASET: Rows = {
     "caption_extension": ("caption_strategy", to.text_files),
     "num_repeats": ("repeats", to.repeats),
     "target_frames": ("video.num_frames", _frames),
-    "frame_extraction": ("video.clip", _clip),
+    "frame_extraction": ("video.clip_selection", _clip),
     "source_fps": (
         "video.frame_rate",
         lambda value, draft: (
