@@ -78,7 +78,7 @@ class Adapter(Section, json_schema_extra={"affects": "run"}):
     formats: tuple[AdapterFormat, ...] = Field(
         ("diffusers",), strict=False, min_length=1, description="file formats of the result"
     )
-    init: str | None = Field(
+    init_from: str | None = Field(
         None,
         min_length=1,
         description="adapter file, or folder of one or of its run, to start from; default: a new adapter",
