@@ -310,7 +310,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
     animations: Literal["first-frame", "video"] = Field(
         "first-frame", description="reading of animated GIF, WebP and PNG files", json_schema_extra={"affects": "media"}
     )
-    video: Video = Video()
+    video: Video = Field(Video(), description="clips of videos")
 
     _portable_paths: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -328,7 +328,7 @@ class Stages(Section, json_schema_extra={"affects": "nothing"}):
         "local",
         description="machines of the encoding stages; local: this one; ray: a Ray cluster (docs/machines.md)",
     )
-    ray: RayCluster = RayCluster()
+    ray: RayCluster = Field(RayCluster(), description="Ray cluster, for engine: ray")
     max_reject_fraction: float = Field(
         0.2,
         ge=0,
@@ -391,8 +391,8 @@ class Caption(Section, json_schema_extra={"affects": "captions"}):
     revision: str | None = Field(None, description="commit or tag of the repo")
     prompts: Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=16)] | None = Field(
         None,
-        description=f"{', '.join(PRESETS)}, or your own words; several: a caption each, which are alternatives; "
-        "default: detailed, for tasks with a source image instruction",
+        description=f"{', '.join(PRESETS)}, or your own text; several: one caption for each, as alternatives; "
+        "default: detailed, or instruction for tasks with a source image",
     )
     source_image: bool | None = Field(
         None, description="show an item's source image first; default: true if instruction is among the prompts"

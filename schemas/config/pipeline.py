@@ -43,8 +43,8 @@ class Config(Section):
         description="folder of the runs, one folder each: checkpoints, adapters, metrics, samples",
         json_schema_extra={"affects": "nothing"},
     )
-    cache: Cache = Cache()
-    model: Model
+    cache: Cache = Field(Cache(), description="files of the shards")
+    model: Model = Field(description="family and weights of the model")
     datasets: tuple[Dataset, ...] = Field(strict=False, description="media with captions, and their crops")
     features: Features | None = Field(
         None,
@@ -61,14 +61,14 @@ class Config(Section):
         description="masks for items without one, by a model; docs/guides/captions-and-cleaning.md",
         json_schema_extra={"affects": "masks"},
     )
-    text: Text = Text()
-    latents: Latents = Latents()
-    vision: Vision = Vision()
-    stages: Stages = Stages()
-    train: Train = Train()
-    validation: Validation = Validation()
-    notify: Notify = Notify()
-    hub: Hub = Hub()
+    text: Text = Field(Text(), description="encoding of captions")
+    latents: Latents = Field(Latents(), description="encoding of pixels")
+    vision: Vision = Field(Vision(), description="encoding of features for train.methods.crepa")
+    stages: Stages = Field(Stages(), description="programs of `latentpress run`, their limits and resources")
+    train: Train = Field(Train(), description="training")
+    validation: Validation = Field(Validation(), description="eval loss, and samples during training")
+    notify: Notify = Field(Notify(), description="messages about a run")
+    hub: Hub = Field(Hub(), description="upload of the result to the Hugging Face Hub")
 
     @model_validator(mode="before")
     @classmethod

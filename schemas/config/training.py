@@ -372,8 +372,8 @@ class Train(Section, json_schema_extra={"affects": "run"}):
     quantize_via: Literal["cpu", "device"] = Field("device", description="device on which base weights are quantized")
     gradient_checkpointing: bool = Field(True, description="recompute blocks in the backward pass, to save memory")
     gradient_checkpointing_interval: Count = Field(1, description="recompute every n-th block; 1: all blocks")
-    offload: Offload = Offload()
-    parallel: Parallel = Parallel()
+    offload: Offload = Field(Offload(), description="tensors in host memory instead of device memory")
+    parallel: Parallel = Field(Parallel(), description="training with several processes")
     attention_backend: TrainingBackend = Field(
         "native", description="backend of the self-attention of visual tokens; docs/training.md"
     )
@@ -382,14 +382,14 @@ class Train(Section, json_schema_extra={"affects": "run"}):
     shift: float | None = Field(
         None, gt=0, le=1000, description="s in sigma = s u / (1 + (s - 1) u); default: the flavour's"
     )
-    timesteps: Timesteps = Timesteps()
-    loss: Loss = Loss()
+    timesteps: Timesteps = Field(Timesteps(), description="distribution of noise levels")
+    loss: Loss = Field(Loss(), description="loss function and its weights")
     caption_dropout: float = Field(0.1, ge=0, le=1, description="fraction of samples trained with the null prompt")
-    reading: Reading = Reading()
-    local_cache: LocalCache = LocalCache()
-    methods: Methods = Methods()
-    adapter: Adapter = Adapter()
-    optimizer: Optimizer = Optimizer()
+    reading: Reading = Field(Reading(), description="reading of shards")
+    local_cache: LocalCache = Field(LocalCache(), description="local copies of shards from an object store")
+    methods: Methods = Field(Methods(), description="methods in addition to the flow-matching loss")
+    adapter: Adapter = Field(Adapter(), description="trained adapter, or full-rank training")
+    optimizer: Optimizer = Field(Optimizer(), description="optimizer and learning rate")
     ema: EMA | None = Field(None, description="moving average of the weights, which is then the result")
     checkpoint_every: Steps = Field(500, description="steps between checkpoints")
     keep_checkpoints: Steps = Field(

@@ -163,7 +163,7 @@ class Validation(GridSection, json_schema_extra={"affects": "run"}):
     preview_autoencoder: str | None = Field(
         None, description="folder or repo of a tiny autoencoder for previews during training; default: no previews"
     )
-    scores: Scores = Scores()
+    scores: Scores = Field(Scores(), description="scores of decoded samples, for `latentpress score`")
 
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()
