@@ -92,16 +92,18 @@ class Video(Section, json_schema_extra={"affects": "plan"}):
 
     def _problems(self) -> Iterator[Problem]:
         if self.min_frames > self.num_frames:
-            yield ("min_frames",), f"{self.min_frames} is more than num_frames, {self.num_frames}"
+            yield ("min_frames",), f"{self.min_frames} is greater than num_frames ({self.num_frames})"
         if self.max_frames is not None and self.max_frames < self.min_frames:
-            yield ("max_frames",), f"{self.max_frames} is less than min_frames, {self.min_frames}"
+            yield ("max_frames",), f"{self.max_frames} is less than min_frames ({self.min_frames})"
         if self.clips_per_video > 1 and self.clip_selection not in ("random", "uniform"):
             yield (
                 ("clips_per_video",),
                 f"is not used with clip_selection: {self.clip_selection}; valid: random, uniform",
             )
-        if (self.clip_selection == "slide") != (self.clip_stride is not None):
-            yield ("clip_stride",), "goes with clip_selection: slide, and slide needs it"
+        if self.clip_selection == "slide" and self.clip_stride is None:
+            yield ("clip_stride",), "is required with clip_selection: slide; set it, for example to num_frames"
+        if self.clip_selection != "slide" and self.clip_stride is not None:
+            yield ("clip_stride",), f"is not used with clip_selection: {self.clip_selection}; remove it"
         yield from foreign_options(self, "bucket_strategy", {"frame_interval": ("resolution_frames",)})
 
 
@@ -336,20 +338,20 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
 
     def resolutions(self, default: float) -> tuple[float, ...]:
         """Resolutions in ascending order; `default` (the family's) if none is configured or with `buckets: family`."""
-        given = listed(self.resolution) if self.buckets == "computed" else ()
-        return tuple(sorted(set(given))) or (default,)
+        configured = listed(self.resolution) if self.buckets == "computed" else ()
+        return tuple(sorted(set(configured))) or (default,)
 
     @property
     def resolved_source(self) -> SourceName:
         """The configured source, else the source that the location implies."""
         if self.source:
             return self.source
-        where = self.instance_data_dir.split("?")[0].lower()
-        if where.endswith((".tar", ".tar.gz", ".tgz")):
+        location = self.instance_data_dir.split("?")[0].lower()
+        if location.endswith((".tar", ".tar.gz", ".tgz")):
             return "webdataset"
-        if where.endswith((".csv", ".jsonl", ".parquet")):
+        if location.endswith((".csv", ".jsonl", ".parquet")):
             return "manifest"
-        return "remote" if "://" in where else "folder"
+        return "remote" if "://" in location else "folder"
 
     @property
     def resolved_caption_strategy(self) -> CaptionStrategy:
@@ -388,23 +390,21 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
                     yield (key,), str(error)
         for number, name in enumerate(self.caption_sets):
             if name != "current" and not re.fullmatch(FINGERPRINT, name):
-                yield (
-                    ("caption_sets", number),
-                    f"{name!r} names none; valid: current, and 24 hex digits as of captions/",
-                )
+                valid = "valid: current, and the names of folders in captions/ (24 hex digits)"
+                yield ("caption_sets", number), f"{name!r} is not the name of a caption set; {valid}"
         if self.conditioning_data and self.conditioning_column:
-            yield ("conditioning_column",), "and conditioning_data name the same thing; keep one"
+            yield ("conditioning_column",), "is used in place of conditioning_data; remove one of the two"
         for key in ("conditioning_data", "conditioning_column"):
             if len(listed(getattr(self, key))) > MOST_REFERENCES:
-                yield (key,), f"has {len(listed(getattr(self, key)))} places; at most {MOST_REFERENCES}"
+                yield (key,), f"has {len(listed(getattr(self, key)))} items; valid: at most {MOST_REFERENCES}"
         if self.conditioning_count and not isinstance(self.conditioning_data, str):
-            yield ("conditioning_count",), "goes with one folder or URL in conditioning_data; a list counts its own"
+            yield ("conditioning_count",), "is only valid if conditioning_data is one folder or URL; remove it"
         if self.mask_data and self.mask_column:
-            yield ("mask_column",), "and mask_data name the same thing; keep one"
+            yield ("mask_column",), "is used in place of mask_data; remove one of the two"
         if self.animations == "video" and self.dataset_type != "video":
-            yield ("animations",), "video needs dataset_type: video; images take first-frame"
+            yield ("animations",), "video needs dataset_type: video; for images, set it to first-frame"
         if self.eval and self.eval_fraction:
-            yield ("eval_fraction",), "has no effect where eval: true holds out everything"
+            yield ("eval_fraction",), "has no effect, because eval: true holds out all items; remove one of the two"
         for key in (
             "instance_data_dir",
             "media_root",
@@ -414,44 +414,53 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
             "face_detector",
         ):
             for location in listed(getattr(self, key)):
-                _, scheme, rest = location.rpartition("://")
-                if scheme and "@" in rest.partition("/")[0]:
-                    yield (key,), "holds a user name or password; take it out and give it by the environment"
+                _, scheme, address = location.rpartition("://")
+                if scheme and "@" in address.partition("/")[0]:
+                    yield (key,), "contains a user name or password; remove it, and set it in the environment"
 
         strategy, source = self.resolved_caption_strategy, self.resolved_source
         if strategy == "instanceprompt" and not self.instance_prompt:
-            yield ("instance_prompt",), "caption_strategy instanceprompt needs it"
+            yield (
+                ("instance_prompt",),
+                "is required with caption_strategy: instanceprompt; set it to the caption of every item",
+            )
         if strategy in ("webdataset", "huggingface") and source != strategy:
-            yield ("caption_strategy",), f"{strategy} goes with source: {strategy}; this one is {source}"
+            yield ("caption_strategy",), f"{strategy} needs source: {strategy}; this dataset has source: {source}"
         if strategy == "textfile" and source in ("webdataset", "huggingface"):
-            yield ("caption_strategy",), f"textfile does not go with source: {source}"
+            yield (
+                ("caption_strategy",),
+                f"textfile is not valid with source: {source}; use {source}, or a table of captions",
+            )
         if strategy in TABLE_STRATEGIES and source != "manifest" and not self.caption_file:
-            yield ("caption_file",), f"caption_strategy {strategy} needs the table of captions"
+            yield ("caption_file",), f"is required with caption_strategy: {strategy}; set it to the table of captions"
 
         yield from self._options_without_effect()
 
         if self.crop_aspect in ("closest", "random") and not self.crop_aspect_buckets:
-            yield ("crop_aspect_buckets",), f"crop_aspect {self.crop_aspect} needs a list, such as [1.0, 0.75, 1.33]"
+            yield (
+                ("crop_aspect_buckets",),
+                f"is required with crop_aspect: {self.crop_aspect}, for example [1.0, 0.75, 1.33]",
+            )
         if self.face_detector and self.crop_style != "face":
-            yield ("face_detector",), "goes with crop_style: face"
+            yield ("face_detector",), "is only used with crop_style: face; set that, or remove this"
         low, target, high = self.minimum_image_size, self.target_downsample_size, self.maximum_image_size
         if target is not None and high is None:
-            yield ("maximum_image_size",), "target_downsample_size needs it: what is larger is scaled down"
+            yield ("maximum_image_size",), "is required with target_downsample_size, to which larger items are scaled"
         if target is not None and high is not None and target > high:
-            yield ("target_downsample_size",), f"is more than maximum_image_size, {high:g}"
+            yield ("target_downsample_size",), f"{target:g} is greater than maximum_image_size ({high:g})"
         if low is not None and high is not None and low > high:
-            yield ("minimum_image_size",), f"{low:g} is more than maximum_image_size, {high:g}"
+            yield ("minimum_image_size",), f"{low:g} is greater than maximum_image_size ({high:g})"
 
     def _options_without_effect(self) -> Iterator[Problem]:
         """Problems of options for a caption strategy, source or media type that this dataset does not use."""
         strategy, source = self.resolved_caption_strategy, self.resolved_source
-        in_table, places = strategy in TABLE_STRATEGIES, (self.instance_data_dir, self.media_root or "")
-        folders = [*listed(self.conditioning_data), self.mask_data or "://", *(places if source == "folder" else ())]
+        in_table, locations = strategy in TABLE_STRATEGIES, (self.instance_data_dir, self.media_root or "")
+        folders = [*listed(self.conditioning_data), self.mask_data or "://", *(locations if source == "folder" else ())]
         at_url = source in ("remote", "manifest") or (
-            source == "webdataset" and any("://" in place for place in places)
+            source == "webdataset" and any("://" in location for location in locations)
         )
         columns = "a manifest, a huggingface dataset, or caption_strategy csv, jsonl or parquet"
-        goes_with = {
+        users = {  # option -> whether it is used, and what uses it
             "instance_prompt": (strategy == "instanceprompt", "caption_strategy: instanceprompt"),
             "captions_per_file": (strategy in ("textfile", "webdataset"), "captions in text files"),
             "caption_file": (in_table, "caption_strategy csv, jsonl or parquet"),
@@ -465,15 +474,15 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
             "follow_links": (any("://" not in folder for folder in folders), "local folders"),
             "crop_aspect_buckets": (self.crop_aspect in ("closest", "random"), "crop_aspect: closest or random"),
         }
-        here = f"(this dataset has source: {source}, caption_strategy: {strategy})"
-        for key, (is_used, what) in goes_with.items():
+        kind = f"(this dataset has source: {source}, caption_strategy: {strategy})"
+        for key, (is_used, user) in users.items():
             if not is_used:
-                yield from idle_options(self, (key,), f"has no effect: it goes with {what} {here}; remove it")
+                yield from idle_options(self, (key,), f"has no effect: it is used by {user} {kind}; remove it")
         if source in ("folder", "remote"):
-            for key, instead in (("conditioning_column", "conditioning_data"), ("mask_column", "mask_data")):
-                reason = f"source: {source} has no columns; use {instead}, or a manifest of the files with that column"
+            for key, folder in (("conditioning_column", "conditioning_data"), ("mask_column", "mask_data")):
+                reason = f"source: {source} has no columns; use {folder}, or a manifest of the files with that column"
                 yield from idle_options(self, (key,), reason)
         if self.dataset_type == "image":
-            reason = "has no effect: it goes with dataset_type: video; remove it"
+            reason = "has no effect with dataset_type: image; remove it, or set dataset_type: video"
             for path, _ in idle_options(self.video, tuple(Video.model_fields), reason):
                 yield ("video", *path), reason

@@ -58,7 +58,7 @@ class Model(Section):
     @classmethod
     def _known_family(cls, family: str) -> str:
         if family not in FAMILIES:
-            raise ValueError(f"unknown family {family!r}; valid: {', '.join(FAMILIES)}")
+            raise ValueError(f"{family!r} is not a model family; valid: {', '.join(FAMILIES)}")
         return family
 
     @field_validator("flavour")
@@ -206,7 +206,9 @@ class DinoModel(Section):
     @classmethod
     def _known_model(cls, model: str | None) -> str | None:
         if model is not None and model not in VISION_MODELS and "/" not in model:
-            raise ValueError(f"unknown model {model!r}; valid: {', '.join(VISION_MODELS)}, a directory, a repo")
+            raise ValueError(
+                f"{model!r} is not valid; valid: {', '.join(VISION_MODELS)}, a folder, or a repo (owner/name)"
+            )
         return model
 
     @property
@@ -349,8 +351,8 @@ class Stages(Section, json_schema_extra={"affects": "nothing"}):
 
     def _problems(self) -> Iterator[Problem]:
         if self.engine == "ray" and self.ray.stall_timeout_s <= self.item_timeout_s:
-            limits = f"{self.ray.stall_timeout_s:g} s, and an item may take {self.item_timeout_s:g} s (item_timeout_s)"
-            yield ("ray", "stall_timeout_s"), f"it is {limits}; make it longer than that"
+            reason = f"{self.ray.stall_timeout_s:g} is not greater than item_timeout_s ({self.item_timeout_s:g})"
+            yield ("ray", "stall_timeout_s"), f"{reason}; raise it"
 
     def resources(self, stage: str) -> StageWorkers | Encoding:
         return getattr(self, stage.replace("-", "_"), StageWorkers())
@@ -441,12 +443,12 @@ class Caption(Section, json_schema_extra={"affects": "captions"}):
 
     def _problems(self) -> Iterator[Problem]:
         if self.temperature == 0 and self.top_p != 1:
-            yield ("top_p",), "it is of what is drawn, and temperature is 0; set that, or remove it"
+            yield ("top_p",), "has no effect with temperature: 0; raise that, or remove this"
         for number, prompt in enumerate(self.prompts or ()):
             if not prompt.strip():
-                yield ("prompts", number), f"is empty; name a preset ({', '.join(PRESETS)}), or write a question"
+                yield ("prompts", number), f"is empty; set it to a preset ({', '.join(PRESETS)}) or a prompt"
             elif prompt in (self.prompts or ())[:number]:
-                yield ("prompts", number), "is there twice"
+                yield ("prompts", number), "is already in the list; remove one of the two"
         for number, word in enumerate(self.forbidden_words):
             if not word.strip():
                 yield ("forbidden_words", number), "is empty; remove it"
@@ -489,6 +491,6 @@ class Masks(Section, json_schema_extra={"affects": "masks"}):
             if not name.strip():
                 yield ("classes", number), "is empty; remove it"
             elif name in self.classes[:number]:
-                yield ("classes", number), "is there twice"
+                yield ("classes", number), "is already in the list; remove one of the two"
         if self.classes and self.box_column:
-            yield ("box_column",), "is for models that take boxes, and those take no classes; keep one"
+            yield ("box_column",), "is not valid with classes; remove classes for SAM, or box_column for other models"

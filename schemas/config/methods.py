@@ -47,9 +47,9 @@ class Timesteps(Section, json_schema_extra={"affects": "run"}):
         owners |= {"alpha": "beta", "beta": "beta", "values": "list"}
         yield from foreign_options(self, "sampling", {name: (owner,) for name, owner in owners.items()})
         if self.sampling == "list" and not self.values:
-            yield ("values",), "sampling list needs at least one sigma, from 0 (data) to 1 (noise)"
+            yield ("values",), "is required with sampling: list; set it to sigmas from 0 (data) to 1 (noise)"
         if self.sampling == "list" and self.auto_shift:
-            yield ("auto_shift",), "the values of sampling list are not shifted; remove it"
+            yield ("auto_shift",), "has no effect with sampling: list; remove it"
 
 
 class Loss(Section, json_schema_extra={"affects": "run"}):
@@ -72,7 +72,10 @@ class Loss(Section, json_schema_extra={"affects": "run"}):
         yield from foreign_options(self, "type", {"huber_c": robust, "huber_schedule": robust})
         yield from foreign_options(self, "weighting", {"snr_gamma": ("min_snr",)})
         if self.huber_schedule != "constant" and self.huber_c > 1:
-            yield ("huber_c",), f"with huber_schedule {self.huber_schedule} it falls from 1 to huber_c: at most 1"
+            yield (
+                ("huber_c",),
+                f"{self.huber_c:g} is not valid with huber_schedule: {self.huber_schedule}; valid: at most 1",
+            )
 
 
 class Method(Section):
@@ -106,10 +109,10 @@ class MaskedLoss(Method, json_schema_extra={"affects": "run"}):
 
     def _problems(self) -> Iterator[Problem]:
         if self.unmasked_probability == 1:
-            reason = "has no effect with unmasked_probability 1, which uses no mask; lower that, or remove this"
+            reason = "has no effect with unmasked_probability: 1; lower that, or remove this"
             yield from idle_options(self, ("unmasked_weight", "normalize_area", "prior_weight"), reason)
         elif self.unmasked_weight == 1:
-            reason = "has no effect with unmasked_weight 1: all factors are 1; lower that, or remove this"
+            reason = "has no effect with unmasked_weight: 1; lower that, or remove this"
             yield from idle_options(self, ("normalize_area",), reason)
 
 
@@ -149,14 +152,17 @@ class Tread(Method, json_schema_extra={"affects": "run"}):
                 ("end_layer_idx", route.end_layer_idx, blocks.stop - 1),
             ):
                 if not 0 <= layer < layers:
-                    yield (*key, name), f"{value} is outside of the transformer's blocks, 0 to {layers - 1}"
+                    yield (*key, name), f"{value} is not a block of the transformer; valid: 0 to {layers - 1}"
             if not blocks:
                 yield (
                     (*key, "end_layer_idx"),
                     f"block {blocks.stop - 1} is before the route's first block, {blocks.start}",
                 )
             if blocks.start < free:
-                yield (*key, "start_layer_idx"), f"block {blocks.start} is part of the route before, or precedes it"
+                yield (
+                    (*key, "start_layer_idx"),
+                    f"block {blocks.start} is not after the previous route; valid: {free} or more",
+                )
             free = max(free, blocks.stop)
 
 
@@ -198,11 +204,11 @@ class CREPA(Method, json_schema_extra={"affects": "run"}):
 
     def layer_problems(self, layers: int) -> Iterator[Problem]:
         if self.block_index >= layers:
-            yield ("block_index",), f"{self.block_index} is outside of the transformer's blocks, 0 to {layers - 1}"
+            yield ("block_index",), f"{self.block_index} is not a block of the transformer; valid: 0 to {layers - 1}"
 
     def _problems(self) -> Iterator[Problem]:
         if self.weight_end > self.weight:
-            yield ("weight_end",), f"{self.weight_end:g} is above train.methods.crepa.weight ({self.weight:g})"
+            yield ("weight_end",), f"{self.weight_end:g} is greater than train.methods.crepa.weight ({self.weight:g})"
         changing = ("linear", "cosine", "polynomial")
         owners = {"decay_steps": changing, "weight_end": changing, "power": ("polynomial",)}
         yield from foreign_options(self, "schedule", owners)
@@ -210,7 +216,7 @@ class CREPA(Method, json_schema_extra={"affects": "run"}):
             reason = "has no effect without similarity_threshold; set that, or remove this"
             yield from idle_options(self, ("similarity_ema_decay", "threshold_mode"), reason)
         if self.adjacent_distance == 0:
-            reason = "has no effect with adjacent_distance 0, as there are no neighbors; raise that, or remove this"
+            reason = "has no effect with adjacent_distance: 0; raise that, or remove this"
             yield from idle_options(self, ("adjacent_tau", "cumulative_neighbors"), reason)
 
 
@@ -240,10 +246,10 @@ class ScheduledSampling(Method, json_schema_extra={"affects": "run"}):
             reason = "has no effect without ramp_steps; set that, or remove this"
             yield from idle_options(self, ("ramp_shape",), reason)
         if not (self.start_step or self.ramp_steps):
-            reason = "has no effect without start_step and ramp_steps, as probability is in force from the first step; "
-            yield from idle_options(self, ("prob_start",), f"{reason}set one of them, or remove this")
+            reason = "has no effect without start_step and ramp_steps; set one of them, or remove this"
+            yield from idle_options(self, ("prob_start",), reason)
         if self.max_step_offset == 1:
-            reason = "has no effect with max_step_offset 1, as every rollout is one step; raise that, or remove this"
+            reason = "has no effect with max_step_offset: 1; raise that, or remove this"
             yield from idle_options(self, ("strategy",), reason)
 
 
@@ -269,24 +275,23 @@ class Regularization(Method, json_schema_extra={"affects": "run"}):
     )
 
     def find_conflicts(self, train: Any) -> Iterator[str]:
-        adapter, instead = train.adapter, "set train.methods.regularization.target to data"
+        adapter, step = train.adapter, "set train.methods.regularization.target to data"
         if self.target == "data":
             return
         if adapter.type == "full":
             yield (
-                "target base is the prediction of the model without its adapter, and train.adapter.type full changes "
-                f"the model itself; train a lora or lokr, or {instead}"
+                "target: base needs the prediction of the base model, which train.adapter.type: full changes; set that "
+                f"to lora or lokr, or {step}"
             )
         if adapter.init_weights in ("pissa", "olora"):
             yield (
-                "target base is the prediction of the model without its adapter, and train.adapter.init_weights "
-                f"{adapter.init_weights} has moved a part of the base weights into the adapter; choose another, or "
-                f"{instead}"
+                "target: base needs the prediction of the base model, which train.adapter.init_weights: "
+                f"{adapter.init_weights} changes; choose other initial weights, or {step}"
             )
 
 
 class Methods(Section):
-    """Methods beside the plain flow-matching loss; one that is named is used."""
+    """Methods in addition to the plain flow-matching loss. A configured section turns its method on."""
 
     masked_loss: MaskedLoss | None = Field(None, description="train inside masks only")
     tread: Tread | None = Field(None, description="drop tokens in some blocks")

@@ -101,28 +101,22 @@ class Adapter(Section, json_schema_extra={"affects": "run"}):
 
     def _problems(self) -> Iterator[Problem]:
         if self.init_from is not None and self.type == "full":
-            yield (
-                ("init_from",),
-                "training starts from an adapter only with type: lora or lokr; merge it into the model",
-            )
-        more = [name for name in ("rank_pattern", "alpha_pattern") if getattr(self, name)]
-        more += ["init_weights"] if self.init_weights != "default" else []
-        if self.init_from is not None and more:
-            yield (
-                ("init_from",),
-                f"ranks, alphas and weights at the start are those of the file; remove {', '.join(more)}",
-            )
+            yield ("init_from",), "needs type: lora or lokr; for full-rank training, merge the adapter into the model"
+        replaced = [name for name in ("rank_pattern", "alpha_pattern") if getattr(self, name)]
+        replaced += ["init_weights"] if self.init_weights != "default" else []
+        if self.init_from is not None and replaced:
+            yield ("init_from",), f"the file has its own ranks, alphas and weights; remove {', '.join(replaced)}"
         yield from foreign_options(self, "type", TYPE_OPTIONS)
         if self.init_weights in ("pissa", "olora") and self.dora:
             yield (
                 ("init_weights",),
-                f"{self.init_weights} changes the base weights, so its file holds the difference of two LoRAs, which "
-                "DoRA has no place for; use gaussian or orthogonal, or dora: false",
+                f"{self.init_weights} changes the base weights, which is not possible with DoRA; use gaussian or "
+                "orthogonal, or set dora to false",
             )
         if self.init_weights == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
-            yield ("init_weights",), "orthogonal needs even ranks, in rank and in rank_pattern"
+            yield ("init_weights",), "orthogonal needs even numbers in rank and rank_pattern"
         if "comfyui" in self.formats and self.dora:
-            yield ("formats",), "comfyui's file has no place for DoRA's magnitudes here; use diffusers alone"
+            yield ("formats",), "comfyui is not supported with dora: true; set it to [diffusers]"
 
 
 BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
@@ -131,8 +125,7 @@ BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8
 def _refuse_inference_kernels(name: str) -> str:
     if name.startswith("sage"):
         raise ValueError(
-            f"{name}: SageAttention's kernels have no backward pass, so they can't train; it is valid for "
-            "validation.attention_backend"
+            f"{name}: SageAttention's kernels have no backward pass; use it for validation.attention_backend only"
         )
     return name
 
@@ -230,9 +223,10 @@ class Optimizer(Section, json_schema_extra={"affects": "run"}):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_lr(cls, given: Any) -> Any:
-        row = OPTIMIZERS.get(given["name"]) if isinstance(given, dict) and isinstance(given.get("name"), str) else None
-        return {"lr": row.lr, **given} if row else given
+    def _default_lr(cls, values: Any) -> Any:
+        name = values.get("name") if isinstance(values, dict) else None
+        row = OPTIMIZERS.get(name) if isinstance(name, str) else None
+        return {"lr": row.lr, **values} if row else values
 
     def _problems(self) -> Iterator[Problem]:
         changing = ("linear", "cosine", "polynomial")
@@ -244,11 +238,14 @@ class Optimizer(Section, json_schema_extra={"affects": "run"}):
             valid = f"valid: {', '.join(OPTIMIZERS)}, or the dotted path of a class, for example optimi.StableAdamW"
             yield ("name",), f"{self.name!r} is not valid{hint}; {valid}"
         for key in sorted({"params", "lr"} & self.arguments.keys()):
-            yield ("arguments", key), "is set by training; the rate is train.optimizer.lr"
+            yield ("arguments", key), "is set by training; remove it (the learning rate is train.optimizer.lr)"
         if self.schedule != "constant" and not find_optimizer(self.name).scheduled:
-            yield ("schedule",), f"{self.name} averages weights in place of lowering the rate; valid: constant"
+            yield (
+                ("schedule",),
+                f"{self.name} averages the weights instead of lowering the learning rate; valid: constant",
+            )
         if self.lr_end > self.lr:
-            yield ("lr_end",), f"{self.lr_end:g} is above train.optimizer.lr ({self.lr:g})"
+            yield ("lr_end",), f"{self.lr_end:g} is greater than train.optimizer.lr ({self.lr:g})"
 
 
 class EMA(Section, json_schema_extra={"affects": "run"}):
@@ -276,17 +273,17 @@ class Offload(Section, json_schema_extra={"affects": "run"}):
     def _refuse_disk(cls, to: str) -> str:
         if to == "disk":
             raise ValueError(
-                "disk: diffusers' offload to disk reads the first values of each weight again, so trained ones would "
-                "be lost; use host"
+                "disk: diffusers' offload to disk reads the original weights again, so trained weights would be lost; "
+                "use host"
             )
         return to
 
     @model_validator(mode="after")
     def _check_blocks(self) -> "Offload":
         if self.streams and not self.blocks:
-            raise ValueError("streams copy blocks: set blocks to true, or streams to false")
+            raise ValueError("streams: has no effect without blocks; set blocks to true, or streams to false")
         if self.blocks_per_group != 1 and not self.blocks:
-            raise ValueError("blocks_per_group: is of block offload; set blocks to true, or remove it")
+            raise ValueError("blocks_per_group: has no effect without blocks; set blocks to true, or remove it")
         return self
 
 
@@ -419,13 +416,13 @@ class Train(Section, json_schema_extra={"affects": "run"}):
     def _check_offload(self) -> "Train":
         if self.offload.blocks and self.adapter.type == "full":
             raise ValueError(
-                "offload.blocks: keeps frozen weights on the host, and adapter.type full trains all of them; train a "
-                "LoRA, or set offload.blocks to false and offload.activations to true"
+                "offload.blocks: offloads frozen weights, and adapter.type full has none; train a LoRA, or set "
+                "offload.blocks to false and offload.activations to true"
             )
         if self.offload.blocks and not (self.gradient_checkpointing and self.gradient_checkpointing_interval == 1):
             raise ValueError(
-                "offload.blocks: what a block without gradient checkpointing saves keeps its weights on the device; "
-                "set gradient_checkpointing to true, gradient_checkpointing_interval to 1, or offload.blocks to false"
+                "offload.blocks: needs gradient checkpointing of all blocks; set gradient_checkpointing to true and "
+                "gradient_checkpointing_interval to 1, or offload.blocks to false"
             )
         return self
 
@@ -437,61 +434,59 @@ class Train(Section, json_schema_extra={"affects": "run"}):
     def _problems(self) -> Iterator[Problem]:
         name, adapter = self.base_precision, self.adapter
         if self.shift is not None and self.timesteps.auto_shift:
-            yield ("shift",), "timesteps.auto_shift computes the shift; remove one of them"
+            yield ("shift",), "is computed by timesteps.auto_shift; remove one of the two"
         if self.shift is not None and self.timesteps.sampling == "list":
-            yield ("shift",), "timesteps.sampling list is not shifted; remove it, or choose another sampling"
+            yield ("shift",), "has no effect with timesteps.sampling: list; remove it, or choose another sampling"
         for method, section in self.methods.used.items():
             yield from ((("methods", method), reason) for reason in section.find_conflicts(self))
         if not self.gradient_checkpointing and self.gradient_checkpointing_interval != 1:
-            yield ("gradient_checkpointing_interval",), "it is for gradient_checkpointing: true; remove it"
+            yield ("gradient_checkpointing_interval",), "has no effect with gradient_checkpointing: false; remove it"
         if self.compile == "none":
             yield from idle_options(
-                self, ("compile_backend",), "has no effect with compile none; set that, or remove this"
+                self, ("compile_backend",), "has no effect with compile: none; set that, or remove this"
             )
         if not self.quantized:
-            reason = f"has no effect with base_precision {name}, which quantizes nothing; set that, or remove this"
+            reason = f"has no effect with base_precision: {name}, which is not quantized; set that, or remove this"
             yield from idle_options(self, ("quantize_via",), reason)
         if self.parallel.strategy == "fsdp2" and name == "nf4-bnb" and adapter.dora:
             yield (
                 ("base_precision",),
-                "nf4-bnb with adapter.dora does not go with parallel.strategy fsdp2: peft sets base weights anew, and "
-                "sharded ones can't be; set it to int8-torchao or fp8-torchao, or strategy to ddp",
+                "nf4-bnb with adapter.dora is not supported with parallel.strategy: fsdp2, because peft replaces base "
+                "weights; set it to int8-torchao or fp8-torchao, or strategy to ddp",
             )
         if self.parallel.strategy == "fsdp2" and self.offload.blocks:
-            yield ("offload", "blocks"), "does not go with parallel.strategy fsdp2; use parallel.cpu_offload"
+            yield ("offload", "blocks"), "is not supported with parallel.strategy: fsdp2; use parallel.cpu_offload"
         if self.weight_precision == "bfloat16" and adapter.type != "full":
-            yield ("weight_precision",), "is for train.adapter.type full; an adapter's own weights are float32"
+            yield ("weight_precision",), "bfloat16 needs adapter.type: full; weights of an adapter are float32"
         if adapter.type == "full" and name == "bf16":
             yield (
                 ("base_precision",),
-                "bf16 is of frozen weights; with adapter.type: full set weight_precision to bfloat16",
+                "bf16 applies to frozen weights only; with adapter.type: full, set weight_precision to bfloat16",
             )
         if adapter.type == "full" and self.quantized:
             yield (
                 ("base_precision",),
-                f"{name} does not go with adapter.type: full, as quantized weights have no gradient; set adapter.type "
-                "to lora (LoRA) or lokr (LoKr), or base_precision to no_change",
+                f"{name} is not supported with adapter.type: full, because quantized weights have no gradient; set "
+                "adapter.type to lora or lokr, or base_precision to no_change",
             )
         if name == "int8-quanto" and adapter.dora:
             yield (
                 ("base_precision",),
-                "adapter.dora needs the base weights in another dtype, which optimum-quanto's tensors don't allow; set "
-                "it to int8-torchao or nf4-bnb, or adapter.dora to false",
+                "int8-quanto is not supported with adapter.dora, which casts base weights; set it to int8-torchao or "
+                "nf4-bnb, or adapter.dora to false",
             )
         if self.quantized and adapter.init_weights in ("pissa", "olora"):
             yield (
                 ("base_precision",),
-                f"adapter.init_weights: {adapter.init_weights} subtracts the LoRA's start from the base weights, and "
-                f"{name} could not hold the rest; set it to no_change or bf16, or init_weights to default, gaussian or "
-                "orthogonal",
+                f"{name} is not supported with adapter.init_weights: {adapter.init_weights}, which changes "
+                "base weights; set it to no_change or bf16, or init_weights to default, gaussian or orthogonal",
             )
         masked = self.methods.masked_loss
         if masked and masked.prior_weight and (adapter.type == "full" or adapter.init_weights in ("pissa", "olora")):
             cause = "adapter.type: full" if adapter.type == "full" else f"adapter.init_weights: {adapter.init_weights}"
             yield (
                 ("methods", "masked_loss", "prior_weight"),
-                f"with {cause} there is no prediction without the adapter to compare with, as base weights change; set "
-                "it to 0",
+                f"needs the base model's prediction, which {cause} changes; set it to 0",
             )
 
 
@@ -499,10 +494,10 @@ EventName = Literal["started", "validation", "checkpoint", "finished", "failed"]
 EVENTS: tuple[EventName, ...] = ("started", "validation", "checkpoint", "finished", "failed")
 MOST_PICTURES = 10  # per message: the limit of Discord
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
-#: These errors never repeat the value, because it may be the secret.
+#: These errors never contain the value, because it may be the secret.
 URL_ADVICE = (
-    "a webhook's URL is a secret, and this file is copied into every run's folder: put the URL into an environment "
-    "variable (export LATENTPRESS_WEBHOOK=...), and name the variable here: "
+    "a webhook's URL is a secret, and this file is copied into every run's folder; set an environment variable to the "
+    "URL (export LATENTPRESS_WEBHOOK=...), and name the variable: "
     "notify: {webhooks: [{url_env: LATENTPRESS_WEBHOOK}]}"
 )
 
@@ -513,12 +508,12 @@ class Webhook(Section, json_schema_extra={"affects": "run"}):
 
     @field_validator("url_env", mode="before")
     @classmethod
-    def _refuse_url(cls, given: Any) -> Any:
-        if isinstance(given, str) and not _ENVIRONMENT_NAME.fullmatch(given):
-            if ":" in given or "/" in given:
+    def _refuse_url(cls, name: Any) -> Any:
+        if isinstance(name, str) and not _ENVIRONMENT_NAME.fullmatch(name):
+            if ":" in name or "/" in name:
                 raise ValueError(URL_ADVICE)
-            raise ValueError("is not the name of an environment variable: valid are letters, digits and '_'")
-        return given
+            raise ValueError("is not the name of an environment variable; valid: letters, digits and '_'")
+        return name
 
 
 class Notify(Section, json_schema_extra={"affects": "run"}):
@@ -530,20 +525,23 @@ class Notify(Section, json_schema_extra={"affects": "run"}):
 
     @field_validator("webhooks", mode="before")
     @classmethod
-    def _refuse_urls(cls, given: Any) -> Any:
-        if isinstance(given, str) or (isinstance(given, list) and any(isinstance(item, str) for item in given)):
+    def _refuse_urls(cls, hooks: Any) -> Any:
+        if isinstance(hooks, str) or (isinstance(hooks, list) and any(isinstance(hook, str) for hook in hooks)):
             raise ValueError(URL_ADVICE)
-        return given
+        return hooks
 
     def _problems(self) -> Iterator[Problem]:
         names = [hook.url_env for hook in self.webhooks]
         for number, name in enumerate(names):
             if name in names[:number]:
-                yield ("webhooks", number, "url_env"), f"{name} is the variable of an earlier webhook; use another"
+                yield (
+                    ("webhooks", number, "url_env"),
+                    f"{name} is the variable of an earlier webhook; use a different variable",
+                )
 
 
 class Hub(Section, json_schema_extra={"affects": "run"}):
-    """The repository of a run's result, for `latentpress push`. The token is HF_TOKEN's or that of `hf auth login`."""
+    """The repository of a run's result, for `latentpress push`. Token: HF_TOKEN, or the token of `hf auth login`."""
 
     repo: str | None = Field(
         None,

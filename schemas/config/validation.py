@@ -34,7 +34,7 @@ from schemas.geometry import Bucket
 def _refuse_number(value: Any) -> Any:
     """ValueError for 1024, which quotes would not help."""
     if isinstance(value, int | float):
-        raise ValueError(f"{value} is not valid; write both sides, such as {value:g}x{value:g}; {PATTERNS[SIZE]}")
+        raise ValueError(f"{value} is not a size; write both sides, for example {value:g}x{value:g}; {PATTERNS[SIZE]}")
     return value
 
 
@@ -52,9 +52,9 @@ class GridSection(Section):
         for option in GRID_OPTIONS:
             values = listed(getattr(self, option))
             # 64x64 and 64x64@1 are one size
-            same = [Bucket.parse(value) if option == "size" else value for value in values]
-            for i, value in enumerate(same):
-                if value in same[:i]:
+            keys = [Bucket.parse(value) if option == "size" else value for value in values]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
                     yield (option, i), f"{values[i]} is already in the list; remove one of the two"
 
 
@@ -88,7 +88,7 @@ EVAL_SIGMAS = (0.2, 0.4, 0.6, 0.8)
 
 
 class Scores(Section, json_schema_extra={"affects": "run"}):
-    """Nothing is measured, and no model is loaded, without `clip`."""
+    """Without `clip`, nothing is scored and no model is loaded."""
 
     clip: str | None = Field(None, description="folder or repo of a CLIP model, for the CLIP score")
     clip_revision: str | None = Field(None, description="commit or tag of the repo")
@@ -98,7 +98,7 @@ class Scores(Section, json_schema_extra={"affects": "run"}):
     @classmethod
     def _is_a_source(cls, model: str | None) -> str | None:
         if model is not None and "/" not in model:
-            raise ValueError(f"{model!r} is neither a directory nor a repository (owner/name)")
+            raise ValueError(f"{model!r} is not valid; valid: a folder, or a repo (owner/name)")
         return model
 
     @property
@@ -107,7 +107,9 @@ class Scores(Section, json_schema_extra={"affects": "run"}):
 
     def _problems(self) -> Iterator[Problem]:
         if not self.any:
-            yield from idle_options(self, ("clip_revision", "frames"), "has no effect without clip; set that, too")
+            yield from idle_options(
+                self, ("clip_revision", "frames"), "has no effect without clip; set that, or remove this"
+            )
 
 
 class Validation(GridSection, json_schema_extra={"affects": "run"}):
@@ -168,7 +170,7 @@ class Validation(GridSection, json_schema_extra={"affects": "run"}):
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()
         if self.placeholders and self.prompts_file is None:
-            yield ("placeholders",), "they are for prompts of a prompts_file, and there is none; remove them"
+            yield ("placeholders",), "has no effect without prompts_file; set that, or remove this"
 
 
 MOST_SAMPLES = 10_000  # of one validation
@@ -234,8 +236,8 @@ def validation_samples(
     samples = []
     for number, (name, size) in enumerate(planned):
         prompt_options = prompts.get(name)
-        given = _values("guidance", prompt_options, validation)
-        guidances = given or default[:1]
+        configured = _values("guidance", prompt_options, validation)
+        guidances = configured or default[:1]
         steps = _values("steps", prompt_options, validation) or (family.steps,)
         seeds = _values("seed", prompt_options, validation)
         stem = name + (f"_{_format_size(size)}" if size is not None and len(sizes[name]) > 1 else "")
@@ -246,7 +248,7 @@ def validation_samples(
             low = None
             if experts:
                 low = validation.guidance_low
-                low = (guidance if given else default[-1]) if low is None else low
+                low = (guidance if configured else default[-1]) if low is None else low
             samples.append(ValidationSample(full, group, number, name, size, guidance, count, seed, low))
     return samples
 
