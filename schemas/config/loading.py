@@ -87,15 +87,17 @@ def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], 
         key, valid = str(path[-1]), list(section_fields(type_at(path[:-1])))
         if path[0] == "notify" and key in ("url", "webhook_url"):
             return f"unknown key, use url_env; {URL_ADVICE}"
-        hint = _suggest(key, valid)
-        if not hint and (sections := list(find_sections_with(key))):
-            hint = f" (an option of {' or '.join(sections)})"
-        return f"unknown key{hint}; valid: {', '.join(valid)}"
+        if hint := _suggest(key, valid):
+            return f"unknown key{hint}"
+        if sections := list(find_sections_with(key)):
+            return f"unknown key; it is an option of {' or '.join(sections)}"
+        return f"unknown key; valid: {', '.join(valid)}"
     if kind == "missing":
         return "an item is missing" if isinstance(path[-1], int) else "is required; add it"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        return f"{_format_value(value)} is not valid{_suggest(value, choices)}; valid: {', '.join(choices)}"
+        text = shorten(repr(value)) if isinstance(value, str) else _format_value(value)
+        return f"{text} is not valid{_suggest(value, choices)}; valid: {', '.join(choices)}"
     if kind == "string_pattern_mismatch":
         return f"{value!r} is not valid; {PATTERNS[context['pattern']]}"
     if kind in _EXPECTED_TYPES:
@@ -106,12 +108,16 @@ def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], 
             with suppress(ValueError):
                 if isinstance(parse_yaml(value).value, _PYTHON_TYPES[kind]):
                     return f"{expected}; write it without quotes"
-        return f"{expected}; valid: true, false" if kind == "bool_type" else expected
+        return f"{expected}; write each item after '- '" if kind == "tuple_type" else expected
     if kind in ("model_type", "model_attributes_type"):
         section = type_at(path)
         return f"expected a section, got {_format_value(value)}; valid keys: {', '.join(section_fields(section))}"
     if kind == "too_short":
         return "is empty; add at least one item"
+    if kind == "string_too_short":
+        return "is empty; set it, or remove it"
+    if kind in _LIMITS:
+        return f"{_format_value(value)} is not valid; valid: {_LIMITS[kind].format(**context)}"
     return f"{message.removeprefix('Input ')}, got {_format_value(value)}"
 
 
@@ -122,6 +128,14 @@ _EXPECTED_TYPES = {
     "string_type": "text",
     "tuple_type": "a list",
     "finite_number": "a finite number",
+}
+_LIMITS = {
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "{le:g} or less",
+    "less_than": "less than {lt:g}",
+    "multiple_of": "multiples of {multiple_of:g}",
+    "string_too_long": "at most {max_length} characters",
 }
 _PYTHON_TYPES: dict[str, Any] = {"bool_type": bool, "float_type": (int, float), "int_type": int}
 

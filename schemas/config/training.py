@@ -278,13 +278,10 @@ class Offload(Section, json_schema_extra={"affects": "run"}):
             )
         return to
 
-    @model_validator(mode="after")
-    def _check_blocks(self) -> "Offload":
-        if self.streams and not self.blocks:
-            raise ValueError("streams: has no effect without blocks; set blocks to true, or streams to false")
-        if self.blocks_per_group != 1 and not self.blocks:
-            raise ValueError("blocks_per_group: has no effect without blocks; set blocks to true, or remove it")
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        if not self.blocks:
+            reason = "has no effect without blocks; set blocks to true, or remove this"
+            yield from idle_options(self, ("streams", "blocks_per_group"), reason)
 
 
 class Parallel(Section, json_schema_extra={"affects": "run"}):
@@ -412,20 +409,6 @@ class Train(Section, json_schema_extra={"affects": "run"}):
         "stops above it",
     )
 
-    @model_validator(mode="after")
-    def _check_offload(self) -> "Train":
-        if self.offload.blocks and self.adapter.type == "full":
-            raise ValueError(
-                "offload.blocks: offloads frozen weights, and adapter.type full has none; train a LoRA, or set "
-                "offload.blocks to false and offload.activations to true"
-            )
-        if self.offload.blocks and not (self.gradient_checkpointing and self.gradient_checkpointing_interval == 1):
-            raise ValueError(
-                "offload.blocks: needs gradient checkpointing of all blocks; set gradient_checkpointing to true and "
-                "gradient_checkpointing_interval to 1, or offload.blocks to false"
-            )
-        return self
-
     @property
     def quantized(self) -> bool:
         """Whether base weights are stored in 8 or 4 bits."""
@@ -433,6 +416,14 @@ class Train(Section, json_schema_extra={"affects": "run"}):
 
     def _problems(self) -> Iterator[Problem]:
         name, adapter = self.base_precision, self.adapter
+        if self.offload.blocks and adapter.type == "full":
+            reason = (
+                "offloads frozen weights, and adapter.type: full has none; set it to false, and offload.activations"
+            )
+            yield ("offload", "blocks"), f"{reason} to true"
+        if self.offload.blocks and not (self.gradient_checkpointing and self.gradient_checkpointing_interval == 1):
+            reason = "needs gradient_checkpointing: true and gradient_checkpointing_interval: 1"
+            yield ("offload", "blocks"), f"{reason}; set them, or this to false"
         if self.shift is not None and self.timesteps.auto_shift:
             yield ("shift",), "is computed by timesteps.auto_shift; remove one of the two"
         if self.shift is not None and self.timesteps.sampling == "list":
