@@ -24,8 +24,8 @@ from stages.importing.draft import Draft, Line, Trainer
 from stages.importing.files import Beside, ImportConfigError, Parsed, read_file
 from stages.importing.trainers import TRAINERS
 
-#: What the configuration says about a value that has no effect there either.
-IDLE = ("no effect", "it is an option of", "goes with ", "remove it")
+#: Parts of the configuration's messages about values without an effect.
+IDLE = ("no effect", "is an option of", "not used", "remove it")
 
 
 def run(

@@ -416,7 +416,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
             for location in listed(getattr(self, key)):
                 _, scheme, address = location.rpartition("://")
                 if scheme and "@" in address.partition("/")[0]:
-                    yield (key,), "contains a user name or password; remove it, and set it in the environment"
+                    yield (key,), "contains a user name or password; set these in the environment instead"
 
         strategy, source = self.resolved_caption_strategy, self.resolved_source
         if strategy == "instanceprompt" and not self.instance_prompt:
@@ -442,7 +442,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
                 f"is required with crop_aspect: {self.crop_aspect}, for example [1.0, 0.75, 1.33]",
             )
         if self.face_detector and self.crop_style != "face":
-            yield ("face_detector",), "is only used with crop_style: face; set that, or remove this"
+            yield ("face_detector",), "has no effect without crop_style: face; set that, or remove this"
         low, target, high = self.minimum_image_size, self.target_downsample_size, self.maximum_image_size
         if target is not None and high is None:
             yield ("maximum_image_size",), "is required with target_downsample_size, to which larger items are scaled"
