@@ -73,7 +73,7 @@ def make_project(
     """A project of `count` pictures of these `sizes`, or of clips; the configuration's path."""
     dataset: dict = {"id": "media", "instance_data_dir": "media", "resolution": side, "bucket_step": 1}
     if "video" in kind:
-        dataset |= {"dataset_type": "video", "video": {"num_frames": FRAMES, "clip": "head"}}
+        dataset |= {"dataset_type": "video", "video": {"num_frames": FRAMES, "clip_selection": "head"}}
         clip = make_video(1152, 768)
         for number in range(count):
             write_item(folder / "media" / f"{number:05d}.mp4", unique_video(clip, number))

@@ -65,7 +65,7 @@ def make_project(folder: Path, items: int, kind: str, foreign: float, **settings
         tiny_models.build(name, model)
     dataset = {"id": "items", "instance_data_dir": "media", "dataset_type": kind, "resolution": 512, "bucket_step": 1}
     if kind == "video":
-        dataset["video"] = {"num_frames": 121, "clip": "head"}
+        dataset["video"] = {"num_frames": 121, "clip_selection": "head"}
     config = {"root": f"work{items}", "model": {"family": name.rpartition("-")[0], "path": str(model)}}
     path = write_config(folder / f"pipeline{items}.json", {**config, "datasets": [dataset], **settings})
     discovered_with = media_table.settings_of(load_config(path).datasets[0])

@@ -30,19 +30,19 @@ KEYS = re.compile(r"(<!-- keys: ([\w-]+)\.(\w+) -->\n)\n.*?\n?(<!-- end -->)", r
 OPTIONS = """\
 # Every option
 
-Made from the code by `make generated`. [Configuration](configuration.md) says how pipeline.yaml is read, and
+Generated from the code by `make generated`. [Configuration](configuration.md) describes how pipeline.yaml is read, and
 [datasets](datasets.md), [encoding](encoding.md), [training](training.md), [methods](methods.md) and
-[validation](watching.md#validation) when to use what.
+[validation](watching.md#validation) when to use an option.
 
-The column "affects" lists what has to be made again if the option changes:
+The column "affects" lists the results that are computed again if the option changes:
 
 - media: `discover` reads the media again, and all later stages follow.
 - captions, masks, features: the stage of that name runs again.
 - plan: `bucket` plans again. Samples that do not change keep their shards.
-- text, latents, vision: the shards of that kind.
+- text, latents, vision: the shards of that kind are encoded again.
 - set: `index` joins the shards again.
-- run: nothing. The value counts when training, validation or an upload starts again.
-- nothing: the option has no effect on what is stored.
+- run: no stored result. The new value applies when training, validation or an upload starts again.
+- nothing: no result.
 """
 
 PROGRAM_PAGE = """\
@@ -86,10 +86,10 @@ def _tables(section: type[Section], path: str, defaults: dict[str, Any]) -> Iter
         default = "required" if info.is_required() else f"`{flow(value)}`"
         if inner and isinstance(value, Section):
             default = "below"
-        what = description(info).replace("|", r"\|").replace("<", "&lt;")
-        rows.append(f"| `{key}` | {default} | {what} | {affects(section, info)} |")
+        words = description(info).replace("|", r"\|").replace("<", "&lt;")
+        rows.append(f"| `{key}` | {default} | {words} | {affects(section, info)} |")
     heading = f"\n## {path.removesuffix('.')}\n" if path else ""
-    yield "\n".join([heading, "| option | default | what | affects |", "|---|---|---|---|", *rows, ""])
+    yield "\n".join([heading, "| option | default | description | affects |", "|---|---|---|---|", *rows, ""])
     for inner, name, values in below:
         yield from _tables(inner, f"{name}.", values)
 

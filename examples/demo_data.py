@@ -48,7 +48,7 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 
 
 def write_photographs(out: Path) -> dict[Path, tuple[str, Box]]:
-    """Each photograph, and of every other one its changed copies. Can be repeated. file -> what is learnt of it."""
+    """Each photograph, and of every other one its changed copies. Can be repeated. file -> what is learned from it."""
     folder, learned = package_folder("skimage", "data"), {}
     for number, (name, known) in enumerate(PHOTOGRAPHS.items()):
         with Image.open(folder / name) as opened:

@@ -35,8 +35,8 @@ VISION_MODELS = {
 def get_flavour(family: str, flavour: str) -> Flavour:
     """The flavour's row; an unknown family or flavour raises ValueError with the valid list."""
     if family not in FAMILIES:
-        raise ValueError(f"unknown family {family!r}; valid families: {', '.join(FAMILIES)}")
+        raise ValueError(f"{family!r} is not a model family; valid: {', '.join(FAMILIES)}")
     flavours = FAMILIES[family].flavours
     if flavour not in flavours:
-        raise ValueError(f"unknown flavour {flavour!r} of {family}; valid flavours: {', '.join(flavours)}")
+        raise ValueError(f"{flavour!r} is not a flavour of {family}; valid: {', '.join(flavours)}")
     return flavours[flavour]

@@ -127,7 +127,7 @@ def select_clips(
         row, start, frames = _chunk_starts(available, frames, 0 if fixed else stride, min_frames)
         return Clips(segment[row], start / rates[segment[row]], frames)
     else:
-        assert clip_stride is not None, "as of clip: slide"
+        assert clip_stride is not None, "as of clip_selection: slide"
         row, number = _number_within_groups(free // clip_stride + 1)
         start = number * clip_stride
     return Clips(segment[row], start / rates[segment[row]], frames[row])

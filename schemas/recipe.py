@@ -236,7 +236,7 @@ def caption_settings(model: Model, caption: Caption, latents: Latents) -> Settin
         "max_tokens": caption.max_tokens,
         "repetition_penalty": caption.repetition_penalty,
         "prefix": caption.prefix,
-        "forbidden": list(caption.forbidden),
+        "forbidden": list(caption.forbidden_words),
         "precision": caption.precision or model.precision,
         "quantization": QUANTIZATION_NAMES.get(caption.quantization, caption.quantization),
         "attention": caption.attention,

@@ -24,8 +24,8 @@ from stages.importing.draft import Draft, Line, Trainer
 from stages.importing.files import ImportConfigError, Parsed, ReferencedFiles, read_file
 from stages.importing.trainers import TRAINERS
 
-#: Parts of the configuration's error messages about options that have no effect, and so are not needed.
-IDLE = ("no effect", "it is an option of", "goes with ", "remove it")
+#: Parts of the configuration's messages about values without an effect.
+IDLE = ("no effect", "is an option of", "not used", "remove it")
 
 
 def run(

@@ -156,10 +156,10 @@ DATASETS: dict[str, list[Json]] = {
             "id": "clips",
             **VIDEO,
             "repeats": 3,
-            "video": {"num_frames": 17, "frame_rate": 12, "clip": "uniform", "clips": 2},
+            "video": {"num_frames": 17, "frame_rate": 12, "clip_selection": "uniform", "clips_per_video": 2},
         }
     ],
-    "i2v": [{"id": "clips", **VIDEO, "video": {"num_frames": 9, "frame_rate": 12, "clip": "random"}}],
+    "i2v": [{"id": "clips", **VIDEO, "video": {"num_frames": 9, "frame_rate": 12, "clip_selection": "random"}}],
     "sana": [
         {
             "id": "photographs",

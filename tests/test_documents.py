@@ -33,7 +33,7 @@ LAUNCHERS |= {"entrypoint", "userns"}  # of docker and podman, as is the one bef
 MODEL = {"family": "kandinsky5-video"}
 DATASET = {"id": "clips", "dataset_type": "video", "instance_data_dir": "clips"}
 #: First keys of a block that is no configuration: prompts of a file, a part of train.optimizer.
-OTHER_KEYS = {"harbour", "groups"}
+OTHER_KEYS = {"harbor", "groups"}
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)

@@ -131,7 +131,7 @@ SCENES = {
             "instance_data_dir": "clips",
             "dataset_type": "video",
             "resolution": 64,
-            "video": {"num_frames": 5, "clip": "chunks", "scenes": True},
+            "video": {"num_frames": 5, "clip_selection": "chunks", "scenes": True},
         }
     ],
 }

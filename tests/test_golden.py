@@ -55,7 +55,7 @@ VARIANTS = {
     "t2v": (
         "",
         "datasets.clips.video.num_frames=9",
-        "datasets.clips.video.clip=chunks datasets.clips.video.clips=1",
+        "datasets.clips.video.clip_selection=chunks datasets.clips.video.clips_per_video=1",
         "datasets.clips.video.bucket_strategy=aspect_ratio",
         # NABLA: sides are multiples of 128
         "model.flavour=t2v-lite-sft-10s datasets.clips.resolution=256 validation.size=128x128@17",

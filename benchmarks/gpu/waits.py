@@ -114,7 +114,7 @@ def make_project(kind: str, folder: Path, device: torch.device) -> Path:
     video, flavour = kind.endswith("v"), flavours.models(tiny=True)[kind]
     dataset: dict[str, Any] = {"id": "media", "instance_data_dir": "media", "resolution": 64}
     if video:
-        dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "clip": "head"}}
+        dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "clip_selection": "head"}}
     clip = make_video(64, 64, 12) if video else b""
     for number in range(COUNTED + 3):
         name = f"{number}.mp4" if video else f"{number}.png"

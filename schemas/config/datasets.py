@@ -41,41 +41,49 @@ VideoFrames = Annotated[int, Field(ge=1, le=10**9)]
 class TagShuffle(Section, json_schema_extra={"affects": "plan"}):
     """A fixed number of orders of a caption's tags, each encoded once; they take turns in training."""
 
-    variants: int = Field(4, ge=1, le=64, description="orders of its tags, the first as written; equal ones count once")
-    delimiter: str = Field(",", min_length=1, description="separates tags; spaces around it are dropped")
-    keep: int = Field(0, ge=0, le=10_000, description="tags at the beginning that keep their place")
+    variants: int = Field(
+        4, ge=1, le=64, description="number of orders of the tags, the first as written; equal ones count once"
+    )
+    delimiter: str = Field(",", min_length=1, description="text between two tags; spaces around it are dropped")
+    keep: int = Field(0, ge=0, le=10_000, description="number of tags at the beginning that keep their place")
 
 
 class Video(Section, json_schema_extra={"affects": "plan"}):
-    num_frames: ClipFrames = Field(121, description="frames of a clip; rounded down to 1 + a multiple of 4")
-    min_frames: ClipFrames = Field(5, description="a video that yields fewer is excluded (too-short)")
+    num_frames: ClipFrames = Field(121, description="number of frames of a clip, rounded down to 1 + a multiple of 4")
+    min_frames: ClipFrames = Field(5, description="smallest number of frames; shorter videos are excluded (too-short)")
     max_frames: VideoFrames | None = Field(
-        None, description="a video that yields more, at frame_rate, is excluded (too-long)"
+        None, description="largest number of frames at frame_rate; longer videos are excluded (too-long)"
     )
     frame_rate: Annotated[float, Field(gt=0, le=1000)] | Literal["source"] = Field(
         Family.frame_rate,
-        description="frames per second, chosen by timestamp; source: all frames of each video, at its own rate; some "
-        "families have another default",
+        description="frames per second, selected by timestamp; source: all frames of each video, at its own rate; "
+        "some families have a different default",
     )
     bucket_strategy: Literal["resolution_frames", "aspect_ratio"] = Field(
         "resolution_frames",
-        description="resolution_frames: shorter videos make shorter clips; aspect_ratio: all have num_frames",
+        description="length of clips; resolution_frames: shorter for shorter videos; aspect_ratio: always num_frames",
     )
     frame_interval: ClipFrames | None = Field(
-        None, description="frame counts of resolution_frames are 1 + a multiple of it; default: the model's 4"
+        None,
+        description="interval of the frame counts of resolution_frames, which are 1 + a multiple of it; default: "
+        "the model's 4",
     )
-    clip: Literal["head", "middle", "random", "uniform", "chunks", "slide"] = Field(
-        "head", description="which part of a longer video; chunks: every part; slide: a clip every clip_stride frames"
+    clip_selection: Literal["head", "middle", "random", "uniform", "chunks", "slide"] = Field(
+        "head",
+        description="part of a longer video; chunks: all parts, one after another; slide: a clip every clip_stride "
+        "frames",
     )
-    clips: int = Field(1, ge=1, le=10_000, description="clips of each video, where clip is random or uniform")
-    clip_stride: VideoFrames | None = Field(None, description="frames between the starts of clips, where clip is slide")
+    clips_per_video: int = Field(
+        1, ge=1, le=10_000, description="clips of each video, for clip_selection: random or uniform"
+    )
+    clip_stride: VideoFrames | None = Field(None, description="frames between starts of clips, for slide")
     scenes: bool = Field(
         False,
-        description="find cuts; no clip crosses one, and each scene counts as a video",
+        description="find cuts: clips do not cross them, and each scene counts as a video",
         json_schema_extra={"affects": "media"},
     )
     max_repeated_frames: UnitFloat | None = Field(
-        None, description="largest share of a clip's frames that may repeat the one before (repeats-frames)"
+        None, description="largest fraction of a clip's frames that repeat the frame before (repeats-frames)"
     )
 
     def rate_or(self, rate: float) -> float:
@@ -84,13 +92,18 @@ class Video(Section, json_schema_extra={"affects": "plan"}):
 
     def _problems(self) -> Iterator[Problem]:
         if self.min_frames > self.num_frames:
-            yield ("min_frames",), f"{self.min_frames} is more than num_frames, {self.num_frames}"
+            yield ("min_frames",), f"{self.min_frames} is greater than num_frames ({self.num_frames})"
         if self.max_frames is not None and self.max_frames < self.min_frames:
-            yield ("max_frames",), f"{self.max_frames} is less than min_frames, {self.min_frames}"
-        if self.clips > 1 and self.clip not in ("random", "uniform"):
-            yield ("clips",), f"clip: {self.clip} does not count clips; valid with random and uniform"
-        if (self.clip == "slide") != (self.clip_stride is not None):
-            yield ("clip_stride",), "goes with clip: slide, and slide needs it"
+            yield ("max_frames",), f"{self.max_frames} is less than min_frames ({self.min_frames})"
+        if self.clips_per_video > 1 and self.clip_selection not in ("random", "uniform"):
+            yield (
+                ("clips_per_video",),
+                f"is not used with clip_selection: {self.clip_selection}; valid: random, uniform",
+            )
+        if self.clip_selection == "slide" and self.clip_stride is None:
+            yield ("clip_stride",), "is required with clip_selection: slide; set it, for example to num_frames"
+        if self.clip_selection != "slide" and self.clip_stride is not None:
+            yield ("clip_stride",), f"is not used with clip_selection: {self.clip_selection}; remove it"
         yield from foreign_options(self, "bucket_strategy", {"frame_interval": ("resolution_frames",)})
 
 
@@ -101,29 +114,31 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
     )
     dataset_type: MediaKind = Field(
         "image",
-        description="an image dataset ignores videos; a video dataset takes images as well, as clips of a frame",
+        description="kind of the samples; image: videos are ignored; video: images are clips of one frame",
         json_schema_extra={"affects": "media"},
     )
-    disabled: bool = Field(False, description="true: neither discovered nor planned")
+    disabled: bool = Field(False, description="do not discover or plan the dataset")
     source: SourceName | None = Field(
         None,
-        description="default: by instance_data_dir, a URL, tars, a table or a folder",
+        description="kind of the source; default: by instance_data_dir, which is a URL, tar files, a table or a folder",
         json_schema_extra={"affects": "media"},
     )
     instance_data_dir: str = Field(
         min_length=1,
-        description="folder, URL, tars ({000..012}.tar), manifest, or a dataset of the hub",
+        description="folder, URL, tar files ({000..012}.tar), manifest, or a dataset of the Hugging Face Hub",
         json_schema_extra={"affects": "media"},
     )
     media_root: str | None = Field(
         None,
-        description="location of the media on this machine, if another; changes no identity",
+        description="location of the media on this machine, if it is not instance_data_dir; identities do not "
+        "depend on it",
         json_schema_extra={"affects": "nothing"},
     )
     split: str = Field("train", description="split of a huggingface dataset", json_schema_extra={"affects": "media"})
     media_column: str | None = Field(
         None,
-        description="column of a manifest or huggingface dataset with the media; default: the first usual one",
+        description="column with the media, for a manifest or huggingface dataset; default: the first column with "
+        "a usual name",
         json_schema_extra={"affects": "media"},
     )
     follow_links: bool = Field(
@@ -131,154 +146,178 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
     )
     identity: Literal["content", "store"] = Field(
         "content",
-        description="content: hash every file once; store: the store's own checksum and size",
+        description="identity of a file; content: hash of its bytes, read once; store: checksum and size from the "
+        "object store",
         json_schema_extra={"affects": "media"},
     )
     skip_file_discovery: bool = Field(
         False,
-        description="use the media table as it is; `discover` does not list the source",
+        description="use the existing media table; `discover` does not list the source",
         json_schema_extra={"affects": "nothing"},
     )
 
     caption_strategy: CaptionStrategy | None = Field(
-        None, description="default: the source's own", json_schema_extra={"affects": "media"}
+        None,
+        description="source of the captions; default: by the source of the media",
+        json_schema_extra={"affects": "media"},
     )
     caption_file: str | None = Field(
         None,
-        description="the table, for csv, jsonl and parquet; default: the manifest itself",
+        description="table of captions, for csv, jsonl and parquet; default: the manifest itself",
         json_schema_extra={"affects": "media"},
     )
     caption_column: Texts = Field(
         ("caption",),
-        description="column(s); several, and lists, are alternatives",
+        description="column with captions; several columns, and lists in a column, are alternatives",
         json_schema_extra={"affects": "media"},
     )
     captions_per_file: Literal["one", "lines"] = Field(
         "lines",
-        description="of a text file; one: all of it is a caption; lines: each line is, as alternatives",
+        description="captions in a text file; one: the whole text; lines: each line, as alternatives",
         json_schema_extra={"affects": "media"},
     )
     instance_prompt: str | None = Field(
         None,
-        description="caption of items that have none; with caption_strategy instanceprompt, of every item",
+        description="caption of items without one; with caption_strategy: instanceprompt, of every item",
         json_schema_extra={"affects": "media"},
     )
     trigger: str = Field(
         "",
-        description="put before each caption that does not contain it, with a space; caption of items without one",
+        description="words that are put, with a space, before captions that do not contain them; caption of items "
+        "without one",
         json_schema_extra={"affects": "media"},
     )
-    prepend: str = Field("", description="put before every caption; no space is added")
-    append: str = Field("", description="put after every caption; no space is added")
-    tag_shuffle: TagShuffle | None = Field(None, description="a fixed number of orders of each caption's tags")
-    caption_filter: Texts = Field((), description="removed from captions: plain text, or /regular expression/")
+    prepend: str = Field("", description="text that is put before every caption; no space is added")
+    append: str = Field("", description="text that is put after every caption; no space is added")
+    tag_shuffle: TagShuffle | None = Field(None, description="encode each caption with its tags in several orders")
+    caption_filter: Texts = Field((), description="texts and /regular expressions/ to remove from captions")
 
     make_captions: Literal["missing", "all", "none"] | None = Field(
         None,
-        description="items that `caption` describes; default: those without a caption, where it is configured",
+        description="items that `caption` describes; default: missing if `caption` is configured; missing: items "
+        "without a caption",
         json_schema_extra={"affects": "media"},
     )
     make_captions_where: str | None = Field(
-        None, description="filter on columns: only of these items", json_schema_extra={"affects": "media"}
+        None,
+        description="filter on columns for the items to describe",
+        json_schema_extra={"affects": "media"},
     )
-    made_captions: Literal["fill", "beside", "instead"] = Field(
+    generated_captions: Literal["fill", "add", "replace"] = Field(
         "fill",
-        description="fill: where an item has none; beside, instead: with, or in place of, those of its files",
+        description="use of generated captions; fill: for items without a caption; add: in addition to the files' "
+        "captions; replace: instead of the files' captions",
         json_schema_extra={"affects": "media"},
     )
     caption_sets: Texts = Field(
-        ("current",), description="made captions that are used, all as alternatives: current, or names under captions/"
+        ("current",),
+        description="generated captions to use, all as alternatives: current, or folders of captions/",
     )
 
     conditioning_data: OneOrSeveral[str] | None = Field(
         None,
-        description="folder or URL of i2i source images, named as the targets; several: of references, in order",
+        description="folder or URL of i2i source images with the names of the targets; several: references, in order",
         json_schema_extra={"affects": "media"},
     )
     conditioning_column: OneOrSeveral[str] | None = Field(
         None,
-        description="column (webdataset: extension) of the i2i source image; several: of references, in order",
+        description="column (webdataset: extension) of the i2i source image; several: references, in order",
         json_schema_extra={"affects": "media"},
     )
     conditioning_count: int | None = Field(
         None,
         ge=1,
         le=MOST_REFERENCES,
-        description="references of an item in conditioning_data, at most, named NAME_1, NAME_2 and so on; default: "
-        "one, named as the target",
+        description="largest number of references of an item in conditioning_data, named NAME_1, NAME_2 and so on; "
+        "default: one reference with the name of the target",
         json_schema_extra={"affects": "media"},
     )
     mask_data: str | None = Field(
         None,
-        description="folder or URL of masks, named as the media; white is trained on",
+        description="folder or URL of masks with the names of the media; white is trained",
         json_schema_extra={"affects": "media"},
     )
     mask_column: str | None = Field(
         None, description="column (webdataset: extension) of the mask", json_schema_extra={"affects": "media"}
     )
     make_masks: Literal["missing", "none"] | None = Field(
-        None, description="items of which `masks` makes a mask; default: those without one, where it is configured"
+        None,
+        description="items for which `masks` generates a mask; default: missing if `masks` is configured; missing: "
+        "items without a mask",
     )
 
-    where: str | None = Field(
-        None, description="filter on extra columns, such as: score > 5 and license in ('cc0', 'cc-by')"
+    where: str | None = Field(None, description="filter on columns, such as: score > 5 and license in ('cc0', 'cc-by')")
+    repeats: int = Field(0, ge=0, le=1_000_000, description="further passes over the dataset in an epoch; 0: one pass")
+    weight: float = Field(
+        1.0, gt=0, le=1e6, description="factor of the number of draws in an epoch; 0.5: a draw every other epoch"
     )
-    repeats: int = Field(0, ge=0, le=1_000_000, description="extra passes in an epoch: 0 = once")
-    weight: float = Field(1.0, gt=0, le=1e6, description="factor on the draws in an epoch; 0.5: every other epoch")
-    is_regularization_data: bool = Field(False, description="these samples keep the model as it was")
-    eval: bool = Field(False, description="hold the whole dataset out for the eval loss")
-    eval_fraction: UnitFloat = Field(
-        0.0, description="share of the items held out for the eval loss, chosen by content"
+    is_regularization_data: bool = Field(
+        False,
+        description="train the samples by train.methods.regularization, to keep the model's abilities",
     )
+    eval: bool = Field(False, description="hold out the whole dataset for the eval loss")
+    eval_fraction: UnitFloat = Field(0.0, description="fraction of items held out for the eval loss, by content")
 
     resolution: OneOrSeveral[Size] | None = Field(
-        None, description="size of buckets, by resolution_type; several: a sample in each; default: the family's own"
+        None,
+        description="size of buckets, in the unit of resolution_type; several: a sample for each; default: the "
+        "family's own",
     )
     resolution_type: Literal["pixel_area", "area", "pixel"] = Field(
         "pixel_area",
-        description="pixel_area: edge of the square of a bucket's area; area: megapixels; pixel: shorter edge",
+        description="unit of sizes; pixel_area: edge of a square with the bucket's area; area: megapixels; pixel: "
+        "shorter edge",
     )
     buckets: Literal["computed", "family"] = Field(
-        "computed", description="computed: from resolution and strides; family: the sizes the model was made with"
+        "computed",
+        description="sizes of buckets; computed: from resolution and strides; family: the sizes that the model was "
+        "trained with",
     )
     bucket_step: int = Field(
-        64, ge=1, le=MAX_EDGE, description="pixels; sides of computed buckets are multiples of it; 1: the model's own"
+        64,
+        ge=1,
+        le=MAX_EDGE,
+        description="pixels; sides of computed buckets are multiples of it; 1: multiples of the model's own step",
     )
-    max_aspect: float = Field(2.5, ge=1, le=100, description="longest side of a bucket over its shorter one")
-    crop: bool = Field(True, description="true: cover the bucket and crop; false: stretch to it")
+    max_aspect: float = Field(2.5, ge=1, le=100, description="largest ratio of a bucket's longer to its shorter side")
+    crop: bool = Field(True, description="cover the bucket and crop; false: stretch to the bucket")
     crop_aspect: Literal["preserve", "square", "closest", "random"] = Field(
-        "preserve", description="shape of the crop; the last two: of crop_aspect_buckets"
+        "preserve", description="shape of the crop; closest, random: a shape from crop_aspect_buckets"
     )
     crop_aspect_buckets: Aspects = Field(
-        (), description="width / height for closest and random, such as [1.0, 0.75, 1.33]"
+        (), description="ratios of width to height for closest and random, such as [1.0, 0.75, 1.33]"
     )
     crop_style: Literal["center", "random", "corner", "face"] = Field(
         "center",
-        description="place of the crop; random: seeded by the item's identity; corner: upper left; face: the largest",
+        description="position of the crop; random: seeded by the item's identity; corner: upper left; face: around "
+        "the largest face",
     )
     face_detector: str | None = Field(
-        None, description="YuNet file that finds faces for crop_style: face; default: OpenCV's cascade"
+        None, description="YuNet model file that finds faces for crop_style: face; default: OpenCV's cascade"
     )
     minimum_image_size: Size | None = Field(
-        None, description="smaller is excluded (too-small); in the unit of resolution_type"
+        None, description="smallest size, in the unit of resolution_type; smaller items are excluded (too-small)"
     )
     maximum_image_size: Size | None = Field(
-        None, description="larger is excluded (too-large), or first scaled down to target_downsample_size"
+        None,
+        description="largest size; larger items are excluded (too-large), or first scaled to target_downsample_size",
     )
     target_downsample_size: Size | None = Field(
-        None, description="size to which items larger than maximum_image_size are scaled before the crop"
+        None, description="size to which items above maximum_image_size are scaled before the crop"
     )
-    allow_upscale: bool = Field(False, description="false: an item smaller than its bucket is excluded (needs-upscale)")
+    allow_upscale: bool = Field(
+        False, description="enlarge items that are smaller than their bucket; false: exclude them (needs-upscale)"
+    )
     max_distortion: float | None = Field(
-        None, ge=0, le=1000, description="largest change of aspect by stretching: 0.05 is 5 % (too-distorted)"
+        None, ge=0, le=1000, description="largest change of the aspect ratio by stretching; 0.05: 5 % (too-distorted)"
     )
     max_cropped: UnitFloat | None = Field(
-        None, description="largest share of the area that the crop may cut off (too-cropped)"
+        None, description="largest fraction of the area that is cropped (too-cropped)"
     )
     animations: Literal["first-frame", "video"] = Field(
-        "first-frame", description="how an animated GIF, WebP or PNG is read", json_schema_extra={"affects": "media"}
+        "first-frame", description="reading of animated GIF, WebP and PNG files", json_schema_extra={"affects": "media"}
     )
-    video: Video = Video()
+    video: Video = Field(Video(), description="clips of videos")
 
     _portable_paths: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -304,20 +343,20 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
 
     def resolutions(self, default: float) -> tuple[float, ...]:
         """Resolutions in ascending order; `default` (the family's) if none is configured or with `buckets: family`."""
-        given = listed(self.resolution) if self.buckets == "computed" else ()
-        return tuple(sorted(set(given))) or (default,)
+        configured = listed(self.resolution) if self.buckets == "computed" else ()
+        return tuple(sorted(set(configured))) or (default,)
 
     @property
     def resolved_source(self) -> SourceName:
         """The configured source, else the source that the location implies."""
         if self.source:
             return self.source
-        where = self.instance_data_dir.split("?")[0].lower()
-        if where.endswith((".tar", ".tar.gz", ".tgz")):
+        location = self.instance_data_dir.split("?")[0].lower()
+        if location.endswith((".tar", ".tar.gz", ".tgz")):
             return "webdataset"
-        if where.endswith((".csv", ".jsonl", ".parquet")):
+        if location.endswith((".csv", ".jsonl", ".parquet")):
             return "manifest"
-        return "remote" if "://" in where else "folder"
+        return "remote" if "://" in location else "folder"
 
     @property
     def resolved_caption_strategy(self) -> CaptionStrategy:
@@ -372,23 +411,21 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
                     yield (key,), str(error)
         for number, name in enumerate(self.caption_sets):
             if name != "current" and not re.fullmatch(FINGERPRINT, name):
-                yield (
-                    ("caption_sets", number),
-                    f"{name!r} names none; valid: current, and 24 hex digits as of captions/",
-                )
+                valid = "valid: current, and the names of folders in captions/ (24 hex digits)"
+                yield ("caption_sets", number), f"{name!r} is not the name of a caption set; {valid}"
         if self.conditioning_data and self.conditioning_column:
-            yield ("conditioning_column",), "and conditioning_data name the same thing; keep one"
+            yield ("conditioning_column",), "is used in place of conditioning_data; remove one of the two"
         for key in ("conditioning_data", "conditioning_column"):
             if len(listed(getattr(self, key))) > MOST_REFERENCES:
-                yield (key,), f"has {len(listed(getattr(self, key)))} places; at most {MOST_REFERENCES}"
+                yield (key,), f"has {len(listed(getattr(self, key)))} items; valid: at most {MOST_REFERENCES}"
         if self.conditioning_count and not isinstance(self.conditioning_data, str):
-            yield ("conditioning_count",), "goes with one folder or URL in conditioning_data; a list counts its own"
+            yield ("conditioning_count",), "is only valid if conditioning_data is one folder or URL; remove it"
         if self.mask_data and self.mask_column:
-            yield ("mask_column",), "and mask_data name the same thing; keep one"
+            yield ("mask_column",), "is used in place of mask_data; remove one of the two"
         if self.animations == "video" and self.dataset_type != "video":
-            yield ("animations",), "video needs dataset_type: video; images take first-frame"
+            yield ("animations",), "video needs dataset_type: video; for images, set it to first-frame"
         if self.eval and self.eval_fraction:
-            yield ("eval_fraction",), "has no effect where eval: true holds out everything"
+            yield ("eval_fraction",), "has no effect, because eval: true holds out all items; remove one of the two"
         for key in (
             "instance_data_dir",
             "media_root",
@@ -398,47 +435,56 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
             "face_detector",
         ):
             for location in listed(getattr(self, key)):
-                _, scheme, rest = location.rpartition("://")
-                if scheme and "@" in rest.partition("/")[0]:
-                    yield (key,), "holds a user name or password; take it out and give it by the environment"
+                _, scheme, address = location.rpartition("://")
+                if scheme and "@" in address.partition("/")[0]:
+                    yield (key,), "contains a user name or password; set these in the environment instead"
 
         strategy, source = self.resolved_caption_strategy, self.resolved_source
         if strategy == "instanceprompt" and not self.instance_prompt:
-            yield ("instance_prompt",), "caption_strategy instanceprompt needs it"
+            yield (
+                ("instance_prompt",),
+                "is required with caption_strategy: instanceprompt; set it to the caption of every item",
+            )
         if strategy != "instanceprompt" and self.instance_prompt and self.describes_missing:
             yield ("instance_prompt",), "and make_captions both give captions to items without one; keep one"
         if strategy in ("webdataset", "huggingface") and source != strategy:
-            yield ("caption_strategy",), f"{strategy} goes with source: {strategy}; this one is {source}"
+            yield ("caption_strategy",), f"{strategy} needs source: {strategy}; this dataset has source: {source}"
         if strategy == "textfile" and source in ("webdataset", "huggingface"):
-            yield ("caption_strategy",), f"textfile does not go with source: {source}"
+            yield (
+                ("caption_strategy",),
+                f"textfile is not valid with source: {source}; use {source}, or a table of captions",
+            )
         if strategy in TABLE_STRATEGIES and source != "manifest" and not self.caption_file:
-            yield ("caption_file",), f"caption_strategy {strategy} needs the table of captions"
+            yield ("caption_file",), f"is required with caption_strategy: {strategy}; set it to the table of captions"
 
         yield from self._options_without_effect()
 
         if self.crop_aspect in ("closest", "random") and not self.crop_aspect_buckets:
-            yield ("crop_aspect_buckets",), f"crop_aspect {self.crop_aspect} needs a list, such as [1.0, 0.75, 1.33]"
+            yield (
+                ("crop_aspect_buckets",),
+                f"is required with crop_aspect: {self.crop_aspect}, for example [1.0, 0.75, 1.33]",
+            )
         if self.face_detector and self.crop_style != "face":
-            yield ("face_detector",), "goes with crop_style: face"
+            yield ("face_detector",), "has no effect without crop_style: face; set that, or remove this"
         low, target, high = self.minimum_image_size, self.target_downsample_size, self.maximum_image_size
         if target is not None and high is None:
-            yield ("maximum_image_size",), "target_downsample_size needs it: what is larger is scaled down"
+            yield ("maximum_image_size",), "is required with target_downsample_size, to which larger items are scaled"
         if target is not None and high is not None and target > high:
-            yield ("target_downsample_size",), f"is more than maximum_image_size, {high:g}"
+            yield ("target_downsample_size",), f"{target:g} is greater than maximum_image_size ({high:g})"
         if low is not None and high is not None and low > high:
-            yield ("minimum_image_size",), f"{low:g} is more than maximum_image_size, {high:g}"
+            yield ("minimum_image_size",), f"{low:g} is greater than maximum_image_size ({high:g})"
 
     def _options_without_effect(self) -> Iterator[Problem]:
         """Problems of options for a caption strategy, source or media type that this dataset does not use."""
         strategy, source = self.resolved_caption_strategy, self.resolved_source
-        in_table, places = strategy in TABLE_STRATEGIES, (self.instance_data_dir, self.media_root or "")
-        folders = [*listed(self.conditioning_data), self.mask_data or "://", *(places if source == "folder" else ())]
+        in_table, locations = strategy in TABLE_STRATEGIES, (self.instance_data_dir, self.media_root or "")
+        folders = [*listed(self.conditioning_data), self.mask_data or "://", *(locations if source == "folder" else ())]
         at_url = source in ("remote", "manifest") or (
-            source == "webdataset" and any("://" in place for place in places)
+            source == "webdataset" and any("://" in location for location in locations)
         )
         columns = "a manifest, a huggingface dataset, or caption_strategy csv, jsonl or parquet"
-        goes_with = {
-            "trigger": (not self.is_regularization_data, "training data; regularization data keep their captions"),
+        users = {  # option -> whether it is used, and what uses it
+            "trigger": (not self.is_regularization_data, "training data: regularization data keep their captions"),
             "captions_per_file": (strategy in ("textfile", "webdataset"), "captions in text files"),
             "caption_file": (in_table, "caption_strategy csv, jsonl or parquet"),
             "caption_column": (
@@ -451,15 +497,15 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
             "follow_links": (any("://" not in folder for folder in folders), "local folders"),
             "crop_aspect_buckets": (self.crop_aspect in ("closest", "random"), "crop_aspect: closest or random"),
         }
-        here = f"(this dataset has source: {source}, caption_strategy: {strategy})"
-        for key, (is_used, what) in goes_with.items():
+        kind = f"(this dataset has source: {source}, caption_strategy: {strategy})"
+        for key, (is_used, user) in users.items():
             if not is_used:
-                yield from idle_options(self, (key,), f"has no effect: it goes with {what} {here}; remove it")
+                yield from idle_options(self, (key,), f"has no effect: it is used by {user} {kind}; remove it")
         if source in ("folder", "remote"):
-            for key, instead in (("conditioning_column", "conditioning_data"), ("mask_column", "mask_data")):
-                reason = f"source: {source} has no columns; use {instead}, or a manifest of the files with that column"
+            for key, folder in (("conditioning_column", "conditioning_data"), ("mask_column", "mask_data")):
+                reason = f"source: {source} has no columns; use {folder}, or a manifest of the files with that column"
                 yield from idle_options(self, (key,), reason)
         if self.dataset_type == "image":
-            reason = "has no effect: it goes with dataset_type: video; remove it"
+            reason = "has no effect with dataset_type: image; remove it, or set dataset_type: video"
             for path, _ in idle_options(self.video, tuple(Video.model_fields), reason):
                 yield ("video", *path), reason

@@ -24,19 +24,19 @@ MOST_READERS = 8  # more readers rarely make a disk faster
 
 class Cache(Section, json_schema_extra={"affects": "nothing"}):
     format: Literal["arrow", "webdataset"] = Field("arrow", description="file format of the shards")
-    unit_mib: float = Field(128.0, gt=0, le=65536, description="output of one work unit, MiB: one unit is one shard")
+    unit_mib: float = Field(128.0, gt=0, le=65536, description="size of a work unit's output, which is a shard, in MiB")
 
 
 class Model(Section):
     family: str = Field(description=", ".join(FAMILIES), json_schema_extra={"affects": "plan"})
     flavour: str | None = Field(
         None,
-        description="published checkpoint; default: the family's own default",
+        description="published checkpoint; default: the family's default",
         json_schema_extra={"affects": "set"},
     )
     path: str | None = Field(
         None,
-        description="folder or repo in diffusers layout; default: the flavour's repo",
+        description="folder or repo in the layout of diffusers; default: the flavour's repo",
         json_schema_extra={"affects": "text, latents"},
     )
     revision: str | None = Field(
@@ -44,13 +44,14 @@ class Model(Section):
     )
     precision: Precision = Field(
         "bfloat16",
-        description="of the encoders and the transformer",
+        description="dtype of the encoders and the transformer",
         json_schema_extra={"affects": "text, latents, vision"},
     )
     assistant: str | None = Field(
         None,
         min_length=1,
-        description="LoRA file, or folder of one, with which a distilled checkpoint is trained; samples are without it",
+        description="LoRA file, or folder with one, for the training of a distilled checkpoint; samples are made "
+        "without it",
         json_schema_extra={"affects": "run"},
     )
 
@@ -58,7 +59,7 @@ class Model(Section):
     @classmethod
     def _known_family(cls, family: str) -> str:
         if family not in FAMILIES:
-            raise ValueError(f"unknown family {family!r}; valid: {', '.join(FAMILIES)}")
+            raise ValueError(f"{family!r} is not a model family; valid: {', '.join(FAMILIES)}")
         return family
 
     @field_validator("flavour")
@@ -96,35 +97,40 @@ class Model(Section):
 
 class Text(Section, json_schema_extra={"affects": "text"}):
     max_length: int | None = Field(
-        None, gt=0, le=131_072, description="tokens kept, such as 256, 512 or 1024; default: the pipeline's own"
+        None,
+        gt=0,
+        le=131_072,
+        description="largest number of tokens, such as 256 or 512; default: the pipeline's own",
     )
     batch_tokens: int = Field(
         4096,
         gt=0,
         le=2**24,
-        description="tokens of one forward pass of the text encoder",
+        description="tokens in one forward pass of the text encoder",
         json_schema_extra={"affects": "nothing"},
     )
-    precision: Precision | None = Field(None, description="default: model.precision")
+    precision: Precision | None = Field(None, description="dtype of encoder and embeddings; default: model.precision")
     quantization: Literal["no_change", "bf16", "int8-quanto", "nf4-bnb"] = Field(
-        "no_change", description="of the language model's weights; embeddings are stored in the precision above"
+        "no_change", description="quantization of the language model's weights; embeddings are stored in text.precision"
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(
-        None, description="default: as the family's pipelines"
+        None, description="attention implementation; default: the family's own"
     )
     offload: Literal["none", "blocks"] = Field(
         "none",
-        description="with blocks the weights stay in host memory, one block at a time is on the device",
+        description="blocks: keep the weights in host memory, and one block at a time on the device",
         json_schema_extra={"affects": "nothing"},
     )
     storage: Literal["exact", "float8", "int8"] = Field(
         "exact",
-        description="float8, int8: embeddings are stored in 8 bits with a scale for each token; pooled vectors stay",
+        description="storage of embeddings; float8, int8: 8 bits with a scale for each token; pooled vectors are "
+        "not quantized",
     )
     positions: Literal["pipeline", "real", "grid"] = Field(
         "pipeline",
-        description="real: texts without the padding that the pipeline makes a part of them, for klein alone; grid: "
-        "images in prompts have rows and columns, where the pipeline's have none",
+        description="token positions; pipeline: as in the pipeline; real: without padding, for klein, whose "
+        "pipeline adds padding to texts; grid: rows and columns of images in prompts, for pipelines that number "
+        "them in sequence",
     )
 
     def stored_template(self, template: Template) -> Template:
@@ -140,28 +146,33 @@ class Text(Section, json_schema_extra={"affects": "text"}):
 class Latents(Section, json_schema_extra={"affects": "latents"}):
     posterior: Literal["sample", "mode", "moments"] = Field(
         "sample",
-        description="sample: seeded by the sample's id; mode: the mean; moments: sampled at every training step",
+        description="values from the autoencoder's distribution; sample: a sample seeded by the sample's id; mode: "
+        "the mean; moments: a new sample at every training step",
     )
     batch_pixels: int = Field(
         1024 * 1024,
         ge=1,
         le=2**40,
-        description="frames x width x height of one forward pass; a larger sample has one of its own",
+        description="frames x width x height in one forward pass; larger samples are encoded one at a time",
         json_schema_extra={"affects": "nothing"},
     )
-    precision: Precision | None = Field(None, description="default: the family's own, else model.precision")
+    precision: Precision | None = Field(
+        None, description="autoencoder's dtype; default: the family's, else model.precision"
+    )
     decoder: Literal["pyav", "decord"] = Field(
         "pyav",
-        description="video decoder; decord for constant frame rates only",
+        description="video decoder; decord supports constant frame rates only",
         json_schema_extra={"affects": "latents, vision"},
     )
-    chunk_frames: int = Field(0, ge=0, le=99_999, description="frames of one convolution, to save memory; 0: all")
+    chunk_frames: int = Field(0, ge=0, le=99_999, description="frames in one convolution, to save memory; 0: all")
     slicing: bool = Field(
         False,
-        description="encode one sample of a batch after another, to save memory",
+        description="encode the samples of a batch one at a time, to save memory",
         json_schema_extra={"affects": "nothing"},
     )
-    tiling: bool = Field(False, description="encode overlapping spatial tiles, to save memory: gives other latents")
+    tiling: bool = Field(
+        False, description="encode overlapping spatial tiles, to save memory; latents differ from those of whole frames"
+    )
 
     def settings(self, family: Family) -> dict[str, int | bool | str]:
         """Settings of latents for the fingerprint: without weights, precision and options that have no effect."""
@@ -176,7 +187,9 @@ class Latents(Section, json_schema_extra={"affects": "latents"}):
 class DinoModel(Section):
     """A DINOv2, and how pictures are shown to it."""
 
-    model: str | None = Field(None, description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a DINOv2")
+    model: str | None = Field(
+        None, description="DINOv2: dinov2_vits14, dinov2_vitg14, a folder or a repo; default: none"
+    )
     revision: str | None = Field(
         None, description="commit or tag of the repo", json_schema_extra={"affects": "nothing"}
     )
@@ -185,16 +198,18 @@ class DinoModel(Section):
         ge=14,
         le=14 * 148,
         multiple_of=14,
-        description="of DINOv2, pixels, a multiple of 14; default: 224, for dinov2_vitg14 518",
+        description="side of the model's square input in pixels, a multiple of 14; default: 224, for dinov2_vitg14 518",
     )
-    batch_size: Count = Field(32, description="frames of one forward pass", json_schema_extra={"affects": "nothing"})
-    precision: Precision | None = Field(None, description="default: model.precision")
+    batch_size: Count = Field(32, description="frames in one forward pass", json_schema_extra={"affects": "nothing"})
+    precision: Precision | None = Field(None, description="dtype of the model; default: model.precision")
 
     @field_validator("model")
     @classmethod
     def _known_model(cls, model: str | None) -> str | None:
         if model is not None and model not in VISION_MODELS and "/" not in model:
-            raise ValueError(f"unknown model {model!r}; valid: {', '.join(VISION_MODELS)}, a directory, a repo")
+            raise ValueError(
+                f"{model!r} is not valid; valid: {', '.join(VISION_MODELS)}, a folder, or a repo (owner/name)"
+            )
         return model
 
     @property
@@ -210,7 +225,9 @@ class DinoModel(Section):
 class Vision(DinoModel, json_schema_extra={"affects": "vision"}):
     """Features to which CREPA aligns the transformer's hidden states; none without `model`."""
 
-    precision: Precision | None = Field(None, description="default: model.precision; features are stored in bfloat16")
+    precision: Precision | None = Field(
+        None, description="dtype of the model; default: model.precision; features are stored in bfloat16"
+    )
 
 
 class Features(DinoModel, json_schema_extra={"affects": "features"}):
@@ -218,15 +235,16 @@ class Features(DinoModel, json_schema_extra={"affects": "features"}):
 
     model: str | None = Field(
         "dinov2_vits14",
-        description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a vision model; null: measures alone",
+        description="vision model: dinov2_vits14, dinov2_vitg14, a folder or repo; null: measures only",
     )
-    frames: int = Field(8, ge=1, le=256, description="of a clip, evenly spread over it")
-    duplicates: bool = Field(True, description="look for near-duplicates; needs OpenCV, which the extra features has")
+    frames: int = Field(8, ge=1, le=256, description="number of frames sampled evenly from a clip")
+    duplicates: bool = Field(True, description="find near-duplicates; needs OpenCV, from the extra `features`")
     clusters: int | None = Field(
         None,
         ge=0,
         le=100_000,
-        description="of similar items; default: the root of half their number; 0: none; needs faiss, of the same extra",
+        description="number of clusters of similar items; default: square root of half the number of items; 0: "
+        "none; needs faiss, from the extra `features`",
     )
 
 
@@ -248,30 +266,36 @@ class StageWorkers(Resources):
 
 class Decode(StageWorkers, json_schema_extra={"affects": "nothing"}):
     while_training: bool | None = Field(
-        None, description="whether `run` decodes while it trains; default: yes, clips only where `device` is given"
+        None,
+        description="let `run` decode samples during training; default: true for pictures, and for clips if "
+        "`device` is set",
     )
 
 
 class Encoding(Resources):
     workers: Processes | None = Field(
         None,
-        description="processes on this machine, on Ray those of the whole cluster; default: one for each visible card, "
-        "1 without cards, for cpu, a device with a number, and on Ray",
+        description="processes on this machine, or on the whole Ray cluster; default: one for each visible card; 1 "
+        "without cards, with device cpu or a numbered device, and on Ray",
     )
-    readers: Processes | None = Field(None, description="decoding processes of one worker; default: the cores less one")
+    readers: Processes | None = Field(
+        None,
+        description="processes that decode media for one worker; default: the cores less one, shared by the "
+        "workers, at most 8",
+    )
     prefetch: int | None = Field(
-        None, ge=1, le=MOST_PREFETCH, description="members read ahead by one worker; default: 64, at most 1 GiB"
+        None, ge=1, le=MOST_PREFETCH, description="items read ahead by one worker; default: 64, at most 1 GiB"
     )
     num_cpus: float | None = Field(None, ge=0, le=4096, description="CPUs of one worker on Ray; default: `threads`")
     num_gpus: float | None = Field(
         None,
         ge=0,
         le=64,
-        description="GPUs of one worker on Ray, or a part of one; default: 1 where device names an accelerator, or "
-        "is auto and there are GPUs, else 0",
+        description="GPUs of one worker on Ray, or a fraction of one; default: 1 if device names an accelerator, "
+        "or is auto and GPUs are available, else 0",
     )
     memory_gib: float | None = Field(
-        None, gt=0, le=2**16, description="memory that one worker on Ray reserves; default: not limited"
+        None, gt=0, le=2**16, description="memory that one worker on Ray reserves, in GiB; default: no limit"
     )
 
     @property
@@ -288,30 +312,34 @@ class RayCluster(Section, json_schema_extra={"affects": "nothing"}):
     address: str = Field(
         "auto",
         pattern=ADDRESS,
-        description="HOST:PORT of the cluster's head; auto: RAY_ADDRESS, or the cluster that runs on this machine",
+        description="HOST:PORT of the cluster's head; auto: RAY_ADDRESS, or the cluster on this machine",
     )
     ready_timeout_s: float = Field(
         900.0,
         gt=0,
         le=7 * 86400,
-        description="for a worker to load its model, and for the cluster to have room for one",
+        description="seconds for the cluster to have room for a worker, and for the worker to load its model",
     )
     stall_timeout_s: float = Field(
-        1800.0, gt=0, le=7 * 86400, description="a worker without progress for so long is replaced"
+        1800.0, gt=0, le=7 * 86400, description="seconds without progress until a worker is replaced"
     )
 
 
 class Stages(Section, json_schema_extra={"affects": "nothing"}):
-    order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="what `latentpress run` runs")
+    order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="programs of `latentpress run`")
     engine: EngineName = Field(
-        "local", description="where the encoding stages run: this machine, or a Ray cluster (docs/machines.md)"
+        "local",
+        description="machines of the encoding stages; local: this one; ray: a Ray cluster (docs/machines.md)",
     )
-    ray: RayCluster = RayCluster()
+    ray: RayCluster = Field(RayCluster(), description="Ray cluster, for engine: ray")
     max_reject_fraction: float = Field(
-        0.2, ge=0, le=1, description="a stage stops when a larger share of its input (at least ten) is set aside"
+        0.2,
+        ge=0,
+        le=1,
+        description="largest fraction of its input (at least ten items) that a stage rejects before it stops",
     )
-    item_timeout_s: float = Field(300.0, gt=0, le=7 * 86400, description="an item that takes longer is set aside")
-    item_memory_mib: int = Field(8192, ge=256, le=2**24, description="an item that takes more memory is set aside")
+    item_timeout_s: float = Field(300.0, gt=0, le=7 * 86400, description="seconds after which an item is rejected")
+    item_memory_mib: int = Field(8192, ge=256, le=2**24, description="memory above which an item is rejected, in MiB")
     discover: StageWorkers = StageWorkers(workers=4)
     features: Encoding = Encoding()
     caption: Encoding = Encoding()
@@ -324,8 +352,8 @@ class Stages(Section, json_schema_extra={"affects": "nothing"}):
 
     def _problems(self) -> Iterator[Problem]:
         if self.engine == "ray" and self.ray.stall_timeout_s <= self.item_timeout_s:
-            limits = f"{self.ray.stall_timeout_s:g} s, and an item may take {self.item_timeout_s:g} s (item_timeout_s)"
-            yield ("ray", "stall_timeout_s"), f"it is {limits}; make it longer than that"
+            reason = f"{self.ray.stall_timeout_s:g} is not greater than item_timeout_s ({self.item_timeout_s:g})"
+            yield ("ray", "stall_timeout_s"), f"{reason}; raise it"
 
     def resources(self, stage: str) -> StageWorkers | Encoding:
         return getattr(self, stage.replace("-", "_"), StageWorkers())
@@ -361,40 +389,47 @@ class Caption(Section, json_schema_extra={"affects": "captions"}):
     model: str | None = Field(
         None,
         description="folder or repo of a vision-language model of transformers; default: the checkpoint's own text "
-        "encoder, where that is Qwen2.5-VL",
+        "encoder, if it is Qwen2.5-VL",
     )
     revision: str | None = Field(None, description="commit or tag of the repo")
     prompts: Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=16)] | None = Field(
         None,
-        description=f"{', '.join(PRESETS)}, or your own words; several: a caption each, which are alternatives; "
-        "default: detailed, for tasks with a source image instruction",
+        description=f"{', '.join(PRESETS)}, or your own text; several: one caption for each, as alternatives; "
+        "default: detailed, or instruction for tasks with a source image",
     )
     source_image: bool | None = Field(
-        None, description="show an item's source image before it; default: where instruction is among the prompts"
+        None, description="show an item's source image first; default: true if instruction is among the prompts"
     )
     resolution: int = Field(
-        768, ge=PIXEL_MULTIPLE, le=4096, description="pictures are shown in about the area of a square of that edge"
+        768,
+        ge=PIXEL_MULTIPLE,
+        le=4096,
+        description="side of a square with the area of the pictures that the model sees, in pixels",
     )
-    frames: int = Field(8, ge=1, le=256, description="of a clip, evenly spread over it")
-    max_tokens: int = Field(300, ge=1, le=8192, description="a caption that is not at its end by then is set aside")
-    temperature: float = Field(0.0, ge=0, le=10, description="0: the likeliest word each time; more: drawn")
-    top_p: float = Field(1.0, gt=0, le=1, description="words are drawn among the likeliest that have this share")
-    seed: Seed = Field(0, description="of what is drawn, beside the item")
-    repetition_penalty: float = Field(1.0, ge=1, le=10, description="divides the scores of words that were used before")
-    prefix: str = Field("", description="put before every caption and a space, such as a trigger word")
-    forbidden: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, max_length=1000)] = Field(
-        (), description="words that no caption may have"
+    frames: int = Field(8, ge=1, le=256, description="number of frames sampled evenly from a clip")
+    max_tokens: int = Field(300, ge=1, le=8192, description="length limit in tokens; longer captions are rejected")
+    temperature: float = Field(0.0, ge=0, le=10, description="sampling temperature; 0: the most likely token")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="total probability of the most likely tokens, one of which is drawn"
     )
-    precision: Precision | None = Field(None, description="default: model.precision")
+    seed: Seed = Field(0, description="seed of the sampling, together with the item's id")
+    repetition_penalty: float = Field(1.0, ge=1, le=10, description="divisor of the scores of tokens used before")
+    prefix: str = Field("", description="text that is put before every caption with a space, such as a trigger word")
+    forbidden_words: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, max_length=1000)
+    ] = Field((), description="words that captions must not contain")
+    precision: Precision | None = Field(None, description="dtype of the model; default: model.precision")
     quantization: Literal["no_change", "bf16", "int8-quanto", "nf4-bnb"] = Field(
-        "no_change", description="of the language model's weights"
+        "no_change", description="quantization of the language model's weights"
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(None, description="default: the model's")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(
+        None, description="attention implementation; default: the model's own"
+    )
     offload: Literal["none", "blocks"] = Field(
-        "none", description="with blocks the weights stay in host memory, one block at a time is on the device"
+        "none", description="blocks: keep the weights in host memory, and one block at a time on the device"
     )
     batch_tokens: int = Field(
-        32_768, gt=0, le=2**24, description="tokens of one batch: of the pictures, the prompt, and max_tokens of each"
+        32_768, gt=0, le=2**24, description="tokens in one batch: pictures, prompts, and max_tokens for each caption"
     )
 
     def questions(self, has_sources: bool) -> tuple[str, ...]:
@@ -409,15 +444,15 @@ class Caption(Section, json_schema_extra={"affects": "captions"}):
 
     def _problems(self) -> Iterator[Problem]:
         if self.temperature == 0 and self.top_p != 1:
-            yield ("top_p",), "it is of what is drawn, and temperature is 0; set that, or remove it"
+            yield ("top_p",), "has no effect with temperature: 0; raise that, or remove this"
         for number, prompt in enumerate(self.prompts or ()):
             if not prompt.strip():
-                yield ("prompts", number), f"is empty; name a preset ({', '.join(PRESETS)}), or write a question"
+                yield ("prompts", number), f"is empty; set it to a preset ({', '.join(PRESETS)}) or a prompt"
             elif prompt in (self.prompts or ())[:number]:
-                yield ("prompts", number), "is there twice"
-        for number, word in enumerate(self.forbidden):
+                yield ("prompts", number), "is already in the list; remove one of the two"
+        for number, word in enumerate(self.forbidden_words):
             if not word.strip():
-                yield ("forbidden", number), "is empty; remove it"
+                yield ("forbidden_words", number), "is empty; remove it"
 
 
 def caption_settings(family: Family) -> dict[str, Any]:
@@ -433,33 +468,37 @@ class Masks(Section, json_schema_extra={"affects": "masks"}):
     model: str = Field(min_length=1, description="folder or repo of a segmentation model of transformers")
     revision: str | None = Field(None, description="commit or tag of the repo")
     classes: Annotated[tuple[str, ...], Field(strict=False, max_length=1000)] = Field(
-        (), description="what is trained on: labels of the model or, for CLIPSeg, your own words; SAM takes none"
+        (), description="things to train: labels of the model or, for CLIPSeg, your own words; must be empty for SAM"
     )
     box_column: str | None = Field(
         None,
-        description="for SAM: column of the media table with a box of each item, as x, y, width, height in pixels; "
-        "default: the whole picture",
+        description="column of the media table with a box for SAM: x, y, width, height in pixels; default: the "
+        "whole picture",
     )
     threshold: UnitFloat | None = Field(
-        None, description="least probability; default: 0.5, of semantic segmentation the likeliest class"
+        None,
+        description="lowest probability inside a mask; default: 0.5, or the most likely class for semantic "
+        "segmentation",
     )
-    grow: int = Field(0, ge=0, le=512, description="pixels by which what was found is made larger on all sides")
-    blur: float = Field(0.0, ge=0, le=512, description="pixels of a Gaussian blur, for soft edges")
-    invert: bool = Field(False, description="true: train on everything but the classes")
+    grow: int = Field(0, ge=0, le=512, description="pixels by which masks are enlarged on all sides")
+    blur: float = Field(0.0, ge=0, le=512, description="radius of a Gaussian blur for soft edges, in pixels")
+    invert: bool = Field(False, description="train everything except the classes")
     min_area: UnitFloat = Field(
-        0.001, description="a mask with a smaller share of white or of black is set aside (empty-mask, full-mask)"
+        0.001,
+        description="smallest fraction of white, and of black, in a mask; other masks are rejected (empty-mask, "
+        "full-mask)",
     )
     resolution: int = Field(
-        768, ge=64, le=4096, description="masks are made in about the area of a square of that edge, in pixels"
+        768, ge=64, le=4096, description="side of a square with the area of the pictures that the model sees, in pixels"
     )
-    precision: Precision | None = Field(None, description="default: model.precision")
-    batch_size: Count = Field(8, description="frames of one forward pass")
+    precision: Precision | None = Field(None, description="dtype of the model; default: model.precision")
+    batch_size: Count = Field(8, description="frames in one forward pass")
 
     def _problems(self) -> Iterator[Problem]:
         for number, name in enumerate(self.classes):
             if not name.strip():
                 yield ("classes", number), "is empty; remove it"
             elif name in self.classes[:number]:
-                yield ("classes", number), "is there twice"
+                yield ("classes", number), "is already in the list; remove one of the two"
         if self.classes and self.box_column:
-            yield ("box_column",), "is for models that take boxes, and those take no classes; keep one"
+            yield ("box_column",), "is not valid with classes; remove classes for SAM, or box_column for other models"

@@ -58,7 +58,7 @@ class Filter:
         try:
             self._tree = ast.parse(python.strip(), mode="eval").body
         except SyntaxError as error:
-            raise ValueError(f"{text!r} can't be read ({error.msg}); write it as in: score > 5") from error
+            raise ValueError(f"{text!r} is not a filter ({error.msg}); write for example: score > 5") from error
         self._tree = _NullNames().visit(self._tree)
         self.columns = sorted({self._name(node) for node in ast.walk(self._tree) if isinstance(node, ast.Name)})
         empty = pa.table({EXTRA_PREFIX + name: pa.array([], pa.null()) for name in self.columns})
@@ -68,7 +68,7 @@ class Filter:
         """(n,) mask of the rows that pass. ValueError for an unknown column, or a comparison of different types."""
         result = self._evaluate(self._tree, table)
         if not isinstance(result, pa.Array | pa.ChunkedArray) or not pa.types.is_boolean(result.type):
-            raise ValueError(f"{self.text!r} is no comparison; write it as in: score > 5")
+            raise ValueError(f"{self.text!r} is not a comparison; write for example: score > 5")
         passed = pc.fill_null(result, False)
         return passed.combine_chunks() if isinstance(passed, pa.ChunkedArray) else passed
 
@@ -91,25 +91,27 @@ class Filter:
             case ast.BoolOp(op=op, values=values):
                 parts = [self._evaluate(value, table, dry) for value in values]
                 join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
-                return None if dry else reduce(lambda left, right: self._call(join, left, right), parts)
+                return None if dry else reduce(lambda first, second: self._call(join, first, second), parts)
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
                 return [self._evaluate(item, table, dry) for item in items]
-            case ast.Compare(left=left, ops=ops, comparators=others):
-                operands = [left, *others]
+            case ast.Compare(left=first, ops=ops, comparators=comparators):
+                operands = [first, *comparators]
                 has_none = any(isinstance(operand, ast.Constant) and operand.value is None for operand in operands)
                 if has_none and not all(isinstance(op, ast.Is | ast.IsNot) for op in ops):
-                    raise ValueError(f"{self.text!r}: nothing equals None; write `column is None` or `is not None`")
+                    raise ValueError(
+                        f"{self.text!r}: a comparison with None is never true; write `column is None` or `is not None`"
+                    )
                 values = [self._evaluate(operand, table, dry) for operand in operands]
                 return None if dry else reduce(pc.and_kleene, map(self._compare, ops, values, values[1:]))
-        raise ValueError(f"{self.text!r}: {ast.unparse(node)!r} is not understood; valid: comparison, in, and, or, not")
+        raise ValueError(f"{self.text!r}: {ast.unparse(node)!r} is not supported; valid: comparisons, in, and, or, not")
 
     def _compare(self, op: ast.cmpop, left: Any, right: Any) -> Any:
         if isinstance(op, ast.In | ast.NotIn):
             if not isinstance(right, list) or isinstance(left, list | str | int | float | None):
-                raise ValueError(f"{self.text!r}: write `column in (value, value)`")
-            inside = self._call(lambda column, values: pc.is_in(column, pa.array(values).cast(left.type)), left, right)
-            inside = pc.if_else(pc.is_valid(left), inside, pa.scalar(None, pa.bool_()))
-            return inside if isinstance(op, ast.In) else pc.invert(inside)
+                raise ValueError(f"{self.text!r}: `in` needs a list; write `column in (value, value)`")
+            mask = self._call(lambda column, values: pc.is_in(column, pa.array(values).cast(left.type)), left, right)
+            mask = pc.if_else(pc.is_valid(left), mask, pa.scalar(None, pa.bool_()))
+            return mask if isinstance(op, ast.In) else pc.invert(mask)
         if isinstance(op, ast.Is | ast.IsNot):
             return pc.is_null(left) if isinstance(op, ast.Is) else pc.is_valid(left)
         return self._call(_COMPARE[type(op)], left, right)
@@ -119,12 +121,14 @@ class Filter:
             return function(left, right)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError) as error:
             types = " and ".join(str(getattr(side, "type", type(side).__name__)) for side in (left, right))
-            raise ValueError(f"{self.text!r}: {types} can't be compared; put text in quotes, numbers not") from error
+            raise ValueError(
+                f"{self.text!r}: {types} can't be compared; write text with quotes, and numbers without"
+            ) from error
 
     def _column(self, name: str, table: pa.Table) -> pa.ChunkedArray:
         if EXTRA_PREFIX + name in table.column_names:
             return table.column(EXTRA_PREFIX + name)
         if name in BUILTIN_COLUMNS and name in table.column_names:
             return table.column(name)
-        known = [column.removeprefix(EXTRA_PREFIX) for column in table.column_names if column.startswith(EXTRA_PREFIX)]
-        raise ValueError(f"{self.text!r}: no column {name!r}; there are: {', '.join([*known, *BUILTIN_COLUMNS])}")
+        extra = [column.removeprefix(EXTRA_PREFIX) for column in table.column_names if column.startswith(EXTRA_PREFIX)]
+        raise ValueError(f"{self.text!r}: no column {name!r}; valid: {', '.join([*extra, *BUILTIN_COLUMNS])}")

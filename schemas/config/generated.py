@@ -1,7 +1,7 @@
 """Files written from the sections of the configuration: the JSON Schema and pipeline.yaml.
 
 `python -m schemas.config.generated` (`make generated`) writes them in the source tree. pipeline.yaml keeps
-people's edits: active values, and remarks between the options. docs/generated.py writes the tables of options.
+people's edits: active values, and comments between the options. docs/generated.py writes the tables of options.
 """
 
 import json
@@ -73,14 +73,14 @@ def description(info: FieldInfo) -> str:
     kinds = (info.annotation, *get_args(info.annotation))
     choices = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     words = info.description or ""
-    named = info.default if isinstance(info.default, tuple) else re.findall(r"[\w-]+", words)
-    if {*choices} <= {*named}:
+    mentioned = info.default if isinstance(info.default, tuple) else re.findall(r"[\w-]+", words)
+    if {*choices} <= {*mentioned}:
         return words
     return f"{' | '.join(choices)}{'; ' if re.match('[^;]*: ', words) else ': '}{words}"
 
 
-def flow(value: Any, inside: str = "[{}]") -> str:
-    """A value in YAML, on one line. inside: the surrounding YAML, which decides if a text needs quotes."""
+def flow(value: Any, context: str = "[{}]") -> str:
+    """A value in YAML, on one line. context: the surrounding YAML, which decides if a text needs quotes."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{flow(key)}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -90,10 +90,10 @@ def flow(value: Any, inside: str = "[{}]") -> str:
     if not isinstance(value, str):
         return json.dumps(value)
     try:
-        plain = parse_yaml(inside.format(value)).value in (value, [value])
+        is_plain = parse_yaml(context.format(value)).value in (value, [value])
     except YamlError:
-        plain = False
-    return value if plain else json.dumps(value, ensure_ascii=False)
+        is_plain = False
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 def shape(section: type[Section]) -> str:
@@ -109,30 +109,30 @@ def shape(section: type[Section]) -> str:
 
 
 def commented_example(text: str) -> str:
-    """The example with every option once: with the value that it has in `text`, or commented out with its default."""
-    before = _remarks(text)
-    lines = list(before.pop((), []))
-    lines += _section_lines(Config, None, parse_yaml(text).value, (), "", before, set())
+    """The example with every option once: with its value in `text`, or commented out with its default."""
+    remarks = _remarks(text)
+    lines = list(remarks.pop((), []))
+    lines += _section_lines(Config, None, parse_yaml(text).value, (), "", remarks, set())
     return "\n".join(lines) + "\n"
 
 
 def _remarks(text: str) -> dict[OptionPath, list[str]]:
     """Path of an option -> the lines before it that are blank, or comments of more than that option; () has the header,
     which ends with the first blank line."""
-    header, _, rest = text.partition("\n\n")
+    header, _, body = text.partition("\n\n")
     remarks: dict[OptionPath, list[str]] = {(): [*header.splitlines(), ""]}
-    above, kept = list[tuple[int, str]](), list[str]()
-    for line in rest.splitlines():
+    parents, lines = list[tuple[int, str]](), list[str]()
+    for line in body.splitlines():
         match = _OPTION.match(line)
         indent = line.index(match[2]) - 2 * ("# " in line[: line.index(match[2])]) if match else 0
-        path = (*(key for column, key in above if column < indent), match[2]) if match else ()
+        path = (*(key for column, key in parents if column < indent), match[2]) if match else ()
         if match and _is_option(path):
-            above = [(column, key) for column, key in above if column < indent] + [(indent, match[2])]
-            if kept:
-                remarks.setdefault(path, kept)
-            kept = []
+            parents = [(column, key) for column, key in parents if column < indent] + [(indent, match[2])]
+            if lines:
+                remarks.setdefault(path, lines)
+            lines = []
         elif not line.strip() or re.match(r" *# {0,2}\S", line):
-            kept.append(line)
+            lines.append(line)
     return remarks
 
 
@@ -149,42 +149,45 @@ def _is_option(path: OptionPath) -> bool:
 def _section_lines(
     section: type[Section],
     defaults: Section | None,
-    given: Any,
-    above: OptionPath,
+    values: Any,
+    parent: OptionPath,
     indent: str,
     remarks: dict[OptionPath, list[str]],
-    seen: set[Any],
+    written: set[Any],
 ) -> Iterator[str]:
-    known = {key: value for (key, _, _), (_, value) in zip(options(section), defaults or (), strict=False)}
+    """Lines of a section. values: its active values. written: classes of sections whose options were written before;
+    further sections of the class are written on one line."""
+    own_defaults = {key: value for (key, _, _), (_, value) in zip(options(section), defaults or (), strict=False)}
     for key, info, inner in options(section):
-        path, words = (*above, key), description(info)
+        path, words = (*parent, key), description(info)
         yield from remarks.get(path, ())
-        value = given.get(key) if isinstance(given, dict) else None
-        there = isinstance(given, dict) and key in given
-        default = known.get(key, info.default)
+        value = values.get(key) if isinstance(values, dict) else None
+        is_set = isinstance(values, dict) and key in values
+        default = own_defaults.get(key, info.default)
         if inner and isinstance(value, list):
             yield from _commented(f"{indent}{key}:", indent, words)
             for number, item in enumerate(value):
-                lines = list(_section_lines(inner, None, item, path, f"{indent}    ", {} if number else remarks, seen))
+                item_remarks = {} if number else remarks
+                lines = list(_section_lines(inner, None, item, path, f"{indent}    ", item_remarks, written))
                 if number:
                     lines = [line for line in lines if not line.lstrip().startswith("#")]
                 first = next(i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#"))
                 lines[first] = f"{indent}  - {lines[first].lstrip()}"
                 yield from lines
-        elif inner and (isinstance(default, Section) or value) and (inner not in seen or there):
-            seen.add(inner)
-            yield from _commented(f"{indent}{'' if there else '# '}{key}:", indent, words)
-            below = default if isinstance(default, Section) else None
-            yield from _section_lines(inner, below, value, path, f"{indent}  ", remarks, seen)
+        elif inner and (isinstance(default, Section) or value) and (inner not in written or is_set):
+            written.add(inner)
+            yield from _commented(f"{indent}{'' if is_set else '# '}{key}:", indent, words)
+            inner_defaults = default if isinstance(default, Section) else None
+            yield from _section_lines(inner, inner_defaults, value, path, f"{indent}  ", remarks, written)
         else:
             if inner and not isinstance(default, Section):
                 words += f"; or {f'[{shape(inner)}]' if default == () else shape(inner)}"
-            shown = f"{indent}{key}: {flow(value, '{} #')}" if there else f"{indent}# {key}: {flow(default, '{} #')}"
-            yield from _commented(shown, indent, words)
+            line = f"{indent}{key}: {flow(value, '{} #')}" if is_set else f"{indent}# {key}: {flow(default, '{} #')}"
+            yield from _commented(line, indent, words)
 
 
 def _commented(line: str, indent: str, words: str) -> Iterator[str]:
-    """The line with the words as a comment behind it, continued on the next lines if the words are long."""
+    """The line with a comment after it, which continues on the next lines if it is long."""
     column = len(indent) + COMMENT_COLUMN
     room = WIDTH - column - 2
     if not words:

@@ -43,29 +43,29 @@ def section_fields(section: type[Section]) -> dict[str, Any]:
 
 def type_at(path: KeyPath) -> Any:
     """The type of the value at `path` ("datasets", 0, "id"); None if the key does not exist."""
-    here: Any = Config
+    kind: Any = Config
     for step in path:
         if isinstance(step, int):
-            here = next(iter(get_args(here)), None) if get_origin(here) is tuple else None
+            kind = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
         else:
-            here = section_fields(here).get(step) if is_section(here) else None
-        if get_origin(here) in (Union, UnionType):
-            here = next(kind for kind in get_args(here) if kind is not type(None))
-    return here
+            kind = section_fields(kind).get(step) if is_section(kind) else None
+        if get_origin(kind) in (Union, UnionType):
+            kind = next(inner for inner in get_args(kind) if inner is not type(None))
+    return kind
 
 
 def is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def find_sections_with(key: str, section: type[Section] = Config, above: str = "") -> Iterator[str]:
+def find_sections_with(key: str, section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
     """The sections that have a key of this name, as dotted paths."""
     for name, kind in section_fields(section).items():
         if name == key:
-            yield above or "the top level"
+            yield prefix or "the top level"
         inner, item = (get_args(kind)[0], ".N") if get_origin(kind) is tuple else (kind, "")
         if is_section(inner):
-            yield from find_sections_with(key, inner, f"{above}.{name}{item}".lstrip("."))
+            yield from find_sections_with(key, inner, f"{prefix}.{name}{item}".lstrip("."))
 
 
 def explain_error(error: ErrorDetails) -> list[Problem]:
@@ -74,7 +74,7 @@ def explain_error(error: ErrorDetails) -> list[Problem]:
     context = error.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, InconsistentValues):
-        return [((*path, *below), message) for below, message in cause.problems]
+        return [((*path, *steps), message) for steps, message in cause.problems]
     if cause is not None:
         return [(path, str(cause))]
     if error["type"] == "too_short" and error["input"]:
@@ -86,16 +86,18 @@ def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], 
     if kind == "extra_forbidden":
         key, valid = str(path[-1]), list(section_fields(type_at(path[:-1])))
         if path[0] == "notify" and key in ("url", "webhook_url"):
-            return f"unknown key; here url_env; {URL_ADVICE}"
-        hint = _suggest(key, valid)
-        if not hint and (sections := list(find_sections_with(key))):
-            hint = f"; it belongs to {' or '.join(sections)}"
-        return f"unknown key{hint}; valid: {', '.join(valid)}"
+            return f"unknown key, use url_env; {URL_ADVICE}"
+        if hint := _suggest(key, valid):
+            return f"unknown key{hint}"
+        if sections := list(find_sections_with(key)):
+            return f"unknown key; it is an option of {' or '.join(sections)}"
+        return f"unknown key; valid: {', '.join(valid)}"
     if kind == "missing":
-        return "an item is missing" if isinstance(path[-1], int) else "this key is required and missing"
+        return "an item is missing" if isinstance(path[-1], int) else "is required; add it"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        return f"{_format_value(value)} is not valid{_suggest(value, choices)}; valid: {', '.join(choices)}"
+        text = shorten(repr(value)) if isinstance(value, str) else _format_value(value)
+        return f"{text} is not valid{_suggest(value, choices)}; valid: {', '.join(choices)}"
     if kind == "string_pattern_mismatch":
         return f"{value!r} is not valid; {PATTERNS[context['pattern']]}"
     if kind in _EXPECTED_TYPES:
@@ -106,22 +108,34 @@ def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], 
             with suppress(ValueError):
                 if isinstance(parse_yaml(value).value, _PYTHON_TYPES[kind]):
                     return f"{expected}; write it without quotes"
-        return f"{expected}; valid: true, false" if kind == "bool_type" else expected
+        return f"{expected}; write each item after '- '" if kind == "tuple_type" else expected
     if kind in ("model_type", "model_attributes_type"):
         section = type_at(path)
         return f"expected a section, got {_format_value(value)}; valid keys: {', '.join(section_fields(section))}"
     if kind == "too_short":
-        return "needs at least one item"
+        return "is empty; add at least one item"
+    if kind == "string_too_short":
+        return "is empty; set it, or remove it"
+    if kind in _LIMITS:
+        return f"{_format_value(value)} is not valid; valid: {_LIMITS[kind].format(**context)}"
     return f"{message.removeprefix('Input ')}, got {_format_value(value)}"
 
 
 _EXPECTED_TYPES = {
     "bool_type": "true or false",
     "float_type": "a number",
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "string_type": "text",
     "tuple_type": "a list",
     "finite_number": "a finite number",
+}
+_LIMITS = {
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "{le:g} or less",
+    "less_than": "less than {lt:g}",
+    "multiple_of": "multiples of {multiple_of:g}",
+    "string_too_long": "at most {max_length} characters",
 }
 _PYTHON_TYPES: dict[str, Any] = {"bool_type": bool, "float_type": (int, float), "int_type": int}
 
@@ -137,7 +151,7 @@ def _format_value(value: Any) -> str:
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list | tuple):
-        return f"a list of {len(value)}"
+        return f"a list of {len(value)} items" if len(value) != 1 else "a list of one item"
     text = shorten(repr(value))
     if isinstance(value, bool):
         return text.lower()
@@ -152,15 +166,15 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
-        raise ValueError("write KEY=VALUE, for example train.optimizer.lr=1e-4")
+        raise ValueError("is not KEY=VALUE; write for example train.optimizer.lr=1e-4")
     if key.count(".") >= MAX_DEPTH:
-        raise ValueError(f"a key has at most {MAX_DEPTH} parts")
+        raise ValueError(f"has more than {MAX_DEPTH} parts")
     try:
         return key, parse_yaml(value).value
     except YamlError as error:
         message = error.problems[0][1]
-        quoted = message.startswith(("not valid YAML", "tag "))
-        raise ValueError(f"{message}; put the value in quotes" if quoted else message) from error
+        needs_quotes = message.startswith(("not valid YAML", "tag "))
+        raise ValueError(f"{message}; put the value in quotes" if needs_quotes else message) from error
 
 
 def set_value(config: dict[str, Any], key: str, value: Any) -> KeyPath:
@@ -169,38 +183,41 @@ def set_value(config: dict[str, Any], key: str, value: Any) -> KeyPath:
     Missing sections are created. Items of a list are addressed by id, name or number (from 0). ValueError if the
     path leads through a plain value or to a missing item.
     """
-    here: Any = config
+    holder: Any = config
     step: Any
     path: KeyPath = ()
     words = key.split(".")
     while words:
-        step, words = (words[0], words[1:]) if isinstance(here, dict) else _find_item(here, words, path)
+        step, words = (words[0], words[1:]) if isinstance(holder, dict) else _find_item(holder, words, path)
         path = (*path, step)
         if not words:
-            here[step] = value
+            holder[step] = value
             break
-        inner = here[step] if isinstance(here, list) else here.get(step)
+        inner = holder[step] if isinstance(holder, list) else holder.get(step)
         if inner is None:
             if get_origin(type_at(path)) is tuple:
-                where = dotted_path(path)
-                raise ValueError(f"the list {where} is not in the file; set all of it: {where}=[...]")
-            inner = here[step] = {}
-        here = inner
+                name = dotted_path(path)
+                raise ValueError(f"the list {name} is not in the file; set the whole list: {name}=[...]")
+            inner = holder[step] = {}
+        holder = inner
     return path
 
 
-def _find_item(here: Any, words: Sequence[str], path: KeyPath) -> tuple[int, list[str]]:
-    """The item of the list `here` that the first words address (an id may contain dots), and the remaining words."""
-    if not isinstance(here, list):
-        raise ValueError(f"{dotted_path(path)} is the value {here!r} and has no keys below it")
-    names = [item.get("id", item.get("name")) if isinstance(item, dict) else None for item in here]
+def _find_item(items: Any, words: Sequence[str], path: KeyPath) -> tuple[int, list[str]]:
+    """The item of the list that the first words address (an id may contain dots), and the remaining words."""
+    if not isinstance(items, list):
+        raise ValueError(
+            f"{dotted_path(path)} is the value {items!r}, not a section; remove the further parts of the key"
+        )
+    names = [item.get("id", item.get("name")) if isinstance(item, dict) else None for item in items]
     for count in range(len(words), 0, -1):
         if (name := ".".join(words[:count])) in names:
             return names.index(name), list(words[count:])
-    if words[0].isdecimal() and int(words[0]) < len(here):
+    if words[0].isdecimal() and int(words[0]) < len(items):
         return int(words[0]), list(words[1:])
-    valid = [str(name) for name in names if name is not None] + [str(i) for i in range(len(here))]
-    raise ValueError(f"{dotted_path(path)} has no item {words[0]!r}; valid: {', '.join(valid) or 'none, it is empty'}")
+    valid = [str(name) for name in names if name is not None] + [str(i) for i in range(len(items))]
+    hint = f"valid: {', '.join(valid)}" if valid else "the list is empty"
+    raise ValueError(f"{dotted_path(path)} has no item {words[0]!r}; {hint}")
 
 
 MAX_ERRORS = 100  # most errors to explain: finding similar keys takes a millisecond per error
@@ -230,10 +247,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(
-    text: str, path: Path, overrides: Sequence[str] = (), why_not_read: Callable[[Path], str] = lambda file: ""
+    text: str, path: Path, overrides: Sequence[str] = (), find_read_obstacle: Callable[[Path], str] = lambda file: ""
 ) -> Config:
-    """Like `load_config`, for a text that is or will be the content of the file `path`. why_not_read: function that
-    returns the reason why a file named in the text must not be opened, or "" if it may be opened."""
+    """Like `load_config`, for a text that is or will be the content of the file `path`. find_read_obstacle: function
+    that returns the reason why a file named in the text must not be opened, or "" if it may be opened."""
     try:
         document = parse_yaml(text)
     except YamlError as error:
@@ -253,8 +270,8 @@ def parse_config(
     _drop_empty_sections(document.value, Config)
     portable = [_portable_paths(dataset, path.absolute().parent) for dataset in _list_items(document.value, "datasets")]
     _resolve_paths(document.value, path.absolute().parent)
-    library, wrong_prompts = _add_library(document.value, why_not_read)
-    errors += wrong_prompts
+    library, prompt_errors = _add_library(document.value, find_read_obstacle)
+    errors += prompt_errors
     try:
         config = Config.model_validate(document.value)
     except ValidationError as error:
@@ -265,7 +282,7 @@ def parse_config(
         }
         errors += [line for _, line in sorted(located)]
         if len(details) > MAX_ERRORS:
-            errors.append(f"{path}: and {len(details) - MAX_ERRORS} more")
+            errors.append(f"{path}: {len(details) - MAX_ERRORS} further errors")
     if errors:
         raise ConfigError(errors)
     for dataset, paths in zip(config.datasets, portable, strict=True):
@@ -302,20 +319,20 @@ class _Library:
         return line, f"{self.file}:{line}: {prompt.describe()}: {key}{message}"
 
 
-def _add_library(config: dict[str, Any], why_not_read: Callable[[Path], str]) -> tuple[_Library, list[str]]:
+def _add_library(config: dict[str, Any], find_read_obstacle: Callable[[Path], str]) -> tuple[_Library, list[str]]:
     """Append the prompts of validation.prompts_file to validation.prompts. Returns the prompts and the errors."""
     section = config.get("validation")
     file = section.get("prompts_file") if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(file, str) or not file:
         return _Library(), []
     if "://" in file:
-        return _Library(), [f"validation.prompts_file: {file!r} is a URL; it is a file of this machine"]
-    if refused := why_not_read(Path(file)):
-        return _Library(), [f"validation.prompts_file: {file!r} {refused}"]
-    given = section.get("placeholders")
-    known = {key: value for key, value in given.items() if isinstance(value, str)} if isinstance(given, dict) else {}
+        return _Library(), [f"validation.prompts_file: {file!r} is a URL; set it to a file on this machine"]
+    if obstacle := find_read_obstacle(Path(file)):
+        return _Library(), [f"validation.prompts_file: {file!r} {obstacle}"]
+    values = section.get("placeholders")
+    texts = {key: value for key, value in values.items() if isinstance(value, str)} if isinstance(values, dict) else {}
     try:
-        prompts = read_prompts(Path(file), known)
+        prompts = read_prompts(Path(file), texts)
     except PromptLibraryError as error:
         return _Library(), [f"{file}:{line}: {message}" for line, message in error.problems[:MAX_ERRORS]]
     inline = section.get("prompts")
@@ -332,10 +349,10 @@ def read_text(path: Path) -> str:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             return file.read(MAX_CHARACTERS + 1)
     except FileNotFoundError as error:
-        step = "Copy the pipeline.yaml of the source tree and edit it, or name yours with --config."
+        step = "Create it with `latentpress configure`, or name a configuration with --config."
         raise ConfigError([f"{path}: no such file"], step) from error
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"]) from error
+        raise ConfigError([f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8"]) from error
     except IsADirectoryError as error:
         raise ConfigError([f"{path}: is a folder"], "Name the YAML file in it with --config.") from error
     except OSError as error:
@@ -353,8 +370,8 @@ def _locate_error(
             return 0, f"--set {key}: {message}"
         if path[: len(set_path)] == set_path:
             return 0, f"--set {key}: {dotted_path(path)}: {message}"
-    known = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in document.lines)
-    line = document.lines[known]
+    located = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in document.lines)
+    line = document.lines[located]
     return line, f"{file}:{line}: {dotted_path(path)}: {message}"
 
 
@@ -375,28 +392,28 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
         text = text.removeprefix("file://")
         return text if "://" in text else os.path.abspath(folder / os.path.expanduser(text))
 
-    def absolute_if_there(text: str) -> str:
-        there = absolute(text)
-        return there if text.startswith((".", "~")) or os.path.exists(there) else text
+    def absolute_if_exists(text: str) -> str:
+        path = absolute(text)
+        return path if text.startswith((".", "~")) or os.path.exists(path) else text
 
     _map_texts(config, ("root", "output"), absolute)
     config.setdefault("output", absolute("output"))
-    _map_texts(config.get("model"), ("path",), absolute_if_there)
+    _map_texts(config.get("model"), ("path",), absolute_if_exists)
     _map_texts(config.get("model"), ("assistant",), absolute)
     for section in ("vision", "features", "caption", "masks"):
-        _map_texts(config.get(section), ("model",), absolute_if_there)
+        _map_texts(config.get(section), ("model",), absolute_if_exists)
     _map_texts(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)
     train = config.get("train")
-    _map_texts(train.get("adapter") if isinstance(train, dict) else None, ("init",), absolute)
+    _map_texts(train.get("adapter") if isinstance(train, dict) else None, ("init_from",), absolute)
     _map_texts(train.get("local_cache") if isinstance(train, dict) else None, ("folder",), absolute)
     for dataset in _list_items(config, "datasets"):
-        named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps a dataset of the hub
-        _map_texts(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)
+        may_be_repo = isinstance(dataset, dict) and dataset.get("source") == "huggingface"
+        _map_texts(dataset, ("instance_data_dir",), absolute_if_exists if may_be_repo else absolute)
         _map_texts(dataset, ("media_root", "caption_file", "conditioning_data", "mask_data", "face_detector"), absolute)
     validation = config.get("validation")
     _map_texts(validation, ("prompts_file",), absolute)
-    _map_texts(validation.get("scores") if isinstance(validation, dict) else None, ("clip",), absolute_if_there)
-    _map_texts(validation, ("preview_autoencoder",), absolute_if_there)
+    _map_texts(validation.get("scores") if isinstance(validation, dict) else None, ("clip",), absolute_if_exists)
+    _map_texts(validation, ("preview_autoencoder",), absolute_if_exists)
     for prompt in _list_items(config.get("validation"), "prompts"):
         _map_texts(prompt, ("image",), absolute)
 
@@ -410,8 +427,8 @@ def _portable_paths(dataset: Any, folder: Path) -> dict[str, str]:
         if isinstance(text, str) and text:
             text = text.removeprefix("file://")
             path = Path(os.path.expanduser(text)) if "://" not in text else Path()
-            inside = path.relative_to(folder) if path.is_relative_to(folder) else path
-            portable[key] = text.partition("?")[0] if "://" in text else os.path.normpath(inside)
+            location = path.relative_to(folder) if path.is_relative_to(folder) else path
+            portable[key] = text.partition("?")[0] if "://" in text else os.path.normpath(location)
     return portable
 
 

@@ -29,46 +29,53 @@ class Timesteps(Section, json_schema_extra={"affects": "run"}):
     """The distribution of sigma before the shift."""
 
     sampling: Literal["logit_normal", "uniform", "mode", "beta", "list"] = Field(
-        "logit_normal", description="distribution of sigma, before shift; list: the values as they are"
+        "logit_normal", description="distribution of sigma before the shift; list: `values`, without shift"
     )
-    mean: float = Field(0.0, ge=-20, le=20, description="of logit_normal; above 0 more noise")
-    std: float = Field(1.0, gt=0, le=20, description="of logit_normal; 1 is wide, 0.5 narrow")
-    mode_scale: float = Field(1.29, ge=-1, le=MODE_SCALE_LIMIT, description="of mode; above 0 favors the middle")
-    alpha: Shape = Field(2.0, description="of beta; above 1 fewer near data")
-    beta: Shape = Field(2.0, description="of beta; above 1 fewer near noise")
-    values: tuple[UnitFloat, ...] = Field((), strict=False, description="of list: sigmas, equally often")
-    auto_shift: bool = Field(False, description="a shift of each bucket by the tokens of one frame")
-    low_discrepancy: bool = Field(False, description="spread the draws evenly, over a global batch and over steps")
+    mean: float = Field(0.0, ge=-20, le=20, description="mean of logit_normal; above 0: more noise")
+    std: float = Field(1.0, gt=0, le=20, description="standard deviation of logit_normal; 1 is wide, 0.5 narrow")
+    mode_scale: float = Field(
+        1.29, ge=-1, le=MODE_SCALE_LIMIT, description="scale of mode; above 0: more in the middle"
+    )
+    alpha: Shape = Field(2.0, description="alpha of beta; above 1: fewer samples near data")
+    beta: Shape = Field(2.0, description="beta of beta; above 1: fewer samples near noise")
+    values: tuple[UnitFloat, ...] = Field((), strict=False, description="sigmas of list, equally often")
+    auto_shift: bool = Field(False, description="compute the shift of each bucket from the tokens of one frame")
+    low_discrepancy: bool = Field(False, description="spread sigmas evenly over a global batch and over steps")
 
     def _problems(self) -> Iterator[Problem]:
         owners = {"mean": "logit_normal", "std": "logit_normal", "mode_scale": "mode"}
         owners |= {"alpha": "beta", "beta": "beta", "values": "list"}
         yield from foreign_options(self, "sampling", {name: (owner,) for name, owner in owners.items()})
         if self.sampling == "list" and not self.values:
-            yield ("values",), "sampling list needs at least one sigma, from 0 (data) to 1 (noise)"
+            yield ("values",), "is required with sampling: list; set it to sigmas from 0 (data) to 1 (noise)"
         if self.sampling == "list" and self.auto_shift:
-            yield ("auto_shift",), "the values of sampling list are not shifted; remove it"
+            yield ("auto_shift",), "has no effect with sampling: list; remove it"
 
 
 class Loss(Section, json_schema_extra={"affects": "run"}):
     """The loss of a prediction of the velocity, and how much each noise level counts."""
 
-    type: Literal["mse", "huber", "smooth_l1"] = Field("mse", description="huber, smooth_l1: less of large errors")
-    huber_c: float = Field(0.1, gt=0, le=1000, description="error at which huber and smooth_l1 turn linear")
+    type: Literal["mse", "huber", "smooth_l1"] = Field(
+        "mse", description="loss function; huber, smooth_l1: large errors count less"
+    )
+    huber_c: float = Field(0.1, gt=0, le=1000, description="error above which huber and smooth_l1 are linear")
     huber_schedule: Literal["constant", "exponential", "snr"] = Field(
-        "constant", description="of huber_c by sigma; the last two: near mse at data, huber_c at noise"
+        "constant", description="schedule of huber_c by sigma; exponential, snr: near mse at data, huber_c at noise"
     )
     weighting: Literal["none", "cosmap", "sigma_sqrt", "bell", "half_bell", "min_snr"] = Field(
         "none", description="factor of the loss by sigma"
     )
-    snr_gamma: float = Field(5.0, gt=0, le=1e6, description="of min_snr")
+    snr_gamma: float = Field(5.0, gt=0, le=1e6, description="gamma of min_snr")
 
     def _problems(self) -> Iterator[Problem]:
         robust = ("huber", "smooth_l1")
         yield from foreign_options(self, "type", {"huber_c": robust, "huber_schedule": robust})
         yield from foreign_options(self, "weighting", {"snr_gamma": ("min_snr",)})
         if self.huber_schedule != "constant" and self.huber_c > 1:
-            yield ("huber_c",), f"with huber_schedule {self.huber_schedule} it falls from 1 to huber_c: at most 1"
+            yield (
+                ("huber_c",),
+                f"{self.huber_c:g} is not valid with huber_schedule: {self.huber_schedule}; valid: at most 1",
+            )
 
 
 class Method(Section):
@@ -90,29 +97,32 @@ class MaskedLoss(Method, json_schema_extra={"affects": "run"}):
         "mask": "Set mask_data or mask_column of a dataset, or add `masks`, and run `latentpress run`."
     }
 
-    unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss where the mask is 0")
-    unmasked_probability: UnitFloat = Field(0.0, description="share of the samples that are trained without their mask")
+    unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss outside the mask")
+    unmasked_probability: UnitFloat = Field(0.0, description="fraction of samples that are trained without their mask")
     normalize_area: bool = Field(False, description="divide each sample's loss by the mean of its factors")
     prior_weight: float = Field(
-        0.0, ge=0, le=1000, description="of the squared difference from the model without adapter where the mask is 0"
+        0.0,
+        ge=0,
+        le=1000,
+        description="factor of the squared difference from the model without adapter, outside the mask",
     )
 
     def _problems(self) -> Iterator[Problem]:
         if self.unmasked_probability == 1:
-            reason = "has no effect with unmasked_probability 1, which uses no mask; lower that, or remove this"
+            reason = "has no effect with unmasked_probability: 1; lower that, or remove this"
             yield from idle_options(self, ("unmasked_weight", "normalize_area", "prior_weight"), reason)
         elif self.unmasked_weight == 1:
-            reason = "has no effect with unmasked_weight 1: all factors are 1; lower that, or remove this"
+            reason = "has no effect with unmasked_weight: 1; lower that, or remove this"
             yield from idle_options(self, ("normalize_area",), reason)
 
 
 class Route(Section, json_schema_extra={"affects": "run"}):
-    selection_ratio: float = Field(
-        ge=0, lt=1, description="share of the tokens that is dropped; of i2v not counting the first frame"
+    selection_ratio: float = Field(ge=0, lt=1, description="fraction of tokens to drop; for i2v, after the first frame")
+    start_layer_idx: int = Field(
+        ge=-MOST_LAYERS, le=MOST_LAYERS, description="index of the first block; -1: the last block of the model"
     )
-    start_layer_idx: int = Field(ge=-MOST_LAYERS, le=MOST_LAYERS, description="first block; -1 is the last of all")
     end_layer_idx: int = Field(
-        ge=-MOST_LAYERS, le=MOST_LAYERS, description="last block, in which tokens are dropped too"
+        ge=-MOST_LAYERS, le=MOST_LAYERS, description="index of the last block with dropped tokens"
     )
 
     def layers(self, count: int) -> range:
@@ -127,9 +137,11 @@ class Route(Section, json_schema_extra={"affects": "run"}):
 
 
 class Tread(Method, json_schema_extra={"affects": "run"}):
-    routes: tuple[Route, ...] = Field(strict=False, min_length=1, description="one after the other, without overlap")
-    drop_first_frame: bool = Field(False, description="of i2v, which is given; else it is never dropped")
-    keep_masked: bool = Field(True, description="tokens under a sample's mask are never dropped")
+    routes: tuple[Route, ...] = Field(
+        strict=False, min_length=1, description="ranges of blocks, in order, without overlap"
+    )
+    drop_first_frame: bool = Field(False, description="for i2v: drop tokens of the given first frame, too")
+    keep_masked: bool = Field(True, description="never drop tokens inside a sample's mask")
 
     def layer_problems(self, layers: int) -> Iterator[Problem]:
         free = 0  # the first block after the previous routes
@@ -140,14 +152,17 @@ class Tread(Method, json_schema_extra={"affects": "run"}):
                 ("end_layer_idx", route.end_layer_idx, blocks.stop - 1),
             ):
                 if not 0 <= layer < layers:
-                    yield (*key, name), f"{value} is outside of the transformer's blocks, 0 to {layers - 1}"
+                    yield (*key, name), f"{value} is not a block of the transformer; valid: 0 to {layers - 1}"
             if not blocks:
                 yield (
                     (*key, "end_layer_idx"),
                     f"block {blocks.stop - 1} is before the route's first block, {blocks.start}",
                 )
             if blocks.start < free:
-                yield (*key, "start_layer_idx"), f"block {blocks.start} is part of the route before, or precedes it"
+                yield (
+                    (*key, "start_layer_idx"),
+                    f"block {blocks.start} is not after the previous route; valid: {free} or more",
+                )
             free = max(free, blocks.stop)
 
 
@@ -158,39 +173,42 @@ class CREPA(Method, json_schema_extra={"affects": "run"}):
         "vision": "Set vision.model, for example to dinov2_vits14, and run `latentpress run`: it encodes the features."
     }
 
-    block_index: int = Field(8, ge=0, le=MOST_LAYERS, description="visual block whose output is aligned, from 0")
-    weight: float = Field(0.5, gt=0, le=1e6, description="factor of its loss (λ)")
-    adjacent_distance: int = Field(1, ge=0, le=65_535, description="latent frames to the neighbors (d); 0: none")
-    adjacent_tau: float = Field(1.0, gt=0, le=1e6, description="temperature (τ): neighbors count exp(-distance / tau)")
+    block_index: int = Field(8, ge=0, le=MOST_LAYERS, description="index, from 0, of the visual block that is aligned")
+    weight: float = Field(0.5, gt=0, le=1e6, description="factor of the loss (λ)")
+    adjacent_distance: int = Field(
+        1, ge=0, le=65_535, description="latent frames to the neighbors (d); 0: no neighbors"
+    )
+    adjacent_tau: float = Field(
+        1.0, gt=0, le=1e6, description="temperature (τ) of neighbors' weights exp(-distance / tau)"
+    )
     cumulative_neighbors: bool = Field(
-        False, description="neighbors at all distances up to adjacent_distance, not only at it"
+        False, description="align with neighbors at all distances up to adjacent_distance, not only at it"
     )
-    normalize_by_frames: bool = Field(
-        True, description="the mean over frames; false: their sum, as the paper writes it"
-    )
+    normalize_by_frames: bool = Field(True, description="average over frames; false: sum over frames, as in the paper")
     schedule: Literal["constant", "linear", "cosine", "polynomial"] = Field(
-        "constant", description="how the weight changes"
+        "constant", description="schedule of the weight"
     )
-    warmup: int = Field(0, ge=0, le=MOST_STEPS, description="steps of linear warm-up of the weight")
-    decay_steps: Steps | None = Field(None, description="after the warm-up; default: to the last step")
-    weight_end: float = Field(0.0, ge=0, le=1e6, description="where linear, cosine and polynomial end")
-    power: float = Field(1.0, gt=0, le=100, description="of the polynomial schedule")
-    cutoff_step: Steps | None = Field(None, description="steps after which nothing is aligned any more")
+    warmup: int = Field(0, ge=0, le=MOST_STEPS, description="steps of linear warmup of the weight")
+    decay_steps: Steps | None = Field(None, description="steps of the schedule; default: to the last step")
+    weight_end: float = Field(0.0, ge=0, le=1e6, description="final weight of linear, cosine and polynomial")
+    power: float = Field(1.0, gt=0, le=100, description="exponent of the polynomial schedule")
+    cutoff_step: Steps | None = Field(None, description="number of steps after which the alignment ends")
     similarity_threshold: float | None = Field(
-        None, gt=0, le=1000, description="of the moving average of crepa_similarity, from which nothing is aligned"
+        None, gt=0, le=1000, description="moving average of crepa_similarity at which the alignment ends"
     )
-    similarity_ema_decay: float = Field(0.99, ge=0, lt=1, description="of that moving average, for each step")
+    similarity_ema_decay: float = Field(0.99, ge=0, lt=1, description="decay of the moving average, for each step")
     threshold_mode: Literal["permanent", "recoverable"] = Field(
-        "permanent", description="recoverable: aligned again when the average falls below the threshold"
+        "permanent",
+        description="end by similarity_threshold; recoverable: the alignment resumes if the average falls below it",
     )
 
     def layer_problems(self, layers: int) -> Iterator[Problem]:
         if self.block_index >= layers:
-            yield ("block_index",), f"{self.block_index} is outside of the transformer's blocks, 0 to {layers - 1}"
+            yield ("block_index",), f"{self.block_index} is not a block of the transformer; valid: 0 to {layers - 1}"
 
     def _problems(self) -> Iterator[Problem]:
         if self.weight_end > self.weight:
-            yield ("weight_end",), f"{self.weight_end:g} is above train.methods.crepa.weight ({self.weight:g})"
+            yield ("weight_end",), f"{self.weight_end:g} is greater than train.methods.crepa.weight ({self.weight:g})"
         changing = ("linear", "cosine", "polynomial")
         owners = {"decay_steps": changing, "weight_end": changing, "power": ("polynomial",)}
         yield from foreign_options(self, "schedule", owners)
@@ -198,45 +216,49 @@ class CREPA(Method, json_schema_extra={"affects": "run"}):
             reason = "has no effect without similarity_threshold; set that, or remove this"
             yield from idle_options(self, ("similarity_ema_decay", "threshold_mode"), reason)
         if self.adjacent_distance == 0:
-            reason = "has no effect with adjacent_distance 0, as there are no neighbors; raise that, or remove this"
+            reason = "has no effect with adjacent_distance: 0; raise that, or remove this"
             yield from idle_options(self, ("adjacent_tau", "cumulative_neighbors"), reason)
 
 
 class ScheduledSampling(Method, json_schema_extra={"affects": "run"}):
     probability: UnitFloat = Field(
-        0.5, description="share of samples that are rolled out, after the ramp; drawn for each sample and step"
+        0.5, description="fraction of the samples with a rollout, after the ramp; drawn for each sample and step"
     )
-    prob_start: UnitFloat = Field(0.0, description="the same before the ramp")
+    prob_start: UnitFloat = Field(0.0, description="fraction of the samples with a rollout, before the ramp")
     start_step: int = Field(0, ge=0, le=MOST_STEPS, description="step at which the ramp begins")
-    ramp_steps: int = Field(0, ge=0, le=MOST_STEPS, description="of the ramp; 0: probability from start_step on")
-    ramp_shape: Literal["linear", "cosine"] = Field("linear", description="cosine begins and ends gently")
-    max_step_offset: Count = Field(5, description="Euler steps of the longest rollout; each sample draws 1 to this")
+    ramp_steps: int = Field(0, ge=0, le=MOST_STEPS, description="steps of the ramp; 0: probability from start_step on")
+    ramp_shape: Literal["linear", "cosine"] = Field(
+        "linear", description="shape of the ramp; cosine: gentle start and end"
+    )
+    max_step_offset: Count = Field(5, description="Euler steps of the longest rollout; the length is drawn from 1 on")
     strategy: Literal["uniform", "biased_early", "biased_late"] = Field(
-        "uniform", description="of that draw; early favors short rollouts, late long ones"
+        "uniform",
+        description="distribution of rollout lengths; biased_early: more short rollouts; biased_late: more long "
+        "rollouts",
     )
     schedule_steps: Count = Field(
-        50, description="steps from noise to data, of which a rollout takes some: the number used at inference"
+        50, description="denoising steps from noise to data, as at inference; a rollout takes some of them"
     )
-    correction: UnitFloat = Field(1.0, description="share of the rollout's error that the target takes back")
+    correction: UnitFloat = Field(1.0, description="fraction of the rollout's error that the target corrects")
 
     def _problems(self) -> Iterator[Problem]:
         if not self.ramp_steps:
             reason = "has no effect without ramp_steps; set that, or remove this"
             yield from idle_options(self, ("ramp_shape",), reason)
         if not (self.start_step or self.ramp_steps):
-            reason = "has no effect without start_step and ramp_steps, as probability is in force from the first step; "
-            yield from idle_options(self, ("prob_start",), f"{reason}set one of them, or remove this")
+            reason = "has no effect without start_step and ramp_steps; set one of them, or remove this"
+            yield from idle_options(self, ("prob_start",), reason)
         if self.max_step_offset == 1:
-            reason = "has no effect with max_step_offset 1, as every rollout is one step; raise that, or remove this"
+            reason = "has no effect with max_step_offset: 1; raise that, or remove this"
             yield from idle_options(self, ("strategy",), reason)
 
 
 class InputPerturbation(Method, json_schema_extra={"affects": "run"}):
     strength: float = Field(
-        0.1, gt=0, le=1, description="further noise in the input (gamma), relative to the noise; the paper's 0.1"
+        0.1, gt=0, le=1, description="additional noise in the input (gamma), relative to the noise; the paper has 0.1"
     )
     decay_steps: Steps | None = Field(
-        None, description="steps over which strength falls linearly to 0; default: it stays"
+        None, description="steps over which strength falls linearly to 0; default: constant"
     )
 
 
@@ -246,38 +268,37 @@ class Regularization(Method, json_schema_extra={"affects": "run"}):
     }
 
     target: Literal["base", "data"] = Field(
-        "base", description="base: the prediction without adapter; data: the sample itself"
+        "base", description="target of the loss; base: the prediction without adapter; data: the sample itself"
     )
     weight: float = Field(
         1.0, ge=0, le=1000, description="factor of these samples' loss: DreamBooth's prior_loss_weight"
     )
 
     def find_conflicts(self, train: Any) -> Iterator[str]:
-        adapter, instead = train.adapter, "set train.methods.regularization.target to data"
+        adapter, step = train.adapter, "set train.methods.regularization.target to data"
         if self.target == "data":
             return
         if adapter.type == "full":
             yield (
-                "target base is the prediction of the model without its adapter, and train.adapter.type full changes "
-                f"the model itself; train a lora or lokr, or {instead}"
+                "target: base needs the prediction of the base model, which train.adapter.type: full changes; set that "
+                f"to lora or lokr, or {step}"
             )
         if adapter.init_weights in ("pissa", "olora"):
             yield (
-                "target base is the prediction of the model without its adapter, and train.adapter.init_weights "
-                f"{adapter.init_weights} has moved a part of the base weights into the adapter; choose another, or "
-                f"{instead}"
+                "target: base needs the prediction of the base model, which train.adapter.init_weights: "
+                f"{adapter.init_weights} changes; choose other initial weights, or {step}"
             )
 
 
 class Methods(Section):
-    """Methods beside the plain flow-matching loss; one that is named is used."""
+    """Methods in addition to the plain flow-matching loss. A configured section turns its method on."""
 
-    masked_loss: MaskedLoss | None = Field(None, description="train the masked part only")
+    masked_loss: MaskedLoss | None = Field(None, description="train inside masks only")
     tread: Tread | None = Field(None, description="drop tokens in some blocks")
     crepa: CREPA | None = Field(None, description="align a block's hidden states with vision features")
-    scheduled_sampling: ScheduledSampling | None = Field(None, description="train on what the model made itself")
+    scheduled_sampling: ScheduledSampling | None = Field(None, description="train on rollouts of the model itself")
     input_perturbation: InputPerturbation | None = Field(None, description="more noise in the input than in the target")
-    regularization: Regularization | None = Field(None, description="how is_regularization_data is trained on")
+    regularization: Regularization | None = Field(None, description="training of datasets with is_regularization_data")
 
     @property
     def used(self) -> dict[str, Method]:

@@ -34,18 +34,18 @@ Topic = Literal["masks", "vision", "sizes"]
 class Config(Section):
     root: str = Field(
         min_length=1,
-        description="caches: media tables, plans, shards, training sets; a folder or URL",
+        description="folder or URL of the caches: media tables, plans, shards, training sets",
         json_schema_extra={"affects": "media"},
     )
     output: str = Field(
         "output",
         min_length=1,
-        description="checkpoints, adapters, metrics and samples, one folder per run",
+        description="folder of the runs, one folder each: checkpoints, adapters, metrics, samples",
         json_schema_extra={"affects": "nothing"},
     )
-    cache: Cache = Cache()
-    model: Model
-    datasets: tuple[Dataset, ...] = Field(strict=False, description="the media, and how they are cropped")
+    cache: Cache = Field(Cache(), description="files of the shards")
+    model: Model = Field(description="family and weights of the model")
+    datasets: tuple[Dataset, ...] = Field(strict=False, description="media with captions, and their crops")
     features: Features | None = Field(
         None,
         description="near-duplicates and measures of items, columns for `where`; docs/guides/captions-and-cleaning.md",
@@ -53,39 +53,39 @@ class Config(Section):
     )
     caption: Caption | None = Field(
         None,
-        description="captions for items that have none; docs/guides/captions-and-cleaning.md",
+        description="captions for items without one, by a model; docs/guides/captions-and-cleaning.md",
         json_schema_extra={"affects": "captions"},
     )
     masks: Masks | None = Field(
         None,
-        description="masks for items that have none, by a model; docs/guides/captions-and-cleaning.md",
+        description="masks for items without one, by a model; docs/guides/captions-and-cleaning.md",
         json_schema_extra={"affects": "masks"},
     )
-    text: Text = Text()
-    latents: Latents = Latents()
-    vision: Vision = Vision()
-    stages: Stages = Stages()
-    train: Train = Train()
-    validation: Validation = Validation()
-    notify: Notify = Notify()
-    hub: Hub = Hub()
+    text: Text = Field(Text(), description="encoding of captions")
+    latents: Latents = Field(Latents(), description="encoding of pixels")
+    vision: Vision = Field(Vision(), description="encoding of features for train.methods.crepa")
+    stages: Stages = Field(Stages(), description="programs of `latentpress run`, their limits and resources")
+    train: Train = Field(Train(), description="training")
+    validation: Validation = Field(Validation(), description="eval loss, and samples during training")
+    notify: Notify = Field(Notify(), description="messages about a run")
+    hub: Hub = Field(Hub(), description="upload of the result to the Hugging Face Hub")
 
     @model_validator(mode="before")
     @classmethod
-    def _train_on_other_set(cls, given: Any) -> Any:
-        """With a set by path or URL, `datasets` and `root` may be left out."""
-        train = given.get("train") if isinstance(given, dict) else None
+    def _complete_for_set(cls, values: Any) -> Any:
+        """With a set by path or URL, `datasets` and `root` are optional."""
+        train = values.get("train") if isinstance(values, dict) else None
         location = train.get("set") if isinstance(train, dict) else None
         if isinstance(location, str) and "/" in location:
-            return {"root": location.rstrip("/").rpartition("/sets/")[0] or location, "datasets": (), **given}
-        return given
+            return {"root": location.rstrip("/").rpartition("/sets/")[0] or location, "datasets": (), **values}
+        return values
 
     @field_validator("notify", mode="before")
     @classmethod
-    def _refuse_url(cls, given: Any) -> Any:
-        if isinstance(given, str):
+    def _refuse_url(cls, section: Any) -> Any:
+        if isinstance(section, str):
             raise ValueError(URL_ADVICE)
-        return given
+        return section
 
     @model_validator(mode="after")
     def _complete(self) -> "Config":
@@ -111,9 +111,9 @@ class Config(Section):
     @property
     def clip_rate(self) -> float:
         """Frames per second of decoded clips: validation.fps, the first video dataset's rate, or the family's."""
-        own = self.model.family_spec.frame_rate
-        rates = [dataset.video.rate_or(own) for dataset in self.datasets if dataset.dataset_type == "video"]
-        return self.validation.fps or next(iter(rates), own)
+        default = self.model.family_spec.frame_rate
+        rates = [dataset.video.rate_or(default) for dataset in self.datasets if dataset.dataset_type == "video"]
+        return self.validation.fps or next(iter(rates), default)
 
     @property
     def experts(self) -> Mapping[str, Expert]:
@@ -123,8 +123,8 @@ class Config(Section):
     @property
     def expert(self) -> Expert | None:
         """The expert that is trained (the first, if both are); None if the model has one transformer."""
-        chosen = self.train.experts
-        return None if chosen is None else self.experts["high" if chosen == "both" else chosen]
+        name = self.train.experts
+        return None if name is None else self.experts["high" if name == "both" else name]
 
     @property
     def part(self) -> str:
@@ -159,12 +159,12 @@ class Config(Section):
     def eval_sigmas(self) -> tuple[float, ...]:
         """Noise levels of the eval loss, in the noise range of the trained expert: the defaults are shares of the
         range; configured levels outside the range are omitted."""
-        given, expert = self.validation.eval_sigmas, self.expert
+        sigmas, expert = self.validation.eval_sigmas, self.expert
         if expert is None:
-            return given
-        if given != EVAL_SIGMAS:  # a resolved configuration has the defaults, too
-            return tuple(sigma for sigma in given if expert.holds(sigma))
-        return tuple(round(expert.lowest + share * (expert.highest - expert.lowest), 6) for share in given)
+            return sigmas
+        if sigmas != EVAL_SIGMAS:  # a resolved configuration has the defaults, too
+            return tuple(sigma for sigma in sigmas if expert.holds(sigma))
+        return tuple(round(expert.lowest + share * (expert.highest - expert.lowest), 6) for share in sigmas)
 
     def validation_samples(self, planned: Sequence[SizedPrompt] | None = None) -> list[ValidationSample]:
         """`schemas.config.validation.validation_samples` of this model."""
@@ -184,26 +184,26 @@ class Config(Section):
 
     def unused_features(self, *topics: Topic) -> Iterator[str]:
         """A sentence for each topic that is configured and prepared, but not used by training."""
-        used = [dataset for dataset in self.datasets if not dataset.disabled]
-        masked = ", ".join(d.id for d in used if d.mask_data or d.mask_column or d.makes_masks)
+        enabled = [dataset for dataset in self.datasets if not dataset.disabled]
+        masked = ", ".join(d.id for d in enabled if d.mask_data or d.mask_column or d.makes_masks)
         methods = self.train.methods
-        keeps = methods.tread is not None and methods.tread.keep_masked
-        if "masks" in topics and masked and methods.masked_loss is None and not keeps:
+        uses_masks = methods.masked_loss is not None or (methods.tread is not None and methods.tread.keep_masked)
+        if "masks" in topics and masked and not uses_masks:
             yield f"{masked}: masks are encoded, but training does not use them without train.methods.masked_loss"
         if "vision" in topics and self.vision.model and self.train.methods.crepa is None:
-            how = "features are encoded, but training does not use them without train.methods.crepa"
-            yield f"vision.model {self.vision.model}: {how}"
-        for dataset in used if "sizes" in topics else ():
-            given = {"resolution", "bucket_step", "max_aspect"} & dataset.model_fields_set
-            if dataset.buckets == "family" and given:
-                names = ", ".join(sorted(given))
+            reason = "features are encoded, but training does not use them without train.methods.crepa"
+            yield f"vision.model {self.vision.model}: {reason}"
+        for dataset in enabled if "sizes" in topics else ():
+            options = {"resolution", "bucket_step", "max_aspect"} & dataset.model_fields_set
+            if dataset.buckets == "family" and options:
+                names = ", ".join(sorted(options))
                 yield f"datasets.{dataset.id}: {names}: not used with buckets: family, which has the sizes of the model"
 
     def _problems(self) -> Iterator[Problem]:
         for key in ("root", "output"):
             value = getattr(self, key)
             if key == "output" and "://" in value:
-                yield (key,), f"{value!r} is a URL; output is a folder of this machine, only root may be a URL"
+                yield (key,), f"{value!r} is a URL; set it to a folder on this machine (only root may be a URL)"
                 continue
             if key == "root" and "://" not in value and (obstacle := find_obstacle(value)):
                 yield (key,), obstacle
@@ -214,11 +214,14 @@ class Config(Section):
         yield from self._validation_problems()
         longest = self.model.template.longest
         if longest is not None and (self.text.max_length or 0) > longest:
-            yield ("text", "max_length"), f"{self.model.family} reads at most {longest} tokens; set it to that or less"
+            yield (
+                ("text", "max_length"),
+                f"{self.model.family} reads at most {longest} tokens; set it to {longest} or less",
+            )
         template = self.model.template
         if {"real": not template.padded, "grid": not template.sequential}.get(self.text.positions, False):
-            why = {"real": "are stored without padding anyway", "grid": "have no such choice of positions"}
-            problem = f"texts of {self.model.family} {why[self.text.positions]}"
+            reasons = {"real": "are always stored without padding", "grid": "do not support text.positions: grid"}
+            problem = f"texts of {self.model.family} {reasons[self.text.positions]}"
             yield ("text", "positions"), f"{problem}; remove it, or set it to pipeline"
         regularizes = any(dataset.is_regularization_data and not dataset.disabled for dataset in self.datasets)
         if regularizes and self.train.methods.regularization is None and self.train.set == "current":
@@ -228,44 +231,53 @@ class Config(Section):
             name = self.model.family_spec.name
             yield (
                 ("train", "compile"),
-                f"methods.tread puts the dropped tokens back for the convolution inside of a block of {name}, by hooks "
-                "that a compiled block does not have; set it to none, or tread to null",
+                f"methods.tread needs hooks inside the blocks of {name}, which compiled blocks lack; set compile "
+                "to none, or methods.tread to null",
             )
 
     def _expert_problems(self) -> Iterator[Problem]:
         train, family = self.train, self.model.family
         if not self.experts:
             if train.experts is not None:
-                yield ("train", "experts"), f"{family} has one transformer; remove it"
+                yield ("train", "experts"), f"is not valid for {family}, which has one transformer; remove it"
             if self.validation.guidance_low is not None:
-                yield ("validation", "guidance_low"), f"{family} has one transformer; set guidance, and remove it"
+                yield (
+                    ("validation", "guidance_low"),
+                    f"is not valid for {family}, which has one transformer; set guidance instead",
+                )
             return
         if train.experts is None:
             parts = " and ".join(f"{name} ({expert.part})" for name, expert in self.experts.items())
-            yield ("train", "experts"), f"{family} has two transformers, {parts}; set it to high, low or both"
+            yield (
+                ("train", "experts"),
+                f"is required for {family}, which has two transformers, {parts}; valid: high, low, both",
+            )
             return
         for expert in [run.expert for run in self.expert_runs if run.expert]:
-            between = f"{expert.lowest:g} to {expert.highest:g}, the range of {expert.part}"
+            reason = f"no value is in {expert.lowest:g} to {expert.highest:g}, the range of {expert.part}; add one"
             if train.timesteps.sampling == "list" and not any(map(expert.holds, train.timesteps.values)):
-                yield ("train", "timesteps", "values"), f"none is in {between}"
-            chosen = self.validation.eval_sigmas
-            if chosen and chosen != EVAL_SIGMAS and not any(map(expert.holds, chosen)):
-                yield ("validation", "eval_sigmas"), f"none is in {between}; add one, or remove it"
+                yield ("train", "timesteps", "values"), reason
+            sigmas = self.validation.eval_sigmas
+            if sigmas and sigmas != EVAL_SIGMAS and not any(map(expert.holds, sigmas)):
+                yield ("validation", "eval_sigmas"), f"{reason}, or remove eval_sigmas"
         if train.methods.scheduled_sampling and train.experts != "high":
             yield (
                 ("train", "methods", "scheduled_sampling"),
-                "its rollouts begin with more noise than the expert low is trained with; set train.experts to high, "
-                "or remove it",
+                "rollouts begin with more noise than the low-noise expert is trained on; set train.experts to high, or "
+                "remove it",
             )
 
     def _dataset_problems(self) -> Iterator[Problem]:
         ids, task, condition = [dataset.id for dataset in self.datasets], self.model.task, self.model.condition
         for i, dataset in enumerate(self.datasets):
-            here = ("datasets", i)
+            path = ("datasets", i)
             if dataset.id in ids[:i]:
-                yield (*here, "id"), f"{dataset.id!r} is the id of an earlier dataset; ids must differ"
+                yield (*path, "id"), f"{dataset.id!r} is the id of an earlier dataset; choose a different id"
             if dataset.id == VALIDATION:
-                yield (*here, "id"), f"{VALIDATION!r} is reserved for the validation prompts' images; choose another"
+                yield (
+                    (*path, "id"),
+                    f"{VALIDATION!r} is reserved for the images of validation prompts; choose another id",
+                )
             if dataset.disabled:
                 continue
             try:
@@ -273,81 +285,83 @@ class Config(Section):
                 for resolution in dataset.resolutions(family.resolution):
                     workable_step(resolution, dataset.resolution_type, family.side_multiple, dataset.bucket_step)
             except ValueError as error:
-                yield (*here, "resolution"), str(error)
+                yield (*path, "resolution"), str(error)
             if dataset.makes_masks and self.masks is None:
-                yield (*here, "make_masks"), "missing needs the section `masks`, with its model; add it, or remove this"
-            described = dataset.make_captions or ("none" if self.caption is None else "missing")
-            if described == "none":
-                reason = "has no effect, as no model describes these items: add the section `caption`, or remove this"
-                keys = ("make_captions_where", *(("made_captions",) if dataset.caption_sets == ("current",) else ()))
-                for path, _ in idle_options(dataset, keys, reason):
-                    yield (*here, *path), reason
+                yield (*path, "make_masks"), "'missing' needs the section `masks`; add the section, or remove this"
+            if (dataset.make_captions or ("none" if self.caption is None else "missing")) == "none":
+                reason = "has no effect, because no captions are generated; add the section `caption`, or remove this"
+                keys = (
+                    "make_captions_where",
+                    *(("generated_captions",) if dataset.caption_sets == ("current",) else ()),
+                )
+                for option, _ in idle_options(dataset, keys, reason):
+                    yield (*path, *option), reason
             video = dataset.dataset_type == "video"
             if video and not self.model.family_spec.video:
-                yield (*here, "dataset_type"), f"'video' cannot train {self.model.family}; valid: image"
+                yield (*path, "dataset_type"), f"'video' is not valid for {self.model.family}; valid: image"
             if condition and condition.kind == "first-frame" and not video:
-                yield (*here, "dataset_type"), f"{task} starts from a clip's first frame; valid: video"
+                yield (*path, "dataset_type"), f"'image' is not valid for {task}, which needs clips; valid: video"
             has_sources = dataset.conditioning_data or dataset.conditioning_column
             if condition and condition.kind != "first-frame" and not has_sources:
-                needed = f"{task} needs the source images: a folder, or conditioning_column"
-                yield (*here, "conditioning_data"), needed
+                reason = f"is required for {task}: set it, or conditioning_column, to the source images"
+                yield (*path, "conditioning_data"), reason
             if condition and condition.kind != "first-frame" and len(dataset.source_roles) > condition.most:
                 names = ("conditioning_count", "conditioning_column", "conditioning_data")
                 option = next(name for name in names if getattr(dataset, name))
-                what = f"up to {len(dataset.source_roles)} source images of an item, and {self.model.family} takes "
-                yield (*here, option), f"{what}{condition.most}; name fewer"
+                reason = f"up to {len(dataset.source_roles)} source images for an item"
+                yield (*path, option), f"{reason}; valid for {self.model.family}: at most {condition.most}"
         if not self.datasets and "/" not in self.train.set:
-            yield ("datasets",), "needs at least one item"
+            yield ("datasets",), "is empty; add a dataset"
         if self.datasets and all(dataset.disabled for dataset in self.datasets):
-            yield ("datasets",), "every dataset is disabled"
+            yield ("datasets",), "every dataset is disabled; enable at least one"
 
     def _validation_problems(self) -> Iterator[Problem]:
         task, prompts = self.model.task, self.validation.prompts
         names = [prompt.name for prompt in prompts]
         for i, prompt in enumerate(prompts):
-            here = ("validation", "prompts", i)
+            path = ("validation", "prompts", i)
             if prompt.name in names[:i]:
-                yield (*here, "name"), f"{prompt.name!r} is the name of an earlier prompt; names must differ"
+                yield (*path, "name"), f"{prompt.name!r} is the name of an earlier prompt; choose a different name"
             if self.model.condition is None and prompt.image is not None:
-                yield (*here, "image"), f"{task} takes no image; remove it from prompt {prompt.name!r}"
+                yield (*path, "image"), f"is not valid for {task}; remove it from prompt {prompt.name!r}"
             most = 0 if self.model.condition is None else self.model.condition.most
             if most and len(listed(prompt.image)) > most:
-                what = f"{len(listed(prompt.image))} images in prompt {prompt.name!r}"
-                yield (*here, "image"), f"{what}; {self.model.family} takes at most {most}"
+                reason = f"{len(listed(prompt.image))} images in prompt {prompt.name!r}"
+                yield (*path, "image"), f"{reason}; valid for {self.model.family}: at most {most}"
             if prompt.negative_prompt and self.model.family_spec.negative_prompt is None:
-                what = f"the pipeline of {self.model.family} takes no negative prompt, and guides with an empty one"
-                yield (*here, "negative_prompt"), f"{what}; remove it from prompt {prompt.name!r}"
+                reason = f"is not supported by the pipeline of {self.model.family}, which guides with an empty prompt"
+                yield (*path, "negative_prompt"), f"{reason}; remove it from prompt {prompt.name!r}"
 
         if self.validation.preview_autoencoder and self.model.family_spec.preview_autoencoder is None:
-            have = [family.name for family in FAMILIES.values() if family.preview_autoencoder]
-            why = f"diffusers has no tiny autoencoder for the latents of {self.model.family}"
-            yield ("validation", "preview_autoencoder"), f"{why}; it has for {', '.join(have)}; remove it"
+            supported = ", ".join(family.name for family in FAMILIES.values() if family.preview_autoencoder)
+            reason = f"diffusers has no tiny autoencoder for {self.model.family}; remove it (supported: {supported})"
+            yield ("validation", "preview_autoencoder"), reason
         yield from self._size_problems(("validation", "size"), self.validation.size)
         for i, prompt in enumerate(prompts):
             yield from self._size_problems(("validation", "prompts", i, "size"), prompt.size)
         samples = self.validation_samples()
         if len(samples) > MOST_SAMPLES:
-            many = f"{len(samples):,} validation samples, of all prompts, sizes, step counts, guidances and seeds"
-            yield ("validation",), f"{many}; at most {MOST_SAMPLES:,}"
-        taken = dict[str, str]()  # name of a sample -> its prompt
+            count = f"{len(samples):,} validation samples by all prompts, sizes, step counts, guidances and seeds"
+            yield ("validation",), f"{count}; valid: at most {MOST_SAMPLES:,}"
+        prompt_of = dict[str, str]()  # name of a sample -> its prompt
         for sample in samples:
-            if (other := taken.setdefault(sample.name, sample.prompt)) != sample.prompt:
-                what = f"{sample.name!r} would name samples of prompts {other!r} and {sample.prompt!r}"
-                yield ("validation", "prompts", names.index(sample.prompt), "name"), f"{what}; rename one"
+            if (first := prompt_of.setdefault(sample.name, sample.prompt)) != sample.prompt:
+                reason = f"{sample.name!r} would be the name of samples of prompts {first!r} and {sample.prompt!r}"
+                yield ("validation", "prompts", names.index(sample.prompt), "name"), f"{reason}; rename one of them"
 
     def _size_problems(self, at: tuple[str | int, ...], value: OneOrSeveral[str] | None) -> Iterator[Problem]:
         spec = self.model.family_spec
         for i, text in enumerate(listed(value)):
-            here = (*at, i) if isinstance(value, tuple) else at
+            path = (*at, i) if isinstance(value, tuple) else at
             size, _, frames = text.partition("@")
             if any(int(side) % spec.side_multiple for side in size.split("x")):
-                yield here, f"sides of {size!r} must be multiples of {spec.side_multiple} for {spec.name}"
+                yield path, f"sides of {size!r} must be multiples of {spec.side_multiple} for {spec.name}"
             if frames and not spec.video and frames != "1":
-                yield here, f"{spec.name} makes images; write {size!r}"
+                yield path, f"{text!r} is not valid for {spec.name}, an image model; set it to {size}"
             elif frames and (int(frames) - 1) % spec.temporal_stride:
-                below = largest_valid_frames(int(frames), spec.temporal_stride)
-                multiple = f"frames - 1 must be a multiple of {spec.temporal_stride}"
-                yield here, f"{frames} frames: {multiple}; the next below is {below}"
+                nearest = largest_valid_frames(int(frames), spec.temporal_stride)
+                reason = f"{frames} frames are not 1 + a multiple of {spec.temporal_stride}"
+                yield path, f"{reason}; the next smaller valid number is {nearest}"
 
 
 def set_frame_rate(dataset: Dataset, rate: float) -> Dataset:

@@ -1,8 +1,8 @@
-"""Prompts in a file of their own, validation.prompts_file: YAML, JSON, or a prompt a line.
+"""Prompts in a separate file, validation.prompts_file: YAML, JSON, or text with one prompt a line.
 
 YAML and JSON: name -> prompt, or name -> a section with the options of `validation.prompts`; or a list of such
-sections. Text: names are made of the prompts' words. `<word>` in a prompt or a name stands for a value of
-validation.placeholders; "<<" is a "<", and a "<" that begins no `<word>` stands for itself.
+sections. Text: names are made of the prompts' words. `<word>` in a prompt or a name is replaced by a value of
+validation.placeholders; "<<" is a "<", and any other "<" is unchanged.
 """
 
 import hashlib
@@ -52,17 +52,18 @@ def read_prompts(path: Path, placeholders: Mapping[str, str]) -> list[LibraryPro
     problems except invalid values, which the checks of the configuration find."""
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
-        raise PromptLibraryError([(1, f"{path.name!r} ends with none of {', '.join(FORMATS)}; rename it")])
+        raise PromptLibraryError([(1, f"{path.name!r} has no valid suffix; valid: {', '.join(FORMATS)}")])
     text = _read_text(path)
     prompts = list(_text_prompts(text)) if kind == "text" else list(_structured_prompts(_parse(text, kind)))
     if not prompts:
-        raise PromptLibraryError([(1, "it has no prompt; write one, or remove validation.prompts_file")])
+        raise PromptLibraryError([(1, "contains no prompt; add one, or remove validation.prompts_file")])
     problems, first = list[tuple[int, str]](), dict[str, int]()
     for prompt in prompts:
         problems += _replace_placeholders(prompt, placeholders)
         name, image = prompt.values.get("name"), prompt.values.get("image")
         if isinstance(name, str) and first.setdefault(name, prompt.line) != prompt.line:
-            problems.append((prompt.line, f"{prompt.describe()} is in line {first[name]}, too; names must differ"))
+            problem = f"{prompt.describe()} has the name of the prompt in line {first[name]}; choose a different name"
+            problems.append((prompt.line, problem))
         if isinstance(image, str) and image and "://" not in image:
             prompt.values["image"] = os.path.abspath(path.parent / os.path.expanduser(image))
     if problems:
@@ -75,14 +76,14 @@ def _read_text(path: Path) -> str:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)
     except UnicodeDecodeError as error:
-        raise PromptLibraryError([(1, f"not UTF-8 text (byte {error.start}); save it as UTF-8")]) from error
+        raise PromptLibraryError([(1, f"is not UTF-8 text (byte {error.start}); save it as UTF-8")]) from error
     except OSError as error:
-        what = f"cannot be read: {error.strerror}; correct validation.prompts_file"
-        raise PromptLibraryError([(1, what)]) from error
+        problem = f"cannot be read: {error.strerror}; correct validation.prompts_file"
+        raise PromptLibraryError([(1, problem)]) from error
     except ValueError as error:  # a zero byte in the name
         raise PromptLibraryError([(1, f"cannot be read: {error}")]) from error
     if len(text) > MAX_CHARACTERS:
-        raise PromptLibraryError([(1, f"it is longer than {MAX_CHARACTERS:,} characters; shorten it")])
+        raise PromptLibraryError([(1, f"is longer than {MAX_CHARACTERS:,} characters; shorten it")])
     return text
 
 
@@ -93,7 +94,7 @@ def _parse(text: str, kind: str) -> Document:
         except (json.JSONDecodeError, RecursionError) as error:
             line = getattr(error, "lineno", 1)
             raise PromptLibraryError([(line, f"not valid JSON: {getattr(error, 'msg', 'nested too deep')}")]) from error
-        text = text.replace("\t", " ")  # not inside of texts, where JSON has none; YAML takes none between values
+        text = text.replace("\t", " ")  # JSON has no tabs inside texts; YAML does not accept tabs between values
     try:
         return parse_yaml(text)
     except YamlError as error:
@@ -103,20 +104,22 @@ def _parse(text: str, kind: str) -> Document:
 def _structured_prompts(document: Document) -> Iterator[LibraryPrompt]:
     content, lines = document.value, document.lines
     if not isinstance(content, dict | list) and content is not None:
-        what = "expected names with their prompts, or a list of sections with name and prompt"
-        raise PromptLibraryError([(1, what)])
+        problem = (
+            "is not a list of prompts; valid: names with their prompts, or a list of sections with name and prompt"
+        )
+        raise PromptLibraryError([(1, problem)])
     entries = content.items() if isinstance(content, dict) else enumerate(content or ())
     for key, value in entries:
         key_lines = {path[1]: line for path, line in lines.items() if len(path) == 2 and path[0] == key}
         values = dict(value) if isinstance(value, dict) else {"prompt": value}
         if isinstance(content, dict):
             if "name" in values:
-                what = f"{key}: its name is the key {key!r} already; remove `name`"
-                raise PromptLibraryError([(key_lines["name"], what)])
+                problem = f"{key}.name: the prompt has the name {key!r} by its key; remove `name`"
+                raise PromptLibraryError([(key_lines["name"], problem)])
             values = {"name": key, **values}
         elif not isinstance(value, dict):
-            what = f"item {int(key) + 1} of the list is no section with name and prompt; write one, or name: prompt"
-            raise PromptLibraryError([(lines[key,], what)])
+            problem = f"item {int(key) + 1} of the list is not a section; write a section with name and prompt"
+            raise PromptLibraryError([(lines[key,], problem)])
         yield LibraryPrompt(values, lines[key,], {str(name): line for name, line in key_lines.items()})
 
 
@@ -124,8 +127,7 @@ def _text_prompts(text: str) -> Iterator[LibraryPrompt]:
     for number, line in enumerate(text.split("\n"), 1):  # the reader has made "\n" of all line ends
         prompt = line.strip()
         if "\0" in prompt:
-            what = "a zero byte is not a character of a prompt; save the file as UTF-8"
-            raise PromptLibraryError([(number, what)])
+            raise PromptLibraryError([(number, "a zero byte is not a valid character; save the file as UTF-8")])
         if prompt and not prompt.startswith("#"):
             yield LibraryPrompt({"name": name_of(prompt), "prompt": prompt}, number)
 
@@ -145,10 +147,10 @@ def _replace_placeholders(prompt: LibraryPrompt, placeholders: Mapping[str, str]
             continue
         for match in PLACEHOLDER.finditer(text):
             if match[1] is not None and match[1] not in placeholders:
-                known = ", ".join(f"<{name}>" for name in placeholders) or "none"
-                what = f"{prompt.describe()}: <{match[1]}> is not in validation.placeholders (there: {known})"
-                step = f"add `{match[1]}` there, or write <<{match[1]}> for the text <{match[1]}>"
-                yield prompt.lines.get(key, prompt.line), f"{what}; {step}"
+                valid = ", ".join(f"<{name}>" for name in placeholders) or "none"
+                problem = f"{prompt.describe()}: <{match[1]}> is not in validation.placeholders (valid: {valid})"
+                step = f"add `{match[1]}` to it, or write <<{match[1]}> for the text <{match[1]}>"
+                yield prompt.lines.get(key, prompt.line), f"{problem}; {step}"
         values = {name: _name_part(value) if key == "name" else value for name, value in placeholders.items()}
         prompt.values[key] = _fill(text, values)
 

@@ -18,7 +18,7 @@ LICENSE = r"^[a-z0-9][a-z0-9.-]*$"
 PATTERNS = {
     NAME_PATTERN: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
     NAME_OF_DEVICE: f"valid: {DESCRIPTION} ({', '.join(ACCELERATORS)})",
-    ADDRESS: "valid: auto, and HOST:PORT as `ray start --head` prints it; addresses of Ray's client, ray://, are not",
+    ADDRESS: "valid: auto, or HOST:PORT as `ray start --head` prints it; addresses of Ray's client (ray://) are not",
     WORD: "valid: letters, digits, '_' and '-', beginning with a letter",
     SIZE: "valid: WxH or WxH@F, for example 768x512@61",
     REPO: "valid: user/name or organization/name, for example me/tabby-lora",
@@ -35,7 +35,7 @@ AttentionBackend = Literal[  # as diffusers names them
 ]  # fmt: skip
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
-#: A value, or a list of them. The tags are parts of pydantic's paths of errors, which `explain_error` drops.
+#: A value, or a list of values. The tags are parts of pydantic's paths of errors, which `explain_error` drops.
 ONE_TAG, SEVERAL_TAG = "(one)", "(several)"
 Value = TypeVar("Value")
 OneOrSeveral = Annotated[
@@ -82,8 +82,8 @@ class Section(BaseModel):
         """A copy with different values of these fields, validated like a new section. ValidationError if the values
         are invalid."""
         fields = type(self).model_fields
-        given = {name: getattr(self, name) for name in self.model_fields_set} | values
-        copy = self.model_validate({fields[name].alias or name: value for name, value in given.items()})
+        configured = {name: getattr(self, name) for name in self.model_fields_set} | values
+        copy = self.model_validate({fields[name].alias or name: value for name, value in configured.items()})
         object.__setattr__(copy, "__pydantic_private__", self.__pydantic_private__)
         return copy
 
@@ -110,8 +110,8 @@ def idle_options(section: Section, names: Sequence[str], reason: str) -> Iterato
 
 def foreign_options(section: Section, key: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
     """Problems of options with non-default values that do not apply to `key`. owners: option -> values that use it."""
-    chosen = getattr(section, key)
+    choice = getattr(section, key)
     for name, values in owners.items():
-        if chosen not in values:
-            reason = f"it is an option of {key} {' or '.join(values)}, and {key} is {chosen}; remove it"
+        if choice not in values:
+            reason = f"is an option of {key} {' or '.join(values)}, but {key} is {choice}; remove it"
             yield from idle_options(section, (name,), reason)

@@ -53,29 +53,35 @@ TYPE_OPTIONS = {
 
 
 class Adapter(Section, json_schema_extra={"affects": "run"}):
-    type: Literal["lora", "lokr", "full"] = Field("lora", description="what is trained; full: the model itself")
-    rank: Count = Field(16, description="of the matrices; with init default that of the file")
-    alpha: Alpha | None = Field(None, description="default: rank; with init: that of the file")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of a LoRA's input")
+    type: Literal["lora", "lokr", "full"] = Field("lora", description="trained weights; full: the model itself")
+    rank: Count = Field(16, description="rank of the matrices; default with init_from: the file's")
+    alpha: Alpha | None = Field(
+        None, description="numerator of the scale, alpha / rank; default: rank; with init_from: the file's"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of a LoRA's input")
     targets: tuple[str, ...] | None = Field(
         None, strict=False, description="regular expressions of full module paths; default: the family's"
     )
     rank_pattern: dict[str, Count] = Field({}, description="regular expression -> rank of the modules that it matches")
-    alpha_pattern: dict[str, Alpha] = Field({}, description="the same for alpha; default: each module's rank")
-    rslora: bool = Field(False, description="rank-stabilized: scaled by alpha / sqrt(rank), not alpha / rank")
-    dora: bool = Field(False, description="train the magnitude of each output's weights apart from their direction")
+    alpha_pattern: dict[str, Alpha] = Field(
+        {}, description="regular expression -> alpha of the modules that it matches; default: each module's rank"
+    )
+    rslora: bool = Field(False, description="rank-stabilized LoRA: scale by alpha / sqrt(rank) instead of alpha / rank")
+    dora: bool = Field(False, description="DoRA: train the magnitude of each output's weights separately")
     init_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
-        "default", description="initial weights of a LoRA, as peft makes them"
+        "default", description="initial weights of a LoRA, as in peft"
     )
-    decompose_factor: int = Field(-1, ge=-1, le=65_536, description="of LoKr; -1: near the square root of each side")
-    decompose_both: bool = Field(False, description="LoKr: factorize the left matrix too")
+    decompose_factor: int = Field(
+        -1, ge=-1, le=65_536, description="factor of LoKr's decomposition; -1: near the square root of each side"
+    )
+    decompose_both: bool = Field(False, description="factorize LoKr's left matrix, too")
     formats: tuple[AdapterFormat, ...] = Field(
-        ("diffusers",), strict=False, min_length=1, description="files of the result"
+        ("diffusers",), strict=False, min_length=1, description="file formats of the result"
     )
-    init: str | None = Field(
+    init_from: str | None = Field(
         None,
         min_length=1,
-        description="adapter file, or folder of one or of its run, to start from; default: a new one",
+        description="adapter file, or folder of one or of its run, to start from; default: a new adapter",
     )
 
     @field_validator("targets", "rank_pattern", "alpha_pattern")
@@ -89,28 +95,28 @@ class Adapter(Section, json_schema_extra={"affects": "run"}):
     def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit a rank taken from the initial adapter, since it would be read back as a configured rank."""
         values: dict[str, Any] = handler(self)
-        if self.init is not None and "rank" not in self.model_fields_set:
+        if self.init_from is not None and "rank" not in self.model_fields_set:
             values.pop("rank", None)
         return values
 
     def _problems(self) -> Iterator[Problem]:
-        if self.init is not None and self.type == "full":
-            yield ("init",), "training starts from an adapter only with type: lora or lokr; merge it into the model"
-        more = [name for name in ("rank_pattern", "alpha_pattern") if getattr(self, name)]
-        more += ["init_weights"] if self.init_weights != "default" else []
-        if self.init is not None and more:
-            yield ("init",), f"ranks, alphas and weights at the start are those of the file; remove {', '.join(more)}"
+        if self.init_from is not None and self.type == "full":
+            yield ("init_from",), "needs type: lora or lokr; for full-rank training, merge the adapter into the model"
+        replaced = [name for name in ("rank_pattern", "alpha_pattern") if getattr(self, name)]
+        replaced += ["init_weights"] if self.init_weights != "default" else []
+        if self.init_from is not None and replaced:
+            yield ("init_from",), f"the file has its own ranks, alphas and weights; remove {', '.join(replaced)}"
         yield from foreign_options(self, "type", TYPE_OPTIONS)
         if self.init_weights in ("pissa", "olora") and self.dora:
             yield (
                 ("init_weights",),
-                f"{self.init_weights} changes the base weights, so its file holds the difference of two LoRAs, which "
-                "DoRA has no place for; use gaussian or orthogonal, or dora: false",
+                f"{self.init_weights} changes the base weights, which is not possible with DoRA; use gaussian or "
+                "orthogonal, or set dora to false",
             )
         if self.init_weights == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
-            yield ("init_weights",), "orthogonal needs even ranks, in rank and in rank_pattern"
+            yield ("init_weights",), "orthogonal needs even numbers in rank and rank_pattern"
         if "comfyui" in self.formats and self.dora:
-            yield ("formats",), "comfyui's file has no place for DoRA's magnitudes here; use diffusers alone"
+            yield ("formats",), "comfyui is not supported with dora: true; set it to [diffusers]"
 
 
 BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
@@ -119,8 +125,7 @@ BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8
 def _refuse_inference_kernels(name: str) -> str:
     if name.startswith("sage"):
         raise ValueError(
-            f"{name}: SageAttention's kernels have no backward pass, so they can't train; it is valid for "
-            "validation.attention_backend"
+            f"{name}: SageAttention's kernels have no backward pass; use it for validation.attention_backend only"
         )
     return name
 
@@ -173,8 +178,10 @@ def find_optimizer(name: str) -> OptimizerRow:
 
 class ParameterGroup(Section, json_schema_extra={"affects": "run"}):
     match: str = Field(min_length=1, description="regular expression of whole parameter names; the first match counts")
-    lr: float | None = Field(None, ge=0, le=100, description="default: train.optimizer.lr")
-    weight_decay: float | None = Field(None, ge=0, le=100, description="default: train.optimizer.weight_decay")
+    lr: float | None = Field(None, ge=0, le=100, description="learning rate; default: train.optimizer.lr")
+    weight_decay: float | None = Field(
+        None, ge=0, le=100, description="weight decay; default: train.optimizer.weight_decay"
+    )
 
     @field_validator("match")
     @classmethod
@@ -184,28 +191,42 @@ class ParameterGroup(Section, json_schema_extra={"affects": "run"}):
 
 class Optimizer(Section, json_schema_extra={"affects": "run"}):
     name: str = Field(
-        "adamw", description="one of docs/training.md, or the dotted path of a class, as optimi.StableAdamW"
+        "adamw", description="name from docs/training.md, or the dotted path of a class, such as optimi.StableAdamW"
     )
     arguments: dict[str, Any] = Field({}, description="further keyword arguments of the class")
-    lr: float = Field(1e-4, gt=0, le=100, description="rate; default of prodigy: 1")
-    betas: tuple[Beta, Beta] | None = Field(None, strict=False, description="default: 0.9 and 0.95 for AdamW")
-    weight_decay: float | None = Field(None, ge=0, le=100, description="default: 0.01 for AdamW")
-    eps: float | None = Field(None, gt=0, le=1, description="default: 1e-8 for AdamW")
-    groups: tuple[ParameterGroup, ...] = Field((), strict=False, description="parameters with settings of their own")
-    schedule: Literal["constant", "linear", "cosine", "polynomial"] = Field("constant", description="of the rate")
-    warmup: int = Field(100, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
-    lr_end: float = Field(0.0, ge=0, le=100, description="where linear, cosine and polynomial end")
-    cycles: int = Field(
-        1, ge=1, le=MOST_STEPS, description="times that the schedule starts again from lr, in equal parts"
+    lr: float = Field(1e-4, gt=0, le=100, description="learning rate; default for prodigy: 1")
+    betas: tuple[Beta, Beta] | None = Field(
+        None,
+        strict=False,
+        description="decay rates of the moments; default: 0.9 and 0.95 for AdamW, else the class's own",
     )
-    power: float = Field(2.0, gt=0, le=100, description="of the polynomial schedule")
-    max_grad_norm: float = Field(1.0, gt=0, le=1e12, description="norm to which gradients are clipped")
+    weight_decay: float | None = Field(
+        None, ge=0, le=100, description="weight decay; default: 0.01 for AdamW, else the class's own"
+    )
+    eps: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="term of the denominator for numerical stability; default: 1e-8 for AdamW, else the class's own",
+    )
+    groups: tuple[ParameterGroup, ...] = Field((), strict=False, description="parameters with their own settings")
+    schedule: Literal["constant", "linear", "cosine", "polynomial"] = Field(
+        "constant", description="schedule of the learning rate"
+    )
+    warmup: int = Field(100, ge=0, le=MOST_STEPS, description="steps of linear warmup")
+    lr_end: float = Field(0.0, ge=0, le=100, description="final learning rate of linear, cosine and polynomial")
+    cycles: int = Field(
+        1, ge=1, le=MOST_STEPS, description="cycles of the schedule, of equal length; each starts from lr"
+    )
+    power: float = Field(2.0, gt=0, le=100, description="exponent of the polynomial schedule")
+    max_grad_norm: float = Field(1.0, gt=0, le=1e12, description="largest gradient norm; larger ones are clipped")
 
     @model_validator(mode="before")
     @classmethod
-    def _default_lr(cls, given: Any) -> Any:
-        row = OPTIMIZERS.get(given["name"]) if isinstance(given, dict) and isinstance(given.get("name"), str) else None
-        return {"lr": row.lr, **given} if row else given
+    def _default_lr(cls, values: Any) -> Any:
+        name = values.get("name") if isinstance(values, dict) else None
+        row = OPTIMIZERS.get(name) if isinstance(name, str) else None
+        return {"lr": row.lr, **values} if row else values
 
     def _problems(self) -> Iterator[Problem]:
         changing = ("linear", "cosine", "polynomial")
@@ -217,62 +238,66 @@ class Optimizer(Section, json_schema_extra={"affects": "run"}):
             valid = f"valid: {', '.join(OPTIMIZERS)}, or the dotted path of a class, for example optimi.StableAdamW"
             yield ("name",), f"{self.name!r} is not valid{hint}; {valid}"
         for key in sorted({"params", "lr"} & self.arguments.keys()):
-            yield ("arguments", key), "is set by training; the rate is train.optimizer.lr"
+            yield ("arguments", key), "is set by training; remove it (the learning rate is train.optimizer.lr)"
         if self.schedule != "constant" and not find_optimizer(self.name).scheduled:
-            yield ("schedule",), f"{self.name} averages weights in place of lowering the rate; valid: constant"
+            yield (
+                ("schedule",),
+                f"{self.name} averages the weights instead of lowering the learning rate; valid: constant",
+            )
         if self.lr_end > self.lr:
-            yield ("lr_end",), f"{self.lr_end:g} is above train.optimizer.lr ({self.lr:g})"
+            yield ("lr_end",), f"{self.lr_end:g} is greater than train.optimizer.lr ({self.lr:g})"
 
 
 class EMA(Section, json_schema_extra={"affects": "run"}):
     """An exponential moving average of the trained weights, in float32."""
 
-    decay: float = Field(0.9999, ge=0, lt=1, description="share of the average that a step keeps")
+    decay: float = Field(0.9999, ge=0, lt=1, description="fraction of the average that a step keeps")
     warmup: Literal["ratio", "power", "none"] = Field(
-        "ratio", description="of the decay after n steps: (1 + n) / (10 + n), 1 - (1 + n)^(-2/3), or none"
+        "ratio",
+        description="growth of the decay over n steps; ratio: (1 + n) / (10 + n); power: 1 - (1 + n)^(-2/3); none: "
+        "no growth",
     )
-    device: Literal["auto", "cpu"] = Field("auto", description="where it is kept; auto: with the weights")
-    validate_with: bool = Field(False, alias="validate", description="eval loss and validation prompts use it")
+    device: Literal["auto", "cpu"] = Field("auto", description="location of the average; auto: with the weights")
+    validate_with: bool = Field(False, alias="validate", description="use it for the eval loss and validation prompts")
 
 
 class Offload(Section, json_schema_extra={"affects": "run"}):
-    blocks: bool = Field(False, description="the blocks' frozen weights stay on the host, but the computing block's")
-    blocks_per_group: Count = Field(1, description="blocks that come to the device together")
-    streams: bool = Field(
-        False, description="copy blocks from pinned memory on a stream of their own; no effect without CUDA or XPU"
-    )
-    activations: bool = Field(False, description="what the backward pass needs waits on the host")
-    to: Literal["host", "disk"] = Field("host", description="where they stay; disk is refused")
+    blocks: bool = Field(False, description="keep blocks' frozen weights on the host, except the computing block's")
+    blocks_per_group: Count = Field(1, description="number of blocks that are copied to the device together")
+    streams: bool = Field(False, description="copy blocks from pinned memory on a separate stream (CUDA and XPU)")
+    activations: bool = Field(False, description="keep tensors for the backward pass on the host")
+    to: Literal["host", "disk"] = Field("host", description="location of offloaded weights; disk is refused")
 
     @field_validator("to")
     @classmethod
     def _refuse_disk(cls, to: str) -> str:
         if to == "disk":
             raise ValueError(
-                "disk: diffusers' offload to disk reads the first values of each weight again, so trained ones would "
-                "be lost; use host"
+                "disk: diffusers' offload to disk reads the original weights again, so trained weights would be lost; "
+                "use host"
             )
         return to
 
-    @model_validator(mode="after")
-    def _check_blocks(self) -> "Offload":
-        if self.streams and not self.blocks:
-            raise ValueError("streams copy blocks: set blocks to true, or streams to false")
-        if self.blocks_per_group != 1 and not self.blocks:
-            raise ValueError("blocks_per_group: is of block offload; set blocks to true, or remove it")
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        if not self.blocks:
+            reason = "has no effect without blocks; set blocks to true, or remove this"
+            yield from idle_options(self, ("streams", "blocks_per_group"), reason)
 
 
 class Parallel(Section, json_schema_extra={"affects": "run"}):
     """Several processes, as torchrun or accelerate starts them."""
 
-    strategy: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: each has the model; fsdp2: it is sharded")
-    cpu_offload: bool = Field(False, description="fsdp2: shards, gradients and optimizer states are on the host")
-    reshard_after_forward: bool = Field(True, description="fsdp2: false keeps a pass' weights for its backward pass")
-    gradient_compression: Literal["none", "bfloat16"] = Field(
-        "none", description="ddp: dtype in which gradients are sent; none: their own"
+    strategy: Literal["ddp", "fsdp2"] = Field(
+        "ddp", description="distribution of the model; ddp: a copy in each process; fsdp2: sharded"
     )
-    timeout: float = Field(1800, gt=0, le=1e7, description="seconds without progress after which a rank counts as lost")
+    cpu_offload: bool = Field(False, description="fsdp2: keep shards, gradients and optimizer states on the host")
+    reshard_after_forward: bool = Field(
+        True, description="fsdp2: free gathered weights after the forward pass; false: keep them for the backward pass"
+    )
+    gradient_compression: Literal["none", "bfloat16"] = Field(
+        "none", description="ddp: dtype of the gradients that are sent; none: their own"
+    )
+    timeout: float = Field(1800, gt=0, le=1e7, description="seconds without progress until a process counts as lost")
 
     def _problems(self) -> Iterator[Problem]:
         owners = {"cpu_offload": ("fsdp2",), "reshard_after_forward": ("fsdp2",), "gradient_compression": ("ddp",)}
@@ -296,91 +321,93 @@ class LocalCache(Section, json_schema_extra={"affects": "run"}):
     folder: str | None = Field(
         None,
         min_length=1,
-        description="folder of the windows; default: latentpress/shards in ~/.cache (XDG_CACHE_HOME)",
+        description="folder for shards of object stores; default: latentpress/shards in ~/.cache (XDG_CACHE_HOME)",
     )
     max_gb: float | None = Field(
-        None, gt=0, le=1e9, description="10^9 bytes of a run's shards; default: 200, or half of the free disk space"
+        None,
+        gt=0,
+        le=1e9,
+        description="largest size of a run's shards, in units of 10^9 bytes; default: 200, or half of the free "
+        "disk space",
     )
-    downloads: Processes = Field(4, description="shards fetched at the same time")
+    downloads: Processes = Field(4, description="number of concurrent downloads")
 
 
 class Train(Section, json_schema_extra={"affects": "run"}):
-    run: Name = Field("run", description="its folder below `output`")
+    run: Name = Field("run", description="name of the run, and of its folder in `output`")
     set: str = Field(
         "current",
         min_length=1,
-        description="current, the id of a training set below root/sets, or the path or URL of another root or set",
+        description="training set: current, an id in root/sets, or a path or URL of another root or set",
     )
     experts: Literal["high", "low", "both"] | None = Field(
         None,
-        description="of a model with one transformer for much noise and one for little: which is trained, in a run of "
-        "its own, whose folder's name ends with it; both: one after the other",
+        description="expert to train, for models with separate transformers for high and low noise; its name is "
+        "added to the run's; both: one after the other",
     )
-    steps: Steps = Field(1000, description="optimizer steps")
-    batch_size: Count = Field(1, description="samples of one forward pass on one device")
-    accumulate: Count = Field(1, description="forward passes of one optimizer step")
-    seed: Seed = Field(0, description="of order, noise and new weights")
+    steps: Steps = Field(1000, description="number of optimizer steps")
+    batch_size: Count = Field(1, description="samples in one forward pass on one device")
+    accumulate: Count = Field(1, description="forward passes in one optimizer step")
+    seed: Seed = Field(0, description="seed of the order, the noise and new weights")
     shuffle_shards: int | None = Field(
         None,
         ge=1,
         le=10**9,
-        description="shards whose samples are mixed, a section of the order; default: all of the set",
+        description="number of shards that are shuffled together, a section of the order; default: all of the set",
     )
-    precision: Literal["float32", "bfloat16"] | None = Field(None, description="default: model.precision")
+    precision: Literal["float32", "bfloat16"] | None = Field(
+        None, description="dtype of the computation; default: model.precision"
+    )
     weight_precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of a full-rank run's weights; bfloat16 needs an optimizer with Kahan summation"
+        "float32",
+        description="dtype of the weights of a full-rank run; bfloat16 needs an optimizer with Kahan sums",
     )
-    base_precision: BasePrecision = Field("no_change", description="of the frozen weights")
-    quantize_via: Literal["cpu", "device"] = Field("device", description="where base weights are quantized")
-    gradient_checkpointing: bool = Field(True, description="compute blocks again in the backward pass: less memory")
-    gradient_checkpointing_interval: Count = Field(1, description="of every n-th block: 1 for all, 2 for half of them")
-    offload: Offload = Offload()
-    parallel: Parallel = Parallel()
+    base_precision: BasePrecision = Field("no_change", description="precision of the frozen weights")
+    quantize_via: Literal["cpu", "device"] = Field("device", description="device on which base weights are quantized")
+    gradient_checkpointing: bool = Field(True, description="recompute blocks in the backward pass, to save memory")
+    gradient_checkpointing_interval: Count = Field(1, description="recompute every n-th block; 1: all blocks")
+    offload: Offload = Field(Offload(), description="tensors in host memory instead of device memory")
+    parallel: Parallel = Field(Parallel(), description="training with several processes")
     attention_backend: TrainingBackend = Field(
-        "native", description="of the visual tokens' self-attention; docs/training.md"
+        "native", description="backend of the self-attention of visual tokens; docs/training.md"
     )
-    compile: Literal["none", "blocks"] = Field("none", description="torch.compile of each block")
-    compile_backend: str = Field("inductor", min_length=1, description="of torch.compile")
+    compile: Literal["none", "blocks"] = Field("none", description="blocks: compile each block with torch.compile")
+    compile_backend: str = Field("inductor", min_length=1, description="backend of torch.compile")
     shift: float | None = Field(
-        None, gt=0, le=1000, description="of sigma = s u / (1 + (s - 1) u); default: the flavour's"
+        None, gt=0, le=1000, description="s in sigma = s u / (1 + (s - 1) u); default: the flavour's"
     )
-    timesteps: Timesteps = Timesteps()
-    loss: Loss = Loss()
-    caption_dropout: float = Field(0.1, ge=0, le=1, description="share of samples given the null prompt")
-    reading: Reading = Reading()
-    local_cache: LocalCache = LocalCache()
-    methods: Methods = Methods()
-    adapter: Adapter = Adapter()
-    optimizer: Optimizer = Optimizer()
-    ema: EMA | None = Field(None, description="the result is then the moving average")
-    checkpoint_every: Steps = Field(500, description="steps")
-    keep_checkpoints: Steps = Field(3, description="the newest; that with the lowest eval loss is kept, too")
-    keep_every: Steps | None = Field(None, description="steps; checkpoints of its multiples are kept for ever")
-    resume: bool = Field(True, description="continue from the run's newest checkpoint, if there is one")
+    timesteps: Timesteps = Field(Timesteps(), description="distribution of noise levels")
+    loss: Loss = Field(Loss(), description="loss function and its weights")
+    caption_dropout: float = Field(0.1, ge=0, le=1, description="fraction of samples trained with the null prompt")
+    reading: Reading = Field(Reading(), description="reading of shards")
+    local_cache: LocalCache = Field(LocalCache(), description="local copies of shards from an object store")
+    methods: Methods = Field(Methods(), description="methods in addition to the flow-matching loss")
+    adapter: Adapter = Field(Adapter(), description="trained adapter, or full-rank training")
+    optimizer: Optimizer = Field(Optimizer(), description="optimizer and learning rate")
+    ema: EMA | None = Field(None, description="moving average of the weights, which is then the result")
+    checkpoint_every: Steps = Field(500, description="steps between checkpoints")
+    keep_checkpoints: Steps = Field(
+        3, description="number of latest checkpoints to keep, in addition to the one with the lowest eval loss"
+    )
+    keep_every: Steps | None = Field(None, description="steps; checkpoints at multiples of it are never deleted")
+    resume: bool = Field(True, description="continue from the run's latest checkpoint, if any")
     on_new_data: Literal["refuse", "continue"] = Field(
-        "refuse", description="a run whose training set is another than before; continue trains on, in a new order"
+        "refuse",
+        description="action if the run's training set has changed; continue: train on it, in a new order",
     )
-    log_every: Steps = Field(10, description="steps between lines, where progress is no bar; files have every step")
+    log_every: Steps = Field(10, description="steps between lines without a progress bar; files have every step")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        ("tensorboard",), strict=False, description="trackers beside metrics.jsonl: tensorboard, wandb"
+        ("tensorboard",), strict=False, description="trackers in addition to metrics.jsonl"
     )
     device: Device = "auto"
-    threads: Processes | None = Field(None, description="CPU threads; default: torch's own")
-    max_bad_steps: int = Field(5, ge=0, le=MOST_STEPS, description="non-finite losses or gradients before it stops")
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> "Train":
-        if self.offload.blocks and self.adapter.type == "full":
-            raise ValueError(
-                "offload.blocks: keeps frozen weights on the host, and adapter.type full trains all of them; train a "
-                "LoRA, or set offload.blocks to false and offload.activations to true"
-            )
-        if self.offload.blocks and not (self.gradient_checkpointing and self.gradient_checkpointing_interval == 1):
-            raise ValueError(
-                "offload.blocks: what a block without gradient checkpointing saves keeps its weights on the device; "
-                "set gradient_checkpointing to true, gradient_checkpointing_interval to 1, or offload.blocks to false"
-            )
-        return self
+    threads: Processes | None = Field(None, description="CPU threads; default: torch's own number")
+    max_non_finite_steps: int = Field(
+        5,
+        ge=0,
+        le=MOST_STEPS,
+        description="largest number of steps with a non-finite loss or gradient, among the last 100; training "
+        "stops above it",
+    )
 
     @property
     def quantized(self) -> bool:
@@ -389,62 +416,68 @@ class Train(Section, json_schema_extra={"affects": "run"}):
 
     def _problems(self) -> Iterator[Problem]:
         name, adapter = self.base_precision, self.adapter
+        if self.offload.blocks and adapter.type == "full":
+            reason = (
+                "offloads frozen weights, and adapter.type: full has none; set it to false, and offload.activations"
+            )
+            yield ("offload", "blocks"), f"{reason} to true"
+        if self.offload.blocks and not (self.gradient_checkpointing and self.gradient_checkpointing_interval == 1):
+            reason = "needs gradient_checkpointing: true and gradient_checkpointing_interval: 1"
+            yield ("offload", "blocks"), f"{reason}; set them, or this to false"
         if self.shift is not None and self.timesteps.auto_shift:
-            yield ("shift",), "timesteps.auto_shift computes the shift; remove one of them"
+            yield ("shift",), "is computed by timesteps.auto_shift; remove one of the two"
         if self.shift is not None and self.timesteps.sampling == "list":
-            yield ("shift",), "timesteps.sampling list is not shifted; remove it, or choose another sampling"
+            yield ("shift",), "has no effect with timesteps.sampling: list; remove it, or choose another sampling"
         for method, section in self.methods.used.items():
             yield from ((("methods", method), reason) for reason in section.find_conflicts(self))
         if not self.gradient_checkpointing and self.gradient_checkpointing_interval != 1:
-            yield ("gradient_checkpointing_interval",), "it is for gradient_checkpointing: true; remove it"
+            yield ("gradient_checkpointing_interval",), "has no effect with gradient_checkpointing: false; remove it"
         if self.compile == "none":
             yield from idle_options(
-                self, ("compile_backend",), "has no effect with compile none; set that, or remove this"
+                self, ("compile_backend",), "has no effect with compile: none; set that, or remove this"
             )
         if not self.quantized:
-            reason = f"has no effect with base_precision {name}, which quantizes nothing; set that, or remove this"
+            reason = f"has no effect with base_precision: {name}, which is not quantized; set that, or remove this"
             yield from idle_options(self, ("quantize_via",), reason)
         if self.parallel.strategy == "fsdp2" and name == "nf4-bnb" and adapter.dora:
             yield (
                 ("base_precision",),
-                "nf4-bnb with adapter.dora does not go with parallel.strategy fsdp2: peft sets base weights anew, and "
-                "sharded ones can't be; set it to int8-torchao or fp8-torchao, or strategy to ddp",
+                "nf4-bnb with adapter.dora is not supported with parallel.strategy: fsdp2, because peft replaces base "
+                "weights; set it to int8-torchao or fp8-torchao, or strategy to ddp",
             )
         if self.parallel.strategy == "fsdp2" and self.offload.blocks:
-            yield ("offload", "blocks"), "does not go with parallel.strategy fsdp2; use parallel.cpu_offload"
+            yield ("offload", "blocks"), "is not supported with parallel.strategy: fsdp2; use parallel.cpu_offload"
         if self.weight_precision == "bfloat16" and adapter.type != "full":
-            yield ("weight_precision",), "is for train.adapter.type full; an adapter's own weights are float32"
+            yield ("weight_precision",), "bfloat16 needs adapter.type: full; weights of an adapter are float32"
         if adapter.type == "full" and name == "bf16":
             yield (
                 ("base_precision",),
-                "bf16 is of frozen weights; with adapter.type: full set weight_precision to bfloat16",
+                "bf16 applies to frozen weights only; with adapter.type: full, set weight_precision to bfloat16",
             )
         if adapter.type == "full" and self.quantized:
             yield (
                 ("base_precision",),
-                f"{name} does not go with adapter.type: full, as quantized weights have no gradient; set adapter.type "
-                "to lora (LoRA) or lokr (LoKr), or base_precision to no_change",
+                f"{name} is not supported with adapter.type: full, because quantized weights have no gradient; set "
+                "adapter.type to lora or lokr, or base_precision to no_change",
             )
         if name == "int8-quanto" and adapter.dora:
             yield (
                 ("base_precision",),
-                "adapter.dora needs the base weights in another dtype, which optimum-quanto's tensors don't allow; set "
-                "it to int8-torchao or nf4-bnb, or adapter.dora to false",
+                "int8-quanto is not supported with adapter.dora, which casts base weights; set it to int8-torchao or "
+                "nf4-bnb, or adapter.dora to false",
             )
         if self.quantized and adapter.init_weights in ("pissa", "olora"):
             yield (
                 ("base_precision",),
-                f"adapter.init_weights: {adapter.init_weights} subtracts the LoRA's start from the base weights, and "
-                f"{name} could not hold the rest; set it to no_change or bf16, or init_weights to default, gaussian or "
-                "orthogonal",
+                f"{name} is not supported with adapter.init_weights: {adapter.init_weights}, which changes "
+                "base weights; set it to no_change or bf16, or init_weights to default, gaussian or orthogonal",
             )
         masked = self.methods.masked_loss
         if masked and masked.prior_weight and (adapter.type == "full" or adapter.init_weights in ("pissa", "olora")):
             cause = "adapter.type: full" if adapter.type == "full" else f"adapter.init_weights: {adapter.init_weights}"
             yield (
                 ("methods", "masked_loss", "prior_weight"),
-                f"with {cause} there is no prediction without the adapter to compare with, as base weights change; set "
-                "it to 0",
+                f"needs the base model's prediction, which {cause} changes; set it to 0",
             )
 
 
@@ -452,63 +485,66 @@ EventName = Literal["started", "validation", "checkpoint", "finished", "failed"]
 EVENTS: tuple[EventName, ...] = ("started", "validation", "checkpoint", "finished", "failed")
 MOST_PICTURES = 10  # per message: the limit of Discord
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
-#: These errors never repeat the value, because it may be the secret.
+#: These errors never contain the value, because it may be the secret.
 URL_ADVICE = (
-    "a webhook's URL is a secret, and this file is copied into every run's folder: put the URL into an environment "
-    "variable (export LATENTPRESS_WEBHOOK=...), and name the variable here: "
+    "a webhook's URL is a secret, and this file is copied into every run's folder; set an environment variable to the "
+    "URL (export LATENTPRESS_WEBHOOK=...), and name the variable: "
     "notify: {webhooks: [{url_env: LATENTPRESS_WEBHOOK}]}"
 )
 
 
 class Webhook(Section, json_schema_extra={"affects": "run"}):
-    url_env: str = Field(description="name of the environment variable that holds the URL, in the form of apprise")
-    events: tuple[EventName, ...] = Field(EVENTS, strict=False, description="events that are sent")
+    url_env: str = Field(description="name of the environment variable with the URL, in the format of apprise")
+    events: tuple[EventName, ...] = Field(EVENTS, strict=False, description="events to send")
 
     @field_validator("url_env", mode="before")
     @classmethod
-    def _refuse_url(cls, given: Any) -> Any:
-        if isinstance(given, str) and not _ENVIRONMENT_NAME.fullmatch(given):
-            if ":" in given or "/" in given:
+    def _refuse_url(cls, name: Any) -> Any:
+        if isinstance(name, str) and not _ENVIRONMENT_NAME.fullmatch(name):
+            if ":" in name or "/" in name:
                 raise ValueError(URL_ADVICE)
-            raise ValueError("is not the name of an environment variable: valid are letters, digits and '_'")
-        return given
+            raise ValueError("is not the name of an environment variable; valid: letters, digits and '_'")
+        return name
 
 
 class Notify(Section, json_schema_extra={"affects": "run"}):
     """Messages about a training run, which `latentpress notify` sends."""
 
-    webhooks: tuple[Webhook, ...] = Field((), strict=False, description="where messages are sent")
-    pictures: int = Field(4, ge=0, le=MOST_PICTURES, description="pictures of a validation in one message, 0 to 10")
-    picture_size: int = Field(512, ge=64, le=2048, description="longest side of a picture, in pixels")
+    webhooks: tuple[Webhook, ...] = Field((), strict=False, description="recipients of messages")
+    pictures: int = Field(4, ge=0, le=MOST_PICTURES, description="validation pictures in one message, 0 to 10")
+    picture_size: int = Field(512, ge=64, le=2048, description="longer side of a picture, in pixels")
 
     @field_validator("webhooks", mode="before")
     @classmethod
-    def _refuse_urls(cls, given: Any) -> Any:
-        if isinstance(given, str) or (isinstance(given, list) and any(isinstance(item, str) for item in given)):
+    def _refuse_urls(cls, hooks: Any) -> Any:
+        if isinstance(hooks, str) or (isinstance(hooks, list) and any(isinstance(hook, str) for hook in hooks)):
             raise ValueError(URL_ADVICE)
-        return given
+        return hooks
 
     def _problems(self) -> Iterator[Problem]:
         names = [hook.url_env for hook in self.webhooks]
         for number, name in enumerate(names):
             if name in names[:number]:
-                yield ("webhooks", number, "url_env"), f"{name} is the variable of an earlier webhook; use another"
+                yield (
+                    ("webhooks", number, "url_env"),
+                    f"{name} is the variable of an earlier webhook; use a different variable",
+                )
 
 
 class Hub(Section, json_schema_extra={"affects": "run"}):
-    """The repository of a run's result, for `latentpress push`. The token is HF_TOKEN's or that of `hf auth login`."""
+    """The repository of a run's result, for `latentpress push`. Token: HF_TOKEN, or the token of `hf auth login`."""
 
     repo: str | None = Field(
         None,
         pattern=REPO,
         max_length=96,
-        description="user/name; `run` uploads at its end, `latentpress push` at any time",
+        description="repository, user/name; `run` uploads at its end, `latentpress push` at any time",
     )
-    private: bool = Field(True, description="of a repository that is created; one that is public already is refused")
+    private: bool = Field(True, description="create a private repository; an existing public repository is refused")
     license: str | None = Field(
         None,
         pattern=LICENSE,
         max_length=100,
-        description="of the card, by the hub's identifiers: apache-2.0, cc-by-4.0",
+        description="license in the card, by the hub's identifiers: apache-2.0, cc-by-4.0",
     )
-    tags: tuple[str, ...] = Field((), strict=False, description="tags of the card, in addition to its own")
+    tags: tuple[str, ...] = Field((), strict=False, description="tags of the card, in addition to the default tags")

@@ -34,7 +34,7 @@ from schemas.geometry import Bucket
 def _refuse_number(value: Any) -> Any:
     """ValueError for 1024, which quotes would not help."""
     if isinstance(value, int | float):
-        raise ValueError(f"{value} is not valid; write both sides, such as {value:g}x{value:g}; {PATTERNS[SIZE]}")
+        raise ValueError(f"{value} is not a size; write both sides, for example {value:g}x{value:g}; {PATTERNS[SIZE]}")
     return value
 
 
@@ -52,29 +52,34 @@ class GridSection(Section):
         for option in GRID_OPTIONS:
             values = listed(getattr(self, option))
             # 64x64 and 64x64@1 are one size
-            same = [Bucket.parse(value) if option == "size" else value for value in values]
-            for i, value in enumerate(same):
-                if value in same[:i]:
+            keys = [Bucket.parse(value) if option == "size" else value for value in values]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
                     yield (option, i), f"{values[i]} is already in the list; remove one of the two"
 
 
 class Prompt(GridSection, json_schema_extra={"affects": "plan"}):
-    name: Name = Field(description="names its samples")
-    prompt: str = Field(description="what is shown in them")
-    negative_prompt: str | None = Field(None, description="default: the pipeline's own")
+    name: Name = Field(description="name of the samples")
+    prompt: str = Field(description="text of the prompt")
+    negative_prompt: str | None = Field(None, description="negative prompt; default: the pipeline's own")
     image: OneOrSeveral[str] | None = Field(
         None,
-        description="source image (i2i; a list: references in order), first frame or clip (i2v); default: of the data",
+        description="source image (i2i; a list: references, in order), first frame or clip (i2v); default: an "
+        "image of the datasets",
     )
-    size: OneOrSeveral[Size] | None = Field(None, description="one or several; default: validation.size")
+    size: OneOrSeveral[Size] | None = Field(None, description="size, one or several; default: validation.size")
     steps: OneOrSeveral[SamplingSteps] | None = Field(
-        None, description="one or several; default: validation.steps", json_schema_extra={"affects": "run"}
+        None,
+        description="denoising steps, one or several; default: validation.steps",
+        json_schema_extra={"affects": "run"},
     )
     guidance: OneOrSeveral[Guidance] | None = Field(
-        None, description="one or several; default: validation.guidance", json_schema_extra={"affects": "run"}
+        None,
+        description="guidance scale, one or several; default: validation.guidance",
+        json_schema_extra={"affects": "run"},
     )
     seed: OneOrSeveral[Seed] | None = Field(
-        None, description="one or several; default: validation.seed", json_schema_extra={"affects": "run"}
+        None, description="seed, one or several; default: validation.seed", json_schema_extra={"affects": "run"}
     )
 
 
@@ -83,17 +88,17 @@ EVAL_SIGMAS = (0.2, 0.4, 0.6, 0.8)
 
 
 class Scores(Section, json_schema_extra={"affects": "run"}):
-    """Nothing is measured, and no model is loaded, without `clip`."""
+    """Without `clip`, nothing is scored and no model is loaded."""
 
-    clip: str | None = Field(None, description="folder or repo of a CLIP, for the CLIP score: samples to their prompts")
+    clip: str | None = Field(None, description="folder or repo of a CLIP model, for the CLIP score")
     clip_revision: str | None = Field(None, description="commit or tag of the repo")
-    frames: int = Field(8, ge=1, le=256, description="frames of a clip that are scored, spread evenly")
+    frames: int = Field(8, ge=1, le=256, description="number of scored frames of a clip, evenly spaced")
 
     @field_validator("clip")
     @classmethod
     def _is_a_source(cls, model: str | None) -> str | None:
         if model is not None and "/" not in model:
-            raise ValueError(f"{model!r} is neither a directory nor a repository (owner/name)")
+            raise ValueError(f"{model!r} is not valid; valid: a folder, or a repo (owner/name)")
         return model
 
     @property
@@ -102,23 +107,25 @@ class Scores(Section, json_schema_extra={"affects": "run"}):
 
     def _problems(self) -> Iterator[Problem]:
         if not self.any:
-            yield from idle_options(self, ("clip_revision", "frames"), "has no effect without clip; set that, too")
+            yield from idle_options(
+                self, ("clip_revision", "frames"), "has no effect without clip; set that, or remove this"
+            )
 
 
 class Validation(GridSection, json_schema_extra={"affects": "run"}):
-    prompts: tuple[Prompt, ...] = Field((), strict=False, description="denoised while training")
+    prompts: tuple[Prompt, ...] = Field((), strict=False, description="prompts that are denoised during training")
     # The prompts of the file become items of `prompts` (`schemas/config/loading.py`), also in a resolved configuration.
     prompts_file: str | None = Field(
         None,
         min_length=1,
         exclude=True,
-        description="more prompts: name: prompt in YAML or JSON, or a prompt a line in .txt",
+        description="file with more prompts: name: prompt in YAML or JSON, or one prompt a line in .txt",
         json_schema_extra={"affects": "plan"},
     )
     placeholders: dict[Word, str] = Field(
         {},
         exclude=True,
-        description="word -> the text for <word> in the prompts of prompts_file",
+        description="word -> text for <word> in the prompts of prompts_file",
         json_schema_extra={"affects": "plan"},
     )
     size: OneOrSeveral[Size] | None = Field(
@@ -130,33 +137,40 @@ class Validation(GridSection, json_schema_extra={"affects": "run"}):
     steps: OneOrSeveral[SamplingSteps] | None = Field(
         None, description="denoising steps, one or several; default: the family's"
     )
-    guidance: OneOrSeveral[Guidance] | None = Field(None, description="one or several; default: the family's")
+    guidance: OneOrSeveral[Guidance] | None = Field(
+        None, description="guidance scale, one or several; default: the family's"
+    )
     guidance_low: Guidance | None = Field(
         None,
-        description="of a model with two experts: below the boundary; default: guidance where it is given, else the "
-        "flavour's",
+        description="guidance scale of the low-noise expert; default: guidance if it is set, else the flavour's",
     )
-    shift: float | None = Field(None, gt=0, le=1000, description="of the sampling schedule; default: the checkpoint's")
-    seed: OneOrSeveral[Seed] = Field(0, description="one or several; the eval loss takes the first")
+    shift: float | None = Field(
+        None, gt=0, le=1000, description="shift of the sampling schedule; default: the checkpoint's"
+    )
+    seed: OneOrSeveral[Seed] = Field(0, description="seed, one or several; the eval loss uses the first")
     attention_backend: AttentionBackend | None = Field(
-        None, description="of prompts: sage, too; default: train.attention_backend"
+        None, description="backend of the self-attention for prompts; default: train.attention_backend"
     )
-    eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
+    eval_samples: int = Field(
+        8, ge=0, le=1_000_000, description="number of samples of the eval loss, at fixed noise levels; 0: no eval loss"
+    )
     eval_sigmas: tuple[UnitFloat, ...] = Field(
         EVAL_SIGMAS,
         strict=False,
-        description="noise levels of the eval loss; of an expert those in its range, by default so spread over it",
+        description="noise levels of the eval loss; for an expert: the levels in its range, by default spread over it",
     )
-    fps: float | None = Field(None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's")
+    fps: float | None = Field(
+        None, gt=0, le=1000, description="frames per second of decoded videos; default: the first video dataset's rate"
+    )
     preview_autoencoder: str | None = Field(
-        None, description="folder or repo of a tiny autoencoder, for previews while training; default: none"
+        None, description="folder or repo of a tiny autoencoder for previews during training; default: no previews"
     )
-    scores: Scores = Scores()
+    scores: Scores = Field(Scores(), description="scores of decoded samples, for `latentpress score`")
 
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()
         if self.placeholders and self.prompts_file is None:
-            yield ("placeholders",), "they are for prompts of a prompts_file, and there is none; remove them"
+            yield ("placeholders",), "has no effect without prompts_file; set that, or remove this"
 
 
 MOST_SAMPLES = 10_000  # of one validation
@@ -222,8 +236,8 @@ def validation_samples(
     samples = []
     for number, (name, size) in enumerate(planned):
         prompt_options = prompts.get(name)
-        given = _values("guidance", prompt_options, validation)
-        guidances = given or default[:1]
+        configured = _values("guidance", prompt_options, validation)
+        guidances = configured or default[:1]
         steps = _values("steps", prompt_options, validation) or (family.steps,)
         seeds = _values("seed", prompt_options, validation)
         stem = name + (f"_{_format_size(size)}" if size is not None and len(sizes[name]) > 1 else "")
@@ -234,7 +248,7 @@ def validation_samples(
             low = None
             if experts:
                 low = validation.guidance_low
-                low = (guidance if given else default[-1]) if low is None else low
+                low = (guidance if configured else default[-1]) if low is None else low
             samples.append(ValidationSample(full, group, number, name, size, guidance, count, seed, low))
     return samples
 

@@ -1,7 +1,7 @@
 """Changes values and items of a YAML text by ruamel's round trip: comments and the order of keys stay.
 
-ruamel keeps a comment with the value before it. So a value that is added or removed passes the lines below it on to its
-neighbor. The result is read again and compared: a text from which something else would be read is never returned.
+ruamel stores a comment with the value before it, so if a value is added or removed, the comment lines below it move to
+the neighboring value. The result is parsed and compared: a text with different values is never returned.
 """
 
 import io
@@ -68,36 +68,36 @@ class YamlEditor:
         """Set the value at `path`, with the sections above it. value: YAML, or a plain text with is_text, which is
         quoted if YAML would read something else. CannotEdit if the path can't be created, YamlError if the value is not
         valid YAML."""
-        new = value if is_text else parse_yaml(value).value
-        self._set(path, new, new if is_text else round_trip().load(value))
+        plain = value if is_text else parse_yaml(value).value
+        self._set(path, plain, plain if is_text else round_trip().load(value))
 
     def add_item(self, path: KeyPath, item: Mapping[str, str]) -> None:
         """Add a section to the end of the list at `path`, which is created if it does not exist."""
-        there = value_at(self._plain, path)
-        if not isinstance(there, list | None):
-            raise CannotEdit("there is something else in place of the list: edit it in the text")
-        if there:
-            self._set((*path, len(there)), dict(item), CommentedMap(item))
+        items = value_at(self._plain, path)
+        if not isinstance(items, list | None):
+            raise CannotEdit("the value is not a list; edit it in the text")
+        if items:
+            self._set((*path, len(items)), dict(item), CommentedMap(item))
         else:
             self._set(path, [dict(item)], CommentedSeq([CommentedMap(item)]))
 
     def _set(self, path: KeyPath, plain: Any, commented: Any) -> None:
         trial = deepcopy(self._plain)
-        _put(trial, path, plain, dict)
-        _put(self._tree, path, commented, CommentedMap)
+        _set_value(trial, path, plain, dict)
+        _set_value(self._tree, path, commented, CommentedMap)
         self._plain = trial
 
     def remove(self, path: KeyPath) -> None:
         """Remove a key or an item, and sections and lists that become empty."""
-        above, key = path[:-1], path[-1]
-        holder = value_at(self._plain, above)
+        parent, key = path[:-1], path[-1]
+        holder = value_at(self._plain, parent)
         if holder is None or (isinstance(holder, dict) and key not in holder):
             return
         if not _has(holder, key):
-            raise CannotEdit("there is no such item")
-        if len(holder) == 1 and above:
-            return self.remove(above)
-        _delete(value_at(self._tree, above), key)
+            raise CannotEdit("the item does not exist; edit it in the text")
+        if len(holder) == 1 and parent:
+            return self.remove(parent)
+        _delete(value_at(self._tree, parent), key)
         del holder[key]
         return None
 
@@ -110,9 +110,9 @@ class YamlEditor:
             changed = self._head + out.getvalue()
             value = parse_yaml(changed).value
         except (YamlError, YAMLError) as error:
-            raise CannotEdit("it is written in a form that has to be edited in the text") from error
+            raise CannotEdit("the YAML has a form that can't be changed by fields; edit it in the text") from error
         if ({} if value is None else value) != self._plain:
-            raise CannotEdit("it is written in a form that has to be edited in the text")
+            raise CannotEdit("the YAML has a form that can't be changed by fields; edit it in the text")
         return changed
 
 
@@ -122,26 +122,26 @@ def _has(holder: Any, step: str | int) -> bool:
     return isinstance(holder, dict) and step in holder
 
 
-def _put(here: Any, path: KeyPath, value: Any, section: type) -> None:
-    """Put a value into nested sections and lists, which are created by `section`."""
-    step, rest = path[0], path[1:]
-    exists = _has(here, step)
-    if rest and exists and here[step] is not None:
-        return _put(here[step], rest, value, section)
-    if rest:
+def _set_value(holder: Any, path: KeyPath, value: Any, section: type) -> None:
+    """Set a value in nested sections and lists, which are created by `section`."""
+    step, steps = path[0], path[1:]
+    exists = _has(holder, step)
+    if steps and exists and holder[step] is not None:
+        return _set_value(holder[step], steps, value, section)
+    if steps:
         inner = section()
-        _put(inner, rest, value, section)
+        _set_value(inner, steps, value, section)
         value = inner
-    if exists and isinstance(here, CommentedMap | CommentedSeq):
-        tail = _cut_tail(*_last_leaf(here, step))
-        here[step] = value
-        _add_tail(*_last_leaf(here, step), tail)
+    if exists and isinstance(holder, CommentedMap | CommentedSeq):
+        tail = _cut_tail(*_last_leaf(holder, step))
+        holder[step] = value
+        _add_tail(*_last_leaf(holder, step), tail)
     elif exists:
-        here[step] = value
-    elif (isinstance(here, dict) and isinstance(step, str)) or (isinstance(here, list) and step == len(here)):
-        _insert(here, step, value)
+        holder[step] = value
+    elif (isinstance(holder, dict) and isinstance(step, str)) or (isinstance(holder, list) and step == len(holder)):
+        _insert(holder, step, value)
     else:
-        raise CannotEdit("there is no such item: add it in the text")
+        raise CannotEdit("the item does not exist; add it in the text")
     return None
 
 
@@ -198,20 +198,20 @@ def _slot(holder: Any) -> int:
 
 
 def _cut_tail(holder: Any, key: Any) -> str:
-    """The lines of comments below a value, which it loses; its own comment stays, with the lines that continue it."""
+    """Remove and return the comment lines below a value. The value's own comment stays, with its further lines."""
     slots = holder.ca.items.get(key)
     token = slots[_slot(holder)] if slots else None
     if token is None:
         return ""
-    own, *below = token.value.splitlines(keepends=True)
+    comment, *tail = token.value.splitlines(keepends=True)
     if isinstance(holder[key], BLOCK_TEXTS):
-        own, below = "", [own, *below]
-    while own.strip() and below and below[0].startswith(" " * token.start_mark.column + "#"):
-        own += below.pop(0)
-    token.value = own
-    if not own.strip():
+        comment, tail = "", [comment, *tail]
+    while comment.strip() and tail and tail[0].startswith(" " * token.start_mark.column + "#"):
+        comment += tail.pop(0)
+    token.value = comment
+    if not comment.strip():
         slots[_slot(holder)] = None
-    return "".join(below)
+    return "".join(tail)
 
 
 def _add_tail(holder: Any, key: Any, tail: str) -> None:
@@ -235,20 +235,20 @@ def nest(values: Mapping[KeyPath, Any], section: type = dict, items: type = list
     """Values by their paths as nested sections and lists."""
     tree = section()
     for path, value in values.items():
-        here = tree
+        holder = tree
         for step, following in pairwise(path):
-            if isinstance(here, list) and step == len(here):
-                here.append(section())
-            elif isinstance(here, dict):
-                here.setdefault(step, items() if isinstance(following, int) else section())
-            here = here[step]
-        here[path[-1]] = deepcopy(value)
+            if isinstance(holder, list) and step == len(holder):
+                holder.append(section())
+            elif isinstance(holder, dict):
+                holder.setdefault(step, items() if isinstance(following, int) else section())
+            holder = holder[step]
+        holder[path[-1]] = deepcopy(value)
     return tree
 
 
 def read_values(text: str, paths: Iterable[KeyPath]) -> dict[KeyPath, str | None]:
-    """Values as they are written, for a form's fields: a text without its quotes. None if there is none, or if it is a
-    section or a list over several lines. YamlError as of `parse_yaml`."""
+    """Values as written in the text, for a form's fields; texts without quotes. None if a value does not exist, or is a
+    section or list on several lines. YamlError if the text is not valid YAML."""
     document, root = parse_yaml(text), compose_yaml(text)
     values: dict[KeyPath, str | None] = {}
     for path in paths:

@@ -31,10 +31,10 @@ _INTEGER = re.compile(r"[-+]?(0x_*[0-9a-f][0-9a-f_]*|0o_*[0-7][0-7_]*|0b_*[01][0
 
 #: Part of the parser's message -> the most likely error.
 _HINTS = {
-    "mapping values are not allowed here": "put a text that holds ': ' in quotes; indent the keys of a section alike",
-    "could not find expected ':'": "a line before it, or it, lacks the ':' after a key: write KEY: VALUE",
-    "while parsing a block mapping expected <block end>": "indent the keys of a section alike",
-    "while parsing a block collection expected <block end>": "indent the items of a list alike, each with its '- '",
+    "mapping values are not allowed here": "put text with ': ' in quotes, and indent the keys of a section equally",
+    "could not find expected ':'": "the ':' after a key is missing in this line or before it; write KEY: VALUE",
+    "while parsing a block mapping expected <block end>": "indent the keys of a section equally",
+    "while parsing a block collection expected <block end>": "indent the items of a list equally, each after '- '",
 }
 
 
@@ -60,9 +60,9 @@ def parse_yaml(text: str) -> Document:
     """Read one document; the value of an empty one is None. YamlError has every problem found."""
     if len(text) > MAX_CHARACTERS:
         line = text.count("\n", 0, MAX_CHARACTERS) + 1
-        raise YamlError([(line, f"the document is longer than {MAX_CHARACTERS:,} characters; shorten it")])
+        raise YamlError([(line, f"is longer than {MAX_CHARACTERS:,} characters; shorten it")])
     if directive := re.match(r"%YAML[ \t]+(?!1\.2\b)\S+", text):
-        raise YamlError([(1, f"{directive[0]}: this is read as YAML 1.2; remove the directive")])
+        raise YamlError([(1, f"{directive[0]} is not supported, because files are read as YAML 1.2; remove it")])
     try:
         root = compose_yaml(text)
     except MaxDepthExceededError as error:
@@ -72,7 +72,7 @@ def parse_yaml(text: str) -> Document:
         mark = error.problem_mark or error.context_mark
         message = " ".join(part for part in (error.context, error.problem) if part)
         if "'\\t'" in message:
-            message = "a tab cannot indent YAML; use spaces"
+            message = "a tab is not valid indentation; use spaces"
         message += next((f"; {hint}" for problem, hint in _HINTS.items() if problem in message), "")
         raise YamlError([(mark.line + 1 if mark else 1, f"not valid YAML: {message}")]) from error
     except (YAMLError, ValueError, OverflowError) as error:  # such as an escape beyond Unicode, "\\U00110000"
@@ -99,48 +99,49 @@ def compose_yaml(text: str) -> Node | None:
     return _compose_again(text) if len(text) <= KEPT_CHARACTERS else _compose(text)
 
 
-def _build(node: Node, path: KeyPath, document: Document, above: tuple[int, ...]) -> Any:
+def _build(node: Node, path: KeyPath, document: Document, parents: tuple[int, ...]) -> Any:
     line = node.start_mark.line + 1
     document.values += 1
     if document.values > MAX_VALUES or len(path) > MAX_DEPTH:  # aliases are expanded here
-        many = f"more than {MAX_VALUES:,} values, with aliases expanded; write fewer"
-        message = many if document.values > MAX_VALUES else _TOO_DEEP
+        message = f"more than {MAX_VALUES:,} values, with aliases expanded; write fewer"
+        message = message if document.values > MAX_VALUES else _TOO_DEEP
         raise YamlError([*document.problems, (document.lines.get(path[:1], line), message)])
     document.lines.setdefault(path, line)
     tag = str(node.tag).removeprefix(_TAG)
-    if id(node) in above:
-        document.problems.append((line, "an alias cannot be inside the value that it names"))
+    if id(node) in parents:
+        document.problems.append((line, "an alias is inside of the value that it names; remove it"))
         return None
-    above = (*above, id(node))
+    parents = (*parents, id(node))
     if isinstance(node, MappingNode) and tag == "map":
-        return _mapping(node, path, document, above)
+        return _mapping(node, path, document, parents)
     if isinstance(node, SequenceNode) and tag == "seq":
-        return [_build(item, (*path, i), document, above) for i, item in enumerate(node.value)]
+        return [_build(item, (*path, i), document, parents) for i, item in enumerate(node.value)]
     if isinstance(node, ScalarNode) and tag in ("str", "null", "bool", "int", "float", "timestamp", "value"):
         try:
             return _scalar(tag, node.value)
         except ValueError as error:
-            unpaired = isinstance(error, UnicodeDecodeError)
-            document.problems.append((line, "half of a surrogate pair is no character" if unpaired else str(error)))
+            is_unpaired = isinstance(error, UnicodeDecodeError)
+            message = "half of a surrogate pair is not a character; remove it" if is_unpaired else str(error)
+            document.problems.append((line, message))
             return None
     document.problems.append((line, f"tag {node.tag} is not supported; remove it"))
     return None
 
 
-def _mapping(node: MappingNode, path: KeyPath, document: Document, above: tuple[int, ...]) -> dict[str, Any]:
+def _mapping(node: MappingNode, path: KeyPath, document: Document, parents: tuple[int, ...]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, ScalarNode) or str(key.tag) == f"{_TAG}merge":
-            document.problems.append((line, "keys are plain words; merge and composed keys are not supported"))
+            document.problems.append((line, "merge keys and composed keys are not supported; write plain keys"))
             continue
         name = str(key.value)
         if name in out:
-            dotted, before = ".".join(map(str, (*path, name))), document.lines[(*path, name)]
-            document.problems.append((line, f"{dotted}: this key is already in line {before}"))
+            dotted, first = ".".join(map(str, (*path, name))), document.lines[(*path, name)]
+            document.problems.append((line, f"{dotted}: is already in line {first}; remove one of the two"))
             continue
         document.lines[(*path, name)] = line
-        out[name] = _build(value, (*path, name), document, above)
+        out[name] = _build(value, (*path, name), document, parents)
     return out
 
 
@@ -149,21 +150,21 @@ def _scalar(tag: str, text: str) -> Any:
         return None
     if tag == "bool":
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"{shorten(text)!r} is tagged as a truth value; valid: true, false")
+            raise ValueError(f"{shorten(text)!r} is not a boolean; valid: true, false")
         return text.lower() == "true"
     if tag in ("int", "float"):
         return _integer(text) if tag == "int" else _float(text)
     if "\0" in text:
-        raise ValueError("a zero byte is no character of a text")
+        raise ValueError("a zero byte is not a valid character; remove it")
     # JSON writes a character beyond 16 bits as two escapes, which YAML reads as two characters.
     return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def _integer(text: str) -> int:
     if not _INTEGER.fullmatch(text):
-        raise ValueError(f"{shorten(text)!r} is no whole number")
+        raise ValueError(f"{shorten(text)!r} is not an integer")
     if len(text) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(text):,} digits; at most {MAX_DIGITS}")
+        raise ValueError(f"a number has {len(text):,} digits; valid: at most {MAX_DIGITS}")
     digits = text.replace("_", "")
     return int(digits, 0 if digits.lstrip("+-").lower().startswith(("0x", "0o", "0b")) else 10)
 
@@ -175,4 +176,4 @@ def _float(text: str) -> float:
     try:
         return float(digits.replace(".inf", "inf"))
     except ValueError:
-        raise ValueError(f"{shorten(text)!r} is no number") from None
+        raise ValueError(f"{shorten(text)!r} is not a number") from None

@@ -122,7 +122,7 @@ NETWORK: Rows = {
     "lokr_factor": ("train.adapter.decompose_factor", to.integer),
     "lokr_full_rank": ("train.adapter.rank", lambda value, draft: to.WHOLE_MATRICES
         if to.boolean(value) and str(draft.entries.get("type")).lower() == "lokr" else NOTHING),
-    "pretrained_lora_path": ("train.adapter.init", to.file_path),
+    "pretrained_lora_path": ("train.adapter.init_from", to.file_path),
 }  # fmt: skip
 #: Keys that need nothing. Alpha is one of them, because the alpha of these families' adapters is their rank.
 NETWORK_IDLE = """
@@ -206,7 +206,9 @@ def _frames(value: Any, draft: Draft) -> Any:
         return NOTHING
     frames = {"dataset_type": "video", "video.num_frames": count, "video.min_frames": count}
     if is_off(draft.entries.get("shrink_video_to_frames", True)):
-        return Several({**frames, "video.clip": "random", "video.frame_rate": to.number(draft.entries.get("fps", 24))})
+        return Several(
+            {**frames, "video.clip_selection": "random", "video.frame_rate": to.number(draft.entries.get("fps", 24))}
+        )
     return Nearest(Several(frames))
 
 

@@ -144,11 +144,11 @@ class ReferencedFiles:
         total = 0.0
         for dataset in (dataset for dataset in datasets if not dataset.get("disabled")):
             folder, video = self.target / str(dataset.get("instance_data_dir", "")), dataset.get("video", {})
-            if not folder.is_dir() or video.get("clip") in ("chunks", "slide"):
+            if not folder.is_dir() or video.get("clip_selection") in ("chunks", "slide"):
                 return None
             endings = IMAGE_EXTENSIONS + (VIDEO_EXTENSIONS if dataset.get("dataset_type") == "video" else ())
             count = sum(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names)
             resolutions = dataset.get("resolution")
-            count *= video.get("clips", 1) * (len(resolutions) if isinstance(resolutions, list) else 1)
+            count *= video.get("clips_per_video", 1) * (len(resolutions) if isinstance(resolutions, list) else 1)
             total += count * (dataset.get("repeats", 0) + 1) * dataset.get("weight", 1)
         return total or None

@@ -88,7 +88,7 @@ def _is_full(entries: Mapping[str, Any]) -> bool:
 
 
 def _alpha(value: Any, draft: Draft) -> Any:
-    started = draft.get("train.adapter.init") is not None or draft.entries.get("dim_from_weights")
+    started = draft.get("train.adapter.init_from") is not None or draft.entries.get("dim_from_weights")
     return NOTHING if started else to.number(value)
 
 
@@ -154,7 +154,7 @@ ARGUMENTS: Rows = {
     "vae_tiling": ("latents.tiling", to.flag()),
     "vae_chunk_size": ("latents.chunk_frames", to.integer),
     "network_module": ("train.adapter.type", _network),
-    "network_weights": ("train.adapter.init", _if_adapter(to.file_path)),
+    "network_weights": ("train.adapter.init_from", _if_adapter(to.file_path)),
     "network_dim": ("train.adapter.rank", _if_adapter(to.unless("dim_from_weights", to.integer))),
     "network_alpha": ("train.adapter.alpha", _if_adapter(_alpha)),
     "network_dropout": ("train.adapter.dropout", _if_adapter(to.number)),
@@ -224,10 +224,10 @@ def _clip(value: Any, draft: Draft) -> Several:
     name = to.text(value)
     by_name: dict[str, dict[str, Any]] = {
         "full": {"num_frames": to.integer(draft.entries.get("max_frames", 129)), "min_frames": 5},
-        "slide": {"clip": "slide", "clip_stride": to.integer(draft.entries.get("frame_stride", 1))},
-        "uniform": {"clip": "uniform", "clips": to.integer(draft.entries.get("frame_sample", 1))},
-        "chunk": {"clip": "chunks"},
-        "head": {"clip": "head"},
+        "slide": {"clip_selection": "slide", "clip_stride": to.integer(draft.entries.get("frame_stride", 1))},
+        "uniform": {"clip_selection": "uniform", "clips_per_video": to.integer(draft.entries.get("frame_sample", 1))},
+        "chunk": {"clip_selection": "chunks"},
+        "head": {"clip_selection": "head"},
     }
     return section_options("video", **by_name[name])
 
@@ -265,7 +265,7 @@ DATASET: Rows = {
     "caption_extension": ("caption_strategy", to.text_files),
     "num_repeats": ("repeats", to.repeats),
     "target_frames": ("video.num_frames", _frames),
-    "frame_extraction": ("video.clip", _clip),
+    "frame_extraction": ("video.clip_selection", _clip),
     "source_fps": (
         "video.frame_rate",
         lambda value, draft: (

@@ -167,7 +167,7 @@ ARGUMENTS: Rows = {
     "lora_alpha": ("train.adapter.alpha", _if_lora(to.number)),
     "lora_dropout": ("train.adapter.dropout", _if_lora(to.number)),
     "use_dora": ("train.adapter.dora", to.flag()),
-    "init_lora": ("train.adapter.init", to.file_path),
+    "init_lora": ("train.adapter.init_from", to.file_path),
     "lora_init_type": ("train.adapter.init_weights", to.one_of({
         **{name: name for name in ("gaussian", "pissa", "olora")}, "default": NOTHING}, "default")),
     "lora_format": ("train.adapter.formats", lambda value, draft: [to.text(value)]),

@@ -145,8 +145,8 @@ def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems)
         min_frames=video.min_frames,
         strides=frame_strides(family, video),
         fixed=video.bucket_strategy == "aspect_ratio",
-        clip=video.clip,
-        clips=video.clips,
+        clip=video.clip_selection,
+        clips=video.clips_per_video,
         clip_stride=video.clip_stride,
     )
     clips = select(rate=rate)

@@ -185,8 +185,8 @@ class MadeCaptions:
         has_made = np.any([captions.is_valid() for captions in made], axis=0)
         has_own = np.asarray(pc.greater(pc.fill_null(pc.list_value_length(own), 0), 0))
         edited = np.asarray(pc.is_in(members.column("media_id"), value_set=self.edited))
-        uses_made = {"fill": ~has_own, "beside": has_made, "instead": has_made}[dataset.made_captions] & ~edited
-        uses_own = ~uses_made | (dataset.made_captions == "beside")
+        uses_made = {"fill": ~has_own, "add": has_made, "replace": has_made}[dataset.generated_captions] & ~edited
+        uses_own = ~uses_made | (dataset.generated_captions == "add")
         parts = [pc.if_else(pa.array(uses_own), own, None)]
         parts += [pc.if_else(pa.array(uses_made), captions, None) for captions in made]
         # Concatenate the lists of several columns row by row.

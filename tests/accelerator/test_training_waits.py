@@ -78,7 +78,7 @@ def state_of(run: loop.TrainState) -> dict[str, torch.Tensor]:
 def test_a_step_that_is_not_finite_is_left_out_by_the_device(make, monkeypatch) -> None:
     """Weights, moments, counters and the moving average stay; the host knows it a step later, and counts exactly."""
     average = {"decay": 0.5, "warmup": "ratio"}
-    run, bad, earlier = prepared(make("t2i", **LORA, ema=average, max_bad_steps=2)), (2, 3), None
+    run, bad, earlier = prepared(make("t2i", **LORA, ema=average, max_non_finite_steps=2)), (2, 3), None
     assert run.reads_late
     loss_per_sample = loop.flow.loss_per_sample
 

@@ -128,52 +128,62 @@ def dataset_problems(**changes):
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "said"),
+    ("values", "key", "named"),
     [
-        ({"caption_strategy": "instanceprompt"}, "instance_prompt", "needs it"),
-        ({"caption_strategy": "webdataset"}, "caption_strategy", "goes with source: webdataset; this one is folder"),
-        ({"caption_strategy": "huggingface"}, "caption_strategy", "goes with source: huggingface"),
-        ({"source": "huggingface", "caption_strategy": "textfile"}, "caption_strategy", "does not go with source"),
-        ({"instance_data_dir": "/{0..9}.tar", "caption_strategy": "textfile"}, "caption_strategy", "does not go with"),
-        ({"caption_strategy": "csv"}, "caption_file", "csv needs the table"),
-        ({"crop_aspect": "closest"}, "crop_aspect_buckets", "needs a list"),
-        ({"crop_aspect": "random"}, "crop_aspect_buckets", "needs a list"),
-        ({"target_downsample_size": 512}, "maximum_image_size", "target_downsample_size needs it"),
-        ({"maximum_image_size": 5, "target_downsample_size": 9}, "target_downsample_size", "more than maximum_image"),
-        ({"minimum_image_size": 9, "maximum_image_size": 5}, "minimum_image_size", "9 is more than maximum_image"),
-        (TABLE | {"conditioning_data": "/s", "conditioning_column": "s"}, "conditioning_column", "keep one"),
-        (TABLE | {"mask_data": "/m", "mask_column": "m"}, "mask_column", "keep one"),
+        ({"caption_strategy": "instanceprompt"}, "instance_prompt", "caption_strategy: instanceprompt"),
+        ({"caption_strategy": "webdataset"}, "caption_strategy", "source: folder"),
+        ({"caption_strategy": "huggingface"}, "caption_strategy", "source: huggingface"),
+        ({"source": "huggingface", "caption_strategy": "textfile"}, "caption_strategy", "source: huggingface"),
+        (
+            {"instance_data_dir": "/{0..9}.tar", "caption_strategy": "textfile"},
+            "caption_strategy",
+            "source: webdataset",
+        ),
+        ({"caption_strategy": "csv"}, "caption_file", "caption_strategy: csv"),
+        ({"crop_aspect": "closest"}, "crop_aspect_buckets", "crop_aspect: closest"),
+        ({"crop_aspect": "random"}, "crop_aspect_buckets", "crop_aspect: random"),
+        ({"target_downsample_size": 512}, "maximum_image_size", "target_downsample_size"),
+        ({"maximum_image_size": 5, "target_downsample_size": 9}, "target_downsample_size", "maximum_image_size (5)"),
+        ({"minimum_image_size": 9, "maximum_image_size": 5}, "minimum_image_size", "maximum_image_size (5)"),
+        (TABLE | {"conditioning_data": "/s", "conditioning_column": "s"}, "conditioning_column", "conditioning_data"),
+        (TABLE | {"mask_data": "/m", "mask_column": "m"}, "mask_column", "mask_data"),
         ({"instance_prompt": "a cat", "make_captions": "missing"}, "instance_prompt", "make_captions"),
         ({"trigger": "ohwx", "is_regularization_data": True}, "trigger", "regularization"),
-        ({"caption_file": "/d/c.csv"}, "caption_file", "has no effect: it goes with caption_strategy csv"),
-        (TABLE | {"caption_strategy": "filename", "caption_column": ["a"]}, "caption_column", "captions in a table"),
-        ({"media_column": "file"}, "media_column", "it goes with a manifest"),
-        ({"split": "test"}, "split", "it goes with source: huggingface"),
-        ({"identity": "store"}, "identity", "it goes with media at a URL"),
-        ({"instance_data_dir": "s3://b/f", "follow_links": True}, "follow_links", "it goes with local folders"),
-        ({"conditioning_column": "s"}, "conditioning_column", "source: folder has no columns; use conditioning_data"),
-        ({"instance_data_dir": "s3://b/f", "mask_column": "m"}, "mask_column", "source: remote has no columns"),
-        ({"crop_aspect_buckets": [1.0]}, "crop_aspect_buckets", "it goes with crop_aspect: closest or random"),
-        ({"video": {"num_frames": 9}}, "video.num_frames", "it goes with dataset_type: video"),
-        ({"video": {"bucket_strategy": "aspect_ratio", "frame_interval": 8}}, "video.frame_interval", "; remove it"),
-        ({"make_captions_where": "score > 5"}, "make_captions_where", "no model describes these items"),
-        ({"made_captions": "beside"}, "made_captions", "no model describes these items"),
-        ({"eval": True, "eval_fraction": 0.1}, "eval_fraction", "has no effect"),
-        ({"video": {"num_frames": 5, "min_frames": 9}}, "video.min_frames", "9 is more than num_frames, 5"),
-        ({"video": {"min_frames": 9, "max_frames": 5}}, "video.max_frames", "5 is less than min_frames, 9"),
-        ({"video": {"clips": 2}}, "video.clips", "valid with random and uniform"),
-        ({"video": {"clip": "chunks", "clips": 2}}, "video.clips", "valid with random and uniform"),
-        ({"video": {"clip": "slide"}}, "video.clip_stride", "slide needs it"),
-        ({"video": {"clip_stride": 8}}, "video.clip_stride", "goes with clip: slide"),
+        ({"caption_file": "/d/c.csv"}, "caption_file", "caption_strategy csv"),
+        (
+            TABLE | {"caption_strategy": "filename", "caption_column": ["a"]},
+            "caption_column",
+            "caption_strategy: filename",
+        ),
+        ({"media_column": "file"}, "media_column", "a manifest"),
+        ({"split": "test"}, "split", "source: huggingface"),
+        ({"identity": "store"}, "identity", "media at a URL"),
+        ({"instance_data_dir": "s3://b/f", "follow_links": True}, "follow_links", "local folders"),
+        ({"conditioning_column": "s"}, "conditioning_column", "use conditioning_data"),
+        ({"instance_data_dir": "s3://b/f", "mask_column": "m"}, "mask_column", "source: remote"),
+        ({"crop_aspect_buckets": [1.0]}, "crop_aspect_buckets", "crop_aspect: closest or random"),
+        ({"video": {"num_frames": 9}}, "video.num_frames", "dataset_type: video"),
+        (
+            {"video": {"bucket_strategy": "aspect_ratio", "frame_interval": 8}},
+            "video.frame_interval",
+            "bucket_strategy",
+        ),
+        ({"make_captions_where": "score > 5"}, "make_captions_where", "`caption`"),
+        ({"generated_captions": "add"}, "generated_captions", "`caption`"),
+        ({"eval": True, "eval_fraction": 0.1}, "eval_fraction", "eval: true"),
+        ({"video": {"num_frames": 5, "min_frames": 9}}, "video.min_frames", "num_frames (5)"),
+        ({"video": {"min_frames": 9, "max_frames": 5}}, "video.max_frames", "min_frames (9)"),
+        ({"video": {"clips_per_video": 2}}, "video.clips_per_video", "clip_selection: head"),
+        ({"video": {"clip_selection": "slide"}}, "video.clip_stride", "clip_selection: slide"),
+        ({"video": {"clip_stride": 8}}, "video.clip_stride", "clip_selection: head"),
     ],
 )
-def test_what_does_not_go_together_in_a_dataset_is_refused_by_its_key(values, key, said):
-    found = dataset_problems(**values)
-    assert list(found) == [key]
-    assert said in found[key]
+def test_inconsistent_options_of_a_dataset_are_refused_by_key(values, key, named):
+    problems = dataset_problems(**values)
+    assert list(problems) == [key] and named in problems[key]
 
 
-def test_all_that_is_wrong_with_a_dataset_is_told_at_once():
+def test_all_problems_of_a_dataset_are_reported_together():
     wrong = {"caption_strategy": "csv", "crop_aspect": "closest", "eval": True, "eval_fraction": 0.5}
     assert set(dataset_problems(**wrong)) == {"caption_file", "crop_aspect_buckets", "eval_fraction"}
 
@@ -186,19 +196,19 @@ def test_all_that_is_wrong_with_a_dataset_is_told_at_once():
         {"instance_data_dir": "/d/list.jsonl", "caption_strategy": "textfile"},
         {"crop_aspect": "closest", "crop_aspect_buckets": [1, 0.75]},
         {"minimum_image_size": 256, "maximum_image_size": 256, "target_downsample_size": 256},
-        {"dataset_type": "video", "video": {"clip": "slide", "clip_stride": 8}},
-        {"dataset_type": "video", "video": {"clip": "uniform", "clips": 3}},
+        {"dataset_type": "video", "video": {"clip_selection": "slide", "clip_stride": 8}},
+        {"dataset_type": "video", "video": {"clip_selection": "uniform", "clips_per_video": 3}},
         {"dataset_type": "video", "video": {"num_frames": 5, "min_frames": 5, "max_frames": 5}},
-        {"made_captions": "beside", "caption_sets": ["0123456789abcdef01234567"]},
+        {"generated_captions": "add", "caption_sets": ["0123456789abcdef01234567"]},
         {"instance_data_dir": "s3://b/{0..9}.tar", "identity": "store", "mask_data": "/m", "follow_links": True},
         {"caption_strategy": "csv", "caption_file": "/d/c.csv", "media_column": "a", "caption_column": ["b"]},
         {"eval_fraction": 1},
     ],
 )
-def test_what_goes_together_in_a_dataset_is_taken(values):
+def test_consistent_options_of_a_dataset_are_accepted(values):
     model = {"family": "kandinsky5-video"}
-    (taken,) = Config.model_validate(data(model=model, datasets=[dataset(**values)])).datasets
-    assert taken.model_dump(mode="json", include=values.keys(), exclude_unset=True) == values
+    (accepted,) = Config.model_validate(data(model=model, datasets=[dataset(**values)])).datasets
+    assert accepted.model_dump(mode="json", include=values.keys(), exclude_unset=True) == values
 
 
 @pytest.mark.parametrize(
@@ -214,12 +224,12 @@ def test_what_goes_together_in_a_dataset_is_taken(values):
         ("https://host/list.parquet?token=1", "manifest", "parquet"),
     ],
 )
-def test_the_place_says_what_kind_of_source_it_is(location, source, captions):
+def test_the_location_implies_the_source(location, source, captions):
     found = Dataset(id="a", instance_data_dir=location)
     assert (found.resolved_source, found.resolved_caption_strategy) == (source, captions)
 
 
-def test_a_source_that_is_named_is_taken_whatever_the_place_looks_like():
+def test_a_configured_source_takes_precedence_over_the_location():
     found = Dataset(id="a", instance_data_dir="user/photos.parquet", source="huggingface")
     assert (found.resolved_source, found.resolved_caption_strategy) == ("huggingface", "huggingface")
     assert Dataset(id="a", instance_data_dir="/d/shards", source="webdataset").resolved_caption_strategy == "webdataset"

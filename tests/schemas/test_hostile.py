@@ -17,23 +17,26 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 CASES = {
     "alias bomb": (BOMB, ":5: more than 100,000 values, with aliases expanded"),
-    "long integer": (BASE + f"train: {{steps: {'9' * 5000}}}\n", ":5: a number of 5,000 digits; at most 64"),
-    "long hexadecimal": (BASE + f"train: {{steps: 0x{'f' * 5000}}}\n", ":5: a number of 5,002 digits; at most 64"),
+    "long integer": (BASE + f"train: {{steps: {'9' * 5000}}}\n", ":5: a number has 5,000 digits"),
+    "long hexadecimal": (BASE + f"train: {{steps: 0x{'f' * 5000}}}\n", ":5: a number has 5,002 digits"),
     "deep lists": (BASE + "text: " + "[" * 5000 + "]" * 5000, ":5: lists and sections are nested more than 32 deep"),
     "deep blocks": (BASE + "text:\n" + "".join(" " * i + "a:\n" for i in range(1, 400)), ":36: lists and sections"),
     "deep aliases": (
         "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 2000)),
         ":32: lists and sections",
     ),
-    "too long": (BASE + "# " + "x" * MAX_CHARACTERS, ":5: the document is longer than 262,144 characters"),
-    "tagged number": (BASE + "train: {steps: !!int many}\n", ":5: 'many' is no whole number"),
-    "tagged float": (BASE + "train: {shift: !!float many}\n", ":5: 'many' is no number"),
-    "tagged truth": (BASE + "train: {resume: !!bool perhaps}\n", ":5: 'perhaps' is tagged as a truth value"),
-    "zero byte": (BASE.replace("work", '"a\\0b"'), ":1: a zero byte is no character of a text"),
+    "too long": (BASE + "# " + "x" * MAX_CHARACTERS, ":5: is longer than 262,144 characters"),
+    "tagged number": (BASE + "train: {steps: !!int many}\n", ":5: 'many' is not an integer"),
+    "tagged float": (BASE + "train: {shift: !!float many}\n", ":5: 'many' is not a number"),
+    "tagged truth": (BASE + "train: {resume: !!bool perhaps}\n", ":5: 'perhaps' is not a boolean"),
+    "zero byte": (BASE.replace("work", '"a\\0b"'), ":1: a zero byte"),
     "no such character": (BASE.replace("work", '"\\UFFFFFFFF"'), ":1: not valid YAML"),
     "infinity": (BASE + "train: {shift: 1e999}\n", ":5: train.shift: expected a finite number"),
-    "repeats": (BASE.replace("photos}", "photos, repeats: 3000000000}"), ":4: datasets.0.repeats: should be less than"),
-    "a thousand keys": (BASE + "".join(f"key{i}: 1\n" for i in range(1000)), "and 900 more"),
+    "repeats": (
+        BASE.replace("photos}", "photos, repeats: 3000000000}"),
+        ":4: datasets.0.repeats: 3000000000 is not valid",
+    ),
+    "a thousand keys": (BASE + "".join(f"key{i}: 1\n" for i in range(1000)), "900 further errors"),
 }
 
 
@@ -58,13 +61,10 @@ def test_aliases_of_a_usual_kind_are_read(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        (
-            "datasets.photos.repeats=3000000000",
-            "--set datasets.photos.repeats: should be less than or equal to 1000000",
-        ),
-        (f"train.steps={'9' * 5000}", "--set train.steps: a number of 5,000 digits"),
+        ("datasets.photos.repeats=3000000000", "--set datasets.photos.repeats: 3000000000 is not valid"),
+        (f"train.steps={'9' * 5000}", "--set train.steps: a number has 5,000 digits"),
         (f"train.steps={'[' * 5000}", "--set train.steps: lists and sections are nested more than 32 deep"),
-        (f"{'a.' * 5000}a=1", "a key has at most 32 parts"),
+        (f"{'a.' * 5000}a=1", "has more than 32 parts"),
         ("train.device=cuda:99999999999999999999", "'cuda:99999999999999999999' is not valid; valid: auto, cpu"),
     ],
 )

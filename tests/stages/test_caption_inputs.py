@@ -93,7 +93,7 @@ def video_patches(frames: np.ndarray, processor: Processor) -> tuple[torch.Tenso
 
 def test_a_clip_is_a_video_of_frames_spread_over_it(project: Any, tiny: Any) -> None:
     home = describing(project, tiny, "kandinsky5-video-t2v", frames=5, prompts=["motion"])
-    home.settings["datasets"][0]["video"]["clip"] = "chunks"
+    home.settings["datasets"][0]["video"]["clip_selection"] = "chunks"
     for name in "abc":
         home.video(f"{name}.mp4", 20, (64, 48), caption="")
         (home.media / f"{name}.txt").unlink()

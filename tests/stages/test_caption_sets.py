@@ -84,8 +84,8 @@ def test_a_persons_caption_wins_then_that_of_a_file(photos: Project) -> None:
     media = CAPTION.find_plan(Store(photos.root), photos.config()).sample_table.to_pylist()
     ids = {row["path"]: row["media_id"] for row in media}
     write_edit(Store(photos.root), ids[path], ["by hand"])
-    for how, own in (("fill", {"a cat"}), ("beside", {"a cat"} | made["own.png"]), ("instead", made["own.png"])):
-        photos.settings["datasets"][0]["made_captions"] = how
+    for how, own in (("fill", {"a cat"}), ("add", {"a cat"} | made["own.png"]), ("replace", made["own.png"])):
+        photos.settings["datasets"][0]["generated_captions"] = how
         photos.run(bucket.run)
         texts = planned(photos)
         assert texts["own.png"] == own and texts[path] == {"by hand"}
@@ -137,8 +137,8 @@ def test_several_prompts_are_alternatives_and_a_forbidden_word_is_not_written(ph
     word = max(
         (word for texts in found.values() for text in texts for word in text.split()[1:] if word.isalpha()), key=len
     )
-    photos.run(caption.run, f"caption.forbidden=[{word}]")
-    again = written(photos, f"caption.forbidden=[{word}]")
+    photos.run(caption.run, f"caption.forbidden_words=[{word}]")
+    again = written(photos, f"caption.forbidden_words=[{word}]")
     assert again != found and not any(word in text.split() for texts in again.values() for text in texts)
 
 

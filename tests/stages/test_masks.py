@@ -110,7 +110,7 @@ def test_latents_have_them_as_training_reads_them(photos: Project) -> None:
 def test_a_clip_has_masks_that_move(project: Any) -> None:
     """One for each frame, made of that frame alone; each clip of a video has its own."""
     home = masking(project, "kandinsky5-video-t2v", classes=["person", "sky"], min_area=0)
-    home.settings["datasets"][0]["video"] |= {"clip": "chunks"}
+    home.settings["datasets"][0]["video"] |= {"clip_selection": "chunks"}
     home.video("a.mp4", frames=18, size=(80, 48))
     home.run(discover.run)
     assert home.run(masks.run).done == 2 and home.run(bucket.run).details["excluded"] == "nothing"

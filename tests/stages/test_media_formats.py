@@ -391,7 +391,7 @@ def test_source_images_of_every_format(tmp_path: Path, start) -> None:
 @pytest.mark.slow
 def test_no_clip_crosses_a_cut(tmp_path: Path, start) -> None:
     pytest.importorskip("scenedetect")
-    home = start(tmp_path, VIDEO, video={"scenes": True, "clip": "chunks"})
+    home = start(tmp_path, VIDEO, video={"scenes": True, "clip_selection": "chunks"})
     other = [(20, 20, 20), media_files.WHITE, (120, 20, 120), (10, 90, 90)]
     parts = [media_files.scene(0)] * 7 + [media_files.scene(100, colors=other)] * 12 + [media_files.scene(200)] * 3
     media_files.video(home.media / "cuts.mp4", parts)

@@ -59,7 +59,7 @@ def test_images_are_shown_as_the_encoder_gets_them_and_what_is_left_out_with_its
 
 @pytest.mark.slow
 def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
-    home = project("kandinsky5-video-i2v", **video_settings(clip="middle"))
+    home = project("kandinsky5-video-i2v", **video_settings(clip_selection="middle"))
     path = home.video("clip.mp4", frames=48, rate=24)
     planned(home)
     _, page = show(home)

@@ -96,7 +96,7 @@ def test_an_image_is_compared_with_what_was_encoded(project) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
-    video = {"dataset_type": "video", "video": {"num_frames": 17, "frame_rate": 12.0, "clip": "middle"}}
+    video = {"dataset_type": "video", "video": {"num_frames": 17, "frame_rate": 12.0, "clip_selection": "middle"}}
     home = project("kandinsky5-video-i2v", **settings(resolution=48, **video))
     path = home.video("clip.mp4", frames=40, rate=24, size=(64, 64))
     encoded(home, MODE)

@@ -201,7 +201,7 @@ def test_without_a_script_the_page_keeps_what_was_typed(server: UiServer) -> Non
     body = "text=" + text.replace("\n", "%0A").replace("<", "%3C").replace(">", "%3E") + "&base="
     answer = server.request("POST", "/configuration/save", body, Origin=server.url)
     assert answer.status == 409 and "steps: &lt;b&gt;" in answer.text and "<b>" not in answer.text
-    assert "train.steps: expected a whole number" in answer.text
+    assert "train.steps: expected an integer" in answer.text
 
 
 @pytest.mark.slow

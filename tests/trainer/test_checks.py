@@ -39,7 +39,7 @@ WITH_TORCH = [
     (("train.adapter.targets=[nothing]",), "'nothing' matches no"),
     (("train.optimizer.arguments={wrong: 1}",), "adamw does not work on cpu with these settings"),
     (("train.compile=blocks", "train.compile_backend=nothing"), "has no backend 'nothing'"),
-    (("train.adapter.init=nowhere",), "nowhere is not there"),
+    (("train.adapter.init_from=nowhere",), "nowhere is not there"),
     (("train.optimizer.groups=[{match: nothing, lr: 1e-3}]",), "'nothing' matches no parameter that is trained"),
     (
         (

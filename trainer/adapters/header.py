@@ -280,18 +280,18 @@ def read_assistant(model: Model) -> AdapterFile | None:
 
 
 def read_initial(settings: Adapter) -> AdapterFile | None:
-    """The adapter of `train.adapter.init`; None without one. AdapterError if the configuration has another kind of
+    """The adapter of `train.adapter.init_from`; None without one. AdapterError if the configuration has another kind of
     adapter, or if no module of the file has the rank or alpha that the configuration sets."""
-    if settings.init is None:
+    if settings.init_from is None:
         return None
     try:
-        adapter = read_adapter(Path(settings.init))
+        adapter = read_adapter(Path(settings.init_from))
     except AdapterError as error:
-        raise AdapterError(f"train.adapter.init: {error.message}", error.next_step) from error
+        raise AdapterError(f"train.adapter.init_from: {error.message}", error.next_step) from error
     wanted = "LoKr" if settings.type == "lokr" else "DoRA" if settings.dora else "LoRA"
     if adapter.kind != wanted:
         raise AdapterError(
-            f"train.adapter.init: {adapter.path} is a {adapter.kind}, and the configuration has a {wanted}",
+            f"train.adapter.init_from: {adapter.path} is a {adapter.kind}, and the configuration has a {wanted}",
             f"{_SETTINGS[adapter.kind]} Or name a {wanted}.",
         )
     ranks, alphas = zip(*(initial_scale(layer, settings.rslora) for layer in adapter.layers.values()), strict=True)
@@ -300,8 +300,8 @@ def read_initial(settings: Adapter) -> AdapterFile | None:
         if given is not None and not any(math.isclose(given, value, rel_tol=1e-5) for value in values):
             with_rslora = " (with rslora: true)" if name == "alpha" and settings.rslora else ""
             raise AdapterError(
-                f"train.adapter.init: {adapter.path} has {name} {_join(values)}{with_rslora}; the configuration has "
-                f"{name} {given:g}",
+                f"train.adapter.init_from: {adapter.path} has {name} {_join(values)}{with_rslora}; the configuration "
+                f"has {name} {given:g}",
                 f"Remove train.adapter.{name}: training takes the file's.",
             )
     return adapter

@@ -47,7 +47,7 @@ SECTIONS = ("train", "validation")
 NOT_COMPARED = ("train.set",)  # config.yaml has the id of the set; the resume signature compares the data
 #: Options of a machine, in which ranks may differ. Training sets and initial adapters are compared by content.
 MACHINE_OPTIONS = frozenset(
-    ("train.set", "train.adapter.init", "train.device", "train.threads", "train.reading", "train.local_cache")
+    ("train.set", "train.adapter.init_from", "train.device", "train.threads", "train.reading", "train.local_cache")
 ) | {"train.parallel.timeout", "validation.preview_autoencoder", "validation.scores"}
 HASHES = ("code", "training data", "held-out samples", "validation prompts", "initial adapter", "base weights")
 #: Options whose keys are not defined by the schema. Each of these options is compared as one value.

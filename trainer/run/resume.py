@@ -59,20 +59,20 @@ SETTINGS = {
 HINTS = {
     "data": "Run `latentpress train --set train.on_new_data=continue` to continue with the new data in a new order; or "
     "set train.set to the set of the checkpoint, to continue with it; or begin a new run, from this one's adapter: "
-    "train.adapter.init.",
+    "train.adapter.init_from.",
     "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
     "transformer": "Set model.path, model.flavour or model.revision back.",
 }
 HINTS["random numbers"] = "Continue with the release that began the run, whose noise was another."
 HINTS["shuffle_shards"] = "Set train.shuffle_shards back, and train.set to the shards that the run began with."
 HINTS["base weights"] = HINTS["transformer"]
-HINTS["initial adapter"] = "Set train.adapter.init back, or its file."
+HINTS["initial adapter"] = "Set train.adapter.init_from back, or its file."
 HINTS["assistant"] = "Set model.assistant back, or its file."
 #: Key of a hash in the signature -> message that is shown instead of its values.
 HASHES = {
     "transformer": "the transformer has another shape",
     "base weights": "training starts from other weights",
-    "initial adapter": "train.adapter.init is another adapter, or none",
+    "initial adapter": "train.adapter.init_from is another adapter, or none",
     "assistant": "model.assistant is another adapter, or none",
 }
 

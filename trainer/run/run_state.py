@@ -79,7 +79,7 @@ def _method_terms(methods: Mapping[str, Method]) -> dict[str, Any]:
 
 def config_signature(config: Config) -> dict[str, Any]:
     """The part of a run's resume signature that the configuration alone determines."""
-    init, assistant = config.train.adapter.init, config.model.assistant
+    init, assistant = config.train.adapter.init_from, config.model.assistant
     optional: dict[str, Any] = {"assistant": file_checksum(find_adapter(Path(assistant)))} if assistant else {}
     if config.expert is not None:
         optional["expert"] = asdict(config.expert)
@@ -94,7 +94,7 @@ def config_signature(config: Config) -> dict[str, Any]:
         "shift": None if config.train.timesteps.auto_shift else train_shift(config.train, config.model, ""),
         "timesteps": config.train.timesteps.model_dump(mode="json"),
         "loss": config.train.loss.model_dump(mode="json"),
-        "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
+        "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init_from"}),
         # A checksum of the file's bytes, so that the adapter may be at another path when the run resumes.
         "initial adapter": init and file_checksum(find_adapter(Path(init))),
         "optimizer": config.train.optimizer.name,

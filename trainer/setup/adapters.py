@@ -1,5 +1,5 @@
 """Selecting the trained parameters of a model: a LoRA, a LoKr, every weight, or a subset of the weights. An initial
-adapter file (`train.adapter.init`) gives modules, ranks, alphas and weights.
+adapter file (`train.adapter.init_from`) gives modules, ranks, alphas and weights.
 
 LoRA and LoKr are peft's. A LoKr's update of a weight matrix is alpha / rank times the Kronecker product of two small
 matrices.
@@ -337,7 +337,7 @@ def fit_initial(
             f"only {side} has {', '.join(sorted(names)[:3])} ({len(names)} in all)" for side, names in sides if names
         )
         raise AdapterError(
-            f"train.adapter.init: {file.path} adapts other modules than this run: {'; '.join(shown)}",
+            f"train.adapter.init_from: {file.path} adapts other modules than this run: {'; '.join(shown)}",
             "Remove train.adapter.targets, as training takes the file's modules, or name an adapter of this model.",
         )
     check_fits(file, {name: module_size(model.get_submodule(path)) for name, path in paths.items()}, "the transformer")
@@ -367,7 +367,7 @@ def load_weights(model: Any, file: AdapterFile) -> None:
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 raise AdapterError(
-                    f"train.adapter.init: {file.path} divides matrices otherwise than this run: {key} is "
+                    f"train.adapter.init_from: {file.path} divides matrices otherwise than this run: {key} is "
                     f"{theirs.get(key, 'absent')} there and {ours.get(key, 'absent')} here",
                     "Set train.adapter.decompose_factor and decompose_both to those of its training, or merge it into "
                     "the model: latentpress export-adapter --merge --whole --to FOLDER",

@@ -237,7 +237,7 @@ class BadStepCounter:
         if len(self.steps) > self.limit:
             raise DivergedError(
                 f"step {step}: loss {loss}, gradient norm {norm}; {len(self.steps)} of the last {BAD_STEP_WINDOW} "
-                f"steps were not finite (train.max_bad_steps is {self.limit})",
+                f"steps were not finite (train.max_non_finite_steps is {self.limit})",
                 "Lower train.optimizer.lr (1e-5 for full-rank training), lengthen train.optimizer.warmup, set "
                 "train.precision to float32, or train a LoRA (train.adapter.type=lora). The last checkpoint is "
                 "from before: training goes on from it with the new settings.",

@@ -198,7 +198,8 @@ def prepare_run(
     buckets = (bucket.name for bucket in schedule.buckets)
     methods = check_training(config, family, device, console.warn, buckets, data, ranks, sharded, load is None)
     check_attention(config, family, device)
-    signature, bad_steps = run_state.resume_signature(config, data, schedule), BadStepCounter(settings.max_bad_steps)
+    signature = run_state.resume_signature(config, data, schedule)
+    bad_steps = BadStepCounter(settings.max_non_finite_steps)
     run = TrainState(config, console, accelerator, watch, files, loader, family, methods, signature, bad_steps)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     with by_turns(accelerator, sharded, watch.note):
@@ -356,7 +357,7 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
             given: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA"}
             if kind == "LoKr":
                 given |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})
-            make_trainable(model, family, Adapter.model_validate(given | {"init": str(result)}))
+            make_trainable(model, family, Adapter.model_validate(given | {"init_from": str(result)}))
         model.requires_grad_(False).eval()
         if settings.attention_backend != NATIVE:
             use_backend(model, family, settings.attention_backend)

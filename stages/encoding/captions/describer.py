@@ -264,7 +264,7 @@ class Describer:
             repetition_penalty=caption.repetition_penalty,
             eos_token_id=self._ends,
             pad_token_id=pad,
-            bad_words_ids=forbidden_ids(tokenizer, caption.forbidden) or None,
+            bad_words_ids=forbidden_ids(tokenizer, caption.forbidden_words) or None,
         )
 
     @torch.no_grad()

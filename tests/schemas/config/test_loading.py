@@ -117,35 +117,31 @@ OPTIMIZER = "  optimizer:\n    lr: 1e-4"
     ("old", "new", "expected"),
     [
         ("lr: 1e-4", "lr: '1e-4'", "11: train.optimizer.lr: expected a number, got the text '1e-4'; write it without"),
-        ("lr: 1e-4", "lr: -1", "11: train.optimizer.lr: should be greater than 0, got -1"),
+        ("lr: 1e-4", "lr: -1", "11: train.optimizer.lr: -1 is not valid; valid: more than 0"),
         ("lr: 1e-4", "lr: .nan", "11: train.optimizer.lr: expected a finite number, got nan"),
-        ("lr: 1e-4", "warmup: 1.5", "11: train.optimizer.warmup: expected a whole number, got 1.5"),
+        ("lr: 1e-4", "warmup: 1.5", "11: train.optimizer.warmup: expected an integer, got 1.5"),
         ("lr: 1e-4", "betas: [0.9]", "11: train.optimizer.betas.1: an item is missing"),
         ("lr: 1e-4", "betas: 0.9", "11: train.optimizer.betas: expected a list, got 0.9"),
-        ("lr: 1e-4", "schedule: cosin", "11: train.optimizer.schedule: the text 'cosin' is not valid (did you mean "),
+        ("lr: 1e-4", "schedule: cosin", "11: train.optimizer.schedule: 'cosin' is not valid (did you mean 'cosine'?)"),
         ("lr: 1e-4", "LR: 1", f"11: train.optimizer.LR: unknown key; valid: {OPTIMIZER_KEYS}"),
-        ("lr: 1e-4", "warm_up: 1", "11: train.optimizer.warm_up: unknown key (did you mean 'warmup'?); valid: name, "),
+        ("lr: 1e-4", "warm_up: 1", "11: train.optimizer.warm_up: unknown key (did you mean 'warmup'?)"),
         (
             OPTIMIZER,
             "  optimizer: adamw",
             "10: train.optimizer: expected a section, got the text 'adamw'; valid keys",
         ),
         (OPTIMIZER, "  resume: 'false'", "10: train.resume: expected true or false, got the text 'false'; write it wi"),
-        (OPTIMIZER, "  resume: no", "10: train.resume: expected true or false, got the text 'no'; valid: true, false"),
+        (OPTIMIZER, "  resume: no", "10: train.resume: expected true or false, got the text 'no'"),
         (OPTIMIZER, "  run: a b", "10: train.run: 'a b' is not valid; valid: letters, digits, '.', '_' and '-', "),
         ("id: photos", "id: 7", "5: datasets.0.id: expected text, got 7; put it in quotes"),
-        (
-            "    instance_data_dir: /data/more\n",
-            "",
-            "7: datasets.1.instance_data_dir: this key is required an",
-        ),
-        ("  family: sana\n", "  flavour: x\n", "2: model.family: this key is required and missing"),
-        ("model:\n  family: sana\n", "", "1: model: this key is required and missing"),
-        ("id: more.of-them", "id: photos", "7: datasets.1.id: 'photos' is the id of an earlier dataset; ids must di"),
+        ("    instance_data_dir: /data/more\n", "", "7: datasets.1.instance_data_dir: is required"),
+        ("  family: sana\n", "  flavour: x\n", "2: model.family: is required"),
+        ("model:\n  family: sana\n", "", "1: model: is required"),
+        ("id: more.of-them", "id: photos", "7: datasets.1.id: 'photos' is the id of an earlier dataset"),
         ("root: work", "root:", "1: root: expected text, got nothing (null)"),
-        ("root: work", "root: work\nroot: play", "2: root: this key is already in line 1"),
-        ("  family: sana", "\tfamily: sana", "3: not valid YAML: a tab cannot indent YAML; use spaces"),
-        ("family: sana", "family: sama", "3: model.family: unknown family 'sama'; valid: kandinsky5-"),
+        ("root: work", "root: work\nroot: play", "2: root: is already in line 1"),
+        ("  family: sana", "\tfamily: sana", "3: not valid YAML: a tab"),
+        ("family: sana", "family: sama", "3: model.family: 'sama' is not a model family; valid: kandinsky5-"),
     ],
 )
 def test_an_error_names_file_line_and_key(write, old, new, expected):
@@ -154,12 +150,10 @@ def test_an_error_names_file_line_and_key(write, old, new, expected):
     assert error.startswith(f"pipeline.yaml:{expected}")
 
 
-def test_a_key_of_another_section_is_shown_its_place(write):
+def test_an_error_about_a_key_of_another_section_names_the_section(write):
     (error,) = errors(write(BASE + "  lr: 1e-4\n"))
-    assert error.startswith(
-        "pipeline.yaml:12: train.lr: unknown key; "
-        "it belongs to train.optimizer or train.optimizer.groups.N; valid: run, "
-    )
+    assert error.startswith("pipeline.yaml:12: train.lr: unknown key")
+    assert error.endswith("train.optimizer or train.optimizer.groups.N")
 
 
 def test_all_errors_are_listed_in_the_order_of_lines(write):
@@ -175,14 +169,13 @@ def test_all_errors_are_listed_in_the_order_of_lines(write):
 
 def test_an_empty_list_and_a_list_of_wrong_items_are_told_apart(write):
     head = BASE[: BASE.index("  - id")]
-    assert errors(write(head.replace("datasets:", "datasets: []"))) == [
-        "pipeline.yaml:4: datasets: needs at least one item"
-    ]
+    (error,) = errors(write(head.replace("datasets:", "datasets: []")))
+    assert error.startswith("pipeline.yaml:4: datasets: ")
     assert [e.split(": ")[1] for e in errors(write(head + "  - id: a\n"))] == ["datasets.0.instance_data_dir"]
 
 
 def test_a_missing_file_says_how_to_start(write):
-    with pytest.raises(ConfigError, match=r"^nowhere\.yaml: no such file\nCopy the pipeline\.yaml .* --config"):
+    with pytest.raises(ConfigError, match=r"^nowhere\.yaml: no such file\n.*`latentpress configure`.* --config"):
         load_config("nowhere.yaml")
 
 
@@ -191,7 +184,7 @@ def test_what_is_no_configuration_at_all(write, tmp_path):
     assert errors(write("- a\n"))[0].startswith("pipeline.yaml:1: expected keys and values; valid keys: root, ")
     assert [e.split(": ")[1] for e in errors(write(""))] == ["datasets", "model", "root"]
     (tmp_path / "latin.yaml").write_bytes(b"root: \xe4\n")
-    assert errors("latin.yaml") == ["latin.yaml: not UTF-8 text (byte 6); save it as UTF-8"]
+    assert errors("latin.yaml") == ["latin.yaml: is not UTF-8 text (byte 6); save it as UTF-8"]
 
 
 # ------------------------------------------------------------------------------------- errors, --set
@@ -211,23 +204,23 @@ def test_overrides_by_key_index_and_id(write):
     [
         ("train.optimizer.lr=abc", "train.optimizer.lr: expected a number, got the text 'abc'"),
         ("train.optimizer.lr='1'", "train.optimizer.lr: expected a number, got the text '1'; write it without quotes"),
-        ("train.resume=yes", "train.resume: expected true or false, got the text 'yes'; valid: true, false"),
-        ("validation.size=1024", "validation.size: 1024 is not valid; write both sides, such as 1024x1024; valid: WxH"),
-        ("datasets.photos.where='score > '", "datasets.photos.where: 'score > ' can't be read (invalid syntax)"),
-        ("datasets.photos.repeats=1.5", "datasets.photos.repeats: expected a whole number, got 1.5"),
+        ("train.resume=yes", "train.resume: expected true or false, got the text 'yes'"),
+        ("validation.size=1024", "validation.size: 1024 is not a size; write both sides, for example 1024x1024"),
+        ("datasets.photos.where='score > '", "datasets.photos.where: 'score > ' is not a filter (invalid syntax)"),
+        ("datasets.photos.repeats=1.5", "datasets.photos.repeats: expected an integer, got 1.5"),
         ("datasets.2.repeats=1", "datasets.2.repeats: datasets has no item '2'; valid: photos, more.of-them, 0, 1"),
-        ("root.x=1", "root.x: root is the value 'work' and has no keys below it"),
+        ("root.x=1", "root.x: root is the value 'work'"),
         ("datasets.photos=1", "datasets.photos: expected a section, got 1; valid keys: id, "),
-        ("model={flavour: x}", "model: model.family: this key is required and missing"),
-        ("trian.lr=1", "trian.lr: unknown key (did you mean 'train'?); valid: root, "),
+        ("model={flavour: x}", "model: model.family: is required"),
+        ("trian.lr=1", "trian.lr: unknown key (did you mean 'train'?)"),
         ("text.batch=1", "text.batch: unknown key; valid: max_length, batch_tokens, precision"),
         ("train.optimizer.betas.0=1", "train.optimizer.betas.0: the list train.optimizer.betas is not in the file"),
-        ("train.steps", "train.steps: write KEY=VALUE, for example train.optimizer.lr=1e-4"),
-        ("=1", ": write KEY=VALUE, for example train.optimizer.lr=1e-4"),
-        ("train..lr=1", "train..lr: write KEY=VALUE, for example train.optimizer.lr=1e-4"),
+        ("train.steps", "train.steps: is not KEY=VALUE"),
+        ("=1", ": is not KEY=VALUE"),
+        ("train..lr=1", "train..lr: is not KEY=VALUE"),
         ("train.run=[", "train.run: not valid YAML: "),
         ("train.run=a: b: c", "train.run: not valid YAML: "),
-        ("type=lora", "type: unknown key; it belongs to train.loss or train.adapter"),
+        ("type=lora", "type: unknown key; it is an option of train.loss or train.adapter"),
     ],
 )
 def test_an_override_that_is_wrong_is_named(write, override, expected):

@@ -45,7 +45,7 @@ def taken(home, decoder: str) -> dict[str, list[list[int]]]:
 def test_frames_neither_repeat_nor_are_left_out(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.settings["datasets"][0] |= {
-        "video": {"num_frames": 61, "frame_rate": 24.0, "clip": "chunks"},
+        "video": {"num_frames": 61, "frame_rate": 24.0, "clip_selection": "chunks"},
         "resolution": 96,
     }
     slow = Fraction(24000, 1001)

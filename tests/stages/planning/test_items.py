@@ -86,7 +86,7 @@ def test_pictures_are_whole_and_alike_ones_share_a_size() -> None:
 
 
 def test_a_clip_has_frames_from_its_first_to_its_last() -> None:
-    config = draft_plans.videos(clip="chunks")
+    config = draft_plans.videos(clip_selection="chunks")
     rows = sorted(planned(config, [clip(1, 1.8)]), key=lambda each: each["start"])
     assert [Bucket.parse(each["geometry"]["bucket"]).frames for each in rows] == [4, 4]
     assert [each["start"] for each in rows] == [0.0, pytest.approx(0.9)]

@@ -43,7 +43,7 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
     # A file without a header does not have the strength, alpha / rank.
     save_file({key: value * (3 / value.shape[1] if "lora_B" in key else 1) for key, value in held.items()}, bare)
     for name, init in (("ours", run), ("bare", bare)):
-        settings: dict = {"init": str(init)}
+        settings: dict = {"init_from": str(init)}
         config = make_config("t2i", run=name, steps=1, validation=look, adapter=settings)
         code, report, _ = program(config)
         assert code == OK and report["details"]["eval_loss"]["first"] == pytest.approx(ended, rel=1e-5)
@@ -54,15 +54,16 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
     assert (predicted.gradients, predicted.optimizer) == (wanted.gradients, wanted.optimizer)
     # The same file elsewhere goes on; another one, or none, does not.
     moved = bare.rename(tmp_path / "moved.safetensors")
-    settings |= {"init": str(moved)}
+    settings |= {"init_from": str(moved)}
     code, report, _ = program(make_config("t2i", run="bare", steps=2, validation=look, adapter=settings))
     assert code == OK and report["done"] == 1 and report["skipped"] == 1
     save_file({key: value * 2 for key, value in held.items()}, moved)
     for init in (str(moved), None):
-        config = make_config("t2i", run="bare", steps=3, validation=look, adapter={**settings, "init": init})
+        config = make_config("t2i", run="bare", steps=3, validation=look, adapter={**settings, "init_from": init})
         code, report, said = program(config)
-        assert code == USAGE and "train.adapter.init is another adapter, or none" in report["error"]["message"]
-        assert "loading the transformer" not in said and "Set train.adapter.init back" in report["error"]["next_step"]
+        assert code == USAGE and "train.adapter.init_from is another adapter, or none" in report["error"]["message"]
+        assert "loading the transformer" not in said
+        assert "Set train.adapter.init_from back" in report["error"]["next_step"]
 
 
 @pytest.mark.slow
@@ -81,7 +82,7 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
         (None, {}, "attn1.to_q is 3 x 3, and in the transformer"),
     ):
         save_file(held, file, header)
-        config = make_config("sana", adapter={"init": str(file), **settings})
+        config = make_config("sana", adapter={"init_from": str(file), **settings})
         for dry in (True, False):
             code, report, log = program(config, dry_run=dry)
             assert code == USAGE and said in report["error"]["message"] and LOADS not in log
@@ -121,7 +122,7 @@ def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, 
     export.save_lora(first, tmp_path, kind)
     pipe.load_lora_weights(tmp_path)
     theirs, before = output(kind, pipe.transformer), output(kind, model)
-    make_trainable(model, KINDS[kind][0], Adapter(init=str(tmp_path), **settings))
+    make_trainable(model, KINDS[kind][0], Adapter(init_from=str(tmp_path), **settings))
     assert (theirs - before).abs().max() > 1e-3
     atol = 2e-6 if "dora" in made else 1e-6
     torch.testing.assert_close(output(kind, model.eval()), theirs, rtol=0, atol=atol)
@@ -145,11 +146,11 @@ def test_training_starts_from_a_lokr_in_each_format(tiny, tmp_path, kind) -> Non
     theirs = exact_output(kind, pipe.transformer)
     for file in sorted(tmp_path.glob("*.safetensors")):
         model = load(kind, tiny)
-        make_trainable(model, family, Adapter(init=str(file), **lokr))
+        make_trainable(model, family, Adapter(init_from=str(file), **lokr))
         torch.testing.assert_close(exact_output(kind, model.eval()), theirs, rtol=0, atol=1e-6)
     assert len([*tmp_path.glob("*.safetensors")]) == 3
     with pytest.raises(AdapterError, match="divides matrices otherwise than this run") as caught:
-        make_trainable(load(kind, tiny), family, Adapter(init=str(path), type="lokr", decompose_factor=8))
+        make_trainable(load(kind, tiny), family, Adapter(init_from=str(path), type="lokr", decompose_factor=8))
     assert "decompose_factor and decompose_both to those" in caught.value.next_step
 
 

@@ -1,5 +1,5 @@
-"""train.adapter.init takes LoRAs as other trainers write them: kohya's and musubi-tuner's lora_unet_ names with alpha,
-and the original releases' names of ai-toolkit and diffusion-pipe, with modules that are one there and several here.
+"""train.adapter.init_from takes LoRAs as other trainers write them: kohya's and musubi-tuner's lora_unet_ names with
+alpha, and the original releases' names of ai-toolkit and diffusion-pipe, in which one module may be several here.
 
 Files are written here from the models' own modules; diffusers' converters say what they mean, and the sum
 W + alpha / rank B A on the weights.
@@ -124,7 +124,7 @@ def test_training_starts_where_the_other_trainer_ended(
         summed.get_submodule(path).weight.data += update
     compute = exact_output if tiny_kind.startswith("kandinsky") else output
     model = family.load(str(folder))
-    make_trainable(model, family, Adapter(init=str(file)))
+    make_trainable(model, family, Adapter(init_from=str(file)))
     mine = compute(tiny_kind, model.eval())
     torch.testing.assert_close(mine, compute(tiny_kind, summed.eval()), rtol=1e-6, atol=1e-6)
     assert (mine - compute(tiny_kind, family.load(str(folder)).eval())).abs().max() > 1e-3

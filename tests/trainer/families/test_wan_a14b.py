@@ -245,11 +245,11 @@ def test_what_does_not_go_with_the_experts_is_refused(make_config):
             make_config(kind, **train)
         return str(caught.value)
 
-    assert "and low (transformer_2); set it to high, low or both" in problem(experts=None)
-    assert "wan2.1 has one transformer; remove it" in problem("wan", experts="high")
-    assert "set guidance, and remove it" in problem("wan", validation={"guidance_low": 2.0})
-    assert "none is in 0.875 to 1" in problem(validation={"eval_sigmas": [0.2, 0.8]})
-    assert "none is in 0 to 0.875" in problem(experts="both", timesteps={"sampling": "list", "values": [0.9]})
+    assert "and low (transformer_2); valid: high, low, both" in problem(experts=None)
+    assert "is not valid for wan2.1" in problem("wan", experts="high")
+    assert "set guidance instead" in problem("wan", validation={"guidance_low": 2.0})
+    assert "0.875 to 1" in problem(validation={"eval_sigmas": [0.2, 0.8]})
+    assert "0 to 0.875" in problem(experts="both", timesteps={"sampling": "list", "values": [0.9]})
     assert "set train.experts to high" in problem(experts="low", methods={"scheduled_sampling": {}})
     assert make_config("wan-a14b", methods={"scheduled_sampling": {}}).train.methods.scheduled_sampling
     given = make_config("wan-a14b", validation={"eval_sigmas": [0.2, 0.875, 1.0]})

@@ -72,7 +72,7 @@ def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, ma
     with pytest.raises(ResumeError, match=r"training data: set set1 with 12 samples .* set set2") as caught:
         train(make_config("t2i", steps=3))
     command = "latentpress train --set train.on_new_data=continue"
-    assert all(text in caught.value.next_step for text in (command, "train.adapter.init"))
+    assert all(text in caught.value.next_step for text in (command, "train.adapter.init_from"))
     with pytest.raises(ResumeError, match=r"train\.seed: 0 in"):
         train(make_config("t2i", steps=3, seed=1, on_new_data="continue"))
     assert train(make_config("t2i", steps=3, on_new_data="continue"))["done"] == 1
