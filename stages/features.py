@@ -60,7 +60,7 @@ def _find_table(store: Store, name: str, state: StageState, console: Console) ->
     except DamageError as damage:
         console.warn(f"{damage.message}; the items are compared again")
         return None
-    aside = pa.array([row["item"] for row in state.set_aside], pa.string())
+    aside = pa.array([row["item"] for row in state.rejected_members], pa.string())
     there = state.wanted_ids.filter(pc.invert(pc.is_in(state.wanted_ids, value_set=aside)))
     samples = state.plan.sample_table
     members = pc.count_distinct(samples["media_id"].filter(pc.is_in(samples["sample_id"], value_set=there))).as_py()

@@ -128,7 +128,7 @@ class StageShards:
         state = stage.state(table.store, table.config, table.plan)
         units = [unit for unit in state.units if unit.unit_id in state.done]
         self.members = pa.array((name for unit in units for name in unit.members), pa.string())
-        self.set_aside = pa.array([row["item"] for row in state.set_aside], pa.string())
+        self.set_aside = pa.array([row["item"] for row in state.rejected_members], pa.string())
         self._paths = [state.done[unit.unit_id] for unit in units for _ in unit.members]
         self._store, self._readers = table.store, readers
 

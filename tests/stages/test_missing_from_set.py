@@ -73,12 +73,12 @@ def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, forked_prog
         path.write_bytes(path.read_bytes()[: 1500 if number < 6 else None])
     again(home)
     home.run(encode_text.run)
-    with pytest.raises(LatentpressError, match=r"6 of [68] samples were set aside"):
+    with pytest.raises(LatentpressError, match=r"6 of [68] samples were rejected"):
         home.run(encode_latents.run)
     report = home.run(index.run)
     assert report.exit_code == 3 and not (home.root / "sets").exists()
     assert home.rejects(report) == {f"{number}.jpg": "truncated" for number in range(6)}
-    assert "were set aside" in report.details["stopped_by_limit"][0]["message"]
+    assert "were rejected" in report.details["stopped_by_limit"][0]["message"]
     assert report.next_steps[0].startswith("latentpress encode-latents --retry-set-aside")
     raised = "stages.max_reject_fraction=1.0"
     assert home.run(encode_latents.run, raised).exit_code == 0

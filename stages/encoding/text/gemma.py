@@ -36,11 +36,11 @@ class Encoder(TextEncoder[PrefixCachedModel]):
         with self._lock:
             ids = self._ids(self.template.render(request.text, negative=request.negative))
         limit = self.max_length if request.negative else self._instruction + self.max_length - 2
-        kept = ids[:limit]
-        if not kept or (not request.negative and len(kept) < self._instruction):
-            problem = f"it has {len(kept)} tokens, and the instruction before it {self._instruction}"
+        prompt_ids = ids[:limit]
+        if not prompt_ids or (not request.negative and len(prompt_ids) < self._instruction):
+            problem = f"it has {len(prompt_ids)} tokens, fewer than its instruction, which has {self._instruction}"
             raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
-        return GemmaPrompt(kept, self._reader.shared_length(kept), len(ids), request.negative)
+        return GemmaPrompt(prompt_ids, self._reader.shared_length(prompt_ids), len(ids), request.negative)
 
     def _compute(self, batch: Sequence[GemmaPrompt]) -> tuple[list[torch.Tensor], None]:
         """One forward pass, and a second one if the batch has prompts without the instruction."""

@@ -92,21 +92,23 @@ class TextReader(ABC):
 
     @torch.no_grad()
     def hidden_states(
-        self, texts: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
+        self, texts: Sequence[PreparedPrompt], extras: Sequence[torch.Tensor] = ()
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """hidden_LD of each text's tokens after the shared prefix, and the tensors `others`, both on the model's
-        device. others: tensors on the host, which are copied to the device together with the inputs.
+        """hidden_LD of each text's tokens after the shared prefix, and the tensors `extras`, both on the model's
+        device. extras: tensors on the host, which are copied to the device together with the inputs.
 
         Texts with and without the prefix are in different passes, and so are texts whose lengths differ so much that a
         common pass would be mostly padding.
         """
         passes = self._divide(texts)
         inputs = [self._inputs([texts[row] for row in rows]) for rows in passes]
-        sent = iter(to_device_together([*others, *(tensor for tensors in inputs for tensor in tensors)], self.device))
-        moved = [next(sent) for _ in others]
+        arrivals = iter(
+            to_device_together([*extras, *(tensor for tensors in inputs for tensor in tensors)], self.device)
+        )
+        moved = [next(arrivals) for _ in extras]
         hidden_by_row: dict[int, torch.Tensor] = {}
         for rows, tensors in zip(passes, inputs, strict=True):
-            hidden_BLD = self._pass([texts[row] for row in rows], *(next(sent) for _ in tensors))
+            hidden_BLD = self._pass([texts[row] for row in rows], *(next(arrivals) for _ in tensors))
             hidden_by_row |= {row: hidden_BLD[index, : texts[row].cost] for index, row in enumerate(rows)}
         return [hidden_by_row[row] for row in range(len(texts))], moved
 
@@ -192,15 +194,15 @@ class MaskedModel(TextReader):
 PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation, "é", "猫")
 
 
-def find_prefix_ids(tokenize: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
-    """The ids, at most `most`, that every rendered prompt begins with, whatever its caption begins with."""
-    return common_prefix([tokenize(template.render(probe)) for probe in PROBE_CAPTIONS])[:most]
+def find_prefix_ids(tokenize: Callable[[str], list[int]], template: Template, limit: int) -> list[int]:
+    """The ids, at most `limit`, that every rendered prompt begins with, whatever its caption begins with."""
+    return common_prefix([tokenize(template.render(probe)) for probe in PROBE_CAPTIONS])[:limit]
 
 
 def common_prefix(rows: Sequence[list[int]]) -> list[int]:
     """The ids that all rows begin with."""
-    same = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
-    return [column[0] for column in same]
+    common_columns = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
+    return [column[0] for column in common_columns]
 
 
 class _PrefixLayer(CacheLayerMixin):

@@ -206,7 +206,7 @@ def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(tiny) -> 
         largest = max([largest, *((one - other).abs().max().item() for one, other in pairs)])
     assert (together[0][-1] - together[1][-1]).abs().max() > 1e-2 < (alone[-1] - alone[-2]).abs().max()
     assert largest <= LIMIT
-    with pytest.raises(OptionError, match="flash_attention_2 computes nothing of padding"):
+    with pytest.raises(OptionError, match="text.attention: flash_attention_2"):
         KLEIN.encoder(folder, attention="flash_attention_2")
     for result, caption in zip(KLEIN.encoded(KLEIN.encoder(folder, positions="real"), CAPTIONS), CAPTIONS, strict=True):
         exact = KLEIN.wanted(pipe, caption)
@@ -220,9 +220,7 @@ def test_a_tokenizer_with_another_chat_template_is_refused(edited, case: Case) -
     template = folder / "tokenizer" / "chat_template.jinja"
     template.unlink()  # a link to the file of all tests
     template.write_text("{{ messages[0].content }}")
-    with pytest.raises(
-        WeightsError, match=f"chat template makes 'a caption' of a prompt, and the template {case.kind}"
-    ):
+    with pytest.raises(WeightsError, match=f"'a caption', and the template {case.kind}"):
         case.encoder(folder)
     template.unlink()
     with pytest.raises(WeightsError, match="has no chat template"):
