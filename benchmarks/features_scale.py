@@ -124,7 +124,9 @@ def write_items(store: Store, count: int, width: int) -> tuple[Any, list[tuple[s
             done[name] = write_shard(store, meta, rows[begin : begin + IN_SHARD])
     plan = SimpleNamespace(sample_table=pa.table({"sample_id": ids, "kind": ["image"] * len(ids)}))
     units = [Unit(name, "items", "448x448@1", (), 0) for name in done]
-    return SimpleNamespace(wanted_ids=pa.array(ids), units=units, done=done, fingerprint="bench", plan=plan), copies
+    return SimpleNamespace(
+        wanted_ids=pa.array(ids), units=units, shard_paths=done, fingerprint="bench", plan=plan
+    ), copies
 
 
 def measured(what: str, work: Callable[[], Any]) -> Any:

@@ -107,7 +107,7 @@ class EncodingStage:
             report.remaining = count_members(remaining)
             report_rejects(store, state, report)
             return report
-        if state.done:  # even if no unit is left to encode
+        if state.shard_paths:  # even if no unit is left to encode
             self._write_provenance(store, config, state.fingerprint)
         limit = RejectLimit(store, config.stages.max_reject_fraction, state)
         if remaining:

@@ -42,7 +42,7 @@ class StageState:
     units: list[Unit]
     wanted_ids: pa.Array  # the members that are active in the plan
     counts: dict[str, int]  # unit id -> number of its wanted members
-    done: dict[str, str]  # unit id -> shard path
+    shard_paths: dict[str, str]  # unit id -> shard path
     retry_units: set[str]  # units whose shard lacks a wanted member that may work now
     rejects_by_unit: dict[str, list[dict]]  # unit id -> the wanted members that were rejected
     damaged_lists: dict[str, DamageError] = field(default_factory=dict)  # unit id -> the damage of its list of rejects
@@ -50,7 +50,7 @@ class StageState:
     def remaining_units(self, partition: Partition = NOT_PARTITIONED) -> list[Unit]:
         """Return the units of one partition that remain. The partition is cut from all units, so it stays the same
         while other processes finish units."""
-        settled = self.done.keys() - self.retry_units
+        settled = self.shard_paths.keys() - self.retry_units
         return [unit for unit in partition.select(self.units) if unit.unit_id not in settled]
 
     def wanted_members(self, units: Sequence[Unit]) -> pa.Array:
@@ -81,7 +81,7 @@ def find_state(
             f"plan {plan.name} has {missing_count} items that are in no unit: an older plan was removed",
             "run `latentpress bucket` to plan them again",
         )
-    done = find_done_units(plan.store, f"{stage.kind}/{fingerprint}")
+    shard_paths = find_done_units(plan.store, f"{stage.kind}/{fingerprint}")
     damaged: dict[str, DamageError] = {}
     listed = rejects.read_stage(plan.store, reject_folder(stage.name, fingerprint), damaged)
     rejected = select_wanted(listed, wanted_ids)
@@ -90,13 +90,13 @@ def find_state(
         for unit, rows in rejected.items()
         if any(retry or (row["retry"] and locations.all_present(stage.member_kind, row["item"])) for row in rows)
     }
-    retry_units = (retry_units | damaged.keys()) & done.keys()
+    retry_units = (retry_units | damaged.keys()) & shard_paths.keys()
     is_wanted = pc.is_in(_list_members(units), value_set=wanted_ids).to_numpy(zero_copy_only=False)
     wanted_before = np.concatenate([[0], np.cumsum(is_wanted)])  # over the members of all units
     numbers = np.diff(wanted_before[np.cumsum([0, *(len(unit.members) for unit in units)])]).tolist()
     counts = {unit.unit_id: count for unit, count in zip(units, numbers, strict=True)}
     units = [unit for unit in units if only is None or unit.unit_id in only]
-    return StageState(stage, plan, fingerprint, units, wanted_ids, counts, done, retry_units, rejected, damaged)
+    return StageState(stage, plan, fingerprint, units, wanted_ids, counts, shard_paths, retry_units, rejected, damaged)
 
 
 def _list_members(units: Sequence[Unit]) -> pa.Array:
@@ -131,7 +131,7 @@ class RejectLimit:
         self._state, self._fraction = state, max_fraction
         self._folder = store.path(f"rejects/{state.reject_folder}")
         self._tried = self._rejected = 0
-        settled = state.done.keys() - state.retry_units
+        settled = state.shard_paths.keys() - state.retry_units
         names = [unit.unit_id for unit in state.units if unit.unit_id in settled]
         self.add({name: state.rejects_by_unit.get(name, []) for name in names})
 

@@ -208,7 +208,7 @@ class ComparedItems:
 def read_items(store: Store, state: StageState) -> ComparedItems:
     """The items of the plan that have a row. If an item was read in two ways, the row with the greater id counts."""
     wanted_ids = set(state.wanted_ids.to_pylist())
-    shard_paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
+    shard_paths = [state.shard_paths[unit.unit_id] for unit in state.units if unit.unit_id in state.shard_paths]
     rows = dict[str, tuple[str, list[float], dict[str, np.ndarray]]]()  # by media id
     for _, _, row in iter_item_rows(store, f"features/{state.fingerprint}", shard_paths):
         media_id = row.info["media_id"]

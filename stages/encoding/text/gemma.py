@@ -48,7 +48,7 @@ class Encoder(TextEncoder[PrefixCachedModel]):
         for prompt, hidden_LD in zip(batch, self._reader.hidden_states(batch)[0], strict=True):
             if not prompt.negative:  # a negative prompt has no instruction
                 prefix_LD = self._reader.prefix_LD
-                first_LD = hidden_LD if prefix_LD is None or not prompt.shared else prefix_LD
-                hidden_LD = torch.cat([first_LD[:1], hidden_LD[self._instruction - 1 - prompt.shared :]])
+                first_LD = hidden_LD if prefix_LD is None or not prompt.prefix_length else prefix_LD
+                hidden_LD = torch.cat([first_LD[:1], hidden_LD[self._instruction - 1 - prompt.prefix_length :]])
             embeds.append(hidden_LD)
         return embeds, None

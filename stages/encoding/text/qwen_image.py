@@ -53,7 +53,9 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
         prefix's ids take a second forward pass. extras: tensors on the host, which are copied to the device
         together with the inputs."""
         hidden, device_tensors = self._reader.hidden_states(batch, extras)
-        embeds = [hidden_LD[self.crop - prompt.shared :] for prompt, hidden_LD in zip(batch, hidden, strict=True)]
+        embeds = [
+            hidden_LD[self.crop - prompt.prefix_length :] for prompt, hidden_LD in zip(batch, hidden, strict=True)
+        ]
         return embeds, device_tensors
 
 

@@ -197,7 +197,7 @@ class ImagePromptModel(PrefixCachedModel):
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
         embeds_BLD = super().embeds(texts, ids_BL)
         for row, text in enumerate(texts):
-            end = text.shared
+            end = text.prefix_length
             for picture in self._pictures(text):
                 features = self._batch_features[picture.key].to(embeds_BLD.dtype)
                 first = text.ids.index(self._image_id, end)
@@ -209,7 +209,7 @@ class ImagePromptModel(PrefixCachedModel):
                         "encoder differ",
                         "replace both files with the files of the published checkpoint",
                     )
-                embeds_BLD[row, first - text.shared : end - text.shared] = features
+                embeds_BLD[row, first - text.prefix_length : end - text.prefix_length] = features
         return embeds_BLD
 
     def positions(self, texts: Sequence[PreparedPrompt], length: int) -> torch.Tensor:

@@ -32,27 +32,27 @@ PASS_OVERHEAD_TOKENS = {"cpu": 32, "accelerator": 256}
 class PreparedPrompt:
     """A tokenized request, cut to the limit.
 
-    ids: the model's input, including the template and images. shared: number of ids at the beginning that are the
-    template's prefix, whose keys and values are already computed. untruncated: number of ids without the limit.
+    ids: the model's input, including the template and images. prefix_length: number of ids at the beginning that are
+    the template's prefix, whose keys and values are already computed. untruncated: number of ids without the limit.
     """
 
     ids: list[int]
-    shared: int
+    prefix_length: int
     untruncated: int
 
     @property
     def cost(self) -> int:
         """Tokens that a forward pass computes for this text."""
-        return len(self.ids) - self.shared
+        return len(self.ids) - self.prefix_length
 
 
 @dataclass
 class EncoderStats:
-    """shared: number of texts behind the shared prefix. whole: number of texts computed from their first token. images:
-    number of vision passes. reused: number of images whose features were in the cache."""
+    """prefixed_texts: number of texts behind the shared prefix. full_texts: number of texts computed from their first
+    token. images: number of vision passes. reused: number of images whose features were in the cache."""
 
-    shared: int = 0
-    whole: int = 0
+    prefixed_texts: int = 0
+    full_texts: int = 0
     images: int = 0
     reused: int = 0
 
@@ -116,8 +116,8 @@ class TextReader(ABC):
         """Divide a batch into passes. Returns the row numbers of each pass."""
         overhead = PASS_OVERHEAD_TOKENS["cpu" if self.device.type == "cpu" else "accelerator"]
         passes = []
-        for shared in sorted({text.shared for text in texts}):
-            group = [row for row, text in enumerate(texts) if text.shared == shared]
+        for prefix_length in sorted({text.prefix_length for text in texts}):
+            group = [row for row, text in enumerate(texts) if text.prefix_length == prefix_length]
             split = split_by_length([texts[row].cost for row in group], overhead)
             passes += [[group[number] for number in numbers] for numbers in split]
         return passes
@@ -125,7 +125,7 @@ class TextReader(ABC):
     def _ids(self, texts: Sequence[PreparedPrompt]) -> torch.Tensor:
         """ids_BL after the shared prefix, padded on the right, on the host."""
         longest = max(text.cost for text in texts)
-        return torch.tensor([text.ids[text.shared :] + [self._pad_id] * (longest - text.cost) for text in texts])
+        return torch.tensor([text.ids[text.prefix_length :] + [self._pad_id] * (longest - text.cost) for text in texts])
 
     @abstractmethod
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
@@ -157,7 +157,7 @@ class PaddedModel(TextReader):
 
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
         ids_BL, lengths_B = inputs
-        self.stats.whole += len(texts)
+        self.stats.full_texts += len(texts)
         return self._run(input_ids=ids_BL, attention_mask=self._mask(ids_BL.shape[1], lengths_B), use_cache=False)
 
     def _mask(self, length: int, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,7 @@ class MaskedModel(TextReader):
 
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
         ids_BL, mask_B11L = inputs
-        self.stats.whole += len(texts)
+        self.stats.full_texts += len(texts)
         return self._run(input_ids=ids_BL, attention_mask=mask_B11L)
 
 
@@ -285,7 +285,7 @@ class PrefixCachedModel(TextReader):
     def positions(self, texts: Sequence[PreparedPrompt], length: int) -> torch.Tensor:
         """Positions of the tokens after the shared prefix, on the host: (B, L), or (3, B, L) for prompts with
         images."""
-        return (texts[0].shared + torch.arange(length)).expand(len(texts), length)
+        return (texts[0].prefix_length + torch.arange(length)).expand(len(texts), length)
 
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
         """ids_BL after the shared prefix, and their positions."""
@@ -294,10 +294,10 @@ class PrefixCachedModel(TextReader):
 
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
         ids_BL, positions = inputs
-        cache = self._caches[texts[0].shared]
-        if texts[0].shared:
-            self.stats.shared += len(texts)
+        cache = self._caches[texts[0].prefix_length]
+        if texts[0].prefix_length:
+            self.stats.prefixed_texts += len(texts)
         else:
-            self.stats.whole += len(texts)
+            self.stats.full_texts += len(texts)
         embeds_BLD = self.embeds(texts, ids_BL)
         return self._run(inputs_embeds=embeds_BLD, position_ids=positions, use_cache=True, past_key_values=cache)

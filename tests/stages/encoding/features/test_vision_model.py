@@ -114,9 +114,9 @@ def test_what_is_no_model_of_pictures_or_draws_by_chance_is_named(tmp_path: Path
         getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**values)).save_pretrained(
             tmp_path / name
         )
-    with pytest.raises(WeightsError, match="text: .* can't compute a vector"):
+    with pytest.raises(WeightsError, match=r"text: .* can't compute a vector"):
         load(tmp_path / "text")
-    with pytest.raises(WeightsError, match="masked: .* different vectors"):
+    with pytest.raises(WeightsError, match=r"masked: .* different vectors"):
         load(tmp_path / "masked")
     (tmp_path / "masked" / "preprocessor_config.json").unlink()
     with pytest.raises(WeightsError, match=r"preprocessor_config\.json"):

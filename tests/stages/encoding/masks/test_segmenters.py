@@ -160,7 +160,7 @@ def test_classes_that_do_not_fit(checkpoint, kind, masks, message) -> None:
         (
             "preprocessor_config.json",
             {"size": {"height": 10**6, "width": 64}},
-            "preprocessor_config.json: size .* 1000000 pixels",
+            "size .* 1000000 pixels",
         ),
         ("preprocessor_config.json", {"size": {"height": 64.5, "width": 64}}, "model can't compute a mask"),
         ("preprocessor_config.json", {"image_std": [1]}, "model can't compute a mask"),

@@ -121,7 +121,7 @@ def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
     captions = [*CAPTIONS[:4], "zebra and a small grey cat", CAPTIONS[5]]
     images = [picture() if encoder.template.with_image else None for _ in captions]
     results = encoded(encoder, [request(encoder.template, *pair) for pair in zip(captions, images, strict=True)])
-    assert (encoder.stats.shared, encoder.stats.whole) == (5, 1)
+    assert (encoder.stats.prefixed_texts, encoder.stats.full_texts) == (5, 1)
     given = list(zip(captions, images, strict=True))
     theirs, exact = ([reference(one, *pair) for pair in given] for one in (half, pipe))
     ours = [(result.embeds, result.pooled) for result in results]

@@ -98,7 +98,7 @@ def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts, pos
         largest = max(largest, (result.embeds - wanted).abs().max().item())
     record_property("largest difference", largest)
     assert largest <= LIMIT
-    assert encoder.stats.shared == len(pairs) and encoder.stats.images == max(counts)
+    assert encoder.stats.prefixed_texts == len(pairs) and encoder.stats.images == max(counts)
     [alone] = encoder.encode([encoder.prepare(asked(encoder, *pairs[2]))])
     made = encoder_of(folder, kind, share_prefix=False, positions=positions)
     [whole] = made.encode([made.prepare(asked(made, *pairs[2]))])
