@@ -42,11 +42,11 @@ def try_backends(
 ) -> Iterator[tuple[str, str, RunError | None]]:
     """Yields each option in use, the backend that it names, and an error if the backend can't compute this model's
     attention."""
-    chosen: dict[str, str] = {"train.attention_backend": config.train.attention_backend}
+    backends: dict[str, str] = {"train.attention_backend": config.train.attention_backend}
     if config.validation.attention_backend and config.validation.prompts:
-        chosen["validation.attention_backend"] = config.validation.attention_backend
+        backends["validation.attention_backend"] = config.validation.attention_backend
     dtype = torch.float32 if train_precision(config.train, config.model) == "float32" else torch.bfloat16
-    for option, name in chosen.items():
+    for option, name in backends.items():
         if name == NATIVE:
             yield option, name, None
             continue
@@ -59,10 +59,10 @@ def try_backends(
             yield option, name, RunError(f"{option} {name}: {error}", f"Set {option} to {NATIVE}.")
             continue
         problem = find_problem(name, head_size, dtype, device, gradient=option.startswith("train"))
-        where = f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {head_size}"
+        target = f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {head_size}"
         refusal = RunError(
-            f"{option}: {name} can't compute attention on {where}: {problem}",
-            f"Install what it needs, or set {option} to {NATIVE}, which is torch's choice for the device.",
+            f"{option}: {name} can't compute attention on {target}: {problem}",
+            f"Install the package that it needs, or set {option} to {NATIVE}, torch's own choice for the device.",
         )
         yield option, name, refusal if problem else None
 
@@ -90,9 +90,9 @@ def find_problem(name: str, head_size: int, dtype: torch.dtype, device: torch.de
     expected = [expected_BLHD, *(torch.autograd.grad(expected_BLHD, exact, weights.double()) if gradient else ())]
     tolerance = TOLERANCE[dtype] if gradient else max(TOLERANCE[dtype], TOLERANCE_8_BITS)
     pairs = zip(results, expected, strict=True)
-    errors = [((result.detach() - other).norm() / other.norm()).item() for result, other in pairs]
+    errors = [((result.detach() - exact_result).norm() / exact_result.norm()).item() for result, exact_result in pairs]
     worst = max(errors, key=lambda error: error if math.isfinite(error) else math.inf)
-    return None if worst <= tolerance else f"its numbers are off by {worst:.2g} of their size"
+    return None if worst <= tolerance else f"the relative error of its numbers is {worst:.2g}"
 
 
 def define_attention(query_BLHD: torch.Tensor, key_BLHD: torch.Tensor, value_BLHD: torch.Tensor) -> torch.Tensor:
@@ -108,12 +108,12 @@ def use_backend(model: Any, family: ModelFamily, name: str) -> None:
 
 
 @contextmanager
-def validation_backend(model: Any, family: ModelFamily, training: str, wanted: str | None) -> Iterator[None]:
-    """Context that uses the backend of the validation prompts, `wanted`, instead of the backend for training."""
-    if wanted is None or wanted == training:
+def validation_backend(model: Any, family: ModelFamily, training: str, name: str | None) -> Iterator[None]:
+    """Context that uses the backend of the validation prompts, `name`, instead of the backend for training."""
+    if name is None or name == training:
         yield
         return
-    use_backend(model, family, wanted)
+    use_backend(model, family, name)
     try:
         yield
     finally:

@@ -79,14 +79,14 @@ def stack(ids: Sequence[str], samples: Sequence[Mapping[str, Array]], pinned: bo
         present = [array for array in arrays if array is not None]
         if len(present) < len(arrays):
             if name not in ABSENT:
-                raise ValueError(f"sample {ids[arrays.index(None)]} has no {name}, and others of its batch have one")
+                raise ValueError(f"sample {ids[arrays.index(None)]} has no {name}, but other samples of its batch do")
             fill = np.full(present[0].shape, ABSENT[name], NUMPY_DTYPES["float32"])
             present = [Array.from_numpy(fill) if array is None else array for array in arrays]
         longest = max(present, key=lambda array: array.shape[:1]) if name in TOKENWISE else present[0]
         start = 1 if name in TOKENWISE else 0
-        if others := {array.shape for array in present if array.shape[start:] != longest.shape[start:]}:
-            shapes = f"{longest.shape} in one sample of a batch and {min(others)} in another"
-            raise ValueError(f"{name} is of shape {shapes}")
+        if other_shapes := {array.shape for array in present if array.shape[start:] != longest.shape[start:]}:
+            shapes = f"{longest.shape} in one sample of a batch and {min(other_shapes)} in another"
+            raise ValueError(f"{name} has the shape {shapes}")
         stacked[name] = copy_arrays(present, longest.shape, pinned)
     return stacked
 
@@ -185,34 +185,34 @@ class BatchLoader:
 
     def step(self, number: int) -> StepBatches:
         """Returns the micro-batches of optimizer step `number` (from 0). Raises DamageError if a shard is damaged."""
-        drawn = self.schedule.step(number, self.rank, self.world)
-        micro_batches = [self._read(number, rows) for rows in drawn]
-        return StepBatches(number, drawn[0].epoch, self.schedule.step_buckets(number), micro_batches)
+        draws = self.schedule.step(number, self.rank, self.world)
+        micro_batches = [self._read(number, rows) for rows in draws]
+        return StepBatches(number, draws[0].epoch, self.schedule.step_buckets(number), micro_batches)
 
-    def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
-        seed, batch = self.schedule.seed, self.reader.read(drawn.rows, self._draw_texts(step, drawn), drawn.bucket)
-        identities = [f"{seed}/{step}/{position}" for position in drawn.positions.tolist()]
+    def _read(self, step: int, draw: MicroBatchRows) -> MicroBatch:
+        seed, batch = self.schedule.seed, self.reader.read(draw.rows, self._draw_texts(step, draw), draw.bucket)
+        identities = [f"{seed}/{step}/{position}" for position in draw.positions.tolist()]
         uniform_B = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
-            uniform_B = spread_uniform(seed, step, drawn.positions, self.schedule.global_batch)
+            uniform_B = spread_uniform(seed, step, draw.positions, self.schedule.global_batch)
         micro_batch = MicroBatch(batch, identities, uniform_B, finite=bool(batch.is_finite()))
         return micro_batch.draw("cpu", self.family) if self.draw_noise else micro_batch
 
-    def _draw_texts(self, step: int, drawn: MicroBatchRows) -> Ints:
-        draws = drawn.positions, drawn.rows, drawn.passes
-        return self.data.row_texts.draw(self.schedule.seed, self.caption_dropout, step, *draws)
+    def _draw_texts(self, step: int, draw: MicroBatchRows) -> Ints:
+        arguments = draw.positions, draw.rows, draw.passes
+        return self.data.row_texts.draw(self.schedule.seed, self.caption_dropout, step, *arguments)
 
     def check_step(self, number: int) -> None:
         """Raise DamageError if a number of the step is NaN or infinite, which a checksum does not detect. The training
         step calls this if a `MicroBatch` is not `finite`; the error names the row."""
-        for drawn in self.schedule.step(number, self.rank, self.world):
-            self.reader.explain(drawn.rows, self._draw_texts(number, drawn))
+        for draw in self.schedule.step(number, self.rank, self.world):
+            self.reader.explain(draw.rows, self._draw_texts(number, draw))
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by threads."""
-        supply, ahead, threads = self.data.supply, self.reading.steps_ahead, self.reading.threads
+        supply, depth, threads = self.data.supply, self.reading.steps_ahead, self.reading.threads
         supply.follow(first)
-        steps = prefetch(self.step, range(first, last), ahead, threads, supply.show_wait, self.check_waiting)
+        steps = prefetch(self.step, range(first, last), depth, threads, supply.show_wait, self.check_waiting)
         with closing(steps):
             try:
                 for batches in steps:

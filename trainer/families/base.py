@@ -110,19 +110,20 @@ class KeptTokens:
         starts_B1 = torch.arange(len(self.positions_BK), device=self.positions_BK.device)[:, None] * self.tokens
         self._rows = (self.positions_BK + starts_B1).flatten()  # row numbers in the tokens of all samples, concatenated
 
-    def take(self, values: torch.Tensor, where: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
-        """(B or 1, N + M, ...) -> (B, K + M, ...). where: positions of the N visual tokens next to M text tokens."""
+    def take(self, values: torch.Tensor, block_tokens: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
+        """(B or 1, N + M, ...) -> (B, K + M, ...). block_tokens: positions of the N visual tokens next to M text
+        tokens."""
         shape = self.positions_BK.shape
-        visual, text = where.divide(values.expand(shape[0], *values.shape[1:]), self.tokens)
-        return where.join(visual.flatten(0, 1).index_select(0, self._rows).unflatten(0, shape), text)
+        visual, text = block_tokens.divide(values.expand(shape[0], *values.shape[1:]), self.tokens)
+        return block_tokens.join(visual.flatten(0, 1).index_select(0, self._rows).unflatten(0, shape), text)
 
-    def restore(self, values: torch.Tensor, where: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
+    def restore(self, values: torch.Tensor, block_tokens: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
         """(B, K + M, D) -> (B, N + M, D): the waiting tokens, with the K kept tokens replaced by `values`."""
         assert self.waiting_BND is not None, "the route's first block has not run"
-        visual, text = where.divide(values, self.positions_BK.shape[1])
+        visual, text = block_tokens.divide(values, self.positions_BK.shape[1])
         waiting = self.waiting_BND.to(values.dtype)
         restored = waiting.flatten(0, 1).index_copy(0, self._rows, visual.flatten(0, 1)).view_as(waiting)
-        return where.join(restored, text)
+        return block_tokens.join(restored, text)
 
 
 class ModelFamily(ABC):
@@ -213,7 +214,7 @@ class ModelFamily(ABC):
         compute them."""
 
     @abstractmethod
-    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
         """Register hooks so that `blocks`, consecutive visual blocks, compute only the kept tokens (B, K, D), which the
         first block gets instead of all tokens. Other values of a token, such as rotary embeddings, are selected in the
         same way. A block may read the waiting tokens (`kept.restore`) if it computes neighboring tokens."""
