@@ -173,7 +173,7 @@ def _predict(
     for option, name, refusal in try_backends(config, family, torch_device):
         backends.append({"option": option, "backend": name, "device": str(torch_device), "usable": refusal is None})
         if refusal is not None:
-            console.warn(f"{refusal.message}; training would end with this error. {refusal.next_step}")
+            console.warn(f"{refusal.message.rstrip('.')}; training would end with this error. {refusal.next_step}")
     return details | {"attention": backends}
 
 

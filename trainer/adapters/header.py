@@ -250,7 +250,7 @@ def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], mod
     path>" -> shape. model: name of the model in the message."""
     if missing_modules := [name for name in adapter.layers if name not in weights]:
         raise AdapterError(
-            f"{adapter.path} adapts {len(adapter.layers)} modules, and {model} has no {len(missing_modules)} of them: "
+            f"{model} lacks {len(missing_modules)} of the {len(adapter.layers)} modules that {adapter.path} adapts: "
             f"{printable(', '.join(missing_modules[:3]))}",
             "It was made for another model: set model.family, model.flavour or model.path, or name another file.",
         )
