@@ -74,7 +74,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
     with (
         metrics.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
         metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show, run.new_set) as record,
-        run.watch.sharing_errors(last=True),
+        run.watch.sharing_errors(is_last=True),
     ):
         try:
             if continued is None or continued.state.validation_due:
@@ -185,7 +185,7 @@ class StepNumbers:
         self.measured: dict[str, Any] = {}
         self.metrics: dict[str, Any] | None = None
         values = torch.cat([sums, norm.detach().reshape(1).to(sums)])
-        self.finite = torch.cat([values[: losses.buckets], values[-1:]]).isfinite().all().float()
+        self.is_finite = torch.cat([values[: losses.buckets], values[-1:]]).isfinite().all().float()
         self._values = HostCopy(values)
 
     def read(self) -> tuple[dict[str, Any], float]:
@@ -223,12 +223,12 @@ def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None =
     early_metrics = {"lr": rate, "epoch": data.epoch, "buckets": data.buckets}
     numbers = StepNumbers(step, measured, sums, norm, early_metrics)
     if run.reads_late:
-        run.optimizer.found_inf = 1 - numbers.finite  # type: ignore[attr-defined]  # as torch's GradScaler does
+        run.optimizer.found_inf = 1 - numbers.is_finite  # type: ignore[attr-defined]  # as torch's GradScaler does
         run.optimizer.step()
         if earlier is not None:
             finish_step(run, earlier)
         if run.average is not None:
-            run.average.update(run.trainable, numbers.finite)
+            run.average.update(run.trainable, numbers.is_finite)
     elif "skipped" not in finish_step(run, numbers):
         run.optimizer.step()
         if run.average is not None:
@@ -286,7 +286,7 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
     config, device = run.config, run.accelerator.device
     device_batch = micro_batch.draw(device, config.model.family_spec)
     assert device_batch.noise_BCTHW is not None
-    if not micro_batch.finite:
+    if not micro_batch.is_finite:
         run.loader.check_step(number)
     shift = run_state.train_shift(config.train, config.model, device_batch.batch.bucket)
     trained = config.expert.range if config.expert else flow.ALL_SIGMAS
@@ -373,7 +373,7 @@ def save_checkpoint(run: TrainState, step: int, validation_due: bool = False) ->
     formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
     write = lambda to: export(run, step, to, formats)  # noqa: E731
     with activity(f"writing the checkpoint of step {step}"):
-        path = checkpoint.save(folder, state, run.trainable, run.optimizer, averages, write, main=run.is_main)
+        path = checkpoint.save(folder, state, run.trainable, run.optimizer, averages, write, is_main=run.is_main)
     if run.is_main:
         best = best_checkpoint(run.folder)
         checkpoint.prune(folder, settings.keep_checkpoints, settings.keep_every, [best.step] if best else [])

@@ -69,10 +69,10 @@ class StageState:
 
 
 def find_state(
-    stage: StageNames, fingerprint: str, plan: Plan, locations: MediaLocations, retry: bool, only: frozenset[str] | None
+    stage: StageNames, fingerprint: str, plan: Plan, locations: MediaLocations, retry: bool, ids: frozenset[str] | None
 ) -> StageState:
     """Compare the plan's units with the existing shards. locations: locations of the plan's media. retry: whether to
-    encode every unit with rejected members again. only: ids of the units to encode; None for all."""
+    encode every unit with rejected members again. ids: ids of the units to encode; None for all."""
     wanted_ids = plan.active_text_ids if stage.member_kind == "text" else plan.active_sample_ids
     units = plan.units(stage.member_kind)
     missing_count = len(wanted_ids) - (pc.sum(pc.is_in(wanted_ids, value_set=_list_members(units))).as_py() or 0)
@@ -95,7 +95,7 @@ def find_state(
     wanted_before = np.concatenate([[0], np.cumsum(is_wanted)])  # over the members of all units
     numbers = np.diff(wanted_before[np.cumsum([0, *(len(unit.members) for unit in units)])]).tolist()
     counts = {unit.unit_id: count for unit, count in zip(units, numbers, strict=True)}
-    units = [unit for unit in units if only is None or unit.unit_id in only]
+    units = [unit for unit in units if ids is None or unit.unit_id in ids]
     return StageState(stage, plan, fingerprint, units, wanted_ids, counts, shard_paths, retry_units, rejected, damaged)
 
 

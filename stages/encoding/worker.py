@@ -83,7 +83,7 @@ class UnitWorker(ABC):
     def cost(self, batch: list[Any]) -> int:
         """The cost of a batch of these members, in the unit of `batch_limit`."""
 
-    def indivisible(self, batch: list[Any], limit: int) -> bool:
+    def is_indivisible(self, batch: list[Any], limit: int) -> bool:
         """Whether the batch can't be made smaller."""
         return len(batch) == 1
 
@@ -188,7 +188,7 @@ class UnitWorker(ABC):
                 shard.drop()
                 if not model_loading.is_out_of_memory(error):
                     raise
-                if shard.batch and self.indivisible(shard.batch, limit):
+                if shard.batch and self.is_indivisible(shard.batch, limit):
                     problem = str(error).strip().partition("\n")[0]
                     raise LatentpressError(f"out of memory with a batch of one: {problem}", self.advice) from error
             if limit == self.batch_limit:
@@ -216,7 +216,7 @@ class FrameWorker(UnitWorker):
         """Number of frames in the batch."""
         return sum(map(len, batch))
 
-    def indivisible(self, batch: list[Any], limit: int) -> bool:
+    def is_indivisible(self, batch: list[Any], limit: int) -> bool:
         """Whether a pass has only one frame: a clip may take several passes of at most `limit` frames."""
         return min(self.cost(batch), limit) <= 1
 

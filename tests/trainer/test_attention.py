@@ -141,7 +141,7 @@ def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, output: floa
         return output * (gradient * found + (1 - gradient) * found.detach()) if gradient else found.detach()
 
     cpu = torch.device("cpu")
-    assert find_problem("_native_math", 16, torch.float32, cpu, gradient=True) is None
+    assert find_problem("_native_math", 16, torch.float32, cpu, has_gradient=True) is None
     monkeypatch.setattr(attention, "dispatch_attention_fn", wrong)
-    problem = find_problem("_native_math", 16, torch.float32, cpu, gradient=True)
+    problem = find_problem("_native_math", 16, torch.float32, cpu, has_gradient=True)
     assert problem is not None and ("relative error" in problem or "does not require grad" in problem)

@@ -342,16 +342,16 @@ def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> A
 
     weights: "<component>.<module path>" of the model's weights. model: name of the model in messages.
     """
-    names, flat = list(weights), adapter.format == "lycoris"
+    names, is_flat = list(weights), adapter.format == "lycoris"
     model_names = set(names)
-    if not flat and model_names.issuperset(adapter.layers):
+    if not is_flat and model_names.issuperset(adapter.layers):
         return adapter
-    meanings = [*_meanings(names, flat)]
+    meanings = [*_meanings(names, is_flat)]
     layers = dict[str, Layer]()
     for name, layer in adapter.layers.items():
-        key = flat_name(name) if flat else name
+        key = flat_name(name) if is_flat else name
         candidates = next((table[key] for table in meanings if key in table), [(name,)])
-        if not flat and name in model_names:
+        if not is_flat and name in model_names:
             candidates = [(name,)]
         if len(candidates) > 1:
             paths = ", ".join(path for path, *_ in candidates)
@@ -366,28 +366,28 @@ def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> A
     return replace(adapter, layers=layers)
 
 
-def _meanings(weights: Sequence[str], flat: bool) -> Iterator[dict[str, list[tuple[str, ...]]]]:
+def _meanings(weights: Sequence[str], is_flat: bool) -> Iterator[dict[str, list[tuple[str, ...]]]]:
     """Tables of names: one for diffusers' names, and one for each set of names that other programs use for a family.
 
     Each table maps a name -> its possible meanings. A meaning is the path of one module, or the paths of the modules
     whose outputs the named layer concatenates.
     """
     model_names = set(weights)
-    tables: dict[tuple[tuple[str, str], ...], Joined] = {DIFFUSERS_NAMES.paths: ()} if flat else {}
+    tables: dict[tuple[tuple[str, str], ...], Joined] = {DIFFUSERS_NAMES.paths: ()} if is_flat else {}
     for family in FAMILIES.values():
         tables |= {family.comfyui_names.paths: (), family.original_names.paths: family.original_names.joined}
     for paths, joined in tables.items():
         table = defaultdict[str, list[tuple[str, ...]]](list)
         for name in weights:
             foreign_name = rename(name, paths)
-            table[flat_name(foreign_name) if flat else foreign_name].append((name,))
+            table[flat_name(foreign_name) if is_flat else foreign_name].append((name,))
             for joint, (first, *next_ends) in joined:
                 if name.endswith(f".{first}"):
                     start = name.removesuffix(first)
                     modules = (name, *(start + end for end in next_ends))
                     if model_names.issuperset(modules):
                         foreign_name = rename(start + joint, paths)
-                        table[flat_name(foreign_name) if flat else foreign_name].append(modules)
+                        table[flat_name(foreign_name) if is_flat else foreign_name].append(modules)
         yield table
 
 

@@ -47,11 +47,11 @@ class TokenGrid:
 @dataclass(frozen=True)
 class BlockTokens:
     """The positions of the visual tokens in the hidden states (B, L, D) of a visual block: in its first argument, and
-    in its output. output: index of the hidden states if the block returns several outputs. last: whether visual tokens
-    come after the text tokens in dim 1; otherwise they come first, and text tokens may follow."""
+    in its output. output: index of the hidden states if the block returns several outputs. is_text_first: whether
+    visual tokens come after the text tokens in dim 1; otherwise they come first, and text tokens may follow."""
 
     output: int | None = None
-    last: bool = False
+    is_text_first: bool = False
 
     def read_output(self, output: Any) -> torch.Tensor:
         return output if self.output is None else output[self.output]
@@ -64,13 +64,13 @@ class BlockTokens:
     def divide(self, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, L, ...) -> the values of `count` visual tokens, and the values of the text tokens."""
         text = values.shape[1] - count
-        return (values[:, text:], values[:, :text]) if self.last else (values[:, :count], values[:, count:])
+        return (values[:, text:], values[:, :text]) if self.is_text_first else (values[:, :count], values[:, count:])
 
     def join(self, visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """The inverse of `divide`."""
         if not text.shape[1]:
             return visual
-        return torch.cat([text, visual] if self.last else [visual, text], 1)
+        return torch.cat([text, visual] if self.is_text_first else [visual, text], 1)
 
 
 FIRST_TOKENS = BlockTokens()

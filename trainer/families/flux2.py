@@ -23,7 +23,7 @@ from trainer.batch import Batch
 from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments
 
 FAMILY = FAMILIES["flux2-klein"]
-DOUBLE, SINGLE = BlockTokens(output=1, last=True), BlockTokens(last=True)
+DOUBLE, SINGLE = BlockTokens(output=1, is_text_first=True), BlockTokens(is_text_first=True)
 
 
 REFERENCE_DISTANCE = 10  # of the first reference's frame id from the image's, and between references

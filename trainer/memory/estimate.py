@@ -145,8 +145,8 @@ def estimate_memory(
     )
     offloaded = hosted + moved + average - near
     if sharded:
-        cast = gathered_dtype(settings, autocast) is not None
-        sizes = [gathered_bytes(block, cast) for block in family.blocks(model)]
+        is_cast = gathered_dtype(settings, autocast) is not None
+        sizes = [gathered_bytes(block, is_cast) for block in family.blocks(model)]
         base = parts[0] - sum(gathered_bytes(block, False) for block in family.blocks(model))
         parts, shards = share_parts(parts, base, sizes, settings.parallel, ranks)
         offloaded += shards
@@ -179,9 +179,9 @@ def share_parts(parts: Parts, base: int, blocks: Sequence[int], settings: Parall
     return (base + gathered + weights, gradients, state, average), 0
 
 
-def gathered_bytes(block: torch.nn.Module, cast: bool) -> int:
-    """Bytes of a block's weights. cast: whether weights that autocast casts count in bfloat16 instead of float32."""
-    cast_parts = [part for part in block.modules() if cast and isinstance(part, AUTOCAST)]
+def gathered_bytes(block: torch.nn.Module, is_cast: bool) -> int:
+    """Bytes of a block's weights. is_cast: whether weights that autocast casts count in bfloat16 instead of float32."""
+    cast_parts = [part for part in block.modules() if is_cast and isinstance(part, AUTOCAST)]
     return sum_bytes(block.parameters()) - sum(sum_bytes(part.parameters(recurse=False)) for part in cast_parts) // 2
 
 

@@ -44,7 +44,7 @@ class MaskedLossMethod(Method):
         this runs before later methods register hooks."""
         self._base_BCTHW = None
         if self.settings.prior_weight:  # without masks, too: ranks that share a model need equal numbers of passes
-            self._base_BCTHW = step.predict(step.noisy_BCTHW, step.sigma_B, step.batch, base=True)
+            self._base_BCTHW = step.predict(step.noisy_BCTHW, step.sigma_B, step.batch, without_adapter=True)
         yield
 
     def loss_weight(self, step: MethodStep) -> torch.Tensor | None:

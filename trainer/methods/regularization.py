@@ -25,7 +25,7 @@ class RegularizationMethod(Method):
         device = step.sigma_B.device
         device_rows = to_device(selected, device)
         noisy_BCTHW, sigma_B = step.noisy_BCTHW[device_rows], step.sigma_B[device_rows]
-        base = step.predict(noisy_BCTHW, sigma_B, step.batch.select(selected), base=True)
+        base = step.predict(noisy_BCTHW, sigma_B, step.batch.select(selected), without_adapter=True)
         step.target_BCTHW = step.target_BCTHW.index_copy(0, to_device(rows, device), base[: len(rows)])
 
     def loss_weight(self, step: MethodStep) -> torch.Tensor | None:

@@ -52,20 +52,20 @@ def save(
     optimizer: torch.optim.Optimizer,
     averages: Mapping[str, torch.Tensor] | None = None,
     export: Export = lambda _: {},
-    main: bool = True,
+    is_main: bool = True,
 ) -> Path:
     """Write or replace `folder`/step-<step>; returns its path. All processes must call this function.
 
     state: state.json, without `weights` and `shards`, which are added. averages: name -> moving average of the weight;
     None if the run has no moving average. export: function that writes the adapter or model; weights that it writes bit
-    for bit are not written a second time. main: whether this process writes the tensors that are not sharded.
+    for bit are not written a second time. is_main: whether this process writes the tensors that are not sharded.
     """
     final = folder / f"step-{state.step:06d}"
     states, description = optimizer_state.collect(trainable, optimizer)
     states |= {f"ema/{name}": value for name, value in (averages or {}).items()}
     everything = {**states, **{WEIGHTS_PREFIX + name: weight for name, weight in trainable.items()}}
     shards = {name: value for name, value in everything.items() if is_sharded([value])}
-    if not main:
+    if not is_main:
         save_shards(shards)
         export(None)
         return final

@@ -63,15 +63,15 @@ class StopRequest:
         return self._handler.reason or "a signal to another rank"
 
     @contextmanager
-    def on_signals(self, folder: Path, settings: Train, main: bool) -> Iterator[None]:
-        """Context that receives signals. Its body ends early, without an error, if no step has been trained yet. main:
-        whether this process reports the steps that a second Ctrl-C loses."""
+    def on_signals(self, folder: Path, settings: Train, is_main: bool) -> Iterator[None]:
+        """Context that receives signals. Its body ends early, without an error, if no step has been trained yet.
+        is_main: whether this process reports the steps that a second Ctrl-C loses."""
 
         def end_at_once() -> TrainingInterrupted:
             clear_failure(folder)
             return TrainingInterrupted(folder, settings)
 
-        if main:
+        if is_main:
             self._handler.error = end_at_once
         else:
             speak_by(None)

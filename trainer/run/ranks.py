@@ -68,7 +68,7 @@ class RunFiles:
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.folder, self._accelerator = folder, accelerator
-        self.main, self.hosts = accelerator.is_main_process, self.gathered(socket.gethostname())
+        self.is_main, self.hosts = accelerator.is_main_process, self.gathered(socket.gethostname())
 
     def require_shared(self) -> None:
         """OutputMismatch if a rank does not see the folder of rank 0, which writes checkpoints and the result."""
@@ -76,7 +76,7 @@ class RunFiles:
             return
         self.folder.mkdir(parents=True, exist_ok=True)  # also refreshes NFS's cache of the folder
         token = self.folder / self.from_main(f".shared-{uuid.uuid4().hex}")
-        if self.main:
+        if self.is_main:
             token.touch()
         self._accelerator.wait_for_everyone()
         visibility = self.gathered(token.exists())
@@ -91,7 +91,7 @@ class RunFiles:
     def checkpoint(self, newest: resume.Checkpoint | None) -> resume.Checkpoint | None:
         """The checkpoint that rank 0 has found, on every rank. newest: ignored on other ranks."""
         name = self.from_main(None if newest is None else newest.path.name)
-        if name is None or self.main:
+        if name is None or self.is_main:
             return newest
         return resume.read_checkpoint(self.folder / "checkpoints" / name, verify=False)
 
@@ -213,19 +213,19 @@ class RankWatch:
             for work in (self._run, self._watch_store):
                 threading.Thread(target=work, name="rank-watch", daemon=True).start()
 
-    def note(self, activity: str | None = None, *, alone: bool = False) -> None:
+    def note(self, activity: str | None = None, *, in_turns: bool = False) -> None:
         """Record that the main thread has made progress. All ranks call it equally often.
 
-        activity: the activity that begins. alone: whether the progress is in work that ranks do in turns or at
+        activity: the activity that begins. in_turns: whether the progress is in work that ranks do in turns or at
         different speeds. It is not counted then, because it does not put a rank ahead of the rest.
         """
-        self._count, self._moved = self._count + (not alone), time.monotonic()
+        self._count, self._moved = self._count + (not in_turns), time.monotonic()
         self._activity = activity or self._activity
 
     @contextmanager
-    def sharing_errors(self, last: bool = False) -> Iterator[None]:
+    def sharing_errors(self, is_last: bool = False) -> Iterator[None]:
         """Context that reports an error of its body to all ranks. An error that another rank has caused is replaced by
-        RankLostError. last: whether other ranks may end after the body."""
+        RankLostError. is_last: whether other ranks may end after the body."""
         try:
             try:
                 yield
@@ -239,7 +239,7 @@ class RankWatch:
                 self._fail(error)
             self._ended.set()
             raise
-        if last:
+        if is_last:
             self._ended.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -272,15 +272,15 @@ class RankWatch:
         broken connection, and a request to it takes a quarter of an hour to fail."""
         while not self._ended.wait(self._interval):
             if time.monotonic() - self._heard > self._timeout:
-                self._end(f"{STORE} has not answered for {self._timeout:g} s", tell=False)
+                self._end(f"{STORE} has not answered for {self._timeout:g} s", is_shared=False)
 
-    def _end(self, message: str, tell: bool = True) -> None:
+    def _end(self, message: str, is_shared: bool = True) -> None:
         """End this process, because its main thread may wait forever. First give the process up to ANSWER_S to end by
-        itself, since it may fail for the same reason and report it in more detail. tell: whether to write `message` for
-        the other ranks."""
+        itself, since it may fail for the same reason and report it in more detail. is_shared: whether to write
+        `message` for the other ranks."""
         if self._ended.wait(min(ANSWER_S, self._timeout / 2)):
             return
-        if tell:
+        if is_shared:
             with suppress(RuntimeError):
                 self._store.set("ended", message)
         if self.rank == 0:

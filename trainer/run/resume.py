@@ -204,13 +204,13 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
+def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], allows_new_data: bool = False) -> None:
     """ResumeError with every difference between the checkpoint's signature and `signature`. Keys that are missing in
     `signature` are not compared, so most keys can be compared before a model is loaded. A missing "assistant" is
-    compared as None, since the run then has no assistant. new_data: whether the training data may differ."""
+    compared as None, since the run then has no assistant. allows_new_data: whether the training data may differ."""
     saved = checkpoint.state.terms
     current = {"assistant": None} | json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
-    if new_data:
+    if allows_new_data:
         current["data"] = saved.get("data")
         if isinstance(saved.get("shuffle_shards"), dict) and isinstance(current.get("shuffle_shards"), dict):
             current["shuffle_shards"]["rows of shards"] = saved["shuffle_shards"].get("rows of shards")

@@ -156,7 +156,7 @@ def prepare_training(
             signature = run_state.resume_signature(config, data, schedule)
             refuse_differences(files.gathered(describe_rank(config, data, signature)), files.hosts)
             files.require_shared()
-        state = run_state.find_resume_state(config, data, schedule) if files.main else None
+        state = run_state.find_resume_state(config, data, schedule) if files.is_main else None
         if store is not None:
             progress = (state.step, first_step(state.data_changes)) if state else (0, 0)
             at_main = run_state.is_finished(config, state), *progress, secrets.token_hex(8)
@@ -191,7 +191,7 @@ def prepare_run(
     if settings.parallel.strategy == "fsdp2" and not sharded:
         console.log("train.parallel.strategy fsdp2: with a single process, the model is not sharded")
     draws = {"low_discrepancy": settings.timesteps.low_discrepancy, "draw_noise": device.type == "cpu"}
-    memory: dict[str, Any] = {"reading": settings.reading, "pinned": pins_memory(device)}
+    memory: dict[str, Any] = {"reading": settings.reading, "is_pinned": pins_memory(device)}
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, **draws, **memory)
     with activity("loading diffusers", at_once=True):
         family = module_of(config.model.family_spec)
@@ -235,7 +235,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     "base weights" and "transformer" to the run's signature."""
     config, console, family, device = run.config, run.console, run.family, run.accelerator.device
     settings, home = config.train, loading_device(config.train.offload, sharded, device)
-    run.watch.note("loading the transformer", alone=True)
+    run.watch.note("loading the transformer", in_turns=True)
     target = f"on {device}, computing in {train_precision(config.train, config.model)}"
     with console.activity(f"loading the transformer of {config.model.source} {target}", keep=True):
         model, autocast = load_transformer(config, family, home, load)
@@ -246,14 +246,14 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
             fingerprint_base(config.model, config.part, config.root) if load is None else None
         )
         if settings.quantized:
-            run.watch.note("quantizing the base", alone=True)
+            run.watch.note("quantizing the base", in_turns=True)
             with console.activity(f"quantizing the base to {settings.base_precision}", keep=True):
                 remark = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
             run.log(remark)
         if assistant := read_assistant(config.model):
             add_assistant(model, assistant, autocast or choose_dtypes(config.train, config.model)[0])
             run.log(f"using the assistant {shown_path(assistant.path)}, except for samples")
-        run.watch.note("adding the trained weights", alone=True)
+        run.watch.note("adding the trained weights", in_turns=True)
         with activity("adding the trained weights"):
             make_trainable(model, family, settings.adapter, settings.weight_precision)
     run.signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
@@ -343,7 +343,7 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
     """Load the expert that `config` trains. result: the result saved by its run; None if the run is not finished."""
     family, device, settings = run.family, run.accelerator.device, config.train
     home, name = loading_device(settings.offload, sharded, device), f"the expert {settings.experts}"
-    run.watch.note(f"loading {name}", alone=True)
+    run.watch.note(f"loading {name}", in_turns=True)
     source = config
     if result is not None and settings.adapter.type == "full":
         saved = config.model.changed(path=str(result.parent), revision=None)

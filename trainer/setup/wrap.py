@@ -77,7 +77,7 @@ class Denoiser(torch.nn.Module):
 
     @torch.no_grad()
     def predict(
-        self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, base: bool = False
+        self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, without_adapter: bool = False
     ) -> torch.Tensor:
         """Implements `methods.base.Predict` for training.
 
@@ -88,7 +88,7 @@ class Denoiser(torch.nn.Module):
         for part in parts:
             part.eval()
         try:
-            with adapter_off(self.model) if base else nullcontext():
+            with adapter_off(self.model) if without_adapter else nullcontext():
                 return self(noisy_BCTHW, sigma_B, batch)
         finally:
             for part in parts:

@@ -194,7 +194,7 @@ class QwenInputs(ModelInputs):
             if pixels in items[0].vision:
                 sizes = torch.cat([item.vision[grid] for item in items])
                 all_pixels = torch.cat([item.vision[pixels] for item in items])
-                tensors = vision_features(self._model, all_pixels, sizes, device, clips=kind == "video")
+                tensors = vision_features(self._model, all_pixels, sizes, device, are_clips=kind == "video")
                 features[kind] = VisionFeatures(tensors)
         return {"mm_encoder_outputs": features}
 

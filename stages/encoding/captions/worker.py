@@ -120,7 +120,7 @@ def find_fault(text: str, is_complete: bool, max_tokens: int, forbidden: Sequenc
     if "\0" in text:
         step = "change caption.prompts, or write a caption"
         return Fault("caption-zero-bytes", f"has a caption with zero bytes: {quoted}", step)
-    if repeats(words, text):
+    if has_repeats(words, text):
         step = "set caption.repetition_penalty: 1.05 or a caption.temperature, or write a caption"
         return Fault("repeating-caption", f"has a caption that repeats itself: {quoted}", step)
     if not is_complete:
@@ -138,7 +138,7 @@ def quote(text: str) -> str:
     return '"' + " ".join(text.split()).replace("; ", ", ") + '"'
 
 
-def repeats(words: Sequence[str], text: str) -> bool:
+def has_repeats(words: Sequence[str], text: str) -> bool:
     """Whether a phrase occurs more than MOST_REPEATS times in a row, or a sentence or tag that often in the whole
     text."""
     for length in range(1, min(MAX_PHRASE, len(words) // (MAX_REPEATS + 1)) + 1):

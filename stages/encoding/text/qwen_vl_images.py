@@ -119,7 +119,7 @@ class CachedImageProcessor:
 
 
 def vision_features(
-    model: Any, pixels: torch.Tensor, grid_N3: torch.Tensor, device: torch.device, clips: bool = False
+    model: Any, pixels: torch.Tensor, grid_N3: torch.Tensor, device: torch.device, are_clips: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """Features (tokens, D) of each picture or, with clips=True, of each clip. Positions and windows are computed here,
     because the model would wait for the device to read the sizes. model: the Qwen2_5_VLModel. pixels: patches, on the
@@ -136,7 +136,7 @@ def vision_features(
     pixels, positions, order, *moved = to_device_together(host, device)
     ends, windows = moved or (ends, windows)
     prepared = {"position_ids": positions, "window_index": order, "cu_seqlens": ends, "cu_window_seqlens": windows}
-    encode = model.get_video_features if clips else model.get_image_features
+    encode = model.get_video_features if are_clips else model.get_image_features
     return tuple(encode(pixels, grid_N3, **prepared, **longest).pooler_output)
 
 
