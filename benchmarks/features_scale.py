@@ -30,8 +30,8 @@ from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.tables import MEASURES
 from stages.encoding.features.comparison import (
-    LEAST_FEATURES,
-    LEAST_LAYOUT,
+    MIN_FEATURES_COSINE,
+    MIN_LAYOUT_COSINE,
     NEIGHBORS,
     ComparedItems,
     find_clusters,
@@ -124,7 +124,9 @@ def write_items(store: Store, count: int, width: int) -> tuple[Any, list[tuple[s
             done[name] = write_shard(store, meta, rows[begin : begin + IN_SHARD])
     plan = SimpleNamespace(sample_table=pa.table({"sample_id": ids, "kind": ["image"] * len(ids)}))
     units = [Unit(name, "items", "448x448@1", (), 0) for name in done]
-    return SimpleNamespace(wanted_ids=pa.array(ids), units=units, done=done, fingerprint="bench", plan=plan), copies
+    return SimpleNamespace(
+        wanted_ids=pa.array(ids), units=units, shard_paths=done, fingerprint="bench", plan=plan
+    ), copies
 
 
 def measured(what: str, work: Callable[[], Any]) -> Any:
@@ -145,7 +147,7 @@ def exact_pairs(layouts: np.ndarray, rows: np.ndarray) -> list[tuple[int, int, f
         best = likeness.max(0)
         best[row] = -1
         near = np.argpartition(-best, NEIGHBORS)[:NEIGHBORS]
-        found += [(row, int(other), float(best[other])) for other in near if best[other] >= LEAST_LAYOUT]
+        found += [(row, int(other), float(best[other])) for other in near if best[other] >= MIN_LAYOUT_COSINE]
     return found
 
 
@@ -162,7 +164,7 @@ def print_recall(items: ComparedItems, copies: list[tuple[str, str]], ways: dict
         for case in range(len(COPY_SIDES)):
             of_side = [tuple(sorted((place[a], place[b]))) for a, b in copies[case :: len(COPY_SIDES)]]
             cells.append(f"{sum(pair in there for pair in of_side) / max(1, len(of_side)):.3f}")
-        for least in (LEAST_LAYOUT, 0.8):
+        for least in (MIN_LAYOUT_COSINE, 0.8):
             wanted = [tuple(sorted((a, b))) for a, b, likeness in exact if likeness >= least]
             cells.append(f"{sum(pair in there for pair in wanted) / max(1, len(wanted)):.3f} of {len(wanted)}")
         print_row(name, *cells)
@@ -186,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     measured("outliers", lambda: find_outliers(neighbors, options.items))
     by_layouts = measured("candidates by layouts", lambda: find_layout_candidates(items.layouts))
     measured("clusters", lambda: find_clusters(items.vectors, None))
-    by_vectors = likeliest(neighbors, LEAST_FEATURES)
+    by_vectors = likeliest(neighbors, MIN_FEATURES_COSINE)
     print_recall(items, copies, {"layouts": by_layouts.pairs, "vectors": by_vectors.pairs}, options.sample)
 
 

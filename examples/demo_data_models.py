@@ -47,7 +47,7 @@ def train_describer(captions: dict[Path, str], checkpoint: Path) -> None:
     """Train the checkpoint's text encoder, in place, to describe these photographs and parts of them."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    from stages.encoding.captions.describer import QwenInputs, Shown
+    from stages.encoding.captions.describer import ItemFrames, QwenInputs
     from stages.planning.items import fit_sizes
 
     torch.manual_seed(0)
@@ -58,8 +58,8 @@ def train_describer(captions: dict[Path, str], checkpoint: Path) -> None:
         for (part,) in _parts(Image.open(path)):
             width, height = (np.array([side]) for side in part.size)
             across, down = fit_sizes(width, height, DESCRIBED**2, PIXEL_MULTIPLE)
-            shown = Shown((np.asarray(part.resize((int(across[0]), int(down[0])), Image.Resampling.LANCZOS)),))
-            item = inputs.prepare(shown, [PRESETS[PROMPT]], 0)
+            frames = ItemFrames((np.asarray(part.resize((int(across[0]), int(down[0])), Image.Resampling.LANCZOS)),))
+            item = inputs.prepare(frames, [PRESETS[PROMPT]], 0)
             question = item.texts[0]["input_ids"]
             marks = (question == inputs.tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
             texts = {

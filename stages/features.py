@@ -58,7 +58,7 @@ def _find_table(store: Store, name: str, state: StageState, console: Console) ->
     except DamageError as damage:
         console.warn(f"{damage.message}; the items are compared again")
         return None
-    rejected = pa.array([row["item"] for row in state.rejects], pa.string())
+    rejected = pa.array([row["item"] for row in state.rejected_members], pa.string())
     encoded = state.wanted_ids.filter(pc.invert(pc.is_in(state.wanted_ids, value_set=rejected)))
     samples = state.plan.sample_table
     items = pc.count_distinct(samples["media_id"].filter(pc.is_in(samples["sample_id"], value_set=encoded))).as_py()

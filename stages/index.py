@@ -58,7 +58,7 @@ def run(
     states = {kind: stage.state(store, config, plan) for kind, stage in kinds.items()}
     encoded = {}
     for kind, state in states.items():
-        paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
+        paths = [state.shard_paths[unit.unit_id] for unit in state.units if unit.unit_id in state.shard_paths]
         with activity(f"reading the contents of {len(paths)} {kind} shards"):
             encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
     rejects = _list_rejects(plan, encoded)

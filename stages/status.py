@@ -220,7 +220,7 @@ def _library_versions(
     rows = []
     for stage, state in states:
         modified = {f"{stage.kind}/{entry.name}": entry.modified for entry in entries[stage.kind]}
-        paths = sorted(state.done.values(), key=lambda path: (modified.get(path, 0.0), path))
+        paths = sorted(state.shard_paths.values(), key=lambda path: (modified.get(path, 0.0), path))
         opened = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS)
         versions, damaged = defaultdict[str, set[str]](set), list[str]()
         for path in opened:

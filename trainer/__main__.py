@@ -50,8 +50,8 @@ CardOption = Annotated[
         metavar="GIB",
         min=0.1,
         max=10_000,
-        help="With --dry-run: whether encode-text, encode-latents and train fit a card with so much memory, from the "
-        "configuration alone.",
+        help="With --dry-run: predict from the configuration alone whether encode-text, encode-latents and train fit a "
+        "card with this memory.",
     ),
 ]
 
@@ -132,7 +132,7 @@ def run(
 def report_card(config: Config, options: Options, card: float, ranks: int) -> Report:
     """`trainer.memory.card_fit.check_card`, with readable errors for an invalid config.json of a model."""
     if not options.dry_run:
-        raise RunError("--card asks what would fit and does nothing", "Add --dry-run, or leave --card out.")
+        raise RunError("--card only predicts memory and needs --dry-run", "Add --dry-run, or remove --card.")
     with garbage_collection_paused(), activity("loading torch", at_once=True):
         from trainer.memory.card_fit import check_card
         from trainer.setup.load import explain_checkpoint_errors
@@ -163,17 +163,17 @@ def _predict(
     buckets = [bucket.name for bucket in schedule.buckets]
     family = module_of(config.model.family_spec)
     try:
-        chosen = find_device(device)
+        torch_device = find_device(device)
     except DeviceNotFound as error:
-        console.warn(f"the device is not checked, nor are attention backends: {error}")
+        console.warn(f"the device and the attention backends are not checked: {error}")
         return predict_step(config, shape, buckets, ranks, console.warn) | {"attention": []}
-    check_training(config, family, chosen, console.warn, buckets, data, ranks)
+    check_training(config, family, torch_device, console.warn, buckets, data, ranks)
     details = predict_step(config, shape, buckets, ranks, console.warn)
     backends = list[dict[str, Any]]()
-    for option, name, refusal in try_backends(config, family, chosen):
-        backends.append({"option": option, "backend": name, "device": str(chosen), "usable": refusal is None})
+    for option, name, refusal in try_backends(config, family, torch_device):
+        backends.append({"option": option, "backend": name, "device": str(torch_device), "usable": refusal is None})
         if refusal is not None:
-            console.warn(f"{refusal.message} Training here would end with that. {refusal.next_step}")
+            console.warn(f"{refusal.message.rstrip('.')}; training would end with this error. {refusal.next_step}")
     return details | {"attention": backends}
 
 
@@ -192,13 +192,13 @@ def report_finished(report: Report, config: Config) -> Report:
     return report
 
 
-def read_launch_variable(name: str, alone: int) -> int:
+def read_launch_variable(name: str, minimum: int) -> int:
     """A number that torchrun or accelerate sets in the environment of each process."""
-    text = os.environ.get(name, str(alone))
-    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < alone:
+    text = os.environ.get(name, str(minimum))
+    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < minimum:
         raise RunError(
-            f"the environment variable {name} is {text!r}, no number from {alone} on",
-            "It is set by torchrun or accelerate launch; unset it to train in one process.",
+            f"the environment variable {name} is {text!r}, not an integer >= {minimum}",
+            "torchrun or accelerate launch sets it; unset it to train in one process.",
         )
     return int(text)
 
@@ -234,31 +234,31 @@ def log_warnings(
         small = ", ".join(f"{short.name} ({short.distinct})" for short in schedule.small_buckets)
         console.warn(
             f"buckets with fewer samples than train.batch_size ({schedule.batch_size}), whose micro-batches repeat "
-            f"some: {small}. {small_bucket_advice(schedule.small_buckets)}"
+            f"samples: {small}. {small_bucket_advice(schedule.small_buckets)}"
         )
     warn_of_learning_rate(config.train, console)
     if state and state.step > config.train.steps:
         console.warn(f"the run has done {state.step} steps, more than train.steps ({config.train.steps})")
     if state and state.step >= config.train.steps and first_step(state.data_changes) == state.step:
-        console.warn("the data are others than before, and train.steps are done: raise train.steps to train on them")
+        console.warn("the training data changed, but train.steps is already reached: raise it to train on the new data")
     for text in config.unused_features("masks", "vision"):
         console.warn(text)
     if newer := data.find_newer_plan():
         console.warn(
             f"set {data.id} was made from plan {data.meta.generation}; {newer} is newer. "
-            "`latentpress index` makes a set of it"
+            "Run `latentpress index` to make a set from it"
         )
-    planned = {prompt.name for prompt in data.meta.validation}
-    wanted = {prompt.name for prompt in config.validation.prompts}
-    if planned - wanted:
+    set_prompts = {prompt.name for prompt in data.meta.validation}
+    config_prompts = {prompt.name for prompt in config.validation.prompts}
+    if set_prompts - config_prompts:
         console.warn(
-            f"set {data.id} holds validation prompts that the configuration does not: "
-            f"{', '.join(sorted(planned - wanted))}; they are used. `latentpress run` makes a set without them"
+            f"set {data.id} has validation prompts that are not in the configuration: "
+            f"{', '.join(sorted(set_prompts - config_prompts))}; they are used; run `latentpress run` to remove them"
         )
-    if wanted - planned:
+    if config_prompts - set_prompts:
         console.warn(
-            f"validation prompts {', '.join(sorted(wanted - planned))} are not in set {data.id} and are left out; "
-            "`latentpress run` encodes them and makes a set with them"
+            f"validation prompts {', '.join(sorted(config_prompts - set_prompts))} are not in set {data.id} and are "
+            "skipped; run `latentpress run` to make a set with them"
         )
 
 
@@ -272,19 +272,19 @@ def warn_of_learning_rate(settings: Train, console: Console) -> None:
     if row.full_rank_lr is None:
         if rates[option] < MIN_RATE_FACTOR:
             console.warn(
-                f"{option} is {rates[option]:g}, and {name} multiplies it with a rate that it finds: 1 is usual"
+                f"{option} is {rates[option]:g}, and {name} multiplies the rate that it finds by it: 1 is usual"
             )
     elif settings.adapter.type == "full" and rates[option] > row.full_rank_lr:
         console.warn(
-            f"{option} is {rates[option]:g}, a rate for LoRA: training every weight (train.adapter.type: full) is "
-            f"stable near {row.full_rank_lr / 5:.0e} with {name} and may diverge"
+            f"{option} is {rates[option]:g}, a rate for LoRA, with which full-rank training (train.adapter.type: full) "
+            f"may diverge; {name} is stable near {row.full_rank_lr / 5:.0e}"
         )
 
 
 app = make_app(
     "train",
-    "Train an adapter or a model on a training set. --dry-run predicts the memory that it takes, by part, and tries "
-    "the attention backend; for that it imports torch and reads the transformer's config.json.",
+    "Train an adapter or a model on a training set. --dry-run predicts the memory by part and tries the attention "
+    "backends, for which it imports torch and reads the transformer's config.json.",
     run,
     unused=("workers",),
 )

@@ -42,11 +42,11 @@ def try_backends(
 ) -> Iterator[tuple[str, str, RunError | None]]:
     """Yields each option in use, the backend that it names, and an error if the backend can't compute this model's
     attention."""
-    chosen: dict[str, str] = {"train.attention_backend": config.train.attention_backend}
+    backends: dict[str, str] = {"train.attention_backend": config.train.attention_backend}
     if config.validation.attention_backend and config.validation.prompts:
-        chosen["validation.attention_backend"] = config.validation.attention_backend
+        backends["validation.attention_backend"] = config.validation.attention_backend
     dtype = torch.float32 if train_precision(config.train, config.model) == "float32" else torch.bfloat16
-    for option, name in chosen.items():
+    for option, name in backends.items():
         if name == NATIVE:
             yield option, name, None
             continue
@@ -58,41 +58,41 @@ def try_backends(
         except ValueError as error:
             yield option, name, RunError(f"{option} {name}: {error}", f"Set {option} to {NATIVE}.")
             continue
-        problem = find_problem(name, head_size, dtype, device, gradient=option.startswith("train"))
-        where = f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {head_size}"
+        problem = find_problem(name, head_size, dtype, device, has_gradient=option.startswith("train"))
+        target = f"{device.type} in {str(dtype).removeprefix('torch.')} with heads of {head_size}"
         refusal = RunError(
-            f"{option}: {name} can't compute attention on {where}: {problem}",
-            f"Install what it needs, or set {option} to {NATIVE}, which is torch's choice for the device.",
+            f"{option}: {name} can't compute attention on {target}: {problem}",
+            f"Install the package that it needs, or set {option} to {NATIVE}, torch's own choice for the device.",
         )
         yield option, name, refusal if problem else None
 
 
-def find_problem(name: str, head_size: int, dtype: torch.dtype, device: torch.device, gradient: bool) -> str | None:
-    """Returns the reason why a backend can't be used; None if its output and, with `gradient`, its gradients match
+def find_problem(name: str, head_size: int, dtype: torch.dtype, device: torch.device, has_gradient: bool) -> str | None:
+    """Returns the reason why a backend can't be used; None if its output and, with `has_gradient`, its gradients match
     attention by definition. Loads the kernels of a backend from the Hub."""
     generator = torch.Generator().manual_seed(0)
     shape = (4, TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS, head_size)
     query, key, value, weights = torch.randn(shape, generator=generator).to(device, dtype).unbind()
-    inputs = [tensor.requires_grad_(gradient) for tensor in (query, key, value)]
+    inputs = [tensor.requires_grad_(has_gradient) for tensor in (query, key, value)]
     with warnings.catch_warnings(record=True) as remarks:  # with the reasons why torch rejects a kernel
         warnings.simplefilter("always")
         try:
             with attention_backend(name):
                 out_BLHD = dispatch_attention_fn(query, key, value, backend=AttentionBackendName(name))
                 assert out_BLHD.shape == shape[1:], f"its output has the shape {tuple(out_BLHD.shape)}"
-                results = [out_BLHD, *(torch.autograd.grad(out_BLHD, inputs, weights) if gradient else ())]
+                results = [out_BLHD, *(torch.autograd.grad(out_BLHD, inputs, weights) if has_gradient else ())]
         except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, OSError) as error:
             reasons = [str(error) or type(error).__name__, *(str(warning.message) for warning in remarks)]
             first_lines = [reason.strip().splitlines()[0].partition(" (Triggered")[0] for reason in reasons]
             return "; ".join(dict.fromkeys(first_lines))
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected_BLHD = define_attention(*exact)
-    expected = [expected_BLHD, *(torch.autograd.grad(expected_BLHD, exact, weights.double()) if gradient else ())]
-    tolerance = TOLERANCE[dtype] if gradient else max(TOLERANCE[dtype], TOLERANCE_8_BITS)
+    expected = [expected_BLHD, *(torch.autograd.grad(expected_BLHD, exact, weights.double()) if has_gradient else ())]
+    tolerance = TOLERANCE[dtype] if has_gradient else max(TOLERANCE[dtype], TOLERANCE_8_BITS)
     pairs = zip(results, expected, strict=True)
-    errors = [((result.detach() - other).norm() / other.norm()).item() for result, other in pairs]
+    errors = [((result.detach() - exact_result).norm() / exact_result.norm()).item() for result, exact_result in pairs]
     worst = max(errors, key=lambda error: error if math.isfinite(error) else math.inf)
-    return None if worst <= tolerance else f"its numbers are off by {worst:.2g} of their size"
+    return None if worst <= tolerance else f"the relative error of its numbers is {worst:.2g}"
 
 
 def define_attention(query_BLHD: torch.Tensor, key_BLHD: torch.Tensor, value_BLHD: torch.Tensor) -> torch.Tensor:
@@ -108,12 +108,12 @@ def use_backend(model: Any, family: ModelFamily, name: str) -> None:
 
 
 @contextmanager
-def validation_backend(model: Any, family: ModelFamily, training: str, wanted: str | None) -> Iterator[None]:
-    """Context that uses the backend of the validation prompts, `wanted`, instead of the backend for training."""
-    if wanted is None or wanted == training:
+def validation_backend(model: Any, family: ModelFamily, training: str, name: str | None) -> Iterator[None]:
+    """Context that uses the backend of the validation prompts, `name`, instead of the backend for training."""
+    if name is None or name == training:
         yield
         return
-    use_backend(model, family, wanted)
+    use_backend(model, family, name)
     try:
         yield
     finally:

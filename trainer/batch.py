@@ -90,13 +90,13 @@ class Batch:
 
     def select(self, rows: torch.Tensor) -> "Batch":
         """Returns the samples at positions `rows` (R,), a CPU tensor; the number of text tokens does not change."""
-        there = to_device(rows, self.latents_BCTHW.device)
-        chosen: dict[str, Any] = {
-            name: value[there] for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        device_rows = to_device(rows, self.latents_BCTHW.device)
+        values: dict[str, Any] = {
+            name: value[device_rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
-        extras = {name: value[rows if name in ON_HOST else there] for name, value in self.extras.items()}
-        chosen |= {name: [getattr(self, name)[row] for row in rows.tolist()] for name in ("ids", "lengths")}
-        return replace(self, **chosen, extras=extras)
+        extras = {name: value[rows if name in ON_HOST else device_rows] for name, value in self.extras.items()}
+        values |= {name: [getattr(self, name)[row] for row in rows.tolist()] for name in ("ids", "lengths")}
+        return replace(self, **values, extras=extras)
 
 
 def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor], lengths: Sequence[int]) -> Batch:

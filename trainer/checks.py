@@ -22,14 +22,14 @@ def run(config: Config, options: Options, console: Console) -> Report:
     with ExitStack() as stack:
         data, schedule = None, None
         if config.train.set != "current":
-            data = open_configured_set(config, lambda said: None)  # warnings were shown above
+            data = open_configured_set(config, lambda message: None)  # warnings were shown above
             stack.callback(data.close)
             schedule = data.make_schedule(config.train)
             find_resume_state(config, data, schedule)
         elif checkpoint := find_checkpoint(config.run_folder, config.train.resume):
-            signature, before = config_signature(config), checkpoint.state.terms["methods"]
-            if "regularization" in before:  # the checkpoint's set has regularization data, which need not be configured
-                signature["methods"].setdefault("regularization", before["regularization"])
+            signature, saved_methods = config_signature(config), checkpoint.state.terms["methods"]
+            if "regularization" in saved_methods:  # from the set's regularization data, which need not be configured
+                signature["methods"].setdefault("regularization", saved_methods["regularization"])
             check_signature(checkpoint, signature)
         with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
             from trainer.attention import check_attention
@@ -51,7 +51,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     return Report("checks", dry_run=options.dry_run, what="checks")
 
 
-app = make_app("checks", "Check what training needs, before anything is encoded.", run)
+app = make_app("checks", "Check the settings and files of training before anything is encoded.", run)
 
 if __name__ == "__main__":
     app(prog_name="latentpress checks")

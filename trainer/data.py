@@ -37,10 +37,10 @@ TORCH_DTYPES = {name: getattr(torch, name) for name in NUMPY_DTYPES}
 
 
 class BatchReader:
-    """Reads micro-batches of a set. pinned: whether batches are in page-locked memory. Threads may share it."""
+    """Reads micro-batches of a set. is_pinned: whether batches are in page-locked memory. Threads may share it."""
 
-    def __init__(self, data: TrainSet, pinned: bool = False) -> None:
-        self.data, self.pinned = data, pinned
+    def __init__(self, data: TrainSet, is_pinned: bool = False) -> None:
+        self.data, self.is_pinned = data, is_pinned
 
     def read(self, rows: Ints, texts: Ints, bucket: str) -> Batch:
         """The samples of these rows in their stored dtypes, moments too (`trainer.noise.draw_latents`), with one text
@@ -50,7 +50,7 @@ class BatchReader:
         """
         draws = [self.data.read_draw(*draw, bucket) for draw in zip(rows.tolist(), texts.tolist(), strict=True)]
         ids = [draw[SAMPLE].id for draw in draws]
-        tensors = stack(ids, [name_tensors(draw) for draw in draws], self.pinned)
+        tensors = stack(ids, [name_tensors(draw) for draw in draws], self.is_pinned)
         if any(marks := self.data.regularization_marks(rows)):
             tensors["regularization"] = torch.tensor(marks)
         return make_batch(ids, bucket, tensors, [draw[TEXT].tensors["embeds"].shape[0] for draw in draws])
@@ -70,7 +70,7 @@ def name_tensors(draw: Mapping[str, ShardRow]) -> dict[str, Array]:
     }
 
 
-def stack(ids: Sequence[str], samples: Sequence[Mapping[str, Array]], pinned: bool = False) -> dict[str, torch.Tensor]:
+def stack(ids: Sequence[str], samples: Sequence[Mapping[str, Array]], pin: bool = False) -> dict[str, torch.Tensor]:
     """name -> (B, ...); texts are padded with zeros. ValueError if other shapes differ, or if a sample lacks a tensor
     that is not in ABSENT."""
     stacked = {}
@@ -79,26 +79,26 @@ def stack(ids: Sequence[str], samples: Sequence[Mapping[str, Array]], pinned: bo
         present = [array for array in arrays if array is not None]
         if len(present) < len(arrays):
             if name not in ABSENT:
-                raise ValueError(f"sample {ids[arrays.index(None)]} has no {name}, and others of its batch have one")
+                raise ValueError(f"sample {ids[arrays.index(None)]} has no {name}, but other samples of its batch do")
             fill = np.full(present[0].shape, ABSENT[name], NUMPY_DTYPES["float32"])
             present = [Array.from_numpy(fill) if array is None else array for array in arrays]
         longest = max(present, key=lambda array: array.shape[:1]) if name in TOKENWISE else present[0]
         start = 1 if name in TOKENWISE else 0
-        if others := {array.shape for array in present if array.shape[start:] != longest.shape[start:]}:
-            shapes = f"{longest.shape} in one sample of a batch and {min(others)} in another"
-            raise ValueError(f"{name} is of shape {shapes}")
-        stacked[name] = copy_arrays(present, longest.shape, pinned)
+        if other_shapes := {array.shape for array in present if array.shape[start:] != longest.shape[start:]}:
+            shapes = f"{longest.shape} in one sample of a batch and {min(other_shapes)} in another"
+            raise ValueError(f"{name} has the shape {shapes}")
+        stacked[name] = copy_arrays(present, longest.shape, pin)
     return stacked
 
 
-def copy_arrays(arrays: Sequence[Array], shape: tuple[int, ...], pinned: bool) -> torch.Tensor:
+def copy_arrays(arrays: Sequence[Array], shape: tuple[int, ...], pin: bool) -> torch.Tensor:
     """Returns (B, *shape): a copy of the arrays. An array's first dimension may be shorter; it is padded with zeros.
     Arrays of several dtypes become float32."""
     if len({array.dtype for array in arrays}) > 1:
         arrays = [Array.from_numpy(to_tensor(array).float().numpy()) for array in arrays]
     dtype = arrays[0].dtype
     room = prod(shape) * NUMPY_DTYPES[dtype].itemsize
-    memory = torch.empty(len(arrays) * room, dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(len(arrays) * room, dtype=torch.uint8, pin_memory=pin)
     for target, array in zip(memory.numpy().reshape(len(arrays), room), arrays, strict=True):
         if array.nbytes:
             target[: array.nbytes] = np.frombuffer(array.raw(), np.uint8)
@@ -122,15 +122,15 @@ class MicroBatch:
 
     batch: samples; before the noise is drawn, with latents as they are stored, possibly as moments. identities: (B,)
     strings, unique to a position in a step's global batch, that determine random numbers. uniform_B: numbers in 0..1,
-    float32, on the CPU, from which sigma is computed. noise_BCTHW: standard normal noise, float32. finite: whether all
-    numbers of the batch are finite.
+    float32, on the CPU, from which sigma is computed. noise_BCTHW: standard normal noise, float32. is_finite: whether
+    all numbers of the batch are finite.
     """
 
     batch: Batch
     identities: list[str]
     uniform_B: torch.Tensor
     noise_BCTHW: torch.Tensor | None = None
-    finite: bool = True
+    is_finite: bool = True
 
     def draw(self, device: torch.device | str, family: Family) -> "MicroBatch":
         """Returns the micro-batch on the device in float32, with latents drawn from moments and with noise. Both are
@@ -161,8 +161,8 @@ class BatchLoader:
     """Reads the steps of one rank.
 
     low_discrepancy: whether sigma is chosen by `spread_uniform`. draw_noise: whether noise is drawn on the CPU while
-    reading; otherwise the step calls `MicroBatch.draw`. reading: options for reading rows. pinned: whether batches are
-    in page-locked memory.
+    reading; otherwise the step calls `MicroBatch.draw`. reading: options for reading rows. is_pinned: whether batches
+    are in page-locked memory.
     """
 
     data: TrainSet
@@ -173,7 +173,7 @@ class BatchLoader:
     low_discrepancy: bool = False
     draw_noise: bool = True
     reading: Reading = field(default_factory=Reading)
-    pinned: bool = False
+    is_pinned: bool = False
     check_waiting: Callable[[], object] = lambda: None  # called while waiting for data; an exception ends the wait
 
     @property
@@ -181,38 +181,38 @@ class BatchLoader:
         return FAMILIES[self.data.meta.family]
 
     def __post_init__(self) -> None:
-        self.reader = BatchReader(self.data, self.pinned)
+        self.reader = BatchReader(self.data, self.is_pinned)
 
     def step(self, number: int) -> StepBatches:
         """Returns the micro-batches of optimizer step `number` (from 0). Raises DamageError if a shard is damaged."""
-        drawn = self.schedule.step(number, self.rank, self.world)
-        micro_batches = [self._read(number, rows) for rows in drawn]
-        return StepBatches(number, drawn[0].epoch, self.schedule.step_buckets(number), micro_batches)
+        draws = self.schedule.step(number, self.rank, self.world)
+        micro_batches = [self._read(number, rows) for rows in draws]
+        return StepBatches(number, draws[0].epoch, self.schedule.step_buckets(number), micro_batches)
 
-    def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
-        seed, batch = self.schedule.seed, self.reader.read(drawn.rows, self._draw_texts(step, drawn), drawn.bucket)
-        identities = [f"{seed}/{step}/{position}" for position in drawn.positions.tolist()]
+    def _read(self, step: int, draw: MicroBatchRows) -> MicroBatch:
+        seed, batch = self.schedule.seed, self.reader.read(draw.rows, self._draw_texts(step, draw), draw.bucket)
+        identities = [f"{seed}/{step}/{position}" for position in draw.positions.tolist()]
         uniform_B = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
-            uniform_B = spread_uniform(seed, step, drawn.positions, self.schedule.global_batch)
-        micro_batch = MicroBatch(batch, identities, uniform_B, finite=bool(batch.is_finite()))
+            uniform_B = spread_uniform(seed, step, draw.positions, self.schedule.global_batch)
+        micro_batch = MicroBatch(batch, identities, uniform_B, is_finite=bool(batch.is_finite()))
         return micro_batch.draw("cpu", self.family) if self.draw_noise else micro_batch
 
-    def _draw_texts(self, step: int, drawn: MicroBatchRows) -> Ints:
-        draws = drawn.positions, drawn.rows, drawn.passes
-        return self.data.row_texts.draw(self.schedule.seed, self.caption_dropout, step, *draws)
+    def _draw_texts(self, step: int, draw: MicroBatchRows) -> Ints:
+        arguments = draw.positions, draw.rows, draw.passes
+        return self.data.row_texts.draw(self.schedule.seed, self.caption_dropout, step, *arguments)
 
     def check_step(self, number: int) -> None:
         """Raise DamageError if a number of the step is NaN or infinite, which a checksum does not detect. The training
-        step calls this if a `MicroBatch` is not `finite`; the error names the row."""
-        for drawn in self.schedule.step(number, self.rank, self.world):
-            self.reader.explain(drawn.rows, self._draw_texts(number, drawn))
+        step calls this if a `MicroBatch` is not `is_finite`; the error names the row."""
+        for draw in self.schedule.step(number, self.rank, self.world):
+            self.reader.explain(draw.rows, self._draw_texts(number, draw))
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by threads."""
-        supply, ahead, threads = self.data.supply, self.reading.steps_ahead, self.reading.threads
+        supply, depth, threads = self.data.supply, self.reading.steps_ahead, self.reading.threads
         supply.follow(first)
-        steps = prefetch(self.step, range(first, last), ahead, threads, supply.show_wait, self.check_waiting)
+        steps = prefetch(self.step, range(first, last), depth, threads, supply.show_wait, self.check_waiting)
         with closing(steps):
             try:
                 for batches in steps:

@@ -53,7 +53,7 @@ def run(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="PATH", help="A file, or a folder of an adapter, checkpoint or run.  [default: train.run]"
+            "--from", metavar="PATH", help="File, or folder of an adapter, checkpoint or run.  [default: train.run]"
         ),
     ] = None,
     form: Annotated[
@@ -63,19 +63,19 @@ def run(
         ),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Add it to the model's weights, in a new folder --to.")
+        bool, typer.Option("--merge", help="Add the adapter to the model's weights, in a new folder --to.")
     ] = False,
     whole: Annotated[
-        bool, typer.Option("--whole", help="With --merge: a whole checkpoint, not the transformer's folder alone.")
+        bool, typer.Option("--whole", help="With --merge: write a whole checkpoint instead of the transformer only.")
     ] = False,
     to: Annotated[
         Path | None,
-        typer.Option("--to", metavar="PATH", help="A file or folder, with --merge a new one.  [default: as --from]"),
+        typer.Option("--to", metavar="PATH", help="File or folder; with --merge, a new folder.  [default: as --from]"),
     ] = None,
     scale: Annotated[
-        float, typer.Option("--scale", metavar="FACTOR", min=-100, max=100, help="Multiplies the strength.")
+        float, typer.Option("--scale", metavar="FACTOR", min=-100, max=100, help="Factor of the adapter's strength.")
     ] = 1.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> Report:
     check_options(options, form, merge, whole, to, scale, overwrite)
     if source is None and not config.result_folder.is_dir():
@@ -84,8 +84,8 @@ def run(
             "Run `latentpress train`, or name an adapter: latentpress export-adapter --from PATH",
         )
     # For a full-rank run the run folder, so that the error describes its content.
-    own = config.run_folder if config.train.adapter.type == "full" else config.result_folder
-    adapter = read_adapter(source or own)
+    run_result = config.run_folder if config.train.adapter.type == "full" else config.result_folder
+    adapter = read_adapter(source or run_result)
     check_family(adapter, config.model.family)
     if (flavour := adapter.notes.get("flavour", "")) not in ("", config.model.flavour_spec.name):
         console.warn(f"{adapter.path} was trained on flavour {flavour}, not on {config.model.flavour_spec.name}")
@@ -98,15 +98,15 @@ def run(
     report = Report("export-adapter", dry_run=options.dry_run, what="modules", details=describe(adapter, scale))
     if merge:
         assert to is not None
-        written = merge_adapter(config, adapter, to, whole, scale, report, console)
+        paths = merge_adapter(config, adapter, to, whole, scale, report, console)
     else:
-        written = convert_adapter(config, adapter, cast(FileFormat, form or "comfyui"), to, scale, report, overwrite)
+        paths = convert_adapter(config, adapter, cast(FileFormat, form or "comfyui"), to, scale, report, overwrite)
     count = len(adapter.layers)
     report.done, report.remaining = (0, count) if options.dry_run else (count, 0)
-    report.details["written" if not options.dry_run else "would_write"] = [str(path) for path in written]
+    report.details["written" if not options.dry_run else "would_write"] = [str(path) for path in paths]
     if not options.dry_run:
         report.details["written_bytes"] = sum(
-            path.stat().st_size for target in written for path in ([target] if target.is_file() else target.rglob("*"))
+            path.stat().st_size for target in paths for path in ([target] if target.is_file() else target.rglob("*"))
         )
     return report
 
@@ -116,15 +116,15 @@ def check_options(
 ) -> None:
     """Raise ExportError for options that can't be combined."""
     if merge and form:
-        raise ExportError("--merge writes weights of a model, not --format", "Leave out one of them.")
+        raise ExportError("--merge writes a model and has no --format", "Remove one of the two options.")
     if merge and to is None:
         raise ExportError("--merge needs a new folder", "Name it: latentpress export-adapter --merge --to FOLDER")
     if merge and overwrite:
-        raise ExportError("--merge writes a new folder and replaces nothing", "Leave out --overwrite.")
+        raise ExportError("--merge writes a new folder and has no --overwrite", "Remove --overwrite.")
     if whole and not merge:
-        raise ExportError("--whole belongs to --merge", "Add --merge, or leave out --whole.")
+        raise ExportError("--whole is only valid with --merge", "Add --merge, or remove --whole.")
     if scale == 0:
-        raise ExportError("--scale 0 leaves nothing of the adapter", "Give another strength: 1 is the trained one.")
+        raise ExportError("--scale 0 would remove the adapter", "Choose another factor: 1 is the trained strength.")
 
 
 def describe(adapter: AdapterFile, scale: float) -> dict[str, Any]:
@@ -144,12 +144,12 @@ def check_format(adapter: AdapterFile, form: FileFormat) -> None:
     """Raise ExportError for a format that can't store this kind of adapter."""
     if adapter.kind == "DoRA" and form != "diffusers":
         raise ExportError(
-            f"{adapter.path} is a DoRA, and {form}'s file has no place for its magnitudes here",
+            f"{adapter.path} is a DoRA, and {form}'s format can't store its magnitudes",
             "Merge it into the model: latentpress export-adapter --merge --to FOLDER",
         )
     if adapter.kind == "LoRA" and form == "lycoris":
         raise ExportError(
-            f"{adapter.path} is a LoRA, and LyCORIS' names are written for a LoKr only", "Use --format comfyui."
+            f"{adapter.path} is a LoRA, and the format lycoris is for a LoKr only", "Use --format comfyui."
         )
 
 
@@ -168,16 +168,16 @@ def fit_to_model(adapter: AdapterFile, folder: Path, part: str) -> AdapterFile:
 def check_parts(spec: Family, adapter: AdapterFile) -> None:
     """Raise AdapterError if the file adapts a component other than "transformer", the name that diffusers' loader
     reads."""
-    known = spec.components
-    if lacking := [part for part in adapter.components if part not in known]:
+    components = spec.components
+    if lacking := [part for part in adapter.components if part not in components]:
         raise AdapterError(
-            f"{adapter.path} adapts {' and '.join(lacking)}; {spec.name} has {' and '.join(known)}",
-            "It was made for another model: set model.family to that, or name another file.",
+            f"{adapter.path} adapts {' and '.join(lacking)}; {spec.name} only has {' and '.join(components)}",
+            "It was made for another model: set model.family to its family, or name another file.",
         )
-    if others := [part for part in adapter.components if part != "transformer"]:
+    if other_parts := [part for part in adapter.components if part != "transformer"]:
         raise AdapterError(
-            f"{adapter.path} has keys of {' and '.join(others)}, of which diffusers' pipelines load nothing",
-            'Write them into a file of their own, with keys that begin with "transformer.": each expert has one.',
+            f"{adapter.path} has keys of {' and '.join(other_parts)}, which diffusers' pipelines ignore",
+            'Write them to a separate file, with keys that begin with "transformer.": each expert has its own file.',
         )
 
 
@@ -193,7 +193,7 @@ def check_outside_models(source: str, path: Path) -> None:
     if (parent / "config.json").is_file() and any(parent.glob("*.safetensors")):
         folders.append(parent)
     if folders:
-        raise ExportError(f"{path} is in a model's folder, {folders[0]}", "Choose another place: --to PATH")
+        raise ExportError(f"{path} is in a model's folder, {folders[0]}", "Choose another path: --to PATH")
 
 
 def convert_adapter(
@@ -217,8 +217,8 @@ def convert_adapter(
         adapter = fit_to_model(adapter, folder, part)
     elif adapter.format == "lycoris":
         raise ExportError(
-            f"{adapter.path} has module paths with underscores; {config.model.source}, which tells the modules, has no "
-            f"{part} on this machine",
+            f"{adapter.path} has module paths with underscores, which need the {part} of {config.model.source} on this "
+            "machine",
             "Set model.path to the checkpoint's folder, or name diffusers' or ComfyUI's file of the same adapter.",
         )
     else:
@@ -228,10 +228,10 @@ def convert_adapter(
     report.details["to_format"] = form
     contents = adapter_contents(load_layers(adapter, scale), form, adapter.notes, names)
     if path.exists() and path.samefile(adapter.path):
-        raise ExportError(f"{path} is the adapter itself", "Choose another place: --to PATH")
+        raise ExportError(f"{path} is the adapter itself", "Choose another path: --to PATH")
     check_outside_models(config.model.source, path)
     if os.path.lexists(path) and not overwrite:
-        raise ExportError(f"{path} is there already", "Choose another place: --to PATH; or replace it: --overwrite")
+        raise ExportError(f"{path} already exists", "Choose another path: --to PATH; or replace the file: --overwrite")
     if report.dry_run:
         return [path]
     with explain_failures(path.parent):
@@ -248,14 +248,14 @@ def merge_adapter(
     check_parts(config.model.family_spec, adapter)
     model, part = config.model, config.part
     if to.is_symlink() or not to.name:
-        what = "a link" if to.name else "the working directory"
-        raise ExportError(f"{to} is {what}, which no folder can replace", "Name a new folder: --to FOLDER")
+        problem = "a link" if to.name else "the working directory"
+        raise ExportError(f"{to} is {problem}, which a folder can't replace", "Name a new folder: --to FOLDER")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
     check_outside_models(config.model.source, to)
     report.details |= {"model": model.source, "whole_checkpoint": whole}
     if report.dry_run and local_folder(model.source) is None:
-        console.warn(f"{model.source} is not on this machine: whether the adapter fits is seen when it is merged")
+        console.warn(f"{model.source} is not on this machine, so the adapter is only checked when it is merged")
         return [to]
     folder = fetch_components(model.source, model.revision, [part])
     if whole:
@@ -264,12 +264,12 @@ def merge_adapter(
     layers = {name.removeprefix("transformer."): layer for name, layer in load_layers(adapter, scale).items()}
     files = weight_files(folder / part)
     if not report.dry_run:
-        for left in to.parent.glob(f".{to.name}.*"):  # leftovers of a killed process
-            if is_temporary(left.name):
-                shutil.rmtree(left, ignore_errors=True)
+        for leftover in to.parent.glob(f".{to.name}.*"):  # leftovers of a killed process
+            if is_temporary(leftover.name):
+                shutil.rmtree(leftover, ignore_errors=True)
     needed = sum(path.stat().st_size for path in (folder.rglob("*") if whole else files))
     if shortage := find_shortage(to, needed):
-        raise StoreError(str(to), shortage, "free space there, or choose another place with --to")
+        raise StoreError(str(to), shortage, "free space there, or choose another path with --to")
     if report.dry_run:
         return [to]
     with explain_failures(to), replacing(to) as out, console.progress(len(files), "merge", "files") as progress:

@@ -28,14 +28,14 @@ BELL_END = math.exp(-0.5)  # exp(-2 (sigma - 1/2)^2) at sigma 0 and 1
 BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - BELL_END
 ALL_SIGMAS = (0.0, 1.0)
 BISECTIONS = 50
-LEAST_SHARE = 1e-6  # smallest share of a distribution in an expert's range
+MIN_SHARE = 1e-6  # smallest share of a distribution in an expert's range
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
     """s u / (1 + (s - 1) u): monotonic from 0 to 1; the shift 1 / s is its inverse."""
     if shift <= 0:
-        raise ValueError(f"shift {shift}: must be more than 0; 1 changes nothing")
+        raise ValueError(f"shift must be greater than 0, not {shift}; 1 has no effect")
     return shift * u_B / (1 + (shift - 1) * u_B)
 
 
@@ -64,7 +64,7 @@ def loss_per_sample(
     assert prediction_BCTHW.shape == target_BCTHW.shape, (prediction_BCTHW.shape, target_BCTHW.shape)
     frames = target_BCTHW.shape[2]
     if frames <= skip_frames:
-        raise ValueError(f"{frames} latent frame(s), of which {skip_frames} given: nothing to learn; use longer clips")
+        raise ValueError(f"all {frames} latent frames are given, so that none is trained; use longer clips")
     losses = loss_of_error(prediction_BCTHW[:, :, skip_frames:].float() - target_BCTHW[:, :, skip_frames:].float())
     if weight_BTHW is not None:
         weight_BCTHW = weight_BTHW.float()[:, None]
@@ -215,8 +215,8 @@ def sample_sigma(
     if within != ALL_SIGMAS:
         lowest, highest = within
         if settings.sampling == "list":
-            kept = [value for value in settings.values if lowest <= value < highest or value == highest == 1]
-            return listed(uniform_B, settings.changed(values=tuple(kept)))
+            values = [value for value in settings.values if lowest <= value < highest or value == highest == 1]
+            return listed(uniform_B, settings.changed(values=tuple(values)))
         first, last = draws_within(settings, shift, within)
         sigma_B = sample_sigma(first + uniform_B.double() * (last - first), settings, shift).float()
         end = highest if highest == 1 else float(np.nextafter(np.float32(highest), np.float32(0)))

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 # Each maps the share of the way from warm-up to the end (0..1) and the power to the height above the last value (1..0).
 SCHEDULES: dict[str, Callable[[float, float], float]] = {
-    "constant": lambda done, power: 1.0,
-    "linear": lambda done, power: 1.0 - done,
-    "cosine": lambda done, power: 0.5 * (1.0 + math.cos(math.pi * done)),
-    "polynomial": lambda done, power: (1.0 - done) ** power,
+    "constant": lambda progress, power: 1.0,
+    "linear": lambda progress, power: 1.0 - progress,
+    "cosine": lambda progress, power: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "polynomial": lambda progress, power: (1.0 - progress) ** power,
 }
 
 
@@ -27,6 +27,6 @@ def scheduled_value(
     `warmup`, then the schedule from `first` to `last`, `cycles` times."""
     if step < warmup:
         return first * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    done = min(1.0, cycles * done % 1.0 if done < 1.0 else 1.0)
-    return last + (first - last) * SCHEDULES[schedule](done, power)
+    progress = (step - warmup) / max(1, steps - warmup)
+    progress = min(1.0, cycles * progress % 1.0 if progress < 1.0 else 1.0)
+    return last + (first - last) * SCHEDULES[schedule](progress, power)

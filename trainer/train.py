@@ -68,13 +68,13 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
     config = run.config
     with run.watch.sharing_errors():
         continued = resume_run(run)
-    first = done = saved = continued.step if continued is not None else 0
+    first = step = saved = continued.step if continued is not None else 0
     log_start(run)
     unread: StepNumbers | None = None
     with (
         metrics.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
         metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show, run.new_set) as record,
-        run.watch.sharing_errors(last=True),
+        run.watch.sharing_errors(is_last=True),
     ):
         try:
             if continued is None or continued.state.validation_due:
@@ -84,31 +84,31 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
             for batches in clock.time_waits(run.loader.steps(first, config.train.steps)):
                 run.watch.note(f"step {batches.step + 1}")
                 stop.check()
-                with activity("the first step") if done == first else nullcontext():
+                with activity("the first step") if step == first else nullcontext():
                     numbers = train_step(run, batches, unread)
                 if unread is not None:
                     record_step(run, record, unread)
-                done, unread = batches.step + 1, numbers
+                step, unread = batches.step + 1, numbers
                 memory = metrics.memory_use(run.accelerator.device)
-                numbers.measured = {**clock.rates(done), **run.loader.data.supply.metrics(), **memory}
-                validates = is_due(done, config.train.steps, config.validation.every)
-                saves = is_due(done, config.train.steps, config.train.checkpoint_every, config.train.keep_every)
+                numbers.measured = {**clock.rates(step), **run.loader.data.supply.metrics(), **memory}
+                validates = is_due(step, config.train.steps, config.validation.every)
+                saves = is_due(step, config.train.steps, config.train.checkpoint_every, config.train.keep_every)
                 if validates or saves or not run.reads_late:
                     record_step(run, record, numbers)
                     unread = None
                 if validates:
-                    validate(run, record, done)
+                    validate(run, record, step)
                 if saves:
-                    saved = save_checkpoint(run, done)
-                run.watch.note(f"reading step {done + 1}")
+                    saved = save_checkpoint(run, step)
+                run.watch.note(f"reading step {step + 1}")
         except StopTraining as stopped:
             if unread is not None:
                 record_step(run, record, unread)
-            if done > saved:
-                save_checkpoint(run, done, validation_due=isinstance(stopped, StopValidation))
-            return {"done": done - first, "skipped": first}
-        done = max(first, config.train.steps)
-        return summarize(run, first, done, save_result(run, done))
+            if step > saved:
+                save_checkpoint(run, step, validation_due=isinstance(stopped, StopValidation))
+            return {"done": step - first, "skipped": first}
+        step = max(first, config.train.steps)
+        return summarize(run, first, step, save_result(run, step))
 
 
 # --- measurements of a step: summed over ranks in one call, copied to the host together, so that no step waits ---
@@ -153,13 +153,13 @@ class StepLosses:
         return accelerator.reduce(measured, "sum")
 
     def describe(self, sums: Sequence[float]) -> dict[str, Any]:
-        """The metrics "loss" (the mean over the global batch), the metrics that methods logged, "loss_by_bucket" and
-        "loss_by_sigma" (means over the samples of each bucket and quarter in the batch)."""
+        """The metrics "loss" (the mean over the global batch), the metrics that methods logged, and
+        "loss_by_bucket" and "loss_by_sigma" (means over the samples of each bucket and quarter in the batch)."""
         buckets = self.buckets
-        losses, counts, rest = sums[:buckets], sums[buckets : 2 * buckets], sums[2 * buckets :]
-        logged = rest[2 * len(QUARTERS) :]
+        losses, counts, tail = sums[:buckets], sums[buckets : 2 * buckets], sums[2 * buckets :]
+        logged = tail[2 * len(QUARTERS) :]
         total = sum(counts)
-        quarters = zip(QUARTERS, rest[: len(QUARTERS)], rest[len(QUARTERS) : 2 * len(QUARTERS)], strict=True)
+        quarters = zip(QUARTERS, tail[: len(QUARTERS)], tail[len(QUARTERS) : 2 * len(QUARTERS)], strict=True)
         return {
             "loss": sum(losses) / max(1, total),
             **{name: value / max(1, total) for name, value in zip(self._logged, logged, strict=True)},
@@ -174,18 +174,18 @@ class StepNumbers:
     """The numbers of an optimizer step, on their way to the host.
 
     sums: result of `losses.reduce`. norm: norm of the gradients, (). finite: tensor () on the device, 1 if the losses
-    and the norm are finite, else 0. known, measured: metrics that are available on the CPU before the step is queued,
-    and after. metrics: None until they are read.
+    and the norm are finite, else 0. early_metrics, measured: metrics that are available on the CPU before the step is
+    queued, and after. metrics: None until they are read.
     """
 
     def __init__(
-        self, step: int, losses: StepLosses, sums: torch.Tensor, norm: torch.Tensor, known: Mapping[str, Any]
+        self, step: int, losses: StepLosses, sums: torch.Tensor, norm: torch.Tensor, early_metrics: Mapping[str, Any]
     ) -> None:
-        self.step, self.known, self._losses = step, known, losses
+        self.step, self.early_metrics, self._losses = step, early_metrics, losses
         self.measured: dict[str, Any] = {}
         self.metrics: dict[str, Any] | None = None
         values = torch.cat([sums, norm.detach().reshape(1).to(sums)])
-        self.finite = torch.cat([values[: losses.buckets], values[-1:]]).isfinite().all().float()
+        self.is_finite = torch.cat([values[: losses.buckets], values[-1:]]).isfinite().all().float()
         self._values = HostCopy(values)
 
     def read(self) -> tuple[dict[str, Any], float]:
@@ -220,15 +220,15 @@ def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None =
         measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
     sums = measured.reduce(run.accelerator)
     norm = gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm))
-    known = {"lr": rate, "epoch": data.epoch, "buckets": data.buckets}
-    numbers = StepNumbers(step, measured, sums, norm, known)
+    early_metrics = {"lr": rate, "epoch": data.epoch, "buckets": data.buckets}
+    numbers = StepNumbers(step, measured, sums, norm, early_metrics)
     if run.reads_late:
-        run.optimizer.found_inf = 1 - numbers.finite  # type: ignore[attr-defined]  # as torch's GradScaler does
+        run.optimizer.found_inf = 1 - numbers.is_finite  # type: ignore[attr-defined]  # as torch's GradScaler does
         run.optimizer.step()
         if earlier is not None:
             finish_step(run, earlier)
         if run.average is not None:
-            run.average.update(run.trainable, numbers.finite)
+            run.average.update(run.trainable, numbers.is_finite)
     elif "skipped" not in finish_step(run, numbers):
         run.optimizer.step()
         if run.average is not None:
@@ -243,12 +243,12 @@ def finish_step(run: TrainState, numbers: StepNumbers) -> dict[str, Any]:
     if numbers.metrics is not None:
         return numbers.metrics
     measured, norm = numbers.read()
-    taken = run.bad_steps.check(numbers.step, measured["loss"], norm)
-    if not taken and run.reads_late and run.average is not None:
+    is_taken = run.bad_steps.check(numbers.step, measured["loss"], norm)
+    if not is_taken and run.reads_late and run.average is not None:
         run.average.updates -= 1
     for method in run.methods.values():
         method.finish_step(measured)
-    numbers.metrics = {**measured, "grad_norm": norm, **numbers.known} | ({} if taken else {"skipped": True})
+    numbers.metrics = {**measured, "grad_norm": norm, **numbers.early_metrics} | ({} if is_taken else {"skipped": True})
     return numbers.metrics
 
 
@@ -284,11 +284,11 @@ def backward(
 def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodStep:
     """Returns a MethodStep with the micro-batch on the device, noised."""
     config, device = run.config, run.accelerator.device
-    drawn = micro_batch.draw(device, config.model.family_spec)
-    assert drawn.noise_BCTHW is not None
-    if not micro_batch.finite:
+    device_batch = micro_batch.draw(device, config.model.family_spec)
+    assert device_batch.noise_BCTHW is not None
+    if not micro_batch.is_finite:
         run.loader.check_step(number)
-    shift = run_state.train_shift(config.train, config.model, drawn.batch.bucket)
+    shift = run_state.train_shift(config.train, config.model, device_batch.batch.bucket)
     trained = config.expert.range if config.expert else flow.ALL_SIGMAS
     sigma_B = sample_sigma(micro_batch.uniform_B, config.train.timesteps, shift, trained)
     return MethodStep(
@@ -299,8 +299,8 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
         task=config.model.task,
         predict=run.predict,
         most_passes=run.most_passes,
-        batch=drawn.batch,
-        noise_BCTHW=drawn.noise_BCTHW,
+        batch=device_batch.batch,
+        noise_BCTHW=device_batch.noise_BCTHW,
         sigma_B=to_device(sigma_B, device),
         host_sigma_B=sigma_B,
         shift=shift,
@@ -311,54 +311,54 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
 # --- validating and saving ---
 
 
-def is_due(done: int, last: int, *intervals: int | None) -> bool:
-    """Whether `done` is the last step, or a multiple of one of `intervals`."""
-    return done == last or any(every and done % every == 0 for every in intervals)
+def is_due(step: int, last: int, *intervals: int | None) -> bool:
+    """Whether `step` is the last step, or a multiple of one of `intervals`."""
+    return step == last or any(every and step % every == 0 for every in intervals)
 
 
-def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
-    """Compute the eval loss on the fixed grid, and denoise the validation prompts, after `done` steps. All ranks take
+def validate(run: TrainState, record: metrics.RecordMetrics, step: int) -> None:
+    """Compute the eval loss on the fixed grid, and denoise the validation prompts, after `step` steps. All ranks take
     part: ranks that share a sharded model compute together; otherwise each rank denoises a part of the prompts."""
-    run.watch.note(f"the validation of step {done}")
+    run.watch.note(f"the validation of step {step}")
     ema = run.config.train.ema
     average = run.average if ema is not None and ema.validate_with else None
     with inference_weights(run.trainable, run.optimizer, average) as weights:
-        validate_weights(run, record, done, weights)
+        validate_weights(run, record, step, weights)
     run.accelerator.wait_for_everyone()
 
 
-def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, weights: str) -> None:
+def validate_weights(run: TrainState, record: metrics.RecordMetrics, step: int, weights: str) -> None:
     """`validate` with the model's current weights. weights: name of these weights in the metrics."""
     predict, reader = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.reader
     settings = run.config.validation.changed(eval_sigmas=run.config.eval_sigmas)
     batch_size, device = run.loader.schedule.batch_size, run.accelerator.device
-    folder = run.folder / "validation" / f"step-{done:06d}"
+    folder = run.folder / "validation" / f"step-{step:06d}"
     if settings.eval_samples and settings.eval_sigmas:
         count = min(settings.eval_samples, len(reader.data.choose_eval_rows(settings.eval_samples)[0]))
-        with run.console.progress(count, f"step {done}: eval loss", "samples") as shown:
+        with run.console.progress(count, f"step {step}: eval loss", "samples") as bar:
             losses = validation.compute_eval_loss(
-                predict, reader, settings, batch_size, device, run.skip_frames, shown.advance, run.data_changes
+                predict, reader, settings, batch_size, device, run.skip_frames, bar.advance, run.data_changes
             )
-        record({"step": done, **losses, "eval_weights": weights})
+        record({"step": step, **losses, "eval_weights": weights})
     if reader.data.meta.validation:
         samples, share = validation.list_samples(run.config, reader.data), run.validation_share
         steps = sum(sample.steps for sample, _ in validation.divide_samples(samples, share))
-        shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")
-        with shows as shown:
+        shows = run.console.progress(steps, f"step {step}: validation", "denoising steps")
+        with shows as bar:
             write = partial(validation.write_validation_latents, run.model, run.family, run.config, reader.data)
             target_folder = folder if run.is_main or share[1] > 1 else None
-            write(target_folder, device, share, predict.autocast, shown.advance, partial(other_expert, run))
-        run.log(f"step {done}: {len(samples)} validation latents in {shown_path(folder)}")
+            write(target_folder, device, share, predict.autocast, bar.advance, partial(other_expert, run))
+        run.log(f"step {step}: {len(samples)} validation latents in {shown_path(folder)}")
 
 
-def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) -> int:
-    """Write a checkpoint after `done` steps and remove older ones; returns `done`. validation_due: whether this step's
+def save_checkpoint(run: TrainState, step: int, validation_due: bool = False) -> int:
+    """Write a checkpoint after `step` steps and remove older ones; returns `step`. validation_due: whether this step's
     validation was interrupted, and is repeated when the run resumes."""
-    run.watch.note(f"the checkpoint of step {done}")
+    run.watch.note(f"the checkpoint of step {step}")
     schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
-    epoch = (done - schedule.first_step) * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
+    epoch = (step - schedule.first_step) * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
     state = CheckpointState(
-        step=done,
+        step=step,
         terms=run.signature,
         epoch=epoch,
         bad_steps=run.bad_steps.steps,
@@ -371,25 +371,25 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
     )
     averages = run.average.averages if run.average is not None else None
     formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
-    write = lambda to: export(run, done, to, formats)  # noqa: E731
-    with activity(f"writing the checkpoint of step {done}"):
-        path = checkpoint.save(folder, state, run.trainable, run.optimizer, averages, write, main=run.is_main)
+    write = lambda to: export(run, step, to, formats)  # noqa: E731
+    with activity(f"writing the checkpoint of step {step}"):
+        path = checkpoint.save(folder, state, run.trainable, run.optimizer, averages, write, is_main=run.is_main)
     if run.is_main:
         best = best_checkpoint(run.folder)
         checkpoint.prune(folder, settings.keep_checkpoints, settings.keep_every, [best.step] if best else [])
-        run.log(f"step {done}: checkpoint {shown_path(path)}")
+        run.log(f"step {step}: checkpoint {shown_path(path)}")
     run.accelerator.wait_for_everyone()
-    return done
+    return step
 
 
 def export(
-    run: TrainState, done: int, folder: Path | None, formats: Sequence[AdapterFormat]
+    run: TrainState, step: int, folder: Path | None, formats: Sequence[AdapterFormat]
 ) -> dict[str, dict[str, str]]:
-    """Write the adapter or model after `done` steps; see `export_weights`."""
+    """Write the adapter or model after `step` steps; see `export_weights`."""
     notes = {
         "family": run.config.model.family,
         "set": run.loader.data.id,
-        "steps": str(done),
+        "steps": str(step),
         "flavour": run.config.model.flavour_spec.name,
     }
     if run.config.train.experts:
@@ -399,25 +399,25 @@ def export(
         return export_weights(run.model, run.family, adapter, part, folder, notes, formats)
 
 
-def save_result(run: TrainState, done: int) -> Path:
-    """Write the result after `done` steps to the run's `result_folder`, and record it last."""
+def save_result(run: TrainState, step: int) -> Path:
+    """Write the result after `step` steps to the run's `result_folder`, and record it last."""
     path = run.config.result_folder
     folder = path.parent if run.config.train.adapter.type == "full" else path
     with activity(f"writing {shown_path(path)}"):
-        export(run, done, folder if run.is_main else None, run.config.train.adapter.formats)
+        export(run, step, folder if run.is_main else None, run.config.train.adapter.formats)
     if run.is_main:
-        note = ResultNote(step=done, result=str(path), weights=name_weights(run.optimizer, run.average))
+        note = ResultNote(step=step, result=str(path), weights=name_weights(run.optimizer, run.average))
         note.write(run.folder / RESULT_NOTE)
     run.accelerator.wait_for_everyone()
     return path
 
 
-def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, Any]:
+def summarize(run: TrainState, first: int, step: int, saved: Path) -> dict[str, Any]:
     """Details for the report, over the whole run."""
     lines = metrics.read_metrics(run.folder / metrics.METRICS_FILE)
     losses = [line["loss"] for line in lines if "loss" in line]
     evals = [line for line in lines if "eval_loss" in line]
-    result: dict[str, Any] = {"done": done - first, "skipped": first, "saved": str(saved)}
+    result: dict[str, Any] = {"done": step - first, "skipped": first, "saved": str(saved)}
     result["trainable_parameters"] = sum(parameter.numel() for parameter in run.trainable.values())
     result["loss"] = {"first": losses[0], "last": losses[-1]} if losses else {}
     result["eval_loss"] = {"first": evals[0]["eval_loss"], "last": evals[-1]["eval_loss"]} if evals else {}

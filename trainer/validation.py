@@ -63,18 +63,18 @@ def compute_eval_loss(
     losses: list[tuple[Sequence[float], str, torch.Tensor]] = []  # sigmas, bucket, (B,) on the device
     ids: list[str] = []
     data, seed = reader.data, listed(settings.seed)[0]
-    rows, on = data.choose_eval_rows(settings.eval_samples)
+    rows, source = data.choose_eval_rows(settings.eval_samples)
     family = FAMILIES[data.meta.family]
     for row in rows:
         texts = data.row_texts.first(np.array([row]))
-        stored = reader.read(np.array([row]), texts, data.bucket(row))
-        if not stored.is_finite():
+        stored_batch = reader.read(np.array([row]), texts, data.bucket(row))
+        if not stored_batch.is_finite():
             data.sample(row)  # raises an error that names the number
-        (id,) = stored.ids
+        (id,) = stored_batch.ids
         ids += [id, data.text_id(int(texts[0]))]
         for first in range(0, len(settings.eval_sigmas), batch_size):
             sigmas = settings.eval_sigmas[first : first + batch_size]
-            batch = stored.select(torch.zeros(len(sigmas), dtype=torch.long)).to(device, torch.float32)
+            batch = stored_batch.select(torch.zeros(len(sigmas), dtype=torch.long)).to(device, torch.float32)
             batch = draw_latents(batch, family, [f"{seed}/{id}/eval"] * len(sigmas))
             noise = seeded_noise([f"{seed}/{id}"], "eval", batch.latents_BCTHW.shape[1:], device)
             noise_BCTHW = noise.expand_as(batch.latents_BCTHW)
@@ -95,7 +95,7 @@ def compute_eval_loss(
     by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in at_sigma.items()}
     bucket_means = {bucket: fmean(values) for bucket, values in sorted(by_bucket.items())}
     means = {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma, "eval_by_bucket": bucket_means}
-    return {**means, "eval_on": on, "eval_id": compared}
+    return {**means, "eval_on": source, "eval_id": compared}
 
 
 def list_samples(config: Config, data: TrainSet) -> list[ValidationSample]:
@@ -224,14 +224,14 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
     if scheduler_class is None:
         raise ValueError(
             f"{source}/scheduler names the class {name!r}, which the installed diffusers "
-            f"{diffusers.__version__} does not have; install a newer one"
+            f"{diffusers.__version__} does not have; install a newer version"
         )
     scheduler = scheduler_class.from_config(config)
     if shift is None:
         return scheduler
     key = next((key for key in SHIFT_KEYS if key in scheduler.config), None)
     if key is None:
-        raise ValueError(f"{source}/scheduler is a {name}, which has no shift; leave validation.shift out")
+        raise ValueError(f"{source}/scheduler is a {name}, which has no shift; remove validation.shift")
     fixed = {"use_dynamic_shifting": False} if scheduler.config.get("use_dynamic_shifting") else {}
     return scheduler_class.from_config(config, **{key: shift}, **fixed)
 
@@ -259,7 +259,7 @@ class Denoising:
         device = batch.text_BLD.device
         plain = getattr(model, "module", model)
         self._family, self._task, self._batch, self._negative = family, task, batch, negative
-        self._scheduler, self._dtype, self._done = scheduler, family.sampling_dtype(plain), 0
+        self._scheduler, self._dtype, self._steps_done = scheduler, family.sampling_dtype(plain), 0
         self._x = family.initial_latents(noise_BCTHW.to(device, self._dtype), batch, task)
         family.set_timesteps(scheduler, steps, family.token_grid(plain, batch).tokens, device)
         scheduler.set_begin_index(0)  # otherwise the scheduler searches the first timestep, and waits for the device
@@ -273,10 +273,10 @@ class Denoising:
         advance: Callable[[], object] = lambda: None,
     ) -> None:
         """Take the steps from noise levels of at least `lowest` that were not taken yet. advance: called after each."""
-        family, task, dtype, given = self._family, self._task, self._dtype, self._family.clean_frames(self._task)
+        family, task, dtype, clean = self._family, self._task, self._dtype, self._family.clean_frames(self._task)
         timesteps, x = self._scheduler.timesteps, self._x
         last = int((timesteps >= 1000 * lowest).sum()) if lowest else len(timesteps)  # waits for the device
-        for t in timesteps[self._done : last]:
+        for t in timesteps[self._steps_done : last]:
             # In float64, so that 1000 sigma equals the scheduler's timestep exactly.
             sigma_B = ((t.double() if has_float64(x.device) else t) / 1000).expand(x.shape[0])
             # Guided and stepped in the dtype in which the family's pipeline keeps latents.
@@ -284,10 +284,10 @@ class Denoising:
             if guidance > family.UNGUIDED_SCALE and self._negative is not None:
                 unguided = family.predict(model, x, sigma_B, self._negative, task).to(dtype)
                 velocity = family.guide(velocity, unguided, guidance)
-            stepped = self._scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
-            x = torch.cat([x[:, :, :given], stepped], 2)
+            stepped = self._scheduler.step(velocity[:, :, clean:], t, x[:, :, clean:], return_dict=False)[0]
+            x = torch.cat([x[:, :, :clean], stepped], 2)
             advance()
-        self._x, self._done = x, max(last, self._done)
+        self._x, self._steps_done = x, max(last, self._steps_done)
 
     def finish(self) -> torch.Tensor:
         return self._family.postprocess_latents(self._x, self._task)

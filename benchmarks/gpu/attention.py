@@ -45,7 +45,7 @@ def run(options: PartOptions) -> None:
 
 def is_there(name: str, device: torch.device) -> bool:
     """Print a row with the reason where it is not."""
-    problem = find_problem(name, nabla.HEAD_DIM, torch.bfloat16, device, gradient=trains(name))
+    problem = find_problem(name, nabla.HEAD_DIM, torch.bfloat16, device, has_gradient=trains(name))
     if problem:
         print_row(name, problem.replace("|", "/")[:200], *[""] * (len(COLUMNS) - 2))
     return not problem

@@ -30,7 +30,7 @@ from stages.encoding.features.settings import features_fingerprint_inputs, featu
 from stages.planning.items import ItemRequest, item_plan_key, plan_items
 from stages.planning.units import item_units
 
-MOST_PLANS = 10  # attempts, if other processes publish plans at the same time
+PLAN_ATTEMPTS = 10  # because other processes may publish plans at the same time
 MIB = 2**20
 UNPUBLISHED = "unpublished"  # stands in for a generation's name; sorts after all of these names
 
@@ -41,8 +41,8 @@ class UnpublishedPlan(Plan):
 
     tables: Mapping[str, pa.Table] = field(default_factory=dict)
 
-    def own_table(self, table: str) -> pa.Table:
-        return self.tables[table]
+    def own_table(self, name: str) -> pa.Table:
+        return self.tables[name]
 
     @property
     def active(self) -> pa.Table:
@@ -55,7 +55,7 @@ def find_item_plan(
     """The plan of the current items. publish: whether to publish it; False returns the plan that would be published.
     warn: called with a message for each damaged plan, which is quarantined. Raises LatentpressError for a dataset that
     was not discovered, or was discovered with different settings."""
-    for _ in range(MOST_PLANS - 1):
+    for _ in range(PLAN_ATTEMPTS - 1):
         try:
             return _find(store, config, request, publish, warn)
         except PlanOutdated:  # another process published a plan, perhaps the same one
@@ -68,17 +68,17 @@ def _find(store: Store, config: Config, request: ItemRequest, publish: bool, war
         plans.quarantine_damaged(store, warn)
     with activity(f"planning {request.stage}"):
         if request.whole:  # `features` makes the columns that `read_media` adds
-            used = [dataset for dataset in config.datasets if not dataset.disabled]
-            media = {dataset.id: read_configured_media(store, dataset) for dataset in used}
+            datasets = [dataset for dataset in config.datasets if not dataset.disabled]
+            media = {dataset.id: read_configured_media(store, dataset) for dataset in datasets}
         else:
             media, _ = read_media(store, config)
         samples, active = plan_items(config.model.family_spec, config.datasets, request, media)
-        planned_on, known = plans.list_plans(store), plans.planned_ids(store, "items")
-        new = samples.filter(pc.invert(pc.is_in(samples.column("sample_id"), value_set=known)))
+        planned_on, planned_ids = plans.list_plans(store), plans.planned_ids(store, "items")
+        new_samples = samples.filter(pc.invert(pc.is_in(samples.column("sample_id"), value_set=planned_ids)))
         tables = {
-            "samples": new,
+            "samples": new_samples,
             "texts": TEXTS_SCHEMA.empty_table(),
-            "units": item_units(new, int(config.cache.unit_mib * MIB)),
+            "units": item_units(new_samples, int(config.cache.unit_mib * MIB)),
             "active": active.combine_chunks(),
         }
     key = item_plan_key(config.model.family_spec, config.datasets, request)
@@ -87,7 +87,7 @@ def _find(store: Store, config: Config, request: ItemRequest, publish: bool, war
         with activity(f"writing the plan to {store.path('plans')}"):
             return plans.publish_plan(store, key, tables, info, planned_on)
     current = plans.newest_plan(store, key)
-    if current is not None and not len(new) and current.active.equals(tables["active"]):
+    if current is not None and not len(new_samples) and current.active.equals(tables["active"]):
         return current
     earlier = plans.planned_generations(store, planned_on)
     record = plans.PlanRecord(key=key, earlier=earlier, **info.values())
@@ -110,7 +110,7 @@ def read_media(store: Store, config: Config) -> tuple[dict[str, pa.Table], pa.Ta
         for dataset, option in product((each for each in config.datasets if each.id in media), FILTERS):
             if columns := feature_columns(getattr(dataset, option), media[dataset.id].column_names):
                 raise LatentpressError(
-                    f"datasets.{dataset.id}.{option}: {columns[0]} is a column that `features` makes, and that is not "
+                    f"datasets.{dataset.id}.{option}: column {columns[0]} is made by `features`, which is not "
                     "configured",
                     "add `features: {}` to the configuration and run `latentpress features`",
                 )
@@ -125,7 +125,7 @@ def read_media(store: Store, config: Config) -> tuple[dict[str, pa.Table], pa.Ta
         return media, items
     if items is None:
         raise NoFeatures(
-            "the items that there are now were not measured and compared yet",
+            "the current items have not been measured and compared by `features`",
             "run `latentpress features`, then this program again; or remove the section `features`, and its columns "
             "from the datasets' filters",
         )

@@ -28,7 +28,7 @@ MAX_SHOWN = 30  # jobs that `status` shows
 JOB_STATES = get_args(State)  # the most interesting state first
 END_TIMEOUT_S = 10.0  # time that the program waits for its last report
 
-USUAL: dict[str, object] = {"workers": "1", "shard": "0/1", "rejected": 0}  # values of columns for jobs on one machine
+USUAL_VALUES: dict[str, object] = {"workers": "1", "shard": "0/1", "rejected": 0}  # columns of jobs on one machine
 
 TableRow = dict[str, Any]
 
@@ -60,18 +60,19 @@ def reported(
 ) -> Iterator[None]:
     """Context for a job's work, in which a thread writes the job's report. report: the constant fields. measure:
     returns the changing fields. stopped_by: returns the cause if the work was ended early, else ""."""
-    name, end, ended = f"jobs/{report.program}/{fingerprint}/{secrets.token_hex(8)}.json", dict[str, object](), Event()
+    name = f"jobs/{report.program}/{fingerprint}/{secrets.token_hex(8)}.json"
+    final_fields, end_event = dict[str, object](), Event()
     writer = RecordWriter(report, lambda record: Store(root).publish_record(name, record))
 
-    def write_on() -> None:
+    def write_reports() -> None:
         is_last = False
         for number in itertools.count():
-            writer.update(**measure(), **(end if is_last else {}))
+            writer.update(**measure(), **(final_fields if is_last else {}))
             if is_last:
                 return
-            is_last = ended.wait(min(INTERVAL_S, FIRST_INTERVAL_S * 2 ** min(number, 10)))
+            is_last = end_event.wait(min(INTERVAL_S, FIRST_INTERVAL_S * 2 ** min(number, 10)))
 
-    thread = Thread(target=write_on, name="job-report", daemon=True)
+    thread = Thread(target=write_reports, name="job-report", daemon=True)
     thread.start()
     code, reason = OK, ""
     try:
@@ -85,12 +86,12 @@ def reported(
     finally:
         if code != INCOMPLETE and (reason := stopped_by()):
             code = INTERRUPTED
-        end |= {"exit_code": code, "reason": storable_text(reason, 200)}
-        ended.set()
+        final_fields |= {"exit_code": code, "reason": storable_text(reason, 200)}
+        end_event.set()
         thread.join(END_TIMEOUT_S)
 
 
-def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> dict[str, list[JobReport]]:
+def read_reports(store: Store, fingerprints: Mapping[str, str], current_time: float) -> dict[str, list[JobReport]]:
     """stage -> reports of its jobs in the last KEPT_S, the newest first. fingerprints: stage -> fingerprint of its
     cache. Costs one listing and a small read for each job; files that are not reports are skipped."""
     by_stage: dict[str, list[JobReport]] = {stage: [] for stage in fingerprints}
@@ -99,15 +100,15 @@ def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> d
     recent = [
         entry._replace(name=f"jobs/{entry.name}")
         for entry in listed
-        if entry.name.rpartition("/")[0] in folders and entry.modified >= now - KEPT_S
+        if entry.name.rpartition("/")[0] in folders and entry.modified >= current_time - KEPT_S
     ]
     for entry, data in store.read_files(recent):
         try:
             report = JobReport.parse(data)
         except ValueError:  # of another version, or not a report
             continue
-        if report.state == "running" and entry.modified < now - LOST_AFTER_S:
-            report = report.model_copy(update={"reason": f"no sign of life for {now - entry.modified:.0f} s"})
+        if report.state == "running" and entry.modified < current_time - LOST_AFTER_S:
+            report = report.model_copy(update={"reason": f"no sign of life for {current_time - entry.modified:.0f} s"})
         by_stage[folders[entry.name.split("/", 1)[1].rpartition("/")[0]]].append(report)
     return {stage: sorted(reports, key=lambda report: -report.began) for stage, reports in by_stage.items()}
 
@@ -126,16 +127,16 @@ def count_states(jobs: Iterable[JobReport]) -> str:
 def list_jobs(jobs: Mapping[str, Sequence[JobReport]], for_people: bool = False) -> TableRow:
     """Tables of the jobs of each stage, the most interesting first. for_people: limit the table to MAX_SHOWN jobs and
     omit columns that have their usual value in every row. Reasons may be long, so they have a separate table."""
-    pairs = [(stage, job) for stage, of_stage in jobs.items() for job in of_stage]
+    pairs = [(stage, job) for stage, stage_jobs in jobs.items() for job in stage_jobs]
     pairs.sort(key=lambda pair: JOB_STATES.index(pair[1].state))
-    shown = pairs[:MAX_SHOWN] if for_people else pairs
-    rows = [_describe_job(stage, job) for stage, job in shown]
-    usual = [name for name, value in USUAL.items() if for_people and all(row[name] == value for row in rows)]
+    listed_pairs = pairs[:MAX_SHOWN] if for_people else pairs
+    rows = [_describe_job(stage, job) for stage, job in listed_pairs]
+    usual = [name for name, value in USUAL_VALUES.items() if for_people and all(row[name] == value for row in rows)]
     rows = [{name: value for name, value in row.items() if name not in usual} for row in rows]
     details: TableRow = {"jobs": rows} if rows else {}
-    if len(pairs) > len(shown):
-        details["more_jobs"] = len(pairs) - len(shown)
-    if reasons := [{"where": _machine(job), "reason": job.reason} for _, job in shown if job.reason]:
+    if len(pairs) > len(listed_pairs):
+        details["more_jobs"] = len(pairs) - len(listed_pairs)
+    if reasons := [{"where": _machine(job), "reason": job.reason} for _, job in listed_pairs if job.reason]:
         details["why_jobs_stopped"] = reasons
     return details
 

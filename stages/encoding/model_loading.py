@@ -31,7 +31,7 @@ OUT_OF_MEMORY_MESSAGES = (
 )
 MEMORY_LIMITED = ("cuda", "xpu")  # devices on which torch can limit the memory of a process
 #: Keys of picture sizes in an image processor's settings, and the largest valid side in pixels.
-SIZE_KEYS, MOST_SIDE = ("size", "crop_size", "pad_size"), 4096
+SIZE_KEYS, MAX_SIDE = ("size", "crop_size", "pad_size"), 4096
 FREE_SHARE = 0.8  # of a card's free memory, used next to the trainer
 #: Libraries that a shard's bytes may depend on; their versions are recorded if installed.
 PROVENANCE_LIBRARIES = (
@@ -72,9 +72,9 @@ def reading_errors(source: str, part: str) -> Iterator[None]:
             raise
         if is_out_of_memory(error):
             problem = f"out of memory while loading {part} of {source}: {error}"
-            raise LatentpressError(problem, "free memory, use fewer --workers, or a larger card or machine") from error
+            raise LatentpressError(problem, "free memory, use fewer --workers or a larger card or machine") from error
         raise WeightsError(
-            f"{source}: {part}, or what belongs to it, can't be loaded: {type(error).__name__}: {error}",
+            f"{source}: {part} can't be loaded: {type(error).__name__}: {error}",
             "replace the checkpoint with a whole copy",
         ) from error
 
@@ -88,31 +88,31 @@ def check_picture_sizes(folder: Path) -> None:
     with config_errors(file):
         values, _ = ImageProcessingMixin.get_image_processor_dict(folder)
         for key in SIZE_KEYS:
-            given = values.get(key)
-            sides = given.values() if isinstance(given, dict) else given if isinstance(given, list) else [given]
+            size = values.get(key)
+            sides = size.values() if isinstance(size, dict) else size if isinstance(size, list) else [size]
             for side in sides:
-                if isinstance(side, int | float) and not side <= MOST_SIDE:
+                if isinstance(side, int | float) and not side <= MAX_SIDE:
                     raise WeightsError(
-                        f"{file}: {key} makes pictures of {side} pixels a side, and at most {MOST_SIDE} are valid",
+                        f"{file}: {key} has a side of {side} pixels; at most {MAX_SIDE} are valid",
                         REPLACE_CONFIG,
                     )
 
 
-def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, Any]:
+def runtime_provenance(resources: Resources, device: torch.device) -> dict[str, Any]:
     """Versions of libraries, and hardware. They may differ between two valid shards of one fingerprint."""
     libraries = {}
     for name in PROVENANCE_LIBRARIES:
         with suppress(PackageNotFoundError):
             libraries[name] = version(name)
     hardware = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    if where.type != "cpu":
-        hardware = device_name(where)
-    if where.type == "cuda":
+    if device.type != "cpu":
+        hardware = device_name(device)
+    if device.type == "cuda":
         libraries |= {"cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
     codecs = {name: ".".join(map(str, number)) for name, number in av.library_versions.items()}
     return {
         "libraries": libraries | {name: codecs[name] for name in ("libavcodec", "libswscale") if name in codecs},
-        "device": f"{where.type}: {hardware}",
+        "device": f"{device.type}: {hardware}",
         "threads": resources.threads,
     }
 
@@ -133,7 +133,7 @@ def memory_errors(work: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        step = "free memory, or choose another --device; latents.tiling lowers what autoencoders need"
+        step = "free memory, or choose another --device; latents.tiling lowers the memory of autoencoders"
         raise LatentpressError(f"out of memory while {work}: {error}", step) from error
 
 

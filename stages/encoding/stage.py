@@ -38,14 +38,14 @@ from schemas.identity import compute_fingerprint
 from schemas.interruption import MaxTimeOption
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.item_plans import find_item_plan
-from stages.encoding.stage_state import RejectLimit, StageNames, StageState, add_rejects, count_members, find_state
+from stages.encoding.stage_state import RejectLimit, StageNames, StageState, count_members, find_state, report_rejects
 from stages.encoding.tally import Tally
 from stages.engines.jobs import Job, Worker, load_engine
 from stages.planning.items import ItemRequest
 
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
 _ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  [default: as configured]"
-_ADDRESS_HELP = "Of the Ray cluster's head, or auto; implies --engine ray.  [default: as configured]"
+_ADDRESS_HELP = "Address of the Ray cluster's head, or auto; implies --engine ray.  [default: as configured]"
 _PREFETCH_HELP = "Members read ahead by each process.  [default: as configured]"
 
 
@@ -78,7 +78,9 @@ class EncodingStage:
         options: Options,
         console: Console,
         *,
-        retry_rejects: Annotated[bool, typer.Option("--retry-rejects", help="Try all rejected items again.")] = False,
+        retry_rejects: Annotated[
+            bool, typer.Option("--retry-rejects", help="Encode rejected items again.")
+        ] = False,
         max_time: MaxTimeOption = None,
         readers: Annotated[int | None, typer.Option(min=1, max=MOST_PROCESSES, metavar="N", help=_READERS_HELP)] = None,
         prefetch: Annotated[
@@ -87,7 +89,7 @@ class EncodingStage:
         engine: Annotated[EngineName | None, typer.Option(help=_ENGINE_HELP)] = None,
         address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help=_ADDRESS_HELP)] = None,
     ) -> Report:
-        """Encode what remains of this process' partition, and report."""
+        """Encode the remaining units of this process' partition, and report."""
         until = math.inf if max_time is None else time.monotonic() + max_time
         config, store = choose_engine(config, options, engine, address), Store(config.root)
         run_units = load_engine(config.stages.engine).run_units  # raises before anything is read
@@ -103,14 +105,14 @@ class EncodingStage:
         report = self._begin_report(config, console, state, remaining)
         if options.dry_run:
             report.remaining = count_members(remaining)
-            add_rejects(store, state, report)
+            report_rejects(store, state, report)
             return report
-        if state.done:  # even if no unit is left to encode
+        if state.shard_paths:  # even if no unit is left to encode
             self._write_provenance(store, config, state.fingerprint)
         limit = RejectLimit(store, config.stages.max_reject_fraction, state)
         if remaining:
-            given = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
-            resources = cast(Encoding, options.resources(config, self.name).changed(**given))
+            changes = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
+            resources = cast(Encoding, options.resources(config, self.name).changed(**changes))
             workers, reason = choose_workers(config.stages.engine, resources)
             report.details["workers"] = f"{workers}, {reason}"
             if resources.workers is None:
@@ -118,23 +120,25 @@ class EncodingStage:
             probed = select_probed_members(plan, self.kind, state.wanted_members(remaining))
             require_media(MediaLocations(config, plan), self.kind, probed)
             self._write_provenance(store, config, state.fingerprint)
-            resources, again = resources.changed(workers=workers), frozenset(state.retry_units)
-            job = Job(config, plan.name, state.fingerprint, resources, 0, probed, self.name, again, until)
+            resources, retry_units = resources.changed(workers=workers), frozenset(state.retry_units)
+            job = Job(config, plan.name, state.fingerprint, resources, 0, probed, self.name, retry_units, until)
             units = remaining if options.partition.total > 1 else order_units(remaining)
             tally = Tally(job, state, units, report, console, options.partition, limit)
-            load = self.load_worker if config.stages.engine == "local" else self.load_elsewhere
+            load = self.load_worker if config.stages.engine == "local" else self.load_remote_worker
             tasks = run_units(load, job, tally.open_units(), tally.advance, console.warn)
-            with tally.shown(), closing(tasks) as results:
+            with tally.show_progress(), closing(tasks) as results:
                 for result in results:  # a worker has written the shard, which marks the unit as done
                     tally.add(result)
             tally.finish()
             state = self.state(store, config, plan)
             if tally.stopped_by:
-                left = state.remaining_units(options.partition)
-                report.details["stopped"] = f"by {tally.stopped_by}; {len(left)} units remain, what is done is kept"
-                report.remaining = count_members(left)
-                report.next_steps += [f"latentpress {self.name}"] if left else []
-        add_rejects(store, state, report)
+                unfinished = state.remaining_units(options.partition)
+                report.details["stopped"] = (
+                    f"by {tally.stopped_by}; {len(unfinished)} units remain, finished units are kept"
+                )
+                report.remaining = count_members(unfinished)
+                report.next_steps += [f"latentpress {self.name}"] if unfinished else []
+        report_rejects(store, state, report)
         return report
 
     def find_plan(
@@ -155,16 +159,15 @@ class EncodingStage:
         locations = MediaLocations(config, plan)
         return find_state(names, self.fingerprint(config), plan, locations, retry, self.only_units)
 
-    def load_elsewhere(self, job: Job) -> Worker:
+    def load_remote_worker(self, job: Job) -> Worker:
         """Make the worker on another machine. Raises LatentpressError if its checkpoint gives a different
         fingerprint."""
         fingerprint = self.fingerprint(job.config)
         if fingerprint != job.fingerprint:
             raise LatentpressError(
-                f"on {socket.gethostname()} weights or settings of {job.config.model.source} differ from those of the "
-                f"machine on which the stage was started: they make {self.kind}/{fingerprint} in place of "
-                f"{self.kind}/{job.fingerprint}",
-                "put the same checkpoint there, at the same path",
+                f"the weights or settings of {job.config.model.source} on {socket.gethostname()} give "
+                f"{self.kind}/{fingerprint}, but {self.kind}/{job.fingerprint} on the machine that started the stage",
+                "put the same checkpoint on both machines, at the same path",
             )
         return self.load_worker(job)
 
@@ -204,26 +207,26 @@ def order_units(units: Sequence[Unit]) -> list[Unit]:
 def choose_engine(config: Config, options: Options, engine: EngineName | None, address: str | None) -> Config:
     """The configuration with --engine and --address. Raises UsageError if the options contradict each other."""
     if address is not None and engine == "local":
-        raise UsageError("--address is of a Ray cluster, and --engine is local", "leave one of them out")
+        raise UsageError("--address needs a Ray cluster, and --engine is local", "remove one of the two options")
     if engine is None and address is None:
         return config
-    given = [f"stages.engine={engine or 'ray'}"]
-    given += [f"stages.ray.address={json.dumps(address)}"] if address is not None else []
-    return load_config(options.config, (*options.overrides, *given))
+    overrides = [f"stages.engine={engine or 'ray'}"]
+    overrides += [f"stages.ray.address={json.dumps(address)}"] if address is not None else []
+    return load_config(options.config, (*options.overrides, *overrides))
 
 
 def choose_workers(engine: EngineName, resources: Encoding) -> tuple[int, str]:
     """The number of workers and the reason for it. Several workers on this machine use one card each: see
     `model_loading.select_device`."""
     if resources.workers is not None:
-        return resources.workers, "as given"
+        return resources.workers, "as configured"
     if engine == "ray":
-        return 1, "as --workers says how many of the cluster"
+        return 1, "the default on a Ray cluster; see --workers"
     if resources.device == "cpu" or ":" in resources.device:
-        return 1, f"as the device is {resources.device}"
-    with activity("loading torch, which knows the cards", at_once=True):
+        return 1, f"because the device is {resources.device}"
+    with activity("loading torch to count the cards", at_once=True):
         import torch
     # torch counts cards with NVML, so this process makes no CUDA context, which would take a worker's memory on the
     # card.
     cards = torch.accelerator.device_count()
-    return (cards, "one for each accelerator") if cards else (1, "as torch sees no accelerator")
+    return (cards, "one for each accelerator") if cards else (1, "because torch finds no accelerator")

@@ -51,7 +51,7 @@ def vision_fingerprint_inputs(config: Config) -> dict[str, Any]:
     vision = config.vision
     if vision.source is None:
         raise UsageError(
-            "encode-vision has no model to run: vision.model is not set",
+            "encode-vision needs a model: vision.model is not set",
             f"set vision.model to {', '.join(VISION_MODELS)}, or to the local directory or repository of a DINOv2",
         )
     weights = features.fingerprint_weights(vision.source, vision.revision, Store(config.root))
@@ -70,7 +70,7 @@ def estimate_vision_bytes(config: Config, unit: Unit) -> int:
 def load_worker(module: str, name: str, job: Job) -> Worker:
     """Import torch and the worker's module, and make the worker, which loads the model."""
     with garbage_collection_paused():
-        with activity("loading torch and what encodes", at_once=True):
+        with activity("loading torch and the encoder", at_once=True):
             worker = getattr(import_module(f"stages.encoding.{module}.worker"), name)
         return worker(job)
 

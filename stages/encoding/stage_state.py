@@ -42,7 +42,7 @@ class StageState:
     units: list[Unit]
     wanted_ids: pa.Array  # the members that are active in the plan
     counts: dict[str, int]  # unit id -> number of its wanted members
-    done: dict[str, str]  # unit id -> shard path
+    shard_paths: dict[str, str]  # unit id -> shard path
     retry_units: set[str]  # units whose shard lacks a wanted member that may work now
     rejects_by_unit: dict[str, list[dict]]  # unit id -> the wanted members that were rejected
     damaged_lists: dict[str, DamageError] = field(default_factory=dict)  # unit id -> the damage of its list of rejects
@@ -50,7 +50,7 @@ class StageState:
     def remaining_units(self, partition: Partition = NOT_PARTITIONED) -> list[Unit]:
         """Return the units of one partition that remain. The partition is cut from all units, so it stays the same
         while other processes finish units."""
-        settled = self.done.keys() - self.retry_units
+        settled = self.shard_paths.keys() - self.retry_units
         return [unit for unit in partition.select(self.units) if unit.unit_id not in settled]
 
     def wanted_members(self, units: Sequence[Unit]) -> pa.Array:
@@ -63,51 +63,51 @@ class StageState:
         return reject_folder(self.stage.name, self.fingerprint)
 
     @property
-    def rejects(self) -> list[dict]:
+    def rejected_members(self) -> list[dict]:
         """Wanted members that were rejected, in this run and in earlier runs."""
         return [row for rows in self.rejects_by_unit.values() for row in rows]
 
 
 def find_state(
-    stage: StageNames, fingerprint: str, plan: Plan, locations: MediaLocations, retry: bool, only: frozenset[str] | None
+    stage: StageNames, fingerprint: str, plan: Plan, locations: MediaLocations, retry: bool, ids: frozenset[str] | None
 ) -> StageState:
     """Compare the plan's units with the existing shards. locations: locations of the plan's media. retry: whether to
-    encode every unit with rejected members again. only: ids of the units to encode; None for all."""
-    wanted = plan.active_text_ids if stage.member_kind == "text" else plan.active_sample_ids
+    encode every unit with rejected members again. ids: ids of the units to encode; None for all."""
+    wanted_ids = plan.active_text_ids if stage.member_kind == "text" else plan.active_sample_ids
     units = plan.units(stage.member_kind)
-    missing = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=_list_members(units))).as_py() or 0)
-    if missing:
+    missing_count = len(wanted_ids) - (pc.sum(pc.is_in(wanted_ids, value_set=_list_members(units))).as_py() or 0)
+    if missing_count:
         raise LatentpressError(
-            f"plan {plan.name} wants {missing} items that no unit holds: an older plan was removed",
-            "run `latentpress bucket`, which plans them again",
+            f"plan {plan.name} has {missing_count} items that are in no unit: an older plan was removed",
+            "run `latentpress bucket` to plan them again",
         )
-    done = find_done_units(plan.store, f"{stage.kind}/{fingerprint}")
+    shard_paths = find_done_units(plan.store, f"{stage.kind}/{fingerprint}")
     damaged: dict[str, DamageError] = {}
     listed = rejects.read_stage(plan.store, reject_folder(stage.name, fingerprint), damaged)
-    rejected = wanted_rows(listed, wanted)
-    again = {
+    rejected = select_wanted(listed, wanted_ids)
+    retry_units = {
         unit
         for unit, rows in rejected.items()
         if any(retry or (row["retry"] and locations.all_present(stage.member_kind, row["item"])) for row in rows)
     }
-    again = (again | damaged.keys()) & done.keys()
-    is_wanted = pc.is_in(_list_members(units), value_set=wanted).to_numpy(zero_copy_only=False)
+    retry_units = (retry_units | damaged.keys()) & shard_paths.keys()
+    is_wanted = pc.is_in(_list_members(units), value_set=wanted_ids).to_numpy(zero_copy_only=False)
     wanted_before = np.concatenate([[0], np.cumsum(is_wanted)])  # over the members of all units
     numbers = np.diff(wanted_before[np.cumsum([0, *(len(unit.members) for unit in units)])]).tolist()
     counts = {unit.unit_id: count for unit, count in zip(units, numbers, strict=True)}
-    units = [unit for unit in units if only is None or unit.unit_id in only]
-    return StageState(stage, plan, fingerprint, units, wanted, counts, done, again, rejected, damaged)
+    units = [unit for unit in units if ids is None or unit.unit_id in ids]
+    return StageState(stage, plan, fingerprint, units, wanted_ids, counts, shard_paths, retry_units, rejected, damaged)
 
 
 def _list_members(units: Sequence[Unit]) -> pa.Array:
     return pa.array([name for unit in units for name in unit.members], pa.string())
 
 
-def wanted_rows(rows_by_unit: Mapping[str, Sequence[dict]], wanted: pa.Array) -> dict[str, list[dict]]:
+def select_wanted(rows_by_unit: Mapping[str, Sequence[dict]], wanted_ids: pa.Array) -> dict[str, list[dict]]:
     items = pa.array([row["item"] for rows in rows_by_unit.values() for row in rows], pa.string())
-    hits = iter(pc.is_in(items, value_set=wanted).to_pylist())
-    kept = {unit: [row for row in rows if next(hits)] for unit, rows in rows_by_unit.items()}
-    return {unit: rows for unit, rows in kept.items() if rows}
+    hits = iter(pc.is_in(items, value_set=wanted_ids).to_pylist())
+    wanted_by_unit = {unit: [row for row in rows if next(hits)] for unit, rows in rows_by_unit.items()}
+    return {unit: rows for unit, rows in wanted_by_unit.items() if rows}
 
 
 def reject_folder(stage: str, fingerprint: str) -> str:
@@ -126,30 +126,30 @@ class RejectLimit:
     rejected. The next run stops in the same way until the items are corrected or the limit is raised.
     """
 
-    def __init__(self, store: Store, most: float, state: StageState) -> None:
+    def __init__(self, store: Store, max_fraction: float, state: StageState) -> None:
         """most: largest rejected fraction, stages.max_reject_fraction."""
-        self._state, self._fraction = state, most
+        self._state, self._fraction = state, max_fraction
         self._folder = store.path(f"rejects/{state.reject_folder}")
         self._tried = self._rejected = 0
-        settled = state.done.keys() - state.retry_units
+        settled = state.shard_paths.keys() - state.retry_units
         names = [unit.unit_id for unit in state.units if unit.unit_id in settled]
         self.add({name: state.rejects_by_unit.get(name, []) for name in names})
 
     def add(self, rejects_by_unit: Mapping[str, Sequence[dict]]) -> None:
         """Count encoded units. rejects_by_unit: unit id -> rejected members, empty for a unit without rejects."""
-        kept = wanted_rows(rejects_by_unit, self._state.wanted_ids).values()
-        rejected = [row for rows in kept for row in rows if row["reason"] != "missing"]
+        wanted_rows = select_wanted(rejects_by_unit, self._state.wanted_ids).values()
+        rejected = [row for rows in wanted_rows for row in rows if row["reason"] != "missing"]
         self._tried += sum(self._state.counts[unit] for unit in rejects_by_unit)
         self._rejected += len(rejected)
         if rejected and self._rejected > self._fraction * max(self._tried, MIN_REJECT_BASE):
             stage = self._state.stage
-            what = MEMBER_NAMES[stage.member_kind]
+            members = MEMBER_NAMES[stage.member_kind]
             raise LatentpressError(
-                f"{stage.name} stopped: {self._rejected} of {self._tried} {what} were rejected, more than "
-                f"stages.max_reject_fraction = {self._fraction} of them (of {MIN_REJECT_BASE}, where they are fewer); "
-                f"the last: {escape_unprintable(rejected[-1]['message'])}",
-                f"correct them and run `latentpress {stage.name} --retry-rejects`, or raise that limit in the "
-                f"configuration; the list is under {self._folder}",
+                f"{stage.name} stopped: {self._rejected} of {self._tried} {members} were rejected, more than "
+                f"stages.max_reject_fraction = {self._fraction} of them (of at least {MIN_REJECT_BASE}); the last: "
+                f"{escape_unprintable(rejected[-1]['message'])}",
+                f"correct them and run `latentpress {stage.name} --retry-rejects`, or raise "
+                f"stages.max_reject_fraction; the list is under {self._folder}",
             )
 
 
@@ -159,11 +159,13 @@ def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dic
     return [{"item": name, "path": shorten(text), "reason": reason} for name, text, reason in rows]
 
 
-def add_rejects(store: Store, state: StageState, report: Report) -> None:
-    report.rejects = state.rejects
+def report_rejects(store: Store, state: StageState, report: Report) -> None:
+    report.rejects = state.rejected_members
     if report.rejects:
         report.rejects_path = store.path(f"rejects/{state.reject_folder}")
         if any(not row["retry"] for row in report.rejects):
-            report.next_steps.append(f"latentpress {state.stage.name} --retry-rejects   # once the cause is corrected")
+            report.next_steps.append(
+                f"latentpress {state.stage.name} --retry-rejects   # once the cause is corrected"
+            )
         if any(row["reason"] == "missing" for row in report.rejects):
-            report.next_steps.append(f"latentpress {state.stage.name}   # once the missing files are there again")
+            report.next_steps.append(f"latentpress {state.stage.name}   # once the missing files are back")

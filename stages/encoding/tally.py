@@ -40,11 +40,11 @@ class Tally:
         self._units, self._report, self._limit = units, report, limit
         self._store, self._units_by_id = Store(job.config.root), {unit.unit_id: unit for unit in state.units}
         self._finished = self._bytes = self._smaller_batches = self._rejected = 0
-        self._done, self._began = 0, time.monotonic()  # members, including units in progress
+        self._members, self._began = 0, time.monotonic()  # members, including units in progress
         self._first: tuple[float, int] | None = None  # time and members done when the model was loaded
         self._remarks, self._rounding = Counter[str](), RoundingError()
         self._stop_handler = StopHandler()
-        self._about = JobReport(
+        self._record = JobReport(
             program=self._stage.name,
             engine=job.config.stages.engine,
             workers=job.resources.worker_count,
@@ -60,13 +60,15 @@ class Tally:
         return self._stop_handler.reason or ("--max-time" if is_late else "")
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def show_progress(self) -> Iterator[None]:
         """Context in which progress is shown and reported. A signal ends the body."""
-        members, what = count_members(self._units), MEMBER_NAMES[self._stage.member_kind]
+        members, member_name = count_members(self._units), MEMBER_NAMES[self._stage.member_kind]
         with (
             self._stop_handler.stop_on_signals(),
-            reported(self._job.config.root, self._job.fingerprint, self._about, self._measure, lambda: self.stopped_by),
-            self._console.progress(members, self._stage.name, what) as self._progress,
+            reported(
+                self._job.config.root, self._job.fingerprint, self._record, self._measure, lambda: self.stopped_by
+            ),
+            self._console.progress(members, self._stage.name, member_name) as self._progress,
         ):
             yield
 
@@ -83,19 +85,19 @@ class Tally:
 
     def advance(self, members: int) -> None:
         """Count encoded members of units in progress. members: number of members; negative if a unit starts again."""
-        self._done += members
-        self._first = self._first or (time.monotonic(), self._done)
+        self._members += members
+        self._first = self._first or (time.monotonic(), self._members)
         self._progress.advance(members)
 
     def _measure(self) -> dict[str, object]:
         """The counts of the job's report."""
-        now = time.monotonic()
-        began, before = self._first or (now, 0)
+        time_s = time.monotonic()
+        began, before = self._first or (time_s, 0)
         failed = len(self._report.failed)
         return {
-            "seconds": now - self._began,
-            "items_per_second": max(0.0, (self._done - before) / (now - began)) if now > began else None,
-            "done": self._done,
+            "seconds": time_s - self._began,
+            "items_per_second": max(0.0, (self._members - before) / (time_s - began)) if time_s > began else None,
+            "done": self._members,
             "units_done": self._finished - failed,
             "units_failed": failed,
             "rejected": self._rejected,

@@ -35,7 +35,7 @@ from stages.media.files import MediaError
 
 
 @dataclass(frozen=True)
-class RefusedMember:
+class RejectedResult:
     """A member that was encoded but whose result is rejected."""
 
     id: str
@@ -83,12 +83,12 @@ class UnitWorker(ABC):
     def cost(self, batch: list[Any]) -> int:
         """The cost of a batch of these members, in the unit of `batch_limit`."""
 
-    def indivisible(self, batch: list[Any], limit: int) -> bool:
+    def is_indivisible(self, batch: list[Any], limit: int) -> bool:
         """Whether the batch can't be made smaller."""
         return len(batch) == 1
 
     @abstractmethod
-    def encode(self, names: list[str], batch: list[Any], limit: int) -> Iterable[ShardRow | RefusedMember]:
+    def encode(self, names: list[str], batch: list[Any], limit: int) -> Iterable[ShardRow | RejectedResult]:
         """Queue the batch on the device, without waiting for it. Returns a row for each member. The rows are taken
         after the next batch is queued; the first row waits for the results. limit: largest cost of one forward pass,
         which a single member may exceed."""
@@ -138,29 +138,29 @@ class UnitWorker(ABC):
     def _encode_units(
         self, prefetcher: "_Prefetcher", writer: ThreadPoolExecutor, advance: AdvanceProgress
     ) -> Iterator[UnitResult]:
-        written: Future[UnitResult] | None = None  # the previous shard, which is being written
+        pending_write: Future[UnitResult] | None = None  # the previous shard, which is being written
         while True:
-            unit = None if self._is_time_up else prefetcher.next_unit(wait=written is None)
-            if unit is None and written is None:
+            unit = None if self._is_time_up else prefetcher.next_unit(wait=pending_write is None)
+            if unit is None and pending_write is None:
                 return
-            shard, found = None, None
+            shard, existing_path = None, None
             if unit is not None:
                 # Checked now and not when the unit is read ahead, since other jobs may have encoded it in between.
-                found = self.job.find_shard(self.store, self.kind, unit)
-                if found is not None:
+                existing_path = self.job.find_shard(self.store, self.kind, unit)
+                if existing_path is not None:
                     prefetcher.skip(unit)
                 else:
                     shard = self._encode(unit, prefetcher, advance)
             try:
-                if written is not None:
-                    yield wait_for(written)
+                if pending_write is not None:
+                    yield wait_for(pending_write)
             except BaseException:
                 if shard is not None:
                     shard.drop()
                 raise
-            written = writer.submit(shard.finish) if shard is not None else None
-            if unit is not None and found is not None:
-                yield UnitResult(unit.unit_id, found, elsewhere=True)
+            pending_write = writer.submit(shard.finish) if shard is not None else None
+            if unit is not None and existing_path is not None:
+                yield UnitResult(unit.unit_id, existing_path, elsewhere=True)
 
     @property
     def _is_time_up(self) -> bool:
@@ -188,12 +188,12 @@ class UnitWorker(ABC):
                 shard.drop()
                 if not model_loading.is_out_of_memory(error):
                     raise
-                if shard.batch and self.indivisible(shard.batch, limit):
+                if shard.batch and self.is_indivisible(shard.batch, limit):
                     problem = str(error).strip().partition("\n")[0]
-                    raise LatentpressError(f"out of memory at a batch of one: {problem}", self.advice) from error
+                    raise LatentpressError(f"out of memory with a batch of one: {problem}", self.advice) from error
             if limit == self.batch_limit:
                 prefetcher.skip(unit)
-            advance(-shard.counted)
+            advance(-shard.member_count)
             limit, read = max(1, min(limit, self.cost(shard.batch) if shard.batch else 0) // 2), prefetcher.reread
             del shard
             model_loading.release_memory()  # outside of `except`: no traceback holds the batch's tensors
@@ -201,8 +201,8 @@ class UnitWorker(ABC):
     def _require_media(self, unit: Unit) -> None:
         """Raise an error if most files are missing, instead of publishing a shard without their members."""
         some = pa.array(media_locations.spread_evenly(pa.array(unit.members, pa.string())))
-        wanted = self.plan.active_text_ids if self.kind == "text" else self.plan.active_sample_ids
-        tried = wanted.filter(pc.is_in(wanted, value_set=some)).to_pylist()
+        wanted_ids = self.plan.active_text_ids if self.kind == "text" else self.plan.active_sample_ids
+        tried = wanted_ids.filter(pc.is_in(wanted_ids, value_set=some)).to_pylist()
         media_locations.require_media(self.locations, self.kind, {*self.job.probed_members, *tried})
 
 
@@ -216,7 +216,7 @@ class FrameWorker(UnitWorker):
         """Number of frames in the batch."""
         return sum(map(len, batch))
 
-    def indivisible(self, batch: list[Any], limit: int) -> bool:
+    def is_indivisible(self, batch: list[Any], limit: int) -> bool:
         """Whether a pass has only one frame: a clip may take several passes of at most `limit` frames."""
         return min(self.cost(batch), limit) <= 1
 
@@ -232,13 +232,13 @@ class FrameWorker(UnitWorker):
 
 @dataclass
 class _Reading:
-    """A unit whose members are being read. names: names of members whose reading has not begun. begun: name and result
-    of members that are being read or are ready, in order. depth: largest number of members in progress."""
+    """A unit whose members are being read. names: names of members whose reading has not begun. results: name and
+    result of members that are being read or are ready, in order. depth: largest number of members in progress."""
 
     unit: Unit
     names: Iterator[str]
     depth: int
-    begun: deque[tuple[str, Future]]
+    results: deque[tuple[str, Future]]
 
 
 class _Prefetcher:
@@ -266,10 +266,10 @@ class _Prefetcher:
     def members(self, unit: Unit) -> PreparedMembers:
         """Yields each member of the unit that `next_unit` returned, in order: its name, and the prepared member or a
         MediaError."""
-        begun = self._readings[0].begun
+        results = self._readings[0].results
         for _ in unit.members:
             self._fill(False)
-            name, item = begun.popleft()
+            name, item = results.popleft()
             yield name, _result_or_error(item)
         self._readings.popleft()
 
@@ -286,10 +286,10 @@ class _Prefetcher:
     def _fill(self, wait: bool) -> None:
         while True:
             last = self._readings[-1] if self._readings else None
-            if last is not None and sum(len(reading.begun) for reading in self._readings) >= last.depth:
+            if last is not None and sum(len(reading.results) for reading in self._readings) >= last.depth:
                 return
             if last is not None and (name := next(last.names, None)) is not None:
-                last.begun.append((name, self._begin(name)))
+                last.results.append((name, self._begin(name)))
                 continue
             unit = self._take(wait and last is None)
             if unit is None:
@@ -334,13 +334,13 @@ def _result_or_error(item: Future) -> Any | MediaError:
 
 class _UnitShard:
     """The shard of one unit while it is made. limit: largest cost of a batch. batch: members of the batch in progress.
-    counted: number of members reported to `advance`."""
+    member_count: number of members reported to `advance`."""
 
     def __init__(self, worker: UnitWorker, unit: Unit, limit: int, advance: AdvanceProgress) -> None:
         self._worker, self._unit, self.limit, self._advance = worker, unit, limit, advance
         self.result = UnitResult(unit.unit_id)
         self.batch: list[Any] = []
-        self.counted = 0
+        self.member_count = 0
         job = worker.job
         ids, provenance = list(unit.members), {**worker.provenance, "batch": limit}
         self._meta = ShardMeta(worker.kind, job.fingerprint, unit.unit_id, unit.bucket, ids, provenance=provenance)
@@ -352,7 +352,7 @@ class _UnitShard:
     def encode(self, read: PreparedMembers) -> None:
         """Encode the members that `read` yields. A batch's rows are taken after the next batch is queued, so that the
         device computes while the host writes."""
-        queued: tuple[list[Any], Iterable[ShardRow | RefusedMember]] | None = None
+        queued: tuple[list[Any], Iterable[ShardRow | RejectedResult]] | None = None
         for names, batch in chain(self._batches(read), END):
             before, self.batch = queued, batch
             queued = (batch, self._worker.encode(names, batch, self.limit)) if batch else None
@@ -363,7 +363,7 @@ class _UnitShard:
                 self._count(len(self.batch))
 
     def _count(self, members: int) -> None:
-        self.counted += members
+        self.member_count += members
         self._advance(members)
 
     def _batches(self, read: PreparedMembers) -> Iterator[tuple[list[str], list[Any]]]:
@@ -384,15 +384,15 @@ class _UnitShard:
         if batch:
             yield names, batch
 
-    def _add(self, row: ShardRow | RefusedMember) -> None:
+    def _add(self, row: ShardRow | RejectedResult) -> None:
         """Write a row. A row with NaN or infinite numbers is rejected."""
-        if isinstance(row, RefusedMember):
+        if isinstance(row, RejectedResult):
             self._reject(row.id, row.error.path, row.error.reason, str(row.error), False)
             return
-        bad = [name for name, array in row.tensors.items() if not array.is_finite()]
-        if bad:
-            what = f"the encoder gave NaN or infinite numbers ({', '.join(bad)}) at precision {self._worker.precision}"
-            message = f"{row.id}: {what}. Choose {self._worker.section}.precision: float32"
+        names = [name for name, array in row.tensors.items() if not array.is_finite()]
+        if names:
+            problem = f"the encoder returned NaN or infinite numbers ({', '.join(names)}) in {self._worker.precision}"
+            message = f"{row.id}: {problem}. Set {self._worker.section}.precision: float32"
             self._reject(row.id, "", "not-finite", message, False)
             return
         self._writer.add(row)
@@ -427,7 +427,7 @@ class _UnitShard:
             self.drop()
         if self.limit < worker.batch_limit:
             option = f"{worker.section}.{worker.batch_limit_option}"
-            result.fitting_batch = f"it fits with {option}: {self.limit}, which saves trying {worker.batch_limit}"
+            result.fitting_batch = f"it fits with {option}: {self.limit} instead of {worker.batch_limit}"
         return result
 
     def drop(self) -> None:

@@ -57,7 +57,7 @@ def list_rejected_items(store: Store, config: Config, plan: Plan | None = None) 
         pass
     else:
         for _, state in stage_registry.all_states(store, config, plan):
-            for row in state.rejects:
+            for row in state.rejected_members:
                 active = state.plan.active_rows.get(row["item"])
                 pairs.append((active["dataset"] if active else "", row))
     return [_parse(dataset, row) for dataset, row in pairs]

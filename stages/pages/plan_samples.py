@@ -126,10 +126,10 @@ class StageShards:
 
     def __init__(self, table: PlanTable, stage: EncodingStage, readers: ReaderPool) -> None:
         state = stage.state(table.store, table.config, table.plan)
-        units = [unit for unit in state.units if unit.unit_id in state.done]
+        units = [unit for unit in state.units if unit.unit_id in state.shard_paths]
         self.members = pa.array((name for unit in units for name in unit.members), pa.string())
-        self.rejects = pa.array([row["item"] for row in state.rejects], pa.string())
-        self._paths = [state.done[unit.unit_id] for unit in units for _ in unit.members]
+        self.rejects = pa.array([row["item"] for row in state.rejected_members], pa.string())
+        self._paths = [state.shard_paths[unit.unit_id] for unit in units for _ in unit.members]
         self._store, self._readers = table.store, readers
 
     def read(self, name: str) -> StoredRow:

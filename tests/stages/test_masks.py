@@ -227,8 +227,8 @@ def test_what_is_empty_or_full_is_rejected(photos: Project) -> None:
     "masked, message, step",
     [
         ({"classes": ["dog", "Person"]}, "has no label dog", "wall, person, sky, cat"),
-        ({}, "names no label", "wall, person, sky, cat"),
-        ({"model": "DINO"}, "is a dinov2, which makes no masks", "segformer"),
+        ({}, "masks.classes", "wall, person, sky, cat"),
+        ({"model": "DINO"}, "is a dinov2", "segformer"),
         ({"model": "nowhere/at all", **PERSON}, "at all", "masks.model"),
     ],
 )

@@ -103,17 +103,17 @@ def test_of_many_pairs_the_likeliest_are_looked_at_until_none_of_some_thousand_i
 ) -> None:
     home.settings["features"]["model"] = None
     home.run(features.run)
-    assert "not looked at" not in home.said
+    assert "candidate pairs" not in home.said
     expected = table_bytes(home)
     shutil.rmtree(home.root / "items")
     for module, name, value in (
-        (comparison, "LEAST_LAYOUT", -1),  # all pairs
+        (comparison, "MIN_LAYOUT_COSINE", -1),  # all pairs
         (comparison, "_PAIRS_AT_ONCE", 1),
-        (comparison, "MOST_IN_VAIN", 3),
+        (comparison, "MAX_MISSES", 3),
     ):
         monkeypatch.setattr(module, name, value)
     home.run(features.run)
-    assert "are not looked at for near-duplicates" in home.said and table_bytes(home) == expected
+    assert "candidate pairs with similarity <=" in home.said and table_bytes(home) == expected
 
 
 @pytest.mark.long
@@ -176,7 +176,7 @@ def test_bucket_counts_them_and_leaves_them_out_where_the_filter_says_so(home: P
     for name in ("new.txt", "camera.txt"):
         (home.media / name).write_text(name)
     home.run(discover.run)
-    with pytest.raises(NoFeatures, match="not measured and compared yet") as caught:
+    with pytest.raises(NoFeatures, match="`features`") as caught:
         home.run(bucket.run)
     assert "latentpress features" in caught.value.next_step
     assert home.run(features.run).done == 1

@@ -1,8 +1,4 @@
-<<<<<<<< HEAD:tests/stages/test_ui_rejected.py
 """The page of `latentpress ui` with rejected items: by reason with the remedy, and searched."""
-========
-"""The page of `latentpress ui` with the rejected items: by reason with the remedy, and searched."""
->>>>>>>> t5:tests/stages/test_ui_rejects.py
 
 import re
 from collections.abc import Callable
@@ -37,16 +33,11 @@ def home(project: Callable[..., Project]) -> Project:
 def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> None:
     home.run(discover.run)
     home.run(bucket.run)
-<<<<<<<< HEAD:tests/stages/test_ui_rejected.py
     text = server.get("/rejected").text
-========
-    text = server.get("/rejects").text
->>>>>>>> t5:tests/stages/test_ui_rejects.py
     assert "4 of 4 items" in text and "broken.png" in text and "tiny.png" in text and "without.png" in text
     assert "minimum_image_size" in text, "the remedy of what is too small"
     assert "<img" not in text and "&lt;img src=x" in text
 
-<<<<<<<< HEAD:tests/stages/test_ui_rejected.py
     found = server.get("/rejected?words=BROKEN").text
     assert "1 of 4 items" in found and "tiny.png" not in found
     assert "0 of 4 items" in server.get("/rejected?words=broken+tiny").text
@@ -55,16 +46,6 @@ def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> Non
     assert 'href="/rejected?stage=bucket">1 rejected</a>' in server.get("/").text
     for odd in ("?first=-1", "?first=99999999", "?first=x", "?stage=<b>", "?words=%00"):
         answer = server.get(f"/rejected{odd}")
-========
-    found = server.get("/rejects?words=BROKEN").text
-    assert "1 of 4 items" in found and "tiny.png" not in found
-    assert "0 of 4 items" in server.get("/rejects?words=broken+tiny").text
-    stage = server.get("/rejects?stage=bucket").text
-    assert "tiny.png" in stage and "broken.png" not in stage
-    assert 'href="/rejects?stage=bucket">1 rejected</a>' in server.get("/").text
-    for odd in ("?first=-1", "?first=99999999", "?first=x", "?stage=<b>", "?words=%00"):
-        answer = server.get(f"/rejects{odd}")
->>>>>>>> t5:tests/stages/test_ui_rejects.py
         assert answer.status == 200 and "<b><" not in answer.text, odd
 
 
@@ -72,34 +53,20 @@ def test_many_items_have_pages(home: Project, server: UiServer) -> None:
     for number in range(MAX_SHOWN + 5):
         (home.media / f"bad{number:04d}.png").write_bytes(b"no picture")
     home.run(discover.run)
-<<<<<<<< HEAD:tests/stages/test_ui_rejected.py
     first = server.get("/rejected?words=bad").text
     assert f"1 to {MAX_SHOWN} are shown" in first and "bad0000.png" in first and "bad0204.png" not in first
     second = server.get(f"/rejected?words=bad&first={MAX_SHOWN}").text
     assert f"{MAX_SHOWN + 1} to {MAX_SHOWN + 5} are shown" in second and "bad0204.png" in second
-========
-    first = server.get("/rejects?words=bad").text
-    assert f"1 to {MOST_SHOWN} are shown" in first and "bad0000.png" in first and "bad0204.png" not in first
-    second = server.get(f"/rejects?words=bad&first={MOST_SHOWN}").text
-    assert f"{MOST_SHOWN + 1} to {MOST_SHOWN + 5} are shown" in second and "bad0204.png" in second
->>>>>>>> t5:tests/stages/test_ui_rejects.py
 
 
 @pytest.mark.slow
 def test_thumbnails_are_made_by_a_program_and_nothing_else_is_served(home: Project, server: UiServer) -> None:
     home.run(discover.run)
     home.run(bucket.run)
-<<<<<<<< HEAD:tests/stages/test_ui_rejected.py
     before = server.get("/rejected").text
     assert 'data-make="start-thumbnails"' in before and "<img" not in before
     assert home.run(thumbnails.run).done == 2, "tiny.png and without.png can be read"
     text = server.get("/rejected").text
-========
-    before = server.get("/rejects").text
-    assert 'data-make="start-thumbnails"' in before and "<img" not in before
-    assert home.run(thumbnails.run).done == 2, "tiny.png and without.png can be read"
-    text = server.get("/rejects").text
->>>>>>>> t5:tests/stages/test_ui_rejects.py
     assert "data-make" not in text, "of the others there is none"
     addresses = re.findall(r'<img src="(/thumbnails/[0-9a-f]{32}\.webp)"', text)
     assert len(addresses) == 2 and text.count("no picture") == 2
@@ -120,19 +87,11 @@ def test_only_paths_below_the_dataset_have_thumbnails() -> None:
 
 def test_trying_again_starts_the_stage(home: Project, server: UiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     home.run(discover.run)
-<<<<<<<< HEAD:tests/stages/test_ui_rejected.py
     assert 'action="/jobs/discover/retry"' in server.get("/rejected").text
     started = []
     monkeypatch.setattr(ChildPrograms, "start", lambda self, name, *more: started.append((name, *more)))
     for stage in ("discover", "encode-text", "encode-latents"):
         assert stage in server.post(f"/jobs/{stage}/retry").json["message"]
-========
-    assert 'action="/jobs/discover/retry"' in server.get("/rejects").text
-    started = []
-    monkeypatch.setattr(ChildPrograms, "start", lambda self, name, *more: started.append((name, *more)))
-    for stage in ("discover", "encode-text", "encode-latents"):
-        assert "tries the rejected items again" in server.post(f"/jobs/{stage}/retry").json["message"]
->>>>>>>> t5:tests/stages/test_ui_rejects.py
     assert started == [
         ("discover",),
         ("encode-text", "--retry-rejects"),

@@ -81,7 +81,7 @@ def test_while_pairs_are_confirmed_and_at_every_step_of_the_table(home: Project,
     expected = whole(home)
     assert start(home).wait() == 0
     shards = {name: data for name, data in expected.items() if not name.startswith("items/")}
-    confirm, calls = comparison.show_the_same, [0]
+    confirm, calls = comparison.are_near_duplicates, [0]
 
     def die_at(number: int) -> Any:
         def confirmed(*pair: Any) -> bool:
@@ -93,7 +93,7 @@ def test_while_pairs_are_confirmed_and_at_every_step_of_the_table(home: Project,
     for number in (1, 4):
         shutil.rmtree(home.root / "items")
         with monkeypatch.context() as changed:
-            changed.setattr(comparison, "show_the_same", die_at(number))
+            changed.setattr(comparison, "are_near_duplicates", die_at(number))
             assert start(home).wait() == -signal.SIGKILL
         assert files(home) == shards
         assert start(home).wait() == 0

@@ -39,14 +39,14 @@ WITH_TORCH = [
     (("train.adapter.targets=[nothing]",), "'nothing' matches no"),
     (("train.optimizer.arguments={wrong: 1}",), "adamw does not work on cpu with these settings"),
     (("train.compile=blocks", "train.compile_backend=nothing"), "has no backend 'nothing'"),
-    (("train.adapter.init_from=nowhere",), "nowhere is not there"),
-    (("train.optimizer.groups=[{match: nothing, lr: 1e-3}]",), "'nothing' matches no parameter that is trained"),
+    (("train.adapter.init=nowhere",), "nowhere does not exist"),
+    (("train.optimizer.groups=[{match: nothing, lr: 1e-3}]",), "'nothing' matches no trained parameter"),
     (
         (
             "train.optimizer.groups=[{match: 'methods.crepa.+', lr: 1e-3}, {match: 'methods.+', lr: 1e-3}]",
             *("train.methods.crepa.block_index=0", "vision.model=dinov2_vits14"),
         ),
-        "'methods.+' matches only parameters that an earlier group matches",
+        "'methods.+' matches only parameters of an earlier group",
     ),
     (("root=memory://nothing", "train.shuffle_shards=2", "train.local_cache.max_gb=1e6"), "has room for"),
 ]
@@ -129,7 +129,7 @@ def test_a_named_set_is_checked_by_run_and_by_dry_runs(make_config, make_set, ma
 def test_noise_levels_that_an_expert_does_not_have(ready, program, tmp_path, auto_shift) -> None:
     """The buckets' own shifts are those that the datasets allow, as long as there is no set."""
     levels = {"sampling": "logit_normal", "mean": -9.0, "std": 0.1, "auto_shift": auto_shift}
-    config, said = ready("wan-a14b", timesteps=levels), "almost none of its noise levels is in 0.875 to 1"
+    config, said = ready("wan-a14b", timesteps=levels), "almost no noise levels are in the range 0.875 to 1"
     with pytest.raises(RunError, match=said):
         run_checks(config, tmp_path)
     code, report, _ = program(config, dry_run=True)

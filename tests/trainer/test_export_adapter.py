@@ -196,7 +196,7 @@ def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
     merged = exact_output(kind, type(base.transformer).from_pretrained(it.folder / "merged0", use_safetensors=True))
     assert (merged - it.wanted).abs().mean() <= 1e-6 * it.wanted.abs().mean()
     for own in ({}, {"form": "lycoris"}):
-        assert "has no place for its magnitudes here" in it.refused(**own)
+        assert "can't store its magnitudes" in it.refused(**own)
     assert it(form="diffusers", to=it.folder / "other")[0] == OK
     base.load_lora_weights(it.folder / "other")
     close(exact_output(kind, base.transformer), it.wanted)
@@ -258,7 +258,7 @@ def test_a_lokr_of_another_program_is_refused_where_a_format_can_not_hold_it(exp
         for dry_run in (True, False):
             code, report = it(form="diffusers", dry_run=dry_run, **own)
             assert code == USAGE and "--merge" in report["error"]["next_step"] and not own["to"].exists()
-        assert f"the LoKr of {name} can't be in diffusers' format" in report["error"]["message"]
+        assert f"the LoKr of {name} can't be written in diffusers' format" in report["error"]["message"]
         assert it(merge=True, **own)[0] == OK
         [weights] = own["to"].glob("*.safetensors")
         w2 = tensors.get("lokr_w2", factors["lokr_w2_a"] @ factors["lokr_w2_b"])
@@ -297,7 +297,7 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> N
         make()
         for dry_run in (False, True):
             code, report = foreign(**own, dry_run=dry_run)
-            assert code == USAGE and f"{own['to']} is there already" in report["error"]["message"]
+            assert code == USAGE and f"{own['to']} already exists" in report["error"]["message"]
             assert "--overwrite" in report["error"]["next_step"] and own["to"].read_bytes() == b"kept"
         assert foreign(**own, overwrite=True)[0] == OK and "diffusion_model.to_q.alpha" in load_file(own["to"])
         own["to"].unlink()
@@ -314,7 +314,7 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> N
                 assert "in a model's folder" in foreign.refused(**own, **more)
         marker.unlink()
     assert [path.read_bytes() for path in transformer.iterdir()] == [b"kept"]
-    assert "replaces nothing" in foreign.refused(merge=True, to=tmp_path / "new", overwrite=True)
+    assert "--overwrite" in foreign.refused(merge=True, to=tmp_path / "new", overwrite=True)
 
 
 def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
@@ -344,7 +344,7 @@ def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
     for merge in (False, True):
         own = {"source": foreign.adapter, "to": tmp_path / "new", "merge": merge}
         said = foreign.refused(overrides=("train.experts=low",), **own)
-        assert "has keys of transformer_2, of which diffusers' pipelines load nothing" in said
+        assert "has keys of transformer_2" in said
 
 
 @pytest.mark.slow
@@ -355,19 +355,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
     for own, said in (
         ({"form": "diffusers"}, "is the adapter itself"),
         ({"merge": True}, "--merge needs a new folder"),
-        ({"form": "comfyui", **merged}, "not --format"),
-        ({"whole": True}, "--whole belongs to --merge"),
-        ({"scale": 0.0}, "leaves nothing"),
-        ({"source": tmp_path / "absent"}, "absent is not there"),
+        ({"form": "comfyui", **merged}, "no --format"),
+        ({"whole": True}, "--whole is only valid with --merge"),
+        ({"scale": 0.0}, "--scale 0"),
+        ({"source": tmp_path / "absent"}, "absent does not exist"),
         ({"merge": True, "to": it.checkpoint}, "is not empty"),
-        ({"form": "lycoris"}, "is a LoRA, and LyCORIS' names are written for a LoKr only"),
+        ({"form": "lycoris"}, "is a LoRA, and the format lycoris"),
     ):
         assert said in it.refused(**own)
     foreign = export.save_lora(trained("kandinsky5-video-t2v", tiny("kandinsky5-video-t2v")), tmp_path / "k", "k5")
     assert "was trained for k5, and model.family is sana" in it.refused(source=foreign, **merged)
     save_file(load_file(foreign), foreign)  # without a note of its family
     for own in ({}, merged):
-        assert f"modules where {it.checkpoint} has none" in it.refused(source=foreign, **own)
+        assert f"{it.checkpoint} lacks" in it.refused(source=foreign, **own)
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(it.adapter.read_bytes()[:-8])
     assert f"{damaged} is damaged" in it.refused(source=damaged, **merged)
@@ -375,7 +375,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
     shutil.copytree(it.checkpoint / "transformer", packed / "transformer")
     [weights] = (packed / "transformer").glob("*.safetensors")
     save_file({key: value.to(torch.int8) for key, value in load_file(weights).items()}, weights)
-    assert "of type I8, to which nothing can be added" in it.refused(overrides=(f"model.path={packed}",), **merged)
+    assert "of type I8, and an adapter can't be merged" in it.refused(overrides=(f"model.path={packed}",), **merged)
     small = {key: value.half() for key, value in load_file(it.checkpoint / "transformer" / weights.name).items()}
     save_file(small, weights, {"format": "pt"})
     said = it.refused(overrides=(f"model.path={packed}",), **merged | {"scale": 1e2, "source": loud(it)})

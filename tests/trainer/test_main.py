@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(ready, make_config, program)
     assert (code, report["done"], report["skipped"]) == (OK, 2, 1)
     assert (
         "step-000002 is damaged (pytorch_lora_weights.safetensors is damaged" in log
-        and "goes on from step-000001" in log
+        and "resumes from step-000001" in log
     )
     assert (folder / "damaged-step-000002.1").is_dir()
     for state in folder.glob("step-*/state.json"):
@@ -171,7 +171,7 @@ def test_files_have_the_permissions_of_the_umask(ready, program, kind, adapter) 
         ("lora", {"lr": 1e-4}, None),
         ("full", {"name": "optimi-lion", "lr": 2e-5}, "lr is 2e-05, a rate for LoRA.*near 2e-06 with optimi"),
         ("full", {"lr": 1e-5, "groups": [{"match": ".*", "lr": 1e-4}]}, "groups.0.lr is 0.0001, a rate for"),
-        ("full", {"name": "prodigy", "lr": 1e-4}, "lr is 0.0001, and prodigy multiplies it.*1 is usual"),
+        ("full", {"name": "prodigy", "lr": 1e-4}, "lr is 0.0001, and prodigy multiplies.*1 is usual"),
         ("full", {"name": "prodigy"}, None),
     ],
 )

@@ -25,7 +25,7 @@ def test_a_loss_that_is_not_finite_is_told_where_it_was() -> None:
     losses.add("64x64", torch.tensor([0.1, 0.9]), torch.tensor([1.0, math.nan]))
     losses.add("96x64", torch.tensor([0.1, 0.1]), torch.tensor([2.0, 3.0]))
     sums = losses.reduce(Accelerator(cpu=True))
-    assert StepNumbers(0, losses, sums, torch.tensor(1.0), {}).finite == 0
+    assert StepNumbers(0, losses, sums, torch.tensor(1.0), {}).is_finite == 0
     found = losses.describe(sums.tolist())
     assert math.isnan(found["loss"]) and math.isnan(found["loss_by_bucket"]["64x64"])
     assert found["loss_by_bucket"]["96x64"] == 2.5 and found["loss_by_sigma"]["0-0.25"] == 2.0

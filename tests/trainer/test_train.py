@@ -144,7 +144,7 @@ def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path)
     make_set(config)
     message = on_ranks(paths, (USAGE, USAGE))["error"]["message"]
     said = f"  rank 1 on {socket.gethostname()}: train.seed: 0 on rank 0, 5 on rank 1"
-    assert message.splitlines() == ["the ranks do not train the same:", said]
+    assert message.splitlines() == ["the ranks differ:", said]
 
 
 @pytest.mark.slow

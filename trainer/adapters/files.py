@@ -57,15 +57,15 @@ def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
 def check_finite(tensor: torch.Tensor, dtype: torch.dtype, key: str) -> None:
     """AdapterError if a tensor has numbers that are NaN, infinite, or too large for `dtype`. key: the tensor's file and
     key, for the message."""
-    wrong = tensor[~tensor.to(dtype).isfinite()]
-    if not len(wrong):
+    invalid = tensor[~tensor.to(dtype).isfinite()]
+    if not len(invalid):
         return
-    if not wrong.isfinite().all():
+    if not invalid.isfinite().all():
         raise AdapterError(f"{key} is damaged: it has numbers that are not finite", WHOLE_COPY)
     raise AdapterError(
-        f"{key} has {wrong[0].item():g}, which {str(dtype)[6:]} can't hold: its largest number is "
+        f"{key} has {invalid[0].item():g}, which {str(dtype)[6:]} can't hold: its largest number is "
         f"{torch.finfo(dtype).max:.3g}",
-        "Name the adapter of a run that did not diverge, or give a lower --scale.",
+        "Name the adapter of a run that did not diverge, or choose a lower --scale.",
     )
 
 
@@ -124,8 +124,8 @@ def adapter_contents(
             named[f"{start}.{ALPHA}"] = torch.tensor(alpha)
         for key, tensor in named.items():
             if not tensor.isfinite().all():
-                what = f"{key}: multiplied by the adapter's strength, it is beyond {str(tensor.dtype)[6:]}"
-                raise AdapterError(what, "Give a lower --scale.")
+                problem = f"{key}: times the adapter's strength, its values are too large for {str(tensor.dtype)[6:]}"
+                raise AdapterError(problem, "Choose a lower --scale.")
     return {key: tensor.detach().cpu().contiguous() for key, tensor in named.items()}, header
 
 
@@ -171,26 +171,26 @@ def find_decomposition(layers: Mapping[str, Lokr]) -> dict[str, Any]:
     no values do, since other programs may divide sides differently."""
     from peft.tuners.lokr.layer import factorization
 
-    both = any(SIDES[0] not in layer.keys for layer in layers.values())
+    decompose_both = any(SIDES[0] not in layer.keys for layer in layers.values())
     sides = dict[int, tuple[int, str]]()  # side -> its first factor, and a module with this side
     for name, layer in layers.items():
         w1, w2 = layer.matrix_shape(SIDES[0]), layer.matrix_shape(SIDES[1])
-        whole = not (both and layer.rank < max(w1) / 2), layer.rank >= max(w2[:2]) / 2
-        same = all(sides.setdefault(a * b, (a, name))[0] == a for a, b in zip(w1, w2[:2], strict=True))
-        if whole != tuple(side in layer.keys for side in SIDES) or not same:
+        is_whole = not (decompose_both and layer.rank < max(w1) / 2), layer.rank >= max(w2[:2]) / 2
+        is_consistent = all(sides.setdefault(a * b, (a, name))[0] == a for a, b in zip(w1, w2[:2], strict=True))
+        if is_whole != tuple(side in layer.keys for side in SIDES) or not is_consistent:
             raise _unlike_peft(name, layer)
-    most = max(first for first, _ in sides.values())
-    for factor in (-1, *range(1, most + 1)):
+    max_factor = max(first for first, _ in sides.values())
+    for factor in (-1, *range(1, max_factor + 1)):
         if all(factorization(product, factor)[0] == first for product, (first, _) in sides.items()):
-            return {"decompose_factor": factor, "decompose_both": both}
+            return {"decompose_factor": factor, "decompose_both": decompose_both}
     name = next(name for product, (first, name) in sides.items() if factorization(product)[0] != first)
     raise _unlike_peft(name, layers[name])
 
 
 def _unlike_peft(name: str, layer: Lokr) -> AdapterError:
-    shown = ", ".join(f"{key} {list(shape)}" for key, shape in layer.shapes.items())
+    matrices = ", ".join(f"{key} {list(shape)}" for key, shape in layer.shapes.items())
     return AdapterError(
-        f"the LoKr of {name} can't be in diffusers' format: peft does not divide a weight into {shown}",
+        f"the LoKr of {name} can't be written in diffusers' format: peft does not divide a weight into {matrices}",
         "Merge it into the model: latentpress export-adapter --merge --to FOLDER",
     )
 
@@ -223,7 +223,7 @@ def read_weight_shapes(checkpoint: Path, part: str) -> dict[str, tuple[int, ...]
                 tensor = file.get_slice(key)
                 if tensor.get_dtype() not in FLOAT_DTYPES:
                     raise AdapterError(
-                        f"{path}: {key} is of type {tensor.get_dtype()}, to which nothing can be added",
+                        f"{path}: {key} is of type {tensor.get_dtype()}, and an adapter can't be merged into it",
                         "Set model.path to the checkpoint before it was quantized.",
                     )
                 if key.endswith(".weight"):

@@ -81,7 +81,7 @@ _OTHER_KINDS = {
     "lora_te": "an adapter of a text encoder",
     "text_encoder": "an adapter of a text encoder",
 }
-WHOLE_COPY = "Copy it again from where it was made, or name another file."
+WHOLE_COPY = "Copy the file again from its source, or name another file."
 #: Kind of a file -> next step: the configuration that fits the file.
 _SETTINGS = {
     "LoRA": "Set train.adapter.type to lora and train.adapter.dora to false.",
@@ -117,11 +117,11 @@ class AdapterFile:
     @property
     def ranks(self) -> list[int]:
         """The different ranks, without LoKr layers of whole matrices for which the header has no rank."""
-        return sorted({layer.given_rank for layer in self.layers.values() if layer.given_rank is not None})
+        return sorted({layer.file_rank for layer in self.layers.values() if layer.file_rank is not None})
 
     @property
     def alphas(self) -> list[float]:
-        return sorted({round(layer.alpha, 6) for layer in self.layers.values() if layer.given_rank is not None})
+        return sorted({round(layer.alpha, 6) for layer in self.layers.values() if layer.file_rank is not None})
 
 
 def find_adapter(path: Path) -> Path:
@@ -129,18 +129,18 @@ def find_adapter(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        what = NOT_REGULAR if path.exists() else "is not there"
-        raise AdapterError(f"{path} {what}", "Name an adapter file, or the folder of an adapter or a run.")
+        problem = NOT_REGULAR if path.exists() else "does not exist"
+        raise AdapterError(f"{path} {problem}", "Name an adapter file, or the folder of an adapter or a run.")
     for folder in (path, path / "adapter"):
         for name in FILE_NAMES.values():
             if (folder / name).is_file():
                 return folder / name
     if any(path.glob("model/transformer*/")) or (path / "config.json").is_file():
         step = "Nothing needs to be converted: `from_pretrained` loads it. Name the run of a LoRA."
-        raise AdapterError(f"{path} holds a whole model and no adapter", step)
+        raise AdapterError(f"{path} contains a whole model, not an adapter", step)
     names = sorted(file.name for file in path.glob("*.safetensors"))
     raise AdapterError(
-        f"{path} holds no {' or '.join(FILE_NAMES.values())}{'; it has ' if names else ''}{', '.join(names[:5])}",
+        f"{path} contains no {' or '.join(FILE_NAMES.values())}{'; it has ' if names else ''}{', '.join(names[:5])}",
         "Name the adapter's file itself, or train until a result is saved.",
     )
 
@@ -175,7 +175,7 @@ def read_adapter(source: Path) -> AdapterFile:
                     alphas[key] = check_alpha(float(tensor), key)
         layers = pair_layers(path, shapes, header, alphas)
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{path} is damaged or no safetensors file: {printable(error)}", WHOLE_COPY) from error
+        raise AdapterError(f"{path} is damaged or not a safetensors file: {printable(error)}", WHOLE_COPY) from error
     except AdapterError:
         raise
     except ValueError as error:
@@ -200,7 +200,7 @@ def pair_layers(path: Path, shapes: Shapes, header: Mapping[str, str], alphas: M
         name, tensor = f"{match['part'] or 'transformer'}.{match['module']}", _TENSORS[match["tensor"]]
         start = spellings.setdefault(name, key[: match.start("tensor")])
         if tensor in groups[name] or not key.startswith(start):
-            raise is_twice(path, name, groups[name].get(tensor, start), key)
+            raise duplicate_error(path, name, groups[name].get(tensor, start), key)
         groups[name][tensor] = key
     if not groups:
         raise _other_kind(path, shapes)
@@ -212,25 +212,25 @@ def pair_layers(path: Path, shapes: Shapes, header: Mapping[str, str], alphas: M
         layers[name] = make(name, keys, shapes, alpha, partial(strength_of, name))
     if len(kinds := sorted({layer.kind for layer in layers.values()})) > 1:
         raise AdapterError(
-            f"{path} holds layers of several kinds: {', '.join(kinds)}",
+            f"{path} contains layers of several kinds: {', '.join(kinds)}",
             "Only files of one kind are read: train or convert each kind into a file of its own.",
         )
     return layers
 
 
-def is_twice(path: Path, name: str, *keys: str) -> AdapterError:
+def duplicate_error(path: Path, name: str, *keys: str) -> AdapterError:
     return AdapterError(
-        f"{path}: {printable(name)} is there twice, as {printable(' and '.join(keys))}",
-        "Leave one of them in the file: which one counts can't be seen.",
+        f"{path}: {printable(name)} occurs twice, as {printable(' and '.join(keys))}",
+        "Remove one of the two from the file.",
     )
 
 
 def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
-    known = next(((kind, key) for key in keys for part, kind in _OTHER_KINDS.items() if part in key), None)
+    match = next(((kind, key) for key in keys for part, kind in _OTHER_KINDS.items() if part in key), None)
     foreign = [key for key in keys if not _KEY.fullmatch(key)]
-    kind, shown = known or ("no LoRA of a transformer", ", ".join(foreign[:3]))
+    kind, keys_text = match or ("not a LoRA of a transformer", ", ".join(foreign[:3]))
     return AdapterError(
-        f"{path} is {kind}: it holds {printable(shown) or 'no tensors'}",
+        f"{path} is {kind}: it contains {printable(keys_text) or 'no tensors'}",
         "LoRA files with diffusers', ComfyUI's or kohya's keys are read (<module path>.lora_A.weight and "
         ".lora_B.weight), diffusers' DoRA (.lora_magnitude_vector, too) and LoKr (.lokr_w1 and .lokr_w2).",
     )
@@ -248,18 +248,18 @@ def check_family(adapter: AdapterFile, family: str) -> None:
 def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], model: str) -> None:
     """AdapterError if the model has no weight for a layer, or a weight of another size. weights: "<component>.<module
     path>" -> shape. model: name of the model in the message."""
-    if missing := [name for name in adapter.layers if name not in weights]:
+    if missing_modules := [name for name in adapter.layers if name not in weights]:
         raise AdapterError(
-            f"{adapter.path} adapts {len(missing)} of its {len(adapter.layers)} modules where {model} has none: "
-            f"{printable(', '.join(missing[:3]))}",
+            f"{model} lacks {len(missing_modules)} of the {len(adapter.layers)} modules that {adapter.path} adapts: "
+            f"{printable(', '.join(missing_modules[:3]))}",
             "It was made for another model: set model.family, model.flavour or model.path, or name another file.",
         )
     for name, layer in adapter.layers.items():
         size = weights[name][0], math.prod(weights[name][1:])
         if layer.size != size:
             raise AdapterError(
-                f"{adapter.path}: {name} is {layer.size[0]} x {layer.size[1]}, and in {model} {size[0]} x {size[1]}",
-                "It was made for a model of another size: set model.flavour or model.path to that.",
+                f"{adapter.path}: {name} is {layer.size[0]} x {layer.size[1]}, but {size[0]} x {size[1]} in {model}",
+                "It was made for a model of another size: set model.flavour or model.path to that model.",
             )
 
 
@@ -275,7 +275,7 @@ def read_assistant(model: Model) -> AdapterFile | None:
         raise AdapterError(f"model.assistant: {error.message}", error.next_step) from error
     if adapter.kind != "LoRA":
         step = "Name a LoRA, or remove model.assistant."
-        raise AdapterError(f"model.assistant: {adapter.path} is a {adapter.kind}, and only a LoRA can be one", step)
+        raise AdapterError(f"model.assistant: {adapter.path} is a {adapter.kind}, and only a LoRA is valid", step)
     return adapter
 
 
@@ -287,22 +287,22 @@ def read_initial(settings: Adapter) -> AdapterFile | None:
     try:
         adapter = read_adapter(Path(settings.init_from))
     except AdapterError as error:
-        raise AdapterError(f"train.adapter.init_from: {error.message}", error.next_step) from error
-    wanted = "LoKr" if settings.type == "lokr" else "DoRA" if settings.dora else "LoRA"
-    if adapter.kind != wanted:
+        raise AdapterError(f"train.adapter.init: {error.message}", error.next_step) from error
+    expected_kind = "LoKr" if settings.type == "lokr" else "DoRA" if settings.dora else "LoRA"
+    if adapter.kind != expected_kind:
         raise AdapterError(
-            f"train.adapter.init_from: {adapter.path} is a {adapter.kind}, and the configuration has a {wanted}",
-            f"{_SETTINGS[adapter.kind]} Or name a {wanted}.",
+            f"train.adapter.init: {adapter.path} is a {adapter.kind}, but the configuration trains a {expected_kind}",
+            f"{_SETTINGS[adapter.kind]} Or name a {expected_kind}.",
         )
     ranks, alphas = zip(*(initial_scale(layer, settings.rslora) for layer in adapter.layers.values()), strict=True)
     rank = settings.rank if "rank" in settings.model_fields_set else None
-    for name, given, values in (("rank", rank, ranks), ("alpha", settings.alpha, alphas)):
-        if given is not None and not any(math.isclose(given, value, rel_tol=1e-5) for value in values):
+    for name, value, file_values in (("rank", rank, ranks), ("alpha", settings.alpha, alphas)):
+        if value is not None and not any(math.isclose(value, file_value, rel_tol=1e-5) for file_value in file_values):
             with_rslora = " (with rslora: true)" if name == "alpha" and settings.rslora else ""
             raise AdapterError(
-                f"train.adapter.init_from: {adapter.path} has {name} {_join(values)}{with_rslora}; the configuration "
-                f"has {name} {given:g}",
-                f"Remove train.adapter.{name}: training takes the file's.",
+                f"train.adapter.init: {adapter.path} has {name} {_join(file_values)}{with_rslora}; the configuration "
+                f"has {name} {value:g}",
+                f"Remove train.adapter.{name} to use the value of the file.",
             )
     return adapter
 
@@ -313,22 +313,22 @@ def initial_scale(layer: Layer, rslora: bool) -> tuple[int, float]:
 
 
 def _join(numbers: Any) -> str:
-    shown = sorted(set(numbers))
-    return ", ".join(f"{number:g}" for number in shown[:5]) + (", ..." if len(shown) > 5 else "")
+    values = sorted(set(numbers))
+    return ", ".join(f"{number:g}" for number in values[:5]) + (", ..." if len(values) > 5 else "")
 
 
 def rename(path: str, names: Iterable[tuple[str, str]]) -> str:
     """A module path with whole segments replaced. names: (segments, replacement) pairs, applied in order."""
     path = f".{path}."
-    for name, other in names:
-        path = path.replace(f".{name}.", f".{other}.")
+    for name, replacement in names:
+        path = path.replace(f".{name}.", f".{replacement}.")
     return path[1:-1]
 
 
 def from_comfyui(name: str, names: ComfyUINames) -> str:
     """A module path with diffusers' names, from a path with ComfyUI's names. A path that already has diffusers' names
     does not change."""
-    return rename(name, [(other, ours) for ours, other in names.paths])
+    return rename(name, [(theirs, ours) for ours, theirs in names.paths])
 
 
 def flat_name(name: str) -> str:
@@ -342,52 +342,52 @@ def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> A
 
     weights: "<component>.<module path>" of the model's weights. model: name of the model in messages.
     """
-    names, flat = list(weights), adapter.format == "lycoris"
-    known = set(names)
-    if not flat and known.issuperset(adapter.layers):
+    names, is_flat = list(weights), adapter.format == "lycoris"
+    model_names = set(names)
+    if not is_flat and model_names.issuperset(adapter.layers):
         return adapter
-    meanings = [*_meanings(names, flat)]
+    meanings = [*_meanings(names, is_flat)]
     layers = dict[str, Layer]()
     for name, layer in adapter.layers.items():
-        key = flat_name(name) if flat else name
+        key = flat_name(name) if is_flat else name
         candidates = next((table[key] for table in meanings if key in table), [(name,)])
-        if not flat and name in known:
+        if not is_flat and name in model_names:
             candidates = [(name,)]
         if len(candidates) > 1:
             paths = ", ".join(path for path, *_ in candidates)
             raise AdapterError(
-                f"{adapter.path}: {_start(layer)} may be any of {paths} in {model}",
+                f"{adapter.path}: {_start(layer)} is ambiguous: in {model}, it may be {paths}",
                 "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
             )
         for path, part in zip(candidates[0], _split(adapter, name, layer, len(candidates[0])), strict=True):
             if path in layers:
-                raise is_twice(adapter.path, path, _first_key(layers[path]), _first_key(layer))
+                raise duplicate_error(adapter.path, path, _first_key(layers[path]), _first_key(layer))
             layers[path] = part
     return replace(adapter, layers=layers)
 
 
-def _meanings(weights: Sequence[str], flat: bool) -> Iterator[dict[str, list[tuple[str, ...]]]]:
+def _meanings(weights: Sequence[str], is_flat: bool) -> Iterator[dict[str, list[tuple[str, ...]]]]:
     """Tables of names: one for diffusers' names, and one for each set of names that other programs use for a family.
 
     Each table maps a name -> its possible meanings. A meaning is the path of one module, or the paths of the modules
     whose outputs the named layer concatenates.
     """
-    known = set(weights)
-    tables: dict[tuple[tuple[str, str], ...], Joined] = {DIFFUSERS_NAMES.paths: ()} if flat else {}
+    model_names = set(weights)
+    tables: dict[tuple[tuple[str, str], ...], Joined] = {DIFFUSERS_NAMES.paths: ()} if is_flat else {}
     for family in FAMILIES.values():
         tables |= {family.comfyui_names.paths: (), family.original_names.paths: family.original_names.joined}
     for paths, joined in tables.items():
         table = defaultdict[str, list[tuple[str, ...]]](list)
         for name in weights:
-            there = rename(name, paths)
-            table[flat_name(there) if flat else there].append((name,))
-            for joint, (first, *others) in joined:
+            foreign_name = rename(name, paths)
+            table[flat_name(foreign_name) if is_flat else foreign_name].append((name,))
+            for joint, (first, *next_ends) in joined:
                 if name.endswith(f".{first}"):
                     start = name.removesuffix(first)
-                    modules = (name, *(start + other for other in others))
-                    if known.issuperset(modules):
-                        there = rename(start + joint, paths)
-                        table[flat_name(there) if flat else there].append(modules)
+                    modules = (name, *(start + end for end in next_ends))
+                    if model_names.issuperset(modules):
+                        foreign_name = rename(start + joint, paths)
+                        table[flat_name(foreign_name) if is_flat else foreign_name].append(modules)
         yield table
 
 
@@ -396,7 +396,7 @@ def _split(adapter: AdapterFile, name: str, layer: Layer, count: int) -> list[La
         return [layer]
     if isinstance(layer, Lokr):
         raise AdapterError(
-            f"{adapter.path}: {_start(layer)} is of {count} modules here, and a LoKr of them can't be divided",
+            f"{adapter.path}: {_start(layer)} is for {count} modules of this model, and a LoKr can't be divided",
             "Train or convert it for the separate modules, or name a LoRA.",
         )
     return [*layer.split(count)]

@@ -51,10 +51,10 @@ class Lora:
 
     def take(self, tensors: Tensors) -> Tensors:
         """This layer's tensors. tensors: key in the file -> tensor."""
-        taken = {tensor: tensors[key] for tensor, key in self.keys.items()}
+        values = {tensor: tensors[key] for tensor, key in self.keys.items()}
         if self.outputs is None:
-            return taken
-        return {name: tensor if name == DOWN else tensor[slice(*self.outputs)] for name, tensor in taken.items()}
+            return values
+        return {name: tensor if name == DOWN else tensor[slice(*self.outputs)] for name, tensor in values.items()}
 
     def split(self, parts: int) -> "list[Lora]":
         """One layer per module, for `parts` modules of equal size whose outputs this layer concatenates."""
@@ -70,7 +70,7 @@ class Lora:
     def rank(self) -> int:
         return self.shapes[DOWN][0]
 
-    given_rank = rank
+    file_rank = rank
 
     @property
     def alpha(self) -> float:
@@ -106,14 +106,14 @@ class Lokr:
     (peft/tuners/lokr). LyCORIS and ComfyUI take alpha from a tensor and the rank from the factors, and ignore alpha if
     both matrices are whole (comfy/weight_adapter/lokr.py).
 
-    keys: tensor -> key in the file. shapes: tensor -> shape. given_rank: rank; None if both matrices are whole and the
+    keys: tensor -> key in the file. shapes: tensor -> shape. file_rank: rank; None if both matrices are whole and the
     header has no rank. tensors: tensor -> values; empty until they are loaded.
     """
 
     keys: dict[str, str]
     shapes: Shapes
     scale: float
-    given_rank: int | None
+    file_rank: int | None
     tensors: Tensors = field(default_factory=dict)
     kind: ClassVar[Kind] = "LoKr"
 
@@ -124,7 +124,7 @@ class Lokr:
     @property
     def rank(self) -> int:
         """The given rank, or else a rank with which peft keeps both matrices whole."""
-        return self.given_rank or max(max(self.matrix_shape(side)) for side in SIDES)
+        return self.file_rank or max(max(self.matrix_shape(side)) for side in SIDES)
 
     @property
     def alpha(self) -> float:
@@ -173,7 +173,7 @@ def pair_lora(name: str, keys: dict[str, str], shapes: Shapes, alpha: float | No
     file has no such tensor. strength: function that returns rank and scale if `alpha` is None.
     """
     if not {DOWN, UP} <= keys.keys() <= {DOWN, UP, MAGNITUDE}:
-        raise ValueError(f"of {name} it has only {', '.join(keys.values())}")
+        raise ValueError(f"{name} is incomplete: it has only {', '.join(keys.values())}")
     sizes = {tensor: shapes[key] for tensor, key in keys.items()}
     down, up = sizes[DOWN], sizes[UP]
     if len(down) < 2 or len(down) != len(up) or 0 in (*down, *up) or down[0] != math.prod(up[1:]):
@@ -188,12 +188,12 @@ def pair_lokr(name: str, keys: dict[str, str], shapes: Shapes, alpha: float | No
     sizes = {tensor: shapes[key] for tensor, key in keys.items()}
     for side in SIDES:
         if {key for key in sizes if key.startswith(side)} not in ({side}, {f"{side}_a", f"{side}_b"}):
-            raise ValueError(f"of {name} it has only {', '.join(keys.values())}")
+            raise ValueError(f"{name} is incomplete: it has only {', '.join(keys.values())}")
     flat = all(len(shape) == 2 or (tensor == SIDES[1] and len(shape) > 2) for tensor, shape in sizes.items())
     ranks = {axis for side in SIDES if side not in sizes for axis in (*sizes[f"{side}_a"][1:], *sizes[f"{side}_b"][:1])}
     if not flat or len(ranks) > 1 or any(0 in shape for shape in sizes.values()):
-        shown = ", ".join(f"{tensor} {list(shape)}" for tensor, shape in sizes.items())
-        raise ValueError(f"the tensors of {name} don't belong together: {shown}")
+        matrices = ", ".join(f"{tensor} {list(shape)}" for tensor, shape in sizes.items())
+        raise ValueError(f"the tensors of {name} don't belong together: {matrices}")
     rank = next(iter(ranks), None)
     if alpha is None:
         rank, scale = strength(rank)
@@ -202,9 +202,9 @@ def pair_lokr(name: str, keys: dict[str, str], shapes: Shapes, alpha: float | No
     return Lokr(keys, sizes, scale, rank)
 
 
-def check_alpha(value: Any, what: str) -> float:
+def check_alpha(value: Any, label: str) -> float:
     if type(value) not in (int, float) or not abs(value) <= MAX_ALPHA:
-        raise ValueError(f"{what} is no number up to {MAX_ALPHA:g}: {printable(repr(value))}")
+        raise ValueError(f"{label} must be a number up to {MAX_ALPHA:g}, not {printable(repr(value))}")
     return float(value)
 
 
@@ -215,13 +215,13 @@ def read_configs(
     configurations in the header. ValueError if the configurations are malformed. names: all possible names,
     "<component>.<module path>"."""
     text = header.get(METADATA_KEY)
-    whole = {} if text is None else check_object(parse_json(text.encode()), METADATA_KEY)
+    metadata = {} if text is None else check_object(parse_json(text.encode()), METADATA_KEY)
 
     @cache
     def config_of(part: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         # The keys have no component if the transformer's own save_lora_adapter wrote them.
-        config = {key.removeprefix(f"{part}."): value for key, value in whole.items() if key.startswith(f"{part}.")}
-        config = config or whole
+        config = {key.removeprefix(f"{part}."): value for key, value in metadata.items() if key.startswith(f"{part}.")}
+        config = config or metadata
         modules = [name.removeprefix(f"{part}.") for name in names if name.startswith(f"{part}.")]
         ranks, alphas = (_by_pattern(config.get(key) or {}, key, modules) for key in ("rank_pattern", "alpha_pattern"))
         return config, ranks, alphas
@@ -231,26 +231,27 @@ def read_configs(
         config, ranks, alphas = config_of(part)
         if not config:
             return rank, 1.0
-        stated = check_count(ranks.get(module, config.get("r")), f"the header's rank of {name}")
-        if rank not in (None, stated) or not stated:
-            raise ValueError(f"the header says rank {stated} for {module}, and its tensors have {rank or 'another'}")
+        rank_entry = check_count(ranks.get(module, config.get("r")), f"the header's rank of {name}")
+        if rank not in (None, rank_entry) or not rank_entry:
+            raise ValueError(f"{module} has rank {rank_entry} in the header, but {rank or 'another'} in its tensors")
         alpha = alphas.get(module, config.get("lora_alpha", config.get("alpha")))  # "alpha" for a LoKr
-        return stated, check_alpha(alpha, "lora_alpha") / (math.sqrt(stated) if config.get("use_rslora") else stated)
+        divisor = math.sqrt(rank_entry) if config.get("use_rslora") else rank_entry
+        return rank_entry, check_alpha(alpha, "lora_alpha") / divisor
 
     return strength_of
 
 
-def _by_pattern(patterns: Any, what: str, modules: list[str]) -> dict[str, Any]:
+def _by_pattern(patterns: Any, label: str, modules: list[str]) -> dict[str, Any]:
     """Module -> value of the first pattern that matches the end of its path, as in peft's get_pattern_key. The regular
     expressions are evaluated by RE2, in time proportional to the text; Python's own engine takes forever with some
     patterns."""
-    if len(check_object(patterns, what)) > MAX_PATTERNS:
-        raise ValueError(f"{what} has {len(patterns)} patterns, more than {MAX_PATTERNS}")
+    if len(check_object(patterns, label)) > MAX_PATTERNS:
+        raise ValueError(f"{label} has {len(patterns)} patterns, more than {MAX_PATTERNS}")
     by_module, paths = dict[str, Any](), pa.array(modules, pa.string())
     for key, value in reversed(patterns.items()):
         try:
             matched = pc.match_substring_regex(paths, pattern=rf"^(.*\.)?({key})$")
         except pa.ArrowInvalid as error:
-            raise ValueError(f"a pattern of {what} is no regular expression of RE2: {error}") from error
+            raise ValueError(f"{label} has a pattern that is not a valid RE2 expression: {error}") from error
         by_module |= dict.fromkeys(paths.filter(matched).to_pylist(), value)
     return by_module

@@ -47,11 +47,11 @@ class TokenGrid:
 @dataclass(frozen=True)
 class BlockTokens:
     """The positions of the visual tokens in the hidden states (B, L, D) of a visual block: in its first argument, and
-    in its output. output: index of the hidden states if the block returns several outputs. last: whether visual tokens
-    come after the text tokens in dim 1; otherwise they come first, and text tokens may follow."""
+    in its output. output: index of the hidden states if the block returns several outputs. is_text_first: whether
+    visual tokens come after the text tokens in dim 1; otherwise they come first, and text tokens may follow."""
 
     output: int | None = None
-    last: bool = False
+    is_text_first: bool = False
 
     def read_output(self, output: Any) -> torch.Tensor:
         return output if self.output is None else output[self.output]
@@ -64,13 +64,13 @@ class BlockTokens:
     def divide(self, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, L, ...) -> the values of `count` visual tokens, and the values of the text tokens."""
         text = values.shape[1] - count
-        return (values[:, text:], values[:, :text]) if self.last else (values[:, :count], values[:, count:])
+        return (values[:, text:], values[:, :text]) if self.is_text_first else (values[:, :count], values[:, count:])
 
     def join(self, visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """The inverse of `divide`."""
         if not text.shape[1]:
             return visual
-        return torch.cat([text, visual] if self.last else [visual, text], 1)
+        return torch.cat([text, visual] if self.is_text_first else [visual, text], 1)
 
 
 FIRST_TOKENS = BlockTokens()
@@ -110,19 +110,20 @@ class KeptTokens:
         starts_B1 = torch.arange(len(self.positions_BK), device=self.positions_BK.device)[:, None] * self.tokens
         self._rows = (self.positions_BK + starts_B1).flatten()  # row numbers in the tokens of all samples, concatenated
 
-    def take(self, values: torch.Tensor, where: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
-        """(B or 1, N + M, ...) -> (B, K + M, ...). where: positions of the N visual tokens next to M text tokens."""
+    def take(self, values: torch.Tensor, block_tokens: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
+        """(B or 1, N + M, ...) -> (B, K + M, ...). block_tokens: positions of the N visual tokens next to M text
+        tokens."""
         shape = self.positions_BK.shape
-        visual, text = where.divide(values.expand(shape[0], *values.shape[1:]), self.tokens)
-        return where.join(visual.flatten(0, 1).index_select(0, self._rows).unflatten(0, shape), text)
+        visual, text = block_tokens.divide(values.expand(shape[0], *values.shape[1:]), self.tokens)
+        return block_tokens.join(visual.flatten(0, 1).index_select(0, self._rows).unflatten(0, shape), text)
 
-    def restore(self, values: torch.Tensor, where: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
+    def restore(self, values: torch.Tensor, block_tokens: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
         """(B, K + M, D) -> (B, N + M, D): the waiting tokens, with the K kept tokens replaced by `values`."""
         assert self.waiting_BND is not None, "the route's first block has not run"
-        visual, text = where.divide(values, self.positions_BK.shape[1])
+        visual, text = block_tokens.divide(values, self.positions_BK.shape[1])
         waiting = self.waiting_BND.to(values.dtype)
         restored = waiting.flatten(0, 1).index_copy(0, self._rows, visual.flatten(0, 1)).view_as(waiting)
-        return where.join(restored, text)
+        return block_tokens.join(restored, text)
 
 
 class ModelFamily(ABC):
@@ -213,7 +214,7 @@ class ModelFamily(ABC):
         compute them."""
 
     @abstractmethod
-    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
         """Register hooks so that `blocks`, consecutive visual blocks, compute only the kept tokens (B, K, D), which the
         first block gets instead of all tokens. Other values of a token, such as rotary embeddings, are selected in the
         same way. A block may read the waiting tokens (`kept.restore`) if it computes neighboring tokens."""

@@ -23,7 +23,7 @@ from trainer.batch import Batch
 from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments
 
 FAMILY = FAMILIES["flux2-klein"]
-DOUBLE, SINGLE = BlockTokens(output=1, last=True), BlockTokens(last=True)
+DOUBLE, SINGLE = BlockTokens(output=1, is_text_first=True), BlockTokens(is_text_first=True)
 
 
 REFERENCE_DISTANCE = 10  # of the first reference's frame id from the image's, and between references
@@ -150,16 +150,16 @@ class Flux2(ModelFamily):
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
         return [block.attn for block in self.blocks(model)], model.config.attention_head_dim
 
-    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: dict[str, Any] = {}  # the same for all blocks: rotary embeddings, and the mask of padded texts
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
+        changes: dict[str, Any] = {}  # the same for all blocks: rotary embeddings, and the mask of padded texts
 
         def take(arguments: dict[str, Any]) -> dict[str, Any]:
-            if not taken:
+            if not changes:
                 options = arguments["joint_attention_kwargs"]
-                rotary = tuple(kept.take(values[None], SINGLE) for values in arguments["image_rotary_emb"])
+                rotary = tuple(kept_tokens.take(values[None], SINGLE) for values in arguments["image_rotary_emb"])
                 mask = options and {"attention_mask": options["attention_mask"][..., : rotary[0].shape[1]]}
-                taken.update(image_rotary_emb=rotary, joint_attention_kwargs=mask)
-            return taken
+                changes.update(image_rotary_emb=rotary, joint_attention_kwargs=mask)
+            return changes
 
         return [change_arguments(block, take) for block in blocks]
 
@@ -186,7 +186,7 @@ class Flux2(ModelFamily):
         grid, dtype = self.token_grid(model, batch), self.compute_dtype(model)
         references = batch.references
         if bool(references) != (task == "i2i"):
-            raise ValueError(f"{task} with {len(references)} references: a batch of i2i has some, and one of t2i none")
+            raise ValueError(f"{task} with {len(references)} references: i2i needs at least one, and t2i has none")
         sides = [(reference.shape[-2], reference.shape[-1]) for reference in references]
         image_ids, text_ids = positions(grid, noisy_BCTHW.device, sides)
         arguments: dict[str, Any] = {

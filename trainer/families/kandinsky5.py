@@ -284,8 +284,8 @@ def visual_input(
     if task in ("i2i", "i2v") and condition_BCTHW is None:
         raise ValueError(f"{task} needs the condition's latent, and this batch has none; run encode-latents")
     if (task == "t2i" and visual_cond) or (task == "i2i" and not visual_cond):
-        fitting = "an image i2i or a video one" if visual_cond else "an image t2i one"
-        raise ValueError(f"the checkpoint is not made for {task}: by its visual_cond it is {fitting}")
+        fitting = "i2i or video" if visual_cond else "t2i"
+        raise ValueError(f"the checkpoint does not support {task}: its visual_cond is for {fitting}")
     latent = noisy_BCTHW.movedim(1, -1)  # BCTHW -> BTHWC
     source, mask = torch.zeros_like(latent), torch.zeros_like(latent[..., :1])
     if condition_BCTHW is not None and task in ("i2i", "i2v"):
@@ -348,15 +348,15 @@ class Kandinsky5(ModelFamily):
             raise ValueError("this checkpoint's self-attention is sparse (NABLA), which flex attention computes")
         return [block.self_attention for block in model.visual_transformer_blocks], sum(model.config.axes_dims)
 
-    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: dict[str, Any] = {}  # the same for all of them
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
+        changes: dict[str, Any] = {}  # the same for all blocks
 
         def take(arguments: dict[str, Any]) -> dict[str, Any]:
-            if not taken:
+            if not changes:
                 sparse = arguments["sparse_params"]
-                taken["rope"] = kept.take(arguments["rope"])
-                taken["sparse_params"] = sparse and take_blocks(sparse, kept.positions_BK)
-            return taken
+                changes["rope"] = kept_tokens.take(arguments["rope"])
+                changes["sparse_params"] = sparse and take_blocks(sparse, kept_tokens.positions_BK)
+            return changes
 
         return [change_arguments(block, take) for block in blocks]
 
@@ -411,10 +411,10 @@ class Kandinsky5(ModelFamily):
         if task != "i2v" or latents_BCTHW.shape[2] <= NORMALIZED_FRAMES:
             return latents_BCTHW
         first = latents_BCTHW[:, :, :NORMALIZED_FRAMES]
-        others = latents_BCTHW[:, :, NORMALIZED_FRAMES : NORMALIZED_FRAMES + REFERENCE_FRAMES]
+        next_frames = latents_BCTHW[:, :, NORMALIZED_FRAMES : NORMALIZED_FRAMES + REFERENCE_FRAMES]
         axes = (1, 2, 3, 4)
         mean, deviation = first.mean(axes, keepdim=True), first.std(axes, keepdim=True)
-        new_mean = torch.clamp(others.mean(), mean - 0.05, mean + 0.1)
-        new_deviation = torch.clamp(others.std(), deviation - 0.1, deviation + 0.25)
+        new_mean = torch.clamp(next_frames.mean(), mean - 0.05, mean + 0.1)
+        new_deviation = torch.clamp(next_frames.std(), deviation - 0.1, deviation + 0.25)
         normalized = (first - mean) / deviation * new_deviation + new_mean
         return torch.cat([normalized, latents_BCTHW[:, :, NORMALIZED_FRAMES:]], 2)

@@ -133,17 +133,15 @@ class QwenImage(ModelFamily):
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
         raise ValueError("Qwen-Image attends to image and text at once, and the text's padding needs a mask")
 
-    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: dict[
-            str, Any
-        ] = {}  # the same for all blocks: rotary embeddings, and the index of tokens with noise, or None
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
+        changes: dict[str, Any] = {}  # for all blocks: rotary embeddings, and the index of tokens with noise or None
 
         def take(arguments: dict[str, Any]) -> dict[str, Any]:
-            if not taken:
+            if not changes:
                 (image, text), index_BN = arguments["image_rotary_emb"], arguments.get("modulate_index")
-                taken["image_rotary_emb"] = kept.take(image[None]), text
-                taken["modulate_index"] = None if index_BN is None else kept.take(index_BN)
-            return taken
+                changes["image_rotary_emb"] = kept_tokens.take(image[None]), text
+                changes["modulate_index"] = None if index_BN is None else kept_tokens.take(index_BN)
+            return changes
 
         return [change_arguments(block, take) for block in blocks]
 
@@ -167,7 +165,7 @@ class QwenImage(ModelFamily):
         if task not in ("t2i", "i2i"):
             raise ValueError(f"Qwen-Image has no task {task!r}; valid: t2i, and i2i of Qwen-Image-Edit")
         if bool(references := batch.references) != (task == "i2i"):
-            raise ValueError(f"{task} with {len(references)} references: a batch of i2i has some, and one of t2i none")
+            raise ValueError(f"{task} with {len(references)} references: i2i needs at least one, and t2i has none")
         assert noisy_BCTHW.shape[2] == 1, f"images have one frame, not {noisy_BCTHW.shape[2]}"
         sides = [latents.shape[-2:] for latents in (noisy_BCTHW, *references)]
         for height, width in sides:
@@ -181,8 +179,9 @@ class QwenImage(ModelFamily):
             options["text_mask_BL"] = batch.text_mask_BL
         if model.config.zero_cond_t and not model.zero_cond_t:  # by this module's hooks
             timestep = torch.cat([timestep, torch.zeros_like(timestep)])
-            given_N = torch.arange(hidden_BND.shape[1], device=hidden_BND.device) >= noisy_BCTHW[0, 0].numel() // 4
-            options["modulate_index"] = given_N.int().expand(len(batch), -1)
+            positions_N = torch.arange(hidden_BND.shape[1], device=hidden_BND.device)
+            is_reference_N = positions_N >= noisy_BCTHW[0, 0].numel() // 4
+            options["modulate_index"] = is_reference_N.int().expand(len(batch), -1)
         return {
             "hidden_states": hidden_BND,
             "timestep": timestep,

@@ -35,19 +35,19 @@ class Sana(ModelFamily):
         return TokenGrid(frames, height // patch, width // patch, batch.text_BLD.shape[1])
 
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
-        raise ValueError("Sana's self-attention is linear: it has no softmax, for which backends have kernels")
+        raise ValueError("Sana's self-attention is linear, and attention backends only compute softmax")
 
-    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
         """Attention computes only the kept tokens. The feed-forward's depthwise convolution, the transformer's only
         source of positions, gets the whole grid, with the waiting tokens unchanged; the layers after it get the kept
         tokens."""
 
         def whole_grid(norm: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
-            return (kept.restore(inputs[0]),)
+            return (kept_tokens.restore(inputs[0]),)
 
         def kept_pixels(conv: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
             hidden_BCN = inputs[0].flatten(2)
-            places_BCK = kept.positions_BK[:, None].expand(-1, hidden_BCN.shape[1], -1)
+            places_BCK = kept_tokens.positions_BK[:, None].expand(-1, hidden_BCN.shape[1], -1)
             return (hidden_BCN.gather(2, places_BCK)[..., None],)  # a column of K pixels
 
         handles = []

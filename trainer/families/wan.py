@@ -36,7 +36,7 @@ class Wan(ModelFamily):
 
     def check(self, source: str, config: Any) -> None:
         if config.image_dim is not None or config.in_channels != config.out_channels:
-            raise ValueError(f"{source}: a transformer that reads an encoded image beside the noise can't be trained")
+            raise ValueError(f"{source}: a transformer that reads an encoded image next to the noise can't be trained")
 
     def clean_frames(self, task: Task) -> int:
         return 1 if task == "i2v" else 0
@@ -52,16 +52,16 @@ class Wan(ModelFamily):
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
         return [block.attn1 for block in model.blocks], model.config.attention_head_dim
 
-    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: list[tuple[torch.Tensor, ...]] = []  # the same for all blocks
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
+        changes: list[tuple[torch.Tensor, ...]] = []  # the same for all blocks
 
         def take(arguments: dict[str, Any]) -> dict[str, Any]:
-            if not taken:
-                taken.append(tuple(kept.take(values) for values in arguments["rotary_emb"]))
+            if not changes:
+                changes.append(tuple(kept_tokens.take(values) for values in arguments["rotary_emb"]))
             # (B, 6, D), or (B, N, 6, D) if given frames have their own time. It may have a gradient, so it is selected
             # in every block: a stored selection would be missing when gradient checkpointing computes a block again.
             time = arguments["temb"]
-            return {"temb": kept.take(time) if time.ndim == 4 else time, "rotary_emb": taken[0]}
+            return {"temb": kept_tokens.take(time) if time.ndim == 4 else time, "rotary_emb": changes[0]}
 
         return [change_arguments(block, take) for block in blocks]
 

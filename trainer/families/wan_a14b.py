@@ -35,7 +35,7 @@ class WanA14B(Wan):
 
     def check(self, source: str, config: Any) -> None:
         if config.image_dim is not None:
-            raise ValueError(f"{source}: a transformer that reads an encoded image beside the noise can't be trained")
+            raise ValueError(f"{source}: a transformer that reads an encoded image next to the noise can't be trained")
 
     def model_inputs(
         self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task

@@ -29,7 +29,7 @@ class ZImage(ModelFamily):
     def check(self, source: str, config: Any) -> None:
         if config.siglip_feat_dim is not None:
             raise ValueError(
-                f"{source}: a transformer that reads images beside the text (Z-Image-Omni) can't be trained"
+                f"{source}: a transformer that reads images next to the text (Z-Image-Omni) can't be trained"
             )
 
     def blocks(self, model: Any) -> list[torch.nn.Module]:
@@ -46,17 +46,17 @@ class ZImage(ModelFamily):
         return model.config.dim
 
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
-        raise ValueError("its attention is joint with the text, whose padding is masked in a batch")
+        raise ValueError("Z-Image attends to image and text at once, and the text's padding needs a mask")
 
-    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-        taken: dict[str, Any] = {}  # the same for all blocks
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
+        changes: dict[str, Any] = {}  # the same for all blocks
 
         def take(arguments: dict[str, Any]) -> dict[str, Any]:
-            if not taken:
+            if not changes:
                 mask = arguments["attn_mask"]
-                taken["attn_mask"] = None if mask is None else kept.take(mask)
-                taken["freqs_cis"] = kept.take(arguments["freqs_cis"])
-            return taken
+                changes["attn_mask"] = None if mask is None else kept_tokens.take(mask)
+                changes["freqs_cis"] = kept_tokens.take(arguments["freqs_cis"])
+            return changes
 
         return [change_arguments(block, take) for block in blocks]
 

@@ -48,8 +48,8 @@ Shapes = dict[str, dict[str, Any]]
 #: Bytes of a card that are reserved for the CUDA context, memory inside kernels and fragmentation
 RESERVED = 1 << 30
 CAPTION_TOKENS = 512  # limit of a caption after references, whose template has no limit
-LEAST_SAVED = 0.01  # smallest share of the needed memory that an option saves to be suggested
-OTHERWISE = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
+MIN_SAVED = 0.01  # smallest share of the needed memory that an option saves to be suggested
+OTHERWISE = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames need less."
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     size, report = int(card * 2**30), Report("train", dry_run=True)
     shapes, assumed = read_shapes(config.model)
     plan = find_plan(config)
-    buckets, where = list_buckets(config.model, config.datasets, plan)
+    buckets, source = list_buckets(config.model, config.datasets, plan)
     largest = max(buckets, key=_numbers)
     settings = config.train.changed(device="cuda")  # as if the card were available
     config = config.changed(train=settings)
@@ -86,10 +86,10 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
         return estimate_latents(changed.model, changed.latents, shapes, largest)
 
     rows: list[dict[str, Any]] = []
-    elsewhere = "It runs on the CPU with stages.{}.device: cpu, or on another machine."
+    cpu_advice = "It runs on the CPU with stages.{}.device: cpu, or on another machine."
     for program, subject, predict, changes, otherwise in (
-        ("encode-text", "encode-text", text, text_changes(config.text), elsewhere),
-        ("encode-latents", "encode-latents", latents, latent_changes(config.model, config.latents), elsewhere),
+        ("encode-text", "encode-text", text, text_changes(config.text), cpu_advice),
+        ("encode-latents", "encode-latents", latents, latent_changes(config.model, config.latents), cpu_advice),
         ("train", "the run", train, train_changes(config.train, ranks), OTHERWISE),
     ):
         with activity(f"predicting {program}"):
@@ -102,7 +102,7 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
             described = (f"a card of {card:g} GiB", size)
             message = explain(config, subject, described, estimate.device, changes, predict, otherwise.format(program))
             report.failed.append({"item": program, "reason": "does-not-fit", "message": message})
-    report.details = {"card_gib": card, "buckets_of": where, "largest_bucket": largest, "longest_text": length}
+    report.details = {"card_gib": card, "buckets_of": source, "largest_bucket": largest, "longest_text": length}
     report.details["memory"] = rows
     report.details |= {"experts": "one at a time"} if config.experts else {}
     report.details |= {"assumed": assumed} if assumed else {}
@@ -118,16 +118,16 @@ def read_shapes(model: Model) -> tuple[Shapes, list[str]]:
     """Returns component -> config, and messages about components that are assumed to have the published shape."""
     spec = model.family_spec
     folder, shapes, assumed = local_folder(model.source), Shapes(), list[str]()
-    known = folder is None and bool(find_published(model.source))
+    is_published = folder is None and bool(find_published(model.source))
     for part in spec.shapes:
         published = spec.published_shape(part, model.flavour_spec)
         if folder is not None and (folder / part / "config.json").exists():
             shapes[part] = read_component_config(model.source, model.revision, part)
             continue
         shapes[part] = published
-        if not known:
+        if not is_published:
             assumed.append(
-                f"{model.source} has no {part} here: its shape is taken for that of {model.flavour_spec.repo}."
+                f"{model.source} has no {part} on this machine: the shape of {model.flavour_spec.repo} is assumed."
             )
     return shapes, assumed
 
@@ -148,19 +148,19 @@ def predict_step(
     if card and estimate.device + RESERVED > card[1]:
         changes = train_changes(config.train, ranks)
         warn(explain(config, "the run", card, estimate.device, changes, predict, OTHERWISE))
-    where = {"host": "host, at its peak", "offloaded": "host, while training", "checkpoint": "disk, one checkpoint"}
+    places = {"host": "host, at its peak", "offloaded": "host, while training", "checkpoint": "disk, one checkpoint"}
     sizes = {name: value for name, value in vars(estimate).items() if isinstance(value, int)}
-    rows = [{"part": name, "place": where.get(name, "device"), "mib": value >> 20} for name, value in sizes.items()]
+    rows = [{"part": name, "place": places.get(name, "device"), "mib": value >> 20} for name, value in sizes.items()]
     return {"memory_of_bucket": estimate.bucket, "memory": rows}
 
 
 def find_card(device: str) -> tuple[str, int] | None:
     """Name and bytes of the card that a run on `device` would use; None without one."""
     try:
-        chosen = find_device(device)
+        torch_device = find_device(device)
     except DeviceNotFound:
         return None
-    return None if chosen.type == "cpu" else (device_name(chosen), device_memory(chosen)[1])
+    return None if torch_device.type == "cpu" else (device_name(torch_device), device_memory(torch_device)[1])
 
 
 def explain(
@@ -175,32 +175,32 @@ def explain(
     """Returns a message with the needed memory, the `changes` that help, and `otherwise` if the changes are not enough.
     Changes are applied one after another; a change that does not save memory is skipped, and the list ends when the
     program fits. changes: (label, section of the configuration -> keys). need: bytes without changes."""
-    (name, size), least, shown = card, need, list[str]()
+    (name, size), lowest, suggestions = card, need, list[str]()
     for label, sections in changes:
         try:
             values = {section: _change_settings(getattr(config, section), keys) for section, keys in sections.items()}
             changed = config.changed(**values)
         except ValidationError:  # such as block offload of full rank
             continue
-        if changed == config or (smaller := predict(changed).device) > least * (1 - LEAST_SAVED):
+        if changed == config or (smaller := predict(changed).device) > lowest * (1 - MIN_SAVED):
             continue
-        least, config = smaller, changed
-        shown.append(f"{label} ({gib(least + RESERVED)})")
-        if least + RESERVED <= size:
+        lowest, config = smaller, changed
+        suggestions.append(f"{label} ({gib(lowest + RESERVED)})")
+        if lowest + RESERVED <= size:
             break
     message = f"{subject} would need {gib(need + RESERVED)} on the device, 1 GiB of it for CUDA and its kernels, "
     message += f"and {name} has {gib(size)}."
-    message += f" It would need less with {', and with '.join(shown)}." if shown else ""
-    return message + (f" {otherwise}" if least + RESERVED > size else "")
+    message += f" It would need less with {', and with '.join(suggestions)}." if suggestions else ""
+    return message + (f" {otherwise}" if lowest + RESERVED > size else "")
 
 
 def _change_settings(settings: Section, values: Mapping[str, Any]) -> Section:
     """Returns `settings` updated with `values`, in which a nested section contains only the keys that change. Raises
     ValidationError for an invalid combination."""
-    given = settings.model_dump(by_alias=True)
+    merged = settings.model_dump(by_alias=True)
     for key, value in values.items():
-        given[key] = {**given[key], **value} if isinstance(value, dict) else value
-    return type(settings).model_validate(given)
+        merged[key] = {**merged[key], **value} if isinstance(value, dict) else value
+    return type(settings).model_validate(merged)
 
 
 def train_changes(settings: Train, ranks: int) -> list[tuple[str, dict[str, Any]]]:
@@ -235,23 +235,23 @@ def find_plan(config: Config) -> plans.Plan | None:
 def list_buckets(model: Model, datasets: Sequence[Dataset], plan: plans.Plan | None) -> tuple[list[str], str]:
     """Returns the buckets and the name of their source: the plan, or the sizes and frames of the datasets."""
     if plan is not None:
-        alone = pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES))  # sources are not trained on
-        if buckets := pc.unique(plan.active.filter(pc.invert(alone)).column("bucket")).to_pylist():
+        is_source = pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES))  # sources are not trained on
+        if buckets := pc.unique(plan.active.filter(pc.invert(is_source)).column("bucket")).to_pylist():
             return buckets, "the plan"
-    return sorted(set(_possible_buckets(model, datasets))), "the datasets' sizes, as there is no plan yet"
+    return sorted(set(_possible_buckets(model, datasets))), "the datasets' sizes, because no plan exists yet"
 
 
 def longest_text(config: Config, plan: plans.Plan | None) -> int:
     """Upper bound of the stored tokens of the longest text; for a text in the plan, one token per byte."""
-    most = config.text.max_length or config.model.template.max_length
+    max_length = config.text.max_length or config.model.template.max_length
     if plan is not None:
         active = plan.text_table.filter(pc.is_in(plan.text_table.column("text_id"), value_set=plan.active_text_ids))
-        return int(max_token_counts(config.model, config.text, active).max(initial=1))
-    if of_each := reference_tokens(config.model):
-        given = [len(dataset.source_roles) for dataset in config.datasets if not dataset.disabled]
-        given += [len(listed(prompt.image)) for prompt in config.validation.prompts]
-        return min(most, max(given, default=1) * of_each + CAPTION_TOKENS)
-    return most
+        return int(most_tokens(config.model, config.text, active).max(initial=1))
+    if reference_length := reference_tokens(config.model):
+        counts = [len(dataset.source_roles) for dataset in config.datasets if not dataset.disabled]
+        counts += [len(listed(prompt.image)) for prompt in config.validation.prompts]
+        return min(max_length, max(counts, default=1) * reference_length + CAPTION_TOKENS)
+    return max_length
 
 
 def _side_multiple(model: Model) -> int:
@@ -312,12 +312,12 @@ def estimate_text(base: Model, text: Text, shapes: Shapes, length: int) -> Encod
     if hasattr(model, "decoder"):  # transformers' T5 model has a decoder, which pipelines do not use
         del model.decoder
     layers = model.encoder.block if hasattr(model, "encoder") else getattr(model, "language_model", model).layers
-    others = [
+    extra_models = [
         _untrained(types[part], shape, dtype)
         for part, shape in shapes.items()
         if part.startswith("text_encoder") and part != "text_encoder"
     ]
-    weights = _text_weights(model, layers, text) + sum(sum_bytes(other.parameters()) for other in others)
+    weights = _text_weights(model, layers, text) + sum(sum_bytes(extra.parameters()) for extra in extra_models)
     settings = getattr(model.config, "text_config", model.config)
     longest = (template.crop or 0) + length
     tokens = max(text.batch_tokens, longest)
@@ -327,14 +327,14 @@ def estimate_text(base: Model, text: Text, shapes: Shapes, length: int) -> Encod
     activations = _pass_bytes(tokens, settings.hidden_size, inner, dtype) + tokens * longest * _scores(heads, dtype)
     if not template.with_image:
         return EncoderMemory(weights, activations)
-    vision, of_each = model.config.vision_config, reference_tokens(base) or length
-    patches, heads = of_each * vision.spatial_merge_size**2, vision.num_heads if eager else 0
-    seen = _pass_bytes(patches, vision.hidden_size, vision.intermediate_size, dtype)
-    seen += patches**2 * _scores(heads, dtype)
+    vision, image_tokens = model.config.vision_config, reference_tokens(base) or length
+    patches, heads = image_tokens * vision.spatial_merge_size**2, vision.num_heads if eager else 0
+    vision_bytes = _pass_bytes(patches, vision.hidden_size, vision.intermediate_size, dtype)
+    vision_bytes += patches**2 * _scores(heads, dtype)
     numbers = patches * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    seen += numbers * (torch.float32.itemsize + dtype.itemsize)  # for the image, whose values start in float32
-    kept = CACHED_IMAGES * of_each * vision.out_hidden_size * dtype.itemsize
-    return EncoderMemory(weights, max(activations, seen) + kept)
+    vision_bytes += numbers * (torch.float32.itemsize + dtype.itemsize)  # for the image, whose values start in float32
+    cache_bytes = CACHED_IMAGES * image_tokens * vision.out_hidden_size * dtype.itemsize
+    return EncoderMemory(weights, max(activations, vision_bytes) + cache_bytes)
 
 
 def _pass_bytes(tokens: int, width: int, inner: int, dtype: torch.dtype) -> int:
@@ -356,25 +356,25 @@ def _untrained(kind: str, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _text_weights(model: Any, layers: Sequence[torch.nn.Module], text: Text) -> int:
-    whole = sum_bytes(model.parameters())
+    total = sum_bytes(model.parameters())
     if text.quantization in QUANTIZERS:
-        kept = (model._keep_in_fp32_modules or ()) if text.quantization == "nf4-bnb" else ()
+        float32_names = (model._keep_in_fp32_modules or ()) if text.quantization == "nf4-bnb" else ()
         linear = [
             part
             for layer in layers
             for name, part in layer.named_modules()
-            if isinstance(part, torch.nn.Linear) and name.rpartition(".")[2] not in kept
+            if isinstance(part, torch.nn.Linear) and name.rpartition(".")[2] not in float32_names
         ]
-        return whole + sum(packed_bytes(part, text.quantization) - part.weight.nbytes for part in linear)
+        return total + sum(packed_bytes(part, text.quantization) - part.weight.nbytes for part in linear)
     if text.offload == "blocks":  # each module in turn: the largest is a block or the embedding
         blocks = [sum_bytes(layer.parameters()) for layer in layers]
         return max(*blocks, *_sizes_outside(model, layers))
-    return whole
+    return total
 
 
 def _sizes_outside(model: Any, layers: Sequence[torch.nn.Module]) -> Iterable[int]:
-    inside = {id(part) for layer in layers for part in layer.modules()}
-    parts = (part for part in model.modules() if id(part) not in inside)
+    block_parts = {id(part) for layer in layers for part in layer.modules()}
+    parts = (part for part in model.modules() if id(part) not in block_parts)
     return (sum_bytes(part.parameters(recurse=False)) for part in parts)
 
 

@@ -145,44 +145,44 @@ def estimate_memory(
     )
     offloaded = hosted + moved + average - near
     if sharded:
-        cast = gathered_dtype(settings, autocast) is not None
-        sizes = [gathered_bytes(block, cast) for block in family.blocks(model)]
-        outside = parts[0] - sum(gathered_bytes(block, False) for block in family.blocks(model))
-        parts, shards = share_parts(parts, outside, sizes, settings.parallel, ranks)
+        is_cast = gathered_dtype(settings, autocast) is not None
+        sizes = [gathered_bytes(block, is_cast) for block in family.blocks(model)]
+        base = parts[0] - sum(gathered_bytes(block, False) for block in family.blocks(model))
+        parts, shards = share_parts(parts, base, sizes, settings.parallel, ranks)
         offloaded += shards
     device = (*parts, activations)
-    exported, kept = exported_bytes(model, settings.adapter, sum_bytes(trainable)), trained.state + average
+    exported, state_bytes = exported_bytes(model, settings.adapter, sum_bytes(trainable)), trained.state + average
     # While a moving average is exported, the host has a copy of the weights that are trained.
     copied = trained.bytes if trained.averages or settings.ema else 0
     if settings.device == "cpu":
         working = max(gradients + activations, copied)
         host = max(loaded, sum(device) - gradients - activations + offloaded + working)
     else:
-        host = max(loaded, offloaded + max(copied + min(exported, MODEL_FILE), kept))
+        host = max(loaded, offloaded + max(copied + min(exported, MODEL_FILE), state_bytes))
     # Weights that are not in the export bit for bit are in the checkpoint, too.
-    other = copied or settings.adapter.init_weights in MUTATING_INITS
-    checkpoint = exported + kept + (trained.bytes if other else sum_bytes(added))
+    needs_copy = copied or settings.adapter.init_weights in MUTATING_INITS
+    checkpoint = exported + state_bytes + (trained.bytes if needs_copy else sum_bytes(added))
     return MemoryEstimate(sum(device), *device, offloaded, LIBRARIES + host, checkpoint, bucket)
 
 
-def share_parts(parts: Parts, outside: int, blocks: Sequence[int], settings: Parallel, ranks: int) -> tuple[Parts, int]:
+def share_parts(parts: Parts, base: int, blocks: Sequence[int], settings: Parallel, ranks: int) -> tuple[Parts, int]:
     """Returns (weights, gradients, state, average) on each device, and the bytes on the host, for a sharded model.
 
     In addition to its shards a rank holds gathered weights: the weights of two blocks, because the next block is
     gathered while one computes, and all weights outside of the blocks, until the backward pass ends. blocks: bytes of
     each gathered block.
     """
-    kept = sum(blocks) if not settings.reshard_after_forward else sum(sorted(blocks)[-2:])
+    gathered = sum(blocks) if not settings.reshard_after_forward else sum(sorted(blocks)[-2:])
     weights, gradients, state, average = (-(-part // ranks) for part in parts)
     if settings.cpu_offload:
-        return (outside + kept, 0, 0, 0), weights + gradients + state + average
-    return (outside + kept + weights, gradients, state, average), 0
+        return (base + gathered, 0, 0, 0), weights + gradients + state + average
+    return (base + gathered + weights, gradients, state, average), 0
 
 
-def gathered_bytes(block: torch.nn.Module, cast: bool) -> int:
-    """Bytes of a block's weights. cast: whether weights that autocast casts count in bfloat16 instead of float32."""
-    chosen = [part for part in block.modules() if cast and isinstance(part, AUTOCAST)]
-    return sum_bytes(block.parameters()) - sum(sum_bytes(part.parameters(recurse=False)) for part in chosen) // 2
+def gathered_bytes(block: torch.nn.Module, is_cast: bool) -> int:
+    """Bytes of a block's weights. is_cast: whether weights that autocast casts count in bfloat16 instead of float32."""
+    cast_parts = [part for part in block.modules() if is_cast and isinstance(part, AUTOCAST)]
+    return sum_bytes(block.parameters()) - sum(sum_bytes(part.parameters(recurse=False)) for part in cast_parts) // 2
 
 
 def find_trained(weights: Iterable[torch.nn.Parameter], settings: Train) -> Trained:
@@ -233,23 +233,23 @@ def sum_bytes(weights: Iterable[torch.nn.Parameter]) -> int:
 def step_memory(
     model: Any,
     family: ModelFamily,
-    about: Model,
+    section: Model,
     settings: Train,
     bucket: str,
     text_length: int,
     kernels: KernelMode,
 ) -> tuple[int, int]:
     """Returns the largest bytes of activations on the host, and the largest bytes on the device including weights,
-    during the forward and backward passes of one step. about: the section `model` of the configuration."""
+    during the forward and backward passes of one step. section: the section `model` of the configuration."""
     offload = settings.offload
-    denoiser = Denoiser(model, family, about.task, None, {}, Offload(blocks=offload.blocks))
+    denoiser = Denoiser(model, family, section.task, None, {}, Offload(blocks=offload.blocks))
     meter, moved = MemoryMeter(), SavedOnHost()
     for parameter in model.parameters():
         meter.add(parameter)
     with META, ExitStack() as stack:
         stack.enter_context(meter)
         for _ in range(min(2, settings.accumulate)):  # with more than one, there are gradients in the next one's passes
-            batch = make_batch(model, about, settings.batch_size, bucket, text_length)
+            batch = make_batch(model, section, settings.batch_size, bucket, text_length)
             noise, sigma_B = torch.empty_like(batch.latents_BCTHW), torch.empty(settings.batch_size)
             with kernels, ExitStack() as saving:
                 if offload.activations:
@@ -257,19 +257,19 @@ def step_memory(
                 noisy = flow.interpolate(batch.latents_BCTHW, noise, sigma_B)
                 predicted = denoiser(noisy, sigma_B, batch)
                 target = flow.velocity(batch.latents_BCTHW, noise)
-                loss = flow.loss_per_sample(predicted, target, family.clean_frames(about.task)).sum()
+                loss = flow.loss_per_sample(predicted, target, family.clean_frames(section.task)).sum()
             loss.backward()
     model.zero_grad(set_to_none=True)
     return moved.peak, meter.peak
 
 
-def make_batch(model: Any, about: Model, size: int, bucket: str, text_length: int) -> Batch:
+def make_batch(model: Any, section: Model, size: int, bucket: str, text_length: int) -> Batch:
     """Make a batch of `size` samples on the meta device, except the texts' mask, whose values are read."""
-    spec, task = about.family_spec, about.task
+    spec, task = section.family_spec, section.task
     widths = {name: model.config[key] for name, key in spec.text_widths.items()}
     latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(spec, bucket), device=META)
-    given, references, stride = spec.condition_frames(task), Bucket.parse(bucket).references, spec.spatial_stride
-    condition_BCTHW = latents_BCTHW[:, :, :given].clone() if given != 0 else None
+    frames, references, stride = spec.condition_frames(task), Bucket.parse(bucket).references, spec.spatial_stride
+    condition_BCTHW = latents_BCTHW[:, :, :frames].clone() if frames != 0 else None
     shapes = [(size, spec.latent_channels, 1, height // stride, width // stride) for width, height in references]
     return Batch(
         latents_BCTHW,

@@ -149,8 +149,8 @@ class QuantizedLinear(torch.nn.Linear):
         self.name, self.bias = name, part.bias
         packed = torch.empty(packed_bytes(part, name) // 2, dtype=torch.bfloat16, device=META)
         # The weight has the dtype and shape of the original matrix, because code such as DoRA reads them.
-        whole = torch.empty(0, dtype=part.weight.dtype, device=META).set_(packed.untyped_storage())
-        self.weight = torch.nn.Parameter(whole.as_strided(part.weight.shape, (0, 1)), requires_grad=False)
+        view = torch.empty(0, dtype=part.weight.dtype, device=META).set_(packed.untyped_storage())
+        self.weight = torch.nn.Parameter(view.as_strided(part.weight.shape, (0, 1)), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.name.endswith("torchao"):  # an ordinary product: autograd keeps the whole matrix
@@ -164,13 +164,13 @@ class QuantizedLinear(torch.nn.Linear):
 
 
 class DequantizedProduct(torch.autograd.Function):
-    """x times the transposed matrix, which is made in each pass; `keep` keeps the input for the backward pass, as
-    optimum-quanto does unnecessarily."""
+    """x times the transposed matrix, which is made in each pass; `keeps_input` keeps the input for the backward pass,
+    as optimum-quanto does unnecessarily."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, keep: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, keeps_input: bool) -> torch.Tensor:
         ctx.shape = shape
-        ctx.save_for_backward(*([x] if keep else []))
+        ctx.save_for_backward(*([x] if keeps_input else []))
         matrix = torch.empty(shape, dtype=x.dtype, device=x.device)
         return torch.matmul(x, matrix.t())
 
@@ -203,19 +203,19 @@ class OptimizerMemory:
 LIKE_ADAMW = OptimizerMemory(8, 4, 0, False)
 
 
-def measure_optimizer(settings: Optimizer, dtype: torch.dtype, cpu: bool) -> OptimizerMemory:
+def measure_optimizer(settings: Optimizer, dtype: torch.dtype, is_cpu: bool) -> OptimizerMemory:
     """Measure an optimizer by steps on a CPU with few matrices and with more, once in a process for equal settings.
-    cpu: whether training runs on a CPU, too; on other devices torch's own optimizers update all parameters at once.
+    is_cpu: whether training runs on a CPU, too; on other devices torch's own optimizers update all parameters at once.
     Raises RunError if the optimizer is not installed."""
-    return _measure(settings.model_dump_json(), dtype, cpu)
+    return _measure(settings.model_dump_json(), dtype, is_cpu)
 
 
 @cache
-def _measure(settings_json: str, dtype: torch.dtype, cpu: bool) -> OptimizerMemory:
+def _measure(settings_json: str, dtype: torch.dtype, is_cpu: bool) -> OptimizerMemory:
     settings = Optimizer.model_validate_json(settings_json)
     kind, arguments = find_class(settings.name), dict(settings.arguments)
-    chosen = {*arguments, *find_optimizer(settings.name).arguments}
-    if not cpu and kind.__module__.startswith("torch.optim") and not {"foreach", "fused"} & chosen:
+    argument_names = {*arguments, *find_optimizer(settings.name).arguments}
+    if not is_cpu and kind.__module__.startswith("torch.optim") and not {"foreach", "fused"} & argument_names:
         arguments["foreach"] = True
     settings = settings.changed(groups=(), arguments=arguments)
     try:
@@ -242,5 +242,5 @@ def trial(settings: Optimizer, dtype: torch.dtype, count: int) -> tuple[int, int
     start = meter.live
     with meter:
         optimizer.step()
-    kept = sum(value.nbytes for name, value in tensors.items() if name.startswith("0/"))
-    return kept, meter.peak - start, averages_weights(optimizer)
+    state_bytes = sum(value.nbytes for name, value in tensors.items() if name.startswith("0/"))
+    return state_bytes, meter.peak - start, averages_weights(optimizer)

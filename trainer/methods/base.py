@@ -31,10 +31,10 @@ class Predict(Protocol):
     passes (see `MethodStep.most_passes`)."""
 
     def __call__(
-        self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, base: bool = False
+        self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, without_adapter: bool = False
     ) -> torch.Tensor:
-        """Returns the velocity in float32. base: whether to compute without the adapter, which only a LoRA or LoKr
-        supports."""
+        """Returns the velocity in float32. without_adapter: whether to compute without the adapter, which only a LoRA
+        or LoKr supports."""
 
 
 @dataclass

@@ -24,5 +24,5 @@ class InputPerturbationMethod(Method):
 
     def strength(self, step: int) -> float:
         """Returns gamma after `step` optimizer steps."""
-        left = 1 - step / self._settings.decay_steps if self._settings.decay_steps else 1
-        return self._settings.strength * max(0, left)
+        remaining = 1 - step / self._settings.decay_steps if self._settings.decay_steps else 1
+        return self._settings.strength * max(0, remaining)

@@ -22,7 +22,7 @@ from schemas.devices import to_device
 from trainer.flow import loss_per_sample
 from trainer.methods.base import Method, MethodStep
 
-LEAST_AREA = 1e-6  # an empty mask's loss stays 0
+MIN_AREA = 1e-6  # an empty mask's loss stays 0
 
 
 class MaskedLossMethod(Method):
@@ -44,22 +44,23 @@ class MaskedLossMethod(Method):
         this runs before later methods register hooks."""
         self._base_BCTHW = None
         if self.settings.prior_weight:  # without masks, too: ranks that share a model need equal numbers of passes
-            self._base_BCTHW = step.predict(step.noisy_BCTHW, step.sigma_B, step.batch, base=True)
+            self._base_BCTHW = step.predict(step.noisy_BCTHW, step.sigma_B, step.batch, without_adapter=True)
         yield
 
     def loss_weight(self, step: MethodStep) -> torch.Tensor | None:
-        mask_BTHW, outside = self.mask(step), self.settings.unmasked_weight
+        mask_BTHW, unmasked = self.mask(step), self.settings.unmasked_weight
         if mask_BTHW is None:
             return None
-        weight_BTHW = outside + (1 - outside) * mask_BTHW
+        weight_BTHW = unmasked + (1 - unmasked) * mask_BTHW
         if self.settings.normalize_area:
-            given = 0 if weight_BTHW.shape[1] == 1 else step.family.clean_frames(step.task)
-            weight_BTHW = weight_BTHW / weight_BTHW[:, given:].mean((1, 2, 3), keepdim=True).clamp(min=LEAST_AREA)
+            clean_frames = 0 if weight_BTHW.shape[1] == 1 else step.family.clean_frames(step.task)
+            weight_BTHW = weight_BTHW / weight_BTHW[:, clean_frames:].mean((1, 2, 3), keepdim=True).clamp(min=MIN_AREA)
         return weight_BTHW
 
     def loss(self, step: MethodStep) -> torch.Tensor | None:
-        mask_BTHW, base_BCTHW, given = self.mask(step), self._base_BCTHW, step.family.clean_frames(step.task)
+        mask_BTHW, base_BCTHW, clean_frames = self.mask(step), self._base_BCTHW, step.family.clean_frames(step.task)
         if mask_BTHW is None or base_BCTHW is None:
             return None
         assert step.prediction_BCTHW is not None
-        return self.settings.prior_weight * loss_per_sample(step.prediction_BCTHW, base_BCTHW, given, 1 - mask_BTHW)
+        loss_B = loss_per_sample(step.prediction_BCTHW, base_BCTHW, clean_frames, 1 - mask_BTHW)
+        return self.settings.prior_weight * loss_B

@@ -21,10 +21,11 @@ class RegularizationMethod(Method):
         if self.settings.target == "data" or not step.most_passes(int(marked_B.any())):
             return
         rows = marked_B.nonzero()[:, 0]
-        asked = rows if len(rows) else rows.new_zeros(1)  # another rank has regularization samples
+        selected = rows if len(rows) else rows.new_zeros(1)  # another rank has regularization samples
         device = step.sigma_B.device
-        there = to_device(asked, device)
-        base = step.predict(step.noisy_BCTHW[there], step.sigma_B[there], step.batch.select(asked), base=True)
+        device_rows = to_device(selected, device)
+        noisy_BCTHW, sigma_B = step.noisy_BCTHW[device_rows], step.sigma_B[device_rows]
+        base = step.predict(noisy_BCTHW, sigma_B, step.batch.select(selected), without_adapter=True)
         step.target_BCTHW = step.target_BCTHW.index_copy(0, to_device(rows, device), base[: len(rows)])
 
     def loss_weight(self, step: MethodStep) -> torch.Tensor | None:

@@ -45,10 +45,10 @@ class ScheduledSamplingMethod(Method):
         """Returns the probability that a sample is rolled out in step `number` (from 0)."""
         settings = self.settings
         since = number - settings.start_step
-        done = min(1.0, max(0.0, since / settings.ramp_steps)) if settings.ramp_steps else float(since >= 0)
+        progress = min(1.0, max(0.0, since / settings.ramp_steps)) if settings.ramp_steps else float(since >= 0)
         if settings.ramp_shape == "cosine":
-            done = (1 - math.cos(math.pi * done)) / 2
-        return settings.prob_start + (settings.probability - settings.prob_start) * done
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return settings.prob_start + (settings.probability - settings.prob_start) * progress
 
     def draw_lengths(self, step: MethodStep) -> torch.Tensor:
         """Returns the number of Euler steps of each sample, (B,) on the CPU; 0 for samples that are not rolled out."""
@@ -79,19 +79,19 @@ class ScheduledSamplingMethod(Method):
 def roll_out(step: MethodStep, sigmas_NB: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Returns inputs (B, C, T, h, w) at the step's sigma, after a forward pass for each row of `sigmas_NB` except the
     first. All rollouts end together, so a sample with fewer steps starts later."""
-    given = step.family.clean_frames(step.task)
+    clean_frames = step.family.clean_frames(step.task)
     x_BCTHW = step.noisy_BCTHW.clone()
     for number in range(len(sigmas_NB) - 1, 0, -1):
-        chosen = (lengths_B >= number).nonzero()[:, 0]
-        rows = to_device(chosen, x_BCTHW.device)
-        if not len(chosen):  # only other ranks have samples in this pass
-            step.predict(step.noisy_BCTHW[:1], step.sigma_B[:1], step.batch.select(chosen.new_zeros(1)))
+        host_rows = (lengths_B >= number).nonzero()[:, 0]
+        rows = to_device(host_rows, x_BCTHW.device)
+        if not len(host_rows):  # only other ranks have samples in this pass
+            step.predict(step.noisy_BCTHW[:1], step.sigma_B[:1], step.batch.select(host_rows.new_zeros(1)))
             continue
-        sigma_R, batch = sigmas_NB[number, rows], step.batch.select(chosen)
+        sigma_R, batch = sigmas_NB[number, rows], step.batch.select(host_rows)
         noise_RCTHW = step.noise_BCTHW[rows]
-        starting_R = to_device(lengths_B[chosen] == number, x_BCTHW.device).view(-1, 1, 1, 1, 1)
+        starting_R = to_device(lengths_B[host_rows] == number, x_BCTHW.device).view(-1, 1, 1, 1, 1)
         x_RCTHW = torch.where(starting_R, interpolate(batch.latents_BCTHW, noise_RCTHW, sigma_R), x_BCTHW[rows])
         distance_R = (sigmas_NB[number - 1, rows] - sigma_R).view(-1, 1, 1, 1, 1)
         x_BCTHW[rows] = x_RCTHW + distance_R * step.predict(x_RCTHW, sigma_R, batch)
-    x_BCTHW[:, :, :given] = step.noisy_BCTHW[:, :, :given]
+    x_BCTHW[:, :, :clean_frames] = step.noisy_BCTHW[:, :, :clean_frames]
     return x_BCTHW

@@ -47,13 +47,13 @@ class TreadMethod(Method):
         positions_BK = self._draw(step, route, grid, purpose)
         if positions_BK.shape[1] == grid.tokens:
             return handles
-        blocks, kept = step.family.visual_blocks(step.model), KeptTokens(positions_BK, grid.tokens, grid.square)
+        blocks, kept_tokens = step.family.visual_blocks(step.model), KeptTokens(positions_BK, grid.tokens, grid.square)
         layers = route.layers(len(blocks))
         routed = [blocks[layer] for layer in layers]
         first, last = (step.family.block_tokens(block) for block in (routed[0], routed[-1]))
-        handles += [change_arguments(routed[0], partial(begin, kept, first))]
-        handles += step.family.route_blocks(routed, kept)
-        handles += [routed[-1].register_forward_hook(partial(end, kept, last))]
+        handles += [change_arguments(routed[0], partial(begin, kept_tokens, first))]
+        handles += step.family.route_blocks(routed, kept_tokens)
+        handles += [routed[-1].register_forward_hook(partial(end, kept_tokens, last))]
         step.kept_tokens |= dict.fromkeys(layers, positions_BK)
         return handles
 
@@ -61,10 +61,10 @@ class TreadMethod(Method):
         """Returns the positions (B, K) of the kept tokens, a function of each sample's identity. K is equal for all
         samples: if one sample's mask leaves fewer tokens to drop, all samples of the batch keep more."""
         size, device = grid.square**2, step.batch.latents_BCTHW.device
-        squares, given = grid.tokens // size, 0 if self.settings.drop_first_frame else given_squares(step, grid)
-        dropped = count_dropped(route.selection_ratio, squares - given)
+        squares, clean_squares = grid.tokens // size, 0 if self.settings.drop_first_frame else given_squares(step, grid)
+        dropped = count_dropped(route.selection_ratio, squares - clean_squares)
         scores_BS = to_device(step.uniform(purpose, squares), device)  # the lowest scores are dropped, if below 1
-        scores_BS[:, :given] += 1
+        scores_BS[:, :clean_squares] += 1
         mask_BTHW = step.batch.extras.get("mask")
         if mask_BTHW is not None and self.settings.keep_masked:
             scores_BS += covered_squares(mask_BTHW, grid)
@@ -95,12 +95,12 @@ def covered_squares(mask_BTHW: torch.Tensor, grid: TokenGrid) -> torch.Tensor:
     return covered_BS & ~covered_BS.all(1, keepdim=True)
 
 
-def begin(kept: KeptTokens, where: BlockTokens, arguments: dict[str, Any]) -> dict[str, Any]:
+def begin(tokens: KeptTokens, layout: BlockTokens, arguments: dict[str, Any]) -> dict[str, Any]:
     name, hidden = next(iter(arguments.items()))
-    assert hidden.shape[1] >= kept.tokens, "routes do not overlap"
-    kept.waiting_BND, _ = where.divide(hidden, kept.tokens)
-    return {name: kept.take(hidden, where)}
+    assert hidden.shape[1] >= tokens.tokens, "routes do not overlap"
+    tokens.waiting_BND, _ = layout.divide(hidden, tokens.tokens)
+    return {name: tokens.take(hidden, layout)}
 
 
-def end(kept: KeptTokens, where: BlockTokens, block: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    return where.replace_output(output, kept.restore(where.read_output(output), where))
+def end(tokens: KeptTokens, layout: BlockTokens, block: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    return layout.replace_output(output, tokens.restore(layout.read_output(output), layout))

@@ -52,20 +52,20 @@ def save(
     optimizer: torch.optim.Optimizer,
     averages: Mapping[str, torch.Tensor] | None = None,
     export: Export = lambda _: {},
-    main: bool = True,
+    is_main: bool = True,
 ) -> Path:
     """Write or replace `folder`/step-<step>; returns its path. All processes must call this function.
 
     state: state.json, without `weights` and `shards`, which are added. averages: name -> moving average of the weight;
     None if the run has no moving average. export: function that writes the adapter or model; weights that it writes bit
-    for bit are not written a second time. main: whether this process writes the tensors that are not sharded.
+    for bit are not written a second time. is_main: whether this process writes the tensors that are not sharded.
     """
     final = folder / f"step-{state.step:06d}"
-    states, rest = optimizer_state.collect(trainable, optimizer)
+    states, description = optimizer_state.collect(trainable, optimizer)
     states |= {f"ema/{name}": value for name, value in (averages or {}).items()}
     everything = {**states, **{WEIGHTS_PREFIX + name: weight for name, weight in trainable.items()}}
     shards = {name: value for name, value in everything.items() if is_sharded([value])}
-    if not main:
+    if not is_main:
         save_shards(shards)
         export(None)
         return final
@@ -75,9 +75,10 @@ def save(
         plain = {name: weight for name, weight in trainable.items() if WEIGHTS_PREFIX + name not in shards}
         weights = _find_weights(temp, plain, export(temp))
         exported = {name for names in weights.values() for name in names}
-        others = {name: weight for name, weight in plain.items() if name not in exported}
+        remaining_weights = {name: weight for name, weight in plain.items() if name not in exported}
         states = {name: value for name, value in states.items() if name not in shards}
-        for file, tensors, header in ((TRAINABLE_FILE, others, None), (OPTIMIZER_FILE, states, json.dumps(rest))):
+        rows = (TRAINABLE_FILE, remaining_weights, None), (OPTIMIZER_FILE, states, json.dumps(description))
+        for file, tensors, header in rows:
             copies = {name: value.detach().contiguous().cpu() for name, value in tensors.items()}
             write_tensors(copies, temp / file, None if header is None else {OPTIMIZER_KEY: header})
         state = state.model_copy(update={"weights": weights, "shards": parts})
@@ -115,22 +116,22 @@ def restore(
     try:
         states = _restore_weights(checkpoint, trainable)
         with safe_open(checkpoint.path / OPTIMIZER_FILE, "pt") as file:
-            rest = json.loads(file.metadata()[OPTIMIZER_KEY])
+            description = json.loads(file.metadata()[OPTIMIZER_KEY])
             states = {**{name: file.get_tensor(name) for name in file.keys()}, **states}  # noqa: SIM118 (no mapping)
         for name, average in (averages or {}).items():
             _copy(f"the moving average of {name}", average, states[f"ema/{name}"])
-        optimizer_state.restore(trainable, optimizer, states, rest)
+        optimizer_state.restore(trainable, optimizer, states, description)
         for name, method in (methods or {}).items():
             method.load_state(checkpoint.state.methods.get(name, method.state()))
     except optimizer_state.OtherGroups as error:
         raise resume.ResumeError(
             f"{checkpoint.path} can't be continued with this configuration: {error}",
-            f"Set train.optimizer.groups back. {resume.NEW_RUN_HINT}",
+            f"Change train.optimizer.groups back. {resume.NEW_RUN_HINT}",
         ) from error
     except (ValueError, KeyError, TypeError, SafetensorError, CheckpointException) as error:
         raise resume.ResumeError(
             f"{checkpoint.path} can't be restored, although its checksums match: {error}",
-            "Remove that folder to continue from the checkpoint before, or copy it again from where it was made.",
+            "Remove that folder to continue from the previous checkpoint, or copy it again from its source.",
         ) from error
 
 
@@ -145,14 +146,14 @@ def _restore_weights(
     if checkpoint.state.shards:
 
         def find_owner(key: str) -> torch.Tensor | None:
-            first, _, rest = key.partition("/")
-            return trainable.get(rest if first in ("ema", WEIGHTS_PREFIX[:-1]) else first)
+            first, _, tail = key.partition("/")
+            return trainable.get(tail if first in ("ema", WEIGHTS_PREFIX[:-1]) else first)
 
         shards = load_shards(checkpoint.path / SHARDS_FOLDER, find_owner)
     sharded = {name: shards.pop(WEIGHTS_PREFIX + name) for name in trainable if WEIGHTS_PREFIX + name in shards}
     if different := sorted({*sharded, *(name for names in weights.values() for name in names)} ^ trainable.keys()):
         names = ", ".join(different[:5]) + (" ..." if len(different) > 5 else "")
-        message = f"{checkpoint.path} holds other weights than this model trains: {names}"
+        message = f"{checkpoint.path} has other weights than this model trains: {names}"
         raise resume.ResumeError(message, resume.NEW_RUN_HINT)
     for part, keys in weights.items():
         with safe_open(checkpoint.path / part, "pt") as file:
@@ -167,8 +168,8 @@ def _copy(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a value to a tensor without broadcasting or conversion. ValueError if shape or dtype differ."""
     if value.shape != target.shape or value.dtype != target.dtype:
         raise ValueError(
-            f"{name} is of shape {tuple(value.shape)} in {value.dtype}, and should be of shape {tuple(target.shape)} "
-            f"in {target.dtype}"
+            f"{name} has the shape {tuple(value.shape)} and {value.dtype}; expected {tuple(target.shape)} and "
+            f"{target.dtype}"
         )
     copy_values(target.data, value)
 
@@ -178,19 +179,19 @@ def find_shortage(folder: Path, trainable: Mapping[str, torch.nn.Parameter]) -> 
     None. The oldest checkpoint is removed only after the newest is complete."""
     weights = sum(value.numel() * value.element_size() for value in trainable.values())
     if shortage := files.find_shortage(folder, CHECKPOINTS * 3 * weights):
-        return f"{shortage}, so that saving a checkpoint may fail; free space, or set `output` to another place"
+        return f"{shortage}, so saving a checkpoint may fail; free space, or set `output` to another folder"
     return None
 
 
-def quarantine(damaged: Path, reason: str, taken: resume.Checkpoint) -> str:
-    """Rename a damaged checkpoint, so that it is neither counted nor removed; returns a warning. taken: the checkpoint
-    from which the run resumes instead."""
+def quarantine(damaged: Path, reason: str, replacement: resume.Checkpoint) -> str:
+    """Rename a damaged checkpoint, so that it is neither counted nor removed; returns a warning. replacement: the
+    checkpoint from which the run resumes instead."""
     names = (damaged.with_name(f"damaged-{damaged.name}.{number}") for number in count(1))
-    kept = damaged.rename(next(name for name in names if not name.exists()))
-    sync(kept.parent)
+    new_path = damaged.rename(next(name for name in names if not name.exists()))
+    sync(new_path.parent)
     return (
-        f"{damaged} is damaged ({reason}): the run goes on from {taken.path.name}, the newest intact checkpoint, and "
-        f"the damaged one is kept as {kept.name}"
+        f"{damaged} is damaged ({reason}) and was renamed to {new_path.name}: the run resumes from "
+        f"{replacement.path.name}, the newest intact checkpoint"
     )
 
 

@@ -29,9 +29,9 @@ class TrainingInterrupted(LatentpressError):
 
     def __init__(self, folder: Path, settings: Train) -> None:
         super().__init__(
-            f"train was ended by Ctrl-C at once: {describe_progress(folder, settings.steps)}",
-            f"A checkpoint is written every {settings.checkpoint_every} steps (train.checkpoint_every), and at the "
-            "first Ctrl-C or SIGTERM once the step is done.",
+            f"Ctrl-C ended train at once: {describe_progress(folder, settings.steps)}",
+            f"A checkpoint is written every {settings.checkpoint_every} steps (train.checkpoint_every), and after the "
+            "current step at the first Ctrl-C or SIGTERM.",
         )
 
 
@@ -51,11 +51,11 @@ class StopRequest:
     """
 
     def __init__(self, max_time: float | None = None, console: Console | None = None, ranks: int = 1) -> None:
-        self._handler, self._console = StopHandler(max_time, self._say), console
+        self._handler, self._console = StopHandler(max_time, self._report_stop), console
         # A single process ends early while it loads, since nothing is lost. Several processes must end together.
         self._handler.raises = ranks == 1
         self._accelerator: Accelerator | None = None
-        self._moved: Callable[[], None] = lambda: None
+        self._on_check: Callable[[], None] = lambda: None
 
     @property
     def reason(self) -> str:
@@ -63,15 +63,15 @@ class StopRequest:
         return self._handler.reason or "a signal to another rank"
 
     @contextmanager
-    def on_signals(self, folder: Path, settings: Train, main: bool) -> Iterator[None]:
-        """Context that receives signals. Its body ends early, without an error, if no step has been trained yet. main:
-        whether this process reports the steps that a second Ctrl-C loses."""
+    def on_signals(self, folder: Path, settings: Train, is_main: bool) -> Iterator[None]:
+        """Context that receives signals. Its body ends early, without an error, if no step has been trained yet.
+        is_main: whether this process reports the steps that a second Ctrl-C loses."""
 
         def end_at_once() -> TrainingInterrupted:
             clear_failure(folder)
             return TrainingInterrupted(folder, settings)
 
-        if main:
+        if is_main:
             self._handler.error = end_at_once
         else:
             speak_by(None)
@@ -79,12 +79,12 @@ class StopRequest:
             yield
 
     def finish_steps(
-        self, accelerator: "Accelerator", model: "torch.nn.Module", moved: Callable[[], None] = lambda: None
+        self, accelerator: "Accelerator", model: "torch.nn.Module", on_check: Callable[[], None] = lambda: None
     ) -> None:
         """From now on, a signal does not interrupt at once. `check` raises StopTraining, and a forward pass of the
         model in eval mode raises StopValidation, because a validation of videos takes longer than the time that
-        schedulers give after SIGTERM. moved: function called at each check."""
-        self._handler.raises, self._accelerator, self._moved = False, accelerator, moved
+        schedulers give after SIGTERM. on_check: function called at each check."""
+        self._handler.raises, self._accelerator, self._on_check = False, accelerator, on_check
         self.stop_validation(model)
 
     def stop_validation(self, model: "torch.nn.Module") -> None:
@@ -92,7 +92,7 @@ class StopRequest:
         stop."""
         model.register_forward_pre_hook(lambda model, _: None if model.training else self.check(StopValidation))
 
-    def _say(self) -> None:
+    def _report_stop(self) -> None:
         if self._console is not None and not self._handler.raises:
             self._console.log(
                 f"{self.reason}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once"
@@ -106,14 +106,14 @@ class StopRequest:
 
     def check(self, stopped: type[StopTraining] = StopTraining) -> None:
         """Raise `stopped` on all ranks if any rank was asked to stop. Every rank must call it equally often."""
-        self._moved()
-        asked, accelerator = bool(self._handler.reason), self._accelerator
+        self._on_check()
+        is_requested, accelerator = bool(self._handler.reason), self._accelerator
         if accelerator is not None and accelerator.num_processes > 1:
             import torch
 
-            total = accelerator.reduce(torch.tensor(float(asked), device=accelerator.device), "sum")
-            asked = bool(total > 0)
-        if asked:
+            total = accelerator.reduce(torch.tensor(float(is_requested), device=accelerator.device), "sum")
+            is_requested = bool(total > 0)
+        if is_requested:
             raise stopped
 
 
@@ -125,17 +125,13 @@ def describe_progress(folder: Path, steps: int) -> str:
     except LatentpressError:
         newest = None
     if newest is not None and newest.step >= steps:
-        return f"nothing is lost: the checkpoint at step {newest.step} has all of it; the result is still to be saved"
+        return f"nothing is lost: the checkpoint at step {newest.step} has all steps; the result is not saved yet"
     saved = 0 if newest is None else newest.step
-    done = max((line["step"] for line in read_metrics(folder / METRICS_FILE) if "loss" in line), default=0)
-    if done <= saved:
-        kept = (
-            f"nothing is lost: the checkpoint at step {saved} has all of it, and the run goes on with step {saved + 1}"
-        )
-        return kept if saved else "no step was done"
-    lost = f"step {done} is" if done == saved + 1 else f"steps {saved + 1} to {done} are"
+    last_step = max((line["step"] for line in read_metrics(folder / METRICS_FILE) if "loss" in line), default=0)
+    if last_step <= saved:
+        message = f"nothing is lost: the checkpoint at step {saved} has all steps; the run resumes at step {saved + 1}"
+        return message if saved else "no step was completed"
+    lost_steps = f"step {last_step} is" if last_step == saved + 1 else f"steps {saved + 1} to {last_step} are"
     if not saved:
-        return f"there is no checkpoint yet: {lost} lost, and started again the run begins at step 1"
-    return (
-        f"the last checkpoint is at step {saved}: {lost} lost, and started again the run goes on with step {saved + 1}"
-    )
+        return f"no checkpoint exists yet: {lost_steps} lost; the run starts again at step 1"
+    return f"the last checkpoint is at step {saved}: {lost_steps} lost; the run resumes at step {saved + 1}"

@@ -47,37 +47,37 @@ class StepTimer:
 
     def __init__(self, first: int, last: int, global_batch: int, clock: Callable[[], float] = time.monotonic):
         self._first, self._last, self._batch, self._clock = first, last, global_batch, clock
-        self._began, self._inside = clock(), 0.0  # _inside: total seconds of all steps
-        self._asked, self._waited = self._began, 0.0  # when the step's batch was requested, and seconds until it came
+        self._began, self._step_seconds = clock(), 0.0  # _step_seconds: total of all steps
+        self._request_time, self._waited = self._began, 0.0  # of the step's batch
         self._recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # seconds of a step, and of its wait
 
     def time_waits(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the same batches. A step lasts from the request for a batch to the call of `rates`."""
         iterator = iter(batches)
         while True:
-            self._asked = self._clock()
+            self._request_time = self._clock()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
-            self._waited = self._clock() - self._asked
+            self._waited = self._clock() - self._request_time
             yield batch
 
-    def rates(self, done: int) -> dict[str, float]:
-        """The metrics of a step's speed. done: number of steps done.
+    def rates(self, steps_done: int) -> dict[str, float]:
+        """The metrics of a step's speed. steps_done: number of steps done.
 
         samples_per_s, data_wait_share (0 to 1): averages over the last steps, without validation and checkpoints.
         step_s, data_wait_s: seconds of this step. seconds_left: estimate that assumes as much time per step for
             validation and saving as so far.
         """
-        now = self._clock()
-        self._recent.append((now - self._asked, self._waited))
-        self._inside += now - self._asked
+        current_time = self._clock()
+        self._recent.append((current_time - self._request_time, self._waited))
+        self._step_seconds += current_time - self._request_time
         step, waited = (sum(seconds) / len(self._recent) for seconds in zip(*self._recent, strict=True))
-        between = (now - self._began - self._inside) / max(1, done - self._first)
-        rates = {"samples_per_s": self._batch / max(step, 1e-9), "step_s": now - self._asked}
+        between = (current_time - self._began - self._step_seconds) / max(1, steps_done - self._first)
+        rates = {"samples_per_s": self._batch / max(step, 1e-9), "step_s": current_time - self._request_time}
         rates |= {"data_wait_s": self._waited, "data_wait_share": waited / max(step, 1e-9)}
-        return rates | {"seconds_left": (step + between) * (self._last - done)}
+        return rates | {"seconds_left": (step + between) * (self._last - steps_done)}
 
 
 def memory_use(device: "torch.device") -> dict[str, float]:
@@ -86,10 +86,10 @@ def memory_use(device: "torch.device") -> dict[str, float]:
     (mps)."""
     import torch
 
-    used = {"host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # in KiB on Linux
+    memory = {"host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # in KiB on Linux
     if device.type != "cpu":
-        used["device_memory_gib"] = torch.accelerator.max_memory_allocated(device) / 2**30
-    return used
+        memory["device_memory_gib"] = torch.accelerator.max_memory_allocated(device) / 2**30
+    return memory
 
 
 @contextmanager
@@ -162,17 +162,17 @@ def show_metrics(console: Console, first: int, steps: int, log_every: int) -> It
             bar(first, f"step {first}/{steps}")
 
         def show(numbers: dict[str, Any]) -> None:
-            done = numbers["step"]
+            step = numbers["step"]
             if "loss" not in numbers:
-                console.log(f"step {done}/{steps}  eval loss {format_eval(numbers)}")
+                console.log(f"step {step}/{steps}  eval loss {format_eval(numbers)}")
                 return
             losses.append(numbers["loss"])
             text = format_step(numbers, list(losses), steps)
             if bar is not None:
-                bar(done, text)
+                bar(step, text)
             if numbers.get("skipped"):
-                console.log(f"step {done}/{steps} was skipped: its loss or gradient is not finite")
-            elif bar is None and (done in (first + 1, steps) or done % log_every == 0):
+                console.log(f"step {step}/{steps} was skipped: its loss or gradient is not finite")
+            elif bar is None and (step in (first + 1, steps) or step % log_every == 0):
                 console.log(text)
 
         yield show

@@ -42,8 +42,8 @@ class _Splitter:
     def split(self, value: Any, path: str) -> Json:
         match value:
             case torch.Tensor():
-                kept = {"tensor": self._keep(value.detach(), path), "host": value.device.type == "cpu"}
-                return kept | ({"order": order} if (order := _memory_order(value)) else {})
+                entry = {"tensor": self._keep(value.detach(), path), "host": value.device.type == "cpu"}
+                return entry | ({"order": order} if (order := _memory_order(value)) else {})
             case float() if not math.isfinite(value):
                 return {"float": repr(value)}
             case None | bool() | int() | float() | str() if type(value) in (type(None), bool, int, float, str):
@@ -53,7 +53,7 @@ class _Splitter:
             case dict() if all(isinstance(key, str) for key in value):
                 return {"dict": {key: self.split(part, f"{path}/{key}") for key, part in value.items()}}
         raise OptimizerStateError(
-            f"the optimizer keeps a {type(value).__name__} under {path!r}, which a checkpoint can't hold",
+            f"the optimizer's state has a {type(value).__name__} at {path!r}, which a checkpoint can't store",
             "Choose another train.optimizer.name.",
         )
 
@@ -78,11 +78,11 @@ def _memory_order(value: torch.Tensor) -> list[int]:
 
 
 class _Joiner:
-    """Joins tensors and JSON to values. counts_there: whether the optimizer keeps its step counters on the parameters'
-    device, like torch's fused optimizers."""
+    """Joins tensors and JSON to values. counts_on_device: whether the optimizer keeps its step counters on the
+    parameters' device, like torch's fused optimizers."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], counts_there: bool) -> None:
-        self.tensors, self.counts_there = tensors, counts_there
+    def __init__(self, tensors: Mapping[str, torch.Tensor], counts_on_device: bool) -> None:
+        self.tensors, self.counts_on_device = tensors, counts_on_device
         self.placed: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def join(self, value: Json, device: torch.device) -> Any:
@@ -91,12 +91,12 @@ class _Joiner:
             case {"tensor": str(name), "host": bool(host)}:
                 tensor = self.tensors[name]
                 # A counter may be on the CPU although the parameters are on a GPU.
-                stays = host and not tensor.dim() and not self.counts_there
-                wanted = torch.device("cpu") if stays else device
+                stays = host and not tensor.dim() and not self.counts_on_device
+                target = torch.device("cpu") if stays else device
                 if order := value.get("order"):
                     inverse = [order.index(number) for number in range(tensor.dim())]
                     tensor = tensor.permute(order).contiguous().permute(inverse)
-                return self.placed.setdefault((name, wanted), tensor.to(wanted))
+                return self.placed.setdefault((name, target), tensor.to(target))
             case {"float": text}:
                 return float(text)
             case {"dict": parts}:
@@ -148,11 +148,11 @@ def restore(
     """Set the optimizer's state to the values that `collect` returned, in place and with their dtypes. OtherGroups if
     the optimizer has another number of parameter groups; KeyError, ValueError or TypeError for values that `collect`
     can't have returned."""
-    counts_there = any(group.get("fused") for group in optimizer.param_groups)
-    joiner, groups = _Joiner(tensors, counts_there), description["groups"]
+    counts_on_device = any(group.get("fused") for group in optimizer.param_groups)
+    joiner, groups = _Joiner(tensors, counts_on_device), description["groups"]
     arguments = inspect.signature(type(optimizer).__init__).parameters
     if len(groups) != len(optimizer.param_groups):
-        raise OtherGroups(f"it has {len(groups)} parameter groups, and there are {len(optimizer.param_groups)} now")
+        raise OtherGroups(f"it has {len(groups)} parameter groups, and the optimizer has {len(optimizer.param_groups)}")
     for name, values in description["parameters"].items():
         weight = trainable[name]
         state = {key: joiner.join(value, weight.device) for key, value in values.items()}

@@ -68,7 +68,7 @@ class RunFiles:
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.folder, self._accelerator = folder, accelerator
-        self.main, self.hosts = accelerator.is_main_process, self.gathered(socket.gethostname())
+        self.is_main, self.hosts = accelerator.is_main_process, self.gathered(socket.gethostname())
 
     def require_shared(self) -> None:
         """OutputMismatch if a rank does not see the folder of rank 0, which writes checkpoints and the result."""
@@ -76,23 +76,23 @@ class RunFiles:
             return
         self.folder.mkdir(parents=True, exist_ok=True)  # also refreshes NFS's cache of the folder
         token = self.folder / self.from_main(f".shared-{uuid.uuid4().hex}")
-        if self.main:
+        if self.is_main:
             token.touch()
         self._accelerator.wait_for_everyone()
-        seen = self.gathered(token.exists())
+        visibility = self.gathered(token.exists())
         token.unlink(missing_ok=True)
-        if blind := sorted({host for host, sees in zip(self.hosts, seen, strict=True) if not sees}):
+        if blind := sorted({host for host, sees in zip(self.hosts, visibility, strict=True) if not sees}):
             raise OutputMismatch(
-                f"{', '.join(blind)} can't see {self.folder} of rank 0 on {self.hosts[0]}; ranks need one `output` "
-                "folder that all machines see",
+                f"{', '.join(blind)} can't access {self.folder} of rank 0 on {self.hosts[0]}; all ranks need the same "
+                "`output` folder",
                 "Mount one folder on all machines at that path, and set `output` to it.",
             )
 
-    def checkpoint(self, found: resume.Checkpoint | None) -> resume.Checkpoint | None:
-        """The checkpoint that rank 0 has found, on every rank. found: ignored on other ranks."""
-        name = self.from_main(None if found is None else found.path.name)
-        if name is None or self.main:
-            return found
+    def checkpoint(self, newest: resume.Checkpoint | None) -> resume.Checkpoint | None:
+        """The checkpoint that rank 0 has found, on every rank. newest: ignored on other ranks."""
+        name = self.from_main(None if newest is None else newest.path.name)
+        if name is None or self.is_main:
+            return newest
         return resume.read_checkpoint(self.folder / "checkpoints" / name, verify=False)
 
     def from_main(self, value: Any) -> Any:
@@ -125,9 +125,9 @@ def find_changed_settings(file: Path, config: Config) -> list[str]:
         return []
     if not isinstance(before, Mapping):
         return []
-    now = config.model_dump(mode="json", by_alias=True)
-    differences = (change for section in SECTIONS for change in _compare(section, before.get(section), now[section]))
-    return [f"{key}: {_format(old)}, now {_format(new)}" for key, old, new in differences if key not in NOT_COMPARED]
+    current = config.model_dump(mode="json", by_alias=True)
+    changes = (change for section in SECTIONS for change in _compare(section, before.get(section), current[section]))
+    return [f"{key}: {_format(first)}, now {_format(last)}" for key, first, last in changes if key not in NOT_COMPARED]
 
 
 def describe_rank(config: Config, data: TrainSet, signature: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,25 +152,25 @@ def refuse_differences(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str])
     """RunError with each rank, key and both values if a rank has other values than rank 0."""
     lines = []
     for rank, values in enumerate(ranks):
-        for key, first, other in _compare("", ranks[0], values):
-            both = "differ" if key in HASHES else f"{_format(first)} on rank 0, {_format(other)} on rank {rank}"
+        for key, main_value, value in _compare("", ranks[0], values):
+            texts = f"{_format(main_value)} on rank 0, {_format(value)} on rank {rank}"
             if not any(f"{key}.".startswith(f"{option}.") for option in MACHINE_OPTIONS):
-                lines.append(f"  rank {rank} on {hosts[rank]}: {key}: {both}")
+                lines.append(f"  rank {rank} on {hosts[rank]}: {key}: {'differ' if key in HASHES else texts}")
     if lines:
         raise RunError(
-            "\n".join(["the ranks do not train the same:", *lines]),
-            "Start all of them with one configuration, the same code, training set and checkpoint.",
+            "\n".join(["the ranks differ:", *lines]),
+            "Start all ranks with the same configuration, code, training set and checkpoint.",
         )
 
 
-def _compare(key: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+def _compare(key: str, before: Any, current: Any) -> Iterator[tuple[str, Any, Any]]:
     """(option, value before, value now) for each option that differs."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping) and key not in FREE_KEYS:
-        for name in now:
+    if isinstance(before, Mapping) and isinstance(current, Mapping) and key not in FREE_KEYS:
+        for name in current:
             if name in before:  # another release has other options
-                yield from _compare(f"{key}.{name}".lstrip("."), before[name], now[name])
-    elif before != now:
-        yield key, before, now
+                yield from _compare(f"{key}.{name}".lstrip("."), before[name], current[name])
+    elif before != current:
+        yield key, before, current
 
 
 def _format(value: Any) -> str:
@@ -182,8 +182,8 @@ ROOT = PACKAGES[0].parent
 #: other ranks continue after a rank has failed: they may fail for the same reason, and report it in more detail.
 ANSWER_S = 15.0
 STORE_TIMEOUT = timedelta(seconds=30)
-STORE = "rank 0, or the launcher's store at MASTER_ADDR, by which the ranks know of each other,"
-HINT = "Start training again: it goes on from the last checkpoint."
+STORE = "rank 0, or the launcher's store at MASTER_ADDR,"
+HINT = "Start training again: it resumes from the last checkpoint."
 
 
 class RankLostError(LatentpressError):
@@ -199,8 +199,8 @@ class RankWatch:
         self._console, self._timeout = console, timeout
         self._interval = min(1.0, timeout / 10)
         self._main, self._ended = threading.get_ident(), threading.Event()
-        self._count, self._doing, self._moved = 0, "preparing", time.monotonic()
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # rank -> last record, time when it was first read
+        self._count, self._activity, self._moved = 0, "preparing", time.monotonic()
+        self._records: dict[int, tuple[dict[str, Any], float]] = {}  # rank -> last record, time when it was first read
         if self.ranks > 1:
             assert store is not None
             self._shared_store = store  # rank 0 may serve the store, for as long as this object exists
@@ -213,19 +213,19 @@ class RankWatch:
             for work in (self._run, self._watch_store):
                 threading.Thread(target=work, name="rank-watch", daemon=True).start()
 
-    def note(self, doing: str | None = None, *, alone: bool = False) -> None:
+    def note(self, activity: str | None = None, *, in_turns: bool = False) -> None:
         """Record that the main thread has made progress. All ranks call it equally often.
 
-        doing: the activity that begins. alone: whether the progress is in work that ranks do in turns or at different
-        speeds. It is not counted then, because it does not put a rank ahead of the rest.
+        activity: the activity that begins. in_turns: whether the progress is in work that ranks do in turns or at
+        different speeds. It is not counted then, because it does not put a rank ahead of the rest.
         """
-        self._count, self._moved = self._count + (not alone), time.monotonic()
-        self._doing = doing or self._doing
+        self._count, self._moved = self._count + (not in_turns), time.monotonic()
+        self._activity = activity or self._activity
 
     @contextmanager
-    def sharing_errors(self, last: bool = False) -> Iterator[None]:
+    def sharing_errors(self, is_last: bool = False) -> Iterator[None]:
         """Context that reports an error of its body to all ranks. An error that another rank has caused is replaced by
-        RankLostError. last: whether other ranks may end after the body."""
+        RankLostError. is_last: whether other ranks may end after the body."""
         try:
             try:
                 yield
@@ -239,7 +239,7 @@ class RankWatch:
                 self._fail(error)
             self._ended.set()
             raise
-        if last:
+        if is_last:
             self._ended.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -272,15 +272,15 @@ class RankWatch:
         broken connection, and a request to it takes a quarter of an hour to fail."""
         while not self._ended.wait(self._interval):
             if time.monotonic() - self._heard > self._timeout:
-                self._end(f"{STORE} has not answered for {self._timeout:g} s", tell=False)
+                self._end(f"{STORE} has not answered for {self._timeout:g} s", is_shared=False)
 
-    def _end(self, message: str, tell: bool = True) -> None:
+    def _end(self, message: str, is_shared: bool = True) -> None:
         """End this process, because its main thread may wait forever. First give the process up to ANSWER_S to end by
-        itself, since it may fail for the same reason and report it in more detail. tell: whether to write `message` for
-        the other ranks."""
+        itself, since it may fail for the same reason and report it in more detail. is_shared: whether to write
+        `message` for the other ranks."""
         if self._ended.wait(min(ANSWER_S, self._timeout / 2)):
             return
-        if tell:
+        if is_shared:
             with suppress(RuntimeError):
                 self._store.set("ended", message)
         if self.rank == 0:
@@ -297,24 +297,24 @@ class RankWatch:
             if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
                 line = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
             frame = frame.f_back
-        record = {"written": time.monotonic(), "count": self._count, "doing": self._doing, "place": line}
+        record = {"written": time.monotonic(), "count": self._count, "doing": self._activity, "place": line}
         record |= {"still": time.monotonic() - self._moved, "host": socket.gethostname(), "process": os.getpid()}
         self._store.set(f"rank/{self.rank}", json.dumps(record))
 
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _look_at(self, rank: int) -> float:
+    def _read_record(self, rank: int) -> float:
         """Read a rank's record; returns the seconds since the record last changed."""
-        record, known = json.loads(self._store.get(f"rank/{rank}")), self._seen.get(rank)
-        if known is None or known[0] != record:
-            self._seen[rank] = record, time.monotonic()
-        return time.monotonic() - self._seen[rank][1]
+        record, previous = json.loads(self._store.get(f"rank/{rank}")), self._records.get(rank)
+        if previous is None or previous[0] != record:
+            self._records[rank] = record, time.monotonic()
+        return time.monotonic() - self._records[rank][1]
 
     def _name(self, rank: int) -> str:
-        if rank not in self._seen:
-            self._look_at(rank)
-        record = self._seen[rank][0]
+        if rank not in self._records:
+            self._read_record(rank)
+        record = self._records[rank][0]
         return f"rank {rank} (process {record['process']} on {record['host']})"
 
     def _find_cause(self, ranks: Iterable[int], patience: float) -> str | None:
@@ -326,11 +326,11 @@ class RankWatch:
             if message := self._read("ended"):
                 return message
             for rank in ranks:
-                reason, silent = self._read(f"failed/{rank}"), self._look_at(rank)
+                reason, silent = self._read(f"failed/{rank}"), self._read_record(rank)
                 if reason and rank != self.rank:
                     return f"{self._name(rank)} failed: {reason}"
                 if reason is None and silent > patience:
-                    doing = self._seen[rank][0]["doing"]
+                    doing = self._records[rank][0]["doing"]
                     return f"{self._name(rank)} has not answered for {patience:g} s, last at {doing}"
             self._heard = time.monotonic()
         except RuntimeError:  # the store ends with rank 0, or with the launcher on the store's machine
@@ -339,15 +339,15 @@ class RankWatch:
 
     def _find_hanging(self) -> str | None:
         """A message with the ranks that are behind if no rank makes progress; else None."""
-        records = {rank: record for rank, (record, _) in self._seen.items()}
+        records = {rank: record for rank, (record, _) in self._records.items()}
         if min(record["still"] for record in records.values()) < self._timeout:
             return None
-        behind = min(record["count"] for record in records.values())
+        lowest_count = min(record["count"] for record in records.values())
         return "; ".join(
             f"{self._name(rank)} has made no progress for {self._timeout:g} s (train.parallel.timeout) at "
             f"{record['doing']}, in {record['place']}"
             for rank, record in records.items()
-            if record["count"] == behind
+            if record["count"] == lowest_count
         )
 
 

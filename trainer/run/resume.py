@@ -36,7 +36,7 @@ FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 STATE_FILE, TRAINABLE_FILE, OPTIMIZER_FILE = "state.json", "trainable.safetensors", "optimizer.safetensors"
 CheckpointFile = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")]
-NEW_RUN_HINT = "Or choose another train.run to begin a new one."
+NEW_RUN_HINT = "Or choose another train.run to begin a new run."
 #: Key of the resume signature -> its setting.
 SETTINGS = {
     "family": "model.family",
@@ -58,22 +58,22 @@ SETTINGS = {
 #: Key of the resume signature that is not in SETTINGS -> next step for a difference.
 HINTS = {
     "data": "Run `latentpress train --set train.on_new_data=continue` to continue with the new data in a new order; or "
-    "set train.set to the set of the checkpoint, to continue with it; or begin a new run, from this one's adapter: "
-    "train.adapter.init_from.",
+    "set train.set to the set of the checkpoint to continue with it; or begin a new run from this run's adapter: "
+    "train.adapter.init.",
     "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
-    "transformer": "Set model.path, model.flavour or model.revision back.",
+    "transformer": "Change model.path, model.flavour or model.revision back.",
 }
-HINTS["random numbers"] = "Continue with the release that began the run, whose noise was another."
-HINTS["shuffle_shards"] = "Set train.shuffle_shards back, and train.set to the shards that the run began with."
+HINTS["random numbers"] = "Continue with the release that started the run, which had another noise generator."
+HINTS["shuffle_shards"] = "Change train.shuffle_shards back, and set train.set to the set that the run started with."
 HINTS["base weights"] = HINTS["transformer"]
-HINTS["initial adapter"] = "Set train.adapter.init_from back, or its file."
-HINTS["assistant"] = "Set model.assistant back, or its file."
+HINTS["initial adapter"] = "Change train.adapter.init or its file back."
+HINTS["assistant"] = "Change model.assistant or its file back."
 #: Key of a hash in the signature -> message that is shown instead of its values.
 HASHES = {
-    "transformer": "the transformer has another shape",
-    "base weights": "training starts from other weights",
-    "initial adapter": "train.adapter.init_from is another adapter, or none",
-    "assistant": "model.assistant is another adapter, or none",
+    "transformer": "the transformer has a different shape",
+    "base weights": "the base weights are different",
+    "initial adapter": "train.adapter.init is a different adapter, or none",
+    "assistant": "model.assistant is a different adapter, or none",
 }
 
 
@@ -153,7 +153,7 @@ def newest_checkpoint(folder: Path, verify: bool = False) -> tuple[Checkpoint | 
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)
         raise NoUsableCheckpoint(
             f"no checkpoint in {folder} is intact ({reasons})",
-            "Copy one back there, or remove that folder to begin the run again, or choose another train.run.",
+            "Copy an intact one to it, or remove that folder to begin the run again, or choose another train.run.",
         )
     return None, []
 
@@ -172,7 +172,7 @@ def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
             )
         state = CheckpointState.model_validate(values)
         if state.step != checkpoint_step(path):
-            raise ValueError(f"{STATE_FILE} is that of step {state.step}")
+            raise ValueError(f"{STATE_FILE} is for step {state.step}")
         for name in dict.fromkeys((TRAINABLE_FILE, OPTIMIZER_FILE, *state.weights, *state.shards, *checksums)):
             if name not in checksums or not (path / name).is_file():
                 raise ValueError(f"it has no {name}")
@@ -204,20 +204,20 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
+def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], allows_new_data: bool = False) -> None:
     """ResumeError with every difference between the checkpoint's signature and `signature`. Keys that are missing in
     `signature` are not compared, so most keys can be compared before a model is loaded. A missing "assistant" is
-    compared as None, since the run then has no assistant. new_data: whether the training data may differ."""
+    compared as None, since the run then has no assistant. allows_new_data: whether the training data may differ."""
     saved = checkpoint.state.terms
     current = {"assistant": None} | json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
-    if new_data:
+    if allows_new_data:
         current["data"] = saved.get("data")
         if isinstance(saved.get("shuffle_shards"), dict) and isinstance(current.get("shuffle_shards"), dict):
             current["shuffle_shards"]["rows of shards"] = saved["shuffle_shards"].get("rows of shards")
     different = [key for key in sorted(current) if _comparable(key, saved.get(key)) != _comparable(key, current[key])]
     if different:
         lines = [line for key in different for line in _describe_difference(key, saved.get(key), current[key])]
-        hints = {key: f"Set {setting} back." for key, setting in SETTINGS.items()} | HINTS
+        hints = {key: f"Change {setting} back." for key, setting in SETTINGS.items()} | HINTS
         steps = dict.fromkeys(hints[key] for key in different if key in hints)
         message = f"{checkpoint.path} can't be continued with this configuration:"
         raise ResumeError("\n".join([message, *lines]), " ".join([*steps, NEW_RUN_HINT]))
@@ -251,7 +251,7 @@ def _comparable(key: str, value: Any) -> Any:
     return value.get("digest") if key == "data" and isinstance(value, dict) else value
 
 
-MOST_NAMED = 3  # samples in a message
+MAX_NAMED = 3  # samples in a message
 
 
 def list_changes(checkpoint: Checkpoint, digest: str) -> list[DataChange]:
@@ -286,32 +286,32 @@ def check_new_data(checkpoint: Checkpoint, data: TrainSet, changes: Sequence[Dat
         before = _open(data, str(change.set))
         if before is None:
             raise ResumeError(
-                f"{checkpoint.path} was trained on set {change.set}, which is not there, so whether set {data.id} "
-                "was made by the same encoders and holds out other samples is not known",
-                f"Bring {data.store.path('sets')}/{change.set} back. {NEW_RUN_HINT}",
+                f"{checkpoint.path} was trained on set {change.set}, which is missing, so the encoders and held-out "
+                f"samples of set {data.id} can't be compared with it",
+                f"Restore {data.store.path('sets')}/{change.set}. {NEW_RUN_HINT}",
             )
-        made, now = before.fingerprints, data.fingerprints
-        if different := sorted(kind for kind in made.keys() & now.keys() if made[kind] != now[kind]):
+        prints, new_prints = before.fingerprints, data.fingerprints
+        if different := sorted(kind for kind in prints.keys() & new_prints.keys() if prints[kind] != new_prints[kind]):
             raise ResumeError(
                 f"{checkpoint.path} can't be continued on set {data.id}: its shards of {' and '.join(different)} were "
-                f"made by other models, or with other settings, than those of set {before.id}",
-                f"Set the model and the sections text and latents back. {NEW_RUN_HINT}",
+                f"made with other models or settings than the shards of set {before.id}",
+                f"Change the model and the sections text and latents back. {NEW_RUN_HINT}",
             )
         trained.append(before.tables["index"].column("sample_id").slice(0, len(before)).combine_chunks())
     held_out = _held_out(data)
     if not len(held_out):
         return
     samples = [plans.read_plan_table(data.store, name, "samples") for name in plans.list_plans(data.store)]
-    known = pa.concat_tables([table.select(["sample_id", "media_id"]) for table in samples]) if samples else None
+    plan_samples = pa.concat_tables([table.select(["sample_id", "media_id"]) for table in samples]) if samples else None
     ids = pa.concat_arrays(trained)
-    both = held_out.filter(pc.is_in(_media_of(held_out, known), value_set=_media_of(ids, known)))
-    if len(both):
-        names = ", ".join(_name_samples(data, both.slice(0, MOST_NAMED).to_pylist()))
+    overlap = held_out.filter(pc.is_in(_media_of(held_out, plan_samples), value_set=_media_of(ids, plan_samples)))
+    if len(overlap):
+        names = ", ".join(_name_samples(data, overlap.slice(0, MAX_NAMED).to_pylist()))
         raise ResumeError(
-            f"set {data.id} holds out {len(both)} samples that this run was trained on: {names}"
-            + (" ..." if len(both) > MOST_NAMED else ""),
-            "Set `eval` and `eval_fraction` of the datasets back and run `latentpress run`, so that its losses stay "
-            f"those of samples that it never saw. {NEW_RUN_HINT}",
+            f"set {data.id} holds out {len(overlap)} samples that this run was trained on: {names}"
+            + (" ..." if len(overlap) > MAX_NAMED else ""),
+            "Change `eval` and `eval_fraction` of the datasets back and run `latentpress run`, so that the eval loss "
+            f"is measured on samples that the run never saw. {NEW_RUN_HINT}",
         )
 
 
@@ -322,13 +322,13 @@ def _open(data: TrainSet, id: str) -> TrainSet | None:
         return None
 
 
-def _media_of(ids: pa.Array, known: pa.Table | None) -> pa.Array:
-    """(n,) media ids of the samples `ids`; for a sample that is in no plan, the sample's id. known: the plans' samples
-    with sample_id and media_id."""
-    if known is None:
+def _media_of(ids: pa.Array, plan_samples: pa.Table | None) -> pa.Array:
+    """(n,) media ids of the samples `ids`; for a sample that is in no plan, the sample's id. plan_samples: the plans'
+    samples with sample_id and media_id."""
+    if plan_samples is None:
         return ids
-    rows = pc.index_in(ids, value_set=known.column("sample_id").combine_chunks())
-    return pc.coalesce(known.column("media_id").combine_chunks().take(rows), ids)
+    rows = pc.index_in(ids, value_set=plan_samples.column("sample_id").combine_chunks())
+    return pc.coalesce(plan_samples.column("media_id").combine_chunks().take(rows), ids)
 
 
 def _name_samples(data: TrainSet, ids: list[str]) -> list[str]:

@@ -218,7 +218,7 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
             if error.errno not in NO_LOCKS:
                 reason = error.strerror or str(error)
                 raise StoreError(str(folder / LOCK_NAME), reason, "check the file system") from error
-            console.warn(f"{folder} is on a file system without locks: a second trainer there would not be noticed")
+            console.warn(f"{folder} is on a file system without locks: a second trainer there would not be detected")
         with explained(str(folder)):
             for parent in (folder, folder / CHECKPOINTS):
                 restore_folders(parent)
@@ -252,5 +252,5 @@ def explain_failures(folder: Path) -> Iterator[None]:
                 f"the device ran out of memory: {str(error).partition('. ')[0]}",
                 "Lower train.batch_size and raise train.accumulate by as much, keep train.gradient_checkpointing and "
                 "train.precision bfloat16, choose train.adapter.type=lora, or plan smaller buckets and fewer frames. "
-                "Training goes on from the last checkpoint.",
+                "Training resumes from the last checkpoint.",
             ) from error

@@ -42,9 +42,9 @@ def gather_all(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, tor
     tensors; False: the process only takes part, and the result is empty."""
     gathered = {}
     for name, tensor in tensors.items():
-        whole = gather(tensor)
+        full = gather(tensor)
         if keep:
-            gathered[name] = whole.cpu() if isinstance(tensor, DTensor) else whole
+            gathered[name] = full.cpu() if isinstance(tensor, DTensor) else full
     return gathered
 
 
@@ -53,8 +53,8 @@ def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor) or not isinstance(target, DTensor):
         return value.to(target.device)
     mesh = target.device_mesh
-    made = distribute_tensor(value.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
-    return made.to(target.device)
+    sharded = distribute_tensor(value.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
+    return sharded.to(target.device)
 
 
 @torch.no_grad()
@@ -96,16 +96,16 @@ def load_shards(folder: Path, owner: Callable[[str], torch.Tensor | None]) -> di
 
     owner: name of a tensor -> weight of the same shape; None: the tensor is whole and on the host.
     """
-    wanted: dict[str, torch.Tensor] = {}
-    for name, stored in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata), f"{name} in {folder} is not a tensor"
-        like, dtype = owner(name), stored.properties.dtype
-        if like is not None and like.shape == stored.size:
-            wanted[name] = torch.empty_like(like, dtype=dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, metadata in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
+        assert isinstance(metadata, TensorStorageMetadata), f"{name} in {folder} is not a tensor"
+        weight, dtype = owner(name), metadata.properties.dtype
+        if weight is not None and weight.shape == metadata.size:
+            tensors[name] = torch.empty_like(weight, dtype=dtype)
         else:
-            wanted[name] = torch.empty(stored.size, dtype=dtype)
-    alone = not torch.distributed.is_initialized()
+            tensors[name] = torch.empty(metadata.size, dtype=dtype)
+    is_single = not torch.distributed.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-        checkpoint.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
-    return wanted
+        checkpoint.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=is_single)
+    return tensors

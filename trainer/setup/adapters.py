@@ -33,7 +33,7 @@ from trainer.families.base import ModelFamily
 
 ADAPTER_NAME = "default"
 MUTATING_INITS = ("pissa", "olora")
-WHOLE_PATHS = "Correct the regular expression, which must match whole paths, as '.*to_query' does."
+WHOLE_PATHS = "Correct the regular expression, which must match whole paths, such as '.*to_query'."
 T = TypeVar("T")
 Model = Any  # a diffusers ModelMixin, which has no type annotations
 
@@ -44,12 +44,12 @@ def choose_targets(model: Model, patterns: Sequence[str], left_out: Sequence[tor
 
     left_out: modules that are excluded together with their submodules.
     """
-    inside = {part for module in left_out for part in module.modules()}
+    excluded = {part for module in left_out for part in module.modules()}
     wrappable = [
         name
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) or (is_convolution(module) and module.groups == 1)
-        if module not in inside
+        if module not in excluded
     ]
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in wrappable):
@@ -78,7 +78,7 @@ def choose_scales(
         for pattern in patterns:
             if not any(re.fullmatch(pattern, target) for target in targets):
                 raise AdapterError(
-                    f"train.adapter.{option}: {pattern!r} matches no target whole; targets are "
+                    f"train.adapter.{option}: {pattern!r} matches the whole path of no target; targets are "
                     f"{', '.join(targets[:4])}, ... ({len(targets)} in all)",
                     WHOLE_PATHS,
                 )
@@ -98,10 +98,10 @@ def scale_settings(scales: Mapping[str, tuple[int, float]]) -> tuple[int, float,
     full path."""
     [((rank, alpha), _)] = Counter(scales.values()).most_common(1)
     patterns: dict[str, dict[str, Any]] = {"rank_pattern": {}, "alpha_pattern": {}}
-    for other in sorted({*scales.values()} - {(rank, alpha)}):
+    for value in sorted({*scales.values()} - {(rank, alpha)}):
         # Without "^" peft would match suffixes, and a path of another rank may end with the same name.
-        key = "^(" + "|".join(re.escape(path) for path, scale in scales.items() if scale == other) + ")"
-        patterns["rank_pattern"][key], patterns["alpha_pattern"][key] = other
+        key = "^(" + "|".join(re.escape(path) for path, module_scale in scales.items() if module_scale == value) + ")"
+        patterns["rank_pattern"][key], patterns["alpha_pattern"][key] = value
     return rank, alpha, patterns
 
 
@@ -214,7 +214,7 @@ class KroneckerLinear(Linear):
         result = self.base_layer(x, *args, **kwargs)
         sides = (self.lokr_w1, self.lokr_w1_a, self.lokr_w1_b), (self.lokr_w2, self.lokr_w2_a, self.lokr_w2_b)
         for name in self.active_adapters:
-            w1, w2 = (whole[name] if name in whole else a[name] @ b[name] for whole, a, b in sides)
+            w1, w2 = (full[name] if name in full else a[name] @ b[name] for full, a, b in sides)
             x_MN = x.to(w1.dtype).unflatten(-1, (w1.shape[1], w2.shape[1]))
             update = (w1 @ (x_MN @ w2.T)).flatten(-2)  # (..., M, K) -> (..., L, K) -> (..., L * K)
             result = result + self.scaling[name] * update
@@ -302,16 +302,16 @@ def unfreeze(model: Any, targets: Sequence[str] | None, family: ModelFamily) -> 
         if not weights and not any([*part.parameters()] for part in modules):
             examples = [path for path, _ in model.named_children()]
             raise AdapterError(
-                f"train.adapter.targets: {pattern!r} matches no module with weights and no weight whole; the model's "
-                f"modules begin with {', '.join(examples)}",
+                f"train.adapter.targets: {pattern!r} matches the whole path of no weight and no module with weights; "
+                f"the model's top-level modules are {', '.join(examples)}",
                 WHOLE_PATHS,
             )
     for part in family.without_gradient(model):
         part.requires_grad_(False)
     if not trainable_parameters(model):
         raise AdapterError(
-            f"train.adapter.targets: {', '.join(map(repr, targets or ()))} chooses weights only on which no prediction "
-            "depends",
+            f"train.adapter.targets: {', '.join(map(repr, targets or ()))} selects only weights that do not affect the "
+            "prediction",
             "Name modules of other blocks, or remove train.adapter.targets.",
         )
 
@@ -330,15 +330,15 @@ def fit_initial(
     left_out = family.without_gradient(model)
     unused = paths.keys() - name_modules(model, [".*"], left_out).keys()
     file = replace(file, layers={name: layer for name, layer in file.layers.items() if name not in unused})
-    chosen = None if adapter.targets is None else name_modules(model, adapter.targets, left_out).keys()
-    if chosen is not None and chosen != file.layers.keys():
-        sides = (("the file", file.layers.keys() - chosen), ("train.adapter.targets", chosen - file.layers.keys()))
-        shown = (
-            f"only {side} has {', '.join(sorted(names)[:3])} ({len(names)} in all)" for side, names in sides if names
+    names = None if adapter.targets is None else name_modules(model, adapter.targets, left_out).keys()
+    if names is not None and names != file.layers.keys():
+        sides = (("the file", file.layers.keys() - names), ("train.adapter.targets", names - file.layers.keys()))
+        differences = (
+            f"only {side} has {', '.join(sorted(paths)[:3])} ({len(paths)} in all)" for side, paths in sides if paths
         )
         raise AdapterError(
-            f"train.adapter.init_from: {file.path} adapts other modules than this run: {'; '.join(shown)}",
-            "Remove train.adapter.targets, as training takes the file's modules, or name an adapter of this model.",
+            f"train.adapter.init: {file.path} adapts other modules than this run: {'; '.join(differences)}",
+            "Remove train.adapter.targets to train the modules of the file, or name an adapter of this model.",
         )
     check_fits(file, {name: module_size(model.get_submodule(path)) for name, path in paths.items()}, "the transformer")
     layers = {path: file.layers[name] for name, path in paths.items() if name in file.layers}
@@ -361,20 +361,22 @@ def load_weights(model: Any, file: AdapterFile) -> None:
     """Copy the file's weights to the model's adapter, which has the modules, ranks and alphas that `fit_initial`
     returned. AdapterError if a LoKr in the file divides the matrices differently."""
     parameters = {f"transformer.{key}": value for key, value in lora_state(model).items()}
-    held = {f"{name}.{end}": value for name, layer in load_layers(file).items() for end, value in layer.tensors.items()}
+    values = {
+        f"{name}.{end}": value for name, layer in load_layers(file).items() for end, value in layer.tensors.items()
+    }
     if file.kind == "LoKr":
-        ours, theirs = ({key: list(value.shape) for key, value in side.items()} for side in (parameters, held))
+        ours, theirs = ({key: list(value.shape) for key, value in side.items()} for side in (parameters, values))
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 raise AdapterError(
-                    f"train.adapter.init_from: {file.path} divides matrices otherwise than this run: {key} is "
-                    f"{theirs.get(key, 'absent')} there and {ours.get(key, 'absent')} here",
-                    "Set train.adapter.decompose_factor and decompose_both to those of its training, or merge it into "
-                    "the model: latentpress export-adapter --merge --whole --to FOLDER",
+                    f"train.adapter.init: {file.path} divides matrices differently: {key} is "
+                    f"{theirs.get(key, 'absent')} in the file and {ours.get(key, 'absent')} in this run",
+                    "Set train.adapter.decompose_factor and decompose_both to the file's values, or merge the file "
+                    "into the model: latentpress export-adapter --merge --whole --to FOLDER",
                 )
     with torch.no_grad():
         for key, parameter in parameters.items():
-            parameter.copy_(held[key].reshape(parameter.shape))
+            parameter.copy_(values[key].reshape(parameter.shape))
 
 
 class Assistant:

@@ -31,7 +31,7 @@ from schemas.devices import STREAM_DEVICES, pins_memory
 from trainer.families.base import ModelFamily
 from trainer.setup.quantize import remake
 
-MOST_GRAPHS = 64  # graphs per class of blocks: one per shape of images and text, with and without gradient
+MAX_GRAPHS = 64  # graphs per class of blocks: one per shape of images and text, with and without gradient
 
 
 class HostedWeight(NamedTuple):
@@ -52,8 +52,8 @@ class BlockGroup:
     synchronous."""
 
     def __init__(self, blocks: Sequence[torch.nn.Module], device: torch.device, stream: torch.Stream | None) -> None:
-        self.device, self.stream, self.there = device, stream, False
-        self.copied: torch.Event | None = None
+        self.device, self.stream, self.is_on_device = device, stream, False
+        self.copy_event: torch.Event | None = None
         self.weights = [
             HostedWeight(part, name, weight)
             for block in blocks
@@ -66,11 +66,11 @@ class BlockGroup:
             self.weights[number] = hosted._replace(weight=remake(hosted.weight, torch.Tensor.pin_memory))
             setattr(hosted.module, hosted.name, self.weights[number].weight)
 
-    def bring(self) -> None:
+    def onload(self) -> None:
         """Copy the weights to the device; with a stream, only start the copy."""
-        if self.there:
+        if self.is_on_device:
             return
-        self.there = True
+        self.is_on_device = True
         if self.stream is None:
             self._copy()
             return
@@ -79,7 +79,7 @@ class BlockGroup:
         self.stream.wait_stream(backend.current_stream(self.device))
         with backend.stream(self.stream):
             self._copy()
-        self.copied = self.stream.record_event()
+        self.copy_event = self.stream.record_event()
 
     def _copy(self) -> None:
         for hosted in self.weights:
@@ -87,12 +87,12 @@ class BlockGroup:
 
     def wait(self) -> None:
         """Make the current stream wait for the copy."""
-        if self.copied is not None:
-            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.copied)
+        if self.copy_event is not None:
+            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.copy_event)
 
-    def leave(self) -> None:
-        if self.there:
-            self.there = False
+    def offload(self) -> None:
+        if self.is_on_device:
+            self.is_on_device = False
             for hosted in self.weights:
                 setattr(hosted.module, hosted.name, hosted.weight)
 
@@ -111,17 +111,17 @@ class GroupScheduler:
         forward, self.current = number > self.current, number
         for group in self.groups:
             if group is not self.groups[number]:
-                group.leave()
-        self.groups[number].bring()
+                group.offload()
+        self.groups[number].onload()
         self.groups[number].wait()
         following = number + (1 if forward else -1)
         if self.prefetch and 0 <= following < len(self.groups):
-            self.groups[following].bring()
+            self.groups[following].onload()
 
-    def leave(self) -> None:
+    def offload_all(self) -> None:
         self.current = -1
         for group in self.groups:
-            group.leave()
+            group.offload()
 
 
 def offload_blocks(
@@ -148,14 +148,14 @@ def offload_blocks(
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else scheduler.leave())
+    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else scheduler.offload_all())
     for number, part in enumerate(parts):
         for block in part:
             # Not through __setattr__, which torch overrides for modules and parameters.
             block.__dict__["forward"] = enter_first(scheduler, number, block.forward)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if trained:
-        register_multi_grad_hook(trained, lambda _: scheduler.leave())
+        register_multi_grad_hook(trained, lambda _: scheduler.offload_all())
     return scheduler
 
 
@@ -184,8 +184,8 @@ def check_offload(offload: Offload, parallel: Parallel, ranks: int) -> None:
         )
     if offload.blocks and ranks > 1:
         raise RunError(
-            f"train.offload.blocks: {ranks} processes share one model by DistributedDataParallel, which takes no model "
-            "with weights on two kinds of devices",
+            f"train.offload.blocks: DistributedDataParallel, with which {ranks} processes train, does not support a "
+            "model with weights on two kinds of devices",
             "Train in one process, or set train.offload.blocks to false.",
         )
 
@@ -214,8 +214,8 @@ def checkpoint_block(block: torch.nn.Module, *args: Any) -> Any:
 def checkpoint_blocks(model: Any, blocks: Sequence[torch.nn.Module]) -> None:
     """Enable gradient checkpointing for these blocks only. A transformer for which torch.utils.checkpoint is not enough
     has its own `checkpoint_block`."""
-    chosen, run = set(blocks), getattr(model, "checkpoint_block", checkpoint_block)
-    model.enable_gradient_checkpointing(lambda block, *args: run(block, *args) if block in chosen else block(*args))
+    targets, run = set(blocks), getattr(model, "checkpoint_block", checkpoint_block)
+    model.enable_gradient_checkpointing(lambda block, *args: run(block, *args) if block in targets else block(*args))
 
 
 def around_forward(offload: Offload, device: torch.device) -> ExitStack:
@@ -246,11 +246,11 @@ def check_compile(settings: Train) -> None:
     """RunError for a backend that this torch does not have. Called before a model is loaded."""
     if settings.compile == "none":
         return
-    known = torch.compiler.list_backends(())
-    if settings.compile_backend not in known:
+    backends = torch.compiler.list_backends(())
+    if settings.compile_backend not in backends:
         raise RunError(
             f"train.compile_backend: torch {torch.__version__} has no backend {settings.compile_backend!r}",
-            f"Choose one of {', '.join(sorted(known))}.",
+            f"Choose one of {', '.join(sorted(backends))}.",
         )
 
 
@@ -272,6 +272,6 @@ def compile_blocks(blocks: Sequence[torch.nn.Module], backend: str, log: Callabl
         return compile_graph(graph, inputs, **options)
 
     # By default a class of blocks has 8 graphs, and further shapes are computed without a graph.
-    torch.compiler.config.recompile_limit = max(MOST_GRAPHS, torch.compiler.config.recompile_limit)
+    torch.compiler.config.recompile_limit = max(MAX_GRAPHS, torch.compiler.config.recompile_limit)
     for block in blocks:
         block.__dict__["forward"] = torch.compile(block.forward, backend=count)

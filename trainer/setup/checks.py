@@ -77,17 +77,17 @@ def check_training(
         if is_stored and (folder := local_folder(config.model.source)):
             weights = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
             check_stored(folder / config.part, weights, type(model)._keys_to_ignore_on_load_unexpected or ())
-    used = config.train.methods.used if data is None else used_methods(config.train, data)
-    methods = make_methods(used)
+    sections = config.train.methods.used if data is None else used_methods(config.train, data)
+    methods = make_methods(sections)
     # Without a set, the sizes of the methods' own weights are not known, and 1 takes their place.
-    shapes: dict[str, tuple[int, ...]] = {name: (1,) for section in used.values() for name in section.needs}
+    shapes: dict[str, tuple[int, ...]] = {name: (1,) for section in sections.values() for name in section.needs}
     if data is not None and methods:
         shapes = {name: tuple(array.shape) for name, array in data.sample(0).tensors.items()}
     for name, method in methods.items():
         torch.manual_seed(derive_seed(f"{config.train.seed}/{name}", "method"))
         method.setup(model, family, shapes)
-    own = {name: module for name, method in methods.items() if (module := method.modules()) is not None}
-    added = dict(torch.nn.ModuleDict(own).named_parameters(prefix="methods"))
+    method_modules = {name: module for name, method in methods.items() if (module := method.modules()) is not None}
+    added = dict(torch.nn.ModuleDict(method_modules).named_parameters(prefix="methods"))
     trainable = check_trained(config, family, model) | added
     divide_weights(trainable, config.train.optimizer)
     if shortage := checkpoint.find_shortage(config.run_folder, trainable):
@@ -124,10 +124,10 @@ def check_precision(name: str, device: torch.device) -> None:
         return
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is None or capability < FP8_CAPABILITY:
-        have = f"has {'.'.join(map(str, capability))}" if capability else f"is a device of type {device.type}"
+        actual = f"has {'.'.join(map(str, capability))}" if capability else f"is a device of type {device.type}"
         raise RunError(
             "train.base_precision: fp8-torchao needs a card with float8 (CUDA's compute capability 8.9: Ada, "
-            f"Hopper or later), and {device_name(device)} {have}",
+            f"Hopper or later), and {device_name(device)} {actual}",
             "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
         )
 
@@ -142,8 +142,8 @@ def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, 
     if matrices and not any(can_quantize(part, name) for part in matrices):
         shapes = sorted({f"{part.out_features}x{part.in_features}" for part in matrices})
         raise RunError(
-            f"train.base_precision: {name} can quantize no matrix of {config.model.source}: it needs input sides in "
-            f"multiples of {NF4_COLUMN_MULTIPLE}, and they are {', '.join(shapes)}",
+            f"train.base_precision: {name} can't quantize {config.model.source}: it needs matrices whose input sides "
+            f"are multiples of {NF4_COLUMN_MULTIPLE}; the matrices are {', '.join(shapes)}",
             "Set train.base_precision to int8-torchao or int8-quanto.",
         )
     with explain_checkpoint_errors(config.model.source), torch.device("meta"):
@@ -156,7 +156,7 @@ def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, 
     convolutions = [path for path, part in adapted.items() if is_convolution(part)]
     if init in ("orthogonal", "pissa", "olora") and convolutions:
         raise RunError(
-            f"train.adapter.init_weights: {init} is for linear layers, and {len(convolutions)} of the targets are "
+            f"train.adapter.init_weights: {init} only supports linear layers, and {len(convolutions)} targets are "
             f"convolutions: {', '.join(convolutions[:3])} ...",
             "Set train.adapter.init_weights to default or gaussian, or train.adapter.targets to linear layers only.",
         )
@@ -182,9 +182,9 @@ def check_noise_levels(expert: Expert, settings: Train, model: Model, bucket: st
     """RunError if hardly any of the configured noise levels is in the range of the trained expert."""
     shift = train_shift(settings, model, bucket)
     first, last = flow.draws_within(settings.timesteps, shift, expert.range)
-    if abs(last - first) < flow.LEAST_SHARE:
+    if abs(last - first) < flow.MIN_SHARE:
         raise RunError(
-            f"train.timesteps: of samples of {bucket} almost none of its noise levels is in {expert.lowest:g} to "
-            f"{expert.highest:g}, with which the expert {settings.experts} is trained",
+            f"train.timesteps: for {bucket}, almost no noise levels are in the range {expert.lowest:g} to "
+            f"{expert.highest:g} of the expert {settings.experts}",
             "Choose another train.timesteps.sampling, or correct its options or train.shift.",
         )

@@ -48,14 +48,14 @@ def export_weights(
     if adapter.type != "full":
         save_lora(model, folder, notes["family"], notes, formats)
         names = {weight.data_ptr(): name for name, weight in trainable_parameters(model).items()}
-        held = {f"transformer.{key}": names[tensor.data_ptr()] for key, tensor in lora_state(model).items()}
-        return {LORA_WEIGHT_NAME_SAFE: held} if "diffusers" in formats else {}
+        names_by_key = {f"transformer.{key}": names[tensor.data_ptr()] for key, tensor in lora_state(model).items()}
+        return {LORA_WEIGHT_NAME_SAFE: names_by_key} if "diffusers" in formats else {}
     save_full(model, folder / part)
-    written: dict[str, dict[str, str]] = {}
+    names_by_file: dict[str, dict[str, str]] = {}
     for path in sorted((folder / part).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            written[f"{part}/{path.name}"] = {key: key for key in file.keys()}  # noqa: SIM118 (no mapping)
-    return written
+            names_by_file[f"{part}/{path.name}"] = {key: key for key in file.keys()}  # noqa: SIM118 (no mapping)
+    return names_by_file
 
 
 def gather_model(model: Any, family: ModelFamily, adapter: Adapter, keep: bool) -> Any:
@@ -66,13 +66,13 @@ def gather_model(model: Any, family: ModelFamily, adapter: Adapter, keep: bool) 
     if not keep:
         return None
     with torch.device("meta"):
-        whole = family.untrained(model_shape(model))
+        full_model = family.untrained(model_shape(model))
         adapter = adapter.changed(init_weights="default")
-        make_trainable(whole, family, adapter, scales=read_scales(model))
-    whole.load_state_dict(state, strict=False, assign=True)
+        make_trainable(full_model, family, adapter, scales=read_scales(model))
+    full_model.load_state_dict(state, strict=False, assign=True)
     if hasattr(model, "initial_lora"):  # with PiSSA and OLoRA
-        whole.initial_lora = model.initial_lora
-    return whole
+        full_model.initial_lora = model.initial_lora
+    return full_model
 
 
 def save_lora(

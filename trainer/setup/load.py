@@ -32,9 +32,9 @@ def load_transformer(
     """
     dtype, autocast = choose_dtypes(config.train, config.model)
     with explain_checkpoint_errors(config.model.source):
-        where = torch.device("cpu") if config.train.quantized else device
+        load_device = torch.device("cpu") if config.train.quantized else device
         load = load or partial(family.load, part=config.part)
-        model = load(config.model.source, config.model.revision, dtype, where)
+        model = load(config.model.source, config.model.revision, dtype, load_device)
     return model, autocast
 
 

@@ -36,7 +36,7 @@ def check_optimizer(train: Train, device: torch.device, sharded: bool = False) -
     parameters = inspect.signature(kind.__init__).parameters
     if pure and ("kahan_sum" not in parameters or settings.arguments.get("kahan_sum", True) is False):
         raise RunError(
-            f"train.weight_precision bfloat16 needs Kahan summation, and {settings.name} has none: steps of 1e-5 "
+            f"train.weight_precision bfloat16 needs Kahan summation, which {settings.name} lacks: steps of 1e-5 "
             "vanish in bfloat16 weights",
             "Set train.optimizer.name to optimi-adamw or optimi-lion, or train.weight_precision to float32.",
         )
@@ -54,7 +54,7 @@ def check_optimizer(train: Train, device: torch.device, sharded: bool = False) -
     if train.ema is not None and averages_weights(optimizer):
         raise RunError(
             f"{settings.name} averages the weights itself, and train.ema would average them twice",
-            "Leave train.ema out.",
+            "Remove train.ema.",
         )
 
 
@@ -90,20 +90,20 @@ def _try_steps(
 def check_sharded_steps(
     kind: type[torch.optim.Optimizer],
     settings: Optimizer,
-    whole: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> None:
-    """RunError if trial steps on sharded parameters give other values than `whole`, the result on plain parameters."""
+    """RunError if trial steps on sharded parameters differ from `expected`, the result on plain parameters."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    dtype, problem = next(iter(whole.values())).dtype, "its steps on sharded parameters differ from those on whole ones"
+    dtype, problem = next(iter(expected.values())).dtype, "its steps differ between sharded and plain parameters"
     try:
         weights, _ = _try_steps(
             kind, settings, dtype, device, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])
         )
-        same = all(torch.allclose(gather(weights[name]), value, rtol=1e-5) for name, value in whole.items())
+        is_equal = all(torch.allclose(gather(weights[name]), value, rtol=1e-5) for name, value in expected.items())
     except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, NotImplementedError) as error:
-        same, problem = False, str(error).partition("\n")[0] or type(error).__name__
-    if not same:
+        is_equal, problem = False, str(error).partition("\n")[0] or type(error).__name__
+    if not is_equal:
         raise RunError(
             f"train.optimizer: {settings.name} can't train sharded weights (train.parallel.strategy fsdp2): {problem}",
             "Set train.optimizer.name to adamw or adamw-fused, or train.parallel.strategy to ddp.",
@@ -117,15 +117,15 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
     try:
         kind = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
-        where = "'latentpress[optimizers]', or " if name in OPTIMIZERS else ""
+        extra = "'latentpress[optimizers]', or " if name in OPTIMIZERS else ""
         raise RunError(
             f"train.optimizer.name {name} needs {module}, which can't be imported: {error}",
-            f"pip install {where}{DISTRIBUTIONS.get(package, package)}, or choose another train.optimizer.name.",
+            f"pip install {extra}{DISTRIBUTIONS.get(package, package)}, or choose another train.optimizer.name.",
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise RunError(
             f"train.optimizer.name: {module} has no optimizer {attribute!r}",
-            "Name a class of it, or one of " + ", ".join(OPTIMIZERS) + ".",
+            "Choose a class of that module, or one of " + ", ".join(OPTIMIZERS) + ".",
         )
     return kind
 
@@ -133,20 +133,20 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
 def divide_weights(trainable: Mapping[str, torch.nn.Parameter], settings: Optimizer) -> list[list[torch.nn.Parameter]]:
     """The parameters of each of train.optimizer.groups, and last the parameters in none of them. RunError if a group
     matches no parameter."""
-    chosen: list[list[torch.nn.Parameter]] = [[] for _ in (*settings.groups, "the others")]
+    weights_by_group: list[list[torch.nn.Parameter]] = [[] for _ in (*settings.groups, None)]
     for name, weight in trainable.items():
         matches = (number for number, group in enumerate(settings.groups) if re.fullmatch(group.match, name))
-        chosen[next(matches, -1)].append(weight)
-    for group, weights in zip(settings.groups, chosen, strict=False):
+        weights_by_group[next(matches, -1)].append(weight)
+    for group, weights in zip(settings.groups, weights_by_group, strict=False):
         if not weights:
-            again = any(re.fullmatch(group.match, name) for name in trainable)
-            why = "only parameters that an earlier group matches" if again else "no parameter that is trained"
-            shown = f"{', '.join(list(trainable)[:4])}, ... ({len(trainable)} in all)"
+            is_taken = any(re.fullmatch(group.match, name) for name in trainable)
+            reason = "only parameters of an earlier group" if is_taken else "no trained parameter"
+            examples = f"{', '.join(list(trainable)[:4])}, ... ({len(trainable)} in all)"
             raise RunError(
-                f"train.optimizer.groups: {group.match!r} matches {why}; trained are {shown}",
+                f"train.optimizer.groups: {group.match!r} matches {reason}; the trained parameters are {examples}",
                 "Correct the regular expression, which must match whole names, or remove the group.",
             )
-    return chosen
+    return weights_by_group
 
 
 def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
@@ -174,8 +174,8 @@ def _options(settings: Optimizer) -> list[dict[str, Any]]:
 def _make(
     kind: type[torch.optim.Optimizer], groups: Iterable[dict[str, Any]], settings: Optimizer
 ) -> torch.optim.Optimizer:
-    given = settings.model_dump(include={"lr", "betas", "eps", "weight_decay"}, exclude_none=True)
-    arguments = {**find_optimizer(settings.name).arguments, **given, **settings.arguments}
+    options = settings.model_dump(include={"lr", "betas", "eps", "weight_decay"}, exclude_none=True)
+    arguments = {**find_optimizer(settings.name).arguments, **options, **settings.arguments}
     groups = list(groups)
     device = groups[0]["params"][0].device
     # The accelerators for which torch has a fused kernel for a whole step of AdamW, the fastest implementation.
@@ -185,7 +185,7 @@ def _make(
     # Some of optimi's optimizers use Triton's kernels if Triton is installed, and torch for CUDA installs it.
     takes_triton = "triton" in inspect.signature(kind.__init__).parameters
     if takes_triton and device.type == "cpu" and arguments.setdefault("triton", False):
-        raise ValueError("Triton has no kernels for a CPU: leave the argument triton out")
+        raise ValueError("Triton has no kernels for a CPU: remove the argument triton")
     with redirect_stdout(io.StringIO()):  # prodigyopt prints
         optimizer: Any = kind(groups, **arguments)
     for group in optimizer.param_groups:
@@ -240,7 +240,7 @@ class BadStepCounter:
                 f"steps were not finite (train.max_non_finite_steps is {self.limit})",
                 "Lower train.optimizer.lr (1e-5 for full-rank training), lengthen train.optimizer.warmup, set "
                 "train.precision to float32, or train a LoRA (train.adapter.type=lora). The last checkpoint is "
-                "from before: training goes on from it with the new settings.",
+                "older: training resumes from it with the new settings.",
             )
         return False
 
@@ -309,7 +309,7 @@ def inference_weights(
     if name == "trained":
         yield name
         return
-    kept = {name: local(weight.detach()).to("cpu", copy=True) for name, weight in trainable.items()}
+    originals = {name: local(weight.detach()).to("cpu", copy=True) for name, weight in trainable.items()}
     try:
         if average is not None:
             _copy(average.averages, trainable)
@@ -319,7 +319,7 @@ def inference_weights(
     finally:
         if average is None:
             switch.train()
-        _copy(kept, trainable)
+        _copy(originals, trainable)
 
 
 @torch.no_grad()

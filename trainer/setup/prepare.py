@@ -156,17 +156,17 @@ def prepare_training(
             signature = run_state.resume_signature(config, data, schedule)
             refuse_differences(files.gathered(describe_rank(config, data, signature)), files.hosts)
             files.require_shared()
-        state = run_state.find_resume_state(config, data, schedule) if files.main else None
+        state = run_state.find_resume_state(config, data, schedule) if files.is_main else None
         if store is not None:
-            begun = (state.step, first_step(state.data_changes)) if state else (0, 0)
-            at_main = run_state.is_finished(config, state), *begun, secrets.token_hex(8)
-            finished, done, schedule.first_step, token = files.from_main(at_main)
+            progress = (state.step, first_step(state.data_changes)) if state else (0, 0)
+            at_main = run_state.is_finished(config, state), *progress, secrets.token_hex(8)
+            finished, step, schedule.first_step, token = files.from_main(at_main)
             if finished:
                 raise run_state.RunFinished
             # Machines may share the folder of caches, and a machine may have two groups of torchrun or Ray.
             node = f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', '0')}"
             ranks = Ranks(accelerator.num_processes, accelerator.local_process_index, f"{token}-{node}")
-            open_window(config.train, data, schedule, range(done, config.train.steps), ranks)
+            open_window(config.train, data, schedule, range(step, config.train.steps), ranks)
         return prepare_run(config, data, schedule, console, accelerator, watch, files, load)
 
 
@@ -189,9 +189,9 @@ def prepare_run(
     assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
     sharded = uses_sharding(settings.parallel, ranks)
     if settings.parallel.strategy == "fsdp2" and not sharded:
-        console.log("train.parallel.strategy fsdp2: there is one process, so the model is whole and not sharded")
+        console.log("train.parallel.strategy fsdp2: with a single process, the model is not sharded")
     draws = {"low_discrepancy": settings.timesteps.low_discrepancy, "draw_noise": device.type == "cpu"}
-    memory: dict[str, Any] = {"reading": settings.reading, "pinned": pins_memory(device)}
+    memory: dict[str, Any] = {"reading": settings.reading, "is_pinned": pins_memory(device)}
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, **draws, **memory)
     with activity("loading diffusers", at_once=True):
         family = module_of(config.model.family_spec)
@@ -205,9 +205,9 @@ def prepare_run(
     with by_turns(accelerator, sharded, watch.note):
         denoiser = prepare_model(run, sharded, load)
     refuse_differences(files.gathered({"base weights": signature["base weights"]}), files.hosts)
-    watch.note("bringing the ranks' models together")
+    watch.note("synchronizing the ranks' models")
     run.model, run.predict, run.trainable = denoiser.model, denoiser.predict, denoiser.trainable()
-    with activity("bringing the model to the device"):
+    with activity("moving the model to the device"):
         run.denoiser = denoiser if sharded else wrap_for_ranks(denoiser, accelerator, settings)
     run.optimizer = make_optimizer(run.trainable, settings.optimizer)
     run.average = None if settings.ema is None else MovingAverage(run.trainable, settings.ema)
@@ -225,9 +225,10 @@ def can_read_late(run: TrainState) -> bool:
     optimizer, averages = run.optimizer, run.average.averages if run.average is not None else {}
     fused = type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
     kind = run.accelerator.device.type
-    there = all(tensor.device.type == kind for tensor in (*run.trainable.values(), *averages.values()))
+    is_local = all(tensor.device.type == kind for tensor in (*run.trainable.values(), *averages.values()))
     free = not any(method.reads_numbers for method in run.methods.values())
-    return fused and there and free and pins_memory(run.accelerator.device) and not is_sharded(run.trainable.values())
+    is_pinned = pins_memory(run.accelerator.device)
+    return fused and is_local and free and is_pinned and not is_sharded(run.trainable.values())
 
 
 def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | None) -> Denoiser:
@@ -235,9 +236,9 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     "base weights" and "transformer" to the run's signature."""
     config, console, family, device = run.config, run.console, run.family, run.accelerator.device
     settings, home = config.train, loading_device(config.train.offload, sharded, device)
-    run.watch.note("loading the transformer", alone=True)
-    where = f"on {device}, computing in {train_precision(config.train, config.model)}"
-    with console.activity(f"loading the transformer of {config.model.source} {where}", keep=True):
+    run.watch.note("loading the transformer", in_turns=True)
+    target = f"on {device}, computing in {train_precision(config.train, config.model)}"
+    with console.activity(f"loading the transformer of {config.model.source} {target}", keep=True):
         model, autocast = load_transformer(config, family, home, load)
     with explain_checkpoint_errors(config.model.source):
         widths = config.model.family_spec.text_widths.items()
@@ -246,15 +247,15 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
             fingerprint_base(config.model, config.part, config.root) if load is None else None
         )
         if settings.quantized:
-            run.watch.note("quantizing the base", alone=True)
+            run.watch.note("quantizing the base", in_turns=True)
             with console.activity(f"quantizing the base to {settings.base_precision}", keep=True):
                 remark = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
             run.log(remark)
         if assistant := read_assistant(config.model):
             add_assistant(model, assistant, autocast or choose_dtypes(config.train, config.model)[0])
-            run.log(f"with the assistant {shown_path(assistant.path)}, off in samples")
-        run.watch.note("adding what is trained", alone=True)
-        with activity("adding what is trained"):
+            run.log(f"using the assistant {shown_path(assistant.path)}, except for samples")
+        run.watch.note("adding the trained weights", in_turns=True)
+        with activity("adding the trained weights"):
             make_trainable(model, family, settings.adapter, settings.weight_precision)
     run.signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
     if settings.attention_backend != NATIVE:
@@ -287,8 +288,8 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
     if newest is not None:
         resume.check_signature(newest, run.signature, run.config.train.on_new_data == "continue")
         run.data_changes = list_changes(newest, run.signature["data"]["digest"])
-        run.loader.schedule.first_step = begun = first_step(run.data_changes)
-        run.new_set = run.loader.data.id if run.data_changes and begun == newest.step else None
+        run.loader.schedule.first_step = first = first_step(run.data_changes)
+        run.new_set = run.loader.data.id if run.data_changes and first == newest.step else None
         with activity(f"reading {newest.path.name}"):
             averages = None if run.average is None else run.average.averages
             checkpoint.restore(newest, run.trainable, run.optimizer, averages, run.methods)
@@ -297,10 +298,10 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
         run.bad_steps.steps, run.bad_steps.total = newest.state.bad_steps, newest.state.bad_total
         run.log(f"continuing from {shown_path(newest.path)}, {newest.step} steps done")
         if run.new_set is not None:
-            run.log(f"on other data from here: set {run.new_set}, in a new order")
+            run.log(f"continuing on new data: set {run.new_set}, in a new order")
     if run.is_main:
         if newest is not None and (changed := find_changed_settings(run.folder / "config.yaml", run.config)):
-            run.log(f"changed since this run was started last: {'; '.join(changed)}")
+            run.log(f"settings changed since the last start: {'; '.join(changed)}")
         run_state.write_config(run.config, run.loader.data)
     run.accelerator.wait_for_everyone()
     return newest
@@ -322,10 +323,10 @@ def other_expert(run: TrainState) -> Iterator[Any]:
     moves = not (sharded or run.config.train.offload.blocks)  # else only a part of it is on the device
     [name] = run.config.experts.keys() - {run.config.train.experts}
     config = run.config.changed(train=run.config.train.changed(experts=name))
-    found = ResultNote.try_read(config.run_folder / RESULT_NOTE) is not None and config.result_folder.is_dir()
-    result = config.result_folder if run.files.from_main(found) else None
-    which = "that of the checkpoint" if result is None else f"with {shown_path(result)}"
-    run.log(f"samples: the expert {config.train.experts} is {which}")
+    has_result = ResultNote.try_read(config.run_folder / RESULT_NOTE) is not None and config.result_folder.is_dir()
+    result = config.result_folder if run.files.from_main(has_result) else None
+    origin = "the checkpoint" if result is None else shown_path(result)
+    run.log(f"samples: using the expert {config.train.experts} of {origin}")
     try:
         if moves:
             torch.nn.Module.to(run.model, torch.device("cpu"))
@@ -343,7 +344,7 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
     """Load the expert that `config` trains. result: the result saved by its run; None if the run is not finished."""
     family, device, settings = run.family, run.accelerator.device, config.train
     home, name = loading_device(settings.offload, sharded, device), f"the expert {settings.experts}"
-    run.watch.note(f"loading {name}", alone=True)
+    run.watch.note(f"loading {name}", in_turns=True)
     source = config
     if result is not None and settings.adapter.type == "full":
         saved = config.model.changed(path=str(result.parent), revision=None)
@@ -354,10 +355,10 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
             quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
         if result is not None:
             kind = read_adapter(result).kind  # the rank may be different
-            given: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA"}
+            adapter_values: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA"}
             if kind == "LoKr":
-                given |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})
-            make_trainable(model, family, Adapter.model_validate(given | {"init_from": str(result)}))
+                adapter_values |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})
+            make_trainable(model, family, Adapter.model_validate(adapter_values | {"init": str(result)}))
         model.requires_grad_(False).eval()
         if settings.attention_backend != NATIVE:
             use_backend(model, family, settings.attention_backend)

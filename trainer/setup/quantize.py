@@ -61,8 +61,8 @@ def make_nf4(settings: dict[str, Any], parts: Sequence[torch.Tensor]) -> torch.T
 def remake(weight: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Parameter:
     """A new frozen weight of the same kind, made by applying `change` to each tensor that `weight` consists of."""
     parts, make = take_apart(weight)
-    made = make([change(part) for part in parts])
-    return made if isinstance(made, torch.nn.Parameter) else torch.nn.Parameter(made, requires_grad=False)
+    result = make([change(part) for part in parts])
+    return result if isinstance(result, torch.nn.Parameter) else torch.nn.Parameter(result, requires_grad=False)
 
 
 def stored_bytes(weight: torch.Tensor) -> int:
@@ -108,10 +108,11 @@ def quantize_base(
             # glibc keeps freed blocks below 32 MiB, and the host would hold 2.4 times the model.
             ctypes.CDLL(None).malloc_trim(0)
     model.to(home)
-    left = len(can) - len(paths)
-    kept = f"; {left} keep their dtype, as their sides are no multiples of {NF4_COLUMN_MULTIPLE}" if left else ""
+    count, remark = len(can) - len(paths), ""
+    if count:
+        remark = f"; {count} keep their dtype, because their sides are not multiples of {NF4_COLUMN_MULTIPLE}"
     sizes = f"{before / MIB:,.1f} MiB before, {after / MIB:,.1f} MiB now"
-    return f"{len(paths)} matrices of the base quantized ({name}): {sizes}{kept}"
+    return f"{len(paths)} matrices of the base quantized ({name}): {sizes}{remark}"
 
 
 def count_numbers(weights: Iterable[torch.Tensor]) -> int:
@@ -141,7 +142,7 @@ def to_nf4_bnb(part: torch.nn.Linear) -> torch.nn.Linear:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     settings: dict[str, Any] = {"compress_statistics": False, "quant_type": "nf4"}
-    dtype, where = part.weight.dtype, part.weight.device
+    dtype, device = part.weight.dtype, part.weight.device
     quantized = Linear4bit(
         part.in_features, part.out_features, part.bias is not None, compute_dtype=dtype, device="meta", **settings
     )
@@ -150,7 +151,7 @@ def to_nf4_bnb(part: torch.nn.Linear) -> torch.nn.Linear:
     # On CPUs with AVX512-BF16, the layer would repack its weights at the first validation. The kernel for repacked
     # weights has no backward pass, so that gradients would be lost without an error.
     quantized.support_avx512bf16_for_cpu = False
-    return quantized.to(where)
+    return quantized.to(device)
 
 
 QUANTIZERS: dict[str, Callable[[torch.nn.Linear], torch.nn.Linear]] = {

@@ -47,7 +47,7 @@ from trainer.setup.quantize import take_apart
 PROCESS_TIMEOUT = timedelta(hours=6)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _connections = count()  # numbers the connections of this process, which trains two runs with train.experts: both
-HINT = "Look at what these processes say; start training on all machines at about the same time, with the same command."
+HINT = "Read the logs of these processes; start training on all machines at about the same time, with the same command."
 
 
 class Denoiser(torch.nn.Module):
@@ -77,7 +77,7 @@ class Denoiser(torch.nn.Module):
 
     @torch.no_grad()
     def predict(
-        self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, base: bool = False
+        self, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, *, without_adapter: bool = False
     ) -> torch.Tensor:
         """Implements `methods.base.Predict` for training.
 
@@ -88,7 +88,7 @@ class Denoiser(torch.nn.Module):
         for part in parts:
             part.eval()
         try:
-            with adapter_off(self.model) if base else nullcontext():
+            with adapter_off(self.model) if without_adapter else nullcontext():
                 return self(noisy_BCTHW, sigma_B, batch)
         finally:
             for part in parts:
@@ -103,15 +103,15 @@ class Denoiser(torch.nn.Module):
 
 def make_accelerator(device: str) -> Accelerator:
     """The Accelerator on this device. Without `find_device`, it would silently use the CPU if a GPU is missing."""
-    chosen = find_device(device, int(os.environ.get("LOCAL_RANK", 0)))
-    if chosen.index is not None:
-        torch.accelerator.set_device_index(chosen.index)
+    torch_device = find_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    if torch_device.index is not None:
+        torch.accelerator.set_device_index(torch_device.index)
     # Without cpu=True, accelerate treats each of several CPU processes as the only process.
-    accelerator = Accelerator(cpu=chosen.type == "cpu", mixed_precision="no")
-    if accelerator.device.type != chosen.type:
+    accelerator = Accelerator(cpu=torch_device.type == "cpu", mixed_precision="no")
+    if accelerator.device.type != torch_device.type:
         raise DeviceNotFound(
-            f"device {chosen} was chosen, and accelerate, which does not know it, takes {accelerator.device}",
-            f"install what accelerate needs for {chosen.type}, or use --device cpu",
+            f"accelerate does not support device {torch_device} and uses {accelerator.device} instead",
+            f"install the package that accelerate needs for {torch_device.type}, or use --device cpu",
         )
     return accelerator
 
@@ -127,8 +127,8 @@ def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train
         denoiser.to(device)
     if accelerator.num_processes == 1:
         return denoiser
-    sent = not settings.base_precision.endswith("torchao")
-    if not sent:
+    sends_weights = not settings.base_precision.endswith("torchao")
+    if not sends_weights:
         for weight in denoiser.trainable().values():
             broadcast(weight.data)
     # The warning is about depthwise convolutions. Their strides differ only in dimensions of size 1, without effect.
@@ -137,7 +137,7 @@ def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train
     devices = None if device.type == "cpu" else [device]
     # Buffers (tables and the assistant) are equal in all processes, so they need not be sent for each forward pass.
     wrapped = DistributedDataParallel(
-        denoiser, device_ids=devices, init_sync=sent, broadcast_buffers=False, gradient_as_bucket_view=True
+        denoiser, device_ids=devices, init_sync=sends_weights, broadcast_buffers=False, gradient_as_bucket_view=True
     )
     if settings.parallel.gradient_compression == "bfloat16":
         wrapped.register_comm_hook(torch.distributed.group.WORLD, send_in_bfloat16)
@@ -159,9 +159,9 @@ def connect_ranks(device: str, parallel: Parallel) -> Store | None:
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
-    if missing := [name for name in VARIABLES if not os.environ.get(name)]:
+    if missing_variables := [name for name in VARIABLES if not os.environ.get(name)]:
         raise RunError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {', '.join(missing)} is not set",
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {', '.join(missing_variables)} is not set",
             "Start training with torchrun, accelerate launch or examples/ray_train.py, which set it.",
         )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -190,7 +190,7 @@ def open_store(rank: int, timeout: float) -> Store:
         store = TCPStore(host, port, None, ours, timedelta(seconds=timeout), wait_for_workers=False)
     except DistError as error:
         if ours:
-            advice = "Give MASTER_PORT (torchrun --master-port) a port that no other program on rank 0's machine has."
+            advice = "Set MASTER_PORT (torchrun --master-port) to a port that is free on the machine of rank 0."
             raise RankLostError(f"rank 0 can't listen at port {port} ({error})", advice) from error
         raise RankLostError(f"rank {rank} can't reach {host}:{port} after {timeout:g} s ({error})", HINT) from error
     # The agent's store outlives a failed attempt, so each attempt has its own prefix.
@@ -200,19 +200,19 @@ def open_store(rank: int, timeout: float) -> Store:
 def meet(store: Store, rank: int, ranks: int, timeout: float) -> None:
     """Wait for all ranks. RankLostError with the missing ranks, and the machines of the connected ranks."""
     store.set(f"here/{rank}", socket.gethostname())
-    end, came, late = time.monotonic() + timeout, dict[int, str](), list[int]()
+    end, hosts, missing_ranks = time.monotonic() + timeout, dict[int, str](), list[int]()
     with activity("waiting for all ranks", total=ranks, unit="ranks") as task:
-        for other in range(ranks):
+        for number in range(ranks):
             try:
-                store.wait([f"here/{other}"], timedelta(seconds=max(0.1, end - time.monotonic())))
-                came[other] = store.get(f"here/{other}").decode()
+                store.wait([f"here/{number}"], timedelta(seconds=max(0.1, end - time.monotonic())))
+                hosts[number] = store.get(f"here/{number}").decode()
                 task.advance()
             except DistError:
-                late.append(other)
-    if late:
-        machines = ", ".join(f"{number} on {host}" for number, host in came.items()) or "none"
-        names = ", ".join(map(str, late))
-        raise RankLostError(f"after {timeout:g} s these ranks have not come: {names}; those here: {machines}", HINT)
+                missing_ranks.append(number)
+    if missing_ranks:
+        machines = ", ".join(f"{number} on {host}" for number, host in hosts.items()) or "none"
+        names = ", ".join(map(str, missing_ranks))
+        raise RankLostError(f"ranks {names} did not connect within {timeout:g} s; connected: {machines}", HINT)
 
 
 #: With older versions, a group of modules is gathered incompletely after torch.utils.checkpoint.
@@ -239,18 +239,18 @@ def gathered_dtype(settings: Train, autocast: torch.dtype | None) -> torch.dtype
 
 
 @contextmanager
-def by_turns(accelerator: Accelerator, wanted: bool, note: Callable[[str], object]) -> Iterator[None]:
+def by_turns(accelerator: Accelerator, in_turns: bool, note: Callable[[str], object]) -> Iterator[None]:
     """Context that the processes of a machine enter in turns, so that the machine's memory holds one whole model at a
     time.
 
-    wanted: whether to take turns; False: all processes enter at once. note: called with the reason before each wait,
+    in_turns: whether to take turns; False: all processes enter at once. note: called with the reason before each wait,
     equally often on every rank.
     """
-    if not wanted:
+    if not in_turns:
         yield
         return
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    turns = max(accelerator.gather(torch.tensor([here], device=accelerator.device)).tolist())
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    turns = max(accelerator.gather(torch.tensor([local_ranks], device=accelerator.device)).tolist())
     for _ in range(accelerator.local_process_index):
         note("waiting for its turn to load")
         accelerator.wait_for_everyone()

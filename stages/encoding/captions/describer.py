@@ -48,9 +48,9 @@ QWEN_CHAT = (
 
 
 @dataclass(frozen=True)
-class Shown:
-    """An item's frames as a model sees them. pictures: uint8 (H, W, 3) pictures, in order. clip: uint8 frames
-    (T, H, W, 3), shown after the pictures. interval: seconds between frames of the clip."""
+class ItemFrames:
+    """An item's frames as inputs of a model. pictures: uint8 (H, W, 3) pictures, in order. clip: uint8 frames
+    (T, H, W, 3), which follow the pictures. interval: seconds between frames of the clip."""
 
     pictures: tuple[np.ndarray, ...]
     clip: np.ndarray | None = None
@@ -75,9 +75,9 @@ class PreparedItem:
         """Number of tokens that all prompts begin with, less than the length of any prompt; 0 unless these tokens
         include all tokens of pictures."""
         rows = [text["input_ids"].tolist() for text in self.texts]
-        shared = common_prefix([row[:-1] for row in rows])
-        pictures = [sum(token in picture_ids for token in row) for row in (shared, *rows)]
-        return len(shared) if pictures[0] and len({*pictures}) == 1 else 0
+        common_ids = common_prefix([row[:-1] for row in rows])
+        pictures = [sum(token in picture_ids for token in row) for row in (common_ids, *rows)]
+        return len(common_ids) if pictures[0] and len({*pictures}) == 1 else 0
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class ModelInputs(ABC):
     tokenizer: Any
 
     @abstractmethod
-    def prepare(self, shown: Shown, questions: Sequence[str], seed: int) -> PreparedItem:
+    def prepare(self, item: ItemFrames, questions: Sequence[str], seed: int) -> PreparedItem:
         """Make the inputs of one item, for all questions. Called in another thread. Raises ValueError for pictures that
-        the model can't take."""
+        the model does not support."""
 
     def vision(self, items: Sequence[PreparedItem], device: torch.device) -> dict[str, Any]:
         """Tensors of a batch's items on the device; the prompts of all questions share them."""
@@ -126,24 +126,26 @@ class QwenInputs(ModelInputs):
         self._images = QwenImageProcessor(**sizes) if images is None else QwenImageProcessor.from_pretrained(images)
         self._model, self._config = model.model, model.config
 
-    def prepare(self, shown: Shown, questions: Sequence[str], seed: int) -> PreparedItem:
+    def prepare(self, item: ItemFrames, questions: Sequence[str], seed: int) -> PreparedItem:
         vision: Tensors = {}
-        if shown.pictures:
-            made = self._images(images=[Image.fromarray(picture) for picture in shown.pictures], return_tensors="pt")
-            vision = {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"]}
-        if shown.clip is not None:
-            vision |= self._clip(shown.clip, shown.interval)
-        return PreparedItem(vision, tuple(self._text(shown, vision, question) for question in questions), seed)
+        if item.pictures:
+            processed = self._images(
+                images=[Image.fromarray(picture) for picture in item.pictures], return_tensors="pt"
+            )
+            vision = {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"]}
+        if item.clip is not None:
+            vision |= self._clip(item.clip, item.interval)
+        return PreparedItem(vision, tuple(self._text(item, vision, question) for question in questions), seed)
 
     def _clip(self, frames: np.ndarray, interval: float) -> Tensors:
         """Tensors of a clip, equal to the output of transformers' video processor: an odd number of frames is padded
         with a copy of the last frame."""
         pair, patch = self._images.temporal_patch_size, self._images.patch_size
         frames = np.concatenate([frames, frames[-1:].repeat(-len(frames) % pair, axis=0)])
-        made = self._images(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt")
-        rows, columns = made["image_grid_thw"][0, 1:].tolist()
+        processed = self._images(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt")
+        rows, columns = processed["image_grid_thw"][0, 1:].tolist()
         # A frame's patches hold `pair` copies of the frame, (frames, patches, colors, pair, pixels); keep one copy.
-        patches = made["pixel_values"].view(len(frames), rows * columns, 3, pair, patch * patch)[:, :, :, 0]
+        patches = processed["pixel_values"].view(len(frames), rows * columns, 3, pair, patch * patch)[:, :, :, 0]
         paired = patches.unflatten(0, (-1, pair)).movedim(1, 3)  # (pairs of frames, patches, colors, pair, pixels)
         return {
             "pixel_values_videos": paired.reshape(len(frames) // pair * rows * columns, -1),
@@ -151,16 +153,18 @@ class QwenInputs(ModelInputs):
             "second_per_grid_ts": torch.tensor([pair * interval], dtype=torch.float32),
         }
 
-    def _text(self, shown: Shown, vision: Tensors, question: str) -> Tensors:
-        ids = self._chat(len(shown.pictures), shown.clip is not None, question)
+    def _text(self, item: ItemFrames, vision: Tensors, question: str) -> Tensors:
+        ids = self._chat(len(item.pictures), item.clip is not None, question)
         merged, counts = self._images.merge_size**2, dict[int, list[int]]()
         image_id, video_id = self._config.image_token_id, self._config.video_token_id
         for token, name in ((image_id, "image_grid_thw"), (video_id, "video_grid_thw")):
             counts[token] = (vision[name].prod(-1) // merged).tolist() if name in vision else []
             if ids.count(token) != len(counts[token]):
-                raise ValueError("the question holds <|image_pad|> or <|video_pad|>, which stand for pictures")
-        left = {token: iter(values) for token, values in counts.items()}
-        ids = [copy for token in ids for copy in [token] * (next(left[token]) if token in left else 1)]
+                raise ValueError(
+                    "the question contains <|image_pad|> or <|video_pad|>, which are placeholders for media"
+                )
+        counters = {token: iter(values) for token, values in counts.items()}
+        ids = [copy for token in ids for copy in [token] * (next(counters[token]) if token in counters else 1)]
         ids_1L = torch.tensor([ids])
         marks_1L = (ids_1L == image_id).int() + 2 * (ids_1L == video_id).int()
         sizes = {name: tensor for name, tensor in vision.items() if not name.startswith("pixel")}
@@ -177,8 +181,8 @@ class QwenInputs(ModelInputs):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         else:
             tokens = ["<|image_pad|>"] * pictures + ["<|video_pad|>"] * has_clip
-            shown = "".join(f"<|vision_start|>{vision_token}<|vision_end|>" for vision_token in tokens)
-            text = QWEN_CHAT.replace("{}", shown + question)
+            placeholders = "".join(f"<|vision_start|>{vision_token}<|vision_end|>" for vision_token in tokens)
+            text = QWEN_CHAT.replace("{}", placeholders + question)
         return list(self.tokenizer(text, verbose=False)["input_ids"])
 
     def vision(self, items: Sequence[PreparedItem], device: torch.device) -> dict[str, Any]:
@@ -190,8 +194,8 @@ class QwenInputs(ModelInputs):
             if pixels in items[0].vision:
                 sizes = torch.cat([item.vision[grid] for item in items])
                 all_pixels = torch.cat([item.vision[pixels] for item in items])
-                made = vision_features(self._model, all_pixels, sizes, device, clips=kind == "video")
-                features[kind] = VisionFeatures(made)
+                tensors = vision_features(self._model, all_pixels, sizes, device, are_clips=kind == "video")
+                features[kind] = VisionFeatures(tensors)
         return {"mm_encoder_outputs": features}
 
 
@@ -205,20 +209,18 @@ class ProcessorInputs(ModelInputs):
         except (ImportError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise WeightsError(
-                f"{source}: its processor can't be made here: {reason}",
-                "name a model whose processor needs no torchvision and no code of its own, such as "
-                "Qwen2.5-VL, LLaVA or Idefics3, or install torchvision for your torch",
+                f"{source}: its processor can't be loaded: {reason}",
+                "choose a model whose processor needs neither torchvision nor custom code, such as "
+                "Qwen2.5-VL, LLaVA or Idefics3, or install torchvision for your version of torch",
             ) from error
         if not getattr(self._processor, "chat_template", None):
-            raise WeightsError(
-                f"{source} has no chat template, so it is not known how to ask it", "name a model that has one"
-            )
+            raise WeightsError(f"{source} has no chat template, which captions need", "choose a model that has one")
         self.tokenizer = self._processor.tokenizer
 
-    def prepare(self, shown: Shown, questions: Sequence[str], seed: int) -> PreparedItem:
-        frames = () if shown.clip is None else tuple(shown.clip)
-        pictures = [Image.fromarray(picture) for picture in (*shown.pictures, *frames)]
-        made: list[Mapping[str, torch.Tensor]] = []
+    def prepare(self, item: ItemFrames, questions: Sequence[str], seed: int) -> PreparedItem:
+        frames = () if item.clip is None else tuple(item.clip)
+        pictures = [Image.fromarray(picture) for picture in (*item.pictures, *frames)]
+        inputs: list[Mapping[str, torch.Tensor]] = []
         for question in questions:
             content: list[dict[str, Any]] = [{"type": "image"} for _ in pictures]
             messages = [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]
@@ -226,21 +228,21 @@ class ProcessorInputs(ModelInputs):
             # If the chat template already wrote the begin token, the tokenizer must not add a second one.
             begin = self.tokenizer.bos_token
             special = not (begin and text.startswith(begin))
-            made.append(
+            inputs.append(
                 self._processor(text=[text], images=[pictures], return_tensors="pt", add_special_tokens=special)
             )
-        length = made[0]["input_ids"].shape
-        by_token = {name for name, tensor in made[0].items() if tensor.shape == length} - {"attention_mask"}
-        vision = {name: tensor for name, tensor in made[0].items() if tensor.shape != length}
-        return PreparedItem(vision, tuple({name: text[name][0] for name in by_token} for text in made), seed)
+        length = inputs[0]["input_ids"].shape
+        by_token = {name for name, tensor in inputs[0].items() if tensor.shape == length} - {"attention_mask"}
+        vision = {name: tensor for name, tensor in inputs[0].items() if tensor.shape != length}
+        return PreparedItem(vision, tuple({name: text[name][0] for name in by_token} for text in inputs), seed)
 
 
 @dataclass(frozen=True)
-class Written:
-    """A caption that the model wrote. ended: whether the model ended the caption within caption.max_tokens."""
+class WrittenCaption:
+    """A caption that the model wrote. is_complete: whether the model ended the caption within caption.max_tokens."""
 
     text: str
-    ended: bool
+    is_complete: bool
 
 
 class Describer:
@@ -268,37 +270,39 @@ class Describer:
         )
 
     @torch.no_grad()
-    def describe(self, items: Sequence[PreparedItem]) -> list[list[Written]]:
+    def describe(self, items: Sequence[PreparedItem]) -> list[list[WrittenCaption]]:
         """The captions as [question][item]. items: items of one size.
 
         The question comes after the pictures. If every layer of the decoder sees all earlier tokens, the keys and
         values of the tokens before the question do not depend on the question, and `generate` continues from them.
         """
-        given = self.inputs.vision(items, self._device)
-        shared = min(item.shared_tokens(self._picture_ids) for item in items)
-        written = list[list[Written]]()
+        extra_inputs = self.inputs.vision(items, self._device)
+        shared_tokens = min(item.shared_tokens(self._picture_ids) for item in items)
+        captions = list[list[WrittenCaption]]()
         for question in range(len(items[0].texts)):
-            answers, cache = self._ask(items, question, given)
-            written.append(answers)
-            if shared and _holds_all_tokens(cache):
-                cache.crop(shared - cache.get_seq_length())
-                given = {"past_key_values": cache}
-        return written
+            answers, cache = self._ask(items, question, extra_inputs)
+            captions.append(answers)
+            if shared_tokens and _holds_all_tokens(cache):
+                cache.crop(shared_tokens - cache.get_seq_length())
+                extra_inputs = {"past_key_values": cache}
+        return captions
 
-    def _ask(self, items: Sequence[PreparedItem], question: int, given: dict[str, Any]) -> tuple[list[Written], Any]:
-        """Captions for one question, and the cache of all tokens. given: the vision model's features, or the cache of
-        the tokens before the question."""
+    def _ask(
+        self, items: Sequence[PreparedItem], question: int, extra_inputs: dict[str, Any]
+    ) -> tuple[list[WrittenCaption], Any]:
+        """Captions for one question, and the cache of all tokens. extra_inputs: the vision model's features, or the
+        cache of the tokens before the question."""
         text = self.inputs.text(items, question, self._device)
         begin = text["input_ids"].shape[1]
         seeds = [(item.seed + question) % 2**64 for item in items]
         drawing = drawing_processors(self._caption, seeds, begin)
-        out = self._model.generate(**text, **given, logits_processor=drawing, return_dict_in_generate=True)
-        return [self._written(row) for row in out.sequences[:, begin:].tolist()], out.past_key_values
+        out = self._model.generate(**text, **extra_inputs, logits_processor=drawing, return_dict_in_generate=True)
+        return [self._parse(row) for row in out.sequences[:, begin:].tolist()], out.past_key_values
 
-    def _written(self, ids: list[int]) -> Written:
+    def _parse(self, ids: list[int]) -> WrittenCaption:
         end = next((position for position, token in enumerate(ids) if token in self._ends), None)
         text = self.inputs.tokenizer.decode(ids[:end], skip_special_tokens=True)
-        return Written(" ".join(text.split()), end is not None)
+        return WrittenCaption(" ".join(text.split()), end is not None)
 
 
 def _holds_all_tokens(cache: Any) -> bool:
@@ -309,22 +313,22 @@ def _holds_all_tokens(cache: Any) -> bool:
 
 
 def forbidden_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
-    """Token ids of each word's spellings: as given, in lower case and capitalized, each with and without a space
+    """Token ids of each word's spellings: unchanged, in lower case and capitalized, each with and without a space
     before."""
-    written = {form for word in words for form in (word, word.lower(), word.capitalize())}
-    ids = [tokenizer(f"{space}{form}", add_special_tokens=False).input_ids for form in written for space in ("", " ")]
+    spellings = {form for word in words for form in (word, word.lower(), word.capitalize())}
+    ids = [tokenizer(f"{space}{form}", add_special_tokens=False).input_ids for form in spellings for space in ("", " ")]
     return [list(row) for row in sorted({tuple(row) for row in ids if row})]
 
 
-def load_describer(caption: Caption, own: Model, device: torch.device) -> Describer:
-    """The model of `caption.model`, or the text encoder of `own`, the model that is trained. Raises WeightsError for
+def load_describer(caption: Caption, base_model: Model, device: torch.device) -> Describer:
+    """The model of `caption.model`, or the text encoder of `base_model`. Raises WeightsError for
     weights that are damaged or missing, and for a model that transformers does not load."""
     model_loading.disable_progress_bars()
-    dtype = getattr(torch, caption.precision or own.precision)
+    dtype = getattr(torch, caption.precision or base_model.precision)
     if caption.model is None:
-        parts = encoder_parts(own)
-        folder = fetch_components(own.source, own.revision, parts)
-        with model_loading.loading_errors(own, "text_encoder"):
+        parts = encoder_parts(base_model)
+        folder = fetch_components(base_model.source, base_model.revision, parts)
+        with model_loading.loading_errors(base_model, "text_encoder"):
             model = _load(
                 transformers.Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", dtype, device, caption
             )
@@ -334,9 +338,8 @@ def load_describer(caption: Caption, own: Model, device: torch.device) -> Descri
     with model_loading.reading_errors(caption.model, "the model"):
         model_class = find_model_class(folder, caption.model)
         is_qwen = model_class is transformers.Qwen2_5_VLForConditionalGeneration
-        processor = (
-            None if is_qwen else ProcessorInputs(folder, caption.model)
-        )  # may be unavailable, so check before loading the model
+        # The processor may be unavailable, so it is made before the model is loaded.
+        processor = None if is_qwen else ProcessorInputs(folder, caption.model)
         model = _load(model_class, folder, dtype, device, caption)
         images = folder if (folder / PREPROCESSOR_FILE).is_file() else None
         return Describer(model, processor or QwenInputs(model, folder, images), caption, device)
@@ -348,7 +351,7 @@ def find_model_class(folder: Path, source: str) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     mapping = transformers.AutoModelForImageTextToText._model_mapping
     if type(config) not in mapping:
-        raise WeightsError(f"{source} is a {config.model_type}, which takes no pictures and questions", ADVICE)
+        raise WeightsError(f"{source} is a {config.model_type}, which does not answer questions about pictures", ADVICE)
     return mapping[type(config)]
 
 
@@ -358,7 +361,7 @@ def _load(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.devi
     except WeightsError as error:
         if "lm_head" not in error.message:
             raise
-        problem = f"{error.message}: it was saved without its head, so it can read and not write"
+        problem = f"{error.message}: it was saved without its head and can't generate text"
         raise WeightsError(problem, ADVICE) from error
 
 

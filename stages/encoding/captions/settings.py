@@ -31,8 +31,8 @@ OWN_MODEL_TYPE = "qwen2_5_vl"  # model_type in the text encoder's config.json
 def require_caption(config: Config) -> Caption:
     if config.caption is None:
         raise UsageError(
-            "caption has nothing to do: the section `caption` is not in the configuration",
-            "add `caption: {}`, which describes the items without a caption; see docs/guides/captions-and-cleaning.md",
+            "caption has nothing to do: the configuration has no section `caption`",
+            "add `caption: {}` to describe items without a caption; see docs/guides/captions-and-cleaning.md",
         )
     return config.caption
 
@@ -65,11 +65,11 @@ def caption_fingerprint_inputs(config: Config) -> dict[str, Any]:
 def caption_request(config: Config) -> ItemRequest:
     """Media that the stage reads."""
     settings = caption_settings(config.model, require_caption(config), config.latents)
-    return request_of(Shown.model_validate(settings["shown"]))
+    return make_request(PictureSettings.model_validate(settings["shown"]))
 
 
-class Shown(Foreign):
-    """Settings of the pictures that the captioning model sees."""
+class PictureSettings(Foreign):
+    """Settings of the pictures for the captioning model."""
 
     edge: int
     frames: int
@@ -77,17 +77,17 @@ class Shown(Foreign):
 
 
 class CaptionProvenance(Provenance):
-    shown: Shown
+    shown: PictureSettings
 
 
-def request_of(shown: Shown) -> ItemRequest:
-    """The request for items that were described with these settings of pictures."""
+def make_request(pictures: PictureSettings) -> ItemRequest:
+    """The request for items that were described with these picture settings."""
     return ItemRequest(
         stage="caption",
-        pixels=shown.edge**2,
+        pixels=pictures.edge**2,
         multiple=PIXEL_MULTIPLE,
-        frames=shown.frames,
-        sources=shown.source,
+        frames=pictures.frames,
+        sources=pictures.source,
         options=("make_captions", "make_captions_where"),
         choose=choose_items,
     )
@@ -98,7 +98,7 @@ def choose_items(dataset: Dataset, table: pa.Table) -> NDArray[np.bool_]:
     appear and disappear while machines work."""
     if not dataset.describes_missing:
         return np.zeros(len(table), bool)
-    wanted = passes_filter(dataset, "make_captions_where", table)
+    mask = passes_filter(dataset, "make_captions_where", table)
     if dataset.make_captions == "missing":
-        wanted = wanted & (np.asarray(pc.fill_null(pc.list_value_length(table.column("captions")), 0)) == 0)
-    return wanted
+        mask = mask & (np.asarray(pc.fill_null(pc.list_value_length(table.column("captions")), 0)) == 0)
+    return mask

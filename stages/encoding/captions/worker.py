@@ -12,10 +12,10 @@ from schemas.geometry import Bucket
 from schemas.identity import derive_seed
 from schemas.recipe import has_source_images
 from schemas.text_format import shorten
-from stages.encoding.captions.describer import PreparedItem, Shown, Written, load_describer
+from stages.encoding.captions.describer import ItemFrames, PreparedItem, WrittenCaption, load_describer
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text.base import UNQUANTIZED
-from stages.encoding.worker import RefusedMember, UnitWorker
+from stages.encoding.worker import RejectedResult, UnitWorker
 from stages.engines.jobs import Job
 from stages.media.files import MediaError
 
@@ -52,38 +52,38 @@ class CaptionWorker(UnitWorker):
         sample = self.plan.samples[name]
         before = () if read.image is None else (read.image,)
         if sample["kind"] == "image":
-            shown = Shown((*before, read.frames[0]))
+            frames = ItemFrames((*before, read.frames[0]))
         else:
-            shown = Shown(before, read.frames, 1 / sample["rate"])
+            frames = ItemFrames(before, read.frames, 1 / sample["rate"])
         seed = derive_seed(name, f"caption {self._caption.seed}")
         try:
-            return self._describer.inputs.prepare(shown, self._questions, seed)
+            return self._describer.inputs.prepare(frames, self._questions, seed)
         except ValueError as error:
             path = self.path(name)
-            raise MediaError("image-shape", path, f"can't be shown to the model ({error})", "crop it") from error
+            raise MediaError("image-shape", path, f"is not a valid input of the model ({error})", "crop it") from error
 
     def cost(self, batch: list[PreparedItem]) -> int:
         """Tokens of the batch at most: each prompt padded to the longest prompt, plus caption.max_tokens."""
         return len(batch) * (max(item.tokens for item in batch) + self._caption.max_tokens)
 
-    def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow | RefusedMember]:
-        written = self._describer.describe(batch)
-        return self._rows(names, list(zip(*written, strict=True)))
+    def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow | RejectedResult]:
+        answers = self._describer.describe(batch)
+        return self._rows(names, list(zip(*answers, strict=True)))
 
-    def _rows(self, names: list[str], written: list[tuple[Written, ...]]) -> Iterator[ShardRow | RefusedMember]:
-        """If all captions of an item have faults, the item is refused with the first fault; otherwise its good captions
-        are kept."""
-        for name, answers in zip(names, written, strict=True):
+    def _rows(self, names: list[str], answers: list[tuple[WrittenCaption, ...]]) -> Iterator[ShardRow | RejectedResult]:
+        """If all captions of an item have faults, the item is rejected with the first fault; otherwise its good
+        captions are kept."""
+        for name, item_answers in zip(names, answers, strict=True):
             captions, faults = list[str](), list[tuple[str, Fault]]()
-            for question, answer in zip(self._questions, answers, strict=True):
-                fault = find_fault(answer.text, answer.ended, self._caption.max_tokens, self._caption.forbidden_words)
+            for question, answer in zip(self._questions, item_answers, strict=True):
+                fault = find_fault(answer.text, answer.is_complete, self._caption.max_tokens, self._caption.forbidden)
                 if fault is None:
                     captions.append(" ".join(f"{self._caption.prefix} {answer.text}".split()))  # one line
                     continue
                 faults.append((question, fault))
             if not captions:
                 first = faults[0][1]
-                yield RefusedMember(name, MediaError(first.reason, self.path(name), first.problem, first.advice))
+                yield RejectedResult(name, MediaError(first.reason, self.path(name), first.problem, first.advice))
                 continue
             info = {"captions": captions, **item_info(self.plan.samples[name])}
             if faults:
@@ -94,11 +94,11 @@ class CaptionWorker(UnitWorker):
         if self._describer.unquantized:
             yield f"described {UNQUANTIZED}: {', '.join(self._describer.unquantized)}"
         for fault in row.info.get("faults", ()):
-            yield f"without the caption of one prompt ({shorten(fault['prompt'])}): {fault['reason']}"
+            yield f"no caption for one prompt ({shorten(fault['prompt'])}): {fault['reason']}"
 
 
-MOST_REPEATS = 3  # limit for a phrase in a row, and for a sentence or tag in a whole caption
-LONGEST_PHRASE = 24  # words
+MAX_REPEATS = 3  # limit for a phrase in a row, and for a sentence or tag in a whole caption
+MAX_PHRASE = 24  # words
 
 
 @dataclass(frozen=True)
@@ -110,26 +110,26 @@ class Fault:
     advice: str
 
 
-def find_fault(text: str, ended: bool, max_tokens: int, forbidden: Sequence[str]) -> Fault | None:
-    """The fault of a caption; None if the caption is good. ended: whether the model ended the caption."""
+def find_fault(text: str, is_complete: bool, max_tokens: int, forbidden: Sequence[str]) -> Fault | None:
+    """The fault of a caption; None if the caption is good. is_complete: whether the model ended the caption."""
     words = re.findall(r"\w+", text.lower())
-    written = f"the model wrote {quote(text)}"
+    quoted = f"the model wrote {quote(text)}"
     if not words:
-        step = "ask with other words (caption.prompts), or write one"
-        return Fault("empty-caption", f"has a caption without words: {written}", step)
+        step = "change caption.prompts, or write a caption"
+        return Fault("empty-caption", f"has a caption without words: {quoted}", step)
     if "\0" in text:
-        step = "ask with other words (caption.prompts), or write one"
-        return Fault("caption-zero-bytes", f"has a caption that holds zero bytes: {written}", step)
-    if repeats(words, text):
-        step = "set caption.repetition_penalty: 1.05 or a caption.temperature, or write one"
-        return Fault("repeating-caption", f"has a caption that repeats itself: {written}", step)
-    if not ended:
-        step = "raise caption.max_tokens, or ask for less (caption.prompts), or write one"
-        return Fault("cut-caption", f"has a caption that is not at its end after {max_tokens} tokens: {written}", step)
+        step = "change caption.prompts, or write a caption"
+        return Fault("caption-zero-bytes", f"has a caption with zero bytes: {quoted}", step)
+    if has_repeats(words, text):
+        step = "set caption.repetition_penalty: 1.05 or a caption.temperature, or write a caption"
+        return Fault("repeating-caption", f"has a caption that repeats itself: {quoted}", step)
+    if not is_complete:
+        step = "raise caption.max_tokens, ask for less in caption.prompts, or write a caption"
+        return Fault("cut-caption", f"has a caption that was cut off at {max_tokens} tokens: {quoted}", step)
     for word in forbidden:
         if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE):
-            step = "ask with other words (caption.prompts), or write one"
-            return Fault("forbidden-word", f"has a caption with {quote(word)}: {written}", step)
+            step = "change caption.prompts, or write a caption"
+            return Fault("forbidden-word", f"has a caption with {quote(word)}: {quoted}", step)
     return None
 
 
@@ -138,14 +138,14 @@ def quote(text: str) -> str:
     return '"' + " ".join(text.split()).replace("; ", ", ") + '"'
 
 
-def repeats(words: Sequence[str], text: str) -> bool:
+def has_repeats(words: Sequence[str], text: str) -> bool:
     """Whether a phrase occurs more than MOST_REPEATS times in a row, or a sentence or tag that often in the whole
     text."""
-    for length in range(1, min(LONGEST_PHRASE, len(words) // (MOST_REPEATS + 1)) + 1):
+    for length in range(1, min(MAX_PHRASE, len(words) // (MAX_REPEATS + 1)) + 1):
         run = 0
         for index in range(length, len(words)):
             run = run + 1 if words[index] == words[index - length] else 0
-            if run >= length * MOST_REPEATS:
+            if run >= length * MAX_REPEATS:
                 return True
     parts = Counter(part.strip().lower() for part in re.split(r"[.!?,;\n]+", text) if part.strip())
-    return max(parts.values(), default=0) > MOST_REPEATS
+    return max(parts.values(), default=0) > MAX_REPEATS

@@ -28,7 +28,7 @@ from schemas.errors import LatentpressError
 from schemas.tables import FEATURES_SCHEMA, MEASURES
 from stages.discovery.media_locations import MediaLocations
 from stages.discovery.media_table import read_configured_media
-from stages.encoding.features.confirmation import LocalFeatures, make_reader, show_the_same
+from stages.encoding.features.confirmation import LocalFeatures, are_near_duplicates, make_reader
 from stages.encoding.features.measures import mirror_layouts
 from stages.encoding.member_reader import ReadRequest
 from stages.encoding.stage_state import StageState
@@ -38,12 +38,12 @@ from stages.media.files import MediaError
 _PAIRS_AT_ONCE = 500  # pairs whose local features are in memory at once: about 300 MiB
 #: Checking stops after this number of successive pairs, most similar first, that are not duplicates. Among many items
 #: most candidates are similar by chance, and confirming one takes tens of milliseconds.
-MOST_IN_VAIN = 5000
+MAX_MISSES = 5000
 
 
 NEIGHBORS = 10  # per item, at most
-LEAST_LAYOUT = 0.55  # cosine: nearly all pairs of different photographs are below, crops to 2/3 of a side are above
-LEAST_FEATURES = 0.6  # cosine of vectors from which the mean of all items is subtracted
+MIN_LAYOUT_COSINE = 0.55  # nearly all pairs of different photographs are below, crops to 2/3 of a side are above
+MIN_FEATURES_COSINE = 0.6  # of vectors from which the mean of all items is subtracted
 EXACT_ITEMS = 50_000  # up to this number all pairs are compared; above it, an index searches its nearest lists
 _LISTS = 4  # that index has this number of lists times the root of the number of vectors
 _PROBES = 16  # lists that a query searches
@@ -98,45 +98,43 @@ def find_neighbors(vectors: Floats) -> Neighbors:
 def find_layout_candidates(layouts: NDArray[np.float16]) -> Candidates:
     """Candidate pairs of n items. layouts: (n, parts, numbers), of which part 0 is the whole picture. Each item's
     parts, and their mirror images, are compared with the whole pictures of all items."""
-    whole = np.ascontiguousarray(layouts[:, 0], np.float32)
+    pictures = np.ascontiguousarray(layouts[:, 0], np.float32)
 
     def parts(begin: int, end: int) -> Floats:
-        given = layouts[begin:end].astype(np.float32)
-        return np.concatenate([given, mirror_layouts(given)], axis=1)
+        block = layouts[begin:end].astype(np.float32)
+        return np.concatenate([block, mirror_layouts(block)], axis=1)
 
-    return likeliest(_search(whole, parts, 2 * layouts.shape[1]), LEAST_LAYOUT)
+    return likeliest(_search(pictures, parts, 2 * layouts.shape[1]), MIN_LAYOUT_COSINE)
 
 
-def likeliest(neighbors: Neighbors, least: float) -> Candidates:
-    """Pairs of neighbors with a cosine of at least `least`."""
-    alike = neighbors.likeness >= least
+def likeliest(neighbors: Neighbors, threshold: float) -> Candidates:
+    """Pairs of neighbors with a cosine of at least `threshold`."""
+    alike = neighbors.likeness >= threshold
     pairs = np.sort(np.stack([neighbors.items[alike], neighbors.near[alike]], axis=1), axis=1)
     likeness = neighbors.likeness[alike]
     order = np.lexsort((pairs[:, 1], pairs[:, 0], -likeness))
     _, first = np.unique(pairs[order], axis=0, return_index=True)
-    kept = order[np.sort(first)]
-    return Candidates(pairs[kept], likeness[kept])
+    first_rows = order[np.sort(first)]
+    return Candidates(pairs[first_rows], likeness[first_rows])
 
 
-def _search(base: Floats, queries: Callable[[int, int], Floats], of_item: int) -> Neighbors:
+def _search(base: Floats, queries: Callable[[int, int], Floats], item_queries: int) -> Neighbors:
     """For each item, at most NEIGHBORS other items of `base`, ranked by the best of the item's queries. base: vectors
-    (n, width). queries(begin, end): query vectors (end - begin, of_item, width). of_item: number of queries per
-    item."""
-    index, size, blocks = _build_index(base), max(1, _QUERIES_AT_ONCE // of_item), list[Neighbors]()
+    (n, width). queries(begin, end): query vectors (end - begin, item_queries, width). item_queries: number of
+    queries per item."""
+    index, size, blocks = _build_index(base), max(1, _QUERIES_AT_ONCE // item_queries), list[Neighbors]()
     for begin in range(0, len(base), size):
         block = queries(begin, min(begin + size, len(base)))
         likeness, near = index.search(np.ascontiguousarray(block.reshape(-1, base.shape[1])), NEIGHBORS + 1)
-        rows = begin + np.repeat(np.arange(len(block)), of_item * (NEIGHBORS + 1))
+        rows = begin + np.repeat(np.arange(len(block)), item_queries * (NEIGHBORS + 1))
         near, likeness = near.ravel(), likeness.ravel()
-        found = pa.table({"item": rows, "near": near, "likeness": likeness})
-        found = found.filter(pa.array((near >= 0) & (near != rows)))  # faiss returns -1 for missing neighbors
-        found = found.group_by(["item", "near"]).aggregate([("likeness", "max")])  # the best query
-        found = found.sort_by([("item", "ascending"), ("likeness_max", "descending"), ("near", "ascending")])
-        rows = np.asarray(found["item"])
+        hits = pa.table({"item": rows, "near": near, "likeness": likeness})
+        hits = hits.filter(pa.array((near >= 0) & (near != rows)))  # faiss returns -1 for missing neighbors
+        hits = hits.group_by(["item", "near"]).aggregate([("likeness", "max")])  # the best query
+        hits = hits.sort_by([("item", "ascending"), ("likeness_max", "descending"), ("near", "ascending")])
+        rows = np.asarray(hits["item"])
         first = np.arange(len(rows)) - np.searchsorted(rows, rows) < NEIGHBORS
-        blocks.append(
-            Neighbors(rows[first], np.asarray(found["near"])[first], np.asarray(found["likeness_max"])[first])
-        )
+        blocks.append(Neighbors(rows[first], np.asarray(hits["near"])[first], np.asarray(hits["likeness_max"])[first]))
     return Neighbors(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
@@ -160,10 +158,10 @@ def find_outliers(neighbors: Neighbors, count: int) -> list[float | None]:
     weight of Angiulli, Pizzuti 2002, Fast Outlier Detection in High Dimensional Spaces, divided by the number of
     neighbors."""
     distance = 1 - np.clip(neighbors.likeness.astype(np.float64), -1, 1)
-    others = np.bincount(neighbors.items, minlength=count)
+    counts = np.bincount(neighbors.items, minlength=count)
     sums = np.bincount(neighbors.items, weights=distance, minlength=count)
-    means = (float(f"{value:.6g}") for value in sums / np.maximum(others, 1))  # rounded like the measures
-    return [mean if has else None for mean, has in zip(means, others, strict=True)]
+    means = (float(f"{value:.6g}") for value in sums / np.maximum(counts, 1))  # rounded like the measures
+    return [mean if has else None for mean, has in zip(means, counts, strict=True)]
 
 
 def default_clusters(items: int) -> int:
@@ -181,9 +179,9 @@ def find_clusters(vectors: Floats, clusters: int | None) -> Ints:
     """
     faiss = import_faiss()
     count, width = vectors.shape
-    wanted = min(count, clusters or default_clusters(count))
-    chosen = {"seed": _SEED, "spherical": True, "init_method": faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS}
-    means = faiss.Kmeans(width, wanted, niter=_ITERATIONS, min_points_per_centroid=1, **chosen)
+    cluster_count = min(count, clusters or default_clusters(count))
+    options = {"seed": _SEED, "spherical": True, "init_method": faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS}
+    means = faiss.Kmeans(width, cluster_count, niter=_ITERATIONS, min_points_per_centroid=1, **options)
     means.train(vectors)
     likeness, cluster = (nearest[:, 0] for nearest in means.index.search(vectors, 1))
     order = np.lexsort((np.arange(count), -likeness, cluster))
@@ -209,12 +207,12 @@ class ComparedItems:
 
 def read_items(store: Store, state: StageState) -> ComparedItems:
     """The items of the plan that have a row. If an item was read in two ways, the row with the greater id counts."""
-    wanted = set(state.wanted_ids.to_pylist())
-    done = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
+    wanted_ids = set(state.wanted_ids.to_pylist())
+    shard_paths = [state.shard_paths[unit.unit_id] for unit in state.units if unit.unit_id in state.shard_paths]
     rows = dict[str, tuple[str, list[float], dict[str, np.ndarray]]]()  # by media id
-    for _, _, row in iter_item_rows(store, f"features/{state.fingerprint}", done):
+    for _, _, row in iter_item_rows(store, f"features/{state.fingerprint}", shard_paths):
         media_id = row.info["media_id"]
-        if row.id in wanted and (media_id not in rows or row.id > rows[media_id][0]):
+        if row.id in wanted_ids and (media_id not in rows or row.id > rows[media_id][0]):
             measures = [np.nan if (value := row.info["measures"][name]) is None else value for name in MEASURES]
             # The arrays are copied, because a view would keep the whole shard mapped.
             rows[media_id] = row.id, measures, {name: array.numpy().copy() for name, array in row.tensors.items()}
@@ -250,23 +248,23 @@ def write_item_table(store: Store, config: Config, state: StageState, name: str,
         rows = np.flatnonzero(items.is_clip == clips)
         if len(rows) < 2:
             continue
-        chosen: Any = rows if len(rows) < count else slice(None)  # a slice of all rows makes no copy
+        selection: Any = rows if len(rows) < count else slice(None)  # a slice of all rows makes no copy
         neighbors = None
         if items.vectors is not None:
-            neighbors = find_neighbors(items.vectors[chosen])
+            neighbors = find_neighbors(items.vectors[selection])
             for row, outlier in zip(rows, find_outliers(neighbors, len(rows)), strict=True):
                 columns["outlier"][row] = outlier
         if features.duplicates:
-            proposals = [find_layout_candidates(items.layouts[chosen])]
+            proposals = [find_layout_candidates(items.layouts[selection])]
             if neighbors is not None:
-                proposals.append(likeliest(neighbors, LEAST_FEATURES))
+                proposals.append(likeliest(neighbors, MIN_FEATURES_COSINE))
             candidates += [Candidates(rows[proposal.pairs], proposal.likeness) for proposal in proposals]
     if items.vectors is not None and features.clusters != 0:
         columns["cluster"] = [items.media_ids[row] for row in find_clusters(items.vectors, features.clusters)]
     groups = _find_groups(config, state.plan, items, candidates, console)
     best = _find_best(store, config, items, groups)
     columns["duplicate_group"] = best
-    columns["duplicate_of"] = [None if kept == id else kept for id, kept in zip(items.media_ids, best, strict=True)]
+    columns["duplicate_of"] = [None if first == id else first for id, first in zip(items.media_ids, best, strict=True)]
     table = pa.table([columns[field.name] for field in FEATURES_SCHEMA], schema=FEATURES_SCHEMA)
     store.write_table(item_table_path(name), table)
     return table
@@ -288,23 +286,23 @@ def _find_groups(
         for pairs, likeness in candidates:
             # All sampled frames of a clip are read, so fewer clips than pictures are in memory at once.
             frames = config.features.frames if items.is_clip[pairs[:1, 0]].any() else 1
-            at_once, in_vain = max(1, _PAIRS_AT_ONCE // frames), 0
+            at_once, misses = max(1, _PAIRS_AT_ONCE // frames), 0
             for begin in range(0, len(pairs), at_once):
                 block = pairs[begin : begin + at_once].tolist()
-                apart = [pair for pair in block if groups[pair[0]] != groups[pair[1]]]
-                numbers = sorted({number for pair in apart for number in pair})
+                open_pairs = [pair for pair in block if groups[pair[0]] != groups[pair[1]]]
+                numbers = sorted({number for pair in open_pairs for number in pair})
                 names = {number: items.sample_ids[number] for number in numbers}
-                local, in_vain = dict(_read_local(pool, config, locations, plan, names)), in_vain + len(apart)
-                for first, second in apart:
-                    if groups[first] != groups[second] and show_the_same(local[first], local[second]):
+                local, misses = dict(_read_local(pool, config, locations, plan, names)), misses + len(open_pairs)
+                for first, second in open_pairs:
+                    if groups[first] != groups[second] and are_near_duplicates(local[first], local[second]):
                         groups.union(first, second)
-                        in_vain = 0
+                        misses = 0
                 progress.advance(len(block))
-                if in_vain >= MOST_IN_VAIN and (left := len(pairs) - begin - len(block)):
-                    progress.advance(left)
+                if misses >= MAX_MISSES and (remaining := len(pairs) - begin - len(block)):
+                    progress.advance(remaining)
                     console.warn(
-                        f"{left} pairs of items that are alike by {likeness[-left]:.3f} of 1 or less are not looked at "
-                        f"for near-duplicates, as none of the last {in_vain}, which are more alike, is one"
+                        f"skipped {remaining} candidate pairs with similarity <= {likeness[-remaining]:.3f}: the last "
+                        f"{misses} more similar pairs were not duplicates"
                     )
                     break
     return [sorted(group) for group in groups.to_sets() if len(group) > 1]
@@ -332,7 +330,7 @@ def _read_local(
     except MediaError as error:
         raise LatentpressError(
             f"near-duplicates can't be confirmed: {error}",
-            "then run `latentpress features` again, which goes on with what is done",
+            "then run `latentpress features` again; finished units are kept",
         ) from error
 
 
@@ -343,8 +341,8 @@ def _find_best(store: Store, config: Config, items: ComparedItems, groups: list[
     if not groups:
         return best
     columns = ("media_id", "width", "height", "duration")
-    used = [dataset for dataset in config.datasets if not dataset.disabled]
-    media = pa.concat_tables([read_configured_media(store, dataset).select(columns) for dataset in used])
+    datasets = [dataset for dataset in config.datasets if not dataset.disabled]
+    media = pa.concat_tables([read_configured_media(store, dataset).select(columns) for dataset in datasets])
     row = pc.index_in(pa.array(items.media_ids, pa.string()), value_set=media["media_id"].combine_chunks())
     width, height, length = (pc.fill_null(media[name].take(row), 0).to_pylist() for name in columns[1:])
 

@@ -85,71 +85,72 @@ def _local_features(frame_HWC: np.ndarray) -> LocalFeatures:
     return LocalFeatures(points, vectors, small, (size[0] / gray.shape[1], size[1] / gray.shape[0]))
 
 
-def show_the_same(item: Sequence[LocalFeatures], other: Sequence[LocalFeatures]) -> bool:
+def are_near_duplicates(first: Sequence[LocalFeatures], second: Sequence[LocalFeatures]) -> bool:
     """Whether the middle frame of one item is a copy of any frame of the second item, in either direction. So a clip
     matches the same clip with one end cut off, although their middle frames differ."""
-    middle, of_other = len(item) // 2, len(other) // 2
-    pairs = [(middle, of_other), *((middle, frame) for frame in range(len(other)))]
-    pairs += [(frame, of_other) for frame in range(len(item))]
-    return any(are_copies(item[first], other[second]) for first, second in dict.fromkeys(pairs))
+    middle, second_middle = len(first) // 2, len(second) // 2
+    pairs = [(middle, second_middle), *((middle, frame) for frame in range(len(second)))]
+    pairs += [(frame, second_middle) for frame in range(len(first))]
+    return any(are_copies(first[i], second[k]) for i, k in dict.fromkeys(pairs))
 
 
-def are_copies(picture: LocalFeatures, other: LocalFeatures) -> bool:
+def are_copies(first: LocalFeatures, second: LocalFeatures) -> bool:
     """Whether a picture is a copy, mirrored or not, of the second picture or of a part of it."""
-    assert other.mirrored is not None
-    return any(_agree_unmoved(picture, shown) or _agree_moved(picture, shown) for shown in (other, other.mirrored))
+    assert second.mirrored is not None
+    return any(_agree_unmoved(first, copy) or _agree_moved(first, copy) for copy in (second, second.mirrored))
 
 
-def _agree_unmoved(picture: LocalFeatures, other: LocalFeatures) -> bool:
+def _agree_unmoved(first: LocalFeatures, second: LocalFeatures) -> bool:
     """Whether the whole pictures agree in fine detail; for pictures with too few keypoints."""
     import cv2
 
-    resized = cv2.resize(picture.gray, other.gray.shape[::-1], interpolation=cv2.INTER_AREA)
+    resized = cv2.resize(first.gray, second.gray.shape[::-1], interpolation=cv2.INTER_AREA)
     details = [
-        gray - cv2.GaussianBlur(gray, (0, 0), 4) for gray in (resized.astype(np.float32), other.gray.astype(np.float32))
+        gray - cv2.GaussianBlur(gray, (0, 0), 4)
+        for gray in (resized.astype(np.float32), second.gray.astype(np.float32))
     ]
     return min(detail.std() for detail in details) >= _LEAST_DETAIL and _correlation(*details) >= _DETAIL
 
 
-def _agree_moved(picture: LocalFeatures, other: LocalFeatures) -> bool:
+def _agree_moved(first: LocalFeatures, second: LocalFeatures) -> bool:
     import cv2
 
-    if min(len(picture.points), len(other.points)) < _INLIERS:
+    if min(len(first.points), len(second.points)) < _INLIERS:
         return False
     pairs = cv2.BFMatcher(cv2.NORM_L2).knnMatch(
-        picture.descriptors.astype(np.float32), other.descriptors.astype(np.float32), k=2
+        first.descriptors.astype(np.float32), second.descriptors.astype(np.float32), k=2
     )
     matches = [pair[0] for pair in pairs if len(pair) == 2 and pair[0].distance < _RATIO * pair[1].distance]
     if len(matches) < _INLIERS:
         return False
-    begin = np.array([picture.points[match.queryIdx] for match in matches])
-    end = np.array([other.points[match.trainIdx] for match in matches])
+    begin = np.array([first.points[match.queryIdx] for match in matches])
+    end = np.array([second.points[match.trainIdx] for match in matches])
     transform, inliers = cv2.estimateAffine2D(begin, end, method=cv2.RANSAC, ransacReprojThreshold=_PLACE)
     if transform is None or inliers.sum() < _INLIERS or len(np.unique(end[inliers.ravel() > 0], axis=0)) < _INLIERS:
         return False
     stretch = np.linalg.svd(transform[:, :2], compute_uv=False)
     if np.linalg.det(transform[:, :2]) <= 0 or stretch[0] > _STRETCH * stretch[1]:
         return False
-    return _agree_under(picture, other, transform)
+    return _agree_under(first, second, transform)
 
 
-def _agree_under(picture: LocalFeatures, other: LocalFeatures, transform: np.ndarray) -> bool:
-    """Whether `picture` agrees with `other` after `picture` is moved by the transform. transform: (2, 3), from points
-    of `picture` to points of `other`."""
+def _agree_under(first: LocalFeatures, second: LocalFeatures, transform: np.ndarray) -> bool:
+    """Whether `first` agrees with `second` after `first` is moved by the transform. transform: (2, 3), from points
+    of `first` to points of `second`."""
     import cv2
 
-    to, of = np.diag(other.scale), np.diag(1 / np.array(picture.scale))
-    moved = np.concatenate([to @ transform[:, :2] @ of, to @ transform[:, 2:]], axis=1)
-    size = other.gray.shape[::-1]
-    laid = cv2.warpAffine(picture.gray, moved, size, flags=cv2.INTER_AREA)
-    covered = cv2.warpAffine(np.full_like(picture.gray, 255), moved, size) == 255
-    smaller = min(other.gray.size, abs(np.linalg.det(moved[:, :2])) * picture.gray.size)
-    if covered.sum() < _OVERLAP * smaller or covered.sum() < CHECK_EDGE:
+    to_gray, from_gray = np.diag(second.scale), np.diag(1 / np.array(first.scale))
+    moved = np.concatenate([to_gray @ transform[:, :2] @ from_gray, to_gray @ transform[:, 2:]], axis=1)
+    size = second.gray.shape[::-1]
+    warped = cv2.warpAffine(first.gray, moved, size, flags=cv2.INTER_AREA)
+    covered = cv2.warpAffine(np.full_like(first.gray, 255), moved, size) == 255
+    smaller_area = min(second.gray.size, abs(np.linalg.det(moved[:, :2])) * first.gray.size)
+    if covered.sum() < _OVERLAP * smaller_area or covered.sum() < CHECK_EDGE:
         return False
-    blurred = [cv2.GaussianBlur(gray, (0, 0), 1.5)[covered].astype(np.float32) for gray in (laid, other.gray)]
+    blurred = [cv2.GaussianBlur(gray, (0, 0), 1.5)[covered].astype(np.float32) for gray in (warped, second.gray)]
     return _correlation(*blurred) >= _AGREEMENT
 
 
-def _correlation(gray: np.ndarray, other: np.ndarray) -> float:
-    gray, other = gray - gray.mean(), other - other.mean()
-    return float((gray * other).sum() / max(1e-6, np.sqrt((gray**2).sum() * (other**2).sum())))
+def _correlation(first: np.ndarray, second: np.ndarray) -> float:
+    first, second = first - first.mean(), second - second.mean()
+    return float((first * second).sum() / max(1e-6, np.sqrt((first**2).sum() * (second**2).sum())))

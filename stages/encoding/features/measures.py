@@ -75,8 +75,8 @@ def black_rows(gray_HW: np.ndarray) -> int:
     all over, or that darkens gradually, has no bar."""
     black = np.percentile(gray_HW, BAR_SHARE, axis=1) <= BAR_LUMINANCE
     count = len(black) if black.all() else int(black.argmin())
-    beside = gray_HW[count + 1 : count + 3]  # skips the row at the edge, a mixture
-    if not count or not len(beside) or beside.mean() - gray_HW[max(0, count - 2) : count].mean() < BAR_STEP:
+    next_rows = gray_HW[count + 1 : count + 3]  # skips the row at the edge, a mixture
+    if not count or not len(next_rows) or next_rows.mean() - gray_HW[max(0, count - 2) : count].mean() < BAR_STEP:
         return 0
     return count
 

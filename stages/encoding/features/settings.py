@@ -34,8 +34,8 @@ ROW_BYTES = 8192  # approximate bytes of one item in a shard
 def require_features(config: Config) -> Features:
     if config.features is None:
         raise UsageError(
-            "features has nothing to do: the section `features` is not in the configuration",
-            "add `features: {}`, which looks for near-duplicates; see docs/guides/captions-and-cleaning.md",
+            "features has nothing to do: the configuration has no section `features`",
+            "add `features: {}` to find near-duplicates; see docs/guides/captions-and-cleaning.md",
         )
     return config.features
 
@@ -57,7 +57,7 @@ def features_fingerprint_inputs(config: Config) -> dict[str, Any]:
         if PROCESSOR_FILE in model.files:
             if features.size is not None:
                 raise UsageError(
-                    f"features.size is {features.size}, but {features.source} is no DINOv2 and has a size of its own",
+                    f"features.size is {features.size}, but {features.source} is not a DINOv2 and has a fixed size",
                     "remove features.size",
                 )
             settings["shown"] |= OTHER_MODEL

@@ -35,12 +35,12 @@ UNNEEDED = ("embeddings.mask_token", "mask_token")  # only for training
 
 
 class VisionModel(Protocol):
-    def show(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
+    def prepare(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
         """The model's input, with F as its first axis. frames_FHWC: uint8 frames of a picture or clip of this
         bucket."""
 
-    def vectors(self, shown: np.ndarray) -> torch.Tensor:
-        """float32 vectors (F, C) on the device. shown: output of `show`."""
+    def vectors(self, inputs: np.ndarray) -> torch.Tensor:
+        """float32 vectors (F, C) on the device. inputs: output of `prepare`."""
 
 
 class DinoModel:
@@ -49,11 +49,11 @@ class DinoModel:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, size: int) -> None:
         self._encoder, self._size = Encoder(folder, dtype, device), size
 
-    def show(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
+    def prepare(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
         return resize_frames(frames_FHWC, patch_grid(bucket, self._size))
 
-    def vectors(self, shown: np.ndarray) -> torch.Tensor:
-        return self._encoder.class_tokens(shown)
+    def vectors(self, inputs: np.ndarray) -> torch.Tensor:
+        return self._encoder.class_tokens(inputs)
 
 
 class AutoModel:
@@ -71,12 +71,12 @@ class AutoModel:
         with model_loading.reading_errors(str(folder), "the vision model"):
             self._try_out(folder)
 
-    def show(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
+    def prepare(self, frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
         return self._processor(images=list(frames_FHWC), return_tensors="np")["pixel_values"]
 
     @torch.no_grad()
-    def vectors(self, shown: np.ndarray) -> torch.Tensor:
-        pixels = to_device(torch.from_numpy(np.ascontiguousarray(shown)), self._model.device)
+    def vectors(self, inputs: np.ndarray) -> torch.Tensor:
+        pixels = to_device(torch.from_numpy(np.ascontiguousarray(inputs)), self._model.device)
         output = self._model(pixel_values=pixels.to(self._model.dtype))
         pooled = getattr(output, "pooler_output", None)
         if pooled is None:
@@ -89,22 +89,22 @@ class AutoModel:
         """Raises WeightsError if the model fails on a test picture, or if two runs on it differ or are not finite."""
         picture = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), np.uint8)
         try:
-            first, second = (self.vectors(self.show(picture, Bucket(64, 64, 1))) for _ in range(2))
+            first, second = (self.vectors(self.prepare(picture, Bucket(64, 64, 1))) for _ in range(2))
         except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise WeightsError(
-                f"{folder}: no vector of a picture can be had of this model ({reason})", ADVICE
+                f"{folder}: this model can't compute a vector of a picture ({reason})", ADVICE
             ) from error
         if not torch.isfinite(first).all():
             advice = "replace it with a whole copy, or set features.precision: float32"
-            raise WeightsError(f"{folder}: this model gives NaN or infinite numbers for a picture", advice)
+            raise WeightsError(f"{folder}: this model returns NaN or infinite numbers for a picture", advice)
         if not torch.equal(first, second):
-            raise WeightsError(f"{folder}: this model gives one picture another vector each time", ADVICE)
+            raise WeightsError(f"{folder}: this model returns different vectors for the same picture", ADVICE)
 
 
 def pool_clips(model: VisionModel, clips: list[np.ndarray], limit: int) -> torch.Tensor:
     """float16 vectors_NC of length one on the device: for each clip, the mean of its frames' vectors. clips: outputs of
-    `show`, all of one size. limit: frames per forward pass; a longer clip takes several passes."""
+    `prepare`, all of one size. limit: frames per forward pass; a longer clip takes several passes."""
     frames = clips[0] if len(clips) == 1 else np.concatenate(clips)
     starts = range(0, len(frames), limit)
     vectors_BC = torch.cat([model.vectors(frames[start : start + limit]) for start in starts])
@@ -125,7 +125,7 @@ def _load_processor(folder: Path) -> Any:
         return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, backend="pil")
     except ImportError as error:
         reason = str(error).strip().partition("\n")[0]
-        raise WeightsError(f"{folder}: its image processor can't be made here: {reason}", ADVICE) from error
+        raise WeightsError(f"{folder}: its image processor can't be loaded: {reason}", ADVICE) from error
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> Any:
@@ -136,7 +136,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> Any:
     try:
         model_class: Any = transformers.MODEL_MAPPING[type(config)]
     except KeyError:
-        raise WeightsError(f"{folder} is a {config.model_type}, which stands for no model alone", ADVICE) from None
+        raise WeightsError(f"{folder} is a {config.model_type}, which is not a vision model", ADVICE) from None
     settings: dict[str, Any] = {}
     if "add_pooling_layer" in inspect.signature(model_class).parameters:
         # A ViT that was trained as a classifier has no weights of a pooling layer; they would be initialized at random.
@@ -188,10 +188,10 @@ class FeaturesWorker(FrameWorker):
         assert read is not None and read.frames is not None
         frames, sample = read.frames, self.plan.samples[name]
         measures = measure(frames, sample["kind"] == "video")
-        shown = None
+        inputs = None
         if self._model is not None:
-            shown = self._model.show(frames, Bucket.parse(sample["geometry"]["bucket"]))
-        return PreparedItem(shown, layouts(frames[len(frames) // 2]).astype(np.float16), measures)
+            inputs = self._model.prepare(frames, Bucket.parse(sample["geometry"]["bucket"]))
+        return PreparedItem(inputs, layouts(frames[len(frames) // 2]).astype(np.float16), measures)
 
     def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow]:
         frames = [item.frames for item in batch if item.frames is not None]

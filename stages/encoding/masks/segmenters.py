@@ -22,12 +22,12 @@ from stages.encoding.masks.settings import ADVICE, single_model
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 LOGITS = ("logits", "class_queries_logits", "masks_queries_logits", "pred_masks")  # names of the models' outputs
 PROBABILITY = 0.5  # if masks.threshold is not set
-#: Model types that a user may expect here, and why they are refused.
-REFUSED = {
+#: Model types that a user may try, and the reasons why they are not supported.
+UNSUPPORTED = {
     "vitmatte": "takes a trimap, a rough mask of each picture",
     "oneformer": "needs a table of classes that is not a part of its checkpoint",
     **dict.fromkeys(
-        ("sam2", "sam2_video", "sam3", "sam3_video", "sam3_tracker", "edgetam"), "has no image processor of Pillow"
+        ("sam2", "sam2_video", "sam3", "sam3_video", "sam3_tracker", "edgetam"), "has no Pillow image processor"
     ),
 }
 
@@ -49,26 +49,26 @@ class Segmenter(ABC):
     def try_out(self) -> None:
         """Raises WeightsError if the model fails on a test picture, or if its outputs are not finite."""
         picture, outputs = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8), list[Any]()
-        hook = self.model.register_forward_hook(lambda model, given, output: outputs.append(output))
+        hook = self.model.register_forward_hook(lambda model, arguments, output: outputs.append(output))
         try:
             self.find([picture], [(0, 0, 64, 64)])
         except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise WeightsError(f"{self.masks.model} makes no mask of a picture ({reason})", ADVICE) from error
+            raise WeightsError(f"{self.masks.model} can't compute a mask of a picture ({reason})", ADVICE) from error
         finally:
             hook.remove()
         answers = (output[name] for output in outputs for name in LOGITS if name in output)
         if not all(bool(torch.isfinite(answer).all()) for answer in answers):
             raise WeightsError(
-                f"{self.masks.model} gives NaN or infinite numbers for a picture",
+                f"{self.masks.model} returns NaN or infinite numbers for a picture",
                 "replace it with a whole copy, or set masks.precision: float32",
             )
 
     def _inputs(self, frames: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
         """The model's inputs for these frames, made by the image processor, on the device."""
-        made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
-        given = (name for name in ("pixel_values", "pixel_mask") if name in made)
-        inputs = {name: to_device(made[name], self.model.device) for name in given}
+        processed = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
+        names = (name for name in ("pixel_values", "pixel_mask") if name in processed)
+        inputs = {name: to_device(processed[name], self.model.device) for name in names}
         inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
         return inputs
 
@@ -119,17 +119,19 @@ class UniversalSegmenter(LabelledSegmenter):
 
 
 class WordSegmenter(Segmenter):
-    """CLIPSeg, which finds what a text describes. A pixel is masked if any text of masks.classes matches it."""
+    """CLIPSeg, which segments by texts. A pixel is masked if any text of masks.classes matches it."""
 
     def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
         super().__init__(model, folder, masks)
         if not masks.classes:
-            raise WeightsError(f"{masks.model} finds what words say", "set masks.classes to some, such as [a person]")
+            raise WeightsError(
+                f"{masks.model} segments by texts, and masks.classes is empty", "set it, such as [a person]"
+            )
         tokens = AutoTokenizer.from_pretrained(folder)(list(masks.classes), padding=True, return_tensors="pt")
-        length, most = tokens["input_ids"].shape[1], model.config.text_config.max_position_embeddings
-        if length > most:
-            problem = f"masks.classes: the longest has {length} tokens, and {masks.model} reads {most}"
-            raise WeightsError(problem, "say it in fewer words")
+        length, max_tokens = tokens["input_ids"].shape[1], model.config.text_config.max_position_embeddings
+        if length > max_tokens:
+            problem = f"masks.classes: the longest has {length} tokens, and {masks.model} reads at most {max_tokens}"
+            raise WeightsError(problem, "shorten it")
         words = {name: tokens[name].to(model.device) for name in ("input_ids", "attention_mask")}
         self._words = model.get_conditional_embeddings(len(masks.classes), **words)
 
@@ -150,23 +152,23 @@ class BoxSegmenter(Segmenter):
     def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
         super().__init__(model, folder, masks)
         if masks.classes:
-            problem = f"{masks.model} takes boxes and no classes ({', '.join(masks.classes)})"
-            raise WeightsError(problem, "remove masks.classes and set masks.box_column, or name another model")
+            problem = f"{masks.model} segments by boxes, not by classes ({', '.join(masks.classes)})"
+            raise WeightsError(problem, "remove masks.classes and set masks.box_column, or choose another model")
 
     def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
-        made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
-        sizes, original = made["reshaped_input_sizes"], made["original_sizes"]
+        processed = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
+        sizes, original = processed["reshaped_input_sizes"], processed["original_sizes"]
         scale = (sizes / original)[:, [1, 0, 1, 0]]  # (B, 4): x, y, x, y
         boxes_B14 = (torch.tensor(boxes, dtype=scale.dtype) * scale)[:, None]
         device, dtype = self.model.device, self.model.dtype
         outputs = self.model(
-            pixel_values=to_device(made["pixel_values"], device).to(dtype),
+            pixel_values=to_device(processed["pixel_values"], device).to(dtype),
             input_boxes=to_device(boxes_B14, device).to(dtype),
             multimask_output=False,
         )
-        least = torch.tensor(self.probability, dtype=torch.float64).logit().item()
+        threshold = torch.tensor(self.probability, dtype=torch.float64).logit().item()
         masks = self.processor.post_process_masks(
-            outputs.pred_masks.float(), original.tolist(), sizes.tolist(), mask_threshold=least
+            outputs.pred_masks.float(), original.tolist(), sizes.tolist(), mask_threshold=threshold
         )
         return torch.stack([mask_11HW[0, 0] for mask_11HW in masks])
 
@@ -183,15 +185,15 @@ KINDS: dict[str, tuple[type[Segmenter], str]] = {
 def find_labels(id2label: dict[int, str], masks: Masks) -> list[int]:
     """The numbers of the labels in masks.classes; several labels may have the same name. Raises WeightsError, which
     lists the valid labels, for an unknown class or for an empty list."""
-    known: dict[str, list[int]] = {}
+    numbers_by_label: dict[str, list[int]] = {}
     for number, label in sorted(id2label.items()):
-        known.setdefault(label.strip().lower(), []).append(number)
+        numbers_by_label.setdefault(label.strip().lower(), []).append(number)
     labels = ", ".join(dict.fromkeys(id2label[number] for number in sorted(id2label)))
     if not masks.classes:
-        raise WeightsError(f"masks.classes names no label of {masks.model}", f"name some of: {labels}")
-    if wrong := [name for name in masks.classes if name.strip().lower() not in known]:
-        raise WeightsError(f"masks.classes: {masks.model} has no label {', '.join(wrong)}", f"it has: {labels}")
-    return [number for name in masks.classes for number in known[name.strip().lower()]]
+        raise WeightsError(f"masks.classes is empty, and {masks.model} segments by labels", f"choose from: {labels}")
+    if unknown := [name for name in masks.classes if name.strip().lower() not in numbers_by_label]:
+        raise WeightsError(f"masks.classes: {masks.model} has no label {', '.join(unknown)}", f"valid labels: {labels}")
+    return [number for name in masks.classes for number in numbers_by_label[name.strip().lower()]]
 
 
 def load_segmenter(masks: Masks, dtype: torch.dtype, device: torch.device) -> Segmenter:
@@ -210,15 +212,15 @@ def load_segmenter(masks: Masks, dtype: torch.dtype, device: torch.device) -> Se
 
 def _load_processor(folder: Path, source: str) -> Any:
     """The checkpoint's image processor on Pillow. If a model has none, transformers returns its torchvision processor,
-    which is refused."""
-    why = ""
+    which is not supported."""
+    reason = ""
     try:
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         if isinstance(processor, PilBackend):
             return processor
     except (ImportError, ValueError) as error:
-        why = f" ({str(error).strip().partition(chr(10))[0]})"
-    raise WeightsError(f"{source} has no image processor of Pillow in transformers{why}", ADVICE)
+        reason = f" ({str(error).strip().partition(chr(10))[0]})"
+    raise WeightsError(f"transformers has no Pillow image processor for {source}{reason}", ADVICE)
 
 
 def _find_kind(folder: Path, source: str) -> tuple[type[Segmenter], Any]:
@@ -227,10 +229,10 @@ def _find_kind(folder: Path, source: str) -> tuple[type[Segmenter], Any]:
     if model_type in KINDS:
         kind, name = KINDS[model_type]
         return kind, getattr(transformers, name)
-    if model_type not in REFUSED:
+    if model_type not in UNSUPPORTED:
         with config_errors(str(folder / CONFIG_FILE)):
             config = type(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         if config in (mapping := transformers.AutoModelForSemanticSegmentation._model_mapping):
             return SemanticSegmenter, mapping[config]
-    why = REFUSED.get(model_type, "makes no masks, or none that are known here")
-    raise WeightsError(f"{source} is a {model_type}, which {why}", ADVICE)
+    reason = UNSUPPORTED.get(model_type, "is not a supported segmentation model")
+    raise WeightsError(f"{source} is a {model_type}, which {reason}", ADVICE)

@@ -28,8 +28,8 @@ PIXELS_PER_BYTE = 16  # approximate pixels per byte in a mask's PNG
 def require_masks(config: Config) -> Masks:
     if config.masks is None:
         raise UsageError(
-            "masks has nothing to do: the section `masks` is not in the configuration",
-            "add `masks: {model: ..., classes: [...]}`, as docs/guides/captions-and-cleaning.md says",
+            "masks has nothing to do: the configuration has no section `masks`",
+            "add `masks: {model: ..., classes: [...]}`; see docs/guides/captions-and-cleaning.md",
         )
     return config.masks
 

@@ -17,7 +17,7 @@ from schemas.geometry import Bucket
 from stages.encoding.masks.segmenters import Box, load_segmenter
 from stages.encoding.masks.settings import require_masks
 from stages.encoding.member_reader import MemberPixels
-from stages.encoding.worker import FrameWorker, RefusedMember
+from stages.encoding.worker import FrameWorker, RejectedResult
 from stages.engines.jobs import Job
 from stages.media.files import MediaError
 from stages.media.sample_reader import FRAME_S
@@ -55,15 +55,15 @@ class MasksWorker(FrameWorker):
         if self._masks.box_column is None:
             return PreparedItem(read.frames, (0, 0, width, height))
         if crop is None:
-            problem = f"has no box in its picture as x, y, width, height in column {self._masks.box_column!r}"
-            step = "write one and run `latentpress discover`"
+            problem = f"has no valid box (x, y, width, height) in column {self._masks.box_column!r}"
+            step = "correct the box and run `latentpress discover`"
             raise MediaError("no-box", self.path(name), problem, step)
-        inside, across, down = Bucket.parse(crop["bucket"]), width / crop["resize_w"], height / crop["resize_h"]
+        box, across, down = Bucket.parse(crop["bucket"]), width / crop["resize_w"], height / crop["resize_h"]
         left, top = crop["x"] * across, crop["y"] * down
-        return PreparedItem(read.frames, (left, top, left + inside.width * across, top + inside.height * down))
+        return PreparedItem(read.frames, (left, top, left + box.width * across, top + box.height * down))
 
     @torch.no_grad()
-    def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow | RefusedMember]:
+    def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow | RejectedResult]:
         frames = [frame for item in batch for frame in item.frames]
         boxes = [item.box for item in batch for _ in item.frames]
         masks = [
@@ -72,24 +72,26 @@ class MasksWorker(FrameWorker):
         ]
         return self._rows(names, batch, HostCopy(torch.cat(masks)))
 
-    def _rows(self, names: list[str], batch: list[PreparedItem], masks: HostCopy) -> Iterator[ShardRow | RefusedMember]:
+    def _rows(
+        self, names: list[str], batch: list[PreparedItem], masks: HostCopy
+    ) -> Iterator[ShardRow | RejectedResult]:
         parts = masks.wait().split([len(item.frames) for item in batch])
         for name, area_THW in zip(names, parts, strict=True):
             mask_THW = self._finish(area_THW)
-            white, least = float(mask_THW.mean()) / 255, self._masks.min_area
-            if white <= 1 - least and white >= least and 0 < white < 1:
+            white, min_area = float(mask_THW.mean()) / 255, self._masks.min_area
+            if white <= 1 - min_area and white >= min_area and 0 < white < 1:
                 png = Array.from_numpy(np.frombuffer(write_png(mask_THW), np.uint8))
                 yield ShardRow(name, {PNG: png}, item_info(self.plan.samples[name]))
                 continue
             reason, color = ("empty-mask", "white") if white < 0.5 else ("full-mask", "black")
-            sought = ", ".join(self._masks.classes) or "what is in the box"
-            problem = f"has a mask of which a share of {min(white, 1 - white):.2g} is {color} ({sought})"
-            step = "try another masks.threshold or other masks.classes, or draw a mask (mask_data)"
-            yield RefusedMember(name, MediaError(reason, self.path(name), problem, step))
+            targets = ", ".join(self._masks.classes) or "the box"
+            problem = f"has a mask whose share of {color} pixels is only {min(white, 1 - white):.2g} ({targets})"
+            step = "change masks.threshold or masks.classes, or draw a mask (mask_data)"
+            yield RejectedResult(name, MediaError(reason, self.path(name), problem, step))
 
-    def _finish(self, found_THW: torch.Tensor) -> np.ndarray:
-        """The stored mask, uint8 (T, H, W): 255 is trained, 0 is not. found_THW: bool, the segmented pixels."""
-        grow, masks = self._masks.grow, found_THW.float()[:, None]
+    def _finish(self, area_THW: torch.Tensor) -> np.ndarray:
+        """The stored mask, uint8 (T, H, W): 255 is trained, 0 is not. area_THW: bool, the segmented pixels."""
+        grow, masks = self._masks.grow, area_THW.float()[:, None]
         if grow:
             side = 2 * grow + 1  # a square, applied as a column and a row
             masks = F.max_pool2d(F.max_pool2d(masks, (side, 1), 1, (grow, 0)), (1, side), 1, (0, grow))
@@ -102,7 +104,7 @@ class MasksWorker(FrameWorker):
 
 def write_png(mask_THW: np.ndarray) -> bytes:
     """A PNG file of a mask in 8-bit gray, with one PNG frame for each frame of the sample."""
-    (first, *others), file = map(Image.fromarray, mask_THW), io.BytesIO()
-    animated = {"save_all": True, "append_images": others, "duration": round(1000 * FRAME_S)} if others else {}
+    (first, *tail), file = map(Image.fromarray, mask_THW), io.BytesIO()
+    animated = {"save_all": True, "append_images": tail, "duration": round(1000 * FRAME_S)} if tail else {}
     first.save(file, "PNG", **animated)
     return file.getvalue()

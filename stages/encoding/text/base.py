@@ -159,20 +159,20 @@ class TextEncoder(ABC, Generic[Reader]):
     def _language_model(self, model_class: Any, folder: Path, unused: Sequence[str] = ()) -> Any:
         folder /= "text_encoder"
         model = load_language_model(model_class, folder, self.dtype, self.device, self._options, unused)
-        known, read = model.get_input_embeddings().weight.shape[0], len(self._tokenizer)
-        if read > known:
+        table_size, token_count = model.get_input_embeddings().weight.shape[0], len(self._tokenizer)
+        if token_count > table_size:
             raise WeightsError(
-                f"{self.source}: its tokenizer has {read} tokens, and its text encoder knows {known}",
-                "take tokenizer/ from the repository that text_encoder/ is from",
+                f"{self.source}: its tokenizer has {token_count} tokens, and its text encoder only {table_size}",
+                "use tokenizer/ of the repository that text_encoder/ comes from",
             )
         if self._options.quantization == "nf4-bnb":
             self.unquantized = unquantized_layers(model)
         return model
 
-    def _make_reader(self, reader_class: type[CachedReader], model: Any, most: int) -> CachedReader:
-        """A reader of a causal model. most: largest number of tokens at the template's beginning that are computed once
-        for all texts."""
-        prefix = find_prefix_ids(self._ids, self.template, most) if self._share_prefix else []
+    def _make_reader(self, reader_class: type[CachedReader], model: Any, max_prefix: int) -> CachedReader:
+        """A reader of a causal model. max_prefix: largest number of tokens at the template's beginning that are
+        computed once for all texts."""
+        prefix = find_prefix_ids(self._ids, self.template, max_prefix) if self._share_prefix else []
         return reader_class(model, prefix, self._pad_id, self.device, self.template.layers)
 
     @property
@@ -188,7 +188,7 @@ class TextEncoder(ABC, Generic[Reader]):
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
 
-def load_text_encoder(model: Model, text: Text, where: torch.device) -> Any:
+def load_text_encoder(model: Model, text: Text, device: torch.device) -> Any:
     """The family's text encoder, from the file under stages/encoding/text/ that the catalog names."""
     model_loading.disable_progress_bars()
     module = importlib.import_module(f"stages.encoding.text.{model.family_spec.text_encoder}")
@@ -196,7 +196,7 @@ def load_text_encoder(model: Model, text: Text, where: torch.device) -> Any:
     template = text.stored_template(model.template)
     length = text.max_length or template.max_length
     with model_loading.loading_errors(model, "text_encoder"):
-        return module.Encoder(model.source, model.revision, template, length, dtype, where, text)
+        return module.Encoder(model.source, model.revision, template, length, dtype, device, text)
 
 
 def load_language_model(
@@ -262,12 +262,12 @@ def _check_options(model_class: Any, device: torch.device, options: Text | Capti
     # A private attribute: transformers has no public way to ask before the weights are loaded.
     if options.attention == "sdpa" and not model_class._supports_sdpa:
         raise OptionError(
-            f"{section}.attention: sdpa is not for {model_class.__name__}, whose attention scores are soft-capped",
+            f"{section}.attention: sdpa does not support {model_class.__name__}, which soft-caps its attention scores",
             f"remove {section}.attention, or use eager or flash_attention_2",
         )
     if options.attention == "flash_attention_2" and not model_class._supports_flash_attn:
         raise OptionError(
-            f"{section}.attention: flash_attention_2 is not for {model_class.__name__}, which adds a bias to its "
+            f"{section}.attention: flash_attention_2 does not support {model_class.__name__}, which adds a bias to its "
             "scores",
             f"remove {section}.attention, or use eager or sdpa",
         )
@@ -282,9 +282,9 @@ def _check_options(model_class: Any, device: torch.device, options: Text | Capti
         return
     if options.offload != "none":
         raise OptionError(
-            f"{section}.quantization: {options.quantization} and {section}.offload: {options.offload} do not go "
-            "together",
-            "use one of them: quantized, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
+            f"{section}.quantization: {options.quantization} and {section}.offload: {options.offload} can't be "
+            "combined",
+            "use one of them; a quantized Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
         )
     if not is_installed(library):
         problem = f"{section}.quantization: {options.quantization} needs {library}"
@@ -296,8 +296,8 @@ def _nf4_config(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
 
     with torch.device("meta"), config_errors(f"{folder}/config.json"):
         model = model_class(model_class.config_class.from_pretrained(folder))
-    inside = {part for part in text_blocks(model).modules() if isinstance(part, torch.nn.Linear)}
-    packed = {p for p in inside if p.out_features % NF4_ROW_MULTIPLE == 0 == p.in_features % NF4_COLUMN_MULTIPLE}
+    layers = {part for part in text_blocks(model).modules() if isinstance(part, torch.nn.Linear)}
+    packed = {p for p in layers if p.out_features % NF4_ROW_MULTIPLE == 0 == p.in_features % NF4_COLUMN_MULTIPLE}
     linear = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -36,11 +36,11 @@ class Encoder(TextEncoder[PrefixCachedModel]):
         with self._lock:
             ids = self._ids(self.template.render(request.text, negative=request.negative))
         limit = self.max_length if request.negative else self._instruction + self.max_length - 2
-        kept = ids[:limit]
-        if not kept or (not request.negative and len(kept) < self._instruction):
-            problem = f"it has {len(kept)} tokens, and the instruction before it {self._instruction}"
+        prompt_ids = ids[:limit]
+        if not prompt_ids or (not request.negative and len(prompt_ids) < self._instruction):
+            problem = f"it has {len(prompt_ids)} tokens, fewer than its instruction, which has {self._instruction}"
             raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
-        return GemmaPrompt(kept, self._reader.shared_length(kept), len(ids), request.negative)
+        return GemmaPrompt(prompt_ids, self._reader.shared_length(prompt_ids), len(ids), request.negative)
 
     def _compute(self, batch: Sequence[GemmaPrompt]) -> tuple[list[torch.Tensor], None]:
         """One forward pass, and a second one if the batch has prompts without the instruction."""
@@ -48,7 +48,7 @@ class Encoder(TextEncoder[PrefixCachedModel]):
         for prompt, hidden_LD in zip(batch, self._reader.hidden_states(batch)[0], strict=True):
             if not prompt.negative:  # a negative prompt has no instruction
                 prefix_LD = self._reader.prefix_LD
-                first_LD = hidden_LD if prefix_LD is None or not prompt.shared else prefix_LD
-                hidden_LD = torch.cat([first_LD[:1], hidden_LD[self._instruction - 1 - prompt.shared :]])
+                first_LD = hidden_LD if prefix_LD is None or not prompt.prefix_length else prefix_LD
+                hidden_LD = torch.cat([first_LD[:1], hidden_LD[self._instruction - 1 - prompt.prefix_length :]])
             embeds.append(hidden_LD)
         return embeds, None

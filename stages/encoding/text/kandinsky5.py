@@ -64,16 +64,16 @@ class Encoder(PrefixCroppedEncoder):
             ids, untruncated = self._tokenize(request)
             clip_ids = self._clip_tokenizer(request.text, verbose=False)["input_ids"]
         self._check_length(ids, request)
-        shared = self._reader.shared_length(ids)
+        prefix_length = self._reader.shared_length(ids)
         pictures: tuple[ProcessedImage, ...] = ()
         positions_3L = None
         if self._images is not None and request.images:
             assert isinstance(self._reader, ImagePromptModel)
             pictures = tuple(self._images.picture(halve(image)) for image in request.images)
-            positions_3L = self._reader.prompt_positions(ids, shared, pictures)
+            positions_3L = self._reader.prompt_positions(ids, prefix_length, pictures)
         # Cut as in the pipeline: the caption's first tokens, then the end token.
         cut = clip_ids if len(clip_ids) <= CLIP_MAX_TOKENS else clip_ids[: CLIP_MAX_TOKENS - 1] + clip_ids[-1:]
-        return KandinskyPrompt(ids, shared, untruncated, pictures, positions_3L, tuple(cut), len(clip_ids))
+        return KandinskyPrompt(ids, prefix_length, untruncated, pictures, positions_3L, tuple(cut), len(clip_ids))
 
     @torch.no_grad()
     def _compute(self, batch: Sequence[KandinskyPrompt]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -115,7 +115,7 @@ class Encoder(PrefixCroppedEncoder):
         except (ValueError, ZeroDivisionError) as error:
             raise request_error("image-shape", request, f"its image can't be used ({error})", "crop it") from error
         if sum(token in self._media_ids for token in ids) != 1:
-            problem = "contains <|image_pad|> or <|video_pad|>, which stand for media inside a prompt"
+            problem = "contains <|image_pad|> or <|video_pad|>, which are placeholders for media"
             raise request_error("placeholder-in-caption", request, problem, "remove them from the caption")
         placeholder = ids.index(self._image_id)
         head, start, tail = ids[: placeholder - 1], ids[placeholder - 1], ids[placeholder + 1 :]

@@ -44,30 +44,30 @@ class Encoder(TextEncoder):
             rendered = self._tokenizer.apply_chat_template(messages, **options)
         except ValueError as error:
             raise WeightsError(f"{self.source}: the tokenizer has no chat template", WHOLE_TOKENIZER) from error
-        if rendered != (wanted := self.template.render(PROBE)):
+        if rendered != (expected := self.template.render(PROBE)):
             raise WeightsError(
-                f"{self.source}: the tokenizer's chat template makes {rendered!r} of a prompt, and the template "
-                f"{self.template.name} makes {wanted!r}",
+                f"{self.source}: the tokenizer's chat template renders a prompt as {rendered!r}, and the template "
+                f"{self.template.name} as {expected!r}",
                 WHOLE_TOKENIZER,
             )
 
     def _check_attention(self) -> None:
         if self._options.attention == "flash_attention_2":
             raise OptionError(
-                f"text.attention: flash_attention_2 computes nothing of padding, which is part of {self.template.name}",
+                f"text.attention: flash_attention_2 skips padding, which is a part of {self.template.name}",
                 "remove text.attention, or use eager or sdpa",
             )
 
     def prepare(self, request: TextRequest) -> PreparedPrompt:
         with self._lock:
             ids = self._ids(self.template.render(request.text, negative=request.negative))
-        kept = ids[: self.max_length]
+        prompt_ids = ids[: self.max_length]
         if self.template.padded:
-            kept += [self._pad_id] * (self.max_length - len(kept))
-        return PreparedPrompt(kept, 0, len(ids))
+            prompt_ids += [self._pad_id] * (self.max_length - len(prompt_ids))
+        return PreparedPrompt(prompt_ids, 0, len(ids))
 
     def _compute(self, batch: Sequence[PreparedPrompt]) -> tuple[list[torch.Tensor], None]:
         return self._reader.hidden_states(batch)[0], None
 
 
-WHOLE_TOKENIZER = "take the whole folder tokenizer/ from the checkpoint's own repository"
+WHOLE_TOKENIZER = "use the whole folder tokenizer/ of the checkpoint's own repository"

@@ -26,10 +26,9 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
         template, template_tokens = self.template, len(self._ids(self.template.render("")))
         if not template.with_image and template_tokens <= self.crop:
             raise WeightsError(
-                f"{self.source}: its tokenizer makes {template_tokens} tokens of the template {template.name} "
-                f"with an empty caption, and the pipeline cuts the first {self.crop} off: no token of a short caption "
-                "would be left",
-                "use tokenizer/ of the repository that the text encoder is from",
+                f"{self.source}: the template {template.name} with an empty caption has {template_tokens} tokens, and "
+                f"the pipeline removes the first {self.crop}, so that a short caption would have no tokens",
+                "use tokenizer/ of the repository that the text encoder comes from",
             )
         # Loaded whole, as in the pipeline, so that the weights' names are understood in any checkpoint; then used
         # without lm_head, whose output for every token would be far larger than the hidden states.
@@ -44,18 +43,20 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
     def _check_length(self, ids: list[int], request: TextRequest) -> None:
         """Raises RequestError if no token remains after the prefix is cut off."""
         if len(ids) <= self.crop:
-            problem = f"it has {len(ids)} tokens with its template, of which the first {self.crop} are cut off"
+            problem = f"it has {len(ids)} tokens with its template, of which the first {self.crop} are removed"
             raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
 
     def _embed(
-        self, batch: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
+        self, batch: Sequence[PreparedPrompt], extras: Sequence[torch.Tensor] = ()
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """embeds_LD of each prompt, and the tensors `others` on the device. Prompts that do not begin with the prefix's
-        ids take a second forward pass. others: tensors on the host, which are copied to the device together with the
-        inputs."""
-        hidden, sent = self._reader.hidden_states(batch, others)
-        embeds = [hidden_LD[self.crop - prompt.shared :] for prompt, hidden_LD in zip(batch, hidden, strict=True)]
-        return embeds, sent
+        """embeds_LD of each prompt, and the tensors `extras` on the device. Prompts that do not begin with the
+        prefix's ids take a second forward pass. extras: tensors on the host, which are copied to the device
+        together with the inputs."""
+        hidden, device_tensors = self._reader.hidden_states(batch, extras)
+        embeds = [
+            hidden_LD[self.crop - prompt.prefix_length :] for prompt, hidden_LD in zip(batch, hidden, strict=True)
+        ]
+        return embeds, device_tensors
 
 
 class Encoder(PrefixCroppedEncoder):
@@ -69,8 +70,8 @@ class Encoder(PrefixCroppedEncoder):
         with self._lock:
             ids = self._ids(self.template.render(request.text, negative=request.negative))
         self._check_length(ids, request)
-        kept = ids[: self.crop + self.max_length]
-        return PreparedPrompt(kept, self._reader.shared_length(kept), len(ids))
+        prompt_ids = ids[: self.crop + self.max_length]
+        return PreparedPrompt(prompt_ids, self._reader.shared_length(prompt_ids), len(ids))
 
     def _compute(self, batch: Sequence[PreparedPrompt]) -> tuple[list[torch.Tensor], None]:
         return self._embed(batch)[0], None

@@ -31,7 +31,7 @@ class Encoder(QwenImageEncoder):
         with self._lock:
             ids = self._ids(self.template.render("".join(references) + request.text, negative=request.negative))
         if sum(token in self._media_ids for token in ids) != len(request.images):
-            problem = "contains <|image_pad|> or <|video_pad|>, which stand for media inside a prompt"
+            problem = "contains <|image_pad|> or <|video_pad|>, which are placeholders for media"
             raise request_error("placeholder-in-caption", request, problem, "remove them from the caption")
         try:
             counts = iter([self._images.tokens(image) for image in request.images])
@@ -39,15 +39,18 @@ class Encoder(QwenImageEncoder):
             raise request_error("image-shape", request, f"an image can't be used ({error})", "crop it") from error
         ids = [copy for token in ids for copy in [token] * (next(counts) if token == self._image_id else 1)]
         self._check_length(ids, request)
-        kept = ids[: self.crop + self.max_length]
-        if self._image_id in ids[len(kept) :]:
+        prompt_ids = ids[: self.crop + self.max_length]
+        if self._image_id in ids[len(prompt_ids) :]:
             problem = (
                 f"its references take {ids.count(self._image_id)} tokens, and text.max_length is {self.max_length}"
             )
             raise request_error("image-too-long", request, problem, "raise text.max_length, or give fewer references")
-        shared, pictures = self._reader.shared_length(kept), tuple(map(self._images.picture, request.images))
+        prefix_length, pictures = (
+            self._reader.shared_length(prompt_ids),
+            tuple(map(self._images.picture, request.images)),
+        )
         if self.template.sequential:
-            positions_3L = torch.arange(shared, len(kept)).expand(3, -1)
+            positions_3L = torch.arange(prefix_length, len(prompt_ids)).expand(3, -1)
         else:
-            positions_3L = self._reader.prompt_positions(kept, shared, pictures)
-        return PreparedImagePrompt(kept, shared, len(ids), pictures, positions_3L)
+            positions_3L = self._reader.prompt_positions(prompt_ids, prefix_length, pictures)
+        return PreparedImagePrompt(prompt_ids, prefix_length, len(ids), pictures, positions_3L)

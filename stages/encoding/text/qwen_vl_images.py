@@ -38,22 +38,22 @@ class QwenImageProcessor(Qwen2VLImageProcessorPil):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         switches = ("do_resize", "do_rescale", "do_normalize")
-        for key, wanted in {"resample": Image.Resampling.BICUBIC, **dict.fromkeys(switches, True)}.items():
-            if (value := getattr(self, key)) != wanted:
+        for key, expected in {"resample": Image.Resampling.BICUBIC, **dict.fromkeys(switches, True)}.items():
+            if (value := getattr(self, key)) != expected:
                 raise WeightsError(
-                    f"preprocessor_config.json has {key}: {value}; it should be {json.dumps(wanted)}",
-                    "replace the file with that of the published checkpoint",
+                    f"preprocessor_config.json has {key}: {value}; it should be {json.dumps(expected)}",
+                    "replace the file with the file of the published checkpoint",
                 )
 
     def resize(  # type: ignore[override]  # as the parent's own resize
         self, image: np.ndarray, size: Any, resample: Any, factor: int, **_: Any
     ) -> np.ndarray:
         height, width = image.shape[-2:]
-        wanted = smart_resize(height, width, factor, size.shortest_edge, size.longest_edge)
-        if wanted == (height, width):
+        target_size = smart_resize(height, width, factor, size.shortest_edge, size.longest_edge)
+        if target_size == (height, width):
             return image
         pixels_1CHW = torch.from_numpy(np.ascontiguousarray(image))[None]
-        resized = interpolate(pixels_1CHW, size=wanted, mode="bicubic", align_corners=False, antialias=True)
+        resized = interpolate(pixels_1CHW, size=target_size, mode="bicubic", align_corners=False, antialias=True)
         return resized[0].numpy()
 
     def rescale(self, image: np.ndarray, scale: float, *_: Any, **__: Any) -> np.ndarray:
@@ -96,7 +96,7 @@ class CachedImageProcessor:
     def __init__(self, folder: Path) -> None:
         """folder: directory with preprocessor_config.json."""
         self._images = QwenImageProcessor.from_pretrained(folder)
-        self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self._cache: OrderedDict[bytes, ProcessedImage] = OrderedDict()
         self._lock = Lock()
 
     def tokens(self, image: Image.Image) -> int:
@@ -108,23 +108,23 @@ class CachedImageProcessor:
         """The image prepared for the vision model."""
         key = xxhash.xxh3_128(image.tobytes(), seed=image.width).digest()
         with self._lock:
-            processed = self._kept.pop(key, None)
+            processed = self._cache.pop(key, None)
             if processed is None:
-                made = self._images(images=[image], return_tensors="pt")
-                processed = ProcessedImage(key, made["pixel_values"], made["image_grid_thw"][0])
-            self._kept[key] = processed
-            while len(self._kept) > MAX_CACHED_IMAGES:
-                self._kept.popitem(last=False)
+                inputs = self._images(images=[image], return_tensors="pt")
+                processed = ProcessedImage(key, inputs["pixel_values"], inputs["image_grid_thw"][0])
+            self._cache[key] = processed
+            while len(self._cache) > MAX_CACHED_IMAGES:
+                self._cache.popitem(last=False)
         return processed
 
 
 def vision_features(
-    whole: Any, pixels: torch.Tensor, grid_N3: torch.Tensor, device: torch.device, clips: bool = False
+    model: Any, pixels: torch.Tensor, grid_N3: torch.Tensor, device: torch.device, are_clips: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """Features (tokens, D) of each picture or, with clips=True, of each clip. Positions and windows are computed here,
-    because the model would wait for the device to read the sizes. whole: the Qwen2_5_VLModel. pixels: patches, on the
+    because the model would wait for the device to read the sizes. model: the Qwen2_5_VLModel. pixels: patches, on the
     host. grid_N3: number of patches of each picture or clip in time, height and width."""
-    visual = whole.visual
+    visual = model.visual
     merge, config = visual.spatial_merge_size, visual.config
     order, windows = get_vision_window_index(grid_N3, merge, visual.window_size, visual.patch_size)
     ends = get_vision_cu_seqlens(grid_N3)
@@ -133,10 +133,10 @@ def vision_features(
     if "flash" in config._attn_implementation:  # other kernels read the windows' ends on the host
         longest = {"max_seqlen": int(ends.diff().max()), "max_window_seqlen": int(windows.diff().max())}
         host += [ends, windows]
-    pixels, places, order, *moved = to_device_together(host, device)
+    pixels, positions, order, *moved = to_device_together(host, device)
     ends, windows = moved or (ends, windows)
-    prepared = {"position_ids": places, "window_index": order, "cu_seqlens": ends, "cu_window_seqlens": windows}
-    encode = whole.get_video_features if clips else whole.get_image_features
+    prepared = {"position_ids": positions, "window_index": order, "cu_seqlens": ends, "cu_window_seqlens": windows}
+    encode = model.get_video_features if are_clips else model.get_image_features
     return tuple(encode(pixels, grid_N3, **prepared, **longest).pooler_output)
 
 
@@ -144,29 +144,29 @@ class ImagePromptModel(PrefixCachedModel):
     """Reads prompts with images. Features replace the placeholders' embeddings, and positions are three-dimensional."""
 
     def __init__(
-        self, whole: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
+        self, model: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
     ) -> None:
         """whole: the Qwen2_5_VLModel, whose language model reads the prompts."""
-        super().__init__(whole.language_model, prefix, pad_id, device, layers)
-        self._whole = whole
-        self._image_id = whole.config.image_token_id
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        super().__init__(model.language_model, prefix, pad_id, device, layers)
+        self._model_with_vision = model
+        self._image_id = model.config.image_token_id
+        self._cache: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._batch_features: dict[bytes, torch.Tensor] = {}  # (tokens, D) of images in the current batch
 
-    def prompt_positions(self, ids: list[int], shared: int, pictures: Sequence[ProcessedImage]) -> torch.Tensor:
+    def prompt_positions(self, ids: list[int], prefix_length: int, pictures: Sequence[ProcessedImage]) -> torch.Tensor:
         """positions_3L of the tokens after the shared prefix. The images' tokens must be marked: otherwise the
         positions silently become one-dimensional.
         """
         ids_1L = torch.tensor([ids])
         marks_1L = (ids_1L == self._image_id).int()
-        positions_31L, _ = self._whole.get_rope_index(
+        positions_31L, _ = self._model_with_vision.get_rope_index(
             ids_1L, marks_1L, image_grid_thw=torch.stack([picture.grid_3 for picture in pictures])
         )
-        return positions_31L[:, 0, shared:]
+        return positions_31L[:, 0, prefix_length:]
 
     @torch.no_grad()
     def hidden_states(
-        self, texts: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
+        self, texts: Sequence[PreparedPrompt], extras: Sequence[torch.Tensor] = ()
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Encodes the batch's images first, since passes are divided by length instead of by image.
 
@@ -175,16 +175,16 @@ class ImagePromptModel(PrefixCachedModel):
         """
         self._batch_features = {}
         for picture in (picture for text in texts for picture in self._pictures(text)):
-            features = self._kept.pop(picture.key, None)
+            features = self._cache.pop(picture.key, None)
             if features is None:
                 self.stats.images += 1
                 features = self._features(picture)
             else:
                 self.stats.reused += 1
-            self._kept[picture.key] = self._batch_features[picture.key] = features
-        while len(self._kept) > MAX_CACHED_FEATURES:
-            self._kept.popitem(last=False)
-        return super().hidden_states(texts, others)
+            self._cache[picture.key] = self._batch_features[picture.key] = features
+        while len(self._cache) > MAX_CACHED_FEATURES:
+            self._cache.popitem(last=False)
+        return super().hidden_states(texts, extras)
 
     def _pictures(self, text: PreparedPrompt) -> tuple[ProcessedImage, ...]:
         assert isinstance(text, PreparedImagePrompt) and text.pictures
@@ -192,24 +192,24 @@ class ImagePromptModel(PrefixCachedModel):
 
     def _features(self, picture: ProcessedImage) -> torch.Tensor:
         """Features (tokens, D) of one image."""
-        return torch.cat(vision_features(self._whole, picture.pixels, picture.grid_3[None], self.device))
+        return torch.cat(vision_features(self._model_with_vision, picture.pixels, picture.grid_3[None], self.device))
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
         embeds_BLD = super().embeds(texts, ids_BL)
         for row, text in enumerate(texts):
-            end = text.shared
+            end = text.prefix_length
             for picture in self._pictures(text):
                 features = self._batch_features[picture.key].to(embeds_BLD.dtype)
                 first = text.ids.index(self._image_id, end)
                 end = first + len(features)
                 if set(text.ids[first:end]) != {self._image_id}:
                     raise WeightsError(
-                        f"the vision model gives {len(features)} features for an image, and the prompt has "
-                        "fewer places: merge_size in preprocessor_config.json and spatial_merge_size of the text "
+                        f"the vision model returns {len(features)} features for an image, and the prompt has "
+                        "fewer placeholders: merge_size in preprocessor_config.json and spatial_merge_size of the text "
                         "encoder differ",
-                        "replace both files with those of the published checkpoint",
+                        "replace both files with the files of the published checkpoint",
                     )
-                embeds_BLD[row, first - text.shared : end - text.shared] = features
+                embeds_BLD[row, first - text.prefix_length : end - text.prefix_length] = features
         return embeds_BLD
 
     def positions(self, texts: Sequence[PreparedPrompt], length: int) -> torch.Tensor:

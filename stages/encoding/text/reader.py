@@ -32,27 +32,27 @@ PASS_OVERHEAD_TOKENS = {"cpu": 32, "accelerator": 256}
 class PreparedPrompt:
     """A tokenized request, cut to the limit.
 
-    ids: the model's input, including the template and images. shared: number of ids at the beginning that are the
-    template's prefix, whose keys and values are already computed. untruncated: number of ids without the limit.
+    ids: the model's input, including the template and images. prefix_length: number of ids at the beginning that are
+    the template's prefix, whose keys and values are already computed. untruncated: number of ids without the limit.
     """
 
     ids: list[int]
-    shared: int
+    prefix_length: int
     untruncated: int
 
     @property
     def cost(self) -> int:
         """Tokens that a forward pass computes for this text."""
-        return len(self.ids) - self.shared
+        return len(self.ids) - self.prefix_length
 
 
 @dataclass
 class EncoderStats:
-    """shared: number of texts behind the shared prefix. whole: number of texts computed from their first token. images:
-    number of vision passes. reused: number of images whose features were in the cache."""
+    """prefixed_texts: number of texts behind the shared prefix. full_texts: number of texts computed from their first
+    token. images: number of vision passes. reused: number of images whose features were in the cache."""
 
-    shared: int = 0
-    whole: int = 0
+    prefixed_texts: int = 0
+    full_texts: int = 0
     images: int = 0
     reused: int = 0
 
@@ -92,21 +92,23 @@ class TextReader(ABC):
 
     @torch.no_grad()
     def hidden_states(
-        self, texts: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
+        self, texts: Sequence[PreparedPrompt], extras: Sequence[torch.Tensor] = ()
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """hidden_LD of each text's tokens after the shared prefix, and the tensors `others`, both on the model's
-        device. others: tensors on the host, which are copied to the device together with the inputs.
+        """hidden_LD of each text's tokens after the shared prefix, and the tensors `extras`, both on the model's
+        device. extras: tensors on the host, which are copied to the device together with the inputs.
 
         Texts with and without the prefix are in different passes, and so are texts whose lengths differ so much that a
         common pass would be mostly padding.
         """
         passes = self._divide(texts)
         inputs = [self._inputs([texts[row] for row in rows]) for rows in passes]
-        sent = iter(to_device_together([*others, *(tensor for tensors in inputs for tensor in tensors)], self.device))
-        moved = [next(sent) for _ in others]
+        arrivals = iter(
+            to_device_together([*extras, *(tensor for tensors in inputs for tensor in tensors)], self.device)
+        )
+        moved = [next(arrivals) for _ in extras]
         hidden_by_row: dict[int, torch.Tensor] = {}
         for rows, tensors in zip(passes, inputs, strict=True):
-            hidden_BLD = self._pass([texts[row] for row in rows], *(next(sent) for _ in tensors))
+            hidden_BLD = self._pass([texts[row] for row in rows], *(next(arrivals) for _ in tensors))
             hidden_by_row |= {row: hidden_BLD[index, : texts[row].cost] for index, row in enumerate(rows)}
         return [hidden_by_row[row] for row in range(len(texts))], moved
 
@@ -114,8 +116,8 @@ class TextReader(ABC):
         """Divide a batch into passes. Returns the row numbers of each pass."""
         overhead = PASS_OVERHEAD_TOKENS["cpu" if self.device.type == "cpu" else "accelerator"]
         passes = []
-        for shared in sorted({text.shared for text in texts}):
-            group = [row for row, text in enumerate(texts) if text.shared == shared]
+        for prefix_length in sorted({text.prefix_length for text in texts}):
+            group = [row for row, text in enumerate(texts) if text.prefix_length == prefix_length]
             split = split_by_length([texts[row].cost for row in group], overhead)
             passes += [[group[number] for number in numbers] for numbers in split]
         return passes
@@ -123,7 +125,7 @@ class TextReader(ABC):
     def _ids(self, texts: Sequence[PreparedPrompt]) -> torch.Tensor:
         """ids_BL after the shared prefix, padded on the right, on the host."""
         longest = max(text.cost for text in texts)
-        return torch.tensor([text.ids[text.shared :] + [self._pad_id] * (longest - text.cost) for text in texts])
+        return torch.tensor([text.ids[text.prefix_length :] + [self._pad_id] * (longest - text.cost) for text in texts])
 
     @abstractmethod
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
@@ -155,7 +157,7 @@ class PaddedModel(TextReader):
 
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
         ids_BL, lengths_B = inputs
-        self.stats.whole += len(texts)
+        self.stats.full_texts += len(texts)
         return self._run(input_ids=ids_BL, attention_mask=self._mask(ids_BL.shape[1], lengths_B), use_cache=False)
 
     def _mask(self, length: int, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -184,7 +186,7 @@ class MaskedModel(TextReader):
 
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
         ids_BL, mask_B11L = inputs
-        self.stats.whole += len(texts)
+        self.stats.full_texts += len(texts)
         return self._run(input_ids=ids_BL, attention_mask=mask_B11L)
 
 
@@ -192,15 +194,15 @@ class MaskedModel(TextReader):
 PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation, "é", "猫")
 
 
-def find_prefix_ids(tokenize: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
-    """The ids, at most `most`, that every rendered prompt begins with, whatever its caption begins with."""
-    return common_prefix([tokenize(template.render(probe)) for probe in PROBE_CAPTIONS])[:most]
+def find_prefix_ids(tokenize: Callable[[str], list[int]], template: Template, limit: int) -> list[int]:
+    """The ids, at most `limit`, that every rendered prompt begins with, whatever its caption begins with."""
+    return common_prefix([tokenize(template.render(probe)) for probe in PROBE_CAPTIONS])[:limit]
 
 
 def common_prefix(rows: Sequence[list[int]]) -> list[int]:
     """The ids that all rows begin with."""
-    same = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
-    return [column[0] for column in same]
+    common_columns = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
+    return [column[0] for column in common_columns]
 
 
 class _PrefixLayer(CacheLayerMixin):
@@ -283,7 +285,7 @@ class PrefixCachedModel(TextReader):
     def positions(self, texts: Sequence[PreparedPrompt], length: int) -> torch.Tensor:
         """Positions of the tokens after the shared prefix, on the host: (B, L), or (3, B, L) for prompts with
         images."""
-        return (texts[0].shared + torch.arange(length)).expand(len(texts), length)
+        return (texts[0].prefix_length + torch.arange(length)).expand(len(texts), length)
 
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
         """ids_BL after the shared prefix, and their positions."""
@@ -292,10 +294,10 @@ class PrefixCachedModel(TextReader):
 
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
         ids_BL, positions = inputs
-        cache = self._caches[texts[0].shared]
-        if texts[0].shared:
-            self.stats.shared += len(texts)
+        cache = self._caches[texts[0].prefix_length]
+        if texts[0].prefix_length:
+            self.stats.prefixed_texts += len(texts)
         else:
-            self.stats.whole += len(texts)
+            self.stats.full_texts += len(texts)
         embeds_BLD = self.embeds(texts, ids_BL)
         return self._run(inputs_embeds=embeds_BLD, position_ids=positions, use_cache=True, past_key_values=cache)

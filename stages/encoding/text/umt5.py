@@ -29,8 +29,8 @@ class Encoder(TextEncoder[MaskedModel]):
         if not ids:
             problem = "it has no tokens, and an empty caption has one, the end token"
             raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
-        kept = ids if len(ids) <= self.max_length else ids[: self.max_length - 1] + ids[-1:]
-        return PreparedPrompt(kept, 0, len(ids))
+        prompt_ids = ids if len(ids) <= self.max_length else ids[: self.max_length - 1] + ids[-1:]
+        return PreparedPrompt(prompt_ids, 0, len(ids))
 
     def _compute(self, batch: Sequence[PreparedPrompt]) -> tuple[list[torch.Tensor], None]:
         return self._reader.hidden_states(batch)[0], None

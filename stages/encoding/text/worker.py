@@ -72,8 +72,8 @@ class TextWorker(UnitWorker):
 
     def prepare(self, name: str, read: MemberPixels | None) -> PreparedPrompt:
         text = self.plan.texts[name]
-        shown = () if read is None else (read.image, *read.references)
-        images = tuple(Image.fromarray(image) for image in shown if image is not None)
+        pictures = () if read is None else (read.image, *read.references)
+        images = tuple(Image.fromarray(image) for image in pictures if image is not None)
         return self._encoder.prepare(TextRequest(text=text["text"], negative=text["negative"], images=images))
 
     def cost(self, batch: list[PreparedPrompt]) -> int:

@@ -104,8 +104,8 @@ class Autoencoder:
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 pixels_BTHWC on the CPU. latents_BCTHW: latents in the model's space, or moments, whose mean is
         decoded."""
-        channels, stored = self._channels(), latents_BCTHW.shape[1]
-        assert stored in (channels, 2 * channels), f"{tuple(latents_BCTHW.shape)} for {channels} channels"
+        channels, stored_channels = self._channels(), latents_BCTHW.shape[1]
+        assert stored_channels in (channels, 2 * channels), f"{tuple(latents_BCTHW.shape)} for {channels} channels"
         latents_BCTHW = latents_BCTHW[:, :channels]
         z_BCTHW = self._normalizer.undo(latents_BCTHW.to(self._vae.device, self._vae.dtype))
         return to_uint8(self._decode(z_BCTHW))
@@ -135,10 +135,10 @@ def load_autoencoder(model: Model, latents: Latents, device: torch.device) -> Au
     check_component(model, "vae")
     with model_loading.loading_errors(model, "vae"):
         loaded = module.Autoencoder(model.source, model.revision, dtype, device, options, family.normalization)
-    found, expected = loaded.library_settings(), latents.settings(family)
-    if not found.items() <= expected.items():
+    installed, expected = loaded.library_settings(), latents.settings(family)
+    if not installed.items() <= expected.items():
         raise LatentpressError(
-            f"the installed diffusers encodes with {found}, and the cache's fingerprint is of {expected}",
+            f"the installed diffusers encodes with {installed}, and the cache's fingerprint is for {expected}",
             "install the tested versions (constraints.txt)",
         )
     return loaded
@@ -260,8 +260,8 @@ def latents_from_posterior(
     assert len(seeds) == len(parameters), f"{len(seeds)} seeds for {len(parameters)} samples"
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     rows = [make_posterior(row[None]) for row in parameters]
-    drawn = [torch.randn(rows[0].mean.shape, generator=generator, dtype=parameters.dtype) for generator in generators]
-    noise = to_device(torch.stack(drawn), parameters.device)  # the host draws it while the device computes
+    noises = [torch.randn(rows[0].mean.shape, generator=generator, dtype=parameters.dtype) for generator in generators]
+    noise = to_device(torch.stack(noises), parameters.device)  # the host draws it while the device computes
     return normalizer.apply(torch.cat([row.mean + row.std * noise[n] for n, row in enumerate(rows)]))
 
 
@@ -272,8 +272,8 @@ def posterior_moments(parameters: torch.Tensor, normalizer: Normalizer) -> torch
     float32 and rounded once: at a log-variance of -9, bfloat16 leaves the deviation within 1.6 %.
     """
     posterior = make_posterior(parameters.float())
-    both = torch.cat([normalizer.apply(posterior.mean), normalizer.logvar(posterior.logvar)], dim=1)
-    return both.to(parameters.dtype)
+    moments = torch.cat([normalizer.apply(posterior.mean), normalizer.logvar(posterior.logvar)], dim=1)
+    return moments.to(parameters.dtype)
 
 
 def to_uint8(pixels_BCTHW: torch.Tensor) -> torch.Tensor:

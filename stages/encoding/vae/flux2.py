@@ -20,7 +20,7 @@ class Autoencoder(flux.Autoencoder):
     vae_class = AutoencoderKLFlux2
 
     def _make_normalizer(self, named: Normalization) -> base.Normalizer:
-        return SquareNormalizer.of_buffers(self._vae)
+        return SquareNormalizer.from_buffers(self._vae)
 
     def _channels(self) -> int:
         return EDGE**2 * super()._channels()
@@ -30,7 +30,7 @@ class SquareNormalizer(base.Normalizer):
     """From the autoencoder's latents (B, C, 1, H, W) to the model's (B, 4 C, 1, H / 2, W / 2)."""
 
     @classmethod
-    def of_buffers(cls, vae: Any) -> "SquareNormalizer":
+    def from_buffers(cls, vae: Any) -> "SquareNormalizer":
         """Computed in the buffers' own dtype, as in the pipeline."""
         statistics = vae.bn
         deviation = torch.sqrt(statistics.running_var + vae.config.batch_norm_eps)

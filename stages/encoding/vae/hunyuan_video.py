@@ -72,16 +72,16 @@ def apply_chunking(vae: Any, frames: int) -> None:
             setattr(module, "forward", partial(mid_block, module))  # noqa: B010
 
 
-def chunked_conv(conv: Any, x_BCTHW: torch.Tensor, frames: int, over: bool = False) -> torch.Tensor:
+def chunked_conv(conv: Any, x_BCTHW: torch.Tensor, frames: int, may_overwrite: bool = False) -> torch.Tensor:
     """The causal convolution, `frames` frames of its output at a time.
 
-    over: whether the result may overwrite x, if the shapes allow it.
+    may_overwrite: whether the result may overwrite x, if the shapes allow it.
     """
     inner, (*spatial, before, _) = conv.conv, conv.time_causal_padding
     size, stride = inner.kernel_size[0], inner.stride[0]
     assert inner.padding == (0, 0, 0) and inner.dilation == (1, 1, 1) and before == size - 1
     count = (x_BCTHW.shape[2] - 1) // stride + 1
-    in_place = over and inner.stride == (1, 1, 1) and inner.in_channels == inner.out_channels
+    in_place = may_overwrite and inner.stride == (1, 1, 1) and inner.in_channels == inner.out_channels
     out = x_BCTHW if in_place else None
     for first in reversed(range(0, count, frames)):
         last = min(first + frames, count)
@@ -114,9 +114,9 @@ def residual_block(block: Any, x: torch.Tensor, frames: int) -> torch.Tensor:
     input alive."""
     x = x.contiguous()
     h = chunked_group_norm(block.norm1, block.nonlinearity, x, torch.empty_like(x))
-    h = chunked_conv(block.conv1, h, frames, over=True)
+    h = chunked_conv(block.conv1, h, frames, may_overwrite=True)
     h = chunked_group_norm(block.norm2, block.nonlinearity, h, h)
-    h = chunked_conv(block.conv2, h, frames, over=True)
+    h = chunked_conv(block.conv2, h, frames, may_overwrite=True)
     return x.add_(h) if block.conv_shortcut is None else h.add_(block.conv_shortcut(x))
 
 

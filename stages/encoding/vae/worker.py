@@ -76,8 +76,8 @@ class LatentsWorker(UnitWorker):
         conditions = [item.condition_THWC for item in batch if item.condition_THWC is not None]
         if conditions:
             pixels["condition"] = np.stack(conditions)
-        sent = to_device_together([*map(torch.from_numpy, pixels.values())], self.device)
-        latents = [self._latents(names, part, bytes_BTHWC) for part, bytes_BTHWC in zip(pixels, sent, strict=True)]
+        arrays = to_device_together([*map(torch.from_numpy, pixels.values())], self.device)
+        latents = [self._latents(names, part, bytes_BTHWC) for part, bytes_BTHWC in zip(pixels, arrays, strict=True)]
         return self._rows(names, batch, [*pixels], HostCopy(*latents))
 
     def _latents(self, names: list[str], purpose: str, bytes_BTHWC: torch.Tensor) -> torch.Tensor:
@@ -86,12 +86,12 @@ class LatentsWorker(UnitWorker):
         posterior, condition = self.config.latents.posterior, self.config.model.condition
         # A reference, or the start of a validation prompt, is a row by itself; its unit holds only such rows.
         sample, pixels_BCTHW = self.plan.samples[names[0]], normalize_pixels(bytes_BTHWC)
-        is_given = purpose == "condition" or sample["role"] not in TRAINED_ROLES
-        if is_given and condition is not None and condition.posterior is not None:
+        is_condition = purpose == "condition" or sample["role"] not in TRAINED_ROLES
+        if is_condition and condition is not None and condition.posterior is not None:
             posterior = condition.posterior
-        if is_given and condition is not None and condition.padded:
-            more = Bucket.parse(sample["geometry"]["bucket"]).frames - pixels_BCTHW.shape[2]
-            pixels_BCTHW = F.pad(pixels_BCTHW, (0, 0, 0, 0, 0, more))
+        if is_condition and condition is not None and condition.padded:
+            padding = Bucket.parse(sample["geometry"]["bucket"]).frames - pixels_BCTHW.shape[2]
+            pixels_BCTHW = F.pad(pixels_BCTHW, (0, 0, 0, 0, 0, padding))
         return self._autoencoder.encode(pixels_BCTHW, seeds, posterior)
 
     def _rows(

@@ -132,7 +132,7 @@ class DataGlance:
     def _find_cuts(self, store: Store, config: Config, plan: Plan) -> None:
         """Find captions with more tokens than the encoder accepts, which the shards' metadata lists."""
         state = stage_registry.TEXT.state(store, config, plan)
-        paths = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
+        paths = [state.shard_paths[unit.unit_id] for unit in state.units if unit.unit_id in state.shard_paths]
         if not paths:
             self.gaps.append("No text is encoded yet, so truncated captions are not known.")
             return

@@ -142,7 +142,7 @@ def test_most_of_a_place_is_missing_and_the_stage_stops_and_fewer_are_rejected(p
     (home.folder / "0.png").rename(home.media / "0.png")
     report = home.run(encode_latents.run)
     assert (report.done, home.rejects(report)) == (2, {"1.png": "missing", "2.png": "missing"})
-    assert report.next_steps == ["latentpress encode-latents   # once the missing files are there again"]
+    assert report.next_steps == ["latentpress encode-latents   # once the missing files are back"]
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def shorten(tokenizer: Path, text: str) -> None:
 def test_a_tokenizer_whose_template_is_shorter_than_the_crop_is_refused(altered):
     made, folder = altered("kandinsky5-image-t2i")
     shorten(folder / "tokenizer", "Describe the image by detailing the color, shape, size, texture, quantity,")
-    with pytest.raises(LatentpressError, match=r"tokens of the template kandinsky5-t2i .* the first 40 off") as caught:
+    with pytest.raises(LatentpressError, match=r"template kandinsky5-t2i .* the first 40") as caught:
         made.run(encode_text.run)
     assert "use tokenizer/ of" in caught.value.next_step
     assert not made.shards("text")

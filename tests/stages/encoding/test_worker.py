@@ -90,9 +90,7 @@ def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, ba
     assert batches == [8, 4, 2, 2, 2, 2, 1]
     assert recorded(planned) == [2 * PIXELS]
     assert report.details["units_in_smaller_batches"] == 1
-    assert f"it fits with latents.batch_pixels: {2 * PIXELS}, which saves trying {8 * PIXELS}" in " ".join(
-        planned.said.split()
-    )
+    assert f"it fits with latents.batch_pixels: {2 * PIXELS} instead of {8 * PIXELS}" in " ".join(planned.said.split())
     with_room = planned.shards("latents")
     for name in with_room:
         (planned.root / "latents" / name).unlink()

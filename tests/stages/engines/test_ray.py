@@ -85,5 +85,5 @@ def test_another_checkpoint_on_a_node_is_refused(tmp_path: Path, project) -> Non
     home.run(discover.run)
     home.run(bucket.run)
     job = replace(make_job(tmp_path, 1), config=home.config(), fingerprint="0" * 32)
-    with pytest.raises(LatentpressError, match=f"in place of latents/{'0' * 32}"):
-        encode_latents.STAGE.load_elsewhere(job)
+    with pytest.raises(LatentpressError, match=f"latents/{'0' * 32}"):
+        encode_latents.STAGE.load_remote_worker(job)

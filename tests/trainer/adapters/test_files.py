@@ -68,5 +68,5 @@ def test_numbers_beyond_float32_are_named(tmp_path) -> None:
     save_file(lokr | {"lycoris_to_q.alpha": torch.tensor(2.0)}, tmp_path / "b.safetensors")
     layers = load_layers(read_adapter(tmp_path / "b.safetensors"), scale=10.0)
     for form in ("comfyui", "lycoris"):
-        with pytest.raises(AdapterError, match=r"to_q\.lokr_w1: multiplied by the adapter's strength, it is beyond"):
+        with pytest.raises(AdapterError, match=r"to_q\.lokr_w1: .* too large for"):
             adapter_contents(layers, form, {})

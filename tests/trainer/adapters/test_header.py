@@ -79,7 +79,7 @@ def test_folders_of_an_adapter_a_run_and_a_checkpoint_are_found(tmp_path) -> Non
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
     save_file(pairs(""), checkpoint / "trainable.safetensors")  # what resuming needs says nothing of the strength
-    with pytest.raises(AdapterError, match=r"holds no pytorch_lora_weights\.safetensors .* it has trainable\.safe"):
+    with pytest.raises(AdapterError, match=r"no pytorch_lora_weights\.safetensors .* trainable\.safe"):
         read_adapter(checkpoint)
     inside = write(checkpoint / file.name, pairs(), {"r": 4, "lora_alpha": 2})
     assert read_adapter(checkpoint).path == inside and read_adapter(checkpoint).alphas == [2.0]
@@ -103,20 +103,20 @@ def half(start: str, tensor: str) -> dict:
 
 
 CASES = {
-    "two prefixes": (pairs() | pairs("diffusion_model."), None, f"{FIRST} is there twice, as diffusion_model.blocks"),
-    "a bare one, too": (pairs() | pairs(""), None, f"{FIRST} is there twice, as blocks.0.to_q.lora_A.weight and tr"),
-    "two names": (pairs() | pairs(down="lora.down.weight"), None, f"{FIRST} is there twice"),
-    "halves": (half("a", "lora_A") | half("transformer.a", "lora_B"), None, "transformer.a is there twice, as a. and"),
+    "two prefixes": (pairs() | pairs("diffusion_model."), None, f"{FIRST} occurs twice, as diffusion_model.blocks"),
+    "a bare one, too": (pairs() | pairs(""), None, f"{FIRST} occurs twice, as blocks.0.to_q.lora_A.weight and tr"),
+    "two names": (pairs() | pairs(down="lora.down.weight"), None, f"{FIRST} occurs twice"),
+    "halves": (half("a", "lora_A") | half("transformer.a", "lora_B"), None, "transformer.a occurs twice, as a. and"),
     "half a layer": (without(pairs(), f"{FIRST}.lora_A.weight"), None, "is damaged: of transformer.blocks.0.to_q it"),
     "shapes": (pairs() | {f"{FIRST}.lora_B.weight": np.ones((8, 3), np.float32)}, None, "don't belong together"),
     "rank of the header": (pairs(), {"r": 8, "lora_alpha": 8}, "says rank 8 for blocks.0.to_q, and its tensors have 4"),
-    "no alpha": (pairs(), {"r": 4}, "lora_alpha is no number"),
-    "a text": (pairs(), {"r": 4, "lora_alpha": "four"}, "lora_alpha is no number"),
-    "a bad pattern": (pairs(), {"r": 4, "lora_alpha": 4, "rank_pattern": {"(": 4}}, "is no regular expression of RE2"),
-    "alpha not finite": (pairs() | {f"{FIRST}.alpha": np.float32([np.nan])}, None, "alpha is no number"),
+    "no alpha": (pairs(), {"r": 4}, "lora_alpha must be a number"),
+    "a text": (pairs(), {"r": 4, "lora_alpha": "four"}, "lora_alpha must be a number"),
+    "a bad pattern": (pairs(), {"r": 4, "lora_alpha": 4, "rank_pattern": {"(": 4}}, "rank_pattern has a pattern"),
+    "alpha not finite": (pairs() | {f"{FIRST}.alpha": np.float32([np.nan])}, None, "alpha must be a number"),
     "alpha without end": (pairs() | {f"{FIRST}.alpha": np.float64([1e308])}, None, "no number up to 1e+30: 1e+308"),
-    "large alpha": (pairs(), {"r": 4, "lora_alpha": 1e308}, "lora_alpha is no number up to 1e+30: 1e+308"),
-    "400 digits": (pairs(), {"r": 4, "lora_alpha": 10**400}, "lora_alpha is no number up to 1e+30: 1000"),
+    "large alpha": (pairs(), {"r": 4, "lora_alpha": 1e308}, "lora_alpha must be a number up to 1e+30, not 1e+308"),
+    "400 digits": (pairs(), {"r": 4, "lora_alpha": 10**400}, "lora_alpha must be a number up to 1e+30, not 1000"),
     "rank 0": (
         {f"{FIRST}.lokr_{w}": np.ones((2, 2), np.float32) for w in ("w1", "w2")},
         {"r": 0, "alpha": 4},
@@ -139,8 +139,8 @@ CASES = {
     "Tucker's LoKr": (lokr() | {f"{FIRST}.lokr_t2": np.ones((2, 2, 1, 1))}, None, "a LoKr with a middle tensor"),
     "kinds": (lokr() | without(pairs(), f"{FIRST}.lora_A.weight", f"{FIRST}.lora_B.weight"), None, "kinds: LoKr, LoRA"),
     "text": ({"lora_te1_layers_0.lora_down.weight": np.ones((2, 2), np.float32)}, None, "an adapter of a text encoder"),
-    "a model": ({"blocks.0.to_q.weight": np.ones((2, 2), np.float32)}, None, "no LoRA of a transformer: it holds bl"),
-    "nothing": ({}, None, "it holds no tensors"),
+    "a model": ({"blocks.0.to_q.weight": np.ones((2, 2), np.float32)}, None, "blocks.0.to_q.weight"),
+    "nothing": ({}, None, "no tensors"),
 }
 
 
@@ -158,17 +158,17 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path) -> None:
     whole = write(tmp_path / "a.safetensors", pairs()).read_bytes()
     for data in (b"", b"\0" * 20, whole[:-4], whole[:50], b"\xff" * 40):
         (tmp_path / "a.safetensors").write_bytes(data)
-        with pytest.raises(AdapterError, match=r"a\.safetensors is damaged or no safetensors file"):
+        with pytest.raises(AdapterError, match=r"a\.safetensors is damaged"):
             read_adapter(tmp_path / "a.safetensors")
     (tmp_path / "a.bin").write_bytes(b"anything")
     with pytest.raises(AdapterError, match=r"a\.bin is pickled"):
         read_adapter(tmp_path / "a.bin")
-    with pytest.raises(AdapterError, match="absent is not there"):
+    with pytest.raises(AdapterError, match="absent does not exist"):
         read_adapter(tmp_path / "absent")
-    with pytest.raises(AdapterError, match=r"holds no pytorch_lora_weights\.safetensors or .*it has a\.safetensors"):
+    with pytest.raises(AdapterError, match=r"no pytorch_lora_weights\.safetensors or .* a\.safetensors"):
         read_adapter(tmp_path)
     (tmp_path / "model" / "transformer").mkdir(parents=True)
-    with pytest.raises(AdapterError, match="holds a whole model and no adapter"):
+    with pytest.raises(AdapterError, match="a whole model"):
         read_adapter(tmp_path)
 
 
@@ -177,9 +177,9 @@ def test_a_file_for_another_model_is_refused(tmp_path) -> None:
     shapes = {f"transformer.{module}": (8, 6) for module in MODULES}
     check_fits(found, shapes, "m")
     check_fits(found, {name: (8, 6, 1, 1) for name in shapes}, "m")  # a convolution of one pixel
-    with pytest.raises(AdapterError, match=r"adapts 1 of its 3 modules where m has none: transformer\.blocks\.0\.to_q"):
+    with pytest.raises(AdapterError, match=r"m lacks 1 of the 3 modules .*: transformer\.blocks\.0\.to_q"):
         check_fits(found, dict(list(shapes.items())[1:]), "m")
-    with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, and in m 8 x 12"):
+    with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, but 8 x 12 in m"):
         check_fits(found, shapes | {FIRST: (8, 12)}, "m")
 
 
@@ -205,9 +205,9 @@ def test_a_loras_kinds_and_a_lokrs_strength_and_size(tmp_path) -> None:
     ):
         found = read_adapter(write(file, tensors, header))
         assert found.kind == "LoKr" and list(found.layers) == [FIRST]
-        assert (found.layers[FIRST].given_rank, found.layers[FIRST].scale) == (rank, scale)
+        assert (found.layers[FIRST].file_rank, found.layers[FIRST].scale) == (rank, scale)
         check_fits(found, shapes, "m")
-    with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, and in m 6 x 8"):
+    with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, but 6 x 8 in m"):
         check_fits(found, {FIRST: (6, 8)}, "m")
 
 
@@ -217,15 +217,15 @@ def test_lycoris_names_are_those_of_the_models_modules(tmp_path) -> None:
     model = [FIRST, "transformer_2.blocks.0.to_q", "transformer.blocks.1.to_q"]
     assert found.format == "lycoris" and sorted(resolve_names(found, model, "m").layers) == sorted(model[:2])
     with pytest.raises(
-        AdapterError, match=r"lycoris_blocks_0_to_q may be any of transformer\.blocks\.0\.to_q, tr.* in m"
+        AdapterError, match=r"lycoris_blocks_0_to_q is ambiguous: in m, .* transformer\.blocks\.0\.to_q, tr"
     ):
         resolve_names(found, [*model, "transformer.blocks_0.to_q"], "m")
     both = read_adapter(write(tmp_path / "a.safetensors", tensors | lokr("transformer.blocks.0.to_q")))
     with pytest.raises(
-        AdapterError, match=r"transformer\.blocks\.0\.to_q is there twice, as .* and lycoris_blocks_0_to_q"
+        AdapterError, match=r"transformer\.blocks\.0\.to_q occurs twice, as .* and lycoris_blocks_0_to_q"
     ):
         resolve_names(both, model, "m")
-    with pytest.raises(AdapterError, match="adapts 2 of its 2 modules where m has none"):
+    with pytest.raises(AdapterError, match="m lacks 2 of the 2 modules"):
         check_fits(resolve_names(found, model[2:], "m"), {model[2]: (8, 6)}, "m")
 
 
@@ -240,13 +240,13 @@ def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_pat
         ({"rank": 16}, "has rank 4; the configuration has rank 16"),
         ({"rank": 4, "alpha": 4.0}, "has alpha 1, 2.5; the configuration has alpha 4"),
         ({"alpha": 2.5, "rslora": True}, "has alpha 0.5, 1.25 (with rslora: true); the configuration has alpha 2.5"),
-        ({"type": "lokr"}, "is a LoRA, and the configuration has a LoKr"),
-        ({"dora": True}, "is a LoRA, and the configuration has a DoRA"),
+        ({"type": "lokr"}, "is a LoRA, but the configuration trains a LoKr"),
+        ({"dora": True}, "is a LoRA, but the configuration trains a DoRA"),
     ):
         with pytest.raises(AdapterError) as caught:
             read_initial(Adapter(init_from=str(file), **settings))
         assert said in caught.value.message and "rain.adapter" in caught.value.next_step
     write(file, lokr(), {"r": 2, "alpha": 2})
-    with pytest.raises(AdapterError, match=r"is a LoKr, and the configuration has a LoRA") as caught:
-        read_initial(Adapter(init_from=str(file)))
+    with pytest.raises(AdapterError, match="is a LoKr, but the configuration trains a LoRA") as caught:
+        read_initial(Adapter(init=str(file)))
     assert "Set train.adapter.type to lokr" in caught.value.next_step

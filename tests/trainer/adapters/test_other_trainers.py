@@ -141,5 +141,5 @@ def test_a_lokr_of_several_modules_is_refused(tmp_path: Path) -> None:
     }
     save_file(held, tmp_path / "a.safetensors")
     modules = [f"transformer.transformer_blocks.0.attn.to_{side}" for side in "qkv"]
-    with pytest.raises(AdapterError, match=r"img_attn\.qkv is of 3 modules here, and a LoKr"):
+    with pytest.raises(AdapterError, match=r"img_attn\.qkv is for 3 modules of this model, and a LoKr"):
         resolve_names(read_adapter(tmp_path / "a.safetensors"), modules, "the transformer")

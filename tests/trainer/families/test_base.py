@@ -100,7 +100,7 @@ class JointBlock(torch.nn.Module):
 
 
 TEXT, IMAGE = 2, 6
-PLACES = {False: BlockTokens(output=1), True: BlockTokens(last=True)}  # whether the text is in the same tensor
+PLACES = {False: BlockTokens(output=1), True: BlockTokens(is_text_first=True)}  # whether the text is in the same tensor
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -179,7 +179,7 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
 
 def test_what_it_can_not_compute_is_refused(tiny):
     model, batch = QwenImage().load(str(tiny("qwen-image"))), make_batch([3])
-    with pytest.raises(ValueError, match="i2i with 0 references: a batch of i2i has some"):
+    with pytest.raises(ValueError, match="i2i with 0 references"):
         QwenImage().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "i2i")
     with pytest.raises(ValueError, match="no task 't2v'; valid: t2i"):
         QwenImage().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")

@@ -32,7 +32,7 @@ def test_a_backend_that_is_there_computes_attention(device, name) -> None:
 def test_training_with_a_backend_has_the_losses_of_torchs_own_choice(ready, device, name) -> None:
     if device == "cpu" and name != "_native_flash":
         pytest.skip("not on a CPU")
-    if problem := find_problem(name, 64, torch.bfloat16, torch.device(device), gradient=True):
+    if problem := find_problem(name, 64, torch.bfloat16, torch.device(device), has_gradient=True):
         pytest.skip(problem)
     found = []
     for backend in ("native", name):

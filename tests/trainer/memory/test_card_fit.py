@@ -176,8 +176,8 @@ def test_of_another_checkpoint_the_shape_is_its_own_or_said_to_be_assumed(tmp_pa
     (folder / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", "num_layers": 3}))
     shapes, assumed = read_shapes(configured("sana", tmp_path, model={"path": str(folder.parent)}).model)
     assert shapes["transformer"]["num_layers"] == 3
-    assert [text.partition(" here")[0].split()[-1] for text in assumed] == ["text_encoder", "vae"]
-    assert all("is taken for that of terminusresearch" in text for text in assumed)
+    assert [text.partition(" on this machine")[0].split()[-1] for text in assumed] == ["text_encoder", "vae"]
+    assert all("the shape of terminusresearch" in text for text in assumed)
     _, assumed = read_shapes(configured("sana", tmp_path, model={"path": "someone/finetuned"}).model)
     assert len(assumed) == 3
 

@@ -28,7 +28,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 )
 def test_of_each_number(name: str, dtype: torch.dtype, state: float, working: float | None) -> None:
     """Scales of 8-bit states apart. The working memory is that of a GPU."""
-    found = measure_optimizer(Optimizer(name=name), dtype, cpu=False)
+    found = measure_optimizer(Optimizer(name=name), dtype, is_cpu=False)
     assert found.state == pytest.approx(state, rel=0.04)
     assert working is None or found.working == pytest.approx(working, abs=1e-3)
     assert found.averages == (name == "adamw-schedulefree")
@@ -37,11 +37,11 @@ def test_of_each_number(name: str, dtype: torch.dtype, state: float, working: fl
 
 def test_arguments_count() -> None:
     momentum = Optimizer(name="torch.optim.SGD", arguments={"momentum": 0.9})
-    assert measure_optimizer(momentum, FLOAT32, cpu=True).state == 4
+    assert measure_optimizer(momentum, FLOAT32, is_cpu=True).state == 4
     half = Optimizer(name="adamw", arguments={"amsgrad": True})
-    assert measure_optimizer(half, BFLOAT16, cpu=True).state == pytest.approx(6, rel=1e-3)
+    assert measure_optimizer(half, BFLOAT16, is_cpu=True).state == pytest.approx(6, rel=1e-3)
 
 
 def test_an_optimizer_that_is_not_installed_is_named() -> None:
     with pytest.raises(RunError, match="needs no_such_package"):
-        measure_optimizer(Optimizer(name="no_such_package.Adam"), FLOAT32, cpu=True)
+        measure_optimizer(Optimizer(name="no_such_package.Adam"), FLOAT32, is_cpu=True)

@@ -81,7 +81,7 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     assert (code, report["done"], report["skipped"], report["remaining"]) == (INCOMPLETE, 3, 0, 2)
     name = numbers[0].name
     assert report["details"]["stopped"] == (
-        f"by {name}; nothing is lost: the checkpoint at step 3 has all of it, and the run goes on with step 4"
+        f"by {name}; nothing is lost: the checkpoint at step 3 has all steps; the run resumes at step 4"
     )
     assert report["next_steps"][0].startswith("latentpress train") and "saved" not in report["details"]
     assert f"{name}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once" in said
@@ -110,11 +110,9 @@ def interrupt_at_step(step: int, interrupted: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
-        (3, "there is no checkpoint yet: steps 1 to 2 are lost, and started again the run begins at step 1"),
-        long(
-            6, "the last checkpoint is at step 3: steps 4 to 5 are lost, and started again the run goes on with step 4"
-        ),
-        long(4, "nothing is lost: the checkpoint at step 3 has all of it, and the run goes on with step 4"),
+        (3, "no checkpoint exists yet: steps 1 to 2 are lost; the run starts again at step 1"),
+        long(6, "the last checkpoint is at step 3: steps 4 to 5 are lost; the run resumes at step 4"),
+        long(4, "nothing is lost: the checkpoint at step 3 has all steps; the run resumes at step 4"),
     ],
 )
 def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
@@ -130,7 +128,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
     time.sleep(REPEATED_S)
     started.send_signal(signal.SIGINT)
     error = json.loads(started.communicate()[0])["error"]
-    assert started.returncode == INTERRUPTED and error["message"] == f"train was ended by Ctrl-C at once: {expected}"
+    assert started.returncode == INTERRUPTED and error["message"] == f"Ctrl-C ended train at once: {expected}"
     assert "every 3 steps (train.checkpoint_every)" in error["next_step"]
     assert checkpoints(config) == ([] if step == 3 else [3]) and read_failure(config.run_folder) is None
     assert program(config)[1]["done"] == (9 if step == 3 else 6)
@@ -144,7 +142,10 @@ def test_while_the_model_is_loaded_it_ends_at_once(ready, program, monkeypatch) 
         tell(signal.SIGTERM)
         pause(60)
 
-    for done, expected in ((0, "no step was done"), (1, "nothing is lost: the checkpoint at step 1 has all of it")):
+    for done, expected in (
+        (0, "no step was completed"),
+        (1, "nothing is lost: the checkpoint at step 1 has all steps"),
+    ):
         with monkeypatch.context() as during:
             during.setattr(loop, "prepare_training", interrupted)
             code, report, _ = program(config)
@@ -168,7 +169,7 @@ def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, program
         return real(model, family, config, data, folder, *rest)
 
     monkeypatch.setattr(loop.validation, "write_validation_latents", interrupted)
-    for step, said in ((2, "the run goes on with step 3"), (4, "the result is still to be saved")):
+    for step, said in ((2, "the run resumes at step 3"), (4, "the result is not saved yet")):
         code, report, _ = program(config)
         assert code == INCOMPLETE and said in report["details"]["stopped"] and checkpoints(config)[-1] == step
         assert list(lines(config)) == list(range(1, step + 1))
@@ -245,7 +246,7 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forke
     (step,) = checkpoints(config)
     assert started.returncode == INCOMPLETE and step == max(lines(config)) and report["remaining"] == 1
     assert report["details"]["stopped"] == (
-        f"by {name}; train: nothing is lost: the checkpoint at step {step} has all of it, and the run goes on with "
+        f"by {name}; train: nothing is lost: the checkpoint at step {step} has all steps; the run resumes at "
         f"step {step + 1}"
     )
     (row,) = report["details"]["stages"]

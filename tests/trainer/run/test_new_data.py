@@ -132,17 +132,17 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
     elif case == "set is gone":
         store.remove("sets/set1/set.json")
     said = {
-        "other encoders": "its shards of latents and text were made by other models",
+        "other encoders": "its shards of latents and text",
         "trained sample": "holds out 1 samples that this run was trained on: set1-sample",
         "trained media": "holds out 1 samples that this run was trained on: [0-9a-f]{32}",
-        "set is gone": "was trained on set set1, which is not there",
+        "set is gone": "was trained on set set1, which is missing",
     }
     if case == "gone before":  # that was compared, and is removed later: nothing ends a run that went on
         train(longer)
         store.remove("sets/set1/set.json")
         assert train(make_config("t2i", steps=4, on_new_data="continue"))["done"] == 1
         change(store, "sets/set2/index.arrow", lambda rows: rows[-1].update(sample_id="set1-sample3"))
-        with pytest.raises(ResumeError, match="was trained on set set1, which is not there"):
+        with pytest.raises(ResumeError, match="was trained on set set1, which is missing"):
             train(make_config("t2i", steps=5, on_new_data="continue"))
         return
     with pytest.raises(ResumeError, match=said[case]):

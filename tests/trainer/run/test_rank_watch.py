@@ -108,7 +108,7 @@ def test_a_rank_that_hangs_in_its_turn_to_load(run_ranks, monkeypatch) -> None:
     monkeypatch.setattr(prepare, "make_trainable", make_trainable)
     message = run_ranks(20, (INCOMPLETE, INCOMPLETE), {}, "fsdp2")["error"]["message"]
     assert message.startswith("rank 1 (") and "rank 0" not in message
-    assert "has made no progress for 20 s (train.parallel.timeout) at adding what is trained" in message
+    assert "has made no progress for 20 s (train.parallel.timeout) at adding the trained weights" in message
 
 
 @pytest.mark.long

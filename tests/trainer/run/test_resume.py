@@ -99,7 +99,7 @@ def test_a_disk_without_room_for_checkpoints_is_warned_of(ready, program, monkey
     config = ready("t2i", steps=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
     said = " ".join(program(config)[2].split())
-    assert "has 1.0 KiB, so that saving a checkpoint may fail; free space, or set `output`" in said
+    assert "has 1.0 KiB, so saving a checkpoint may fail; free space, or set `output`" in said
 
 
 def test_settings_that_changed_are_named_where_a_run_goes_on(ready, program) -> None:
@@ -166,7 +166,7 @@ def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
         return moved(changed, path)
 
     build("kandinsky5-image-t2i", tmp_path / "other", seed=1, only=["transformer", "scheduler"])
-    with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
+    with pytest.raises(ResumeError, match=r"the base weights are different\n.*model\.path"):
         train(other(tmp_path / "other"))
     shutil.copytree(Path(config.model.path), tmp_path / "same")
     assert train(other(tmp_path / "same", precision="bfloat16"))["done"] == 1
@@ -174,5 +174,5 @@ def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
-    with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
+    with pytest.raises(ResumeError, match=r"the base weights are different\n.*model\.path"):
         train(other(tmp_path / "same"))

@@ -82,7 +82,7 @@ def test_another_assistant_does_not_continue_a_run(ready, assistant, tiny, tmp_p
     other = export.save_lora(trained(KIND, tiny(KIND), alpha=5.0), tmp_path / "other", KIND)
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
     for changed in (longer, assisted(longer, other)):
-        with pytest.raises(ResumeError, match=r"model\.assistant is another adapter, or none"):
+        with pytest.raises(ResumeError, match=r"model\.assistant is a different adapter"):
             train(changed)
     train(assisted(longer, assistant.rename(tmp_path / "moved.safetensors")))
 
@@ -101,9 +101,9 @@ def test_what_can_be_no_assistant_is_named(ready, tiny, tmp_path, capsys) -> Non
     dora = export.save_lora(trained(KIND, tiny(KIND), dora=True), tmp_path / "dora", KIND)
     others = export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "others", "sana")
     for path, words in (
-        (dora, "is a DoRA, and only a LoRA can be one"),
+        (dora, "is a DoRA"),
         (others, "was trained for sana, and model.family is z-image"),
-        (tmp_path / "absent", "is not there"),
+        (tmp_path / "absent", "absent does not exist"),
     ):
         with pytest.raises(AdapterError, match=rf"model\.assistant: .*{words}"):
             read_assistant(model.model_copy(update={"assistant": str(path)}))
@@ -114,6 +114,6 @@ def test_what_can_be_no_assistant_is_named(ready, tiny, tmp_path, capsys) -> Non
     with pytest.raises(AdapterError, match=r"model\.assistant: .*lora_A\.weight has 3\.4e\+38, which bfloat16 can't"):
         prepared(loud)
     wide = export.save_lora(trained("sana", tiny("sana")), tmp_path / "wide", KIND)
-    with pytest.raises(AdapterError, match=r"adapts .* modules where the transformer has none"):
+    with pytest.raises(AdapterError, match="the transformer lacks"):
         prepared(assisted(ready(KIND), wide), Console())
     assert LOADS not in capsys.readouterr().err

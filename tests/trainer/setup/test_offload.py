@@ -86,9 +86,9 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
     group_of = {name: numbers[id(weight)] // 2 for name, weight in home.items()}
 
     def look(block: torch.nn.Module, *_: object) -> None:
-        seen.append([group.there for group in scheduler.groups])
+        seen.append([group.is_on_device for group in scheduler.groups])
         copied = {name for name, weight in model.named_parameters() if name in home and weight is not home[name]}
-        assert copied == {name for name in home if scheduler.groups[group_of[name]].there}
+        assert copied == {name for name in home if scheduler.groups[group_of[name]].is_on_device}
         assert all(dict(model.named_parameters())[name] is weight for name, weight in trained.items())
 
     for block in blocks:
@@ -118,7 +118,7 @@ def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_kee
     host = {key: [part.clone() for part in take_apart(weight)[0]] for key, weight in frozen(model).items()}
     group = BlockGroup(blocks_of(model), torch.device("meta"), None)
     kinds = {type(weight) for weight in frozen(model).values()}
-    group.bring()
+    group.onload()
     moved = dict(model.named_parameters())
     for key, before in host.items():
         here = take_apart(moved[key])[0]
@@ -127,7 +127,7 @@ def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_kee
         assert [(part.shape, part.dtype) for part in here] == [(part.shape, part.dtype) for part in before]
     assert {type(moved[key]) for key in host} == kinds
     assert all(weight.device.type == "cpu" for weight in trainable_parameters(model).values())
-    group.leave()
+    group.offload()
     for key, weight in frozen(model).items():
         assert all(torch.equal(one, other) for one, other in zip(take_apart(weight)[0], host[key], strict=True)), key
 

@@ -83,7 +83,7 @@ def test_a_vector_is_what_transformers_gives(tmp_path: Path, name: str) -> None:
     model = save(tmp_path, name)
     expected = pooled(getattr(model, part) if part else model, processor, shown)
     ours = load(tmp_path)
-    input = ours.show(FRAMES, Bucket(140, 98, 2))
+    input = ours.prepare(FRAMES, Bucket(140, 98, 2))
     torch.testing.assert_close(ours.vectors(input), expected, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(expected[0], expected[1], rtol=1e-3), "the picture does not matter"
     mean = torch.nn.functional.normalize(expected.mean(0), dim=0)
@@ -98,7 +98,7 @@ def test_a_classifier_without_pooling_weights_gives_its_class_token(tmp_path: Pa
     classifier = transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)).eval()
     classifier.save_pretrained(tmp_path)
     ours = load(tmp_path)
-    shown = ours.show(FRAMES, Bucket(140, 98, 2))
+    shown = ours.prepare(FRAMES, Bucket(140, 98, 2))
     with torch.no_grad():
         expected = classifier.vit(pixel_values=torch.from_numpy(shown)).last_hidden_state[:, 0]
     torch.testing.assert_close(ours.vectors(shown), expected)
@@ -114,9 +114,9 @@ def test_what_is_no_model_of_pictures_or_draws_by_chance_is_named(tmp_path: Path
         getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**values)).save_pretrained(
             tmp_path / name
         )
-    with pytest.raises(WeightsError, match="no vector of a picture can be had"):
+    with pytest.raises(WeightsError, match=r"text: .* can't compute a vector"):
         load(tmp_path / "text")
-    with pytest.raises(WeightsError, match="another vector each time"):
+    with pytest.raises(WeightsError, match=r"masked: .* different vectors"):
         load(tmp_path / "masked")
     (tmp_path / "masked" / "preprocessor_config.json").unlink()
     with pytest.raises(WeightsError, match=r"preprocessor_config\.json"):
@@ -132,7 +132,7 @@ def test_what_is_no_model_of_pictures_or_draws_by_chance_is_named(tmp_path: Path
         ("config.json", {"id2label": "x"}, "config.json has a value that the model does not accept"),
         ("preprocessor_config.json", {"crop_size": {"height": 10**6}}, "crop_size makes pictures of 1000000 pixels"),
         ("preprocessor_config.json", {"image_processor_type": 7}, "preprocessor_config.json has a value"),
-        ("preprocessor_config.json", {"image_std": [0, 0, 0]}, "NaN or infinite numbers for a picture"),
+        ("preprocessor_config.json", {"image_std": [0, 0, 0]}, "NaN or infinite numbers"),
     ],
 )
 def test_a_crafted_checkpoint_is_refused(tmp_path: Path, file: str, values: dict[str, Any], message: str) -> None:

@@ -111,7 +111,7 @@ def test_offload_by_blocks_gives_the_same_numbers(make, encoded, plain, kind):
         ("sana", {"attention": "sdpa"}, "soft-capped"),
         ("wan2.1-t2v", {"attention": "flash_attention_2"}, "adds a bias"),
         ("kandinsky5-image-t2i", {"attention": "flash_attention_2"}, "needs a CUDA device"),
-        ("kandinsky5-image-t2i", {"quantization": "nf4-bnb", "offload": "blocks"}, "do not go together"),
+        ("kandinsky5-image-t2i", {"quantization": "nf4-bnb", "offload": "blocks"}, "text.offload: blocks"),
     ],
 )
 def test_what_cannot_be_had_is_refused(make, kind, options, message):

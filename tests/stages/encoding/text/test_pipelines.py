@@ -179,7 +179,7 @@ def test_an_instruction_longer_than_the_sliding_window(edited) -> None:
     encoder, pipe = SANA.encoder(folder), SANA.pipe(folder)
     for result, caption in zip(SANA.encoded(encoder, CAPTIONS), CAPTIONS, strict=True):
         assert (result.embeds - SANA.wanted(pipe, caption)).abs().max() <= LIMIT
-    assert encoder.stats.shared == len(CAPTIONS)
+    assert encoder.stats.prefixed_texts == len(CAPTIONS)
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_captions_that_merge_with_the_instruction(edited) -> None:
     encoder, pipe, captions = SANA.encoder(folder), SANA.pipe(folder), ["a cat", "zebra and a small grey cat", ""]
     for result, caption in zip(SANA.encoded(encoder, captions), captions, strict=True):
         assert (result.embeds - SANA.wanted(pipe, caption)).abs().max() <= LIMIT
-    assert (encoder.stats.shared, encoder.stats.whole) == (2, 1)
+    assert (encoder.stats.prefixed_texts, encoder.stats.full_texts) == (2, 1)
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(tiny) -> 
         largest = max([largest, *((one - other).abs().max().item() for one, other in pairs)])
     assert (together[0][-1] - together[1][-1]).abs().max() > 1e-2 < (alone[-1] - alone[-2]).abs().max()
     assert largest <= LIMIT
-    with pytest.raises(OptionError, match="flash_attention_2 computes nothing of padding"):
+    with pytest.raises(OptionError, match=r"text\.attention: flash_attention_2"):
         KLEIN.encoder(folder, attention="flash_attention_2")
     for result, caption in zip(KLEIN.encoded(KLEIN.encoder(folder, positions="real"), CAPTIONS), CAPTIONS, strict=True):
         exact = KLEIN.wanted(pipe, caption)
@@ -220,9 +220,7 @@ def test_a_tokenizer_with_another_chat_template_is_refused(edited, case: Case) -
     template = folder / "tokenizer" / "chat_template.jinja"
     template.unlink()  # a link to the file of all tests
     template.write_text("{{ messages[0].content }}")
-    with pytest.raises(
-        WeightsError, match=f"chat template makes 'a caption' of a prompt, and the template {case.kind}"
-    ):
+    with pytest.raises(WeightsError, match=f"'a caption', and the template {case.kind}"):
         case.encoder(folder)
     template.unlink()
     with pytest.raises(WeightsError, match="has no chat template"):
