@@ -159,7 +159,7 @@ def list_unused(store: Store, entries: Sequence[Entry], needed: "Needed", since:
             reason = "units that are not in a plan any longer" if folder in needed.caches else reason
             description = f"{_describe_cache(store, folder)}: {reason}"
         items.append(UnusedItem(folder, description, files))
-    if stale := [entry for entry in store.list_files(temporaries=True) if entry.modified < time_now - STALE]:
+    if stale := [entry for entry in store.list_files(temporaries=True) if entry.modified < time_now - STALE_S]:
         items.append(UnusedItem("", DESCRIPTIONS[""], stale))
     return sorted(items, key=lambda item: (-item.total_bytes, item.path))
 

@@ -60,12 +60,12 @@ def run(
         step = "Use --overwrite to replace it, or set --config to another file."
         raise ImportConfigError(f"{target} already exists", step)
     source = _find_trainer(trainer, parsed)
-    path_resolver = Beside(files[0], base, target.absolute().parent)
+    path_resolver = ReferencedFiles(files[0], base, target.absolute().parent)
     draft = Draft(path_resolver, {("root",): "./work", ("output",): "./output"})
     source.carry(draft, _find_roles(source, parsed))
     for file in parsed:
         for location, reason in file.problems:
-            draft.say(f"{file.path.name}: {location}", "not carried over", reason)
+            draft.add_line(f"{file.path.name}: {location}", "not carried over", reason)
     _apply_overrides(options.overrides, draft)
     _correct_values(draft)
     text = _write_text(draft, source, [*files, *path_resolver.read_paths])
@@ -116,8 +116,8 @@ def _apply_overrides(overrides: Sequence[str], draft: Draft) -> None:
         except ValueError as error:
             raise ImportConfigError(f"--set {text.partition('=')[0]}: {error}") from error
         for line in draft.lines:
-            is_same_section = line.to.startswith("model.") and key.startswith("model.")
-            if line.outcome == "not carried over" and (line.to == key or is_same_section):
+            is_same_section = line.option.startswith("model.") and key.startswith("model.")
+            if line.outcome == "not carried over" and (line.option == key or is_same_section):
                 line.outcome, line.note = "needs nothing", f"--set {key}"
         path = next((parent for parent in draft.values if parent == path[: len(parent)]), path)  # such as a whole list
         draft.values = {other: item for other, item in draft.values.items() if other[: len(path)] != path}
@@ -163,7 +163,7 @@ def _correct_value(draft: Draft, path: KeyPath, message: str, limit: Any) -> boo
     if limit is not None and lines:
         for line in lines:
             line.note = "limited to the nearest valid value"
-        draft.put(path, limit)
+        draft.set(path, limit)
         return True
     is_idle = any(word in message for word in IDLE)
     return draft.remove_value(path, "needs nothing" if is_idle else "not carried over", message)
@@ -171,7 +171,7 @@ def _correct_value(draft: Draft, path: KeyPath, message: str, limit: Any) -> boo
 
 def _make_report(draft: Draft, trainer: Trainer, target: Path, text: str, options: Options) -> Report:
     carried = [line for line in draft.lines if line.outcome == "carried over"]
-    idle = [line for line in draft.lines if line.outcome in ("needs nothing", "secret") and not line.default]
+    idle = [line for line in draft.lines if line.outcome in ("needs nothing", "secret") and not line.is_default]
     dropped = [line for line in draft.lines if line.outcome == "not carried over"]
     failed = [{"item": line.key, "reason": line.outcome, "message": line.note} for line in dropped]
     report = Report("import-config", done=len(carried), skipped=len(idle), failed=failed,

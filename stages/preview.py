@@ -100,7 +100,7 @@ def run(
     page = out or Path(config.output) / "preview" / f"{'plan' if plan else 'latents'}-{current.name}.html"
     check_folder(page.parent)
     encoded = None if plan else EncodedPlan(table)
-    rows_by_bucket = table.choose(items, buckets, encoded.encoded if encoded else None)
+    rows_by_bucket = table.choose(items, buckets, encoded.is_encoded if encoded else None)
     total = sum(map(len, rows_by_bucket.values()))
     if encoded:
         report.details["cache"] = encoded.folder
@@ -293,7 +293,7 @@ def plan_card(
         versions = {f"cropped to {item.bucket}": [_shrink(frame, is_clip) for frame in result.frames]}
         if result.masked is not None:
             versions["mask: red is not trained"] = [_shrink(frame, is_clip) for frame in result.masked]
-        original = _outline(item, encode_picture(result.whole, WHOLE_BOX))
+        original = _outline(item, encode_picture(result.uncropped, UNCROPPED_BOX))
         if is_clip:
             times = [item.times[index] for index in frame_indices(item.bucket.frames)]
             galleries = [Gallery([original]), _strip(versions, times, item.path)]
@@ -313,7 +313,7 @@ def plan_card(
         tuple(map(Caption, captions[:MAX_CAPTIONS])),
         more=f"and {hidden_captions} more" if hidden_captions > 0 else "",
         problems=problems,
-        whole=is_clip and not problems,
+        is_full_width=is_clip and not problems,
     )
 
 
@@ -436,13 +436,15 @@ def _render_latents(
 
 
 def _describe_cache(encoded: EncodedPlan) -> Iterator[str]:
-    config, count, rejected = encoded.table.config, int(encoded.encoded.sum()), int(encoded.rejects.sum())
+    config, count, rejected = encoded.table.config, int(encoded.is_encoded.sum()), int(encoded.is_rejected.sum())
     model = config.model
     posterior = f", {POSTERIOR_NOTES[config.latents.posterior]}" if model.family_spec.posterior else ""
     yield f"{model.family}, {model.task}, {model.flavour_spec.name}; {encoded.folder}{posterior}"
-    sentence = f"{count} of {len(encoded.encoded)} samples are encoded"
+    sentence = f"{count} of {len(encoded.is_encoded)} samples are encoded"
     sentence += f", {rejected} rejected" if rejected else ""
-    yield sentence + (f"; {encoded.missing} are not encoded yet: latentpress encode-latents" if encoded.missing else "")
+    yield sentence + (
+        f"; {encoded.missing_count} are not encoded yet: latentpress encode-latents" if encoded.missing_count else ""
+    )
 
 
 def _compare_sample(
@@ -501,7 +503,7 @@ def _compare_sample(
         problems=problems,
         score="" if mse is None else format_psnr(psnr(mse)),
         anchor=f"sample-{numbers['sample_id']}",
-        whole=True,
+        is_full_width=True,
     )
     return numbers, card
 

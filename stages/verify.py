@@ -55,7 +55,7 @@ def run(
     if options.dry_run:
         report.remaining = len(shard_sizes)
         return report
-    if removed := store.remove_stale_temps(STALE):
+    if removed := store.remove_stale_temps(STALE_S):
         console.log(f"removed {len(removed)} temporary files of killed processes")
     report.details["tables"], damaged_tables = checks.find_damaged_tables(store)
     for rel in [rel for rel in damaged_tables if repair and rel.startswith(f"{EDITS}/")]:

@@ -301,8 +301,8 @@ class TrainSet:
         """
         locations = self.draw_locations(row, text, bucket)
         draw = {part: self.read_row(location) for part, location in locations.items()}
-        for part, row in draw.items() if self.text_widths is not None else ():
-            if problem := find_shape_problems(part, row.tensors, bucket, self._task, self.text_widths or {}):
+        for part, part_row in draw.items() if self.text_widths is not None else ():
+            if problem := find_shape_problems(part, part_row.tensors, bucket, self._task, self.text_widths or {}):
                 raise self.damage(locations[part], problem)
         if len(draw) > 2:
             names = {part: [own_name(part, name) for name in part_row.tensors] for part, part_row in draw.items()}

@@ -50,9 +50,9 @@ ROUND = 50  # numbers of steps are rounded down to multiples of this
 class Answers:
     """Answers to the questions. folder, sources: paths of media and source images for the file. name: name of the
     dataset. card_gib: memory of the card in GiB. seconds: available time, None without a limit. trigger: name or
-    words for what is trained, None without one. family, recipe: None for the best candidate. is_in_media: whether the configuration is
-    in the folder of media, so that caches must be in other folders. needs_captions: whether some items do not have a
-    caption."""
+    words for what is trained, None without one. family, recipe: None for the best candidate. is_in_media: whether the
+    configuration is in the folder of media, so that caches must be in other folders. needs_captions: whether some items
+    do not have a caption."""
 
     folder: str
     name: str

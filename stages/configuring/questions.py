@@ -60,8 +60,8 @@ QUESTIONS = {
         Question("sources", "For editing: folder of the pictures before the edit", "FOLDER",
                  "Pictures with the same names.", "a folder named before or source, if it exists", is_folder=True),
         Question("trigger", "Name or words for what is trained", "WORDS",
-                 "For example ohwx woman: put before captions that lack them, and the caption of items without one. none: "
-                 "captions stay as they are, and a model describes items without one.", "none"),
+                 "For example ohwx woman: put before captions that lack them, and the caption of items without one. "
+                 "none: captions stay as they are, and a model describes items without one.", "none"),
         Question("card", "Memory of the card in GiB, or its name", "CARD", "For example 16, 24 GB or RTX 4090.",
                  "the card of this machine, else 16"),
         Question("time", "Available time", "TIME", "For example 8h or 90m; none: no limit.", ASSUMED_TIME),

@@ -78,9 +78,7 @@ class EncodingStage:
         options: Options,
         console: Console,
         *,
-        retry_rejects: Annotated[
-            bool, typer.Option("--retry-rejects", help="Encode rejected items again.")
-        ] = False,
+        retry_rejects: Annotated[bool, typer.Option("--retry-rejects", help="Encode rejected items again.")] = False,
         max_time: MaxTimeOption = None,
         readers: Annotated[int | None, typer.Option(min=1, max=MOST_PROCESSES, metavar="N", help=_READERS_HELP)] = None,
         prefetch: Annotated[
@@ -182,7 +180,7 @@ class EncodingStage:
         if shortage := find_shortage(config.root, needed):
             console.warn(f"{shortage}; {SPACE_ADVICE}")
         todo = state.remaining_units()
-        rejected = len(state.rejects) - sum(len(state.rejects_by_unit.get(unit.unit_id, ())) for unit in todo)
+        rejected = len(state.rejected_members) - sum(len(state.rejects_by_unit.get(unit.unit_id, ())) for unit in todo)
         report = Report(program=self.name, skipped=count_members(state.units) - count_members(todo) - rejected)
         report.details = {
             "cache": f"{self.kind}/{state.fingerprint}",

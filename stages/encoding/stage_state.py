@@ -164,8 +164,6 @@ def report_rejects(store: Store, state: StageState, report: Report) -> None:
     if report.rejects:
         report.rejects_path = store.path(f"rejects/{state.reject_folder}")
         if any(not row["retry"] for row in report.rejects):
-            report.next_steps.append(
-                f"latentpress {state.stage.name} --retry-rejects   # once the cause is corrected"
-            )
+            report.next_steps.append(f"latentpress {state.stage.name} --retry-rejects   # once the cause is corrected")
         if any(row["reason"] == "missing" for row in report.rejects):
             report.next_steps.append(f"latentpress {state.stage.name}   # once the missing files are back")

@@ -246,7 +246,7 @@ def longest_text(config: Config, plan: plans.Plan | None) -> int:
     max_length = config.text.max_length or config.model.template.max_length
     if plan is not None:
         active = plan.text_table.filter(pc.is_in(plan.text_table.column("text_id"), value_set=plan.active_text_ids))
-        return int(most_tokens(config.model, config.text, active).max(initial=1))
+        return int(max_token_counts(config.model, config.text, active).max(initial=1))
     if reference_length := reference_tokens(config.model):
         counts = [len(dataset.source_roles) for dataset in config.datasets if not dataset.disabled]
         counts += [len(listed(prompt.image)) for prompt in config.validation.prompts]

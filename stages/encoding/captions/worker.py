@@ -76,7 +76,9 @@ class CaptionWorker(UnitWorker):
         for name, item_answers in zip(names, answers, strict=True):
             captions, faults = list[str](), list[tuple[str, Fault]]()
             for question, answer in zip(self._questions, item_answers, strict=True):
-                fault = find_fault(answer.text, answer.is_complete, self._caption.max_tokens, self._caption.forbidden)
+                fault = find_fault(
+                    answer.text, answer.is_complete, self._caption.max_tokens, self._caption.forbidden_words
+                )
                 if fault is None:
                     captions.append(" ".join(f"{self._caption.prefix} {answer.text}".split()))  # one line
                     continue
