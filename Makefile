@@ -31,7 +31,7 @@ help:
 	@echo "make test-long [PART=i/n] torture, browser, benchmarks, every kill and every product of options; of n parts"
 	@echo "                          the ith, from 0"
 	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
-	@echo "make golden               record what tests/golden.json compares anew, after a change of a format"
+	@echo "make golden               record tests/golden.json and tests/messages.txt, after a change of a format or of words"
 	@echo "make lint                 ruff, mypy and the import contracts"
 	@echo "make generated            pipeline.schema.json, pipeline.yaml, docs/options.md, docs/programs.md, keys in docs/coming-from.md,"
 	@echo "                          schemas/cli/command_lines.json"
@@ -64,7 +64,8 @@ test-long: $(STAMP)
 		--timeout 3600 $(PYTEST_ARGS)
 
 golden: $(STAMP)
-	GOLDEN=record $(BIN)/python -m pytest -m "long or not long" tests/test_golden.py tests/test_golden_models.py
+	GOLDEN=record $(BIN)/python -m pytest -m "long or not long" tests/test_golden.py tests/test_golden_models.py \
+		tests/test_messages.py
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

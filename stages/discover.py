@@ -257,7 +257,7 @@ class _DatasetDiscovery:
             return
         uncaptioned = rejected.filter(pc.is_in(rejected["reason"], value_set=pa.array(MISSING_REASONS)))
         if 2 * len(uncaptioned) > len(rejected):
-            self._raise_missing_captions(uncaptioned["path"].slice(0, 3).to_pylist(), len(uncaptioned), total)
+            self._raise_missing_captions(sorted(uncaptioned["path"].to_pylist())[:3], len(uncaptioned), total)
         rows = rejected.slice(0, 10).to_pylist()
         messages = (
             row["message"] if row["path"] in row["message"] else f"{row['path']}: {row['message']}" for row in rows
