@@ -55,7 +55,7 @@ PROGRAMS = {
 
 def format_usage() -> str:
     width = max(map(len, PROGRAMS))
-    lines = "\n".join(f"  {name.ljust(width)}  {about}" for name, about in PROGRAMS.items())
+    lines = "\n".join(f"  {name.ljust(width)}  {description}" for name, description in PROGRAMS.items())
     return f"""\
 usage: latentpress PROGRAM [options]
 
@@ -85,8 +85,8 @@ def main() -> None:
         print(f"latentpress {version('latentpress')}")
         return
     if name not in PROGRAMS:
-        alike = get_close_matches(name, PROGRAMS, 1)
-        hint = f" (did you mean {alike[0]!r}?)" if alike else ""
+        matches = get_close_matches(name, PROGRAMS, 1)
+        hint = f" (did you mean {matches[0]!r}?)" if matches else ""
         choices = fill(", ".join(PROGRAMS), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         print(f"error: unknown command {name!r}{hint}; choose from:\n{choices}", file=sys.stderr)
         sys.exit(2)

@@ -9,10 +9,10 @@ from stages.encoding.masks.settings import require_masks
 from stages.encoding.stage_registry import MASKS as STAGE
 
 
-def run(config: Config, options: Options, console: Console, **more: Any) -> Report:
-    """more: options of all encoding stages."""
+def run(config: Config, options: Options, console: Console, **stage_options: Any) -> Report:
+    """stage_options: options of all encoding stages."""
     require_masks(config)
-    return STAGE.run(config, options, console, **more)
+    return STAGE.run(config, options, console, **stage_options)
 
 
 ABOUT = "Make masks of pictures and clips without a mask, by a segmentation model."
