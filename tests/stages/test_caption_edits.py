@@ -1,4 +1,4 @@
-"""Captions that a person edited: planned before those of the files, one text each, known to verify, gc, status."""
+"""Edited captions: they replace the captions of files in the plan, and verify, gc and status support them."""
 
 import threading
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_changes_at_once_are_all_kept(tmp_path: Path) -> None:
 
 
 def test_in_an_object_store(s3: S3Server) -> None:
-    """Of two that edit the same caption the second is told; the others' edits stay."""
+    """The second of two people who edit the same caption gets an error; all other edits stay."""
     pages = [Store(f"s3://{BUCKET}/work") for _ in range(2)]
     write_edit(pages[0], A, ["one"])
     write_edit(pages[1], B, ["other"])

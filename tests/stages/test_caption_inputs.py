@@ -1,4 +1,4 @@
-"""What each kind of item and of model gets to see, against transformers' own `generate` of one item."""
+"""Inputs of each kind of item and of model, compared with transformers' own `generate` for one item."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def answer(model: Any, tokenizer: Any, inputs: Any) -> str:
 
 
 def compare(home: Project, report: Any, expected: dict[str, str]) -> None:
-    """expected: path -> what the model writes, whether it is kept or set aside."""
+    """expected: path -> caption of the model, accepted or rejected."""
     found = {path: texts[0] for path, texts in written(home).items()}
     messages = {row["path"]: row["message"] for row in report.set_aside}
     assert found.keys() | messages.keys() == expected.keys() and found
@@ -81,7 +81,7 @@ def test_an_instruction_is_of_the_source_image_and_then_the_target(project: Any,
 
 
 def video_patches(frames: np.ndarray, processor: Processor) -> tuple[torch.Tensor, list[int]]:
-    """(patches, numbers) of a clip as transformers' video processor arranges them, from its definition."""
+    """Returns (patches, numbers) of a clip in the order of transformers' video processor, by its definition."""
     frames = np.concatenate([frames, frames[-1:]]) if len(frames) % 2 else frames
     images, m, p = processor.image_processor, 2, 14
     mean, deviation = (torch.tensor(values).view(1, 3, 1, 1) for values in (images.image_mean, images.image_std))
@@ -135,7 +135,7 @@ def test_a_clip_is_a_video_of_frames_spread_over_it(project: Any, tiny: Any) -> 
     assert len([name for name in clips if name in found]) >= 2
     spans = [found[name]["span"] for name in clips if name in found]
     assert all(span[1] - span[0] == pytest.approx(8 / 12, abs=0.002) for span in spans)
-    # Each clip is trained on with its own caption; one whose caption was set aside is left out.
+    # Each clip is trained on with its own caption; a clip whose caption was rejected is excluded.
     home.run(bucket.run)
     store = Store(home.root)
     planned = plans.load_plan(store, plans.list_plans(store)[-1])
@@ -171,7 +171,7 @@ def test_another_architecture_is_asked_by_its_own_processor(project: Any, tiny: 
 def test_a_model_whose_processor_needs_torchvision_is_refused_before_it_is_loaded(
     project: Any, tiny: Any, tmp_path: Path
 ) -> None:
-    """SmolVLM is an Idefics3 with another processor, which takes videos, too."""
+    """SmolVLM is an Idefics3 with another processor, which also supports videos."""
     folder = CAPTIONERS["idefics3"](tmp_path / "smolvlm")
     for name, key in (("config.json", "model_type"), ("processor_config.json", "processor_class")):
         settings = json.loads((folder / name).read_text())

@@ -1,4 +1,4 @@
-"""Captions of several settings beside each other, drawn ones, those of files and of a person, and files of them."""
+"""Captions of several settings in one project, sampled captions, captions of files, edited captions, caption files."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def photos(project: Any, tiny: Any) -> Project:
-    """Four pictures without a caption, and one with."""
+    """Four pictures without a caption, and one with a caption."""
     home = describing(project, tiny, temperature=2.0)
     for number in range(4):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def photos(project: Any, tiny: Any) -> Project:
 
 
 def planned(home: Project) -> dict[str, set[str]]:
-    """path -> texts of the newest plan."""
+    """Path -> texts in the newest plan."""
     store = Store(home.root)
     plan = plans.load_plan(store, plans.list_plans(store)[-1])
     texts = {row["text_id"]: row["text"] for row in plan.text_table.to_pylist()}
@@ -58,7 +58,7 @@ def test_drawn_captions_are_the_same_in_any_batch_and_others_by_another_seed(pho
 
 
 def cleaned(home: Project, texts: list[str]) -> set[str]:
-    """As `bucket` cleans captions, which removes what random weights write of control characters."""
+    """The caption as `bucket` cleans it: without control characters, which random weights generate."""
     return {home.config().model.template.cleaner.text(text) for text in texts}
 
 
@@ -80,7 +80,7 @@ def test_a_persons_caption_wins_then_that_of_a_file(photos: Project) -> None:
     photos.run(caption.run)
     made = {path: cleaned(photos, texts) for path, texts in written(photos).items()}
     path = next(path for path in made if path != "own.png")
-    assert "own.png" in made, "the model's caption of it is set aside: choose another picture"
+    assert "own.png" in made, "the model's caption of this picture is rejected: choose another picture"
     media = CAPTION.find_plan(Store(photos.root), photos.config()).sample_table.to_pylist()
     ids = {row["path"]: row["media_id"] for row in media}
     write_edit(Store(photos.root), ids[path], ["by hand"])
@@ -109,7 +109,7 @@ def test_files_are_written_beside_media_and_never_over_others(photos: Project) -
 
 
 def test_no_file_is_written_for_two_items_of_one_name(photos: Project) -> None:
-    """Also where the other is of another dataset, or can't be used."""
+    """Also if the second item is in another dataset, or is not usable."""
     photos.image("0.webp", (64, 48), None, 7)  # type: ignore[arg-type]
     (photos.media / "1.MP4").write_bytes(b"not a video of this dataset")
     photos.run(discover.run)

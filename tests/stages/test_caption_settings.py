@@ -54,7 +54,7 @@ def test_of_quantized_weights_they_are_what_these_weights_write(
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)  # the same on every CPU
     change = f"caption.quantization={quantization}"
     plain = CAPTION.fingerprint(photos.config())
-    photos.settings["caption"]["batch_tokens"] = 1  # as `generate` below: bfloat16 rounds otherwise in batches
+    photos.settings["caption"]["batch_tokens"] = 1  # bfloat16 rounds differently in batches
     report, found = photos.run(caption.run, change), written(photos, change)
     assert report.exit_code == 0 and report.done + len(report.set_aside) == 4 and found
     assert CAPTION.fingerprint(photos.config(change)) != plain and "remarks" not in report.details
@@ -101,10 +101,10 @@ def test_under_a_root_on_an_object_store_they_are_the_same(photos: Project, s3: 
 def test_the_model_of_a_repository_is_that_of_the_commit_that_names_the_cache(
     photos: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its branch moves after the cache was named: a worker that starts later loads what the name says."""
+    """The branch moves after the cache was named: a worker that starts later loads the commit of the cache's name."""
     weights, branch = branch_that_moves(build_llava(tmp_path / "llava"), tmp_path / "hub", monkeypatch)
     photos.settings["caption"]["model"] = weights["repo"]
     assert CAPTION.fingerprint_inputs(photos.config())["weights"] == weights
-    branch.write_text("b" * 40)  # which has no weights at all
+    branch.write_text("b" * 40)  # a commit without weights
     report = photos.run(caption.run)
     assert report.done + len(report.set_aside) > 0 and not report.remaining

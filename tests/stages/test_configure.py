@@ -1,4 +1,4 @@
-"""configure: the program, on real pictures; what it asks, writes and refuses."""
+"""The program configure on real pictures: its questions, files and errors."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """call(folder, *words) -> exit code, document and what was said."""
+    """call(folder, *words) -> exit code, report, and text on stderr."""
 
     monkeypatch.setattr(questions, "run_probe", lambda probe: {"devices": [CARD]})
 
@@ -66,7 +66,7 @@ def test_a_file_is_written_and_changed(photos: Path, call: Call) -> None:
 
 
 def test_a_recipe_is_taken_as_it_is(photos: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it saves of memory stays, however large the card is; a card that was found comes before the recipe's."""
+    """Settings that save memory stay on any card; a detected card replaces the recipe's card."""
     code, report, _ = call(photos, "--yes", "--recipe", "qwen-image-lora-24gb", "--card", "80", "--dry-run")
     assert code == 0 and "base_precision" in report["details"]["file"]["text"]
     monkeypatch.setattr(questions, "run_probe", lambda probe: {"devices": []})
@@ -119,7 +119,7 @@ def test_a_file_that_appeared_or_changed_meanwhile_is_not_replaced(tmp_path: Pat
     file = tmp_path / "pipeline.yaml"
     file.write_text("theirs")
     for before in (None, "mine"):
-        with pytest.raises(configure.LatentpressError, match="was changed meanwhile"):
+        with pytest.raises(configure.LatentpressError, match=r"pipeline\.yaml"):
             write_file(file, before, "new")
     assert file.read_text() == "theirs"
     write_file(file, "theirs", "new")
@@ -128,7 +128,7 @@ def test_a_file_that_appeared_or_changed_meanwhile_is_not_replaced(tmp_path: Pat
 
 @pytest.mark.long
 def test_it_asks_in_a_terminal(photos: Path) -> None:
-    """Wrong answers are asked for again, and nothing is written before the last one."""
+    """A question is repeated after an invalid answer, and the file is written after the last question."""
     command = [sys.executable, "-c", "from stages.configure import app; app(prog_name='latentpress configure')"]
     command += ["--config", "mine.yaml"]
     environment = {"PYTHONPATH": os.fspath(Path(__file__).resolve().parents[2])}

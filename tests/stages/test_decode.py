@@ -1,4 +1,4 @@
-"""Validation latents become pictures and videos: the autoencoder's own, whole or not at all."""
+"""Validation latents are decoded to the autoencoder's pictures and videos, which are complete or do not exist."""
 
 import importlib.util
 import io
@@ -31,7 +31,7 @@ COLORS = (
     (17, 99, 201),
     (250, 99, 0),
 )
-# Red's and blue's share of luma (ITU-T H.273), by the number of the matrix.
+# Weights of red and blue in luma (ITU-T H.273), by the number of the matrix.
 MATRICES = {1: (0.2126, 0.0722), 6: (0.299, 0.114)}
 
 
@@ -47,7 +47,7 @@ def random_latent(*shape: int) -> np.ndarray:
 
 
 def planes(path: Path) -> tuple[tuple[int, int, int, int], list[np.ndarray]]:
-    """(matrix, primaries, transfer, range) as the file has them, and its Y, U, V as stored, U and V doubled."""
+    """Returns (matrix, primaries, transfer, range) in the file's tags, and its stored Y, U, V, U and V at full size."""
     found = []
     with av.open(str(path)) as container:
         context = container.streams.video[0].codec_context
@@ -60,7 +60,7 @@ def planes(path: Path) -> tuple[tuple[int, int, int, int], list[np.ndarray]]:
 
 
 def by_hand(path: Path) -> list[np.ndarray]:
-    """RGB of each frame, (H, W, 3), by the definition and the file's own tags, which must be limited range."""
+    """RGB of each frame, (H, W, 3), computed by definition from the file's tags, which must be limited range."""
     (matrix, _, _, whole), found = planes(path)
     assert whole == 1
     red, blue = MATRICES[matrix]
@@ -73,7 +73,7 @@ def by_hand(path: Path) -> list[np.ndarray]:
 
 
 def in_stream(path: Path, bare: Path) -> tuple[int, int, int, int]:
-    """The tags of the coded stream alone, which is in `bare` without its container."""
+    """Tags in the coded stream, which `bare` contains without a container."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         to_bytes = av.BitStreamFilterContext("h264_mp4toannexb", stream)
@@ -93,7 +93,7 @@ def in_stream(path: Path, bare: Path) -> tuple[int, int, int, int]:
     ],
 )
 def test_a_video_has_the_colours_of_a_picture_and_says_how_they_are_coded(tmp_path, size, frames, matrix) -> None:
-    """Frames of one colour, which halved chroma does not change."""
+    """The frames have one color, which chroma subsampling does not change."""
     wanted = np.array(COLORS[:frames], np.uint8)[:, None, None].repeat(size[1], axis=1).repeat(size[0], axis=2)
     video = tmp_path / "a.mp4"
     write_output(video, wanted, 12)
@@ -110,7 +110,9 @@ def test_a_video_has_the_colours_of_a_picture_and_says_how_they_are_coded(tmp_pa
     reader = decord.VideoReader(str(video))
     assert len(reader) == frames
     for number in range(frames):
-        assert np.abs(reader[number].asnumpy().astype(int) - wanted[number]).max() <= 4  # it converts less accurately
+        assert (
+            np.abs(reader[number].asnumpy().astype(int) - wanted[number]).max() <= 4
+        )  # decord converts less accurately
 
 
 @pytest.mark.slow
@@ -124,7 +126,7 @@ def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project
     write_output(video, np.stack([wanted] * 3), 12, Mark(hash_file(latent, None)))
     for frame in by_hand(video):
         assert 10 * np.log10(255**2 / np.square(np.clip(frame, 0, 255) - wanted).mean()) > 38
-    assert home.run(decode.run).skipped == 1  # and the sheet is made from the video
+    assert home.run(decode.run).skipped == 1  # and the contact sheet is made from the video
     sheet = np.asarray(Image.open(home.folder / "output/run/samples/contact-sheet.png")).astype(int)
     small = Image.fromarray(np.tile(wanted, (2, 2, 1)))  # four frames
     small.thumbnail((256, 256), Image.Resampling.LANCZOS)
@@ -137,7 +139,7 @@ def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project
 @pytest.mark.slow
 def test_an_image_is_what_the_autoencoder_decodes_and_is_decoded_once(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i")
-    assert home.run(decode.run).exit_code == 0, "nothing to decode is no error"
+    assert home.run(decode.run).exit_code == 0, "a run without latents is not an error"
     latent = random_latent(16, 1, 8, 12)
     put(home, "cat", latent, "kandinsky5-image")
     report = home.run(decode.run)
@@ -150,7 +152,7 @@ def test_an_image_is_what_the_autoencoder_decodes_and_is_decoded_once(project, m
     np.testing.assert_array_equal(picture, expected)
     assert picture.shape == (64, 96, 3) and Image.open(samples / "contact-sheet.png").width >= 96
 
-    os.utime(samples / "step-000003/cat.png", ns=(0, 0))  # as in a copy without times
+    os.utime(samples / "step-000003/cat.png", ns=(0, 0))  # like a copy that does not keep times
     with monkeypatch.context() as patched:
         patched.setattr(base, "load_autoencoder", lambda *_: pytest.fail("loaded for nothing"))
         patched.setattr("stages.pages.sheets.draw_sheet", lambda *_: pytest.fail("nothing has changed"))
@@ -160,7 +162,7 @@ def test_an_image_is_what_the_autoencoder_decodes_and_is_decoded_once(project, m
     os.utime(old, ns=(0, 0))
     put(home, "cat", latent, "kandinsky5-image", step=6)
     sheet = (samples / "contact-sheet.png").read_bytes()
-    assert home.run(decode.run).done == 2, "of another latent, and of a new step"
+    assert home.run(decode.run).done == 2, "the picture of a changed latent, and of a new step"
     assert not np.array_equal(np.asarray(Image.open(samples / "step-000003/cat.png")), picture)
     assert (samples / "contact-sheet.png").read_bytes() != sheet
 
@@ -218,7 +220,7 @@ def test_a_picture_that_cannot_be_written_is_no_traceback(project) -> None:
 
 @pytest.mark.long
 def test_pictures_are_added_to_the_trackers(project, wandb_offline) -> None:
-    """Those that are decoded now, each at its step: as TensorBoard and Weights & Biases have them."""
+    """New pictures, each at its step, read back from TensorBoard and Weights & Biases."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     home = project("kandinsky5-image-t2i", train={"trackers": ["tensorboard", "wandb"]})

@@ -1,4 +1,4 @@
-"""Pictures during training: decoded once, whole or not at all, and never at training's cost."""
+"""Pictures during training are decoded once, are complete or do not exist, and do not slow training."""
 
 import os
 import signal
@@ -44,21 +44,21 @@ def add(home: Project, name: str, step: int = 3, seed: int = 0) -> Path:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """script(first, second, told=False): in place of a watch's looks; what happens after each look. No time passes."""
+    """script(first, second, is_stopped=False): replace the polls of a watch, with one action after each poll."""
 
-    def set_looks(*actions: Callable[[], object], told: bool = False) -> None:
-        class Looks(Watch):
+    def set_polls(*actions: Callable[[], object], is_stopped: bool = False) -> None:
+        class Polls(Watch):
             def __iter__(self) -> Iterator[bool]:
                 for action in actions:
                     yield False
                     action()
-                if told:
+                if is_stopped:
                     self._stop()
                 yield True
 
-        monkeypatch.setattr(decode, "Watch", Looks)
+        monkeypatch.setattr(decode, "Watch", Polls)
 
-    return set_looks
+    return set_polls
 
 
 @pytest.fixture
@@ -82,8 +82,7 @@ def decoded(home: Project, latent: Path) -> np.ndarray:
 
 
 def write_after(*files: Path) -> None:
-    """Let the trainer write latents of a later step than the first when `decode` and `report`, beside it, have written
-    these files."""
+    """Let the trainer write latents of later steps only after `decode` and `report` have written these files."""
     write = validation.write_validation_latents
 
     def wait_and_write(model: Any, family: Any, config: Any, data: Any, folder: Path, *rest: Any, **more: Any) -> int:
@@ -120,7 +119,7 @@ def test_pictures_are_there_before_training_has_ended(
 
 
 def children() -> set[int]:
-    """Of this process' own children: a pool of decoders that an earlier test left has a server between."""
+    """Direct child processes, without the decoders of an earlier test's pool, which are children of a server."""
     return {number for number, parent, _ in processes() if parent == os.getpid()}
 
 
@@ -131,7 +130,7 @@ def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_progra
 
     def list_pictures() -> None:
         seen.append(sorted(path.name for path in home.folder.glob("output/run/samples/*/*.png")))
-        assert children() == before, "between two validations no process holds memory"
+        assert children() == before, "between two validations no process uses memory"
 
     def add_damaged() -> None:
         list_pictures()
@@ -143,10 +142,10 @@ def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_progra
     script(add_damaged, list_pictures, list_pictures, lambda: add(home, "fox"))
     report = home.run(decode.run, watch=True)
     assert seen == [["cat.png"], ["cat.png", "emu.png"], ["cat.png", "emu.png"]]
-    assert rounds == ["cpu", "cpu"], "the damaged one is not tried again, and auto is the processor"
+    assert rounds == ["cpu", "cpu"], "the damaged latent is not tried again, and auto is the CPU"
     assert "dog.safetensors" in home.said
     assert [row["reason"] for row in report.failed] == ["damaged"] and report.exit_code == 3
-    assert report.done == 3 and picture(home, "fox").exists(), "the last ones when training has ended"
+    assert report.done == 3 and picture(home, "fox").exists(), "the last latents are decoded after training"
     times = {path: path.stat().st_mtime_ns for path in home.folder.glob("output/run/samples/step*/*")}
     (home.folder / "output/run/validation/step-000003/dog.safetensors").unlink()
     script(list_pictures)
@@ -186,17 +185,17 @@ def test_a_process_that_fails_leaves_no_part_and_the_rest_until_training_has_end
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(fail))
     script(lambda: seen.append(picture(home, "cat").exists()), lambda: add(home, "dog"))
     report = home.run(decode.run, watch=True)
-    assert seen == [False] and rounds == ["cpu"], "it is not tried again during training"
+    assert seen == [False] and rounds == ["cpu"], "decoding is not tried again during training"
     assert why in home.said
     assert (report.done, report.exit_code) == (2, 0)
     np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
 
 
 @pytest.mark.slow
-def test_told_to_finish_it_leaves_the_rest(project, forked_programs, script, rounds) -> None:
+def test_after_sigterm_remaining_latents_are_not_decoded(project, forked_programs, script, rounds) -> None:
     home = project()
     add(home, "cat")
-    script(lambda: add(home, "dog"), told=True)
+    script(lambda: add(home, "dog"), is_stopped=True)
     report = home.run(decode.run, watch=True)
     assert (report.done, report.exit_code) == (1, 0)
     assert picture(home, "cat").exists() and not picture(home, "dog").exists()
@@ -217,7 +216,7 @@ def test_a_stopped_decode_keeps_what_it_decoded_and_no_part(project, monkeypatch
 
     monkeypatch.setattr(base.Autoencoder, "decode", stop_at_the_second)
     report = home.run(decode.run)
-    assert (report.done, report.remaining, report.exit_code) == (2, 1, 3), "a file in work is finished"
+    assert (report.done, report.remaining, report.exit_code) == (2, 1, 3), "the current file is finished"
     assert report.details["stopped"].startswith("by SIGTERM")
     assert sorted(path.name for path in home.folder.glob("output/run/samples/*/*")) == ["cat.png", "dog.png"]
     assert home.run(decode.run).done == 1
@@ -245,7 +244,7 @@ def test_the_device_beside_training(
     trained = FakeRun(home)
     trained.metrics(step_line(4))
     add(home, "cat")
-    script(lambda: None, told=True)
+    script(lambda: None, is_stopped=True)
     assert home.run(decode.run, watch=True, device=given).done == 1
     assert devices == [expected]
 
@@ -253,7 +252,7 @@ def test_the_device_beside_training(
 def test_on_the_trainers_card_nothing_is_decoded_while_it_validates(
     project: Callable[..., Project], script, monkeypatch
 ) -> None:
-    """Between validations it is, a step after them."""
+    """Latents are decoded between validations, after the next training step."""
     home, rounds = project(stages={"decode": {"device": "cuda"}}), []
     monkeypatch.setattr(decode.StageProcesses, "run", lambda *given: (rounds.append(1), (0, {"done": 1}))[1])
     trained, seen = FakeRun(home), []
@@ -264,20 +263,20 @@ def test_on_the_trainers_card_nothing_is_decoded_while_it_validates(
         seen.append(len(rounds))
         trained.metrics(step_line(4))
 
-    script(train_a_step, lambda: seen.append(len(rounds)), told=True)
+    script(train_a_step, lambda: seen.append(len(rounds)), is_stopped=True)
     home.run(decode.run, watch=True)
     assert seen == [0, 1]
 
 
 def test_memory_is_limited_where_others_may_use_the_card(tmp_path: Path, monkeypatch) -> None:
-    assert not decode._may_be_shared(tmp_path), "after training it has the card"
+    assert not decode._may_be_shared(tmp_path), "after training the card is free"
     with hold(tmp_path):
         assert decode._may_be_shared(tmp_path)
     monkeypatch.setattr(decode, "is_running", lambda folder: None)
-    assert decode._may_be_shared(tmp_path), "nobody knows"
+    assert decode._may_be_shared(tmp_path), "it is unknown whether a trainer is running"
     monkeypatch.setattr(decode, "is_running", lambda folder: False)
     monkeypatch.setenv(watchers.RUN_PID_VARIABLE, "7")
-    assert decode._may_be_shared(tmp_path), "the encoding stages may be at work"
+    assert decode._may_be_shared(tmp_path), "the encoding stages may be running"
 
 
 def test_beside_the_trainer_a_part_of_the_free_memory_is_used(monkeypatch) -> None:
@@ -328,19 +327,17 @@ def test_a_preview_is_what_diffusers_decodes_and_is_replaced(project, forked_pro
     home.settings["validation"] = {"preview_autoencoder": str(folder)}
     latent, shown = add(home, "cat"), []
 
-    def look() -> None:
+    def check_preview() -> None:
         shown.append(np.asarray(Image.open(picture(home, "cat"))))
         assert read_mark(picture(home, "cat")).is_preview
         add(home, "dog")
 
-    script(look, look)
+    script(check_preview, check_preview)
     report = home.run(decode.run, watch=True)
     vae = AutoencoderKL.from_pretrained(Path(home.settings["model"]["path"]) / "vae").config
     tiny = AutoencoderTiny.from_pretrained(folder)
     raw = torch.from_numpy(decode.read_latent(latent)[0])[None, :, 0] / vae.scaling_factor
-    flux = (
-        raw - (vae.shift_factor or 0)
-    ) * vae.scaling_factor  # as Flux' pipeline has them, for which it was distilled
+    flux = (raw - (vae.shift_factor or 0)) * vae.scaling_factor  # like Flux' pipeline, for which it was distilled
     with torch.no_grad():
         expected = tiny.decode(flux / tiny.config.scaling_factor + tiny.config.shift_factor).sample
     expected = VaeImageProcessor().postprocess(expected, "pil")[0]
@@ -348,7 +345,7 @@ def test_a_preview_is_what_diffusers_decodes_and_is_replaced(project, forked_pro
         np.abs(shown[0].astype(int) - np.asarray(expected)).max() <= 1
         and (shown[0] == np.asarray(expected)).mean() > 0.99
     )
-    # Training has ended, and so both are decoded in full.
+    # Training has ended, so both are decoded by the full autoencoder.
     assert report.exit_code == 0 and not any(read_mark(picture(home, name)).is_preview for name in ("cat", "dog"))
     np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
     events = EventAccumulator(str(home.folder / "output/run/tensorboard/pictures"))

@@ -49,7 +49,7 @@ def test_an_unchanged_file_is_not_read_again(project) -> None:
     assert table.stat().st_mtime_ns == before.st_mtime_ns
     first = rows_of(home)
     (home.media / "one.png").write_bytes(b"x" * (home.media / "one.png").stat().st_size)
-    os.utime(home.media / "one.png", ns=(1, int(first[0]["version"])))  # nothing says that it changed
+    os.utime(home.media / "one.png", ns=(1, int(first[0]["version"])))  # neither size nor time shows the change
     home.image("two.png", (80, 60), seed=2)
     os.utime(changed, ns=(1, 1))
     report = home.run(discover.run)
@@ -64,7 +64,7 @@ def test_a_changed_caption_is_noticed_without_reading_the_media(project) -> None
     home.run(discover.run)
     (before,) = rows_of(home)
     path.with_suffix(".txt").write_text("after")
-    path.write_bytes(b"x" * before["size"])  # would be set aside, were it read
+    path.write_bytes(b"x" * before["size"])  # would be rejected if it were read
     os.utime(path, ns=(1, int(before["version"])))
     report = home.run(discover.run)
     (after,) = rows_of(home)
@@ -144,7 +144,7 @@ def test_too_many_rejects_are_listed_though_the_stage_stops(project) -> None:
     with pytest.raises(LatentpressError, match="max_reject_fraction") as caught:
         home.run(discover.run)
     listed = caught.value.message.splitlines()[1:]
-    assert len(listed) == 3 and all(line.count(line.strip().partition(":")[0]) == 1 for line in listed), "named once"
+    assert len(listed) == 3 and all(line.count(line.strip().partition(":")[0]) == 1 for line in listed), "listed once"
     assert [row["reason"] for row in rejects.read_stage(Store(home.root), "discover")["photos"]] == [
         "empty-caption"
     ] * 3
@@ -175,12 +175,12 @@ def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_sets_asi
     home.image("bad.png").write_text("no picture")
     report = home.run(discover.run, MANY)
     assert (report.done, report.skipped, read(report)) == (3, 3, 4)
-    assert read(report, "again") == 1, "the damaged one alone"
+    assert read(report, "again") == 1, "only the damaged file"
     tables = [read_media_table(Store(home.root), name) for name in ("photos", "again")]
     assert tables[0].equals(tables[1]) and len(tables[0]) == 3
     listed = report.summary().partition("Set aside:")[2]
     assert "photos/bad.png  " in listed and "again/bad.png  " in listed
-    home.image("0.png", (90, 90))  # changed, new, and with `--rehash`: each once
+    home.image("0.png", (90, 90))  # changed, new, and with `--rehash`: each is read once
     home.image("new.png", seed=9)
     report = home.run(discover.run, MANY)
     assert (report.done, read(report), read(report, "again")) == (2, 3, 1)
@@ -192,7 +192,7 @@ def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_sets_asi
     home.settings["datasets"][1]["instance_data_dir"] = "other"
     (home.folder / "other" / "0.txt").write_text("other")
     report = home.run(discover.run, MANY, accept_removed=True)
-    assert read(report, "again") == 1, "another folder's files are its own"
+    assert read(report, "again") == 1, "another folder has its own files"
 
 
 @pytest.mark.slow

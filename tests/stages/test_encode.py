@@ -1,4 +1,4 @@
-"""The encoding stages as a user runs them: what is encoded when, and what a change costs."""
+"""The encoding stages as programs: which samples are encoded, and which again after a change."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def test_dry_run_says_how_much_and_writes_nothing(photos) -> None:
 
 @pytest.mark.slow
 def test_texts_longer_than_the_limit_are_counted_and_listed(photos) -> None:
-    """By the run that encodes them, and by every later join."""
+    """The run that encodes them lists them, and each later index."""
     chosen = "text.max_length=6", "cache.format=webdataset"
     report = encode(photos, *chosen)[0]
     store, limited = Store(photos.root), {}
@@ -58,7 +58,7 @@ def test_texts_longer_than_the_limit_are_counted_and_listed(photos) -> None:
 
 @pytest.mark.slow
 def test_a_part_does_its_units_and_stops(project) -> None:
-    """The bytes are those of one run, and a process without --shard does what remains."""
+    """The bytes equal the bytes of one run, and a process without --shard encodes the remaining units."""
     home = project(IMAGE, cache={"unit_mib": 0.004})
     plan_four(home)
     home.run(encode_latents.run)
@@ -76,8 +76,8 @@ def test_a_part_does_its_units_and_stops(project) -> None:
     in_turn([0.004, 128], [(None, None), ("0/1", "0/1")], [f"s3://{BUCKET}/work", "work"]),
 )
 def test_jobs_on_the_same_units_encode_each_once(project, monkeypatch, s3, root, parts, unit_mib) -> None:
-    """But for the one that the first is at while the second does all the others: each looks at the shards again right
-    before it encodes a unit, however many it has read ahead."""
+    """Except for the unit that the first job encodes while the second encodes all other units: a job lists the shards
+    again before it encodes a unit, even if it has read several units ahead."""
     home = project(IMAGE, root=root, cache={"unit_mib": unit_mib}, train={"shuffle_shards": 2})
     for number in range(10):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
@@ -102,7 +102,7 @@ def test_jobs_on_the_same_units_encode_each_once(project, monkeypatch, s3, root,
 
 
 def changed(home, *overrides: str) -> tuple[int, int]:
-    """(texts, samples) that are encoded anew after a change."""
+    """Numbers of (texts, samples) that are encoded again after a change."""
     prepare(home, *overrides)
     text, latents = encode(home, *overrides)
     return text.done, latents.done
@@ -112,7 +112,7 @@ def changed(home, *overrides: str) -> tuple[int, int]:
 def test_a_change_encodes_what_it_concerns_alone(encoded) -> None:
     shards, first = encoded.shards("latents"), encoded.media / "0.png"
     assert changed(encoded, "datasets.photos.resolution=96") == (0, 4)
-    assert changed(encoded) == (0, 0), "back again"
+    assert changed(encoded) == (0, 0), "after the change back"
     for suffix in (".png", ".txt"):
         (encoded.media / f"1{suffix}").rename(encoded.media / f"other{suffix}")
     assert changed(encoded) == (0, 0), "a file that was renamed"
@@ -123,7 +123,7 @@ def test_a_change_encodes_what_it_concerns_alone(encoded) -> None:
     assert changed(encoded) == (0, 0) and encoded.run(index.run).details["samples"] == 4
     (encoded.media / "0.txt").write_text("quite another caption")
     assert changed(encoded) == (1, 0)
-    assert encoded.run(index.run).details["texts"] == 5, "the old caption is not a part of the set any more"
+    assert encoded.run(index.run).details["texts"] == 5, "the old caption is not in the set any longer"
     encoded.image("0.png", (96, 64), "quite another caption", seed=99)
     assert changed(encoded) == (0, 1)
     encoded.image("new.png", (64, 64), "something new", seed=7)

@@ -1,4 +1,4 @@
-"""The encoding stages as a user runs them: what is set aside, missing or damaged."""
+"""The encoding stages as programs: rejected, missing and damaged samples."""
 
 import shutil
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_a_list_of_what_was_set_aside_is_there_before_its_shard(photos, monkeypa
 
 
 def spy_on_shards(publish, found: list):
-    """Store.publish that notes, before each shard of latents appears, what its unit's list of rejects says."""
+    """Store.publish that records the list of rejects of each unit of latents before its shard is published."""
 
     def spy(store: Store, temporary, rel: str) -> None:
         if rel.startswith("latents/") and rel.endswith(".arrow"):
@@ -125,7 +125,7 @@ def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None
         path = home.image(f"{number}.jpg", (300, 300), f"picture {number}", number)
         path.write_bytes(path.read_bytes()[:1500])
     prepare(home)
-    for _ in range(2):  # the second time nothing is left to be encoded, and it is as wrong
+    for _ in range(2):  # the second run has nothing to encode, and fails in the same way
         with pytest.raises(LatentpressError, match=r"(?s)max_reject_fraction = 0\.2.*jpg"):
             home.run(encode_latents.run)
     assert home.run(encode_latents.run, "stages.max_reject_fraction=1.0").exit_code == 0

@@ -1,4 +1,4 @@
-"""encode-vision as a user runs it: what its shards hold, beside which units, and what a change costs."""
+"""The program encode-vision: contents of its shards, its units, and which samples a change encodes again."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from tests.model_hub import branch_that_moves
 
 @pytest.fixture
 def make(project, tiny):
-    """make(kind) -> Project with a tiny DINOv2 that sees 84 pixels: six patches a side, or as many in proportion."""
+    """make(kind) -> Project with a tiny DINOv2 for 84 pixels: six patches per side, or in proportion."""
 
     def made(kind: str):
         vision = {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}
@@ -47,7 +47,7 @@ def rows(home) -> list[ShardRow]:
 
 @torch.no_grad()
 def patches(home, frames: list[np.ndarray], grid: tuple[int, int]) -> torch.Tensor:
-    """features_FCHW by transformers alone."""
+    """features_FCHW, computed only with transformers."""
     size = {"height": grid[0] * 14, "width": grid[1] * 14}
     processor = BitImageProcessorPil(
         size=size, do_center_crop=False, image_mean=list(IMAGENET_MEAN), image_std=list(IMAGENET_STD)
@@ -69,7 +69,7 @@ def nearest(row: ShardRow, expected: list[torch.Tensor]) -> float:
 
 @pytest.mark.slow
 def test_images_have_the_features_of_their_own_pixels(make) -> None:
-    """64x64 at stride 16: six by six patches on four by four tokens, each 1.5 patches a side."""
+    """64x64 at stride 16: six by six patches on four by four tokens; a token has 1.5 patches per side."""
     home = make("kandinsky5-image-t2i")
     files = [home.image(f"{number}.png", (64, 64), "a picture", number) for number in range(3)]
     prepare(home)
@@ -159,14 +159,14 @@ def test_provenance_says_what_the_name_stands_for(make) -> None:
 
 
 def test_the_weights_of_a_repository_are_those_of_the_commit_that_names_the_cache(make, tmp_path, monkeypatch) -> None:
-    """Its branch moves after the cache was named: a worker that starts later loads what the name says."""
+    """The branch moves after the cache was named: a worker that starts later loads the commit of the cache's name."""
     home = make("kandinsky5-image-t2i")
     home.image("0.png", (64, 64))
     prepare(home)
     weights, branch = branch_that_moves(Path(home.settings["vision"]["model"]), tmp_path / "hub", monkeypatch)
     home.settings["vision"]["model"] = weights["repo"]
     assert encode_vision.STAGE.fingerprint_inputs(home.config())["weights"] == weights
-    branch.write_text("b" * 40)  # which has no weights at all
+    branch.write_text("b" * 40)  # a commit without weights
     assert home.run(encode_vision.run).done == 1
 
 
@@ -181,7 +181,7 @@ def test_without_a_model_it_says_what_to_set(project) -> None:
 
 @pytest.mark.slow
 def test_a_clip_of_several_passes_takes_smaller_ones_when_memory_runs_out(make, monkeypatch) -> None:
-    """Nine frames, four in a pass: two fit."""
+    """Nine frames in passes of four, of which only two fit into memory."""
     home, passes, patches = make("kandinsky5-video-t2v"), [], Encoder.patches
     home.video("clip.mp4")
     prepare(home)

@@ -1,4 +1,4 @@
-"""`latentpress export`: reports, refusals, and a copy that training takes."""
+"""`latentpress export`: reports, errors, and training on a copy."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from stages import bucket, discover, encode_latents, encode_text, export, index,
 
 
 def command(home: Any, capsys: pytest.CaptureFixture, *overrides: str, **own: Any) -> tuple[int, dict]:
-    """`export` as the command line calls it with --json: its exit code and its report."""
+    """Run `export` like the command line with --json. Returns (exit code, report)."""
     dry = own.pop("dry_run", False)
     options = Options(home.folder / "pipeline.yaml", overrides, dry_run=dry, json=True)
     code = run_program("export", export.run, options, own)

@@ -1,4 +1,4 @@
-"""features as a user runs it: one row of each item, what the model says of it, the same for every division."""
+"""The program features: one row per item, the model's output, and equal results for each division into parts."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def home(project: Any, tiny: Any) -> Project:
 
 
 def rows(home: Project) -> dict[str, ShardRow]:
-    """path -> row."""
+    """Path -> row."""
     store, config = Store(home.root), home.config()
     paths = dict(
         zip(
@@ -58,7 +58,7 @@ def rows(home: Project) -> dict[str, ShardRow]:
 
 @torch.no_grad()
 def class_token(home: Project, frames_FHWC: np.ndarray) -> np.ndarray:
-    """By transformers alone."""
+    """The class token, computed only with transformers."""
     size = Bucket(frames_FHWC.shape[2], frames_FHWC.shape[1], 1)
     grid = patch_grid(size, 84)
     model = transformers.Dinov2Model.from_pretrained(home.settings["features"]["model"]).eval()
@@ -75,7 +75,7 @@ def test_an_item_has_the_models_class_token_and_measures(home: Project) -> None:
     report = home.run(features.run)
     assert (report.done, report.remaining) == (5, 0)
     found = rows(home)
-    assert len(found) == 5  # of two files of the same bytes one
+    assert len(found) == 5  # one row for two files with the same bytes
     for row in FEATURES.find_plan(Store(home.root), home.config()).active.to_pylist():
         if row["path"] not in found:
             continue
@@ -114,7 +114,7 @@ def test_a_second_run_has_nothing_to_do_and_a_partition_makes_the_same(home: Pro
 
 def test_without_a_model_there_are_measures_alone_and_no_checkpoint_is_looked_for(home: Project) -> None:
     home.settings["features"]["model"] = None
-    home.settings["model"]["path"] = None  # a repository, which can't be reached
+    home.settings["model"]["path"] = None  # a repository that cannot be reached
     home.run(features.run)
     assert all(row.tensors.keys() == {"layouts"} and row.info["measures"] for row in rows(home).values())
 
@@ -159,7 +159,7 @@ def test_what_it_is_asked_without_its_section_or_without_weights_is_named(home: 
 
 @pytest.mark.long
 def test_damage_is_found_and_repaired(home: Project) -> None:
-    """Though `caption`, whose filter reads the table that is still to be made, has no plan."""
+    """`caption` does not have a plan, because its filter needs a table that does not exist yet."""
     home.settings["caption"] = {}
     home.settings["datasets"][0]["where"] = "sharpness >= 0"
     home.run(discover.run)

@@ -1,4 +1,4 @@
-"""Only what nothing needs is listed, and only what was listed is removed."""
+"""gc lists only unused files, and removes only listed files."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ENCODE = (encode_text, encode_latents)
 
 @pytest.fixture
 def indexed(project, built):
-    """Three pictures, one a unit, encoded and indexed."""
+    """Three pictures, one per unit, encoded and indexed."""
     return built(project("kandinsky5-image-t2i", cache={"unit_mib": 0.004}), index_three)
 
 
@@ -28,7 +28,7 @@ def index_three(home) -> None:
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in (discover, bucket, *ENCODE, index):
         home.run(program.run)
-    shutil.rmtree(home.root / "jobs")  # reports, which go when they are old
+    shutil.rmtree(home.root / "jobs")  # reports of jobs, which gc removes when they are old
 
 
 def files(home) -> set[str]:
@@ -63,7 +63,7 @@ def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only
     for program in (*ENCODE, index):
         indexed.run(program.run)
     before = files(indexed)
-    assert paths(indexed.run(gc.run)) == []  # written today
+    assert paths(indexed.run(gc.run)) == []  # all files were written today
     age(indexed, 31)
     listed = indexed.run(gc.run)
     assert {path for path in paths(listed) if path.startswith(("text/", "latents/"))} == float32

@@ -1,4 +1,4 @@
-"""import-config: another trainer's configuration becomes a pipeline.yaml that loads, and every key has an answer."""
+"""import-config: another trainer's configuration becomes a valid pipeline.yaml, and each key has an outcome."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def program(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and report; pipeline.yaml is next to the files."""
+    """Returns (exit code, report). pipeline.yaml is written next to the files."""
     given = [str(folder / word) if (folder / word).is_file() else word for word in arguments]
     ended = CliRunner().invoke(import_config.app, [*given, "--config", str(folder / "pipeline.yaml"), "--json"])
     assert ended.stdout, ended.stderr or ended.exception
@@ -39,7 +39,7 @@ def program(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def imported(folder: Path, files: dict[str, str], *arguments: str) -> tuple[Config, dict[str, str]]:
-    """The configuration, and the outcome of each key."""
+    """Returns (configuration, outcome of each key)."""
     write(folder, files)
     code, report = program(folder, next(iter(files)), *arguments)
     assert code in (OK, INCOMPLETE), report
@@ -98,7 +98,7 @@ def test_an_example_of_each_trainer_becomes_a_configuration_that_loads(name: str
 def test_values_have_the_meaning_that_they_have_there(tmp_path: Path) -> None:
     made = {name: imported(tmp_path / name, EXAMPLES[name][0])[0] for name in EXAMPLES}
     train = {name: config.train for name, config in made.items()}
-    # repeats: extra passes there for SimpleTuner alone
+    # repeats: extra passes only for SimpleTuner
     assert [config.datasets[0].repeats for config in made.values()] == [10, 2, 1]
     # alpha: by default 1 for musubi-tuner; always the rank for ai-toolkit
     assert [section.adapter.alpha for section in train.values()] == [None, 1.0, None]
@@ -108,10 +108,10 @@ def test_values_have_the_meaning_that_they_have_there(tmp_path: Path) -> None:
     assert [section.shift for section in train.values()] == [1.5, 3.0, 1.0]
     assert [section.batch_size * section.accumulate for section in train.values()] == [2, 1, 2]
     assert train["musubi-tuner"].optimizer.weight_decay == 0.05
-    # a caption file: one caption, but for SimpleTuner, which splits it into lines
+    # a caption file has one caption, except for SimpleTuner, which splits it into lines
     assert [config.datasets[0].captions_per_file for config in made.values()] == ["lines", "one", "one"]
     assert made["musubi-tuner"].datasets[0].video.num_frames == 9
-    assert made["simpletuner"].datasets[0].crop_style == "random"  # its default
+    assert made["simpletuner"].datasets[0].crop_style == "random"  # SimpleTuner's default
     prompt = made["musubi-tuner"].validation.prompts[0]
     assert (prompt.prompt, prompt.size, prompt.seed, prompt.steps, prompt.guidance, prompt.negative_prompt) == (
         "a clip of the sea", "64x64@9", 7, 2, 5.0, "blurry",
@@ -119,7 +119,7 @@ def test_values_have_the_meaning_that_they_have_there(tmp_path: Path) -> None:
     assert made["simpletuner"].validation.prompts[0].prompt == "a photo of <token>"
 
 
-# -- what becomes of a key
+# -- outcomes of keys
 
 
 def test_a_key_without_counterpart_is_printed_with_its_value(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_value_that_is_not_possible_becomes_the_nearest_with_a_comment(tmp_pat
         tmp_path, base_model_precision="int4-quanto", lora_dropout=7, train_batch_size=[{}], loss_type="wavelet"
     )
     assert config.train.base_precision == "nf4-bnb" and config.train.loss.type == "smooth_l1"
-    assert config.train.adapter.dropout == 0.99 and config.train.batch_size == 4  # the default there
+    assert config.train.adapter.dropout == 0.99 and config.train.batch_size == 4  # musubi-tuner's default
     text = (tmp_path / "pipeline.yaml").read_text()
     assert re.search(r"base_precision: nf4-bnb +# base_model_precision, nearest to int4-quanto", text)
     assert re.search(r"batch_size: 4 +# train_batch_size, SimpleTuner's default", text)
@@ -188,7 +188,7 @@ def test_simpletuner_has_other_defaults(tmp_path: Path) -> None:
     assert (train.adapter.rank, train.adapter.dropout, train.keep_checkpoints) == (16, 0.1, 5)
     assert (optimizer.name, optimizer.lr, optimizer.betas, optimizer.eps) == ("adamw", 4e-7, (0.9, 0.999), 1e-6)
     assert (optimizer.schedule, optimizer.warmup) == ("constant", 0)
-    assert optimizer.max_grad_norm == 1e9, "gradients are clipped by value there"
+    assert optimizer.max_grad_norm == 1e9, "this trainer clips gradients by value"
     assert config.datasets[0].caption_strategy == "filename" and config.datasets[0].resolution == 1024
     assert (config.validation.guidance, config.validation.steps, config.validation.size) == (7.5, 30, "256x256")
     assert config.validation.prompts[0].negative_prompt == "blurry, cropped, ugly"
@@ -198,7 +198,7 @@ def test_simpletuner_has_other_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        # half a period is lr_warmup_steps, and there is no warm-up
+        # half a period is lr_warmup_steps, without a warm-up
         ({"lr_scheduler": "cosine", "lr_warmup_steps": 100}, {"schedule": "cosine", "warmup": 0, "cycles": 1}),
         ({"lr_scheduler": "cosine", "lr_warmup_steps": 10}, {"warmup": 0, "cycles": 5, "lr_end": 4e-7}),
         ({"lr_scheduler": "polynomial", "learning_rate": "1e-4", "lr_warmup_steps": 9}, {"power": 0.8, "warmup": 9}),
@@ -486,7 +486,7 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeyp
     target = tmp_path / "pipeline.yaml"
     monkeypatch.setattr(import_config, "parse_config", lambda *_: target.write_text("mine"))
     code, report = program(tmp_path, "job.yaml")
-    assert code != OK and "was changed meanwhile" in report["error"]["message"] and target.read_text() == "mine"
+    assert code != OK and "pipeline.yaml" in report["error"]["message"] and target.read_text() == "mine"
 
 
 def test_a_dry_run_prints_the_configuration_and_writes_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The join: every sample finds its own latent and captions, nothing missing is passed over, order means nothing."""
+"""The join: each sample gets its own latent and captions, missing members are reported, and order has no effect."""
 
 import os
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def id_of(name: str) -> str:
 
 
 def active(name: str, texts: Sequence[str] = ("t",), **changes: Any) -> dict[str, Any]:
-    """A row of ACTIVE: sample `name` of dataset d, with texts named as in `texts`."""
+    """A row of the active table: sample `name` of dataset d with the ids of `texts`."""
     row = {"sample_id": id_of(name), "role": "train", "dataset": "d", "path": f"{name}.png", "bucket": "64x64"}
     row |= {"repeats": 0, "weight": 1.0, "regularization": False, "texts": [id_of(text) for text in texts]}
     return row | {"source_path": None, "mask_path": None, "null_text": None} | changes
@@ -61,7 +61,7 @@ def plan_of(
 def shard(
     store: Store, kind: str, unit: str, names: Sequence[str], aside: Sequence[str] = (), folder: str = "f"
 ) -> str:
-    """A real shard, in which a row's only tensor holds the number that its name ends with, if it does."""
+    """A real shard. The only tensor of a row is the number at the end of its name, if it has one."""
     lost = [RejectedMember(id_of(name), "odd", f"{name} is odd") for name in aside]
     column = "embeds" if kind == "text" else "latent"
     with open_writer(
@@ -81,7 +81,7 @@ def collected(store: Store, plan: Plan, texts: list[str], latents: list[str]) ->
 
 
 def shown(joined: TrainingSetTables, store: Store) -> list[dict]:
-    """The index with what its numbers stand for, read back from the shards themselves."""
+    """The index with its references resolved by reading the shards."""
     readers, (texts, shards) = ReaderPool(store), (joined.tables[name].to_pylist() for name in ("texts", "shards"))
 
     def stored(place: dict, kind: str) -> str:

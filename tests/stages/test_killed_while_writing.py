@@ -1,4 +1,4 @@
-"""Programs killed while they write a result: what they leave is neither shown nor pushed, and is removed later."""
+"""Programs killed while they write a result: incomplete files are neither shown nor pushed, and are removed later."""
 
 import json
 import os
@@ -36,7 +36,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.fixture
 def home(project: Callable[..., Project], tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A finished run with two validations, of which one picture is missing."""
+    """A finished run with two validations; one picture is missing."""
     prompts = [{"name": name, "prompt": f"a {name}"} for name in ("cat", "dog")]
     made = project(
         validation={"size": "64x64", "prompts": prompts, "scores": {"clip": str(tiny("clip"))}},
@@ -68,7 +68,7 @@ def run_folder(home: Project) -> Path:
 
 
 def kill_while_it_writes(home: Project, program: Callable[..., Any], name: str, **options: Any) -> None:
-    """The process is killed when half of `name` is written."""
+    """Kill the process after half of `name` is written."""
 
     def work() -> None:
         finish = files.put
@@ -87,7 +87,7 @@ def kill_while_it_writes(home: Project, program: Callable[..., Any], name: str, 
             os.kill(os.getpid(), signal.SIGKILL)
 
         files.put = put_half
-        score.append_line = write_half  # which has no temporary file
+        score.append_line = write_half  # scores.jsonl does not have a temporary file
         home.run(program, **options)
 
     assert in_child(work) == -signal.SIGKILL
@@ -132,7 +132,7 @@ def test_what_a_killed_program_leaves_is_not_shown_and_is_removed(home: Project,
 
     age(left, 60.0)
     home.run(decode.run)
-    assert temporaries(home) == left, "it may still be written"
+    assert temporaries(home) == left, "a program may still write it"
     age(left, 7200.0)
     home.run(decode.run)
     assert temporaries(home) == []
@@ -152,7 +152,7 @@ def test_nothing_is_removed_beside_a_trainer_or_of_other_names(home: Project) ->
 
 
 def test_a_file_that_is_being_written_makes_no_page_again(home: Project) -> None:
-    """Its name under which it is finished does."""
+    """Only the finished file does."""
     folder = run_folder(home)
     before = report._count_results([folder])
     temporary = files.temporary(folder / "samples/step-000004/dog.png")

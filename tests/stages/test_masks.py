@@ -1,4 +1,4 @@
-"""masks as a user runs it: of which items, once and the same each time, and what becomes of them."""
+"""The program masks: its items, that masks are made once and reproducible, and their use in later stages."""
 
 import shutil
 from pathlib import Path
@@ -49,13 +49,13 @@ def mask_six(home: Project) -> None:
 
 
 def planned(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
-    """path -> its sample in the current plan of `bucket`."""
+    """Path -> sample in the current plan of `bucket`."""
     plan = current_plan(Store(home.root), home.config(*overrides))
     return {row["path"]: plan.samples[row["sample_id"]] for row in plan.active.to_pylist() if row["role"] == "train"}
 
 
 def latent_masks(home: Project) -> dict[str, np.ndarray]:
-    """sample id -> its mask on the grid of latents."""
+    """Sample id -> mask on the grid of latents."""
     rows = [
         row
         for cache in (home.root / "latents").iterdir()
@@ -67,11 +67,11 @@ def latent_masks(home: Project) -> dict[str, np.ndarray]:
 def test_the_model_of_a_repository_is_that_of_the_commit_that_names_the_cache(
     photos: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its branch moves after the cache was named: a worker that starts later loads what the name says."""
+    """The branch moves after the cache was named: a worker that starts later loads the commit of the cache's name."""
     weights, branch = branch_that_moves(photos.folder / "model", tmp_path / "hub", monkeypatch)
     photos.settings["masks"]["model"] = weights["repo"]
     assert MASKS.fingerprint_inputs(photos.config())["weights"] == weights
-    branch.write_text("b" * 40)  # which has no weights at all
+    branch.write_text("b" * 40)  # a commit without weights
     assert photos.run(masks.run).done >= 3
 
 
@@ -108,7 +108,7 @@ def test_latents_have_them_as_training_reads_them(photos: Project) -> None:
 
 
 def test_a_clip_has_masks_that_move(project: Any) -> None:
-    """One for each frame, made of that frame alone; each clip of a video has its own."""
+    """Each frame has a mask that depends only on this frame, and each clip of a video has its own masks."""
     home = masking(project, "kandinsky5-video-t2v", classes=["person", "sky"], min_area=0)
     home.settings["datasets"][0]["video"] |= {"clip": "chunks"}
     home.video("a.mp4", frames=18, size=(80, 48))
@@ -121,7 +121,7 @@ def test_a_clip_has_masks_that_move(project: Any) -> None:
     for item in plan.sample_table.to_pylist():
         frames = read_sample_frames(home.media / "a.mp4", item, "pyav")
         found = segmenter.find(frames, [(0, 0, 80, 48)] * 9).numpy().astype(np.uint8) * 255
-        assert len(np.unique(found, axis=0)) > 1, "they move"
+        assert len(np.unique(found, axis=0)) > 1, "the masks move"
         expected[item["start"]] = found
     samples = current_plan(store, config).sample_table.to_pylist()
     assert len(samples) == len(held) == 2 and samples[0]["mask_id"] != samples[1]["mask_id"]
@@ -134,7 +134,7 @@ def test_a_clip_has_masks_that_move(project: Any) -> None:
 
 
 def test_a_box_of_each_item(project: Any) -> None:
-    """From a manifest. One without a box is set aside; another box is another mask."""
+    """Boxes come from a manifest. An item without a box is rejected, and another box gives another mask."""
     model = build_segmenter("sam", project().folder / "sam")
     home = masking(project, model=str(model), box_column="box")
     home.settings["datasets"][0]["instance_data_dir"] = "media/all.csv"
@@ -163,7 +163,7 @@ def test_a_box_of_each_item(project: Any) -> None:
 
 
 def test_own_masks_win(photos: Project) -> None:
-    """And an item without one is not set aside, as a model makes it."""
+    """An item without a mask file is not rejected, because a model makes its mask."""
     folder = photos.folder / "drawn"
     folder.mkdir()
     Image.new("L", (80, 48), 255).save(folder / "1.png")
@@ -196,7 +196,7 @@ def test_other_settings_are_other_masks_and_other_samples(masked: Project) -> No
 
 
 def test_edges(masked: Project) -> None:
-    """Grown by pixels on all sides, and blurred."""
+    """Masks are grown by pixels on all sides, and blurred."""
     photos = masked
     grown, blurred = ("masks.grow=2", "masks.min_area=0"), ("masks.blur=1.5", "masks.min_area=0")
     for overrides in (grown, blurred):
@@ -252,7 +252,7 @@ def test_masks_are_verified_repaired_and_kept_by_gc(masked: Project) -> None:
     assert photos.run(verify.run, repair=True).details["encoded_again"] == 1
     assert photos.shards("masks") == kept
     [settings] = (photos.root / "masks").glob("*/provenance.json")
-    settings.write_bytes(settings.read_bytes()[:-9])  # which makes no sound shard a damaged one
+    settings.write_bytes(settings.read_bytes()[:-9])  # does not damage shards
     assert [row["path"] for row in photos.run(verify.run, repair=True).damage] == [
         str(settings.relative_to(photos.root))
     ]
@@ -270,7 +270,7 @@ def test_masks_that_are_gone_stop_a_stage_and_change_nothing(masked: Project) ->
 
 
 def test_a_damaged_mask_is_made_again_and_then_encoded(photos: Project) -> None:
-    """Its sample is neither trained on without a word nor lost to the set."""
+    """Its sample is not silently trained on, and not lost from the set."""
     photos.settings["cache"] = {"unit_mib": 1}
     for program in (masks, bucket, encode_text, encode_latents):
         photos.run(program.run)

@@ -1,4 +1,4 @@
-"""Real clips of which an end was cut off."""
+"""Real clips with one end cut off."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def cut(source: Path, target: Path, begin: int, end: int) -> None:
-    """Frames `begin` to `end` of a clip, at a quarter of the area and compressed again."""
+    """Write frames `begin` to `end` of a clip, at a quarter of the area and compressed again."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(source)) as read, av.open(str(target), "w") as written:
         stream = written.add_stream("libx264", rate=25, options={"crf": "26"})
@@ -49,7 +49,7 @@ def test_a_clip_without_its_begin_or_end_is_a_near_duplicate_of_the_whole(home: 
     of = {path: row["duplicate_of"] for path, row in items(home).items()}
     assert of == {
         "bikes.mp4": None,
-        "end of bikes.mp4": "bikes.mp4",  # of which the frames in the middle alone are no copies of each other
+        "end of bikes.mp4": "bikes.mp4",  # the middle frames of the two clips are not copies of each other
         "bunny.mp4": None,
         "begin of bunny.mp4": "bunny.mp4",
     }

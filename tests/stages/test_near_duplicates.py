@@ -1,4 +1,4 @@
-"""Near-duplicates of real photographs, from what `features` finds to what `bucket` leaves out and holds out."""
+"""Near-duplicates of real photographs in `features`, and their exclusion and hold-out in `bucket`."""
 
 import io
 import shutil
@@ -23,13 +23,13 @@ from tests.project import Project
 from tests.stages.encoding.features.photographs import photograph
 
 pytestmark = pytest.mark.slow
-#: Copies of chelsea.png, and of others; chelsea.png is the largest.
+#: Copies of chelsea.png and of other pictures; chelsea.png is the largest copy.
 COPIES = ("small.png", "cropped.png", "mirrored.png", "compressed.png")
 
 
 @pytest.fixture
 def home(project: Any, tiny: Any) -> Project:
-    """Four photographs, copies of one, and in another dataset a soft copy of another."""
+    """Four photographs with copies of one; another dataset has a soft copy of a second photograph."""
     made = project("kandinsky5-image-t2i", features={"model": str(tiny("dinov2")), "size": 84})
     made.settings["stages"] |= {"features": {"threads": 1, "readers": 1}}
     made.settings["datasets"].append({**made.settings["datasets"][0], "id": "more", "instance_data_dir": "more"})
@@ -57,7 +57,7 @@ def home(project: Any, tiny: Any) -> Project:
 
 
 def items(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
-    """path -> row of the table, with the path of the best in place of its media id."""
+    """Path -> row of the table, with the path of the best copy instead of its media id."""
     store, config = Store(home.root), home.config(*overrides)
     media = {dataset.id: read_configured_media(store, dataset) for dataset in config.datasets}
     table = read_item_table(store, find_item_table(config, media))
@@ -75,7 +75,7 @@ def table_bytes(home: Project) -> bytes:
 
 
 def planned(home: Project) -> dict[str, str]:
-    """path -> role, of the newest plan of samples."""
+    """Path -> role in the newest plan of samples."""
     store = Store(home.root)
     every = [plans.load_plan(store, name) for name in plans.list_plans(store)]
     plan = [plan for plan in every if plan.kind == "samples"][-1]
@@ -192,7 +192,7 @@ def test_a_group_is_on_one_side_of_what_is_held_out_and_without_features_nothing
         for path, row in items(home).items()
     }
     fraction = float(max(draws["chelsea.png"], draws["coffee.png"]) + 1e-6)
-    assert max(draws[name] for name in COPIES) > fraction < draws["rocket.png"], "other pictures would show it"
+    assert max(draws[name] for name in COPIES) > fraction < draws["rocket.png"], "other pictures would reveal it"
     section = home.settings.pop("features")
     home.settings["datasets"][0]["eval_fraction"] = fraction
     home.run(bucket.run)
@@ -205,7 +205,7 @@ def test_a_group_is_on_one_side_of_what_is_held_out_and_without_features_nothing
     roles = planned(home)
     assert {roles[name] for name in ("chelsea.png", *COPIES)} == {"eval"}
     assert all(roles[name] == without[name] for name in ("chelsea.png", "coffee.png", "astronaut.png", "rocket.png"))
-    assert "soft.png" not in roles  # of a dataset that is trained on, and coffee.png is held out
+    assert "soft.png" not in roles  # its dataset is trained on, but coffee.png is held out
     home.settings["features"]["frames"] = 2
     with pytest.raises(NoFeatures):
         home.run(bucket.run)

@@ -1,4 +1,4 @@
-"""`latentpress push`: what is uploaded, the model card, and what is told where the hub refuses or the network fails."""
+"""`latentpress push`: uploaded files, the model card, and errors if the Hub refuses or the network fails."""
 
 import getpass
 import json
@@ -90,10 +90,10 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
     assert (again.done, again.skipped) == (0, 3) and len(models.repositories[REPO].messages) == 1
     assert again.details["commit"] == report.details["commit"]
     weights = run.folder / "adapter/pytorch_lora_weights.safetensors"
-    os.utime(weights)  # as in a copy without times
+    os.utime(weights)  # like a copy that does not keep times
     assert home.run(push.run).done == 0
     weights.write_bytes(weights.read_bytes()[::-1])
-    assert home.run(push.run).done == 3, "trained anew"
+    assert home.run(push.run).done == 3, "trained again"
 
 
 @pytest.mark.parametrize("linked", ["adapter", "adapter/pytorch_lora_weights.safetensors"])

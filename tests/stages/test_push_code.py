@@ -1,4 +1,4 @@
-"""The code of a model card, run as it is: a whole tiny checkpoint makes a picture or clip with what was uploaded."""
+"""The unchanged code of a model card: a complete tiny checkpoint makes a picture or clip with the uploaded weights."""
 
 import re
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from tests.trained_weights import save_changed_weights
 pytestmark = pytest.mark.slow
 REPO = "me/tabby"
 LORA, DORA, LOKR, FULL = {"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}, {"type": "full"}
-EXPERTS = "wan2.2-a14b-t2v"  # of which the second is trained
+EXPERTS = "wan2.2-a14b-t2v"  # the second expert is trained
 T2I, SIZES = (
     "kandinsky5-image-t2i",
     {"kandinsky5-video-t2v": "64x64@5", "kandinsky5-video-i2v": "64x64@17", EXPERTS: "64x64@5"},
 )
 CASES = [
-    # How weights are loaded depends on the adapter alone, what the pipeline is given on the task alone.
+    # Loading of weights depends only on the adapter, arguments of the pipeline only on the task.
     *((T2I, adapter) if adapter == LORA else long(T2I, adapter) for adapter in (LORA, DORA, LOKR, FULL)),
     *(("sana", adapter) if adapter == FULL else long("sana", adapter) for adapter in (LORA, DORA, LOKR, FULL)),
     *(
@@ -43,7 +43,7 @@ CASES = [
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, in which a repository is a folder, as diffusers takes it to be; no card."""
+    """The working directory, in which repositories are folders, which diffusers supports. Without a card."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -53,8 +53,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub, here: Path) -> str:
-    """Upload the weights of a finished run; the files of the repository, and the base model, then lie in `here`. The
-    code of the card."""
+    """Upload the weights of a finished run, and place the files of the repository and the base model in `here`. Returns
+    the code of the card."""
     run, size = FakeRun(home), SIZES.get(kind, "64x64")
     run.metrics(step_line(4))
     about = {"prompt": "a grey cat", "negative_prompt": "blurry", "bucket": size, "steps": 2, "guidance": 2.0}
@@ -95,7 +95,7 @@ def test_the_code_of_the_card_runs(
     home.settings["datasets"][0] |= {"conditioning_data": "sources"} if "i2i" in kind else {}
     code = push_run(home, kind, adapter, models, here)
     load, frames = diffusers.DiffusionPipeline.from_pretrained.__func__, []
-    without = missing_components(home.config())  # torchvision, which the card asks for
+    without = missing_components(home.config())  # torchvision, which the card installs
 
     def load_here(cls: type, *args: Any, **options: Any) -> Any:
         assert options["dtype"] == torch.float32
@@ -106,7 +106,9 @@ def test_the_code_of_the_card_runs(
         frames.extend(result)
 
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(load_here))
-    monkeypatch.setattr(diffusers.utils, "export_to_video", keep_frames)  # needs imageio-ffmpeg, which it asks for
+    monkeypatch.setattr(
+        diffusers.utils, "export_to_video", keep_frames
+    )  # needs imageio-ffmpeg, which the card installs
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)
     if kind in SIZES:
@@ -124,7 +126,7 @@ def test_the_code_of_the_card_runs(
 def check_weights(
     transformer: torch.nn.Module, adapter: dict[str, Any], folder: Path, part: str = "transformer"
 ) -> None:
-    """Those that were uploaded are in the pipeline."""
+    """Check that the pipeline contains the uploaded weights."""
     from safetensors.torch import load_file
 
     name = f"{part}/diffusion_pytorch_model" if adapter["type"] == "full" else "pytorch_lora_weights"

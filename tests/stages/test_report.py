@@ -1,4 +1,4 @@
-"""`latentpress report`: what is on the page, that it is small, and that it says what is missing."""
+"""`latentpress report`: the content and size of the page, and the list of missing content."""
 
 import base64
 import io
@@ -35,7 +35,7 @@ CUT_ROW = r'<tr>\s*<td class="n">(\d+)</td>\s*<td class="n">(\d+)</td>\s*<td>(.*
 
 
 def page_of(home: Project, *overrides: str, **options: Any) -> tuple[str, list[str]]:
-    """The page and what is missing on it."""
+    """Returns (page, sentences about missing content)."""
     made = home.run(report.run, *overrides, **options)
     return Path(made.details["page"]).read_text(), made.details.get("missing", [])
 
@@ -70,7 +70,7 @@ def test_a_finished_run(home: Project) -> None:
     for seconds in (61.0, 60.0):
         append_stage(made.folder, StageRun(stage="discover", began=0.0, seconds=seconds, done=1, failed=False))
     fingerprint, store = TEXT.fingerprint(made.config), Store(made.config.root)
-    for number, seconds in enumerate((200.0, 5.0)):  # of two machines
+    for number, seconds in enumerate((200.0, 5.0)):  # jobs on two machines
         job = JobReport(
             program="encode-text", engine="local", workers=1, shard=f"{number}/2", exit_code=0, seconds=seconds
         )
@@ -98,17 +98,17 @@ def test_a_finished_run(home: Project) -> None:
     # {a, red, on, mat} of {a, red, on, mat, cat, dog}
     assert page.text.index("67 %") < page.text.index("a red cat on a mat") < page.text.index("a red dog on a mat")
     assert re.search(r'<div class="empty">no picture</div>\s*<div><b>broken.png</b><p class="problem">discover:', text)
-    assert len(page.pictures("tiny.png")) == 1, "set aside, and it can be shown"
+    assert len(page.pictures("tiny.png")) == 1, "rejected, and it can be shown"
 
     scores_bytes = (made.folder / "scores.jsonl").stat().st_size
     assert re.search(rf"<td>score</td>\s*<td>0:00:07</td>\s*<td>{scores_bytes} bytes</td>", text)
     assert "0:02:01" in page.text and "not recorded" in page.text and "0:00:20" in page.text, (
         "40 steps of half a second"
     )
-    assert "0:03:25" in page.text, "of the text's two jobs"
+    assert "0:03:25" in page.text, "sum of two jobs of encode-text"
     rows = re.findall(r"<tr>\s*<td>([\w.-]+)</td>\s*<td>(.*?)</td>\s*<td>(.*?)</td>", text)
     assert ("train.optimizer.lr", "0.0003", "0.0001") in rows
-    assert not any(key == "train.optimizer.schedule" for key, *_ in rows), "it is the default"
+    assert not any(key == "train.optimizer.schedule" for key, *_ in rows), "the value is the default"
 
 
 def test_a_run_that_has_not_begun_and_one_that_does_not_exist(home: Project) -> None:
@@ -153,7 +153,7 @@ def test_scores_with_their_spread_and_the_best_steps(home: Project) -> None:
     text, _ = page_of(home)
     assert curves(text)["score-0"] == {"Score: CLIP score": [40.0, 27.0, 37.0]}
     assert curves(text)["score-0-prompts"] == {"cat": [45.0, 32.0, 42.0], "dog": [35.0, 22.0, 32.0]}
-    assert text.count('class="band"') == 1, "of the score alone, whose seeds differ"
+    assert text.count('class="band"') == 1, "only the score has a spread, because its seeds differ"
     page = Page(text).text
     assert "one standard deviation over 2 seeds" in page and "Model: org/clip." in page
     rows = re.findall(
@@ -200,7 +200,7 @@ def test_two_runs_side_by_side(home: Project) -> None:
 
 @pytest.mark.long
 def test_two_experts_side_by_side(project: Callable[..., Project]) -> None:
-    """Without their names; what differs is the expert alone."""
+    """Without run names; the runs differ only in the expert."""
     home = project("wan2.2-a14b-t2v", train={"run": "run", "steps": 3, "experts": "both"})
     for expert in ("high", "low"):
         made = FakeRun(home, "run", f"train.experts={expert}")
@@ -256,7 +256,7 @@ def test_clips_are_small_and_whole_ones_lie_beside_the_page(home: Project) -> No
     with av.open(io.BytesIO(last)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert max(frames[0].shape[:2]) <= 256 and frames[0].shape[1] * 3 == frames[0].shape[0] * 4
-    assert frames[-1].mean() > frames[0].mean() + 100, "it becomes brighter, as the whole clip does"
+    assert frames[-1].mean() > frames[0].mean() + 100, "the thumbnail becomes brighter, like the clip"
     assert not any(key == "autoplay" for video in Page(text).of("video") for key in video)
     links = [each["href"] for each in Page(text).of("a") if each["href"].startswith("report-files")]
     assert len(links) == 2 and all((made.folder / link).is_file() for link in links)
@@ -281,7 +281,7 @@ def test_nothing_hostile_gets_out_of_its_place(home: Project) -> None:
     page = Page(shown)
     assert len(re.findall(r"<script\b", shown)) == 1
     assert not [value for _, attributes in page.tags for key, value in attributes.items() if key.startswith("on")]
-    assert SEEN in page.text, "neither a tag nor a template's expression"
+    assert SEEN in page.text, "neither a tag nor an expression of a template"
     assert odd in [name for chart in curves(shown).values() for name in chart]
 
 
@@ -297,7 +297,7 @@ def test_secrets_of_addresses_stay_out(home: Project) -> None:
 
 @pytest.mark.slow
 def test_the_seeds_of_a_sample_are_a_group(home: Project) -> None:
-    """Under one heading, with the prompt once; a sample that the configuration no longer has is after them."""
+    """Under one heading, with the prompt once. A sample that is not in the configuration any longer is last."""
     home.settings["validation"]["seed"] = [1, 2]
     made = FakeRun(home)
     for seed in (2, 1):
@@ -340,7 +340,7 @@ def test_a_clip_that_was_set_aside_is_shown_by_its_middle_frame(project: Callabl
 
 
 def write_noise(path: Path, seed: int, mark: Mark | None = None) -> Path:
-    """A picture that is large however it is encoded. mark: of a sample, what it was made from."""
+    """Write a picture that cannot be compressed well. mark: source of a sample."""
     path.parent.mkdir(parents=True, exist_ok=True)
     info = None if mark is None else png_info(mark)
     Image.fromarray(np.random.default_rng(seed).integers(0, 256, (256, 256, 3), np.uint8)).save(path, pnginfo=info)
@@ -350,7 +350,7 @@ def write_noise(path: Path, seed: int, mark: Mark | None = None) -> Path:
 def test_runs_with_samples_of_their_own_have_all_their_steps(
     project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five runs of six samples and five steps, of which no two share a name."""
+    """Five runs with six samples and five steps; all names of samples differ."""
     monkeypatch.setattr(samples, "MAX_CELLS", 5 * 6 * 5)
     home, runs = project(), []
     for name in "abcde":
@@ -403,7 +403,7 @@ def test_a_clip_is_never_larger_than_it_may_be(home: Project, frames: int, noise
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
-    """Of a resolved configuration, which has every option."""
+    """For a resolved configuration, which contains all options."""
     given: dict = {"root": "work", "model": {"family": family}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     only_edits = [*FAMILIES[family].pipelines] == ["i2i"]
     if only_edits:

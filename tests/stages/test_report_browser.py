@@ -36,7 +36,7 @@ def make_page(project: Callable[..., Project]) -> Path:
 
 
 def test_a_page_in_a_browser(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
-    """Plots have their points, clips play, a phone scrolls down only, keys reach everything, nothing is requested."""
+    """Plots have points, clips play, a phone scrolls only down, keys reach all controls, and no request is sent."""
     page_path = make_page(project)
     for size, scheme in (("desktop", "light"), ("phone", "dark")):
         width, height = SIZES[size]
@@ -62,7 +62,7 @@ def test_a_page_in_a_browser(project: Callable[..., Project], browser: Any) -> N
         box.focus()
         page.keyboard.press("Space")
         shown = page.evaluate("[...document.querySelectorAll('#plot-loss g')].map((curve) => curve.style.display)")
-        assert shown == ["none", "", "", ""], "a curve is hidden by a key"
+        assert shown == ["none", "", "", ""], "a key hides a curve"
         if size == "phone":
             assert page.evaluate(CUT_OFF) == []
             finger_scrolls(context, page)
@@ -97,7 +97,7 @@ def values_and_zoom(page: Any) -> None:
 
 
 def finger_scrolls(context: Any, page: Any) -> None:
-    """A finger that is drawn over a plot scrolls the page."""
+    """A finger that moves over a plot scrolls the page."""
     page.evaluate("document.getElementById('plot-loss').scrollIntoView()")
     before = page.evaluate("scrollY")
     session = context.new_cdp_session(page)
@@ -111,14 +111,14 @@ def finger_scrolls(context: Any, page: Any) -> None:
 
 
 def _brightness(colour: str) -> float:
-    """Of "rgb(1, 2, 3)" or "#010203", from 0 to 255."""
+    """Brightness of "rgb(1, 2, 3)" or "#010203", 0 to 255."""
     if colour.startswith("#"):
         return sum(int(colour[place : place + 2], 16) for place in (1, 3, 5)) / 3
     return sum(map(int, colour[4:-1].split(","))) / 3
 
 
 def reached_by_tab(page: Any) -> set[str]:
-    """Tags of what has the focus, one after the other."""
+    """Tags of the focused elements, in order of the Tab key."""
     found = set()
     page.locator("nav a").first.focus()
     for _ in range(150):

@@ -1,4 +1,4 @@
-"""`latentpress run` with webhooks and a repository: they get what they should, and the run does not depend on them."""
+"""`latentpress run` with webhooks and a repository: they get messages and files, and their errors do not stop it."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(home: Project, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, report and log."""
+    """Returns (exit code, report, log)."""
     command = [sys.executable, "-m", "stages.cli", "run", *arguments, "--json"]
     done = subprocess.run(command, cwd=home.folder, capture_output=True, text=True)
     return done.returncode, json.loads(done.stdout), done.stdout + done.stderr
@@ -26,7 +26,7 @@ def run(home: Project, *arguments: str) -> tuple[int, dict[str, Any], str]:
 
 @pytest.fixture
 def home(project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Project:
-    """Pictures, a webhook that answers, one that is dead, and a repository."""
+    """Pictures, a webhook that answers, a webhook that does not, and a repository."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -70,8 +70,8 @@ def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
         no_secret(home, said)
         models.answer = lambda method, path: 0
         code, report, said = run(home)
-        assert code == 0 and report["done"] == 0, "with a dead webhook as without"
-        assert live.texts() == found, "nothing is sent again"
+        assert code == 0 and report["done"] == 0, "a dead webhook has no effect"
+        assert live.texts() == found, "no message is sent twice"
     wanted = [f"validation at step {step} of" for step in (0, 2, 4)] + [f"checkpoint at step {n} of" for n in (2, 4)]
     assert len(found) == 2 + len(wanted) and all(any(words in text for text in found) for words in wanted)
     assert "started" in found[0] and "finished" in found[-1]

@@ -1,4 +1,4 @@
-"""`latentpress score`: what is scored and what is not again, what is said, and the best steps."""
+"""`latentpress score`: scored samples, samples that are not scored again, messages, and the best steps."""
 
 import json
 import shutil
@@ -77,7 +77,7 @@ def test_run_scores_only_where_a_model_is_named(home: Project) -> None:
 def test_run_notices_before_it_starts_that_the_model_is_missing(
     home: Project, tiny: Any, monkeypatch: pytest.MonkeyPatch, missing: str, message: str
 ) -> None:
-    """Not after hours of training. missing: the file, "" for all of it."""
+    """The error comes before training. missing: the missing file, "" for the folder."""
     folder = home.folder / "clip"
     if missing:
         shutil.copytree(tiny("clip"), folder)
@@ -132,7 +132,7 @@ def test_only_what_is_new_or_changed_is_scored_again(home: Project, monkeypatch:
     add_step(made, 1000)
     made.picture(500, "dog_seed2", (255, 0, 255))
     report = home.run(score.run)
-    assert (report.done, report.skipped) == (8, 0), "both steps"
+    assert (report.done, report.skipped) == (8, 0), "samples of both steps"
     *_, changed, added = lines(made)
     assert (changed["step"], added["step"]) == (500, 1000)
     old, new = ({row["name"]: row["scores"]["clip_score"] for row in line["samples"]} for line in (before[0], changed))
@@ -179,7 +179,7 @@ def test_clips_damaged_pictures_and_those_that_wait(home: Project, tiny: Any) ->
     assert len(frames) == 3
     assert line["scores"]["clip_score"] == pytest.approx(clip.score(frames, "a colour"), abs=1e-5)
     home.run(score.run)
-    assert lines(made) == [line], "nothing new is known"
+    assert lines(made) == [line], "there are no new samples"
     made.clip(500, "broken")
     assert home.run(score.run).done == 2
     assert lines(made)[-1]["missing"] == []
@@ -220,7 +220,7 @@ def test_beside_training_a_step_is_scored_when_its_validation_is_over(
 
     def follow(self: watchers.Watch) -> Any:
         looks.append(scored())
-        yield False  # the validation of step 0 goes on: another prompt may come
+        yield False  # the validation of step 0 continues: a sample of another prompt may follow
         looks.append(scored())
         made.metrics(step_line(1))
         yield False
@@ -261,7 +261,7 @@ def test_the_trackers_get_scores_with_their_spread(home: Project) -> None:
 
 
 def test_the_frames_of_a_clip_are_those(project) -> None:
-    """Each of its 12 frames is brighter than the one before."""
+    """Each of the clip's 12 frames is brighter than the previous frame."""
     clip = FakeRun(project()).clip(0, "one")
     shades = read_sample(clip, 4).mean((1, 2, 3))
     assert np.abs(shades - [number * 255 // 12 for number in (1, 4, 7, 10)]).max() < 3
@@ -281,7 +281,9 @@ def test_samples_say_what_they_are_and_wait_for_their_pictures(project) -> None:
     made.picture(0, "old", (9, 9, 9))
     made.latent(0, "old", seed=8)
     first, second = find_samples(made.folder)
-    assert (first.step, first.samples, first.waiting) == (0, (), ("old",)), "its picture is of another latent"
+    assert (first.step, first.samples, first.waiting) == (0, (), ("old",)), (
+        "the picture was decoded from another latent"
+    )
     assert (second.step, second.waiting) == (500, ("late", "small")), "a preview is not scored"
     assert [(each.group, each.seed, each.prompt) for each in second.samples] == [
         ("cat", 1, "a cat"),

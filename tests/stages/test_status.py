@@ -1,4 +1,4 @@
-"""What is done and what remains, once and again and again."""
+"""Finished and remaining items, in one report and with --watch."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ def encode_three(home) -> None:
 
 
 def made_with(home: Any) -> dict[str, str]:
-    """stage -> what made its shards."""
+    """Stage -> libraries and hardware that made its shards."""
     return {row["stage"]: row["libraries"] for row in home.run(status.run, everything=True).details["made_with"]}
 
 
@@ -48,7 +48,7 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     report = encoded.run(status.run)
     assert (report.exit_code, report.next_steps) == (3, ["latentpress encode-latents"])
 
-    # What was removed by hand is named.
+    # A shard that was removed by hand is reported.
     encoded.run(encode_latents.run)
     encoded.run(index.run)
     assert encoded.run(status.run).remaining == 0
@@ -61,7 +61,9 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     report.details["runs"] = encoded.run(status.run).details["runs"] * 3
     report.details["stages"][-1] |= {"done": 10**9, "remaining": 10**9, "mib": 1e12, "left": "123 days, 0:00:00"}
     assert len(report.details["runs"]) >= 3
-    lines = [line for line in report.summary().splitlines() if not line.strip().startswith("/")]  # a path stays whole
+    lines = [
+        line for line in report.summary().splitlines() if not line.strip().startswith("/")
+    ]  # a path is not wrapped
     assert [line for line in lines if cell_len(line) > 100] == []
 
     (name,) = encoded.shards("latents")
@@ -75,7 +77,7 @@ def test_what_is_done_and_what_remains(encoded) -> None:
 
 @pytest.mark.slow
 def test_differences_among_the_shards_of_one_cache_are_reported(project) -> None:
-    """A machine with more threads made one of them."""
+    """A machine with more threads made one of the shards."""
     home = project("sana", cache={"unit_mib": 0.0001})
     for number in range(2):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
@@ -92,7 +94,7 @@ def test_differences_among_the_shards_of_one_cache_are_reported(project) -> None
 
 
 def look(*remaining: int):
-    """A status whose encode-text has each of `remaining` in turn."""
+    """A function that returns reports in which encode-text has the values of `remaining` in turn."""
     left = iter(remaining)
 
     def now() -> Report:
@@ -166,7 +168,7 @@ def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
     text = " ".join(home.run(status.run, settings, only_rejects=True).summary().split())
     assert all(row[key] in text for row in rows.values() for key in ("path", "reason"))
     assert rows["small.png"]["message"] in text and "set allow_upscale: true" in text and "into <name>.txt" in text
-    table = home.folder / "new" / "aside.csv"
+    table = home.folder / "new" / "rejects.csv"
     assert home.run(status.run, settings, csv_file=table, dry_run=True).exit_code == 0
     assert not table.exists()
     home.run(status.run, settings, csv_file=table)

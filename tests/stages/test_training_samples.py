@@ -1,4 +1,4 @@
-"""The training sample that a validation prompt names: found by its caption, decoded from its shard, shown in front."""
+"""The training sample of a validation prompt: found by its caption, decoded from its shard, shown first."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_prompt_that_is_a_caption_has_its_sample_in_front(project) -> None:
     [reconstruction] = again(home, original[None])
     for name, wanted in (("original", original), ("reconstruction", reconstruction[0])):
         shown = np.asarray(Image.open(folder / f"cat/{name}.png")).astype(int)
-        assert np.abs(shown - wanted).max() <= (name == "reconstruction"), "a decoded level may be rounded otherwise"
+        assert np.abs(shown - wanted).max() <= (name == "reconstruction"), "decoded levels may be rounded differently"
     assert json.loads((folder / "cat/sample.json").read_text())["path"] == "cat.png"
 
     home.run(report.run, MODE)
@@ -70,7 +70,7 @@ def test_the_caption_of_another_file_replaces_it_and_a_missing_original_leaves_t
     (home.media / "second.txt").write_text("a red cat")
     home.run(discover.run, MODE)
     home.run(bucket.run, MODE)
-    home.image("second.png", (64, 64), "a red cat", seed=3)  # no longer the file that was encoded
+    home.image("second.png", (64, 64), "a red cat", seed=3)  # not the encoded file any longer
     home.run(decode.run, MODE)
     assert json.loads((folder / "cat/sample.json").read_text())["path"] == "second.png"
     assert (folder / "cat/reconstruction.png").read_bytes() != before

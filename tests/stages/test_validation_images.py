@@ -1,4 +1,4 @@
-"""Validation prompts without an image: they start from one of the data, the same as long as its file is there."""
+"""Validation prompts without an image use an image of the datasets, the same one as long as its file exists."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.stages.report_run import FakeRun
 
 
 def planned(home: Project) -> dict[str, dict]:
-    """Prompt and size -> the image of the data, as in the newest plan."""
+    """(Prompt, size) -> image of the datasets in the newest plan."""
     home.run(discover.run)
     assert home.run(bucket.run).exit_code == 0
     store = Store(str(home.root))
@@ -32,7 +32,7 @@ def colour(path: Path, value: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "kandinsky5-video-i2v"])
 def test_what_a_prompt_starts_from_is_what_training_starts_from(project: Callable[..., Project], kind: str) -> None:
-    """The condition of the only sample, at its size; another size has its own."""
+    """The condition of the only sample, at its size. Another size has another condition."""
     home, video = project(kind, latents={"posterior": "mode"}), kind.endswith("i2v")
     if video:
         home.video("only.mp4", size=(64, 64), frames=12)

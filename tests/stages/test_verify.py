@@ -1,4 +1,4 @@
-"""Damage is found, named, and mended by the command that is printed."""
+"""verify finds and reports damage, and the printed command repairs it."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def first(home, kind: str) -> str:
 
 
 def flip(home, kind: str) -> str:
-    """Change one byte of a tensor in the first shard of a kind; its path under the root."""
+    """Change one byte of a tensor in the first shard of a kind. Returns its path under the root."""
     name = first(home, kind)
     spoil(home.root, name)
     return name
@@ -46,7 +46,7 @@ def rewrite(home, rel: str, change) -> None:
     with open_reader(store, rel) as shard:
         meta, rows = shard.meta, [shard.read(i) for i in range(len(shard))]
     change(meta, rows)
-    meta.ids = []  # written whatever the plan says
+    meta.ids = []  # written without a check of the plan
     columns = {name: array.dtype for row in rows for name, array in row.tensors.items()}
     with open_writer(store, rel.rpartition(".")[0], meta, columns) as out:
         for row in rows:
@@ -84,7 +84,7 @@ def test_a_flipped_byte_is_found_and_the_printed_command_rebuilds_the_same_bytes
 def test_repair_encodes_the_damaged_units_alone_and_keeps_each_damaged_file(encoded) -> None:
     shards = sorted(encoded.shards("latents"))
     assert len(shards) > 1
-    (encoded.root / "latents" / shards[-1]).unlink()  # not encoded yet: none of verify's business
+    (encoded.root / "latents" / shards[-1]).unlink()  # not encoded yet, so verify does not report it
     for _ in range(2):
         flip(encoded, "latents")
         assert encoded.run(verify.run, repair=True).exit_code == 0
@@ -126,7 +126,7 @@ def test_a_tar_is_set_aside_with_its_description(project) -> None:
 
 @pytest.fixture
 def exported(encoded) -> tuple[Any, str]:
-    """The project, with its set exported; and the override that makes the export the root."""
+    """Returns (project with an exported set, override that makes the export the root)."""
     encoded.run(index.run)
     encoded.run(export.run, to=str(encoded.folder / "an export"))
     return encoded, f"root={encoded.folder / 'an export'}"
@@ -152,7 +152,7 @@ def test_a_flipped_byte_in_an_export_is_found_and_mended_by_the_advice(exported)
 
 @pytest.mark.parametrize("path", ["../secret.arrow", long("media/photos/media.arrow"), long(None)])
 def test_what_a_set_names_outside_its_shards_is_not_moved(encoded, path) -> None:
-    """As in a root that was copied from elsewhere."""
+    """Such as in a root that is a copy."""
     encoded.run(index.run)
     store = Store(encoded.root)
     [id] = {path.parent.name for path in (encoded.root / "sets").glob("*/set.json")}
@@ -166,7 +166,7 @@ def test_what_a_set_names_outside_its_shards_is_not_moved(encoded, path) -> None
         (row,) = report.damage if not repair else [{"path": f"sets/{id}/shards.arrow", "message": "no shard below"}]
         assert row["path"] == f"sets/{id}/shards.arrow"
         assert "no shard below" in row["message"] or "path is missing" in row["message"]
-        assert report.exit_code == (0 if repair else 4), "index writes the set again"
+        assert report.exit_code == (0 if repair else 4), "index replaces the set"
     assert secret.read_bytes() == b"mine" and (encoded.root / "media/photos/media.arrow").exists()
 
 
@@ -257,10 +257,10 @@ def test_a_damaged_provenance_is_named_and_its_stage_writes_it_again(encoded, da
         other = {"cut": whole[:-9], "nested": b"[" * 10**5}
         path.write_bytes(other.get(damage) or whole.replace(b'"encode-text"', b'"encode-texu"'))
     report = encoded.run(verify.run)
-    if damage not in ("pipe", "folder"):  # which are no files of the cache
+    if damage not in ("pipe", "folder"):  # these are not files of the cache
         assert [row["path"] for row in report.damage] == [rel] and report.next_steps == ["latentpress encode-text"]
     if damage == "folder":
-        with pytest.raises(StoreError, match="a folder is where a file belongs"):
+        with pytest.raises(StoreError, match="folder"):
             encoded.run(encode_text.run)
         path.rmdir()
     encoded.run(encode_text.run)

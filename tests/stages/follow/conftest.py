@@ -13,7 +13,7 @@ from tests.webhook_server import WebhookServer, serve_webhook
 
 @pytest.fixture
 def home(project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A run of 40 steps with two prompts and a webhook; tries follow each other at once."""
+    """A run of 40 steps with two prompts and a webhook; tries follow without a pause."""
     monkeypatch.setattr(messages, "PAUSE_S", 0.01)
     monkeypatch.setattr(notify, "WATCH_S", 0.02)
     monkeypatch.setenv("NO_PROXY", "*")

@@ -1,4 +1,4 @@
-"""The CLIP score, against torchmetrics and against the definition."""
+"""The CLIP score, compared with torchmetrics and with its definition."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def random_frames(count: int, seed: int = 0) -> np.ndarray:
 
 
 def test_a_score_is_that_of_torchmetrics(clip: ClipScore, tiny: Any) -> None:
-    """Its functional form, with the model and the processor that it would load itself, of the same folder."""
+    """The functional form of torchmetrics, with the model and processor that it would load from the same folder."""
     metrics = pytest.importorskip("torchmetrics.functional.multimodal.clip_score")
     from transformers import AutoTokenizer, CLIPModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -36,7 +36,7 @@ def test_a_score_is_that_of_torchmetrics(clip: ClipScore, tiny: Any) -> None:
     whole, images, tokens = (kind.from_pretrained(folder) for kind in (CLIPModel, CLIPImageProcessorPil, AutoTokenizer))
 
     class Model:
-        """transformers 5 wraps features in an object, which torchmetrics 1.9 does not know."""
+        """transformers 5 wraps features in an object, which torchmetrics 1.9 does not support."""
 
         config = whole.config
 
@@ -90,7 +90,7 @@ def test_pixels_are_prepared_as_clip_does_and_large_pictures_are_cropped(clip: C
 
 
 def test_a_long_text_is_cut_as_clip_cuts_it(clip: ClipScore) -> None:
-    """77 tokens, the last of which is the end token: what comes later has no effect."""
+    """77 tokens including the end token: the remaining text has no effect."""
     long = "cat " * 75
     longer = long + "dog moon flower " * 30
     frames = random_frames(8, seed=1)

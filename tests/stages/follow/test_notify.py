@@ -18,7 +18,7 @@ from tests.project import Project
 from tests.stages.follow.notified_run import HOOK, OTHER, trained
 from tests.webhook_server import SECRET, WebhookServer, serve_webhook
 
-#: Beginnings of the messages about `trained`.
+#: Expected beginnings of the messages about `trained`.
 TEXTS = [
     "run started (kandinsky5-image, t2i-lite-sft), from step 40 of 40",
     "run: validation at step 0 of 40, eval loss 2,",
@@ -35,7 +35,7 @@ def check(texts: list[str], wanted: list[str] = TEXTS) -> None:
 
 
 def secrets_in(home: Project, report: Report) -> list[str]:
-    """Places that hold the URL of a hook."""
+    """Places that contain the URL of a hook."""
     texts = {"report": report.json(), "summary": report.summary(), "log": home.said}
     texts |= {str(path): path.read_bytes().decode("latin-1") for path in home.folder.rglob("*") if path.is_file()}
     return [where for where, text in texts.items() if SECRET in text]

@@ -1,4 +1,4 @@
-"""What programs beside the trainer add to TensorBoard and Weights & Biases, read back by their own readers."""
+"""Pictures and scores that watchers add to TensorBoard and Weights & Biases, read back by their own readers."""
 
 import io
 import os
@@ -15,13 +15,13 @@ from stages.pages.pictures import write_output
 
 
 def make_clip(frames: int, size: tuple[int, int]) -> np.ndarray:
-    """Each frame of one grey, brighter than the one before."""
+    """Frames of one gray level each, with increasing brightness."""
     shades = np.arange(frames, dtype=np.uint8) * (255 // frames)
     return np.broadcast_to(shades[:, None, None, None], (frames, size[1], size[0], 3)).copy()
 
 
 def read_gif(data: bytes) -> tuple[list[int], list[int], tuple[int, int]]:
-    """(grey of each frame, its duration in ms, size)."""
+    """Returns (gray level of each frame, durations in ms, size)."""
     greys, durations = [], []
     with Image.open(io.BytesIO(data)) as image:
         for number in range(image.n_frames):
@@ -88,7 +88,7 @@ def test_weights_and_biases_have_clips_and_scores_in_runs_of_their_own(tmp_path,
 
 @pytest.mark.slow
 def test_the_environment_of_a_launcher_of_several_processes_is_not_waited_for(tmp_path) -> None:
-    """In a process of its own: accelerate looks once."""
+    """In a separate process, because accelerate reads the environment only once."""
     code = """
 import sys
 from pathlib import Path
