@@ -27,9 +27,11 @@ def with_ends(checkpoint: Path, folder: Path) -> Path:
     shutil.copytree(checkpoint, folder, copy_function=os.symlink)
     settings = folder / "text_encoder" / "generation_config.json"
     config = json.loads((checkpoint / "text_encoder" / "config.json").read_text())
-    made = json.loads(settings.read_text()) | {"eos_token_id": [*range(9, config["text_config"]["vocab_size"], 10)]}
+    generation_config = json.loads(settings.read_text()) | {
+        "eos_token_id": [*range(9, config["text_config"]["vocab_size"], 10)]
+    }
     settings.unlink()
-    settings.write_text(json.dumps(made))
+    settings.write_text(json.dumps(generation_config))
     return folder
 
 

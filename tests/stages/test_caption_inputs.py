@@ -47,11 +47,11 @@ def answer(model: Any, tokenizer: Any, inputs: Any) -> str:
 
 def compare(home: Project, report: Any, expected: dict[str, str]) -> None:
     """expected: path -> caption of the model, accepted or rejected."""
-    found = {path: texts[0] for path, texts in written(home).items()}
+    captions = {path: texts[0] for path, texts in written(home).items()}
     messages = {row["path"]: row["message"] for row in report.set_aside}
-    assert found.keys() | messages.keys() == expected.keys() and found
+    assert captions.keys() | messages.keys() == expected.keys() and captions
     for path, text in expected.items():
-        assert found[path] == text if path in found else text.replace("; ", ", ") in messages[path]
+        assert captions[path] == text if path in captions else text.replace("; ", ", ") in messages[path]
 
 
 def made(home: Project) -> tuple[Any, Plan]:
@@ -129,18 +129,18 @@ def test_a_clip_is_a_video_of_frames_spread_over_it(project: Any, tiny: Any) -> 
     assert len(clips) == 6
     messages = {row["item"]: row["message"] for row in report.set_aside}
     cache = f"captions/{CAPTION.fingerprint(home.config())}"
-    found = {row.id: row.info for _, _, row in iter_item_rows(Store(home.root), cache)}
+    infos = {row.id: row.info for _, _, row in iter_item_rows(Store(home.root), cache)}
     for name, text in clips.items():
-        assert found[name]["captions"] == [text] if name in found else text.replace("; ", ", ") in messages[name]
-    assert len([name for name in clips if name in found]) >= 2
-    spans = [found[name]["span"] for name in clips if name in found]
+        assert infos[name]["captions"] == [text] if name in infos else text.replace("; ", ", ") in messages[name]
+    assert len([name for name in clips if name in infos]) >= 2
+    spans = [infos[name]["span"] for name in clips if name in infos]
     assert all(span[1] - span[0] == pytest.approx(8 / 12, abs=0.002) for span in spans)
     # Each clip is trained on with its own caption; a clip whose caption was rejected is excluded.
     home.run(bucket.run)
     store = Store(home.root)
-    planned = plans.load_plan(store, plans.list_plans(store)[-1])
-    paths = [path for path in planned.active["path"].to_pylist() if path and path.endswith(".mp4")]
-    assert len(paths) == len([name for name in clips if name in found])
+    plan = plans.load_plan(store, plans.list_plans(store)[-1])
+    paths = [path for path in plan.active["path"].to_pylist() if path and path.endswith(".mp4")]
+    assert len(paths) == len([name for name in clips if name in infos])
 
 
 @pytest.mark.parametrize("name", ["llava", long("idefics3"), long("gemma3")])
@@ -152,7 +152,7 @@ def test_another_architecture_is_asked_by_its_own_processor(project: Any, tiny: 
     report, plan = made(home)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    found, both = written(home), {}
+    captions, expected = written(home), {}
     for row in plan.sample_table.to_pylist():
         texts = []
         for prompt in ("plain", "detailed"):
@@ -162,10 +162,10 @@ def test_another_architecture_is_asked_by_its_own_processor(project: Any, tiny: 
             begins = text.startswith(processor.tokenizer.bos_token or "\0")
             inputs = processor(text=[text], images=[[picture]], return_tensors="pt", add_special_tokens=not begins)
             texts.append(answer(model, processor.tokenizer, inputs))
-        both[row["path"]] = texts
-    assert found and report.done == len(found)
-    assert all({*texts} <= {*both[path]} for path, texts in found.items())
-    assert any(texts[-1] == both[path][1] for path, texts in found.items())
+        expected[row["path"]] = texts
+    assert captions and report.done == len(captions)
+    assert all({*texts} <= {*expected[path]} for path, texts in captions.items())
+    assert any(texts[-1] == expected[path][1] for path, texts in captions.items())
 
 
 def test_a_model_whose_processor_needs_torchvision_is_refused_before_it_is_loaded(

@@ -38,8 +38,8 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(folder)
         with pytest.raises(SystemExit) as ended:
             configure.app(args=[*words, "--json"])
-        said = capfd.readouterr()
-        return int(ended.value.code or 0), json.loads(said.out), said.err
+        output = capfd.readouterr()
+        return int(ended.value.code or 0), json.loads(output.out), output.err
 
     return start
 
@@ -59,8 +59,8 @@ def test_a_file_is_written_and_changed(photos: Path, call: Call) -> None:
 
     file.write_text("# mine\n" + text.replace("steps: 500", "steps: 400"))
     assert call(photos, *YES)[1]["skipped"] == 1
-    code, report, said = call(photos, "--yes", "--time", "1h", "--set", "train.seed=3")
-    assert "found cuda:0: a card, 40.0 GiB" in said and "does not compute in bfloat16" in said
+    code, report, errors = call(photos, "--yes", "--time", "1h", "--set", "train.seed=3")
+    assert "found cuda:0: a card, 40.0 GiB" in errors and "does not compute in bfloat16" in errors
     assert code == 0 and "+  seed: 3" in report["details"]["file"]["changes"]
     assert file.read_text().startswith("# mine\n") and "--max-time 1h" in report["next_steps"][-1]
 
@@ -107,8 +107,8 @@ def test_pairs_are_found_and_captions_are_never_invented(photos: Path, call: Cal
     assert config.validation.prompts[0].image == str(photos / "before/0.png")
     for caption in (photos / "media").glob("*.txt"):
         caption.unlink()
-    code, report, said = call(photos, "--config", "none.yaml", *YES)
-    assert code == 0 and "latentpress caption" in said and "latentpress caption" in report["next_steps"][1]
+    code, report, errors = call(photos, "--config", "none.yaml", *YES)
+    assert code == 0 and "latentpress caption" in errors and "latentpress caption" in report["next_steps"][1]
     assert load_config(photos / "none.yaml").caption is not None
     assert load_config(photos / "none.yaml").datasets[0].instance_prompt is None
     call(photos, "--config", "one.yaml", *YES, "--caption", "make it blue")
@@ -133,9 +133,9 @@ def test_it_asks_in_a_terminal(photos: Path) -> None:
     command += ["--config", "mine.yaml"]
     environment = {"PYTHONPATH": os.fspath(Path(__file__).resolve().parents[2])}
     answers = ("nowhere", "", "paint", "character", "24", "2h")
-    status, shown = run_in_terminal(command, 100, photos, environment, [*answers, "n"])
-    assert status == 0 and not (photos / "mine.yaml").exists(), shown
-    status, shown = run_in_terminal(command, 100, photos, environment, [*answers, "y"])
-    assert status == 0 and load_config(photos / "mine.yaml").train.run == "media-lora", shown
+    status, screen = run_in_terminal(command, 100, photos, environment, [*answers, "n"])
+    assert status == 0 and not (photos / "mine.yaml").exists(), screen
+    status, screen = run_in_terminal(command, 100, photos, environment, [*answers, "y"])
+    assert status == 0 and load_config(photos / "mine.yaml").train.run == "media-lora", screen
     for expected in ("not a folder of this machine", "'paint' is not a task", "Write mine.yaml?", "Next:"):
-        assert expected in shown, shown
+        assert expected in screen, screen

@@ -27,7 +27,7 @@ from tests.processes import ForkedProgram, processes
 from tests.project import Project
 from tests.stages.follow.test_watchers import hold
 from tests.stages.report_run import FakeRun, step_line
-from tests.stages.test_decode import put
+from tests.stages.test_decode import write_latent
 from trainer import validation
 
 FAMILY = "kandinsky5-image"
@@ -39,7 +39,7 @@ def picture(home: Project, name: str, step: int = 3) -> Path:
 
 def add(home: Project, name: str, step: int = 3, seed: int = 0) -> Path:
     latent = np.random.default_rng(seed).standard_normal((16, 1, 8, 8)).astype(np.float32)
-    return put(home, name, latent, FAMILY, step)
+    return write_latent(home, name, latent, FAMILY, step)
 
 
 @pytest.fixture
@@ -85,10 +85,12 @@ def write_after(*files: Path) -> None:
     """Let the trainer write latents of later steps only after `decode` and `report` have written these files."""
     write = validation.write_validation_latents
 
-    def wait_and_write(model: Any, family: Any, config: Any, data: Any, folder: Path, *rest: Any, **more: Any) -> int:
+    def wait_and_write(
+        model: Any, family: Any, config: Any, data: Any, folder: Path, *arguments: Any, **options: Any
+    ) -> int:
         if folder.name != "step-000000":
             until(lambda: all(file.exists() for file in files))
-        return write(model, family, config, data, folder, *rest, **more)
+        return write(model, family, config, data, folder, *arguments, **options)
 
     validation.write_validation_latents = wait_and_write
 
@@ -126,10 +128,10 @@ def children() -> set[int]:
 @pytest.mark.slow
 def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_programs, script, rounds, capfd) -> None:
     home = project()
-    seen, before = list[list[str]](), children()
+    listings, before = list[list[str]](), children()
 
     def list_pictures() -> None:
-        seen.append(sorted(path.name for path in home.folder.glob("output/run/samples/*/*.png")))
+        listings.append(sorted(path.name for path in home.folder.glob("output/run/samples/*/*.png")))
         assert children() == before, "between two validations no process uses memory"
 
     def add_damaged() -> None:
@@ -141,7 +143,7 @@ def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_progra
     add(home, "cat")
     script(add_damaged, list_pictures, list_pictures, lambda: add(home, "fox"))
     report = home.run(decode.run, watch=True)
-    assert seen == [["cat.png"], ["cat.png", "emu.png"], ["cat.png", "emu.png"]]
+    assert listings == [["cat.png"], ["cat.png", "emu.png"], ["cat.png", "emu.png"]]
     assert rounds == ["cpu", "cpu"], "the damaged latent is not tried again, and auto is the CPU"
     assert "dog.safetensors" in home.said
     assert [row["reason"] for row in report.failed] == ["damaged"] and report.exit_code == 3
@@ -149,13 +151,13 @@ def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_progra
     times = {path: path.stat().st_mtime_ns for path in home.folder.glob("output/run/samples/step*/*")}
     (home.folder / "output/run/validation/step-000003/dog.safetensors").unlink()
     script(list_pictures)
-    again = home.run(decode.run, watch=True)
-    assert (again.done, again.skipped, len(rounds)) == (0, 3, 2)
+    second_report = home.run(decode.run, watch=True)
+    assert (second_report.done, second_report.skipped, len(rounds)) == (0, 3, 2)
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
 def die_half_way() -> None:
-    def save(image: Any, path: Any, *rest: Any, **options: Any) -> None:
+    def save(image: Any, path: Any, *arguments: Any, **options: Any) -> None:
         Path(path).write_bytes(b"\x89PNG half of it")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -181,11 +183,11 @@ def test_a_process_that_fails_leaves_no_part_and_the_rest_until_training_has_end
     project, forked_programs, script, monkeypatch, rounds, fail, why
 ) -> None:
     home = project()
-    latent, seen = add(home, "cat"), []
+    latent, results = add(home, "cat"), []
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(fail))
-    script(lambda: seen.append(picture(home, "cat").exists()), lambda: add(home, "dog"))
+    script(lambda: results.append(picture(home, "cat").exists()), lambda: add(home, "dog"))
     report = home.run(decode.run, watch=True)
-    assert seen == [False] and rounds == ["cpu"], "decoding is not tried again during training"
+    assert results == [False] and rounds == ["cpu"], "decoding is not tried again during training"
     assert why in home.said
     assert (report.done, report.exit_code) == (2, 0)
     np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
@@ -254,18 +256,18 @@ def test_on_the_trainers_card_nothing_is_decoded_while_it_validates(
 ) -> None:
     """Latents are decoded between validations, after the next training step."""
     home, rounds = project(stages={"decode": {"device": "cuda"}}), []
-    monkeypatch.setattr(decode.StageProcesses, "run", lambda *given: (rounds.append(1), (0, {"done": 1}))[1])
-    trained, seen = FakeRun(home), []
+    monkeypatch.setattr(decode.StageProcesses, "run", lambda *arguments: (rounds.append(1), (0, {"done": 1}))[1])
+    trained, counts = FakeRun(home), []
     trained.metrics(step_line(3))
     add(home, "cat", 3)
 
     def train_a_step() -> None:
-        seen.append(len(rounds))
+        counts.append(len(rounds))
         trained.metrics(step_line(4))
 
-    script(train_a_step, lambda: seen.append(len(rounds)), is_stopped=True)
+    script(train_a_step, lambda: counts.append(len(rounds)), is_stopped=True)
     home.run(decode.run, watch=True)
-    assert seen == [0, 1]
+    assert counts == [0, 1]
 
 
 def test_memory_is_limited_where_others_may_use_the_card(tmp_path: Path, monkeypatch) -> None:
@@ -282,7 +284,7 @@ def test_memory_is_limited_where_others_may_use_the_card(tmp_path: Path, monkeyp
 def test_beside_the_trainer_a_part_of_the_free_memory_is_used(monkeypatch) -> None:
     limits = []
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10 << 30, 40 << 30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *arguments: limits.append(arguments))
     model_loading.limit_memory(torch.device("cuda:1"))
     assert limits == [(0.2, torch.device("cuda:1"))]
 
@@ -325,10 +327,10 @@ def test_a_preview_is_what_diffusers_decodes_and_is_replaced(project, forked_pro
     home = project()
     folder = make_tiny(home.folder / "taef")
     home.settings["validation"] = {"preview_autoencoder": str(folder)}
-    latent, shown = add(home, "cat"), []
+    latent, previews = add(home, "cat"), []
 
     def check_preview() -> None:
-        shown.append(np.asarray(Image.open(picture(home, "cat"))))
+        previews.append(np.asarray(Image.open(picture(home, "cat"))))
         assert read_mark(picture(home, "cat")).is_preview
         add(home, "dog")
 
@@ -342,8 +344,8 @@ def test_a_preview_is_what_diffusers_decodes_and_is_replaced(project, forked_pro
         expected = tiny.decode(flux / tiny.config.scaling_factor + tiny.config.shift_factor).sample
     expected = VaeImageProcessor().postprocess(expected, "pil")[0]
     assert (
-        np.abs(shown[0].astype(int) - np.asarray(expected)).max() <= 1
-        and (shown[0] == np.asarray(expected)).mean() > 0.99
+        np.abs(previews[0].astype(int) - np.asarray(expected)).max() <= 1
+        and (previews[0] == np.asarray(expected)).mean() > 0.99
     )
     # Training has ended, so both are decoded by the full autoencoder.
     assert report.exit_code == 0 and not any(read_mark(picture(home, name)).is_preview for name in ("cat", "dog"))
@@ -363,8 +365,8 @@ def test_latents_that_are_shifted_already_are_not_shifted_again(project) -> None
     loaded = load_tiny_autoencoder(config.model, config.latents, str(folder), torch.device("cpu"))
     tiny, latents = AutoencoderTiny.from_pretrained(folder), torch.randn(1, 16, 1, 4, 4)
     expected = tiny.decode(latents[:, :, 0] / tiny.config.scaling_factor + tiny.config.shift_factor).sample
-    shown = loaded.decode(latents)[:, 0].permute(0, 3, 1, 2).float() / 255
-    assert ((expected * 0.5 + 0.5).clamp(0, 1) - shown).abs().max() <= 0.51 / 255
+    decoded_pixels = loaded.decode(latents)[:, 0].permute(0, 3, 1, 2).float() / 255
+    assert ((expected * 0.5 + 0.5).clamp(0, 1) - decoded_pixels).abs().max() <= 0.51 / 255
 
 
 @pytest.mark.slow

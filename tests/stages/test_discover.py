@@ -96,8 +96,8 @@ def test_a_caption_of_the_same_length_and_time_is_read_again(project, source: st
 def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.image("good.png")
-    whole = home.video("cut.mp4").read_bytes()
-    (home.media / "cut.mp4").write_bytes(whole[: len(whole) // 3])
+    content = home.video("cut.mp4").read_bytes()
+    (home.media / "cut.mp4").write_bytes(content[: len(content) // 3])
     for name, data in (
         ("empty.jpg", b""),
         ("empty.mp4", b""),
@@ -130,8 +130,8 @@ def test_a_dry_run_counts_what_was_set_aside_as_no_work_and_a_mended_file_leaves
     assert home.run(discover.run, MANY, dry_run=True).remaining == 2
     assert not home.root.exists(), "a dry run writes nothing"
     home.run(discover.run, MANY)
-    again = home.run(discover.run, MANY, dry_run=True)
-    assert (again.remaining, again.skipped) == (0, 2)
+    dry_report = home.run(discover.run, MANY, dry_run=True)
+    assert (dry_report.remaining, dry_report.skipped) == (0, 2)
     path.with_suffix(".txt").write_text("now it has one")
     assert home.run(discover.run).set_aside == []
     assert not (home.root / "rejects/discover/photos.arrow").exists()

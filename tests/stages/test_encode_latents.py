@@ -100,9 +100,9 @@ def test_a_decoder_that_hangs_crashes_or_eats_memory_costs_its_item_and_a_retry_
 
     monkeypatch.setattr(member_reader, "make_member_reader", failing_reader)  # reading processes import it by its name
     report = home.run(encode_latents.run, "stages.item_timeout_s=10")
-    found = home.rejects(report)
-    assert found.pop("huge.png") in ("out-of-memory", "timed-out")  # a busy machine may be too slow for it
-    assert found == {"stopped.png": "timed-out", "crashed.png": "decoder-died"}
+    rejects = home.rejects(report)
+    assert rejects.pop("huge.png") in ("out-of-memory", "timed-out")  # a busy machine may be too slow for it
+    assert rejects == {"stopped.png": "timed-out", "crashed.png": "decoder-died"}
     messages = {Path(row["path"]).name: row["message"] for row in report.set_aside}
     assert "10 s" in messages["stopped.png"] and "SIGSEGV" in messages["crashed.png"]
     assert (report.done, report.exit_code) == (3, 0)

@@ -66,7 +66,7 @@ def test_run_passes_or_stops_as_index_does(lacking, forked_programs) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(200, 300), long((300, 300))])
 def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, forked_programs, shape: tuple[int, int]) -> None:
-    """Six of eight photos are damaged, in a separate unit, after which the stage stops, or in one unit with the rest."""
+    """Six of eight photos are damaged: in a separate unit, after which the stage stops, or in one unit with others."""
     home = project(cache={"unit_mib": 1})
     for number in range(8):
         path = home.image(f"{number}.jpg", (300, 300) if number < 6 else shape, f"picture {number}", number)

@@ -72,9 +72,9 @@ def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub
     base = here / run.config.model.flavour_spec.repo
     base.parent.mkdir(parents=True)
     base.symlink_to(checkpoint)
-    found = re.search(r"```python\n(.*?)```", (here / repo / "README.md").read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
+    match = re.search(r"```python\n(.*?)```", (here / repo / "README.md").read_text(), re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_the_code_of_the_card_runs(
     if kind in SIZES:
         assert len(frames) == int(size.partition("@")[2])
     else:
-        with Image.open("out.png") as made:
-            assert made.size == (64, 64)
+        with Image.open("out.png") as picture:
+            assert picture.size == (64, 64)
     if kind == EXPERTS:
         assert "guidance_scale_2=1.5" in code and not hasattr(names["pipe"].transformer, "peft_config")
         check_weights(names["pipe"].transformer_2, adapter, here / f"{REPO}-low", "transformer_2")
@@ -130,13 +130,13 @@ def check_weights(
     from safetensors.torch import load_file
 
     name = f"{part}/diffusion_pytorch_model" if adapter["type"] == "full" else "pytorch_lora_weights"
-    saved, own = load_file(folder / f"{name}.safetensors"), transformer.state_dict()
+    saved, state = load_file(folder / f"{name}.safetensors"), transformer.state_dict()
     if adapter["type"] == "full":
-        assert saved.keys() == own.keys()
+        assert saved.keys() == state.keys()
         for name, value in saved.items():
-            torch.testing.assert_close(own[name], value)
+            torch.testing.assert_close(state[name], value)
         return
     mark = "lokr_" if adapter["type"] == "lokr" else "lora_"
-    loaded = [value for name, value in own.items() if mark in name]
+    loaded = [value for name, value in state.items() if mark in name]
     assert len(loaded) == len(saved) and all(value.abs().max() > 0 for value in loaded)
     assert sum(map(torch.numel, loaded)) == sum(map(torch.numel, saved.values()))

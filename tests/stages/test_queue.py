@@ -37,15 +37,15 @@ echo '{{}}'
 @pytest.fixture
 def home(project: Callable[..., Project], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """A project that does not share card locks with other tests."""
-    made = project()
-    script = made.folder / "latentpress"
-    script.write_text(SCRIPT.format(folder=made.folder))
+    home_project = project()
+    script = home_project.folder / "latentpress"
+    script.write_text(SCRIPT.format(folder=home_project.folder))
     script.chmod(0o755)
     (tmp_path / "cards").mkdir()
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cards"))
     monkeypatch.setattr(queue, "POLL_S", 0.02)
-    return made
+    return home_project
 
 
 def add(home: Project, *names: str) -> RunQueue:
@@ -149,10 +149,10 @@ def test_it_waits_for_what_the_page_has_started(home: Project) -> None:
 def test_two_cards_at_once_and_one_never(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def holds(*devices: str | None) -> list[bool]:
         locks = [queue.CardLock(device) for device in devices]
-        held = [lock.acquire() for lock in locks]
+        results = [lock.acquire() for lock in locks]
         for lock in locks:
             lock.__exit__()
-        return held
+        return results
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert holds("cuda:0", "cuda:1", "cuda:0", None) == [True, True, False, False]

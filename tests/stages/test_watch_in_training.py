@@ -79,13 +79,13 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
     for program in (discover, bucket, encode_text, encode_latents, index):
         home.run(program.run)
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(wait_long_for_training))
-    seen = home.folder / "seen"
+    log_folder = home.folder / "seen"
 
     def wait(name: str, step: int) -> None:
         assert (name == "two") == (os.environ["RANK"] == "1")
         if name == "two":
             until(picture(home, "one", step).exists)
-            with seen.open("a") as file:
+            with log_folder.open("a") as file:
                 file.write(f"{step} {scores.exists() and scores.read_text().count('step')}\n")
         if step == STEPS[-1]:
             until(scores.exists)
@@ -96,7 +96,7 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
     on_two_ranks(home.folder / "pipeline.yaml")
     reports = [json.loads(process.communicate()[0]) for process in watching]
     assert (reports[0]["done"], reports[0]["exit_code"]) == (4, 0), "each latent is decoded once"
-    assert seen.read_text().splitlines()[0] == "0 False", "step 0 was not scored before all samples were decoded"
+    assert log_folder.read_text().splitlines()[0] == "0 False", "step 0 was not scored before all samples were decoded"
     first = json.loads(scores.read_text().splitlines()[0])
     assert first["step"] == 0 and [sample["name"] for sample in first["samples"]] == ["one", "two"]
     check_pictures(home, "one", "two")

@@ -19,9 +19,11 @@ def home(project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Pr
     monkeypatch.setenv("NO_PROXY", "*")
     prompts = [{"name": "one", "prompt": "a colour"}, {"name": "two", "prompt": "another @everyone"}]
     hooks = {"webhooks": [{"url_env": HOOK}]}
-    made = project(validation={"size": "64x48", "prompts": prompts}, train={"run": "run", "steps": 40}, notify=hooks)
-    made.config()
-    return made
+    home_project = project(
+        validation={"size": "64x48", "prompts": prompts}, train={"run": "run", "steps": 40}, notify=hooks
+    )
+    home_project.config()
+    return home_project
 
 
 @pytest.fixture

@@ -30,15 +30,15 @@ TEXTS = [
 ]
 
 
-def check(texts: list[str], wanted: list[str] = TEXTS) -> None:
-    assert len(texts) == len(wanted) and all(map(str.startswith, texts, wanted)), texts
+def check(texts: list[str], expected: list[str] = TEXTS) -> None:
+    assert len(texts) == len(expected) and all(map(str.startswith, texts, expected)), texts
 
 
 def secrets_in(home: Project, report: Report) -> list[str]:
     """Places that contain the URL of a hook."""
     texts = {"report": report.json(), "summary": report.summary(), "log": home.said}
     texts |= {str(path): path.read_bytes().decode("latin-1") for path in home.folder.rglob("*") if path.is_file()}
-    return [where for where, text in texts.items() if SECRET in text]
+    return [place for place, text in texts.items() if SECRET in text]
 
 
 @pytest.mark.slow
@@ -105,11 +105,11 @@ def test_a_hook_that_fails_holds_up_no_other(
     trained(home)
     hooks = [{"url_env": name, "events": ["started", "finished"]} for name in (HOOK, OTHER)]
     home.settings["notify"]["webhooks"] = hooks
-    with serve_webhook() as other:
-        monkeypatch.setenv(OTHER, other.url)
+    with serve_webhook() as second_hook:
+        monkeypatch.setenv(OTHER, second_hook.url)
         break_it(hook, monkeypatch)
         report = home.run(notify.run)
-        check(other.texts(), [TEXTS[0], TEXTS[-1]])
+        check(second_hook.texts(), [TEXTS[0], TEXTS[-1]])
     assert report.exit_code == 3 and report.done == 2
     first, second = report.details["webhooks"]
     assert (first["lost"], second["lost"]) == (2, 0) and first["problem"]

@@ -23,12 +23,12 @@ NAMES = {"started": "started", "validation at": "validation", "checkpoint at": "
 
 def events(hook: WebhookServer) -> list[tuple[str, int]]:
     """(event, step) of each message."""
-    found = []
+    rows = []
     for text in hook.texts():
         (name,) = [event for words, event in {**NAMES, "failed in": "failed"}.items() if words in text]
         step = re.search(r"step (\d+) of", text)
-        found.append((name, int(step[1]) if step else 0))
-    return found
+        rows.append((name, int(step[1]) if step else 0))
+    return rows
 
 
 def test_watching_sends_what_happens_and_waits_for_the_pictures(
@@ -72,8 +72,8 @@ def test_pictures_that_do_not_come_are_waited_for_only_so_long(
     with training(run):
         home.run(notify.run)
         assert events(hook) == [("started", 1)]
-        old = time.time() - messages.PICTURES_WAIT_S - 1
-        os.utime(run.folder / "validation/step-000000/one.safetensors", (old, old))
+        old_time = time.time() - messages.PICTURES_WAIT_S - 1
+        os.utime(run.folder / "validation/step-000000/one.safetensors", (old_time, old_time))
         home.run(notify.run)
     assert events(hook)[1:] == [("validation", 0)] and "(1 more pictures are not shown)" in hook.texts()[1]
 

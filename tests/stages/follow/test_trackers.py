@@ -54,9 +54,9 @@ def test_tensorboard_has_clips_that_play_and_scores(tmp_path) -> None:
         trackers.add_scores(60, {"clip score": 0.5, "eval": 1.0})
     events = EventAccumulator(str(tmp_path / "tensorboard/pictures"))
     events.Reload()
-    (found,) = events.Images("validation/wave")
-    assert (found.step, found.width, found.height) == (30, 64, 48)
-    assert found.encoded_image_string == encode_gif(clip, 10)
+    (image,) = events.Images("validation/wave")
+    assert (image.step, image.width, image.height) == (30, 64, 48)
+    assert image.encoded_image_string == encode_gif(clip, 10)
     events = EventAccumulator(str(tmp_path / "tensorboard/scores"))
     events.Reload()
     assert [(it.step, it.value) for it in events.Scalars("scores/clip score")] == [(30, 0.25), (60, 0.5)]
@@ -98,6 +98,8 @@ from stages.follow.trackers import open_trackers
 with open_trackers(Path(sys.argv[1]), ["tensorboard"], Console(), "scores") as trackers:
     trackers.add_scores(30, {"clip_score": 0.25})
 """
-    others = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=os.environ | others, check=True, timeout=120)
+    launcher_variables = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=os.environ | launcher_variables, check=True, timeout=120
+    )
     assert [*(tmp_path / "tensorboard/scores").glob("events.*")]
