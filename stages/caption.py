@@ -1,4 +1,4 @@
-"""caption: writes captions of items without a caption, or of all items, by a vision-language model. Its plan contains
+"""caption: writes captions of items without a caption, or of all items, with a vision-language model. Its plan contains
 the items of the media tables, because a plan of samples needs captions.
 
 The captions are stored under the root, from which `bucket` reads them. The user's folders are not changed without
@@ -134,7 +134,7 @@ def _write(texts: list[str], file: BinaryIO) -> None:
     file.write("".join(f"{text}\n" for text in texts).encode())
 
 
-ABOUT = "Describe pictures and clips without a caption, by a vision-language model."
+ABOUT = "Write captions of pictures and clips without a caption, with a vision-language model."
 app = make_app("caption", ABOUT, run, examples=["--write-files"], passes_to=STAGE.run, divided=True)
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ PROGRAMS = {
     "configure": "write a short configuration from a few answers; start here",
     "discover": "find media, captions and companions; identify files by content",
     "features": "measure pictures and clips and find near-duplicates, for filters",
-    "caption": "write captions for items without a caption, by a vision-language model",
-    "masks": "make masks for items without a mask, by a segmentation model",
+    "caption": "write captions for items without a caption, with a vision-language model",
+    "masks": "make masks for items without a mask, with a segmentation model",
     "bucket": "divide media into buckets; plan samples, texts and work units",
     "preview": "make a page that compares encoded samples with originals, or shows the plan",
     "encode-text": "encode captions, null prompts and validation prompts",
@@ -59,7 +59,7 @@ def format_usage() -> str:
     return f"""\
 usage: latentpress PROGRAM [options]
 
-Train an adapter on folders of images and videos, by cached stages.
+Train an adapter on folders of images and videos, with cached preprocessing stages.
 
 {lines}
 

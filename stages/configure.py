@@ -84,7 +84,8 @@ def run(
     contents = read_media(listing, answers.kind, source_folder)
     if not len(contents.width):
         problems = "; ".join(contents.problems[:5])
-        raise LatentpressError(f"the media in {answers.folder} cannot be read: {problems}")
+        step = "correct the files, or choose another folder with --media"
+        raise LatentpressError(f"the media in {answers.folder} cannot be read: {problems}", step)
     new_text = _propose(answers, contents, file, old_text or "", options, console)
     report = ProposalReport("configure", dry_run=options.dry_run)
     report.details = _describe(answers, contents, file, old_text or "", new_text, console)

@@ -102,7 +102,7 @@ def run(
         configs.append(extra_config := load_config(path))
         if Store(extra_config.root).path("") != store.path(""):
             problem = f"--also {path}: its root is {extra_config.root}, not {store.url}"
-            raise UsageError(problem, "give --also configurations with the same root")
+            raise UsageError(problem, "use --also only for configurations with the same root")
     time_now = time.time()
     since = time_now - keep_days * DAY_S
     entries = store.list_files()

@@ -119,7 +119,7 @@ def _apply_overrides(overrides: Sequence[str], draft: Draft) -> None:
             is_same_section = line.to.startswith("model.") and key.startswith("model.")
             if line.outcome == "not carried over" and (line.to == key or is_same_section):
                 line.outcome, line.note = "needs nothing", f"--set {key}"
-        path = next((parent for parent in draft.values if parent == path[: len(parent)]), path)  # such as a whole list
+        path = next((parent for parent in draft.values if parent == path[: len(parent)]), path)  # a list is one value
         draft.values = {old_path: item for old_path, item in draft.values.items() if old_path[: len(path)] != path}
         draft.values[path] = value_at(tree, path)
         draft.lines.append(Line(f"--set {key}", "carried over", "", key, [path]))

@@ -116,7 +116,7 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
         part=config.part,
         pictures=pictures,
         repo=repo,
-        settings={"steps done": step, **_settings(config)},
+        settings={"finished steps": step, **_settings(config)},
         size=Bucket.parse(str(metadata["bucket"])) if metadata.get("bucket") else None,
         step=step,
         train=config.train,
