@@ -175,5 +175,5 @@ def test_damage_is_found_and_repaired(home: Project) -> None:
     [table] = (home.root / "items").iterdir()
     table.unlink()
     assert home.run(verify.run, repair=True).exit_code == 0
-    assert "caption can't encode anything again: the items that there are now were not measured" in home.said
+    assert "caption cannot encode damaged shards again: " in home.said
     assert home.shards("features") == before and home.run(verify.run).remaining == 0

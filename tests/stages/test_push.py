@@ -82,7 +82,7 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
     assert {"lora", "diffusers", "cats"} <= set(about["tags"]) and about["library_name"] == "diffusers"
     assert about["widget"] == [{"text": "a tabby | cat", "output": {"url": "images/one.jpg"}}]
     assert r"| a tabby \| cat<br>*negative prompt:* blurry &lt;b> |" in card.content
-    assert "Data: 12 samples trained on, 2 held out, 14 texts." in card.content
+    assert "Data: 12 training samples, 2 held-out samples, 14 texts." in card.content
     assert "Eval loss: 0.75 at step 40; lowest 0.5 at step 20." in card.content
     assert "clip score: 0.5 at step 40; best 0.75 at step 20." in card.content
     assert "| train.adapter.rank | 4 |" in card.content

@@ -43,7 +43,7 @@ def test_what_a_prompt_starts_from_is_what_training_starts_from(project: Callabl
     sizes = [f"64x64{'@9' * video}", f"96x64{'@9' * video}"]
     home.settings["validation"] = {"size": sizes, "prompts": [{"name": "try", "prompt": "a try"}]}
     images = planned_images(home)
-    assert "validation prompt try has no image and starts from one of the data, " in home.said
+    assert "validation prompt try has no image" in home.said
     assert [each["path"] for each in images.values()] == [f"only.{'mp4' if video else 'png'}"] * 2
     for program in (encode_text, encode_latents, index):
         assert home.run(program.run).exit_code == 0

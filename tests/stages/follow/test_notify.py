@@ -140,7 +140,7 @@ def test_a_dry_run_shows_the_messages_and_sends_nothing(home: Project, hook: Web
 def test_without_webhooks_there_is_nothing_to_do(home: Project) -> None:
     trained(home)
     report = home.run(notify.run, "notify.webhooks=[]")
-    assert report.exit_code == 0 and report.details["webhooks"] == "notify.webhooks has none"
+    assert report.exit_code == 0 and "notify.webhooks" in report.details["webhooks"]
 
 
 def test_one_at_a_time(home: Project, hook: WebhookServer) -> None:
