@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 PLACES = {name: f"<|vision_start|><|{name}_pad|><|vision_end|>" for name in ("image", "video")}
 
 
-def shown(path: Path, geometry: dict[str, Any]) -> Image.Image:
+def model_picture(path: Path, geometry: dict[str, Any]) -> Image.Image:
     size = Bucket.parse(geometry["bucket"])
     return Image.open(path).resize((size.width, size.height), Image.Resampling.LANCZOS).convert("RGB")
 
@@ -54,7 +54,7 @@ def compare(home: Project, report: Any, expected: dict[str, str]) -> None:
         assert captions[path] == text if path in captions else text.replace("; ", ", ") in messages[path]
 
 
-def made(home: Project) -> tuple[Any, Plan]:
+def run_and_plan(home: Project) -> tuple[Any, Plan]:
     home.run(discover.run)
     report = home.run(caption.run)
     return report, CAPTION.find_plan(Store(home.root), home.config())
@@ -67,13 +67,13 @@ def test_an_instruction_is_of_the_source_image_and_then_the_target(project: Any,
     for number in range(3):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
         home.image(f"../source/{number}.png", (48, 64) if number else (64, 48), None, number + 7)  # type: ignore[arg-type]
-    report, plan = made(home)
+    report, plan = run_and_plan(home)
     folder = Path(home.settings["model"]["path"])
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval()
     processor, expected = Processor(folder / "tokenizer"), {}
     for row in plan.sample_table.to_pylist():
-        pictures = [shown(home.folder / "source" / row["source_path"], row["source_geometry"])]
-        pictures.append(shown(home.media / row["path"], row["geometry"]))
+        pictures = [model_picture(home.folder / "source" / row["source_path"], row["source_geometry"])]
+        pictures.append(model_picture(home.media / row["path"], row["geometry"]))
         text = QWEN_CHAT.replace("{}", PLACES["image"] * 2 + PRESETS["instruction"])
         inputs = processor(text=[text], images=pictures, return_tensors="pt", return_mm_token_type_ids=True)
         expected[row["path"]] = answer(model, processor.tokenizer, inputs)
@@ -98,7 +98,7 @@ def test_a_clip_is_a_video_of_frames_spread_over_it(project: Any, tiny: Any) -> 
         home.video(f"{name}.mp4", 20, (64, 48), caption="")
         (home.media / f"{name}.txt").unlink()
     home.image("still.png", (64, 48), None, 3)  # type: ignore[arg-type]
-    report, plan = made(home)
+    report, plan = run_and_plan(home)
     folder = Path(home.settings["model"]["path"])
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval()
     processor, clips = Processor(folder / "tokenizer"), dict[tuple[str, float], str]()
@@ -149,7 +149,7 @@ def test_another_architecture_is_asked_by_its_own_processor(project: Any, tiny: 
     home = describing(project, tiny, model=str(folder), prompts=["plain", "detailed"])
     for number in range(4):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
-    report, plan = made(home)
+    report, plan = run_and_plan(home)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = transformers.AutoProcessor.from_pretrained(folder)
     captions, expected = written(home), {}
@@ -158,7 +158,7 @@ def test_another_architecture_is_asked_by_its_own_processor(project: Any, tiny: 
         for prompt in ("plain", "detailed"):
             content = [{"type": "image"}, {"type": "text", "text": PRESETS[prompt]}]
             text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-            picture = shown(home.media / row["path"], row["geometry"])
+            picture = model_picture(home.media / row["path"], row["geometry"])
             begins = text.startswith(processor.tokenizer.bos_token or "\0")
             inputs = processor(text=[text], images=[[picture]], return_tensors="pt", add_special_tokens=not begins)
             texts.append(answer(model, processor.tokenizer, inputs))

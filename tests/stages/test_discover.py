@@ -93,7 +93,7 @@ def test_a_caption_of_the_same_length_and_time_is_read_again(project, source: st
     assert read(home.run(discover.run, *options)) == 0
 
 
-def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> None:
+def test_bad_input_is_rejected_with_its_reason_and_stops_nothing(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.image("good.png")
     content = home.video("cut.mp4").read_bytes()
@@ -123,7 +123,7 @@ def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> No
         assert row["path"] in row["message"] or Path(row["path"]).stem in row["message"]
 
 
-def test_a_dry_run_counts_what_was_set_aside_as_no_work_and_a_mended_file_leaves_the_rejects(project) -> None:
+def test_rejects_are_not_work_of_a_dry_run_and_a_corrected_file_leaves_the_rejects(project) -> None:
     home = project()
     home.image("good.png")
     path = home.image("bad.png", caption="")

@@ -14,7 +14,7 @@ from tests.stages.encoded_photos import IMAGE, encode, prepare
 
 
 @pytest.mark.slow
-def test_a_file_changed_since_discovery_is_set_aside_and_tried_again(photos) -> None:
+def test_a_file_changed_since_discovery_is_rejected_and_retried(photos) -> None:
     path = photos.media / "0.png"
     content = path.read_bytes()
     photos.image("0.png", (96, 64), "picture number 0", seed=50)
@@ -44,7 +44,7 @@ def test_what_is_still_missing_is_listed_and_not_encoded_again(photos) -> None:
 
 
 @pytest.mark.slow
-def test_a_list_of_what_was_set_aside_is_there_before_its_shard(photos, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_rejects_exists_before_its_shard(photos, monkeypatch: pytest.MonkeyPatch) -> None:
     (photos.media / "0.png").unlink()
     reject_lists: list[list[dict]] = []
     monkeypatch.setattr(Store, "publish", spy_on_shards(Store.publish, reject_lists))
@@ -102,7 +102,7 @@ def test_a_damaged_plan_is_named(photos) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_damaged_beyond_its_header_is_set_aside_and_the_rest_goes_on(project) -> None:
+def test_a_file_damaged_after_its_header_is_rejected_and_the_stage_continues(project) -> None:
     home = project(IMAGE)
     for number in range(12):
         home.image(f"{number}.jpg", (64, 64), f"picture {number}", number)
@@ -119,7 +119,7 @@ def test_a_file_damaged_beyond_its_header_is_set_aside_and_the_rest_goes_on(proj
 
 
 @pytest.mark.slow
-def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None:
+def test_too_many_rejects_stop_the_stage_with_the_last_reason(project) -> None:
     home = project(IMAGE, cache={"unit_mib": 1})
     for number in range(8):
         path = home.image(f"{number}.jpg", (300, 300), f"picture {number}", number)

@@ -149,7 +149,7 @@ def test_an_empty_set_is_refused(tmp_path: Path, rows, aside, said) -> None:
 
 
 @pytest.mark.parametrize(("lost", "said"), [(NULL, "the null prompt"), ("t4", "p"), ("shown", "p")])
-def test_a_prompt_that_was_set_aside_stops_the_join(tmp_path: Path, lost, said) -> None:
+def test_a_rejected_prompt_stops_the_join(tmp_path: Path, lost, said) -> None:
     store = Store(tmp_path)
     prompt = {"name": "p", "prompt": "x", "negative_prompt": "", "bucket": "64x64", "text": id_of("t4")}
     prompt |= {"negative": id_of("t"), "condition": id_of("shown")}

@@ -214,7 +214,7 @@ def test_edges(masked: Project) -> None:
         assert len(np.unique(soft)) > 4 and abs(float(soft.mean()) - float(mask.mean())) < 20
 
 
-def test_what_is_empty_or_full_is_set_aside(photos: Project) -> None:
+def test_an_empty_or_full_mask_is_rejected(photos: Project) -> None:
     least = "masks.min_area=0.45"
     report = photos.run(masks.run, least)
     reasons = photos.rejects(report)

@@ -65,7 +65,7 @@ def test_run_passes_or_stops_as_index_does(lacking, forked_programs) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(200, 300), long((300, 300))])
-def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, forked_programs, shape: tuple[int, int]) -> None:
+def test_index_reports_the_rejects_of_a_stopped_stage(project, forked_programs, shape: tuple[int, int]) -> None:
     """Six of eight photos are damaged: in a separate unit, after which the stage stops, or in one unit with others."""
     home = project(cache={"unit_mib": 1})
     for number in range(8):
@@ -87,5 +87,5 @@ def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, forked_prog
     report = home.run(run.run, raised, "stages.order=[encode-latents, index]")
     assert (report.exit_code, len(report.set_aside)) == (0, 6), "each sample once"
     step, rejects = report.next_steps
-    assert step.startswith("latentpress encode-latents --config ") and "--retry-set-aside   # once the cause" in step
+    assert step.startswith("latentpress encode-latents --config ") and "--retry-set-aside   # " in step
     assert rejects.startswith("latentpress status --rejects ")

@@ -42,7 +42,7 @@ CASES = [
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, in which repositories are folders, which diffusers supports. Without a card."""
     folder = tmp_path / "here"
     folder.mkdir()
@@ -52,8 +52,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub, here: Path) -> str:
-    """Upload the weights of a finished run, and place the files of the repository and the base model in `here`. Returns
+def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub, working_directory: Path) -> str:
+    """Upload the weights of a finished run, and place the files of the repository and the base model in the working directory. Returns
     the code of the card."""
     run, size = FakeRun(home), SIZES.get(kind, "64x64")
     run.metrics(step_line(4))
@@ -67,12 +67,12 @@ def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub
     home.run(push.run)
     repo = f"{REPO}-low" if kind == EXPERTS else REPO
     for name, content in models.repositories[repo].files.items():
-        (here / repo / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / repo / name).write_bytes(content)
-    base = here / run.config.model.flavour_spec.repo
+        (working_directory / repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (working_directory / repo / name).write_bytes(content)
+    base = working_directory / run.config.model.flavour_spec.repo
     base.parent.mkdir(parents=True)
     base.symlink_to(checkpoint)
-    match = re.search(r"```python\n(.*?)```", (here / repo / "README.md").read_text(), re.DOTALL)
+    match = re.search(r"```python\n(.*?)```", (working_directory / repo / "README.md").read_text(), re.DOTALL)
     assert match is not None
     return match[1]
 
@@ -83,7 +83,7 @@ def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub
 def test_the_code_of_the_card_runs(
     project: Callable[..., Project],
     models: ModelHub,
-    here: Path,
+    working_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     adapter: dict[str, Any],
@@ -93,7 +93,7 @@ def test_the_code_of_the_card_runs(
     home.settings["train"] |= {"experts": "low"} if kind == EXPERTS else {}
     home.settings["validation"] = {"size": size, "fps": 10.0}
     home.settings["datasets"][0] |= {"conditioning_data": "sources"} if "i2i" in kind else {}
-    code = push_run(home, kind, adapter, models, here)
+    code = push_run(home, kind, adapter, models, working_directory)
     load, frames = diffusers.DiffusionPipeline.from_pretrained.__func__, []
     without = missing_components(home.config())  # torchvision, which the card installs
 
@@ -118,9 +118,9 @@ def test_the_code_of_the_card_runs(
             assert picture.size == (64, 64)
     if kind == EXPERTS:
         assert "guidance_scale_2=1.5" in code and not hasattr(names["pipe"].transformer, "peft_config")
-        check_weights(names["pipe"].transformer_2, adapter, here / f"{REPO}-low", "transformer_2")
+        check_weights(names["pipe"].transformer_2, adapter, working_directory / f"{REPO}-low", "transformer_2")
     else:
-        check_weights(names["pipe"].transformer, adapter, here / REPO)
+        check_weights(names["pipe"].transformer, adapter, working_directory / REPO)
 
 
 def check_weights(

@@ -329,7 +329,7 @@ def test_captions_that_the_encoder_cut_off(project: Callable[..., Project]) -> N
 
 
 @pytest.mark.slow
-def test_a_clip_that_was_set_aside_is_shown_by_its_middle_frame(project: Callable[..., Project]) -> None:
+def test_a_rejected_clip_is_shown_by_its_middle_frame(project: Callable[..., Project]) -> None:
     home = project("kandinsky5-video-t2v", stages={"max_reject_fraction": 1.0})
     home.video("long.mp4", 24)
     home.video("short.mp4", 3)

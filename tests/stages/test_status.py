@@ -149,7 +149,7 @@ def test_what_is_rarely_wanted_is_shown_on_request(encoded) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_set_aside_is_listed_with_its_remedy(project) -> None:
+def test_rejects_are_listed_with_their_remedy(project) -> None:
     home = project("sana")
     for number in range(12):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)

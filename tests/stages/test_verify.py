@@ -92,7 +92,7 @@ def test_repair_encodes_the_damaged_units_alone_and_keeps_each_damaged_file(enco
     assert len(list((encoded.root / "damaged").rglob("*.arrow"))) == 2
 
 
-def test_a_damaged_shard_of_another_configuration_is_only_set_aside(encoded) -> None:
+def test_a_damaged_shard_of_another_configuration_is_only_moved(encoded) -> None:
     store, path = Store(encoded.root), first(encoded, "latents")
     for suffix in ("", "0"):
         meta = ShardMeta("latents", "f" * 24, f"64x64@1-0{suffix}", "64x64@1")
@@ -110,7 +110,7 @@ def test_a_damaged_shard_of_another_configuration_is_only_set_aside(encoded) -> 
 
 
 @pytest.mark.slow
-def test_a_tar_is_set_aside_with_its_description(project) -> None:
+def test_a_tar_is_moved_with_its_sidecar(project) -> None:
     home = project("sana", cache={"unit_mib": 0.02, "format": "webdataset"})
     home.image("0.png", (64, 64))
     for program in (discover, bucket, encode_latents):

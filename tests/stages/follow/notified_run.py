@@ -8,7 +8,7 @@ from cache.runs.training_run import LOCK_NAME
 from tests.project import Project
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
-HOOK, OTHER = "LATENTPRESS_WEBHOOK", "ANOTHER_WEBHOOK"
+HOOK, SECOND_HOOK = "LATENTPRESS_WEBHOOK", "ANOTHER_WEBHOOK"
 
 
 def finish(run: FakeRun) -> None:

@@ -15,7 +15,7 @@ from schemas.errors import LatentpressError
 from stages import notify
 from stages.follow import messages
 from tests.project import Project
-from tests.stages.follow.notified_run import HOOK, OTHER, trained
+from tests.stages.follow.notified_run import HOOK, SECOND_HOOK, trained
 from tests.webhook_server import SECRET, WebhookServer, serve_webhook
 
 #: Expected beginnings of the messages about `trained`.
@@ -103,10 +103,10 @@ def test_a_hook_that_fails_holds_up_no_other(
     home: Project, hook: WebhookServer, monkeypatch: pytest.MonkeyPatch, break_it: Callable
 ) -> None:
     trained(home)
-    hooks = [{"url_env": name, "events": ["started", "finished"]} for name in (HOOK, OTHER)]
+    hooks = [{"url_env": name, "events": ["started", "finished"]} for name in (HOOK, SECOND_HOOK)]
     home.settings["notify"]["webhooks"] = hooks
     with serve_webhook() as second_hook:
-        monkeypatch.setenv(OTHER, second_hook.url)
+        monkeypatch.setenv(SECOND_HOOK, second_hook.url)
         break_it(hook, monkeypatch)
         report = home.run(notify.run)
         check(second_hook.texts(), [TEXTS[0], TEXTS[-1]])
