@@ -53,8 +53,8 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub, working_directory: Path) -> str:
-    """Upload the weights of a finished run, and place the files of the repository and the base model in the working directory. Returns
-    the code of the card."""
+    """Upload the weights of a finished run, and place the files of the repository and the base model in the working
+    directory. Returns the code of the card."""
     run, size = FakeRun(home), SIZES.get(kind, "64x64")
     run.metrics(step_line(4))
     about = {"prompt": "a grey cat", "negative_prompt": "blurry", "bucket": size, "steps": 2, "guidance": 2.0}
