@@ -82,7 +82,7 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     images = {prompt.name: describe_image(prompt.image) for prompt in plan.validation if prompt.image is not None}
     for name, image in images.items():
         console.log(f"validation prompt {name} has no image, so it uses an image of the datasets: {image}")
-    planned_on = plans.list_plans(store)
+    known_plans = plans.list_plans(store)
     new_samples = _new_rows(plan.samples, "sample_id", plans.planned_ids(store, "latents"))
     new_texts = _new_rows(plan.texts, "text_id", plans.planned_ids(store, "text"))
     key = plan_key(config, multiple)
@@ -98,8 +98,8 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         report.details["near_duplicates"] = _count_near_duplicates(config.datasets, media, items)
     edited_ids = edits["media_id"].combine_chunks()  # media ids of items with edited captions
     counts = [pc.sum(pc.is_in(table["media_id"], value_set=edited_ids)).as_py() or 0 for table in media.values()]
-    if edited := sum(counts):
-        report.details["edited_captions"] = edited
+    if edited_count := sum(counts):
+        report.details["edited_captions"] = edited_count
     needed = int(sum(row["new_mib"] for row in report.details["disk"]) * 2**20)
     if shortage := find_shortage(config.root, needed):
         console.warn(f"{shortage}; {SPACE_ADVICE}")
@@ -112,26 +112,26 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.remaining
         return report
     limit = int(config.cache.unit_mib * 2**20)
-    divided = find_open_members(plans.newest_plan(store, key) if divide_again else None, limit)
-    samples = pa.concat_tables([new_samples, divided.samples])
-    texts = pa.concat_tables([new_texts, divided.texts], promote_options="default")
+    open_members = find_open_members(plans.newest_plan(store, key) if divide_again else None, limit)
+    samples = pa.concat_tables([new_samples, open_members.samples])
+    texts = pa.concat_tables([new_texts, open_members.texts], promote_options="default")
     sizes = sample_tensor_bytes(config.model, config.latents, samples)
     text_sizes = text_tensor_bytes(config.model, config.text, texts)
     parts = units.sample_units(samples, sizes, limit), units.text_units(texts, plan.active, text_sizes, limit)
     new_units = pa.concat_tables(parts)
-    if divided.unit_ids:
-        info = info.model_copy(update={"replaced_units": divided.unit_ids})
-        report.details["divided_again"] = len(divided.unit_ids)
+    if open_members.unit_ids:
+        info = info.model_copy(update={"replaced_units": open_members.unit_ids})
+        report.details["divided_again"] = len(open_members.unit_ids)
     tables = {"samples": new_samples, "texts": new_texts, "units": new_units, "active": plan.active}
     with activity(f"writing the plan to {store.path('plans')}"):
-        generation = plans.publish_plan(store, key, tables, info, planned_on)
+        generation = plans.publish_plan(store, key, tables, info, known_plans)
     list_name = f"{config.model.family}-{config.model.task}"
     rejects.write_rejects(store, "bucket", list_name, plan.rejects)
     report.rejects_path = store.path(f"rejects/bucket/{list_name}.arrow") if plan.rejects.num_rows else ""
     report.done = new_samples.num_rows + new_texts.num_rows
     report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.done
     report.details["new_units"] = {kind: _count_equal(new_units, "kind", kind) for kind in ("latents", "text")}
-    report.details["generation"] = generation.name + ("" if generation.name not in planned_on else " (unchanged)")
+    report.details["generation"] = generation.name + ("" if generation.name not in known_plans else " (unchanged)")
     return report
 
 
@@ -155,19 +155,19 @@ def _require_training_samples(plan: DraftPlan) -> None:
     step = (
         "add media, or relax the datasets' limits (resolution, allow_upscale, minimum_image_size, max_cropped, where)"
     )
-    excluded = summary.count_excluded(plan.rejects)
+    counts = summary.count_excluded(plan.rejects)
     if not items:
         reason = "discover did not find usable media in the datasets"
         step = "add media; show the reasons for rejected files: latentpress status --rejects"
     elif plan.rejects.num_rows:
-        rules = ", ".join(f"{row['items']} {row['rule']}" for row in excluded)
-        examples = (escape_unprintable(f"  {row['example']}") for row in excluded[:MAX_EXAMPLES])
+        rules = ", ".join(f"{row['items']} {row['rule']}" for row in counts)
+        examples = (escape_unprintable(f"  {row['example']}") for row in counts[:MAX_EXAMPLES])
         reason = "\n".join([f"all {items} items are excluded: {rules}; for example", *examples])
     else:
         reason = "all items are held out for evaluation"
         step = "remove eval: true from a dataset, or lower its eval_fraction"
-    coarse = [(name, notes.step.advised) for name, notes in plan.notes.items() if notes.step and notes.step.advised]
-    finer_steps = ", ".join(f"datasets.{name}.bucket_step: {step}" for name, step in coarse)
+    steps = {name: notes.step.advised for name, notes in plan.notes.items() if notes.step and notes.step.advised}
+    finer_steps = ", ".join(f"datasets.{name}.bucket_step: {step}" for name, step in steps.items())
     raise LatentpressError(
         f"the plan would not have training samples: {reason}",
         f"set {finer_steps}, because the current step excludes items" if finer_steps else step,
@@ -228,13 +228,14 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
 
 def _print_warnings(config: Config, plan: DraftPlan, details: TableRow, console: Console) -> None:
     epoch = summary.epoch_schedule(plan.active, config.train.batch_size)
-    if small := sorted(epoch.small_buckets, key=lambda bucket: bucket.distinct):
-        names = ", ".join(f"{row.name} ({row.distinct})" for row in small[:MAX_LISTED_BUCKETS])
-        more = f" and {len(small) - MAX_LISTED_BUCKETS} more" if len(small) > MAX_LISTED_BUCKETS else ""
+    if small_buckets := sorted(epoch.small_buckets, key=lambda bucket: bucket.distinct):
+        names = ", ".join(f"{row.name} ({row.distinct})" for row in small_buckets[:MAX_LISTED_BUCKETS])
+        more_count = len(small_buckets) - MAX_LISTED_BUCKETS
+        suffix = f" and {more_count} more" if more_count > 0 else ""
         console.warn(
-            f"{len(small)} of {len(epoch.buckets)} buckets have fewer samples than train.batch_size "
-            f"({config.train.batch_size}), so their micro-batches repeat samples: {names}{more}. "
-            + small_bucket_advice(small)
+            f"{len(small_buckets)} of {len(epoch.buckets)} buckets have fewer samples than train.batch_size "
+            f"({config.train.batch_size}), so their micro-batches repeat samples: {names}{suffix}. "
+            + small_bucket_advice(small_buckets)
         )
     rows = {row["dataset"]: row for row in details["datasets"]}
     for dataset in config.datasets:
@@ -247,15 +248,15 @@ def _print_warnings(config: Config, plan: DraftPlan, details: TableRow, console:
                 f"{dataset.video.frame_rate} frames per second; to avoid this, lower frame_rate or "
                 "max_repeated_frames"
             )
-        if costly := summary.step_warning(dataset, notes.step):
-            console.warn(costly)
+        if step_warning := summary.step_warning(dataset, notes.step):
+            console.warn(step_warning)
         if differing := len(notes.aspect_differs):
             names = ", ".join(notes.aspect_differs[:MAX_LISTED_ITEMS].to_pylist())
-            more = f" and {differing - MAX_LISTED_ITEMS} more" if differing > MAX_LISTED_ITEMS else ""
+            suffix = f" and {differing - MAX_LISTED_ITEMS} more" if differing > MAX_LISTED_ITEMS else ""
             console.warn(
                 f"{dataset.id}: {differing} of {count} sources have another aspect ratio than their target, so "
                 "their crop may show another part of the picture. Crop the source like the target, or remove the "
-                f"pair: {names}{more}"
+                f"pair: {names}{suffix}"
             )
         if dataset.eval_fraction and not held_out:
             console.warn(
@@ -264,8 +265,8 @@ def _print_warnings(config: Config, plan: DraftPlan, details: TableRow, console:
             )
     for text in config.unused_features("masks", "vision", "sizes"):
         console.warn(text)
-    if scale := summary.scale_warning(config.model, details["buckets"]):
-        console.warn(scale)
+    if scale_warning := summary.scale_warning(config.model, details["buckets"]):
+        console.warn(scale_warning)
 
 
 app = make_app(

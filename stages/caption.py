@@ -1,4 +1,4 @@
-"""caption: writes captions of items without a caption, or of all items, by a vision-language model. Its plan contains
+"""caption: writes captions of items without a caption, or of all items, with a vision-language model. Its plan contains
 the items of the media tables, because a plan of samples needs captions.
 
 The captions are stored under the root, from which `bucket` reads them. The user's folders are not changed without
@@ -36,64 +36,65 @@ def run(
     console: Console,
     *,
     write_files: Annotated[bool, typer.Option("--write-files", help=_WRITE_HELP)] = False,
-    **more: Any,
+    **stage_options: Any,
 ) -> Report:
-    """more: options of all encoding stages."""
+    """stage_options: options of all encoding stages."""
     require_caption(config)
-    began = time.time()
-    writable = list_writable(config.datasets, console) if write_files else []
-    report = STAGE.run(config, options, console, **more)
-    if writable and not options.dry_run:
-        counts = write_caption_files(Store(config.root), config, writable, began)
-        report.details |= {"files_written": counts.written, "files_there_before": counts.existing}
-        if counts.several_clips:
-            report.details["clips_without_a_file"] = counts.several_clips
-        if counts.sharing:
-            report.details["same_name_without_a_file"] = len(counts.sharing)
-            names = ", ".join(map(shorten, counts.sharing[:3]))
+    start_time = time.time()
+    writable_datasets = list_writable(config.datasets, console) if write_files else []
+    report = STAGE.run(config, options, console, **stage_options)
+    if writable_datasets and not options.dry_run:
+        counts = write_caption_files(Store(config.root), config, writable_datasets, start_time)
+        report.details |= {"files_written": counts.written_count, "files_there_before": counts.existing_count}
+        if counts.clip_count:
+            report.details["clips_without_a_file"] = counts.clip_count
+        if counts.shared_paths:
+            report.details["same_name_without_a_file"] = len(counts.shared_paths)
+            names = ", ".join(map(shorten, counts.shared_paths[:3]))
             console.warn(
-                f"--write-files: no file is written for {len(counts.sharing)} items, because another picture or video "
-                f"with the same name would get the same caption: {names}; rename one, and run `latentpress discover`"
+                f"--write-files: no file is written for {len(counts.shared_paths)} items, because another picture or "
+                f"video with the same name would get the same caption: {names}; rename one, and run "
+                "`latentpress discover`"
             )
     return report
 
 
 @dataclass
 class WrittenFiles:
-    """Counts of a run. existing: files that existed before the run. several_clips: captions of videos with several
-    clips, which cannot share one file. sharing: paths of items without a file, because another picture or video would
-    have the same caption file."""
+    """Result of a run. existing_count: files that existed before the run. clip_count: captions of clips whose video has
+    several clips, which cannot share one file. shared_paths: paths of items without a file, because another picture or
+    video would have the same caption file."""
 
-    written: int = 0
-    existing: int = 0
-    several_clips: int = 0
-    sharing: list[str] = field(default_factory=list)
+    written_count: int = 0
+    existing_count: int = 0
+    clip_count: int = 0
+    shared_paths: list[str] = field(default_factory=list)
 
 
 def list_writable(datasets: Sequence[Dataset], console: Console) -> list[Dataset]:
-    """The datasets whose captions are text files in a local folder. Logs all other datasets. Raises UsageError if there
-    is no such dataset."""
-    described = [dataset for dataset in datasets if not dataset.disabled and dataset.describes_missing]
-    writable, unsupported = list[Dataset](), list[str]()
-    for dataset in described:
+    """Returns the datasets whose captions are text files in a local folder, and logs all other datasets. Raises
+    UsageError if no dataset has such captions."""
+    candidates = [dataset for dataset in datasets if not dataset.disabled and dataset.describes_missing]
+    writable_datasets, unsupported_names = list[Dataset](), list[str]()
+    for dataset in candidates:
         if (dataset.resolved_source, dataset.resolved_caption_strategy) == ("folder", "textfile"):
-            writable.append(dataset)
+            writable_datasets.append(dataset)
         else:
-            unsupported.append(f"{dataset.id} ({dataset.resolved_source}, {dataset.resolved_caption_strategy})")
-    if not writable:
+            unsupported_names.append(f"{dataset.id} ({dataset.resolved_source}, {dataset.resolved_caption_strategy})")
+    if not writable_datasets:
         raise UsageError(
             "--write-files needs a dataset whose captions are text files next to media in a local folder; "
-            f"this configuration has: {', '.join(unsupported) or 'no dataset to describe'}",
+            f"this configuration has: {', '.join(unsupported_names) or 'no dataset to describe'}",
             "run without --write-files: `bucket` reads the captions from the root",
         )
-    if unsupported:
-        console.log(f"--write-files: no files are written for {', '.join(unsupported)}")
-    return writable
+    if unsupported_names:
+        console.log(f"--write-files: no files are written for {', '.join(unsupported_names)}")
+    return writable_datasets
 
 
-def write_caption_files(store: Store, config: Config, datasets: list[Dataset], began: float) -> WrittenFiles:
+def write_caption_files(store: Store, config: Config, datasets: list[Dataset], start_time: float) -> WrittenFiles:
     """Write `<name>.txt` next to each item of these datasets that has a generated caption, unless the file exists, and
-    remove temporary files of killed runs. began: start time of this run, in seconds since 1970."""
+    remove temporary files of killed runs. start_time: start of this run, in seconds since 1970."""
     plan, counts = STAGE.find_plan(store, config), WrittenFiles()
     table = read_captions(store, STAGE.fingerprint(config))
     captions = dict(zip(table["sample_id"].to_pylist(), table["captions"].to_pylist(), strict=True))
@@ -103,23 +104,23 @@ def write_caption_files(store: Store, config: Config, datasets: list[Dataset], b
     list_stems = cache(_list_stems)
     for folder in folders.values():
         for entry in folder.list_files(temporaries=True):
-            if ".txt." in entry.name and entry.modified < began:  # a newer file may be of another running program
+            if ".txt." in entry.name and entry.modified < start_time:  # a newer file may be of another running program
                 folder.remove(entry.name)
     for row in rows:
         texts = captions.get(row["sample_id"])
         if texts is None or row["dataset"] not in folders:
             continue
         if clips[row["dataset"], row["path"]] > 1:
-            counts.several_clips += 1
+            counts.clip_count += 1
             continue
         rel = str(PurePosixPath(row["path"]).with_suffix(".txt"))
         parent, _, name = folders[row["dataset"]].path(rel).rpartition("/")
         if list_stems(parent)[name.removesuffix(".txt")] > 1:  # also if the other file is not in a dataset
-            counts.sharing.append(row["path"])
+            counts.shared_paths.append(row["path"])
         elif folders[row["dataset"]].create_new(rel, partial(_write, texts)):
-            counts.written += 1
+            counts.written_count += 1
         else:
-            counts.existing += 1
+            counts.existing_count += 1
     return counts
 
 
@@ -133,7 +134,7 @@ def _write(texts: list[str], file: BinaryIO) -> None:
     file.write("".join(f"{text}\n" for text in texts).encode())
 
 
-ABOUT = "Describe pictures and clips without a caption, by a vision-language model."
+ABOUT = "Write captions of pictures and clips without a caption, with a vision-language model."
 app = make_app("caption", ABOUT, run, examples=["--write-files"], passes_to=STAGE.run, divided=True)
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ PROGRAMS = {
     "configure": "write a short configuration from a few answers; start here",
     "discover": "find media, captions and companions; identify files by content",
     "features": "measure pictures and clips and find near-duplicates, for filters",
-    "caption": "write captions for items without a caption, by a vision-language model",
-    "masks": "make masks for items without a mask, by a segmentation model",
+    "caption": "write captions for items without a caption, with a vision-language model",
+    "masks": "make masks for items without a mask, with a segmentation model",
     "bucket": "divide media into buckets; plan samples, texts and work units",
     "preview": "make a page that compares encoded samples with originals, or shows the plan",
     "encode-text": "encode captions, null prompts and validation prompts",
@@ -55,11 +55,11 @@ PROGRAMS = {
 
 def format_usage() -> str:
     width = max(map(len, PROGRAMS))
-    lines = "\n".join(f"  {name.ljust(width)}  {about}" for name, about in PROGRAMS.items())
+    lines = "\n".join(f"  {name.ljust(width)}  {description}" for name, description in PROGRAMS.items())
     return f"""\
 usage: latentpress PROGRAM [options]
 
-Train an adapter on folders of images and videos, by cached stages.
+Train an adapter on folders of images and videos, with cached preprocessing stages.
 
 {lines}
 
@@ -85,8 +85,8 @@ def main() -> None:
         print(f"latentpress {version('latentpress')}")
         return
     if name not in PROGRAMS:
-        alike = get_close_matches(name, PROGRAMS, 1)
-        hint = f" (did you mean {alike[0]!r}?)" if alike else ""
+        matches = get_close_matches(name, PROGRAMS, 1)
+        hint = f" (did you mean {matches[0]!r}?)" if matches else ""
         choices = fill(", ".join(PROGRAMS), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         print(f"error: unknown command {name!r}{hint}; choose from:\n{choices}", file=sys.stderr)
         sys.exit(2)

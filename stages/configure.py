@@ -77,27 +77,28 @@ def run(
     file = options.config
     arguments = {"media": media, "task": task, "sources": sources, "trigger": trigger, "card": card, "time": time}
     asker = Asker(arguments, yes, str(file))
-    before = read_text(file) if file.exists() else None
-    current = parse_config(before, file) if before is not None and before.strip() else None
+    old_text = read_text(file) if file.exists() else None
+    current = parse_config(old_text, file) if old_text is not None and old_text.strip() else None
     answers, listing = Interview(asker, console, file, current, family, recipe).ask()
     source_folder = None if answers.sources is None else file.absolute().parent / answers.sources
     contents = read_media(listing, answers.kind, source_folder)
     if not len(contents.width):
         problems = "; ".join(contents.problems[:5])
-        raise LatentpressError(f"the media in {answers.folder} cannot be read: {problems}")
-    proposed = _propose(answers, contents, file, before or "", options, console)
+        step = "correct the files, or choose another folder with --media"
+        raise LatentpressError(f"the media in {answers.folder} cannot be read: {problems}", step)
+    new_text = _propose(answers, contents, file, old_text or "", options, console)
     report = ProposalReport("configure", dry_run=options.dry_run)
-    report.details = _describe(answers, contents, file, before or "", proposed, console)
+    report.details = _describe(answers, contents, file, old_text or "", new_text, console)
     report.next_steps = _commands(answers, file)
-    if options.dry_run or proposed == before:
-        report.remaining, report.skipped = int(proposed != before), int(proposed == before)
+    if options.dry_run or new_text == old_text:
+        report.remaining, report.skipped = int(new_text != old_text), int(new_text == old_text)
         return report
     is_interactive = not yes and not options.json
     if is_interactive:
         print(escape_lines(report.summary(width=report_width(sys.stderr)).partition("\nNext:")[0]), file=sys.stderr)
     is_confirmed = asker.confirm(f"Write {file}?")
     if is_confirmed:
-        text.write_file(file, before, proposed)
+        text.write_file(file, old_text, new_text)
     report = replace(report, done=int(is_confirmed), skipped=int(not is_confirmed))
     if not is_confirmed:
         console.log(f"{file} was not written")
@@ -105,25 +106,25 @@ def run(
     return replace(report, details={"file": {"path": str(file)}}) if is_interactive else report
 
 
-def _propose(answers: Answers, media: Media, file: Path, before: str, options: Options, console: Console) -> str:
-    """Returns the proposed text of the file. before: its current text, "" for a new file."""
+def _propose(answers: Answers, media: Media, file: Path, old_text: str, options: Options, console: Console) -> str:
+    """Returns the proposed text of the file. old_text: its current text, "" for a new file."""
     candidate = choose_candidate(answers)
     settings = choose_settings(answers, candidate, media)
-    if before.strip():
-        dataset = text.find_dataset(before, file, file.absolute().parent / answers.folder)
-        proposed, manual_changes = text.change_text(before, settings, dataset, options.overrides)
+    if old_text.strip():
+        dataset = text.find_dataset(old_text, file, file.absolute().parent / answers.folder)
+        new_text, manual_changes = text.change_text(old_text, settings, dataset, options.overrides)
         for line in manual_changes:
             console.warn(f"change this by hand: {line}")
-        return proposed
-    new_text = text.write_text(settings, f"{answers.task}: {candidate.describe()}")
-    return text.add_overrides(new_text, options.overrides)
+        return new_text
+    settings_text = text.write_text(settings, f"{answers.task}: {candidate.describe()}")
+    return text.add_overrides(settings_text, options.overrides)
 
 
 def _describe(
-    answers: Answers, media: Media, file: Path, before: str, proposed: str, console: Console
+    answers: Answers, media: Media, file: Path, old_text: str, new_text: str, console: Console
 ) -> dict[str, Any]:
     """Returns the details of the report. Warns if captions are missing or the media are small."""
-    config: Config = parse_config(proposed, file)
+    config: Config = parse_config(new_text, file)
     family = config.model.family_spec
     if answers.needs_captions:
         console.warn(
@@ -133,13 +134,13 @@ def _describe(
     edge = max(resolution for dataset in config.datasets for resolution in dataset.resolutions(family.resolution))
     if edge < least_edge(config.model):
         console.warn(f"most items are small for {family.name}, so resolution is {edge:g}; the model learns less detail")
-    about: dict[str, Any] = {"media": answers.folder, "task": answers.task, "card_gib": answers.card_gib}
-    about["time"] = "no limit" if answers.seconds is None else format_duration(answers.seconds)
-    about |= {"sources": answers.sources} if answers.sources else {}
-    changes = text.compare_texts(before, proposed, file.name) if before.strip() else ""
+    answer_rows: dict[str, Any] = {"media": answers.folder, "task": answers.task, "card_gib": answers.card_gib}
+    answer_rows["time"] = "no limit" if answers.seconds is None else format_duration(answers.seconds)
+    answer_rows |= {"sources": answers.sources} if answers.sources else {}
+    changes = text.compare_texts(old_text, new_text, file.name) if old_text.strip() else ""
     details: dict[str, Any] = {
-        "file": {"path": str(file), "text": proposed, "changes": changes},
-        "answers": about,
+        "file": {"path": str(file), "text": new_text, "changes": changes},
+        "answers": answer_rows,
         "media": media.describe(),
         "model": f"{config.model.family} {config.model.flavour_spec.name}",
     }
@@ -213,8 +214,8 @@ def _read_prompt(path: Path) -> str:
 
 app = make_app(
     "configure",
-    "Write a short configuration from a few answers: folder of media, task, card, and time limit. In a terminal, the "
-    "program asks questions. Before it changes an existing file, it shows the changes.",
+    "Write a short configuration from a few answers: folder of media, task, card, and time limit. Answers come from "
+    "options or from questions in a terminal. Changes of an existing file are shown before it is written.",
     run,
     examples=["--media photos --task style --card 16 --yes", "--yes --dry-run"],
     unused=NOT_COMPUTING,

@@ -113,7 +113,7 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
     preview = config.validation.preview_autoencoder is not None
     processes = StageProcesses({"decode": ["--preview"] if preview else []})
     watch = Watch([folder], on_stop=processes.stop)
-    decoded, failed, has_failed = 0, dict[str, str](), False  # failed: file -> hash of its content
+    decoded_count, failed_hashes, has_failed = 0, dict[str, str](), False  # failed_hashes: file -> its hash
     for last in watch:
         if last or has_failed:
             continue
@@ -121,7 +121,7 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
         todo = [
             file
             for file in find_undecoded(config, folder, files, preview)
-            if failed.get(str(file)) != hash_file(file, None)
+            if failed_hashes.get(str(file)) != hash_file(file, None)
         ]
         if options.device != "cpu":
             todo = _trained_after(folder, todo)
@@ -135,11 +135,11 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
             reason = document["error"].get("message", "the process ended without a report")
             console.warn(f"decoding during training failed: {reason}; remaining latents are decoded after training")
             continue
-        decoded += document.get("done", 0)
+        decoded_count += document.get("done", 0)
         for row in document.get("failed", ()):
             console.warn(f"{row['path']} is not decoded: {row['message']}")
-            failed[row["path"]] = contents.get(row["path"], "")
-    return decoded, watch.is_stopped
+            failed_hashes[row["path"]] = contents.get(row["path"], "")
+    return decoded_count, watch.is_stopped
 
 
 def _trained_after(folder: Path, files: Sequence[Path]) -> list[Path]:

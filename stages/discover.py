@@ -100,10 +100,10 @@ class _DatasetDiscovery:
     def run(self, report: Report) -> dict[str, Any]:
         """Run the discovery, and return the dataset's part of the report."""
         self.settings = media_table.settings_of(self.dataset)
-        self.before, self.known = media_table.load_known_rows(
+        self.previous_table, self.known_rows = media_table.load_known_rows(
             self.store, self.dataset, self.settings, self.console.warn, self.rehash, self.discovered
         )
-        self.removal_check = RemovalCheck(self.dataset, self.before)
+        self.removal_check = RemovalCheck(self.dataset, self.previous_table)
         source = open_source(self.dataset)
         todo = self._compare_listing(source)
         files_read = sum(map(len, todo))
@@ -147,9 +147,9 @@ class _DatasetDiscovery:
         todo = list[pa.Table]()
         with self.console.progress(None, f"list {self.dataset.id}", "files") as progress:
             try:
-                for chunk in source.scan(self.known.table):
+                for chunk in source.scan(self.known_rows.table):
                     self.removal_check.count(chunk)
-                    part = media_table.diff_listing(chunk, self.known, self.dataset)
+                    part = media_table.diff_listing(chunk, self.known_rows, self.dataset)
                     self.unchanged.append(part.unchanged)
                     self.rows += [part.rows] if len(part.rows) else []
                     self.rejects.append(part.rejects)
@@ -178,15 +178,16 @@ class _DatasetDiscovery:
         """Report how much would be read. Rejects of the last run are retried, and are not counted as remaining."""
         paths = rejects.read_list(self.store, "discover", self.dataset.id)["path"]
         retries = sum(_sum_values(pc.is_in(rows["path"], value_set=paths)) for rows in (*self.rejects, *todo))
-        unread, problems = sum(map(len, todo)), sum(map(len, self.rejects))
+        unread_count, problem_count = sum(map(len, todo)), sum(map(len, self.rejects))
         size = sum(_sum_values(rows.filter(rows["read media"])["size"]) for rows in todo)
-        total, remaining = sum(map(len, (*self.unchanged, *self.rows))) + unread + problems, problems + unread - retries
+        total = sum(map(len, (*self.unchanged, *self.rows))) + unread_count + problem_count
+        remaining = problem_count + unread_count - retries
         report.remaining += remaining
         report.skipped += total - remaining
         return {
             "dataset": self.dataset.id,
             "files": total,
-            "files_to_read": unread,
+            "files_to_read": unread_count,
             "to_read_mib": round(size / 2**20, 1),
             "rejects_tried_again": retries,
         }
@@ -201,7 +202,7 @@ class _DatasetDiscovery:
         count = sum(map(len, todo))
         if not count:
             return 0, 0
-        media, failed, saved = 0, 0, time.monotonic()
+        media, failed, save_time = 0, 0, time.monotonic()
         workers = min(self.options.resources(self.config, "discover").workers, count)
         sandbox = SandboxPool[Any, Any].configured(partial(ItemReader, self.dataset), workers, self.config.stages)
         with sandbox, self.console.progress(count, f"discover {self.dataset.id}", "files") as progress:
@@ -210,7 +211,7 @@ class _DatasetDiscovery:
                 for _, result in sandbox.map(_read_tasks(part)):
                     results.append(result)
                     progress.advance(1)
-                    needs_save = time.monotonic() - saved > SAVE_EVERY_S
+                    needs_save = time.monotonic() - save_time > SAVE_EVERY_S
                     if needs_save or len(results) == MAX_PENDING_ROWS or start + len(results) == len(part):
                         rows, start = part.slice(start, len(results)), start + len(results)
                         media += _sum_values(rows["read media"])
@@ -218,7 +219,7 @@ class _DatasetDiscovery:
                         results = []
                     if needs_save:
                         self._save()
-                        saved = time.monotonic()
+                        save_time = time.monotonic()
         return media, failed
 
     def _collect_results(self, part: pa.Table, results: list[Any]) -> int:
@@ -230,7 +231,7 @@ class _DatasetDiscovery:
         readable, unreadable = part.filter(is_readable), part.filter(pc.invert(is_readable))
         if len(readable):
             rows = media_table.assemble_rows(
-                readable, [r for r in results if isinstance(r, dict)], self.known, self.dataset
+                readable, [r for r in results if isinstance(r, dict)], self.known_rows, self.dataset
             )
             self.rows.append(rows)
             self.unsaved.append(rows)
@@ -284,17 +285,18 @@ class _DatasetDiscovery:
 
     def _publish(self) -> tuple[pa.Table, dict[str, int]]:
         """Write the table unless it equals the last table. Returns (table, counts of changes)."""
-        schema, known = media_table.dataset_schema(self.dataset), self.known.table
+        schema, known_table = media_table.dataset_schema(self.dataset), self.known_rows.table
         indices = np.concatenate([np.empty(0, np.int64), *self.unchanged])
-        if len(indices) == len(known) > 0:  # all rows are unchanged, so they are not copied
-            self.rows.append(known)
+        if len(indices) == len(known_table) > 0:  # all rows are unchanged, so they are not copied
+            self.rows.append(known_table)
         elif len(indices):
-            self.rows.append(self.known.take(np.sort(indices), known.schema.names))
+            self.rows.append(self.known_rows.take(np.sort(indices), known_table.schema.names))
         table = media_table.concat_media(self.rows, schema)
         self.rows.clear()
         self.unsaved.clear()
         table = media_table.write_media_table(self.store, self.dataset.id, table, self.settings)
-        counts = media_table.count_changes(schema.empty_table() if self.before is None else self.before, table)
+        old_table = schema.empty_table() if self.previous_table is None else self.previous_table
+        counts = media_table.count_changes(old_table, table)
         for name in media_table.partial_table_paths(self.store, self.dataset.id):
             self.store.remove(name)
         return table, counts

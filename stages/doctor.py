@@ -128,9 +128,9 @@ def run(
 def _summarize(config: Path, configuration: Config | None, failed: Sequence[Row], probes: Sequence[Probe]) -> str:
     """Returns one sentence: ready, or not ready with the first failures."""
     if failed:
-        first = "; ".join(dict.fromkeys(f"{row['item']}: {row['reason']}" for row in failed[:MAX_NAMES]))
-        more = f"; and {len(failed) - MAX_NAMES} more" if len(failed) > MAX_NAMES else ""
-        return f"not ready for {shown_path(config)}: {first}{more}"
+        causes = "; ".join(dict.fromkeys(f"{row['item']}: {row['reason']}" for row in failed[:MAX_NAMES]))
+        suffix = f"; and {len(failed) - MAX_NAMES} more" if len(failed) > MAX_NAMES else ""
+        return f"not ready for {shown_path(config)}: {causes}{suffix}"
     torch = probes[0].finding
     if configuration is None and "problem" in torch:
         return f"not ready to encode and train: torch: {torch['problem']}"
@@ -218,10 +218,10 @@ def _run_probes(probes: Sequence[Probe], time_limit: float, console: Console) ->
     ):
         futures = [pool.submit(run_probe, *probe.arguments, time_limit=time_limit) for probe in probes]
         try:
-            while running := [probe.name for probe, future in zip(probes, futures, strict=True) if not future.done()]:
+            while names := [probe.name for probe, future in zip(probes, futures, strict=True) if not future.done()]:
                 check_stop()
-                finished = len(probes) - len(running)
-                progress.say(finished, f"{finished}/{len(probes)} probes, waiting for {', '.join(running[:MAX_NAMES])}")
+                count = len(probes) - len(names)
+                progress.say(count, f"{count}/{len(probes)} probes, waiting for {', '.join(names[:MAX_NAMES])}")
                 wait(futures, POLL_S)
             progress.say(len(probes), "")
         except BaseException:  # an interrupt
@@ -275,8 +275,8 @@ def _list_device_failures(configuration: Config, finding: Finding) -> Iterator[R
 
 app = make_app(
     "doctor",
-    "Check this machine: list devices, libraries, decoders, disks and stores, what is missing, how to install it, and "
-    "whether the machine is ready for the configuration.",
+    "Check whether this machine is ready for the configuration: list devices, libraries, decoders, disks and stores, "
+    "and how to install missing ones.",
     run,
     examples=["--config other.yaml", "--json"],
     unused=NOT_COMPUTING,

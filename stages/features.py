@@ -17,8 +17,8 @@ from stages.encoding.stage_registry import FEATURES as STAGE
 from stages.encoding.stage_state import StageState
 
 
-def run(config: Config, options: Options, console: Console, **more: Any) -> Report:
-    """more: options of all encoding stages."""
+def run(config: Config, options: Options, console: Console, **stage_options: Any) -> Report:
+    """stage_options: options of all encoding stages."""
     from stages.encoding.features.comparison import import_faiss, write_item_table
     from stages.encoding.features.confirmation import require_opencv
 
@@ -27,11 +27,11 @@ def run(config: Config, options: Options, console: Console, **more: Any) -> Repo
         require_opencv()
     if features.duplicates or features.source is not None:
         import_faiss()
-    report, store = STAGE.run(config, options, console, **more), Store(config.root)
+    report, store = STAGE.run(config, options, console, **stage_options), Store(config.root)
     state = STAGE.state(store, config, STAGE.find_plan(store, config))
-    if remaining := len(state.remaining_units()):
+    if remaining_count := len(state.remaining_units()):
         if not report.remaining:
-            report.details["items"] = f"compared after the other parts have finished {remaining} units"
+            report.details["items"] = f"compared after the other parts have finished {remaining_count} units"
         return report
     name = item_table_name(features, state.fingerprint, state.wanted_ids)
     table = _find_table(store, name, state, console)
@@ -58,11 +58,11 @@ def _find_table(store: Store, name: str, state: StageState, console: Console) ->
     except DamageError as damage:
         console.warn(f"{damage.message}; the items are compared again")
         return None
-    rejected = pa.array([row["item"] for row in state.rejected_members], pa.string())
-    encoded = state.wanted_ids.filter(pc.invert(pc.is_in(state.wanted_ids, value_set=rejected)))
+    rejected_ids = pa.array([row["item"] for row in state.rejected_members], pa.string())
+    ids = state.wanted_ids.filter(pc.invert(pc.is_in(state.wanted_ids, value_set=rejected_ids)))
     samples = state.plan.sample_table
-    items = pc.count_distinct(samples["media_id"].filter(pc.is_in(samples["sample_id"], value_set=encoded))).as_py()
-    return table if table is not None and len(table) == items else None
+    count = pc.count_distinct(samples["media_id"].filter(pc.is_in(samples["sample_id"], value_set=ids))).as_py()
+    return table if table is not None and len(table) == count else None
 
 
 ABOUT = "Measure pictures and clips, and find near-duplicates."

@@ -74,9 +74,9 @@ class UnusedItem:
     def total_bytes(self) -> int:
         return sum(entry.size for entry in self.entries)
 
-    def row(self, now: float) -> dict[str, Any]:
+    def row(self, time_now: float) -> dict[str, Any]:
         newest = max(entry.modified for entry in self.entries)
-        days = max(0, int((now - newest) / DAY_S))
+        days = max(0, int((time_now - newest) / DAY_S))
         mib = round(self.total_bytes / MIB, 2)
         return {"mib": mib, "days_old": days, "files": len(self.entries), "path": self.path, "what": self.description}
 
@@ -102,7 +102,7 @@ def run(
         configs.append(extra_config := load_config(path))
         if Store(extra_config.root).path("") != store.path(""):
             problem = f"--also {path}: its root is {extra_config.root}, not {store.url}"
-            raise UsageError(problem, "give --also configurations with the same root")
+            raise UsageError(problem, "use --also only for configurations with the same root")
     time_now = time.time()
     since = time_now - keep_days * DAY_S
     entries = store.list_files()
@@ -165,7 +165,7 @@ def list_unused(store: Store, entries: Sequence[Entry], needed: "Needed", since:
 
 
 def _describe_cache(store: Store, folder: str) -> str:
-    """Stage and models of a cache, from provenance.json, which is untrusted because caches can come from others."""
+    """Stage and models of a cache, from provenance.json. The file is untrusted, because a cache may be a copy."""
     try:
         record = store.read_record(f"{folder}/provenance.json", Provenance)
     except (FileNotFoundError, StoreError, DamageError):
@@ -299,14 +299,14 @@ def _find_sets(
 ) -> set[str]:
     """The newest sets, the sets that configurations and their runs train on, and recent sets. pointers: names of the
     configurations' pointers; recent pointers of all configurations are added to it."""
-    existing = {name.split("/")[1] for name in write_times if name.startswith("sets/") and name.endswith("/set.json")}
+    all_sets = {name.split("/")[1] for name in write_times if name.startswith("sets/") and name.endswith("/set.json")}
     config_pointers = {name for name in write_times if CONFIG_POINTER_PATTERN.fullmatch(name)}
     pointers |= {name for name in config_pointers if write_times[name] >= since}
     used_pointers = [name for name in set_pointer_paths(store) if name not in config_pointers - pointers]
     sets = {*(read_pointer(store, name) for name in used_pointers), *(_set_id(config.train.set) for config in configs)}
     sets |= {name for config in configs for name in _sets_of_runs(Path(config.output), since)}
-    sets |= {name for name in existing if write_times[f"sets/{name}/set.json"] >= since}
-    return sets & existing
+    sets |= {name for name in all_sets if write_times[f"sets/{name}/set.json"] >= since}
+    return sets & all_sets
 
 
 def _unit_ids(plan: Plan) -> set[str]:

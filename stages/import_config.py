@@ -54,16 +54,16 @@ def run(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", "--force", help="Replace an existing file.")] = False,
 ) -> Report:
-    parsed, target = [read_file(path) for path in files], options.config
-    before = read_text(target) if target.exists() else None
-    if not options.dry_run and before is not None and not overwrite:
+    parsed_files, target = [read_file(path) for path in files], options.config
+    old_text = read_text(target) if target.exists() else None
+    if not options.dry_run and old_text is not None and not overwrite:
         step = "Use --overwrite to replace it, or set --config to another file."
         raise ImportConfigError(f"{target} already exists", step)
-    source = _find_trainer(trainer, parsed)
+    source = _find_trainer(trainer, parsed_files)
     path_resolver = ReferencedFiles(files[0], base, target.absolute().parent)
     draft = Draft(path_resolver, {("root",): "./work", ("output",): "./output"})
-    source.carry(draft, _find_roles(source, parsed))
-    for file in parsed:
+    source.carry(draft, _find_roles(source, parsed_files))
+    for file in parsed_files:
         for location, reason in file.problems:
             draft.add_line(f"{file.path.name}: {location}", "not carried over", reason)
     _apply_overrides(options.overrides, draft)
@@ -73,29 +73,29 @@ def run(
     if options.dry_run and not options.json:
         print_for_reader(text, console.stdout)
     elif not options.dry_run:
-        write_file(target, before, text)
+        write_file(target, old_text, text)
     return _make_report(draft, source, target, text, options)
 
 
-def _find_trainer(name: str | None, parsed: Sequence[Parsed]) -> Trainer:
+def _find_trainer(name: str | None, parsed_files: Sequence[Parsed]) -> Trainer:
     if name is not None:
         if name.lower() not in TRAINERS:
             raise ImportConfigError(f"--from {name}: unknown trainer; choose from {', '.join(TRAINERS)}")
         return TRAINERS[name.lower()]
     for trainer in TRAINERS.values():
-        if any(trainer.find_role(file.content) for file in parsed):
+        if any(trainer.claims(file.content) for file in parsed_files):
             return trainer
     raise ImportConfigError(
-        f"{', '.join(str(file.path) for file in parsed)}: not the configuration of a supported trainer",
+        f"{', '.join(str(file.path) for file in parsed_files)}: not the configuration of a supported trainer",
         f"Set the trainer with --from ({', '.join(TRAINERS)}), and give all of its files.",
     )
 
 
-def _find_roles(trainer: Trainer, parsed: Sequence[Parsed]) -> dict[str, Any]:
+def _find_roles(trainer: Trainer, parsed_files: Sequence[Parsed]) -> dict[str, Any]:
     """Returns role of a file in the trainer's configuration -> its content."""
     roles: dict[str, Any] = {}
-    for file in parsed:
-        role = trainer.find_role(file.content) or ("arguments" if isinstance(file.content, dict) else "")
+    for file in parsed_files:
+        role = trainer.claims(file.content) or ("arguments" if isinstance(file.content, dict) else "")
         if not role:
             raise ImportConfigError(
                 f"{file.path} is not a configuration of {trainer.name}",
@@ -119,8 +119,8 @@ def _apply_overrides(overrides: Sequence[str], draft: Draft) -> None:
             is_same_section = line.option.startswith("model.") and key.startswith("model.")
             if line.outcome == "not carried over" and (line.option == key or is_same_section):
                 line.outcome, line.note = "needs nothing", f"--set {key}"
-        path = next((parent for parent in draft.values if parent == path[: len(parent)]), path)  # such as a whole list
-        draft.values = {other: item for other, item in draft.values.items() if other[: len(path)] != path}
+        path = next((parent for parent in draft.values if parent == path[: len(parent)]), path)  # a list is one value
+        draft.values = {old_path: item for old_path, item in draft.values.items() if old_path[: len(path)] != path}
         draft.values[path] = value_at(tree, path)
         draft.lines.append(Line(f"--set {key}", "carried over", "", key, [path]))
 
@@ -135,9 +135,9 @@ def _correct_values(draft: Draft) -> None:
             break
     if problems:
         errors = [f"{dotted_path(path) or 'the configuration'}: {message}" for path, message, _ in problems]
-        dropped = [f"{line.key}: {line.note}" for line in draft.lines if line.outcome == "not carried over"]
+        dropped_lines = [f"{line.key}: {line.note}" for line in draft.lines if line.outcome == "not carried over"]
         step = f"Correct these with --set KEY=VALUE, for example --set model.family=NAME ({', '.join(FAMILIES)})."
-        raise ImportConfigError("\n".join(["the files cannot be converted:", *errors, *dropped]), step)
+        raise ImportConfigError("\n".join(["the files cannot be converted:", *errors, *dropped_lines]), step)
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
@@ -147,9 +147,9 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             bounds = detail.get("ctx", {})
-            less = bounds["lt"] * 0.99 if "lt" in bounds else None
+            largest = bounds["lt"] * 0.99 if "lt" in bounds else None
             for path, message in explain_error(detail):
-                yield path, message, bounds.get("ge", bounds.get("le", less))
+                yield path, message, bounds.get("ge", bounds.get("le", largest))
 
 
 def _correct_value(draft: Draft, path: KeyPath, message: str, limit: Any) -> bool:
@@ -170,16 +170,16 @@ def _correct_value(draft: Draft, path: KeyPath, message: str, limit: Any) -> boo
 
 
 def _make_report(draft: Draft, trainer: Trainer, target: Path, text: str, options: Options) -> Report:
-    carried = [line for line in draft.lines if line.outcome == "carried over"]
-    idle = [line for line in draft.lines if line.outcome in ("needs nothing", "secret") and not line.is_default]
-    dropped = [line for line in draft.lines if line.outcome == "not carried over"]
-    failed = [{"item": line.key, "reason": line.outcome, "message": line.note} for line in dropped]
-    report = Report("import-config", done=len(carried), skipped=len(idle), failed=failed,
+    carried_lines = [line for line in draft.lines if line.outcome == "carried over"]
+    idle_lines = [line for line in draft.lines if line.outcome in ("needs nothing", "secret") and not line.is_default]
+    dropped_lines = [line for line in draft.lines if line.outcome == "not carried over"]
+    failed = [{"item": line.key, "reason": line.outcome, "message": line.note} for line in dropped_lines]
+    report = Report("import-config", done=len(carried_lines), skipped=len(idle_lines), failed=failed,
                     what="keys", dry_run=options.dry_run)  # fmt: skip
     report.details = {
         "trainer": trainer.name,
-        "carried_over": [{"key": line.key, "becomes": _format_values(draft, line)} for line in carried],
-        "not_needed": [{"key": line.key, "why": line.note} for line in idle],
+        "carried_over": [{"key": line.key, "becomes": _format_values(draft, line)} for line in carried_lines],
+        "not_needed": [{"key": line.key, "why": line.note} for line in idle_lines],
         "would_write" if options.dry_run else "written": str(target),
     }
     if options.json:
@@ -204,8 +204,8 @@ def _write_text(draft: Draft, trainer: Trainer, files: Sequence[Path]) -> str:
     names = ", ".join(dict.fromkeys(path.name for path in files))
     head = f"Imported from {trainer.name} ({names}) by latentpress import-config: docs/coming-from.md.\n"
     head += "Each comment is the key from which the value comes. docs/options.md lists all options."
-    dropped = [line for line in draft.lines if line.outcome in ("not carried over", "secret")]
-    tail = ["Not carried over:", *(f"  {line.key}: {line.note}" for line in dropped)] if dropped else []
+    dropped_lines = [line for line in draft.lines if line.outcome in ("not carried over", "secret")]
+    tail = ["Not carried over:", *(f"  {line.key}: {line.note}" for line in dropped_lines)] if dropped_lines else []
     return write_yaml(draft.values, head, remarks.get, tail, one_line=False)
 
 

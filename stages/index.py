@@ -62,26 +62,26 @@ def run(
         with activity(f"reading the contents of {len(paths)} {kind} shards"):
             encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
     rejects = _list_rejects(plan, encoded)
-    stopped = _find_stopped(store, config, kinds, states)
-    if stopped or any(len(members.missing) for members in encoded.values()):
-        report.rejects, report.details = rejects, {"stopped_by_limit": stopped} if stopped else {}
+    stopped_stages = _find_stopped(store, config, kinds, states)
+    if stopped_stages or any(len(members.missing) for members in encoded.values()):
+        report.rejects, report.details = rejects, {"stopped_by_limit": stopped_stages} if stopped_stages else {}
         return report_missing(report, plan, encoded)
     if not allow_missing and any(row["reason"] == "missing" for row in rejects):
         return _refuse_missing_media(report, rejects, states)
     texts = encoded.pop("text")
     with activity("joining plan and shards"):
-        joined = join_plan(plan, texts, encoded)
-    record = _describe_set(config, plan, joined, kinds, states, encoded)
-    count = joined.tables["texts"].num_rows
-    tables = {key: hash_table(table) for key, table in joined.tables.items()}
-    name = hash_json({**record.values(), "tables": tables})[:16]
+        set_tables = join_plan(plan, texts, encoded)
+    record = _describe_set(config, plan, set_tables, kinds, states, encoded)
+    count = set_tables.tables["texts"].num_rows
+    table_hashes = {key: hash_table(table) for key, table in set_tables.tables.items()}
+    name = hash_json({**record.values(), "tables": table_hashes})[:16]
     record = record.model_copy(update={"id": name})
-    report.details = {"set": f"sets/{name}", "samples": joined.train, "texts": count}
-    report.details |= {"held_out": joined.held_out} if joined.held_out else {}
-    report.details |= {"rejected_texts": len(texts.rejects)} if texts.rejects else {}
+    report.details = {"set": f"sets/{name}", "samples": set_tables.train, "texts": count}
+    report.details |= {"held_out": set_tables.held_out} if set_tables.held_out else {}
+    report.details |= {"texts_set_aside": len(texts.rejects)} if texts.rejects else {}
     report.truncated = format_truncated(plan, texts.truncated)
-    report.rejects, report.done = joined.left_out, joined.train + joined.held_out
-    is_published = _is_published(store, name, joined.tables, record)
+    report.rejects, report.done = set_tables.left_out, set_tables.train + set_tables.held_out
+    is_published = _is_published(store, name, set_tables.tables, record)
     if options.dry_run:
         is_current = is_published and set_lookup.is_current(store, record)
         total, report.done = report.done, 0
@@ -90,7 +90,7 @@ def run(
     if is_published:
         report.skipped, report.done = report.done, 0
     else:
-        for key, table in joined.tables.items():
+        for key, table in set_tables.tables.items():
             store.write_table(f"sets/{name}/{key}.arrow", table)
         store.publish_record(f"sets/{name}/set.json", record)
     set_lookup.update_pointers(store, record)
@@ -101,19 +101,19 @@ def _find_stopped(
     store: Store, config: Config, kinds: Mapping[str, EncodingStage], states: Mapping[str, StageState]
 ) -> list[TableRow]:
     """Stages that stopped because they exceeded the limit of rejects."""
-    stopped = []
+    stopped_stages = []
     for kind, stage in kinds.items():
         try:
             RejectLimit(store, config.stages.max_reject_fraction, states[kind])
         except LatentpressError as error:
-            stopped.append({"stage": stage.name, "message": f"{error.message}; {error.next_step}"})
-    return stopped
+            stopped_stages.append({"stage": stage.name, "message": f"{error.message}; {error.next_step}"})
+    return stopped_stages
 
 
 def _describe_set(
     config: Config,
     plan: Plan,
-    joined: TrainingSetTables,
+    set_tables: TrainingSetTables,
     kinds: Mapping[str, EncodingStage],
     states: Mapping[str, StageState],
     encoded: Mapping[str, EncodedMembers],
@@ -128,12 +128,12 @@ def _describe_set(
         "recipe": build_recipe(config, bucket_side_multiple(config.model)),
         "fingerprints": {kind: state.fingerprint for kind, state in states.items()},
         "provenance": {kind: stage.fingerprint_inputs(config) for kind, stage in kinds.items()},
-        "null_text": joined.null_text,
-        "validation": [prompt.values() for prompt in joined.validation],
+        "null_text": set_tables.null_text,
+        "validation": [prompt.values() for prompt in set_tables.validation],
         "counts": {
-            "samples": joined.train,
-            "eval": joined.held_out,
-            "texts": joined.tables["texts"].num_rows,
+            "samples": set_tables.train,
+            "eval": set_tables.held_out,
+            "texts": set_tables.tables["texts"].num_rows,
         },
     }
     return SetRecord.model_validate(content)
@@ -142,8 +142,8 @@ def _describe_set(
 def hash_table(table: pa.Table) -> str:
     """Hash of a table's rows, independent of its chunks, computed on Arrow IPC messages of HASH_BATCH_ROWS rows."""
     hashes = []
-    for first in range(0, table.num_rows, HASH_BATCH_ROWS):
-        (batch,) = table.slice(first, HASH_BATCH_ROWS).combine_chunks().to_batches()
+    for start in range(0, table.num_rows, HASH_BATCH_ROWS):
+        (batch,) = table.slice(start, HASH_BATCH_ROWS).combine_chunks().to_batches()
         hashes.append(hash_bytes(batch.serialize()).encode())
     return hash_bytes(*hashes)
 
@@ -186,28 +186,28 @@ def _refuse_missing_media(report: Report, rejects: list[TableRow], kinds: Iterab
 
 def report_missing(report: Report, plan: Plan, encoded: Mapping[str, EncodedMembers]) -> Report:
     """Report texts and samples that are not encoded, and the commands to run."""
-    stopped = [row["stage"] for row in report.details.get("stopped_by_limit", ())]
-    report.remaining = len(report.rejects) if stopped else 0
-    report.next_steps += [f"latentpress {stage} --retry-rejects   # after correcting the cause" for stage in stopped]
+    stages = [row["stage"] for row in report.details.get("stopped_by_limit", ())]
+    report.remaining = len(report.rejects) if stages else 0
+    report.next_steps += [f"latentpress {stage} --retry-rejects   # after correcting the cause" for stage in stages]
     for kind, members in encoded.items():
         if count := len(members.missing):
             noun = {"text": "texts", "latents": "samples"}.get(kind, f"{kind} features of samples")
             report.remaining += count
             report.next_steps.append(f"latentpress {ENCODE_PROGRAMS[kind]}   # {count} {noun} are not encoded yet")
             if kind == "text":
-                first = [
+                examples = [
                     {"text": _text_label(plan, name), "id": name}
                     for name in members.missing[:MAX_LISTED_MISSING].to_pylist()
                 ]
-                first.sort(key=lambda row: row["text"])
+                examples.sort(key=lambda row: row["text"])
             else:
                 keys = ["dataset", "path", "sample_id"]
                 rows = plan.active.select(keys)
                 rows = rows.filter(pc.is_in(rows.column("sample_id"), value_set=members.missing))
                 rows = rows.group_by(keys).aggregate([]).sort_by([(key, "ascending") for key in keys])
                 count = rows.num_rows
-                first = rows.slice(0, MAX_LISTED_MISSING).rename_columns(["dataset", "path", "id"]).to_pylist()
-            report.details |= {f"missing_{kind}": count, f"first_missing_{kind}": first}
+                examples = rows.slice(0, MAX_LISTED_MISSING).rename_columns(["dataset", "path", "id"]).to_pylist()
+            report.details |= {f"missing_{kind}": count, f"first_missing_{kind}": examples}
     report.next_steps.append("latentpress index")
     return report
 

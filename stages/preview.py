@@ -131,11 +131,11 @@ def run(
         console.progress(total, "preview", "samples") as progress,
         closing(read_samples(table, all_rows, resources.workers, with_uncropped=plan)) as results,
     ):
-        counted = _count_results(results, report, progress)
+        counted_results = _count_results(results, report, progress)
         pieces = (
-            _render_latents(encoded, autoencoder, rows_by_bucket, counted, report, with_samples=options.json)
+            _render_latents(encoded, autoencoder, rows_by_bucket, counted_results, report, with_samples=options.json)
             if encoded
-            else _render_plan(table, rows_by_bucket, counted, report)
+            else _render_plan(table, rows_by_bucket, counted_results, report)
         )
         with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
             size = sum(map(file.write, pieces))
@@ -199,11 +199,13 @@ def _shrink(pixels_HWC: np.ndarray, is_clip: bool, max_bytes: float = math.inf) 
     return encode_picture(pixels_HWC, FRAME_BOX if is_clip else IMAGE_BOX, max_bytes)
 
 
-def _side_by_side(pictures: Mapping[str, Picture], about: str, notes: Mapping[str, str] | None = None) -> list[Figure]:
+def _side_by_side(
+    pictures: Mapping[str, Picture], description: str, notes: Mapping[str, str] | None = None
+) -> list[Figure]:
     """One figure per picture. pictures: name -> picture. notes: name -> text after the name."""
     notes = notes or {}
     return [
-        Figure((picture,), (f"{name}: {about}",), ", ".join(filter(None, [name, notes.get(name)])))
+        Figure((picture,), (f"{name}: {description}",), ", ".join(filter(None, [name, notes.get(name)])))
         for name, picture in pictures.items()
     ]
 
@@ -362,17 +364,17 @@ def _compare(
     reconstruction_THWC: np.ndarray,
     item: PlanSample,
     max_bytes: int,
-    about: str = "",
+    description: str = "",
     note: str = "",
 ) -> tuple[Gallery, np.ndarray]:
     """Compare a sample with its reconstruction. Returns (figures of some frames, mean squared error of each frame).
 
-    original_THWC: uint8 frames, or None if the original cannot be read; the errors are then empty. about: description
-    of a condition of the sample, of which only the first frame is shown; "" for the sample. note: text above the
-    figures. max_bytes: maximum size of a picture.
+    original_THWC: uint8 frames, or None if the original cannot be read; the errors are then empty. description: name of
+    a condition of the sample, of which only the first frame is shown; "" for the sample. note: text above the figures.
+    max_bytes: maximum size of a picture.
     """
     is_clip = bool(item.times)
-    indices = [0] if about else frame_indices(len(reconstruction_THWC))
+    indices = [0] if description else frame_indices(len(reconstruction_THWC))
     versions, errors = {"reconstruction": reconstruction_THWC[indices]}, np.array([])
     if original_THWC is not None:
         errors, original = frame_errors(original_THWC, reconstruction_THWC), original_THWC[indices]
@@ -381,10 +383,10 @@ def _compare(
         versions = {"original": original, **versions, DIFFERENCE: amplified}
     pictures = {name: [_shrink(frame, is_clip, max_bytes) for frame in version] for name, version in versions.items()}
     notes = [format_psnr(psnr(errors[index])) for index in indices] if len(errors) else []
-    if is_clip and not about:
+    if is_clip and not description:
         return _strip(pictures, [item.times[index] for index in indices], item.path, notes), errors
     first = {name: version[0] for name, version in pictures.items()}
-    figures = _side_by_side(first, about or item.path, {"reconstruction": "".join(notes)})
+    figures = _side_by_side(first, description or item.path, {"reconstruction": "".join(notes)})
     return Gallery(figures, note=note), errors
 
 
@@ -406,9 +408,9 @@ def _render_latents(
     limit = MAX_PAGE_BYTES // max(1, pictures)
     samples = [_compare_sample(encoded, autoencoder, item, pixels, limit, report) for item, pixels in results]
     # Samples without a PSNR first, then the lowest PSNR.
-    samples.sort(key=lambda one: (-1.0 if math.isnan(one[0]["psnr_db"]) else one[0]["psnr_db"], one[0]["sample_id"]))
-    compared = [numbers for numbers, _ in samples if not math.isnan(numbers["psnr_db"])]
-    report.done, lowest = len(compared), compared[:MAX_LOWEST]
+    samples.sort(key=lambda row: (-1.0 if math.isnan(row[0]["psnr_db"]) else row[0]["psnr_db"], row[0]["sample_id"]))
+    compared_rows = [numbers for numbers, _ in samples if not math.isnan(numbers["psnr_db"])]
+    report.done, lowest = len(compared_rows), compared_rows[:MAX_LOWEST]
     keys = ("psnr_db", "bucket", "tokens", "item")
     report.details["lowest_psnr"] = [{key: numbers[key] for key in keys} for numbers in lowest]
     if with_samples:
@@ -418,7 +420,7 @@ def _render_latents(
     if report.damage:
         report.next_steps.append("latentpress verify --repair")
     for row in report.details["buckets"]:
-        values = [numbers["psnr_db"] for numbers in compared if numbers["bucket"] == row["bucket"]]
+        values = [numbers["psnr_db"] for numbers in compared_rows if numbers["bucket"] == row["bucket"]]
         row["mean_psnr_db"] = round(sum(values) / len(values), 2) if values else math.nan
         row["lowest_psnr_db"] = min(values, default=math.nan)
     lowest_rows = [
@@ -456,7 +458,7 @@ def _compare_sample(
     report: Report,
 ) -> tuple[TableRow, Card]:
     """Returns (numbers, card). Adds damage to the report."""
-    compared, problems = list[tuple[Gallery, np.ndarray]](), list[str]()
+    comparisons, problems = list[tuple[Gallery, np.ndarray]](), list[str]()
     original, damage = None, None
     if isinstance(pixels, MediaError):
         problems.append(f"the original cannot be read ({pixels.reason}): {pixels}")
@@ -469,7 +471,7 @@ def _compare_sample(
         damage = error
     else:
         try:
-            compared = list(_decode_all(encoded.table.config, autoencoder, item, original, latents, max_bytes))
+            comparisons = list(_decode_all(encoded.table.config, autoencoder, item, original, latents, max_bytes))
         except DamageError as error:
             damage = error
     if damage:
@@ -478,8 +480,8 @@ def _compare_sample(
         row = {"path": damage.path, "row": damage.row, "item": item.name, "reason": "damaged"}
         report.damage.append(row | {"message": damage.reason})
     captions = tuple(map(encoded.caption, item.active_row["texts"]))
-    galleries = [gallery for gallery, _ in compared]
-    errors = [frames for _, frames in compared if len(frames)]
+    galleries = [gallery for gallery, _ in comparisons]
+    errors = [frames for _, frames in comparisons if len(frames)]
     # All frames have the same number of pixels, so this is the mean over all pixels.
     mse = float(errors[0].mean()) if errors else None
     numbers = {
@@ -535,9 +537,9 @@ def _decode_all(
     for number, ((path, row, name, bucket, frames), pixels) in enumerate(zip(parts, originals, strict=True)):
         decoded = decode_tensor(model.family_spec, autoencoder, path, row, name, bucket)[:frames]
         source = "source" if len(parts) < 3 else f"source {number}"
-        about = f"{'first frame' if is_clip else source} of {item.path}" if number else ""
+        description = f"{'first frame' if is_clip else source} of {item.path}" if number else ""
         note = "The first frame, which is also encoded separately:" if is_clip else f"The i2i {source}:"
-        yield _compare(pixels, decoded, item, max_bytes, about, note if number else "")
+        yield _compare(pixels, decoded, item, max_bytes, description, note if number else "")
 
 
 app = make_app(

@@ -145,9 +145,11 @@ class CardLock:
     """
 
     def __init__(self, device: str | None) -> None:
-        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        visible_cards = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         kind, _, number = (device or "").partition(":")
-        cards = [visible[int(number)] if int(number) < len(visible) else number] if number else visible
+        cards = visible_cards
+        if number:
+            cards = [visible_cards[int(number)] if int(number) < len(visible_cards) else number]
         names = {"cpu"} if kind == "cpu" else {re.sub(r"[^A-Za-z0-9-]", "_", card) for card in cards}
         folder = Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}-cards"
         with explained(str(folder)):
@@ -185,18 +187,18 @@ class _Worker:
         """Run an entry. Returns (new state, reason of a failure, next step)."""
         self._console.log(f"--- entry {entry.id}: {entry.run}, {entry.config} {' '.join(entry.overrides)}".rstrip())
         options = replace(self._options, config=Path(entry.config), overrides=entry.overrides)
-        ended = threading.Event()
+        end_event = threading.Event()
         with CardLock(self._options.device) as card:
             processes = self._processes = StageProcesses({}, card.descriptors)
-            watcher = threading.Thread(target=self._watch, args=(entry, processes, ended), daemon=True)
+            watcher = threading.Thread(target=self._watch, args=(entry, processes, end_event), daemon=True)
             watcher.start()
             if self.is_stopped:  # stopped before `processes` was made
                 processes.stop()
             try:
-                is_free = self._wait_until_free(Path(entry.folder), card, ended)
+                is_free = self._wait_until_free(Path(entry.folder), card, end_event)
                 code, document = processes.run("run", options) if is_free else (INCOMPLETE, {})
             finally:
-                ended.set()
+                end_event.set()
                 watcher.join()
         if code == OK:
             return "finished", "", ""
@@ -211,7 +213,7 @@ class _Worker:
         reason = f"`latentpress run` {describe_exit(code)}"
         return "failed", reason, f"read the log, correct the cause, then: latentpress queue again {entry.id}"
 
-    def _wait_until_free(self, folder: Path, card: CardLock, ended: threading.Event) -> bool:
+    def _wait_until_free(self, folder: Path, card: CardLock, end_event: threading.Event) -> bool:
         """Wait until no other queue uses the card, no other program uses the run, and the page runs no conflicting
         program. Returns False if the queue is stopped during the wait."""
         is_logged = False
@@ -224,11 +226,11 @@ class _Worker:
             if not is_logged:
                 self._console.log("waiting: another program uses the card or the run")
                 is_logged = True
-            ended.wait(POLL_S)
+            end_event.wait(POLL_S)
         return False
 
-    def _watch(self, entry: QueueEntry, processes: StageProcesses, ended: threading.Event) -> None:
-        while not ended.wait(POLL_S):
+    def _watch(self, entry: QueueEntry, processes: StageProcesses, end_event: threading.Event) -> None:
+        while not end_event.wait(POLL_S):
             with suppress(LatentpressError):  # the error is reported after the entry has ended
                 state = self._queue.read()
                 self.is_stopped = self.is_stopped or not state.is_on

@@ -118,12 +118,12 @@ def _write_page(
     runs = [_find_run(config, name) for name in names]
     mark = Mark(hash_results([folder for folder, _ in runs]))  # hash before the results are read
     labels = _label_runs([folder for folder, _ in runs])
-    loaded = [ReportRun(label, *run, config) for label, run in zip(labels, runs, strict=True)]
+    report_runs = [ReportRun(label, *run, config) for label, run in zip(labels, runs, strict=True)]
     folder = (page.with_name(f"{page.stem}-files"), page.parent) if has_folder else None
     arguments = [] if names == _default_runs(config) else names
     command = shlex.join(["latentpress", "report", *arguments])
     with activity("gathering curves, samples and data"):
-        pieces, missing = make_page(loaded, options.add_given_options(command), folder)
+        pieces, missing = make_page(report_runs, options.add_given_options(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
         file.writelines([*pieces, f"\n<!-- {mark} -->\n".encode()])
         return file.tell(), missing
@@ -140,11 +140,11 @@ def _update_while_training(
     for last in watch:
         counts = _count_results(folders)
         if counts != shown_counts and not last and monotonic() >= next_update:
-            shown_counts, began = counts, monotonic()
+            shown_counts, start_time = counts, monotonic()
             watch.hide_wait()
             _write_page(config, options, names, page, has_folder)
-            ended = monotonic()
-            next_update = ended + PAUSE_FACTOR * (ended - began)
+            end_time = monotonic()
+            next_update = end_time + PAUSE_FACTOR * (end_time - start_time)
             console.log(f"updated {page}, with {sum(counts)} validations, samples and scores")
     return not watch.is_stopped or (counts != shown_counts and not is_watcher())
 

@@ -140,7 +140,7 @@ def _run_stages(
             raise StageFailed("checks", code, document)
     queue, restarts = deque(() if stop_handler.reason else order), 0
     while queue:
-        stage, started = queue.popleft(), time.monotonic()
+        stage, start_time = queue.popleft(), time.monotonic()
         console.log(f"--- {stage}")
         watchers.start(stage)
         code, document = processes.run(stage, options)
@@ -149,7 +149,7 @@ def _run_stages(
             if message := document.get("error", {}).get("message"):
                 report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {message}"
             break
-        seconds = round(time.monotonic() - started, 1)
+        seconds = round(time.monotonic() - start_time, 1)
         is_failed = "error" in document or code not in (OK, INCOMPLETE, DAMAGE)
         maker = REMAKING_STAGES.get(document.get("error", {}).get("type"))
         if is_failed and restarts < MAX_RESTARTS and maker in order:
@@ -158,8 +158,8 @@ def _run_stages(
             queue.extendleft(reversed(order[: order.index(stage) + 1]))
             continue
         if not options.dry_run and (is_failed or document["done"]):
-            began, count = round(time.time() - seconds, 1), document.get("done", 0)
-            row = StageRun(stage=stage, began=began, seconds=seconds, failed=is_failed, done=count)
+            stage_start, count = round(time.time() - seconds, 1), document.get("done", 0)
+            row = StageRun(stage=stage, began=stage_start, seconds=seconds, failed=is_failed, done=count)
             append_stage(config.run_folder, row)
         if is_failed:
             raise StageFailed(stage, code, document)

@@ -87,9 +87,9 @@ def find_samples(folder: Path) -> list[StepSamples]:
             if file.picture is None or read_mark(file.picture).is_preview:
                 waiting.append(file.name)
             else:
-                about = read_description(file.latent)
-                group, seed = str(about.get("group", file.name)), int(about.get("seed", 0))
-                samples.append(Sample(file.name, group, seed, str(about.get("prompt", "")), file.picture))
+                description = read_description(file.latent)
+                group, seed = str(description.get("group", file.name)), int(description.get("seed", 0))
+                samples.append(Sample(file.name, group, seed, str(description.get("prompt", "")), file.picture))
         if samples or waiting:
             steps.append(StepSamples(step, tuple(samples), tuple(waiting)))
     return steps
@@ -108,9 +108,9 @@ def read_sample(path: Path, max_frames: int) -> np.ndarray:
 
     if path.suffix == ".png":
         return np.asarray(load_image(path))[None]
-    about = probe_video(path)
+    clip = probe_video(path)
     # The middle of a frame's time; the clips that decode writes have a constant frame rate.
-    times = [(number + 0.5) / about.rate for number in frame_numbers(about.frames, max_frames)]
+    times = [(number + 0.5) / clip.rate for number in frame_numbers(clip.frames, max_frames)]
     if not times:
         raise MediaError("no-frames", path, "has no frames", "delete the file, and run `latentpress decode`")
     return np.stack(list(read_frames(path, times)))
@@ -144,10 +144,10 @@ def run(
             trainer = Watch([folder])
             for last in trainer:
                 lines = [] if last else read_last_metrics(folder / METRICS_FILE)
-                validated = [step for step in find_samples(folder) if lines and step.step < lines[-1]["step"]]
-                if unscored := scorer.find_unscored(validated):
+                validated_steps = [step for step in find_samples(folder) if lines and step.step < lines[-1]["step"]]
+                if unscored_steps := scorer.find_unscored(validated_steps):
                     trainer.hide_wait()
-                    scorer.score(unscored, report)
+                    scorer.score(unscored_steps, report)
             if trainer.is_stopped:  # `latentpress run` scores the remaining steps
                 return report
         steps = find_samples(folder)
@@ -176,9 +176,9 @@ class _Scorer:
     def find_unscored(self, steps: Iterable[StepSamples]) -> list[StepSamples]:
         """The decoded steps whose samples have not been scored, or have changed since."""
         lines = [line for line in read_lines(self._folder) if line.measures.get(NAME) == self._measure.measured]
-        scored = {line.step: {sample.name: sample.content for sample in line.samples} for line in lines}
-        tried = scored | self._tried
-        return [step for step in steps if not step.waiting and tried.get(step.step) != step.contents]
+        scored_contents = {line.step: {sample.name: sample.content for sample in line.samples} for line in lines}
+        contents = scored_contents | self._tried
+        return [step for step in steps if not step.waiting and contents.get(step.step) != step.contents]
 
     def score(self, steps: Sequence[StepSamples], report: Report) -> None:
         if not steps:
@@ -197,7 +197,7 @@ class _Scorer:
                 self._score_step(step, report, progress)
 
     def _score_step(self, step: StepSamples, report: Report, progress: Progress) -> None:
-        scored, damaged = list[SampleScores](), list[str]()
+        sample_scores, damaged_names = list[SampleScores](), list[str]()
         report.failed = [row for row in report.failed if row["step"] != step.step]
         self._tried[step.step] = step.contents
         for sample in step.samples:
@@ -206,15 +206,15 @@ class _Scorer:
             except MediaError as error:
                 row = {"item": sample.name, "path": str(sample.picture), "step": step.step}
                 report.failed.append(row | {"reason": error.reason, "message": f"{error.problem}; {REMEDY}"})
-                damaged.append(sample.name)
+                damaged_names.append(sample.name)
             else:
-                scored.append(SampleScores(sample.name, sample.group, sample.seed, sample.content, scores))
+                sample_scores.append(SampleScores(sample.name, sample.group, sample.seed, sample.content, scores))
             progress.advance(1)
-        if scored:
-            line = summarize_scores(step.step, scored, {NAME: self._measure.measured}, damaged)
+        if sample_scores:
+            line = summarize_scores(step.step, sample_scores, {NAME: self._measure.measured}, damaged_names)
             if line not in read_lines(self._folder):  # a step with an unreadable picture is scored again by each run
                 append_line(self._folder, line)
-                report.done += len(scored)
+                report.done += len(sample_scores)
                 self._add_to_trackers(line)
                 spread = "" if line.spread[NAME] is None else f" ± {line.spread[NAME]:.3g}"
                 self._console.log(f"step {step.step}: {score_label(NAME)} {line.scores[NAME]:.4g}{spread}")

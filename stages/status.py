@@ -221,20 +221,22 @@ def _library_versions(
     for stage, state in states:
         modified = {f"{stage.kind}/{entry.name}": entry.modified for entry in entries[stage.kind]}
         paths = sorted(state.shard_paths.values(), key=lambda path: (modified.get(path, 0.0), path))
-        opened = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS)
-        versions, damaged = defaultdict[str, set[str]](set), list[str]()
-        for path in opened:
+        opened_paths = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS)
+        versions, damage_notes = defaultdict[str, set[str]](set), list[str]()
+        for path in opened_paths:
             try:
                 for key, value in _flatten(readers.meta(path).provenance):
                     versions[key].add(value)
             except DamageError:
-                damaged.append(f"{path} cannot be read: latentpress verify")
-        mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(versions.items()) if len(values) > 1]
-        equal = [f"{key} {value}" for key, (value, *more) in sorted(versions.items()) if not more]
-        parts = [f"{MIXED}: {', '.join(mixed)}"] if mixed else []
-        parts += [", ".join(equal)] if equal else []
-        parts += damaged + ([f"from {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])
-        rows.append({"stage": stage.name, "libraries": "; ".join(parts) or "none yet"})
+                damage_notes.append(f"{path} cannot be read: latentpress verify")
+        sorted_versions = sorted(versions.items())
+        mixed_versions = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted_versions if len(values) > 1]
+        equal_versions = [f"{key} {value}" for key, (value, *more) in sorted_versions if not more]
+        notes = [f"{MIXED}: {', '.join(mixed_versions)}"] if mixed_versions else []
+        notes += [", ".join(equal_versions)] if equal_versions else []
+        notes += damage_notes
+        notes += [f"from {len(opened_paths)} of {len(paths)} shards"] if len(opened_paths) < len(paths) else []
+        rows.append({"stage": stage.name, "libraries": "; ".join(notes) or "none yet"})
     readers.close()
     return rows
 
@@ -255,7 +257,7 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
     try:
         with console.live_display() as show:
             while True:
-                started = time.monotonic()
+                start_time = time.monotonic()
                 report = build_report()
                 stages, training = (report.details.get(key, []) for key in ("stages", "training"))
                 lines = []
@@ -264,13 +266,14 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                     line += f", {row['rejected']} rejected" if row["rejected"] else ""
                     lines.append(line + (f", jobs: {row['jobs']}" if row.get("jobs") else ""))
                 lines += [f"train: {row['state']}, step {row['step']}" for row in training]
-                running = any(row["state"] == "running" for row in training) or report.details.get("run_goes_on", False)
-                if not running and not any("running" in row.get("jobs", "") for row in stages):
+                is_running = report.details.get("run_goes_on", False)
+                is_running = is_running or any(row["state"] == "running" for row in training)
+                if not is_running and not any("running" in row.get("jobs", "") for row in stages):
                     lines.append(NOTHING_RUNS)
                 show(dict(zip(lines, lines, strict=True)), report.summary())
-                if not report.remaining and not running and all(row["state"] == "finished" for row in training):
+                if not report.remaining and not is_running and all(row["state"] == "finished" for row in training):
                     return report
-                duration = time.monotonic() - started
+                duration = time.monotonic() - start_time
                 pause(max(every - duration, duration * (MIN_PAUSE_FACTOR - 1)))
     except KeyboardInterrupt:
         report.details["stopped"] = f"watching, with {report.remaining} items remaining"

@@ -55,13 +55,13 @@ def run(
     if options.dry_run:
         report.remaining = len(shard_sizes)
         return report
-    if removed := store.remove_stale_temps(STALE_S):
-        console.log(f"removed {len(removed)} temporary files of killed processes")
+    if removed_files := store.remove_stale_temps(STALE_S):
+        console.log(f"removed {len(removed_files)} temporary files of killed processes")
     report.details["tables"], damaged_tables = checks.find_damaged_tables(store)
     for rel in [rel for rel in damaged_tables if repair and rel.startswith(f"{EDITS}/")]:
-        moved = checks.move_to_damaged(store, rel)
-        console.warn(f"{rel} was moved to {moved}: the caption edits of the previous table are used")
-        report.details.setdefault("moved_tables", []).append(moved)
+        target = checks.move_to_damaged(store, rel)
+        console.warn(f"{rel} was moved to {target}: the caption edits of the previous table are used")
+        report.details.setdefault("moved_tables", []).append(target)
         del damaged_tables[rel]
     if damaged_tables and repair:  # plans first, because shards are compared with plans
         _repair_tables(config, options, console, damaged_tables, "plans")
@@ -147,7 +147,7 @@ def _repair_shards(
         target = checks.move_to_damaged(store, rel) if store.exists(rel) else ""
         moves.append({"shard": rel, "moved_to": target, "then": next_action})
 
-    unused = set(damaged)  # shards that this configuration does not use
+    unused_shards = set(damaged)  # shards that this configuration does not use
     for stage in (*stage_registry.item_stages(config), *stage_registry.required_stages(config)):
         try:
             state = stage.state(store, config, stage.find_plan(store, config))
@@ -158,16 +158,16 @@ def _repair_shards(
         names = {rel: shard.unit_name(rel.removeprefix(folder)) for rel in sorted(damaged) if rel.startswith(folder)}
         units = {unit.unit_id for unit in state.units} & {*names.values()}
         shards = [rel for rel, name in names.items() if name in units]
-        unused -= {*shards}
+        unused_shards -= {*shards}
         for rel in shards:
             move(rel, stage.name)
         if shards:
             _encode_units(stage, units, config, options, console, report)
-            encoded = shard.find_done_units(store, folder.rstrip("/"))
+            encoded_units = shard.find_done_units(store, folder.rstrip("/"))
             remaining = {
-                rel: errors for rel, errors in remaining.items() if rel not in shards or names[rel] not in encoded
+                rel: errors for rel, errors in remaining.items() if rel not in shards or names[rel] not in encoded_units
             }
-    for rel in sorted(unused):
+    for rel in sorted(unused_shards):
         move(rel, "not encoded again: not a unit of this configuration")
     report.details |= {"damaged_shards": moves, "encoded_again": len(damaged) - len(remaining)}
     return remaining
@@ -190,14 +190,14 @@ def _encode_units(
     """Run the stage only on these units."""
     console.log(f"{stage.name}: encoding {len(units)} units again")
     try:
-        encoded = replace(stage, only_units=frozenset(units)).run(config, replace(options, workers=None), console)
+        stage_report = replace(stage, only_units=frozenset(units)).run(config, replace(options, workers=None), console)
     except LatentpressError as error:
         report.failed.append({"item": stage.name, "reason": "failed", "message": error.message})
         report.next_steps.append(f"latentpress {stage.name}")
         return
-    report.failed += encoded.failed
-    report.rejects += encoded.rejects
-    report.remaining += encoded.remaining
+    report.failed += stage_report.failed
+    report.rejects += stage_report.rejects
+    report.remaining += stage_report.remaining
 
 
 app = make_app(

@@ -97,12 +97,12 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
         tags=[*tags, *(["template:diffusion-lora"] if adapter != "full" else [])],
         widget=widget or None,
     )
-    about = pictures[0].about if pictures else {}
+    metadata = pictures[0].about if pictures else {}
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
         adapter=adapter,
-        arguments=_pipeline_arguments(model, about),
+        arguments=_pipeline_arguments(model, metadata),
         cell=_cell,
         counts=_read_counts(config.root, config.train.set),
         expert=config.expert,
@@ -116,8 +116,8 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
         part=config.part,
         pictures=pictures,
         repo=repo,
-        settings={"steps done": step, **_settings(config)},
-        size=Bucket.parse(str(about["bucket"])) if about.get("bucket") else None,
+        settings={"finished steps": step, **_settings(config)},
+        size=Bucket.parse(str(metadata["bucket"])) if metadata.get("bucket") else None,
         step=step,
         train=config.train,
     )
@@ -131,24 +131,24 @@ def base_model(model: Model) -> str:
     return source if is_repo else model.flavour_spec.repo
 
 
-def _pipeline_arguments(model: Model, about: Mapping[str, Any]) -> dict[str, Any]:
+def _pipeline_arguments(model: Model, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the pipeline call that makes the first prompt's picture or clip, as Python source."""
     family, condition = model.family_spec, model.condition
     arguments: dict[str, Any] = {}
     if condition is not None:
         arguments["image"] = f'load_image("{"reference" if condition.kind == "references" else "source"}.png")'
-    arguments["prompt"] = repr(str(about.get("prompt") or "a prompt"))
-    if about.get("negative_prompt"):
-        arguments["negative_prompt"] = repr(about["negative_prompt"])
-    if about.get("bucket"):
-        size = Bucket.parse(str(about["bucket"]))
+    arguments["prompt"] = repr(str(metadata.get("prompt") or "a prompt"))
+    if metadata.get("negative_prompt"):
+        arguments["negative_prompt"] = repr(metadata["negative_prompt"])
+    if metadata.get("bucket"):
+        size = Bucket.parse(str(metadata["bucket"]))
         arguments |= {"width": size.width, "height": size.height} | (
             {"num_frames": size.frames} if family.video else {}
         )
         arguments |= {"use_resolution_binning": False} if family.own_sizes == "use_resolution_binning" else {}
     guidance = family.guidance_argument
     names = {"steps": "num_inference_steps", "guidance": guidance, "guidance_low": f"{guidance}_2"}
-    return arguments | {name: about[key] for key, name in names.items() if key in about}
+    return arguments | {name: metadata[key] for key, name in names.items() if key in metadata}
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -167,13 +167,13 @@ def _measurements(folder: Path) -> Iterator[tuple[str, tuple[float, int], tuple[
     """Yield the measures of a run, eval loss and scores: (name, (last value, step), (best value, step, "lowest" or
     "best") or None)."""
     metrics = read_metrics(folder / METRICS_FILE)
-    if evaluated := [line for line in metrics if isinstance(line.get("eval_loss"), float)]:
-        last, best = evaluated[-1], best_evaluation(metrics)
-        lowest = (best.eval_loss, best.step, "lowest") if best else None
+    if eval_lines := [line for line in metrics if isinstance(line.get("eval_loss"), float)]:
+        last, best_eval = eval_lines[-1], best_evaluation(metrics)
+        lowest = (best_eval.eval_loss, best_eval.step, "lowest") if best_eval else None
         yield loss_name(metrics).capitalize(), (last["eval_loss"], last["step"]), lowest
     for curve in read_curves(folder):
-        point, top = curve.points[-1], curve.best()
-        yield _cell(curve.name), (point.value, point.step), (top.value, top.step, "best") if top else None
+        point, best = curve.points[-1], curve.best()
+        yield _cell(curve.name), (point.value, point.step), (best.value, best.step, "best") if best else None
 
 
 def _one_line(text: str) -> str:

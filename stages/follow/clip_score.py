@@ -1,4 +1,4 @@
-"""The CLIP score of validation samples, by `transformers`. Imports no torch until the model is loaded.
+"""The CLIP score of validation samples, computed with `transformers`. torch is imported when the model is loaded.
 
 The CLIP score of a picture (Hessel et al. 2021, https://arxiv.org/abs/2104.08718, scaled like in torchmetrics) is
 max(100 * cos(picture, prompt), 0). The score of a clip is the mean over its frames. Pictures are prepared by the

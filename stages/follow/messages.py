@@ -68,8 +68,8 @@ def find_events(config: Config, sent_events: Sequence[Event], *, watching: bool)
     if _has_started(progress, phase, folder):
         add("started", progress.step, sum(event.event == "started" for event in sent_events))
     scores = "score" in config.stage_order
-    ready, pending = _find_validations(folder, progress, scores, watching)
-    rows: list[tuple[int, EventName]] = [(step, "validation") for step in ready]
+    ready_steps, pending = _find_validations(folder, progress, scores, watching)
+    rows: list[tuple[int, EventName]] = [(step, "validation") for step in ready_steps]
     rows += [(step, "checkpoint") for step, _ in _find_steps(folder / CHECKPOINTS)]
     for step, event in sorted(rows, key=lambda row: (row[0], row[1] == "checkpoint")):
         add(event, step, step)
@@ -95,26 +95,26 @@ def _find_validations(folder: Path, progress: RunProgress, scores: bool, watchin
     """Returns (steps of validations that can be sent, number of validations that wait for pictures or scores). scores:
     whether pictures get scores."""
     lines = read_last_metrics(folder / METRICS_FILE)
-    trained = max((line["step"] for line in lines if "loss" in line), default=0)
-    evaluated = {line["step"] for line in lines if "eval_loss" in line}
+    trained_step = max((line["step"] for line in lines if "loss" in line), default=0)
+    evaluated_steps = {line["step"] for line in lines if "eval_loss" in line}
     latents = {step: list(path.glob("*.safetensors")) for step, path in _find_steps(folder / "validation")}
-    ready, pending = [], 0
-    steps = sorted(evaluated | {step for step, files in latents.items() if files})
-    scored = {line.step for line in read_lines(folder)} if scores else set(steps)
+    ready_steps, pending = [], 0
+    steps = sorted(evaluated_steps | {step for step, files in latents.items() if files})
+    scored_steps = {line.step for line in read_lines(folder)} if scores else set(steps)
     for step in steps:
-        if not (trained > step or progress.state == "finished"):
+        if not (trained_step > step or progress.state == "finished"):
             continue  # the trainer may still be denoising prompts
         files = latents.get(step, [])
         pictures = [picture for file in files if (picture := find_picture(file))]
         if len(pictures) < len(files):
-            waits = _age(files) < PICTURES_WAIT_S
+            is_waiting = _age(files) < PICTURES_WAIT_S
         else:
-            waits = step not in scored and step == steps[-1] and _age(pictures) < SCORES_WAIT_S
-        if waits and (watching or progress.state == "running"):
+            is_waiting = step not in scored_steps and step == steps[-1] and _age(pictures) < SCORES_WAIT_S
+        if is_waiting and (watching or progress.state == "running"):
             pending += 1
         else:
-            ready.append(step)
-    return ready, pending
+            ready_steps.append(step)
+    return ready_steps, pending
 
 
 def _age(files: Sequence[Path]) -> float:
@@ -144,29 +144,29 @@ class Message:
 def describe(config: Config, event: Event) -> Message:
     """Make the message about an event, with the current losses, scores and pictures of the run."""
     folder, progress, run = config.run_folder, read_progress(config), config.run_name
-    at = f"step {event.step} of {config.train.steps}"
+    position = f"step {event.step} of {config.train.steps}"
     pictures: list[SmallPicture] = []
     if event.event == "started":
         model = f"{config.model.family}, {config.model.flavour_spec.name}"
-        text = f"{run} started ({model}), {f'from {at}' if event.step else f'{config.train.steps} steps'}"
+        text = f"{run} started ({model}), {f'from {position}' if event.step else f'{config.train.steps} steps'}"
     elif event.event == "checkpoint":
-        text = f"{run}: checkpoint at {at}"
+        text = f"{run}: checkpoint at {position}"
     elif event.event == "finished":
-        text = f"{run} finished: {at}{_number('loss', progress.loss)}"
+        text = f"{run} finished: {position}{_number('loss', progress.loss)}"
     elif event.failure is not None:
         stage, reason, advice = map(scrub_secrets, event.failure)
-        text = "\n".join(filter(None, (f"{run} failed in {stage}, {at}: {reason}", advice)))
+        text = "\n".join(filter(None, (f"{run} failed in {stage}, {position}: {reason}", advice)))
     else:
         newest = read_pictures(config, folder, event.step, config.notify.picture_size, MAX_PICTURE_BYTES)
         pictures = list(islice(newest, config.notify.pictures))
-        evaluated = read_eval_loss(folder, event.step)
-        numbers = [_number(loss_name([evaluated]), evaluated.get("eval_loss")), _number("loss", progress.loss)]
+        eval_line = read_eval_loss(folder, event.step)
+        numbers = [_number(loss_name([eval_line]), eval_line.get("eval_loss")), _number("loss", progress.loss)]
         points = ((curve.name, point) for curve in read_curves(folder) for point in curve.points)
         numbers += [_number(name, point.value) for name, point in points if point.step == event.step]
         time_left = "" if progress.seconds_left is None else f", {format_duration(progress.seconds_left)} left"
-        more = sum(event.step in steps for steps in list_samples(config, folder).values()) - len(pictures)
-        text = f"{run}: validation at {at}{''.join(numbers)}{time_left}"
-        text += f" ({more} more pictures are not shown)" if more else ""
+        hidden_count = sum(event.step in steps for steps in list_samples(config, folder).values()) - len(pictures)
+        text = f"{run}: validation at {position}{''.join(numbers)}{time_left}"
+        text += f" ({hidden_count} more pictures are not shown)" if hidden_count else ""
     text = text.encode(errors="replace").decode()  # file names may contain unpaired surrogates
     for mention in ("everyone", "here"):
         text = text.replace(f"@{mention}", f"@ {mention}")

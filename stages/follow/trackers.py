@@ -110,11 +110,11 @@ def encode_gif(frames_THWC: np.ndarray, fps: float) -> bytes:
     than GIF_FPS per second."""
     from PIL import Image
 
-    every = max(1, int(np.ceil(fps / GIF_FPS)))
-    images = [Image.fromarray(frame) for frame in frames_THWC[::every]]
+    stride = max(1, int(np.ceil(fps / GIF_FPS)))
+    images = [Image.fromarray(frame) for frame in frames_THWC[::stride]]
     for image in images:
         image.thumbnail((GIF_SIDE, GIF_SIDE), Image.Resampling.LANCZOS)
     with io.BytesIO() as file:
-        duration = 10 * max(2, round(100 * every / fps))  # ms; GIF stores 1/100 s, and browsers slow down below 2
+        duration = 10 * max(2, round(100 * stride / fps))  # ms; GIF stores 1/100 s, and browsers slow down below 2
         images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
         return file.getvalue()

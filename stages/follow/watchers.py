@@ -139,10 +139,11 @@ class Watchers:
         for process in processes.values():
             if process.poll() is None:
                 process.terminate()
-        names, began, killed = ", ".join(watcher.program for watcher in processes), time.monotonic(), set[Watcher]()
+        names, killed = ", ".join(watcher.program for watcher in processes), set[Watcher]()
+        start_time = time.monotonic()
         with activity(f"waiting at most {self._limit_s:.0f} s for watchers of training to finish: {names}"):
             while running := {row for row, process in processes.items() if process.poll() is None}:
-                if time.monotonic() - began > self._limit_s:
+                if time.monotonic() - start_time > self._limit_s:
                     killed |= running
                     for watcher in running:
                         processes[watcher].kill()

@@ -27,7 +27,7 @@ from tests.stages.describing import describing, written
 from tests.stages.encoded_photos import prepare
 from tests.stages.report_run import FakeRun
 from tests.stages.segmenting import build_segmenter, made
-from tests.stages.test_decode import put, random_latent
+from tests.stages.test_decode import random_latent, write_latent
 from tests.stages.test_decode_watch import make_tiny
 
 pytestmark = pytest.mark.slow
@@ -199,7 +199,7 @@ def test_validation_latents(project, monkeypatch, kind, preview) -> None:
     """preview: decoded by a tiny autoencoder."""
     home = project(kind)
     own: dict[str, Any] = {}
-    put(home, "one", random_latent(*LATENTS[kind]), SETTINGS[kind]["family"])
+    write_latent(home, "one", random_latent(*LATENTS[kind]), SETTINGS[kind]["family"])
     if preview:
         home.settings["validation"] = {"preview_autoencoder": str(make_tiny(home.folder / "taef"))}
         own = {"preview": True}

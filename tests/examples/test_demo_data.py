@@ -24,7 +24,7 @@ pytestmark = [
 def test_photographs_are_described_and_masked_and_near_duplicates_found(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.demo", demo_data.NAME, "--out", str(tmp_path)]
     said = subprocess.run(command, cwd=demo.ROOT, check=True, capture_output=True, text=True).stdout
-    assert 'to leave them out: where: "duplicate_of is null"' in said and "data/plan.html" in said
+    assert 'where: "duplicate_of is null"' in said and "data/plan.html" in said
     config = load_config(tmp_path / "data" / "pipeline.yaml")
     store, media = Store(config.root), read_configured_media(Store(config.root), config.datasets[0])
     paths = dict(zip(media["media_id"].to_pylist(), media["path"].to_pylist(), strict=True))

@@ -1,4 +1,4 @@
-"""Projects whose pictures a tiny Qwen2.5-VL describes, and what it wrote."""
+"""Projects whose pictures a tiny Qwen2.5-VL describes, and the resulting captions."""
 
 import json
 import os
@@ -22,21 +22,23 @@ SMALL = {"resolution": 56, "max_tokens": 24}  # four tokens a picture
 
 
 def with_ends(checkpoint: Path, folder: Path) -> Path:
-    """A copy of a checkpoint, by links, whose text encoder ends a caption at every tenth token: random weights hardly
-    ever choose the one that a trained model ends with."""
+    """A copy of a checkpoint, by links, whose text encoder ends a caption at every tenth token: random weights
+    hardly ever generate the end token of a trained model."""
     shutil.copytree(checkpoint, folder, copy_function=os.symlink)
     settings = folder / "text_encoder" / "generation_config.json"
     config = json.loads((checkpoint / "text_encoder" / "config.json").read_text())
-    made = json.loads(settings.read_text()) | {"eos_token_id": [*range(9, config["text_config"]["vocab_size"], 10)]}
+    generation_config = json.loads(settings.read_text()) | {
+        "eos_token_id": [*range(9, config["text_config"]["vocab_size"], 10)]
+    }
     settings.unlink()
-    settings.write_text(json.dumps(made))
+    settings.write_text(json.dumps(generation_config))
     return folder
 
 
 def describing(
     project: Callable[..., Project], tiny: Callable[[str], Path], kind: str = "kandinsky5-image-t2i", **caption: Any
 ) -> Project:
-    """A project without media whose `caption` describes what has none, in small pictures."""
+    """A project without media whose `caption` describes small pictures without a caption."""
     home = project(kind, caption=SMALL | caption)
     model = home.folder / "model"
     home.settings["model"]["path"] = str(with_ends(tiny(kind), model))
@@ -45,7 +47,7 @@ def describing(
 
 
 def written(home: Project, *overrides: str) -> dict[str, list[str]]:
-    """path -> captions, of the current set."""
+    """Path -> captions in the current set."""
     return captions_by_path(Store(home.root), home.config(*overrides))
 
 
@@ -57,7 +59,7 @@ def captions_by_path(store: Store, config: Config) -> dict[str, list[str]]:
 
 
 def generated(home: Project, model: Any, question: str, picture: Image.Image) -> tuple[str, bool]:
-    """What transformers' own `generate` writes of one picture, and whether it came to its end. model: a Qwen2.5-VL."""
+    """The caption of one picture by transformers' own `generate`, and whether it is complete. model: a Qwen2.5-VL."""
     processor = Processor(Path(home.settings["model"]["path"], "tokenizer"))
     text = QWEN_CHAT.replace("{}", f"<|vision_start|><|image_pad|><|vision_end|>{question}")
     inputs = processor(text=[text], images=[picture], return_tensors="pt", return_mm_token_type_ids=True)

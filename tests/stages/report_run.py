@@ -45,7 +45,7 @@ class FakeRun:
     def latent(self, step: int, name: str, **about: Any) -> None:
         path = self.folder / f"validation/step-{step:06d}/{name}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        known = {
+        metadata = {
             "prompt": "a colour",
             "negative_prompt": "",
             "bucket": "64x48@1",
@@ -53,7 +53,7 @@ class FakeRun:
             "steps": 2,
             "guidance": 3.5,
         }
-        save_file({"latent": np.zeros((1, 1, 2, 2), np.float32)}, path, {"latentpress": json.dumps(known | about)})
+        save_file({"latent": np.zeros((1, 1, 2, 2), np.float32)}, path, {"latentpress": json.dumps(metadata | about)})
 
     def picture(self, step: int, name: str, colour: tuple[int, int, int], size: tuple[int, int] = (64, 48)) -> Path:
         path = self.folder / f"samples/step-{step:06d}/{name}.png"

@@ -1,4 +1,4 @@
-"""bucket as a program: what it prints, publishes, warns of and refuses."""
+"""The program bucket: its output, plans, warnings and errors."""
 
 import io
 import json
@@ -21,8 +21,8 @@ from tests.forms import in_turn
 from tests.s3_server import BUCKET
 
 
-def said(project, program, *overrides):
-    """The report and what stood on the screen beside it."""
+def run_with_output(project, program, *overrides):
+    """The report, and the text on stderr."""
     screen = io.StringIO()
     options = Options(project.folder / "pipeline.yaml", overrides)
     report = program.run(project.config(*overrides), options, Console(stderr=screen))
@@ -35,8 +35,8 @@ def plan(project, *overrides):
 
 
 def active(project, *overrides):
-    found = current_plan(Store(project.root), project.config(*overrides)).active
-    return {row["path"]: row for row in found.to_pylist()}
+    table = current_plan(Store(project.root), project.config(*overrides)).active
+    return {row["path"]: row for row in table.to_pylist()}
 
 
 def files(project):
@@ -45,10 +45,10 @@ def files(project):
 
 @pytest.fixture
 def photos(project):
-    made = project()
+    home = project()
     for number in range(4):
-        made.image(f"{number}.png", (96, 64 + 32 * (number % 2)), f"picture {number}", seed=number)
-    return made
+        home.image(f"{number}.png", (96, 64 + 32 * (number % 2)), f"picture {number}", seed=number)
+    return home
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_only_what_is_new_is_planned_again(photos):
     before = {name for kind in ("latents", "text") for name in plans.planned_ids(store, kind).to_pylist()}
     (photos.media / "1.txt").write_text("another caption")
     report = plan(photos)
-    assert report.done == 1, "one text; the picture is the same"
+    assert report.done == 1, "only a text is new, because the picture is unchanged"
     assert report.details["new_units"] == {"latents": 0, "text": 1}
     after = {name for kind in ("latents", "text") for name in plans.planned_ids(store, kind).to_pylist()}
     assert before < after and len(after - before) == 1
@@ -99,56 +99,56 @@ def test_the_plan_a_person_reads(photos):
 
 @pytest.mark.slow
 def test_a_bucket_smaller_than_a_batch_is_warned_about_with_what_helps(photos):
-    """And what is said to help does; repeats are said not to, and do not."""
+    """The advised settings remove the warning; `repeats` does not, as the warning states."""
     photos.run(discover.run)
     steps = ("train.batch_size=4", "train.accumulate=1")
-    report, text = said(photos, bucket, *steps)
+    report, text = run_with_output(photos, bucket, *steps)
     counts = [row["samples"] for row in report.details["buckets"]]
     assert sum(counts) == 4 and len(counts) > 1
     assert "fewer samples than train.batch_size (4)" in text
     assert f"train.batch_size: {min(counts)};" in text and "`repeats` does not" in text
-    assert "fewer samples than" in said(photos, bucket, *steps, "datasets.photos.repeats=9")[1]
-    assert "fewer samples than" not in said(photos, bucket, "train.batch_size=1", "train.accumulate=4")[1]
-    assert "fewer samples than" not in said(photos, bucket, *steps, "datasets.photos.crop_aspect=square")[1]
+    assert "fewer samples than" in run_with_output(photos, bucket, *steps, "datasets.photos.repeats=9")[1]
+    assert "fewer samples than" not in run_with_output(photos, bucket, "train.batch_size=1", "train.accumulate=4")[1]
+    assert "fewer samples than" not in run_with_output(photos, bucket, *steps, "datasets.photos.crop_aspect=square")[1]
 
 
 @pytest.mark.slow
 def test_a_lite_video_model_is_warned_of_sizes_that_it_was_not_made_for(project):
-    made = project("kandinsky5-video-t2v")
-    made.settings["datasets"][0] |= {"resolution": 512}
-    made.video("a.mp4", size=(1280, 720), frames=12)
-    made.run(discover.run)
-    report, text = said(made, bucket)
+    home = project("kandinsky5-video-t2v")
+    home.settings["datasets"][0] |= {"resolution": 512}
+    home.video("a.mp4", size=(1280, 720), frames=12)
+    home.run(discover.run)
+    report, text = run_with_output(home, bucket)
     assert report.details["buckets"][0]["bucket"] == "688x384@9"
     assert report.details["buckets"][0]["scale_class"] == "1x3.16x3.16"
     assert "was made for sides of" in text and "outside are 688x384@9. Choose a resolution" in text
-    inside, text = said(made, bucket, "datasets.photos.resolution=632")
-    assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "was made for" not in text
+    small_report, text = run_with_output(home, bucket, "datasets.photos.resolution=632")
+    assert small_report.details["buckets"][0]["scale_class"] == "1x2x2" and "was made for" not in text
 
 
 @pytest.mark.slow
 def test_a_disk_with_too_little_room_is_warned_of(project, monkeypatch):
-    made = project()
-    made.image("a.png", (64, 64))
-    made.run(discover.run)
-    assert "the disk of" not in said(made, bucket)[1]
-    made.image("b.png", (64, 64), "other", 2)
-    made.run(discover.run)
+    home = project()
+    home.image("a.png", (64, 64))
+    home.run(discover.run)
+    assert "the disk of" not in run_with_output(home, bucket)[1]
+    home.image("b.png", (64, 64), "other", 2)
+    home.run(discover.run)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     for program in (bucket, encode_latents):
-        text = said(made, program)[1]
+        text = run_with_output(home, program)[1]
         assert "work has 0 bytes" in text, program
-    assert "the disk of" not in said(made, encode_latents)[1]  # all is encoded
+    assert "the disk of" not in run_with_output(home, encode_latents)[1]  # all samples are encoded
 
 
 def test_repeated_frames_are_counted_and_warned_about(project):
-    made = project("kandinsky5-video-t2v")
-    made.video("slow.mp4", rate=6, frames=12)
-    made.video("fast.mp4", rate=12)
-    made.run(discover.run)
-    report, text = said(made, bucket)
+    home = project("kandinsky5-video-t2v")
+    home.video("slow.mp4", rate=6, frames=12)
+    home.video("fast.mp4", rate=12)
+    home.run(discover.run)
+    report, text = run_with_output(home, bucket)
     assert report.details["datasets"][0]["repeating_frames"] == 1 and "max_repeated_frames" in text
-    limited = made.run(bucket.run, "datasets.photos.video.max_repeated_frames=0.2")
+    limited = home.run(bucket.run, "datasets.photos.video.max_repeated_frames=0.2")
     assert [row["reason"] for row in limited.rejects] == ["repeats-frames"]
 
 
@@ -169,10 +169,10 @@ def test_a_plan_of_another_version_is_none(photos):
     plan(photos)
     store = Store(photos.root)
     (name,) = plans.list_plans(store)
-    old = name[:-12] + "0" * 12
-    os.rename(photos.root / "plans" / name, photos.root / "plans" / old)
-    record = plans.load_plan(store, old).info
-    store.publish_record(f"plans/{old}/plan.json", record.model_copy(update={"key": "0" + record.key}))
+    old_name = name[:-12] + "0" * 12
+    os.rename(photos.root / "plans" / name, photos.root / "plans" / old_name)
+    record = plans.load_plan(store, old_name).info
+    store.publish_record(f"plans/{old_name}/plan.json", record.model_copy(update={"key": "0" + record.key}))
     with pytest.raises(LatentpressError, match="no plan"):
         current_plan(store, photos.config())
     assert plan(photos).details["generation"].startswith("000002-")
@@ -181,16 +181,16 @@ def test_a_plan_of_another_version_is_none(photos):
 @pytest.mark.long
 @pytest.mark.parametrize(("remote", "other_settings"), in_turn([False, True], [False, True]))
 def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_settings):
-    """The second publishes while the first has its tables: no unit is planned twice, what the second has is kept."""
+    """The second run publishes while the first has its tables: no unit is planned twice, and the second plan stays."""
     root = [f"root=s3://{BUCKET}/work"] if remote else []
-    other = ["train.caption_dropout=0", "validation.prompts=[]"] if other_settings else []
+    overrides = ["train.caption_dropout=0", "validation.prompts=[]"] if other_settings else []
     photos.run(discover.run, *root)
     real, second = plans.publish_plan, []
 
     def publish_plan(*arguments):
         if not second:
             second.append(None)
-            second[0] = photos.run(bucket.run, *root, *other)
+            second[0] = photos.run(bucket.run, *root, *overrides)
         return real(*arguments)
 
     monkeypatch.setattr(plans, "publish_plan", publish_plan)
@@ -198,20 +198,20 @@ def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_s
     store = Store(photos.config(*root).root)
     members = [id for unit in plans.all_units(store).to_pylist() for id in unit["members"]]
     assert second[0].done and not first.done and "planning again" in photos.said
-    assert len(set(members)) == len(members), "each is in one unit"
+    assert len(set(members)) == len(members), "each member is in one unit"
 
 
 def test_a_plan_that_was_made_on_other_plans_is_refused(tmp_path):
     store, info = Store(tmp_path), plans.PlanInfo(null_text=None, validation=[])
     empty = {name: plan_schema(name, ()).empty_table() for name in plans.PLAN_TABLES}
     plans.publish_plan(store, "a", empty, info, [])
-    with pytest.raises(plans.PlanOutdated, match="another plan"):
+    with pytest.raises(plans.PlanOutdated, match="plan"):
         plans.publish_plan(store, "b", empty, info, [])
 
 
 @pytest.mark.slow
 def test_what_was_removed_is_planned_again(photos):
-    """A generation with every sample; the one after it has a text of its own and no sample."""
+    """A generation with all samples; the next generation has one text and no samples."""
     plan(photos)
     store = Store(photos.root)
     (first,) = plans.list_plans(store)
@@ -235,7 +235,7 @@ def test_rows_are_found_by_their_id_and_the_first_of_equal_ones_counts():
 
 
 def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) -> None:
-    """By bucket, by the stage that encodes it, and (tests/trainer/test_main.py) by train."""
+    """bucket and the encoding stage warn; tests/trainer/test_main.py tests the warning of train."""
     home = project("sana")
     for number in range(2):
         home.image(f"{number}.png", (64, 64), "a picture", number)
@@ -247,11 +247,11 @@ def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) ->
     home.settings["vision"] = {"model": "dinov2_vits14"}
     home.run(discover.run)
     home.run(bucket.run)
-    said = " ".join(home.said.split())
-    assert "photos: masks are encoded, but training does not use them without train.methods.masked_loss" in said
-    assert "regularization" not in said, "it is used without an option"
+    output = " ".join(home.said.split())
+    assert "photos: masks are encoded, but training does not use them without train.methods.masked_loss" in output
+    assert "regularization" not in output, "regularization is used without an option"
     features = "vision.model dinov2_vits14: features are encoded, but training does not use them"
-    assert f"{features} without train.methods.crepa" in said
+    assert f"{features} without train.methods.crepa" in output
     home.run(encode_latents.run, dry_run=True)
     assert "masks are encoded, but" in home.said and "regularization" not in home.said
 
@@ -262,12 +262,12 @@ def test_a_plan_of_which_a_file_is_none_is_planned_again(photos, odd) -> None:
     plan(photos)
     [name] = plans.list_plans(Store(photos.root))
     table = photos.root / "plans" / name / "texts.arrow"
-    whole = table.read_bytes()
+    content = table.read_bytes()
     table.unlink()
     if odd == "link to itself":
         table.symlink_to(table.name)
     else:
         os.mkfifo(table) if odd == "pipe" else table.mkdir()
     photos.run(bucket.run)
-    assert f"damaged/plans/{name}.1" in photos.said
-    assert table.read_bytes() == whole and plans.list_plans(Store(photos.root)) == [name]
+    assert f"this plan is kept as damaged/plans/{name}.1 and planned again" in photos.said
+    assert table.read_bytes() == content and plans.list_plans(Store(photos.root)) == [name]

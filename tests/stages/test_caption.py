@@ -1,4 +1,4 @@
-"""caption as a user runs it: what it writes of which items, once and the same each time."""
+"""The program caption: which items it describes, that it describes them once, and that captions are reproducible."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def photos(project: Any, tiny: Any) -> Project:
-    """Six pictures of two shapes without a caption, and one with."""
+    """Six pictures of two shapes without a caption, and one with a caption."""
     home = describing(project, tiny)
     for number in range(6):
         home.image(f"{number}.png", (64, 48) if number % 3 else (48, 64), None, number)  # type: ignore[arg-type]
@@ -35,12 +35,14 @@ def photos(project: Any, tiny: Any) -> Project:
 
 
 def test_greedy_captions_are_those_of_generate_one_at_a_time(photos: Project) -> None:
-    """Also those of the second prompt, which goes on from what the first has read."""
+    """Also for the second prompt, which reuses the picture's tokens of the first."""
     prompts = photos.settings["caption"]["prompts"] = ["detailed", "plain"]
     report = photos.run(caption.run)
     assert report.done + len(report.rejects) == 6 and report.done >= 3
-    plan, found = CAPTION.find_plan(Store(photos.root), photos.config()), written(photos)
-    assert len({texts[0] for texts in found.values()}) >= 3 and max(len(texts[0]) for texts in found.values()) > 20
+    plan, captions = CAPTION.find_plan(Store(photos.root), photos.config()), written(photos)
+    assert (
+        len({texts[0] for texts in captions.values()}) >= 3 and max(len(texts[0]) for texts in captions.values()) > 20
+    )
     messages = {row["path"]: row["message"] for row in report.rejects}
     folder = Path(photos.settings["model"]["path"], "text_encoder")
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
@@ -48,36 +50,38 @@ def test_greedy_captions_are_those_of_generate_one_at_a_time(photos: Project) ->
         size = Bucket.parse(row["geometry"]["bucket"])
         picture = Image.open(photos.media / row["path"]).resize((size.width, size.height), Image.Resampling.LANCZOS)
         answers = [generated(photos, model, PRESETS[name], picture.convert("RGB")) for name in prompts]
-        if row["path"] in found:
-            assert found[row["path"]] == [text for text, ended in answers if ended and text in found[row["path"]]]
+        if row["path"] in captions:
+            assert captions[row["path"]] == [text for text, ended in answers if ended and text in captions[row["path"]]]
         else:
             assert answers[0][0].replace("; ", ", ") in messages[row["path"]]
-    assert {len(texts) for texts in found.values()} == {1, 2}
+    assert {len(texts) for texts in captions.values()} == {1, 2}
 
 
 def test_only_what_has_no_caption_is_described_and_then_nothing_is_left(photos: Project) -> None:
-    asked = photos.run(caption.run, dry_run=True)
-    assert asked.remaining == 6 and not (photos.root / "plans").exists() and not (photos.root / "captions").exists()
+    dry_report = photos.run(caption.run, dry_run=True)
+    assert (
+        dry_report.remaining == 6 and not (photos.root / "plans").exists() and not (photos.root / "captions").exists()
+    )
     first = photos.run(caption.run)
     before = photos.shards("captions")
-    again = photos.run(caption.run)
-    assert (again.done, again.skipped) == (0, first.done) and again.remaining == 0
+    second_report = photos.run(caption.run)
+    assert (second_report.done, second_report.skipped) == (0, first.done) and second_report.remaining == 0
     assert photos.shards("captions") == before and "own.png" not in written(photos)
     rows = {row["stage"]: row for row in photos.run(status.run).details["stages"]}
     assert rows["caption"]["done"] == first.done and rows["caption"]["rejected"] == len(first.rejects)
 
 
 def test_a_partition_and_workers_make_the_same_shards(photos: Project, is_long: bool) -> None:
-    other = Project(photos.folder.with_name("other"), photos.settings)
-    shutil.copytree(photos.folder, other.folder, symlinks=True)
+    second_project = Project(photos.folder.with_name("other"), photos.settings)
+    shutil.copytree(photos.folder, second_project.folder, symlinks=True)
     photos.run(caption.run)
     for part in ("0/2", "1/2"):
-        other.run(caption.run, shard=part)
-    assert other.shards("captions") == photos.shards("captions") and len(photos.shards("captions")) > 1
+        second_project.run(caption.run, shard=part)
+    assert second_project.shards("captions") == photos.shards("captions") and len(photos.shards("captions")) > 1
     if is_long:
-        shutil.rmtree(other.root / "captions")
-        other.run(caption.run, workers=2)
-        assert other.shards("captions") == photos.shards("captions")
+        shutil.rmtree(second_project.root / "captions")
+        second_project.run(caption.run, workers=2)
+        assert second_project.shards("captions") == photos.shards("captions")
 
 
 def test_bucket_waits_for_captions_and_plans_them(photos: Project) -> None:
@@ -86,13 +90,13 @@ def test_bucket_waits_for_captions_and_plans_them(photos: Project) -> None:
     assert "latentpress caption" in caught.value.next_step
     photos.run(caption.run)
     report = photos.run(bucket.run)
-    found = written(photos)
+    captions = written(photos)
     plan = plans.load_plan(Store(photos.root), plans.list_plans(Store(photos.root))[-1])
     texts = {row["text_id"]: row["text"] for row in plan.text_table.to_pylist()}
-    planned = {row["path"]: [texts[name] for name in row["texts"]] for row in plan.active.to_pylist()}
-    assert planned.pop("own.png") == ["a cat"] and planned.keys() == found.keys()
+    texts_by_path = {row["path"]: [texts[name] for name in row["texts"]] for row in plan.active.to_pylist()}
+    assert texts_by_path.pop("own.png") == ["a cat"] and texts_by_path.keys() == captions.keys()
     assert {row["path"]: row["reason"] for row in report.rejects} == dict.fromkeys(
-        {f"{number}.png" for number in range(6)} - found.keys(), "no-caption"
+        {f"{number}.png" for number in range(6)} - captions.keys(), "no-caption"
     )
 
 
@@ -108,24 +112,24 @@ def test_damage_is_named_before_a_plan_is_made_of_it(photos: Project) -> None:
 
 
 def test_captions_are_verified_repaired_and_kept_by_gc(photos: Project) -> None:
-    """Also those of a set that a dataset names; of other settings they go."""
+    """Also if a dataset names the set of captions; captions of other settings are removed."""
     photos.run(caption.run)
     photos.run(bucket.run)
     write_edit(Store(photos.root), "0" * 32, ["by hand"])
-    kept = photos.shards("captions")
+    shards = photos.shards("captions")
     assert photos.run(verify.run).exit_code == 0
-    name = max((name for name in kept if not name.startswith("edits/")), key=lambda name: len(kept[name]))
-    (photos.root / "captions" / name).write_bytes(kept[name][:-40])
+    name = max((name for name in shards if not name.startswith("edits/")), key=lambda name: len(shards[name]))
+    (photos.root / "captions" / name).write_bytes(shards[name][:-40])
     assert photos.run(verify.run).exit_code == 4
     assert photos.run(verify.run, repair=True).details["encoded_again"] == 1
-    assert photos.shards("captions") == kept
+    assert photos.shards("captions") == shards
     photos.run(gc.run, keep_days=0, yes=True)
-    assert photos.shards("captions") == kept
+    assert photos.shards("captions") == shards
     folder = f"captions/{name.partition('/')[0]}"
     named = f"datasets.photos.caption_sets=[{folder.partition('/')[2]}]"
     photos.run(discover.run, "datasets.photos.make_captions=none")
-    for used, more in (((), True), ((named,), False)):
-        given = "datasets.photos.make_captions=none", "caption.prompts=[plain]", *used
-        photos.run(bucket.run, *given)
-        unused = photos.run(gc.run, *given, keep_days=0).details["unused"]
+    for overrides, more in (((), True), ((named,), False)):
+        arguments = "datasets.photos.make_captions=none", "caption.prompts=[plain]", *overrides
+        photos.run(bucket.run, *arguments)
+        unused = photos.run(gc.run, *arguments, keep_days=0).details["unused"]
         assert (folder in {row["path"] for row in unused if isinstance(row, dict)}) == more

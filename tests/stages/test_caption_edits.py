@@ -1,4 +1,4 @@
-"""Captions that a person edited: planned before those of the files, one text each, known to verify, gc, status."""
+"""Edited captions: they replace the captions of files in the plan, and verify, gc and status support them."""
 
 import threading
 from collections.abc import Callable
@@ -21,13 +21,13 @@ A, B = "a" * 32, "b" * 32
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project()
-    made.settings["datasets"][0]["prepend"] = "sks, "
+    home_project = project()
+    home_project.settings["datasets"][0]["prepend"] = "sks, "
     for number in range(2):
-        made.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    made.run(discover.run)
-    made.run(bucket.run)
-    return made
+        home_project.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    home_project.run(discover.run)
+    home_project.run(bucket.run)
+    return home_project
 
 
 def ids(home: Project) -> list[str]:
@@ -69,8 +69,8 @@ def test_verify_and_gc_know_it(home: Project) -> None:
     with pytest.raises(DamageError, match=r"captions/edits/000002\.arrow") as caught:
         home.run(bucket.run)
     assert "latentpress verify --repair" in caught.value.next_step
-    found = home.run(verify.run)
-    assert [row["path"] for row in found.damage] == ["captions/edits/000002.arrow"]
+    report = home.run(verify.run)
+    assert [row["path"] for row in report.damage] == ["captions/edits/000002.arrow"]
     repaired = home.run(verify.run, repair=True)
     assert repaired.details["moved_tables"] == ["damaged/captions/edits/000002.1.arrow"] and not repaired.damage
     home.run(bucket.run)
@@ -93,7 +93,7 @@ def test_changes_at_once_are_all_kept(tmp_path: Path) -> None:
 
 
 def test_in_an_object_store(s3: S3Server) -> None:
-    """Of two that edit the same caption the second is told; the others' edits stay."""
+    """The second of two people who edit the same caption gets an error; all other edits stay."""
     pages = [Store(f"s3://{BUCKET}/work") for _ in range(2)]
     write_edit(pages[0], A, ["one"])
     write_edit(pages[1], B, ["other"])

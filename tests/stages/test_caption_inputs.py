@@ -1,4 +1,4 @@
-"""What each kind of item and of model gets to see, against transformers' own `generate` of one item."""
+"""Inputs of each kind of item and of model, compared with transformers' own `generate` for one item."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 PLACES = {name: f"<|vision_start|><|{name}_pad|><|vision_end|>" for name in ("image", "video")}
 
 
-def shown(path: Path, geometry: dict[str, Any]) -> Image.Image:
+def model_picture(path: Path, geometry: dict[str, Any]) -> Image.Image:
     size = Bucket.parse(geometry["bucket"])
     return Image.open(path).resize((size.width, size.height), Image.Resampling.LANCZOS).convert("RGB")
 
@@ -46,15 +46,15 @@ def answer(model: Any, tokenizer: Any, inputs: Any) -> str:
 
 
 def compare(home: Project, report: Any, expected: dict[str, str]) -> None:
-    """expected: path -> what the model writes, whether it is kept or rejected."""
-    found = {path: texts[0] for path, texts in written(home).items()}
+    """expected: path -> caption of the model, accepted or rejected."""
+    captions = {path: texts[0] for path, texts in written(home).items()}
     messages = {row["path"]: row["message"] for row in report.rejects}
-    assert found.keys() | messages.keys() == expected.keys() and found
+    assert captions.keys() | messages.keys() == expected.keys() and captions
     for path, text in expected.items():
-        assert found[path] == text if path in found else text.replace("; ", ", ") in messages[path]
+        assert captions[path] == text if path in captions else text.replace("; ", ", ") in messages[path]
 
 
-def made(home: Project) -> tuple[Any, Plan]:
+def run_and_plan(home: Project) -> tuple[Any, Plan]:
     home.run(discover.run)
     report = home.run(caption.run)
     return report, CAPTION.find_plan(Store(home.root), home.config())
@@ -67,13 +67,13 @@ def test_an_instruction_is_of_the_source_image_and_then_the_target(project: Any,
     for number in range(3):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
         home.image(f"../source/{number}.png", (48, 64) if number else (64, 48), None, number + 7)  # type: ignore[arg-type]
-    report, plan = made(home)
+    report, plan = run_and_plan(home)
     folder = Path(home.settings["model"]["path"])
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval()
     processor, expected = Processor(folder / "tokenizer"), {}
     for row in plan.sample_table.to_pylist():
-        pictures = [shown(home.folder / "source" / row["source_path"], row["source_geometry"])]
-        pictures.append(shown(home.media / row["path"], row["geometry"]))
+        pictures = [model_picture(home.folder / "source" / row["source_path"], row["source_geometry"])]
+        pictures.append(model_picture(home.media / row["path"], row["geometry"]))
         text = QWEN_CHAT.replace("{}", PLACES["image"] * 2 + PRESETS["instruction"])
         inputs = processor(text=[text], images=pictures, return_tensors="pt", return_mm_token_type_ids=True)
         expected[row["path"]] = answer(model, processor.tokenizer, inputs)
@@ -81,7 +81,7 @@ def test_an_instruction_is_of_the_source_image_and_then_the_target(project: Any,
 
 
 def video_patches(frames: np.ndarray, processor: Processor) -> tuple[torch.Tensor, list[int]]:
-    """(patches, numbers) of a clip as transformers' video processor arranges them, from its definition."""
+    """Returns (patches, numbers) of a clip in the order of transformers' video processor, by its definition."""
     frames = np.concatenate([frames, frames[-1:]]) if len(frames) % 2 else frames
     images, m, p = processor.image_processor, 2, 14
     mean, deviation = (torch.tensor(values).view(1, 3, 1, 1) for values in (images.image_mean, images.image_std))
@@ -98,7 +98,7 @@ def test_a_clip_is_a_video_of_frames_spread_over_it(project: Any, tiny: Any) -> 
         home.video(f"{name}.mp4", 20, (64, 48), caption="")
         (home.media / f"{name}.txt").unlink()
     home.image("still.png", (64, 48), None, 3)  # type: ignore[arg-type]
-    report, plan = made(home)
+    report, plan = run_and_plan(home)
     folder = Path(home.settings["model"]["path"])
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval()
     processor, clips = Processor(folder / "tokenizer"), dict[tuple[str, float], str]()
@@ -129,18 +129,18 @@ def test_a_clip_is_a_video_of_frames_spread_over_it(project: Any, tiny: Any) -> 
     assert len(clips) == 6
     messages = {row["item"]: row["message"] for row in report.rejects}
     cache = f"captions/{CAPTION.fingerprint(home.config())}"
-    found = {row.id: row.info for _, _, row in iter_item_rows(Store(home.root), cache)}
+    infos = {row.id: row.info for _, _, row in iter_item_rows(Store(home.root), cache)}
     for name, text in clips.items():
-        assert found[name]["captions"] == [text] if name in found else text.replace("; ", ", ") in messages[name]
-    assert len([name for name in clips if name in found]) >= 2
-    spans = [found[name]["span"] for name in clips if name in found]
+        assert infos[name]["captions"] == [text] if name in infos else text.replace("; ", ", ") in messages[name]
+    assert len([name for name in clips if name in infos]) >= 2
+    spans = [infos[name]["span"] for name in clips if name in infos]
     assert all(span[1] - span[0] == pytest.approx(8 / 12, abs=0.002) for span in spans)
-    # Each clip is trained on with its own caption; one whose caption was rejected is left out.
+    # Each clip is trained on with its own caption; a clip whose caption was rejected is excluded.
     home.run(bucket.run)
     store = Store(home.root)
-    planned = plans.load_plan(store, plans.list_plans(store)[-1])
-    paths = [path for path in planned.active["path"].to_pylist() if path and path.endswith(".mp4")]
-    assert len(paths) == len([name for name in clips if name in found])
+    plan = plans.load_plan(store, plans.list_plans(store)[-1])
+    paths = [path for path in plan.active["path"].to_pylist() if path and path.endswith(".mp4")]
+    assert len(paths) == len([name for name in clips if name in infos])
 
 
 @pytest.mark.parametrize("name", ["llava", long("idefics3"), long("gemma3")])
@@ -149,29 +149,29 @@ def test_another_architecture_is_asked_by_its_own_processor(project: Any, tiny: 
     home = describing(project, tiny, model=str(folder), prompts=["plain", "detailed"])
     for number in range(4):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
-    report, plan = made(home)
+    report, plan = run_and_plan(home)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    found, both = written(home), {}
+    captions, expected = written(home), {}
     for row in plan.sample_table.to_pylist():
         texts = []
         for prompt in ("plain", "detailed"):
             content = [{"type": "image"}, {"type": "text", "text": PRESETS[prompt]}]
             text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-            picture = shown(home.media / row["path"], row["geometry"])
+            picture = model_picture(home.media / row["path"], row["geometry"])
             begins = text.startswith(processor.tokenizer.bos_token or "\0")
             inputs = processor(text=[text], images=[[picture]], return_tensors="pt", add_special_tokens=not begins)
             texts.append(answer(model, processor.tokenizer, inputs))
-        both[row["path"]] = texts
-    assert found and report.done == len(found)
-    assert all({*texts} <= {*both[path]} for path, texts in found.items())
-    assert any(texts[-1] == both[path][1] for path, texts in found.items())
+        expected[row["path"]] = texts
+    assert captions and report.done == len(captions)
+    assert all({*texts} <= {*expected[path]} for path, texts in captions.items())
+    assert any(texts[-1] == expected[path][1] for path, texts in captions.items())
 
 
 def test_a_model_whose_processor_needs_torchvision_is_refused_before_it_is_loaded(
     project: Any, tiny: Any, tmp_path: Path
 ) -> None:
-    """SmolVLM is an Idefics3 with another processor, which takes videos, too."""
+    """SmolVLM is an Idefics3 with another processor, which also supports videos."""
     folder = CAPTIONERS["idefics3"](tmp_path / "smolvlm")
     for name, key in (("config.json", "model_type"), ("processor_config.json", "processor_class")):
         settings = json.loads((folder / name).read_text())

@@ -1,4 +1,4 @@
-"""Captions of several settings beside each other, drawn ones, those of files and of a person, and files of them."""
+"""Captions of several settings in one project, sampled captions, captions of files, edited captions, caption files."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def photos(project: Any, tiny: Any) -> Project:
-    """Four pictures without a caption, and one with."""
+    """Four pictures without a caption, and one with a caption."""
     home = describing(project, tiny, temperature=2.0)
     for number in range(4):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
@@ -27,8 +27,8 @@ def photos(project: Any, tiny: Any) -> Project:
     return home
 
 
-def planned(home: Project) -> dict[str, set[str]]:
-    """path -> texts of the newest plan."""
+def planned_texts(home: Project) -> dict[str, set[str]]:
+    """Path -> texts in the newest plan."""
     store = Store(home.root)
     plan = plans.load_plan(store, plans.list_plans(store)[-1])
     texts = {row["text_id"]: row["text"] for row in plan.text_table.to_pylist()}
@@ -44,21 +44,21 @@ def test_drawn_captions_are_the_same_in_any_batch_and_others_by_another_seed(pho
     alone = "caption.batch_tokens=1", "root=alone"
     photos.run(caption.run, *alone)
     assert CAPTION.fingerprint(photos.config(*alone)) == name
-    other = Project(photos.folder, photos.settings | {"root": "alone"})
-    found = {row: texts for row, texts in written_under(other, "alone", *alone).items()}
-    assert found == first
+    second_project = Project(photos.folder, photos.settings | {"root": "alone"})
+    captions = {row: texts for row, texts in written_under(second_project, "alone", *alone).items()}
+    assert captions == first
     photos.run(caption.run, "caption.seed=1")
     second = written(photos, "caption.seed=1")
     assert written(photos) == first and second != first
     photos.settings["datasets"][0]["caption_sets"] = ["current", name]
     photos.run(bucket.run, "caption.seed=1")
-    for path, texts in planned(photos).items():
+    for path, texts in planned_texts(photos).items():
         if path != "own.png":
             assert texts == cleaned(photos, first.get(path, []) + second.get(path, []))
 
 
 def cleaned(home: Project, texts: list[str]) -> set[str]:
-    """As `bucket` cleans captions, which removes what random weights write of control characters."""
+    """The caption as `bucket` cleans it: without control characters, which random weights generate."""
     return {home.config().model.template.cleaner.text(text) for text in texts}
 
 
@@ -78,38 +78,42 @@ def test_a_persons_caption_wins_then_that_of_a_file(photos: Project) -> None:
     photos.settings["datasets"][0]["make_captions"] = "all"
     photos.run(discover.run)
     photos.run(caption.run)
-    made = {path: cleaned(photos, texts) for path, texts in written(photos).items()}
-    path = next(path for path in made if path != "own.png")
-    assert "own.png" in made, "the model's caption of it is rejected: choose another picture"
+    generated = {path: cleaned(photos, texts) for path, texts in written(photos).items()}
+    path = next(path for path in generated if path != "own.png")
+    assert "own.png" in generated, "the model's caption of this picture is rejected: choose another picture"
     media = CAPTION.find_plan(Store(photos.root), photos.config()).sample_table.to_pylist()
     ids = {row["path"]: row["media_id"] for row in media}
     write_edit(Store(photos.root), ids[path], ["by hand"])
-    for how, own in (("fill", {"a cat"}), ("add", {"a cat"} | made["own.png"]), ("replace", made["own.png"])):
-        photos.settings["datasets"][0]["generated_captions"] = how
+    for mode, expected in (
+        ("fill", {"a cat"}),
+        ("beside", {"a cat"} | generated["own.png"]),
+        ("instead", generated["own.png"]),
+    ):
+        photos.settings["datasets"][0]["made_captions"] = mode
         photos.run(bucket.run)
-        texts = planned(photos)
-        assert texts["own.png"] == own and texts[path] == {"by hand"}
+        texts = planned_texts(photos)
+        assert texts["own.png"] == expected and texts[path] == {"by hand"}
 
 
 def test_files_are_written_beside_media_and_never_over_others(photos: Project) -> None:
     photos.run(caption.run)
-    found = written(photos)
-    first, *others = sorted(found)
+    captions = written(photos)
+    first, *paths = sorted(captions)
     (photos.media / first).with_suffix(".txt").write_text("mine")
     before = {path.name for path in photos.media.iterdir()}
     report = photos.run(caption.run, write_files=True)
-    assert report.details["files_written"] == len(others) and report.details["files_there_before"] == 1
+    assert report.details["files_written"] == len(paths) and report.details["files_there_before"] == 1
     assert (photos.media / first).with_suffix(".txt").read_text() == "mine"
-    for path in others:
-        assert (photos.media / path).with_suffix(".txt").read_text() == "".join(f"{text}\n" for text in found[path])
-    assert {path.name for path in photos.media.iterdir()} == before | {path.replace("png", "txt") for path in others}
+    for path in paths:
+        assert (photos.media / path).with_suffix(".txt").read_text() == "".join(f"{text}\n" for text in captions[path])
+    assert {path.name for path in photos.media.iterdir()} == before | {path.replace("png", "txt") for path in paths}
     photos.settings["datasets"][0] |= {"caption_strategy": "filename"}
     with pytest.raises(LatentpressError, match=r"photos .folder, filename."):
         photos.run(caption.run, write_files=True)
 
 
 def test_no_file_is_written_for_two_items_of_one_name(photos: Project) -> None:
-    """Also where the other is of another dataset, or can't be used."""
+    """Also if the second item is in another dataset, or is not usable."""
     photos.image("0.webp", (64, 48), None, 7)  # type: ignore[arg-type]
     (photos.media / "1.MP4").write_bytes(b"not a video of this dataset")
     photos.run(discover.run)
@@ -120,26 +124,28 @@ def test_no_file_is_written_for_two_items_of_one_name(photos: Project) -> None:
 
 
 def test_temporary_files_of_a_killed_run_are_removed(photos: Project) -> None:
-    left = photos.media / f".0.txt.{'0' * 16}.tmp"
-    others = [photos.media / name for name in (".0.txt.tmp", f".a.arrow.{'0' * 16}.tmp")]
-    for path in (left, *others):
+    temporary = photos.media / f".0.txt.{'0' * 16}.tmp"
+    user_files = [photos.media / name for name in (".0.txt.tmp", f".a.arrow.{'0' * 16}.tmp")]
+    for path in (temporary, *user_files):
         path.write_text("a c")
     photos.run(caption.run, write_files=True)
-    assert not left.exists() and all(path.exists() for path in others)
+    assert not temporary.exists() and all(path.exists() for path in user_files)
 
 
 def test_several_prompts_are_alternatives_and_a_forbidden_word_is_not_written(photos: Project) -> None:
     photos.settings["caption"] |= {"prompts": ["plain", "What is it?"], "prefix": "ohwx"}
     photos.run(caption.run)
-    found = written(photos)
-    assert {len(texts) for texts in found.values()} <= {1, 2} and any(len(texts) == 2 for texts in found.values())
-    assert all(text.startswith("ohwx ") for texts in found.values() for text in texts)
+    captions = written(photos)
+    assert {len(texts) for texts in captions.values()} <= {1, 2} and any(len(texts) == 2 for texts in captions.values())
+    assert all(text.startswith("ohwx ") for texts in captions.values() for text in texts)
     word = max(
-        (word for texts in found.values() for text in texts for word in text.split()[1:] if word.isalpha()), key=len
+        (word for texts in captions.values() for text in texts for word in text.split()[1:] if word.isalpha()), key=len
     )
-    photos.run(caption.run, f"caption.forbidden_words=[{word}]")
-    again = written(photos, f"caption.forbidden_words=[{word}]")
-    assert again != found and not any(word in text.split() for texts in again.values() for text in texts)
+    photos.run(caption.run, f"caption.forbidden=[{word}]")
+    second_captions = written(photos, f"caption.forbidden=[{word}]")
+    assert second_captions != captions and not any(
+        word in text.split() for texts in second_captions.values() for text in texts
+    )
 
 
 def test_without_the_section_or_a_model_that_writes_it_is_said(photos: Project, tiny: Any) -> None:

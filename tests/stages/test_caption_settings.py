@@ -49,14 +49,16 @@ def test_of_quantized_weights_they_are_what_these_weights_write(
 ) -> None:
     loaded, load = [], describer.load_language_model
     monkeypatch.setattr(
-        describer, "load_language_model", lambda *given, **more: loaded.append(load(*given, **more)) or loaded[-1]
+        describer,
+        "load_language_model",
+        lambda *arguments, **more: loaded.append(load(*arguments, **more)) or loaded[-1],
     )
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)  # the same on every CPU
     change = f"caption.quantization={quantization}"
     plain = CAPTION.fingerprint(photos.config())
-    photos.settings["caption"]["batch_tokens"] = 1  # as `generate` below: bfloat16 rounds otherwise in batches
-    report, found = photos.run(caption.run, change), written(photos, change)
-    assert report.exit_code == 0 and report.done + len(report.rejects) == 4 and found
+    photos.settings["caption"]["batch_tokens"] = 1  # bfloat16 rounds differently in batches
+    report, captions = photos.run(caption.run, change), written(photos, change)
+    assert report.exit_code == 0 and report.done + len(report.rejects) == 4 and captions
     assert CAPTION.fingerprint(photos.config(change)) != plain and "remarks" not in report.details
     model, settings = loaded[-1], loaded[0].generation_config
     assert type(model.model.language_model.layers[0].mlp.up_proj) is layer
@@ -66,7 +68,7 @@ def test_of_quantized_weights_they_are_what_these_weights_write(
         size = Bucket.parse(row["geometry"]["bucket"])
         picture = Image.open(photos.media / row["path"]).resize((size.width, size.height), Image.Resampling.LANCZOS)
         text, _ = generated(photos, model, PRESETS["detailed"], picture.convert("RGB"))
-        assert row["path"] not in found or found[row["path"]] == [text]
+        assert row["path"] not in captions or captions[row["path"]] == [text]
 
 
 def test_offload_changes_no_caption_and_does_not_go_with_quantization(photos: Project) -> None:
@@ -92,19 +94,19 @@ def test_under_a_root_on_an_object_store_they_are_the_same(photos: Project, s3: 
     assert {name: store.read_bytes(f"captions/{name}") for name in names} == expected
     assert {name.partition("/")[0] for name in names} == {fingerprint}
     s3.reset()
-    again = photos.run(caption.run)
-    assert (again.done, again.remaining) == (0, 0) and s3.counts()["PutObject"] == 0
+    second_report = photos.run(caption.run)
+    assert (second_report.done, second_report.remaining) == (0, 0) and s3.counts()["PutObject"] == 0
     (row,) = [row for row in photos.run(status.run).details["stages"] if row["stage"] == "caption"]
-    assert row["remaining"] == 0 and row["done"] == again.skipped
+    assert row["remaining"] == 0 and row["done"] == second_report.skipped
 
 
 def test_the_model_of_a_repository_is_that_of_the_commit_that_names_the_cache(
     photos: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its branch moves after the cache was named: a worker that starts later loads what the name says."""
+    """The branch moves after the cache was named: a worker that starts later loads the commit of the cache's name."""
     weights, branch = branch_that_moves(build_llava(tmp_path / "llava"), tmp_path / "hub", monkeypatch)
     photos.settings["caption"]["model"] = weights["repo"]
     assert CAPTION.fingerprint_inputs(photos.config())["weights"] == weights
-    branch.write_text("b" * 40)  # which has no weights at all
+    branch.write_text("b" * 40)  # a commit without weights
     report = photos.run(caption.run)
     assert report.done + len(report.rejects) > 0 and not report.remaining

@@ -1,4 +1,4 @@
-"""configure: the program, on real pictures; what it asks, writes and refuses."""
+"""The program configure on real pictures: its questions, files and errors."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """call(folder, *words) -> exit code, document and what was said."""
+    """call(folder, *words) -> exit code, report, and text on stderr."""
 
     monkeypatch.setattr(questions, "run_probe", lambda probe: {"devices": [CARD]})
 
@@ -38,8 +38,8 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(folder)
         with pytest.raises(SystemExit) as ended:
             configure.app(args=[*words, "--json"])
-        said = capfd.readouterr()
-        return int(ended.value.code or 0), json.loads(said.out), said.err
+        output = capfd.readouterr()
+        return int(ended.value.code or 0), json.loads(output.out), output.err
 
     return start
 
@@ -66,7 +66,7 @@ def test_a_file_is_written_and_changed(photos: Path, call: Call) -> None:
 
 
 def test_a_recipe_is_taken_as_it_is(photos: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it saves of memory stays, however large the card is; a card that was found comes before the recipe's."""
+    """Settings that save memory stay on any card; a detected card replaces the recipe's card."""
     code, report, _ = call(photos, "--yes", "--recipe", "qwen-image-lora-24gb", "--card", "80", "--dry-run")
     assert code == 0 and "base_precision" in report["details"]["file"]["text"]
     monkeypatch.setattr(questions, "run_probe", lambda probe: {"devices": []})
@@ -107,8 +107,8 @@ def test_pairs_are_found_and_captions_are_never_invented(photos: Path, call: Cal
     assert config.validation.prompts[0].image == str(photos / "before/0.png")
     for caption in (photos / "media").glob("*.txt"):
         caption.unlink()
-    code, report, said = call(photos, "--config", "none.yaml", *YES)
-    assert code == 0 and "latentpress caption" in said and "latentpress caption" in report["next_steps"][1]
+    code, report, errors = call(photos, "--config", "none.yaml", *YES)
+    assert code == 0 and "latentpress caption" in errors and "latentpress caption" in report["next_steps"][1]
     assert load_config(photos / "none.yaml").caption is not None
     assert not load_config(photos / "none.yaml").datasets[0].trigger
     call(photos, "--config", "one.yaml", *YES, "--trigger", "make it blue")
@@ -128,14 +128,14 @@ def test_a_file_that_appeared_or_changed_meanwhile_is_not_replaced(tmp_path: Pat
 
 @pytest.mark.long
 def test_it_asks_in_a_terminal(photos: Path) -> None:
-    """Wrong answers are asked for again, and nothing is written before the last one."""
+    """A question is repeated after an invalid answer, and the file is written after the last question."""
     command = [sys.executable, "-c", "from stages.configure import app; app(prog_name='latentpress configure')"]
     command += ["--config", "mine.yaml"]
     environment = {"PYTHONPATH": os.fspath(Path(__file__).resolve().parents[2])}
     answers = ("nowhere", "", "paint", "character", "24", "2h")
-    status, shown = run_in_terminal(command, 100, photos, environment, [*answers, "n"])
-    assert status == 0 and not (photos / "mine.yaml").exists(), shown
-    status, shown = run_in_terminal(command, 100, photos, environment, [*answers, "y"])
-    assert status == 0 and load_config(photos / "mine.yaml").train.run == "media-lora", shown
+    status, screen = run_in_terminal(command, 100, photos, environment, [*answers, "n"])
+    assert status == 0 and not (photos / "mine.yaml").exists(), screen
+    status, screen = run_in_terminal(command, 100, photos, environment, [*answers, "y"])
+    assert status == 0 and load_config(photos / "mine.yaml").train.run == "media-lora", screen
     for expected in ("not a folder of this machine", "'paint' is not a task", "Write mine.yaml?", "Next:"):
-        assert expected in shown, shown
+        assert expected in screen, screen

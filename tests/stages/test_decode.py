@@ -1,4 +1,4 @@
-"""Validation latents become pictures and videos: the autoencoder's own, whole or not at all."""
+"""Validation latents are decoded to the autoencoder's pictures and videos, which are complete or do not exist."""
 
 import importlib.util
 import io
@@ -31,11 +31,11 @@ COLORS = (
     (17, 99, 201),
     (250, 99, 0),
 )
-# Red's and blue's share of luma (ITU-T H.273), by the number of the matrix.
+# Weights of red and blue in luma (ITU-T H.273), by the number of the matrix.
 MATRICES = {1: (0.2126, 0.0722), 6: (0.299, 0.114)}
 
 
-def put(home, name: str, latent: np.ndarray, family: str, step: int = 3) -> Path:
+def write_latent(home, name: str, latent: np.ndarray, family: str, step: int = 3) -> Path:
     path = home.folder / "output/run/validation" / f"step-{step:06}" / f"{name}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({"latent": latent}, path, metadata={"latentpress": json.dumps({"family": family})})
@@ -47,25 +47,25 @@ def random_latent(*shape: int) -> np.ndarray:
 
 
 def planes(path: Path) -> tuple[tuple[int, int, int, int], list[np.ndarray]]:
-    """(matrix, primaries, transfer, range) as the file has them, and its Y, U, V as stored, U and V doubled."""
-    found = []
+    """Returns (matrix, primaries, transfer, range) in the file's tags, and its stored Y, U, V, U and V at full size."""
+    values = []
     with av.open(str(path)) as container:
         context = container.streams.video[0].codec_context
         tags = (context.colorspace, context.color_primaries, context.color_trc, context.color_range)
         for frame in container.decode(video=0):
             rows = frame.to_ndarray(format="yuv420p")
             chroma = rows[frame.height :].reshape(2, frame.height // 2, frame.width // 2)
-            found.append(np.stack([rows[: frame.height], *chroma.repeat(2, 1).repeat(2, 2)]).astype(np.float64))
-    return tags, found
+            values.append(np.stack([rows[: frame.height], *chroma.repeat(2, 1).repeat(2, 2)]).astype(np.float64))
+    return tags, values
 
 
 def by_hand(path: Path) -> list[np.ndarray]:
-    """RGB of each frame, (H, W, 3), by the definition and the file's own tags, which must be limited range."""
-    (matrix, _, _, whole), found = planes(path)
-    assert whole == 1
+    """RGB of each frame, (H, W, 3), computed by definition from the file's tags, which must be limited range."""
+    (matrix, _, _, color_range), yuv_frames = planes(path)
+    assert color_range == 1
     red, blue = MATRICES[matrix]
     frames = []
-    for y, u, v in found:
+    for y, u, v in yuv_frames:
         light, cb, cr = (y - 16) / 219, (u - 128) / 224, (v - 128) / 224
         r, b = light + 2 * (1 - red) * cr, light + 2 * (1 - blue) * cb
         frames.append(255 * np.stack([r, (light - red * r - blue * b) / (1 - red - blue), b], axis=-1))
@@ -73,7 +73,7 @@ def by_hand(path: Path) -> list[np.ndarray]:
 
 
 def in_stream(path: Path, bare: Path) -> tuple[int, int, int, int]:
-    """The tags of the coded stream alone, which is in `bare` without its container."""
+    """Tags in the coded stream, which `bare` contains without a container."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         to_bytes = av.BitStreamFilterContext("h264_mp4toannexb", stream)
@@ -93,14 +93,14 @@ def in_stream(path: Path, bare: Path) -> tuple[int, int, int, int]:
     ],
 )
 def test_a_video_has_the_colours_of_a_picture_and_says_how_they_are_coded(tmp_path, size, frames, matrix) -> None:
-    """Frames of one colour, which halved chroma does not change."""
-    wanted = np.array(COLORS[:frames], np.uint8)[:, None, None].repeat(size[1], axis=1).repeat(size[0], axis=2)
+    """The frames have one color, which chroma subsampling does not change."""
+    expected = np.array(COLORS[:frames], np.uint8)[:, None, None].repeat(size[1], axis=1).repeat(size[0], axis=2)
     video = tmp_path / "a.mp4"
-    write_output(video, wanted, 12)
+    write_output(video, expected, 12)
     decoded = by_hand(video)
     assert len(decoded) == frames
     for number, frame in enumerate(decoded):
-        write_output(tmp_path / "a.png", wanted[number:], 12)
+        write_output(tmp_path / "a.png", expected[number:], 12)
         assert np.abs(frame - np.asarray(Image.open(tmp_path / "a.png"))).max() <= 2
     tags = (matrix, 1, 1, 1)
     assert planes(video)[0] == tags and in_stream(video, tmp_path / "bare.h264") == tags
@@ -110,36 +110,38 @@ def test_a_video_has_the_colours_of_a_picture_and_says_how_they_are_coded(tmp_pa
     reader = decord.VideoReader(str(video))
     assert len(reader) == frames
     for number in range(frames):
-        assert np.abs(reader[number].asnumpy().astype(int) - wanted[number]).max() <= 4  # it converts less accurately
+        assert (
+            np.abs(reader[number].asnumpy().astype(int) - expected[number]).max() <= 4
+        )  # decord converts less accurately
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(512, 512), (1280, 768)])
 def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project, size) -> None:
     home = project("kandinsky5-video-t2v")
-    latent = put(home, "clip", random_latent(16, 3, 8, 8), "kandinsky5-video")
+    latent = write_latent(home, "clip", random_latent(16, 3, 8, 8), "kandinsky5-video")
     few = np.random.default_rng(2).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    wanted = np.asarray(Image.fromarray(few).resize(size, Image.Resampling.BICUBIC))
+    expected = np.asarray(Image.fromarray(few).resize(size, Image.Resampling.BICUBIC))
     video = decode.output_path(home.folder / "output/run", home.config(), latent)
-    write_output(video, np.stack([wanted] * 3), 12, Mark(hash_file(latent, None)))
+    write_output(video, np.stack([expected] * 3), 12, Mark(hash_file(latent, None)))
     for frame in by_hand(video):
-        assert 10 * np.log10(255**2 / np.square(np.clip(frame, 0, 255) - wanted).mean()) > 38
-    assert home.run(decode.run).skipped == 1  # and the sheet is made from the video
+        assert 10 * np.log10(255**2 / np.square(np.clip(frame, 0, 255) - expected).mean()) > 38
+    assert home.run(decode.run).skipped == 1  # and the contact sheet is made from the video
     sheet = np.asarray(Image.open(home.folder / "output/run/samples/contact-sheet.png")).astype(int)
-    small = Image.fromarray(np.tile(wanted, (2, 2, 1)))  # four frames
+    small = Image.fromarray(np.tile(expected, (2, 2, 1)))  # four frames
     small.thumbnail((256, 256), Image.Resampling.LANCZOS)
     left, top = (sheet.shape[1] - small.width) // 2, 4 + 2 * 18 + 4
     assert sheet.shape[0] == top + small.height + 4
-    shown = sheet[top : top + small.height, left : left + small.width]
-    assert 10 * np.log10(255**2 / np.square(shown - np.asarray(small)).mean()) > 34
+    cell = sheet[top : top + small.height, left : left + small.width]
+    assert 10 * np.log10(255**2 / np.square(cell - np.asarray(small)).mean()) > 34
 
 
 @pytest.mark.slow
 def test_an_image_is_what_the_autoencoder_decodes_and_is_decoded_once(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i")
-    assert home.run(decode.run).exit_code == 0, "nothing to decode is no error"
+    assert home.run(decode.run).exit_code == 0, "a run without latents is not an error"
     latent = random_latent(16, 1, 8, 12)
-    put(home, "cat", latent, "kandinsky5-image")
+    write_latent(home, "cat", latent, "kandinsky5-image")
     report = home.run(decode.run)
     assert (report.done, report.exit_code) == (1, 0)
     samples = home.folder / "output/run/samples"
@@ -150,35 +152,35 @@ def test_an_image_is_what_the_autoencoder_decodes_and_is_decoded_once(project, m
     np.testing.assert_array_equal(picture, expected)
     assert picture.shape == (64, 96, 3) and Image.open(samples / "contact-sheet.png").width >= 96
 
-    os.utime(samples / "step-000003/cat.png", ns=(0, 0))  # as in a copy without times
+    os.utime(samples / "step-000003/cat.png", ns=(0, 0))  # like a copy that does not keep times
     with monkeypatch.context() as patched:
         patched.setattr(base, "load_autoencoder", lambda *_: pytest.fail("loaded for nothing"))
         patched.setattr("stages.pages.sheets.draw_sheet", lambda *_: pytest.fail("nothing has changed"))
-        again = home.run(decode.run)
-        assert (again.done, again.skipped) == (0, 1)
-    old = put(home, "cat", -latent, "kandinsky5-image")
-    os.utime(old, ns=(0, 0))
-    put(home, "cat", latent, "kandinsky5-image", step=6)
+        second_report = home.run(decode.run)
+        assert (second_report.done, second_report.skipped) == (0, 1)
+    old_latent = write_latent(home, "cat", -latent, "kandinsky5-image")
+    os.utime(old_latent, ns=(0, 0))
+    write_latent(home, "cat", latent, "kandinsky5-image", step=6)
     sheet = (samples / "contact-sheet.png").read_bytes()
-    assert home.run(decode.run).done == 2, "of another latent, and of a new step"
+    assert home.run(decode.run).done == 2, "the picture of a changed latent, and of a new step"
     assert not np.array_equal(np.asarray(Image.open(samples / "step-000003/cat.png")), picture)
     assert (samples / "contact-sheet.png").read_bytes() != sheet
 
 
 def test_latents_of_another_family_and_damaged_ones_are_named(project) -> None:
     home = project("kandinsky5-image-t2i")
-    put(home, "cat", random_latent(32, 1, 8, 8), "sana")
+    write_latent(home, "cat", random_latent(32, 1, 8, 8), "sana")
     report = home.run(decode.run)
     assert (report.exit_code, report.failed[0]["reason"]) == (3, "other-family")
-    path = put(home, "dog", random_latent(16, 1, 8, 8), "kandinsky5-image")
+    path = write_latent(home, "dog", random_latent(16, 1, 8, 8), "kandinsky5-image")
     path.write_bytes(path.read_bytes()[:50])
-    put(home, "emu", random_latent(4, 1, 8, 8), "kandinsky5-image")
-    save_file({"other": random_latent(1)}, put(home, "gnu", random_latent(1), "kandinsky5-image"))
-    put(home, "fox", random_latent(16, 1, 8, 8), "kandinsky5-image")
+    write_latent(home, "emu", random_latent(4, 1, 8, 8), "kandinsky5-image")
+    save_file({"other": random_latent(1)}, write_latent(home, "gnu", random_latent(1), "kandinsky5-image"))
+    write_latent(home, "fox", random_latent(16, 1, 8, 8), "kandinsky5-image")
     report = home.run(decode.run)
     assert (report.done, report.remaining, report.exit_code) == (1, 0, 3)
-    found = {row["item"].removesuffix(".safetensors"): row["reason"] for row in report.failed}
-    assert found == {"cat": "other-family", "dog": "damaged", "emu": "other-shape", "gnu": "damaged"}
+    reasons = {row["item"].removesuffix(".safetensors"): row["reason"] for row in report.failed}
+    assert reasons == {"cat": "other-family", "dog": "damaged", "emu": "other-shape", "gnu": "damaged"}
     assert "dog.safetensors" in report.failed[1]["message"]
     assert "shape (4, 1, 8, 8); kandinsky5-image has 16 channels" in report.failed[2]["message"]
     assert [path.name for path in home.folder.glob("output/run/samples/step-*/*")] == ["fox.png"]
@@ -195,10 +197,10 @@ def test_the_contact_sheet_of_a_killed_decode_is_made_by_the_next(project, monke
         return Image.open(home.folder / "output/run/samples/contact-sheet.png").size[0]
 
     for step in (0, 5):
-        put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image", step)
+        write_latent(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image", step)
     home.run(decode.run)
     before = width()
-    put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image", 10)
+    write_latent(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image", 10)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("stages.pages.sheets.draw_sheet", killed)
         home.run(decode.run)
@@ -210,7 +212,7 @@ def test_the_contact_sheet_of_a_killed_decode_is_made_by_the_next(project, monke
 @pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_no_traceback(project) -> None:
     home = project("kandinsky5-image-t2i")
-    put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
+    write_latent(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
     (home.folder / "output/run/samples").write_text("a file in its place")
     with pytest.raises(LatentpressError, match=r"samples is a file, not a folder"):
         home.run(decode.run)
@@ -218,21 +220,21 @@ def test_a_picture_that_cannot_be_written_is_no_traceback(project) -> None:
 
 @pytest.mark.long
 def test_pictures_are_added_to_the_trackers(project, wandb_offline) -> None:
-    """Those that are decoded now, each at its step: as TensorBoard and Weights & Biases have them."""
+    """New pictures, each at its step, read back from TensorBoard and Weights & Biases."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     home = project("kandinsky5-image-t2i", train={"trackers": ["tensorboard", "wandb"]})
     run = home.folder / "output/run"
     for step in (3, 6):
-        put(home, "cat", random_latent(16, 1, 8, 12) * step, "kandinsky5-image", step=step)
+        write_latent(home, "cat", random_latent(16, 1, 8, 12) * step, "kandinsky5-image", step=step)
         home.run(decode.run)
     assert home.run(decode.run).done == 0
     events = EventAccumulator(str(run / "tensorboard/pictures"))
     events.Reload()
-    found = {event.step: event.encoded_image_string for event in events.Images("validation/cat")}
+    images = {event.step: event.encoded_image_string for event in events.Images("validation/cat")}
     pictures = {step: run / f"samples/step-{step:06}/cat.png" for step in (3, 6)}
     for step, path in pictures.items():
-        np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(found[step]))), np.asarray(Image.open(path)))
+        np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(images[step]))), np.asarray(Image.open(path)))
     logged = [np.asarray(Image.open(path)).tobytes() for path in run.glob("wandb/offline-run-*/files/media/**/*.png")]
     assert sorted(logged) == sorted(np.asarray(Image.open(path)).tobytes() for path in pictures.values())
     key = (run / "wandb-id.txt").read_text()
@@ -243,7 +245,7 @@ def test_pictures_are_added_to_the_trackers(project, wandb_offline) -> None:
 def test_a_tracker_that_is_not_installed_is_left_out(project, monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     home = project("kandinsky5-image-t2i")
-    put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
+    write_latent(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
     assert home.run(decode.run).done == 1
     assert "pictures are not added to tensorboard" in home.said
 

@@ -1,4 +1,4 @@
-"""Pictures during training: decoded once, whole or not at all, and never at training's cost."""
+"""Pictures during training are decoded once, are complete or do not exist, and do not slow training."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ from tests.processes import ForkedProgram, processes
 from tests.project import Project
 from tests.stages.follow.test_watchers import hold
 from tests.stages.report_run import FakeRun, step_line
-from tests.stages.test_decode import put
+from tests.stages.test_decode import write_latent
 from trainer import validation
 
 FAMILY = "kandinsky5-image"
@@ -39,26 +39,26 @@ def picture(home: Project, name: str, step: int = 3) -> Path:
 
 def add(home: Project, name: str, step: int = 3, seed: int = 0) -> Path:
     latent = np.random.default_rng(seed).standard_normal((16, 1, 8, 8)).astype(np.float32)
-    return put(home, name, latent, FAMILY, step)
+    return write_latent(home, name, latent, FAMILY, step)
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """script(first, second, told=False): in place of a watch's looks; what happens after each look. No time passes."""
+    """script(first, second, is_stopped=False): replace the polls of a watch, with one action after each poll."""
 
-    def set_looks(*actions: Callable[[], object], told: bool = False) -> None:
-        class Looks(Watch):
+    def set_polls(*actions: Callable[[], object], is_stopped: bool = False) -> None:
+        class Polls(Watch):
             def __iter__(self) -> Iterator[bool]:
                 for action in actions:
                     yield False
                     action()
-                if told:
+                if is_stopped:
                     self._stop()
                 yield True
 
-        monkeypatch.setattr(decode, "Watch", Looks)
+        monkeypatch.setattr(decode, "Watch", Polls)
 
-    return set_looks
+    return set_polls
 
 
 @pytest.fixture
@@ -82,14 +82,15 @@ def decoded(home: Project, latent: Path) -> np.ndarray:
 
 
 def write_after(*files: Path) -> None:
-    """Let the trainer write latents of a later step than the first when `decode` and `report`, beside it, have written
-    these files."""
+    """Let the trainer write latents of later steps only after `decode` and `report` have written these files."""
     write = validation.write_validation_latents
 
-    def wait_and_write(model: Any, family: Any, config: Any, data: Any, folder: Path, *rest: Any, **more: Any) -> int:
+    def wait_and_write(
+        model: Any, family: Any, config: Any, data: Any, folder: Path, *arguments: Any, **options: Any
+    ) -> int:
         if folder.name != "step-000000":
             until(lambda: all(file.exists() for file in files))
-        return write(model, family, config, data, folder, *rest, **more)
+        return write(model, family, config, data, folder, *arguments, **options)
 
     validation.write_validation_latents = wait_and_write
 
@@ -120,18 +121,18 @@ def test_pictures_are_there_before_training_has_ended(
 
 
 def children() -> set[int]:
-    """Of this process' own children: a pool of decoders that an earlier test left has a server between."""
+    """Direct child processes, without the decoders of an earlier test's pool, which are children of a server."""
     return {number for number, parent, _ in processes() if parent == os.getpid()}
 
 
 @pytest.mark.slow
 def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_programs, script, rounds, capfd) -> None:
     home = project()
-    seen, before = list[list[str]](), children()
+    listings, before = list[list[str]](), children()
 
     def list_pictures() -> None:
-        seen.append(sorted(path.name for path in home.folder.glob("output/run/samples/*/*.png")))
-        assert children() == before, "between two validations no process holds memory"
+        listings.append(sorted(path.name for path in home.folder.glob("output/run/samples/*/*.png")))
+        assert children() == before, "between two validations no process uses memory"
 
     def add_damaged() -> None:
         list_pictures()
@@ -142,21 +143,21 @@ def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_progra
     add(home, "cat")
     script(add_damaged, list_pictures, list_pictures, lambda: add(home, "fox"))
     report = home.run(decode.run, watch=True)
-    assert seen == [["cat.png"], ["cat.png", "emu.png"], ["cat.png", "emu.png"]]
-    assert rounds == ["cpu", "cpu"], "the damaged one is not tried again, and auto is the processor"
+    assert listings == [["cat.png"], ["cat.png", "emu.png"], ["cat.png", "emu.png"]]
+    assert rounds == ["cpu", "cpu"], "the damaged latent is not tried again, and auto is the CPU"
     assert "dog.safetensors" in home.said
     assert [row["reason"] for row in report.failed] == ["damaged"] and report.exit_code == 3
-    assert report.done == 3 and picture(home, "fox").exists(), "the last ones when training has ended"
+    assert report.done == 3 and picture(home, "fox").exists(), "the last latents are decoded after training"
     times = {path: path.stat().st_mtime_ns for path in home.folder.glob("output/run/samples/step*/*")}
     (home.folder / "output/run/validation/step-000003/dog.safetensors").unlink()
     script(list_pictures)
-    again = home.run(decode.run, watch=True)
-    assert (again.done, again.skipped, len(rounds)) == (0, 3, 2)
+    second_report = home.run(decode.run, watch=True)
+    assert (second_report.done, second_report.skipped, len(rounds)) == (0, 3, 2)
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
 def die_half_way() -> None:
-    def save(image: Any, path: Any, *rest: Any, **options: Any) -> None:
+    def save(image: Any, path: Any, *arguments: Any, **options: Any) -> None:
         Path(path).write_bytes(b"\x89PNG half of it")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -182,21 +183,21 @@ def test_a_process_that_fails_leaves_no_part_and_the_rest_until_training_has_end
     project, forked_programs, script, monkeypatch, rounds, fail, why
 ) -> None:
     home = project()
-    latent, seen = add(home, "cat"), []
+    latent, results = add(home, "cat"), []
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(fail))
-    script(lambda: seen.append(picture(home, "cat").exists()), lambda: add(home, "dog"))
+    script(lambda: results.append(picture(home, "cat").exists()), lambda: add(home, "dog"))
     report = home.run(decode.run, watch=True)
-    assert seen == [False] and rounds == ["cpu"], "it is not tried again during training"
+    assert results == [False] and rounds == ["cpu"], "decoding is not tried again during training"
     assert why in home.said
     assert (report.done, report.exit_code) == (2, 0)
     np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
 
 
 @pytest.mark.slow
-def test_told_to_finish_it_leaves_the_rest(project, forked_programs, script, rounds) -> None:
+def test_after_sigterm_remaining_latents_are_not_decoded(project, forked_programs, script, rounds) -> None:
     home = project()
     add(home, "cat")
-    script(lambda: add(home, "dog"), told=True)
+    script(lambda: add(home, "dog"), is_stopped=True)
     report = home.run(decode.run, watch=True)
     assert (report.done, report.exit_code) == (1, 0)
     assert picture(home, "cat").exists() and not picture(home, "dog").exists()
@@ -217,7 +218,7 @@ def test_a_stopped_decode_keeps_what_it_decoded_and_no_part(project, monkeypatch
 
     monkeypatch.setattr(base.Autoencoder, "decode", stop_at_the_second)
     report = home.run(decode.run)
-    assert (report.done, report.remaining, report.exit_code) == (2, 1, 3), "a file in work is finished"
+    assert (report.done, report.remaining, report.exit_code) == (2, 1, 3), "the current file is finished"
     assert report.details["stopped"].startswith("by SIGTERM")
     assert sorted(path.name for path in home.folder.glob("output/run/samples/*/*")) == ["cat.png", "dog.png"]
     assert home.run(decode.run).done == 1
@@ -245,7 +246,7 @@ def test_the_device_beside_training(
     trained = FakeRun(home)
     trained.metrics(step_line(4))
     add(home, "cat")
-    script(lambda: None, told=True)
+    script(lambda: None, is_stopped=True)
     assert home.run(decode.run, watch=True, device=given).done == 1
     assert devices == [expected]
 
@@ -253,37 +254,37 @@ def test_the_device_beside_training(
 def test_on_the_trainers_card_nothing_is_decoded_while_it_validates(
     project: Callable[..., Project], script, monkeypatch
 ) -> None:
-    """Between validations it is, a step after them."""
+    """Latents are decoded between validations, after the next training step."""
     home, rounds = project(stages={"decode": {"device": "cuda"}}), []
-    monkeypatch.setattr(decode.StageProcesses, "run", lambda *given: (rounds.append(1), (0, {"done": 1}))[1])
-    trained, seen = FakeRun(home), []
+    monkeypatch.setattr(decode.StageProcesses, "run", lambda *arguments: (rounds.append(1), (0, {"done": 1}))[1])
+    trained, counts = FakeRun(home), []
     trained.metrics(step_line(3))
     add(home, "cat", 3)
 
     def train_a_step() -> None:
-        seen.append(len(rounds))
+        counts.append(len(rounds))
         trained.metrics(step_line(4))
 
-    script(train_a_step, lambda: seen.append(len(rounds)), told=True)
+    script(train_a_step, lambda: counts.append(len(rounds)), is_stopped=True)
     home.run(decode.run, watch=True)
-    assert seen == [0, 1]
+    assert counts == [0, 1]
 
 
 def test_memory_is_limited_where_others_may_use_the_card(tmp_path: Path, monkeypatch) -> None:
-    assert not decode._may_be_shared(tmp_path), "after training it has the card"
+    assert not decode._may_be_shared(tmp_path), "after training the card is free"
     with hold(tmp_path):
         assert decode._may_be_shared(tmp_path)
     monkeypatch.setattr(decode, "is_running", lambda folder: None)
-    assert decode._may_be_shared(tmp_path), "nobody knows"
+    assert decode._may_be_shared(tmp_path), "it is unknown whether a trainer is running"
     monkeypatch.setattr(decode, "is_running", lambda folder: False)
     monkeypatch.setenv(watchers.RUN_PID_VARIABLE, "7")
-    assert decode._may_be_shared(tmp_path), "the encoding stages may be at work"
+    assert decode._may_be_shared(tmp_path), "the encoding stages may be running"
 
 
 def test_beside_the_trainer_a_part_of_the_free_memory_is_used(monkeypatch) -> None:
     limits = []
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10 << 30, 40 << 30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *arguments: limits.append(arguments))
     model_loading.limit_memory(torch.device("cuda:1"))
     assert limits == [(0.2, torch.device("cuda:1"))]
 
@@ -326,29 +327,27 @@ def test_a_preview_is_what_diffusers_decodes_and_is_replaced(project, forked_pro
     home = project()
     folder = make_tiny(home.folder / "taef")
     home.settings["validation"] = {"preview_autoencoder": str(folder)}
-    latent, shown = add(home, "cat"), []
+    latent, previews = add(home, "cat"), []
 
-    def look() -> None:
-        shown.append(np.asarray(Image.open(picture(home, "cat"))))
+    def check_preview() -> None:
+        previews.append(np.asarray(Image.open(picture(home, "cat"))))
         assert read_mark(picture(home, "cat")).is_preview
         add(home, "dog")
 
-    script(look, look)
+    script(check_preview, check_preview)
     report = home.run(decode.run, watch=True)
     vae = AutoencoderKL.from_pretrained(Path(home.settings["model"]["path"]) / "vae").config
     tiny = AutoencoderTiny.from_pretrained(folder)
     raw = torch.from_numpy(decode.read_latent(latent)[0])[None, :, 0] / vae.scaling_factor
-    flux = (
-        raw - (vae.shift_factor or 0)
-    ) * vae.scaling_factor  # as Flux' pipeline has them, for which it was distilled
+    flux = (raw - (vae.shift_factor or 0)) * vae.scaling_factor  # like Flux' pipeline, for which it was distilled
     with torch.no_grad():
         expected = tiny.decode(flux / tiny.config.scaling_factor + tiny.config.shift_factor).sample
     expected = VaeImageProcessor().postprocess(expected, "pil")[0]
     assert (
-        np.abs(shown[0].astype(int) - np.asarray(expected)).max() <= 1
-        and (shown[0] == np.asarray(expected)).mean() > 0.99
+        np.abs(previews[0].astype(int) - np.asarray(expected)).max() <= 1
+        and (previews[0] == np.asarray(expected)).mean() > 0.99
     )
-    # Training has ended, and so both are decoded in full.
+    # Training has ended, so both are decoded by the full autoencoder.
     assert report.exit_code == 0 and not any(read_mark(picture(home, name)).is_preview for name in ("cat", "dog"))
     np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
     events = EventAccumulator(str(home.folder / "output/run/tensorboard/pictures"))
@@ -366,8 +365,8 @@ def test_latents_that_are_shifted_already_are_not_shifted_again(project) -> None
     loaded = load_tiny_autoencoder(config.model, config.latents, str(folder), torch.device("cpu"))
     tiny, latents = AutoencoderTiny.from_pretrained(folder), torch.randn(1, 16, 1, 4, 4)
     expected = tiny.decode(latents[:, :, 0] / tiny.config.scaling_factor + tiny.config.shift_factor).sample
-    shown = loaded.decode(latents)[:, 0].permute(0, 3, 1, 2).float() / 255
-    assert ((expected * 0.5 + 0.5).clamp(0, 1) - shown).abs().max() <= 0.51 / 255
+    decoded_pixels = loaded.decode(latents)[:, 0].permute(0, 3, 1, 2).float() / 255
+    assert ((expected * 0.5 + 0.5).clamp(0, 1) - decoded_pixels).abs().max() <= 0.51 / 255
 
 
 @pytest.mark.slow

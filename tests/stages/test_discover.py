@@ -50,7 +50,7 @@ def test_an_unchanged_file_is_not_read_again(project) -> None:
     assert table.stat().st_mtime_ns == before.st_mtime_ns
     first = rows_of(home)
     (home.media / "one.png").write_bytes(b"x" * (home.media / "one.png").stat().st_size)
-    os.utime(home.media / "one.png", ns=(1, int(first[0]["version"])))  # nothing says that it changed
+    os.utime(home.media / "one.png", ns=(1, int(first[0]["version"])))  # neither size nor time shows the change
     home.image("two.png", (80, 60), seed=2)
     os.utime(changed, ns=(1, 1))
     report = home.run(discover.run)
@@ -97,8 +97,8 @@ def test_a_caption_of_the_same_length_and_time_is_read_again(project, source: st
 def test_bad_input_is_rejected_with_its_reason_and_stops_nothing(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.image("good.png")
-    whole = home.video("cut.mp4").read_bytes()
-    (home.media / "cut.mp4").write_bytes(whole[: len(whole) // 3])
+    content = home.video("cut.mp4").read_bytes()
+    (home.media / "cut.mp4").write_bytes(content[: len(content) // 3])
     for name, data in (
         ("empty.jpg", b""),
         ("empty.mp4", b""),
@@ -131,8 +131,8 @@ def test_a_dry_run_counts_what_was_rejected_as_no_work_and_a_mended_file_leaves_
     assert home.run(discover.run, MANY, dry_run=True).remaining == 2
     assert not home.root.exists(), "a dry run writes nothing"
     home.run(discover.run, MANY)
-    again = home.run(discover.run, MANY, dry_run=True)
-    assert (again.remaining, again.skipped) == (0, 2)
+    dry_report = home.run(discover.run, MANY, dry_run=True)
+    assert (dry_report.remaining, dry_report.skipped) == (0, 2)
     path.with_suffix(".txt").write_text("now it has one")
     assert home.run(discover.run).rejects == []
     assert not (home.root / "rejects/discover/photos.arrow").exists()
@@ -191,12 +191,12 @@ def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_rejects(
     home.image("bad.png").write_text("no picture")
     report = home.run(discover.run, MANY)
     assert (report.done, report.skipped, read(report)) == (3, 3, 4)
-    assert read(report, "again") == 1, "the damaged one alone"
+    assert read(report, "again") == 1, "only the damaged file"
     tables = [read_media_table(Store(home.root), name) for name in ("photos", "again")]
     assert tables[0].equals(tables[1]) and len(tables[0]) == 3
     listed = report.summary().partition("Rejected:")[2]
     assert "photos/bad.png  " in listed and "again/bad.png  " in listed
-    home.image("0.png", (90, 90))  # changed, new, and with `--rehash`: each once
+    home.image("0.png", (90, 90))  # changed, new, and with `--rehash`: each is read once
     home.image("new.png", seed=9)
     report = home.run(discover.run, MANY)
     assert (report.done, read(report), read(report, "again")) == (2, 3, 1)
@@ -208,7 +208,7 @@ def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_rejects(
     home.settings["datasets"][1]["instance_data_dir"] = "other"
     (home.folder / "other" / "0.txt").write_text("other")
     report = home.run(discover.run, MANY, accept_removed=True)
-    assert read(report, "again") == 1, "another folder's files are its own"
+    assert read(report, "again") == 1, "another folder has its own files"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Discovery that was stopped or killed: what was read is not read again."""
+"""Discovery after a stop or a kill: files that were read are not read again."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
         home.run(discover.run)
     with pytest.raises(LatentpressError, match="has not been discovered"):
-        rows_of(home)  # a part is no table
+        rows_of(home)  # a partial table is not a media table
     report = home.run(discover.run, MANY)
     assert (read(report), report.done, report.skipped) == (4, 0, 4)
     assert report.details["datasets"][0]["new"] == 4
@@ -30,7 +30,7 @@ def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
     assert not (home.root / "media/photos/partial").exists() or not list((home.root / "media/photos/partial").iterdir())
 
 
-HELD = """
+BLOCKING_READER = """
 import time
 from pathlib import Path
 from stages.discovery import item_reader
@@ -65,7 +65,7 @@ def test_a_kill_costs_what_was_read_last(project) -> None:
     for number in range(12):
         home.image(f"{number}.png", seed=number)
     home.config()
-    (home.folder / "held.py").write_text(HELD)
+    (home.folder / "held.py").write_text(BLOCKING_READER)
     command = [sys.executable, "-c", KILLED, str(home.folder / "pipeline.yaml")]
     environment = os.environ | {"PYTHONPATH": str(home.folder)}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)

@@ -1,4 +1,4 @@
-"""doctor: what a machine has and lacks, and what the configuration needs of it."""
+"""The program doctor: things that a machine has and lacks, and the needs of a configuration."""
 
 import json
 import sys
@@ -49,16 +49,16 @@ def rows(report: dict[str, Any], section: str) -> dict[str, dict[str, str]]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """What the probes find, which are not run."""
-    found: dict[str, dict[str, Any]] = {"devices": DEVICES, "decoders": {"H.264": True, "AV1": False}}
+    """Replaces the findings of the probes, which are not run."""
+    findings: dict[str, dict[str, Any]] = {"devices": DEVICES, "decoders": {"H.264": True, "AV1": False}}
 
-    def find(probe: str, *given: str, time_limit: float) -> dict[str, Any]:
+    def find(probe: str, *arguments: str, time_limit: float) -> dict[str, Any]:
         if probe == "disk":
-            return found.get("disk") or probes.probe_disk(*given)
-        return found.get(given[0] if probe == "library" else probe, {"found": "1.0"})
+            return findings.get("disk") or probes.probe_disk(*arguments)
+        return findings.get(arguments[0] if probe == "library" else probe, {"found": "1.0"})
 
     monkeypatch.setattr(doctor, "run_probe", find)
-    return found
+    return findings
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_what_the_configuration_needs_and_this_machine_lacks(
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_device_and_a_store_that_are_not_there(project: Callable[..., Project], monkeypatch) -> None:
-    """By real probes; the message has no secrets."""
+    """With real probes; the message does not contain secrets."""
     monkeypatch.setattr(doctor, "is_installed", lambda module: module == "torch" or libraries.is_installed(module))
     monkeypatch.setattr(libraries, "LIBRARIES", libraries.LIBRARIES[:1])
     home = project(IMAGE)
@@ -141,7 +141,7 @@ def test_a_configuration_that_is_not_valid_is_one_of_the_failures(quick, tmp_pat
 
 
 HANGS = "import time\ntime.sleep(600)\n"
-#: What it has started holds its output.
+#: The child process keeps the output open.
 LEAVES_A_CHILD = "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)\n"
 CRASHES = "import os\nprint('noise', flush=True)\nos._exit(9)\n"
 RAISES = "raise OSError('s3://user:password@host/x: the driver is too old')\n"
@@ -161,12 +161,12 @@ def test_a_library_that_hangs_crashes_or_prints(tmp_path, monkeypatch, source, l
     (tmp_path / "strange_library.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(doctor.__file__).parent.parent}")
     start = time.monotonic()
-    found = probes.run_probe("library", "strange_library", "strange-library", time_limit=limit)
-    assert found.get("problem") == problem and time.monotonic() - start < 300
+    finding = probes.run_probe("library", "strange_library", "strange-library", time_limit=limit)
+    assert finding.get("problem") == problem and time.monotonic() - start < 300
 
 
 def test_every_library_is_one_that_pip_can_install() -> None:
-    """Each names an extra that has it, or is installed by its own name."""
+    """Each library is in an extra, or is installed by its own name."""
     import tomllib
 
     extras = tomllib.loads((Path(doctor.__file__).parent.parent / "pyproject.toml").read_text())["project"]
@@ -184,12 +184,12 @@ def test_it_begins_with_one_sentence(quick, project: Callable[..., Project], tmp
     home = project(IMAGE)
     home.config()
     path = str(home.folder / "pipeline.yaml")
-    given = ["--config", path, "--set", "model.precision=float32"]
+    arguments = ["--config", path, "--set", "model.precision=float32"]
     quick["bitsandbytes"] = {"problem": "no answer in 120 s", "slow": True}
     monkeypatch.chdir(home.folder)
-    assert first_line(*given).startswith("doctor: ready for pipeline.yaml, on cuda:0")
-    given[-1] = "model.precision=bfloat16"
-    assert first_line(*given).startswith("doctor: not ready for pipeline.yaml: train.device: cuda:0 does not")
+    assert first_line(*arguments).startswith("doctor: ready for pipeline.yaml, on cuda:0")
+    arguments[-1] = "model.precision=bfloat16"
+    assert first_line(*arguments).startswith("doctor: not ready for pipeline.yaml: train.device: cuda:0 does not")
     monkeypatch.chdir(tmp_path)
     answer = program("--time-limit", "9")[1]["answer"]
     assert answer.startswith("ready, on cuda:0, but") and answer.endswith("bitsandbytes")

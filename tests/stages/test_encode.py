@@ -1,4 +1,4 @@
-"""The encoding stages as a user runs them: what is encoded when, and what a change costs."""
+"""The encoding stages as programs: which samples are encoded, and which again after a change."""
 
 import json
 import shutil
@@ -39,9 +39,9 @@ def test_dry_run_says_how_much_and_writes_nothing(photos) -> None:
 
 @pytest.mark.slow
 def test_texts_longer_than_the_limit_are_counted_and_listed(photos) -> None:
-    """By the run that encodes them, and by every later join."""
-    chosen = "text.max_length=6", "cache.format=webdataset"
-    report = encode(photos, *chosen)[0]
+    """The run that encodes them lists them, and each later index."""
+    overrides = "text.max_length=6", "cache.format=webdataset"
+    report = encode(photos, *overrides)[0]
     store, limited = Store(photos.root), {}
     for name in photos.shards("text"):
         shard = open_reader(store, f"text/{name}")
@@ -52,22 +52,22 @@ def test_texts_longer_than_the_limit_are_counted_and_listed(photos) -> None:
     assert {row["item"]: row["reason"] for row in report.truncated} == limited
     assert f"{len(limited)} truncated" in report.summary()
     assert all(row["path"] in report.summary() for row in report.truncated)
-    joined = photos.run(index.run, *chosen)
+    joined = photos.run(index.run, *overrides)
     assert sorted(joined.truncated, key=str) == sorted(report.truncated, key=str)
 
 
 @pytest.mark.slow
 def test_a_part_does_its_units_and_stops(project) -> None:
-    """The bytes are those of one run, and a process without --shard does what remains."""
+    """The bytes equal the bytes of one run, and a process without --shard encodes the remaining units."""
     home = project(IMAGE, cache={"unit_mib": 0.004})
     plan_four(home)
     home.run(encode_latents.run)
-    whole = home.shards("latents")
+    shards = home.shards("latents")
     prepare(home, "root=parts")
     reports = [home.run(encode_latents.run, "root=parts", shard=shard) for shard in ("1/2", "1/2", None)]
     assert [(report.done, report.exit_code) for report in reports] == [(2, 0), (0, 0), (2, 0)]
     folder = home.folder / "parts" / "latents"
-    assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.arrow")} == whole
+    assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.arrow")} == shards
 
 
 @pytest.mark.long
@@ -76,33 +76,33 @@ def test_a_part_does_its_units_and_stops(project) -> None:
     in_turn([0.004, 128], [(None, None), ("0/1", "0/1")], [f"s3://{BUCKET}/work", "work"]),
 )
 def test_jobs_on_the_same_units_encode_each_once(project, monkeypatch, s3, root, parts, unit_mib) -> None:
-    """But for the one that the first is at while the second does all the others: each looks at the shards again right
-    before it encodes a unit, however many it has read ahead."""
+    """Except for the unit that the first job encodes while the second encodes all other units: a job lists the shards
+    again before it encodes a unit, even if it has read several units ahead."""
     home = project(IMAGE, root=root, cache={"unit_mib": unit_mib}, train={"shuffle_shards": 2})
     for number in range(10):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     home.run(discover.run)
     home.run(bucket.run)
-    others = []
+    reports = []
     real = TextWorker.encode
 
     def encode(worker: TextWorker, *batch):
-        if not others:
-            others.append(None)
-            others[0] = home.run(encode_text.run, shard=parts[1])
+        if not reports:
+            reports.append(None)
+            reports[0] = home.run(encode_text.run, shard=parts[1])
         return real(worker, *batch)
 
     monkeypatch.setattr(TextWorker, "encode", encode)
     first = home.run(encode_text.run, shard=parts[0])
     units = home.run(encode_text.run, dry_run=True)
     assert units.remaining == 0 and units.skipped == 11, "ten captions and the null prompt"
-    of_one_unit = 1 if unit_mib < 1 else 11
-    assert 11 <= first.done + others[0].done <= 11 + of_one_unit
-    assert first.exit_code == others[0].exit_code == 0
+    unit_samples = 1 if unit_mib < 1 else 11
+    assert 11 <= first.done + reports[0].done <= 11 + unit_samples
+    assert first.exit_code == reports[0].exit_code == 0
 
 
 def changed(home, *overrides: str) -> tuple[int, int]:
-    """(texts, samples) that are encoded anew after a change."""
+    """Numbers of (texts, samples) that are encoded again after a change."""
     prepare(home, *overrides)
     text, latents = encode(home, *overrides)
     return text.done, latents.done
@@ -112,7 +112,7 @@ def changed(home, *overrides: str) -> tuple[int, int]:
 def test_a_change_encodes_what_it_concerns_alone(encoded) -> None:
     shards, first = encoded.shards("latents"), encoded.media / "0.png"
     assert changed(encoded, "datasets.photos.resolution=96") == (0, 4)
-    assert changed(encoded) == (0, 0), "back again"
+    assert changed(encoded) == (0, 0), "after the change back"
     for suffix in (".png", ".txt"):
         (encoded.media / f"1{suffix}").rename(encoded.media / f"other{suffix}")
     assert changed(encoded) == (0, 0), "a file that was renamed"
@@ -123,7 +123,7 @@ def test_a_change_encodes_what_it_concerns_alone(encoded) -> None:
     assert changed(encoded) == (0, 0) and encoded.run(index.run).details["samples"] == 4
     (encoded.media / "0.txt").write_text("quite another caption")
     assert changed(encoded) == (1, 0)
-    assert encoded.run(index.run).details["texts"] == 5, "the old caption is not a part of the set any more"
+    assert encoded.run(index.run).details["texts"] == 5, "the old caption is not in the set any longer"
     encoded.image("0.png", (96, 64), "quite another caption", seed=99)
     assert changed(encoded) == (0, 1)
     encoded.image("new.png", (64, 64), "something new", seed=7)
@@ -136,8 +136,10 @@ def test_settings_that_change_bytes_change_the_cache_and_others_do_not(photos) -
     text, latents = encode_text.STAGE.fingerprint(config), encode_latents.STAGE.fingerprint(config)
 
     def prints(*overrides: str) -> tuple[bool, bool]:
-        other = photos.config(*overrides)
-        return encode_text.STAGE.fingerprint(other) != text, encode_latents.STAGE.fingerprint(other) != latents
+        changed_config = photos.config(*overrides)
+        return encode_text.STAGE.fingerprint(changed_config) != text, encode_latents.STAGE.fingerprint(
+            changed_config
+        ) != latents
 
     assert prints("model.precision=bfloat16") == (True, True)
     assert prints("text.precision=bfloat16") == (True, False)
@@ -161,8 +163,8 @@ def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path,
     copy = tmp_path / "copy"
     shutil.copytree(photos.settings["model"]["path"], copy)
     config = photos.config()
-    same = photos.config(f"model.path={copy}")
-    assert encode_text.STAGE.fingerprint(same) == encode_text.STAGE.fingerprint(config)
+    config_of_copy = photos.config(f"model.path={copy}")
+    assert encode_text.STAGE.fingerprint(config_of_copy) == encode_text.STAGE.fingerprint(config)
     weights = next((copy / part).glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -170,11 +172,11 @@ def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path,
     import cache.models.weights
 
     cache.models.weights._hashes.clear()
-    found = (
-        encode_text.STAGE.fingerprint(same) != encode_text.STAGE.fingerprint(config),
-        encode_latents.STAGE.fingerprint(same) != encode_latents.STAGE.fingerprint(config),
+    changes = (
+        encode_text.STAGE.fingerprint(config_of_copy) != encode_text.STAGE.fingerprint(config),
+        encode_latents.STAGE.fingerprint(config_of_copy) != encode_latents.STAGE.fingerprint(config),
     )
-    assert found == which
+    assert changes == which
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_file_size_limit_ends_with_the_path_the_reason_and_the_next_step(plann
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_no_write_permission_is_named(planned) -> None:
-    planned.config()  # written while it may be
+    planned.config()  # written before the folder becomes read-only
 
     def work() -> None:
         home = planned.folder
@@ -73,7 +73,7 @@ def test_no_write_permission_is_named(planned) -> None:
 
 
 def failing_reader() -> Callable[[member_reader.ReadRequest], member_reader.MemberPixels]:
-    """Reads as usual, but its process is stopped or crashes at two pictures, as a faulty decoder's would."""
+    """A reader whose process hangs at one picture and crashes at another, like a faulty decoder."""
     signals = {"stopped.png": signal.SIGSTOP, "crashed.png": signal.SIGSEGV}
 
     def read(request: member_reader.ReadRequest) -> member_reader.MemberPixels:
@@ -90,7 +90,7 @@ def test_a_decoder_that_hangs_crashes_or_eats_memory_costs_its_item_and_a_retry_
     home.settings["stages"] |= {"item_memory_mib": 256, "max_reject_fraction": 1.0}
     for number, name in enumerate(["small-0", "stopped", "small-1", "crashed", "small-2"]):
         home.image(f"{name}.png", (64, 64), seed=number)
-    Image.new("L", (8500, 8500)).save(home.media / "huge.png", compress_level=1)  # as RGB 289 MB
+    Image.new("L", (8500, 8500)).save(home.media / "huge.png", compress_level=1)  # 289 MB as RGB
     (home.media / "huge.txt").write_text("black")
     for program in (discover.run, bucket.run):
         assert home.run(program).rejects == []
@@ -100,9 +100,9 @@ def test_a_decoder_that_hangs_crashes_or_eats_memory_costs_its_item_and_a_retry_
 
     monkeypatch.setattr(member_reader, "make_member_reader", failing_reader)  # reading processes import it by its name
     report = home.run(encode_latents.run, "stages.item_timeout_s=10")
-    found = home.rejects(report)
-    assert found.pop("huge.png") in ("out-of-memory", "timed-out")  # a busy machine may be too slow for it
-    assert found == {"stopped.png": "timed-out", "crashed.png": "decoder-died"}
+    rejects = home.rejects(report)
+    assert rejects.pop("huge.png") in ("out-of-memory", "timed-out")  # a busy machine may be too slow for it
+    assert rejects == {"stopped.png": "timed-out", "crashed.png": "decoder-died"}
     messages = {Path(row["path"]).name: row["message"] for row in report.rejects}
     assert "10 s" in messages["stopped.png"] and "SIGSEGV" in messages["crashed.png"]
     assert (report.done, report.exit_code) == (3, 0)
@@ -112,7 +112,7 @@ def test_a_decoder_that_hangs_crashes_or_eats_memory_costs_its_item_and_a_retry_
     assert (report.done, home.rejects(report)) == (5, {"huge.png": "out-of-memory"})
     [row] = report.rejects
     assert "256 MiB" in row["message"] and "raise stages.item_memory_mib" in row["message"]
-    assert home.run(encode_latents.run).done == 0  # not tried again by itself
+    assert home.run(encode_latents.run).done == 0  # not retried without --retry-rejects
     home.settings["stages"]["item_memory_mib"] = 4096
     report = home.run(encode_latents.run, retry_rejects=True)
     assert (report.done, report.rejects, report.exit_code) == (6, [], 0)

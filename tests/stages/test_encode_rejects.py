@@ -1,4 +1,4 @@
-"""The encoding stages as a user runs them: what is rejected, missing or damaged."""
+"""The encoding stages as programs: rejected, missing and damaged samples."""
 
 import shutil
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tests.stages.encoded_photos import IMAGE, encode, prepare
 
 
 @pytest.mark.slow
-def test_a_file_changed_since_discovery_is_rejected_and_tried_again(photos) -> None:
+def test_a_file_changed_since_discovery_is_rejected_and_retried(photos) -> None:
     path = photos.media / "0.png"
     content = path.read_bytes()
     photos.image("0.png", (96, 64), "picture number 0", seed=50)
@@ -33,33 +33,33 @@ def test_what_is_still_missing_is_listed_and_not_encoded_again(photos) -> None:
     path.unlink()
     encode(photos)
     unable = replace(encode_latents.STAGE, load_worker=lambda job: pytest.fail("loaded for nothing"))
-    again = photos.run(unable.run)
-    assert (again.done, again.skipped, photos.rejects(again)) == (0, 3, {"0.png": "missing"})
+    second_report = photos.run(unable.run)
+    assert (second_report.done, second_report.skipped, photos.rejects(second_report)) == (0, 3, {"0.png": "missing"})
     (photos.media / "moved.png").write_bytes(content)
     (photos.media / "moved.txt").write_text("picture number 0")
     prepare(photos)
-    again = photos.run(encode_latents.run)
-    assert (again.rejects, again.exit_code) == ([], 0)
-    assert again.done > 0
+    second_report = photos.run(encode_latents.run)
+    assert (second_report.rejects, second_report.exit_code) == ([], 0)
+    assert second_report.done > 0
 
 
 @pytest.mark.slow
-def test_a_list_of_what_was_rejected_is_there_before_its_shard(photos, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_rejects_exists_before_its_shard(photos, monkeypatch: pytest.MonkeyPatch) -> None:
     (photos.media / "0.png").unlink()
-    found: list[list[dict]] = []
-    monkeypatch.setattr(Store, "publish", spy_on_shards(Store.publish, found))
+    reject_lists: list[list[dict]] = []
+    monkeypatch.setattr(Store, "publish", spy_on_shards(Store.publish, reject_lists))
     encode(photos)
-    assert [row["item"] for rows in found for row in rows] == [row["item"] for row in listed(photos)] != []
+    assert [row["item"] for rows in reject_lists for row in rows] == [row["item"] for row in listed(photos)] != []
 
 
-def spy_on_shards(publish, found: list):
-    """Store.publish that notes, before each shard of latents appears, what its unit's list of rejects says."""
+def spy_on_shards(publish, reject_lists: list):
+    """Store.publish that records the list of rejects of each unit of latents before its shard is published."""
 
     def spy(store: Store, temporary, rel: str) -> None:
         if rel.startswith("latents/") and rel.endswith(".arrow"):
             _, fingerprint, name = rel.split("/")
             lists = rejects.read_stage(store, f"encode-latents/{fingerprint}")
-            found.append(lists.get(name.removesuffix(".arrow"), []))
+            reject_lists.append(lists.get(name.removesuffix(".arrow"), []))
         publish(store, temporary, rel)
 
     return spy
@@ -102,7 +102,7 @@ def test_a_damaged_plan_is_named(photos) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_damaged_beyond_its_header_is_rejected_and_the_rest_goes_on(project) -> None:
+def test_a_file_damaged_after_its_header_is_rejected_and_the_stage_continues(project) -> None:
     home = project(IMAGE)
     for number in range(12):
         home.image(f"{number}.jpg", (64, 64), f"picture {number}", number)
@@ -113,8 +113,8 @@ def test_a_file_damaged_beyond_its_header_is_rejected_and_the_rest_goes_on(proje
     assert home.rejects(latents) == {"cut.jpg": "truncated"}
     joined = home.run(index.run)
     assert (joined.exit_code, joined.details["samples"]) == (0, 12)
-    again = home.run(encode_latents.run)
-    assert (again.done, home.rejects(again)) == (0, {"cut.jpg": "truncated"})  # listed, not read again
+    second_report = home.run(encode_latents.run)
+    assert (second_report.done, home.rejects(second_report)) == (0, {"cut.jpg": "truncated"})  # listed, not read again
     big.write_bytes(home.image("whole.jpg", (640, 640), "cut", 40).read_bytes())
 
 
@@ -125,7 +125,7 @@ def test_too_many_rejects_stop_the_stage_with_the_last_reason(project) -> None:
         path = home.image(f"{number}.jpg", (300, 300), f"picture {number}", number)
         path.write_bytes(path.read_bytes()[:1500])
     prepare(home)
-    for _ in range(2):  # the second time nothing is left to be encoded, and it is as wrong
+    for _ in range(2):  # the second run has nothing to encode, and fails in the same way
         with pytest.raises(LatentpressError, match=r"(?s)max_reject_fraction = 0\.2.*jpg"):
             home.run(encode_latents.run)
     assert home.run(encode_latents.run, "stages.max_reject_fraction=1.0").exit_code == 0

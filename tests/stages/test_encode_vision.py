@@ -1,4 +1,4 @@
-"""encode-vision as a user runs it: what its shards hold, beside which units, and what a change costs."""
+"""The program encode-vision: contents of its shards, its units, and which samples a change encodes again."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from tests.model_hub import branch_that_moves
 
 @pytest.fixture
 def make(project, tiny):
-    """make(kind) -> Project with a tiny DINOv2 that sees 84 pixels: six patches a side, or as many in proportion."""
+    """make(kind) -> Project with a tiny DINOv2 for 84 pixels: six patches per side, or in proportion."""
 
     def made(kind: str):
         vision = {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}
@@ -47,7 +47,7 @@ def rows(home) -> list[ShardRow]:
 
 @torch.no_grad()
 def patches(home, frames: list[np.ndarray], grid: tuple[int, int]) -> torch.Tensor:
-    """features_FCHW by transformers alone."""
+    """features_FCHW, computed only with transformers."""
     size = {"height": grid[0] * 14, "width": grid[1] * 14}
     processor = BitImageProcessorPil(
         size=size, do_center_crop=False, image_mean=list(IMAGENET_MEAN), image_std=list(IMAGENET_STD)
@@ -62,14 +62,14 @@ def nearest(row: ShardRow, expected: list[torch.Tensor]) -> float:
     array = row.tensors["vision"]
     assert array.dtype == "bfloat16"
     bits = np.frombuffer(bytes(array.raw()), np.int16).reshape(array.shape)
-    found = torch.from_numpy(bits.copy()).view(torch.bfloat16).float()
-    assert all(each.shape == found.shape for each in expected)
-    return min(((each - found).abs() / (2**-8 * each.abs() + 1e-4)).max().item() for each in expected)
+    values = torch.from_numpy(bits.copy()).view(torch.bfloat16).float()
+    assert all(each.shape == values.shape for each in expected)
+    return min(((each - values).abs() / (2**-8 * each.abs() + 1e-4)).max().item() for each in expected)
 
 
 @pytest.mark.slow
 def test_images_have_the_features_of_their_own_pixels(make) -> None:
-    """64x64 at stride 16: six by six patches on four by four tokens, each 1.5 patches a side."""
+    """64x64 at stride 16: six by six patches on four by four tokens; a token has 1.5 patches per side."""
     home = make("kandinsky5-image-t2i")
     files = [home.image(f"{number}.png", (64, 64), "a picture", number) for number in range(3)]
     prepare(home)
@@ -79,9 +79,9 @@ def test_images_have_the_features_of_their_own_pixels(make) -> None:
         fine = patches(home, [np.asarray(Image.open(path).convert("RGB"))], (6, 6)).repeat_interleave(2, 2)
         area = torch.nn.functional.avg_pool2d(fine.repeat_interleave(2, 3), 3)
         expected.append(area.permute(0, 2, 3, 1))
-    found = rows(home)
-    assert len(found) == 3 and found[0].tensors["vision"].shape == (1, 4, 4, 32)
-    assert max(nearest(row, expected) for row in found) <= 1
+    feature_rows = rows(home)
+    assert len(feature_rows) == 3 and feature_rows[0].tensors["vision"].shape == (1, 4, 4, 32)
+    assert max(nearest(row, expected) for row in feature_rows) <= 1
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_clips_have_features_of_each_latent_frame(make) -> None:
         fine = patches(home, frames, (6, 6)).repeat_interleave(2, 2).repeat_interleave(2, 3)
         area = torch.nn.functional.avg_pool2d(fine, 3).permute(0, 2, 3, 1)
         expected.append(torch.stack([area[0], area[1:5].mean(0), area[5:].mean(0)]))
-    found = rows(home)
-    assert len(found) == 2 and found[0].tensors["vision"].shape == (3, 4, 4, 32)
-    assert max(nearest(row, expected) for row in found) <= 1
+    feature_rows = rows(home)
+    assert len(feature_rows) == 2 and feature_rows[0].tensors["vision"].shape == (3, 4, 4, 32)
+    assert max(nearest(row, expected) for row in feature_rows) <= 1
 
 
 def test_the_target_is_what_an_i2i_sample_has_features_of(make) -> None:
@@ -127,8 +127,8 @@ def test_shards_are_of_the_units_of_latents_and_made_once(make) -> None:
     units = current_plan(store, home.config()).units("latents")
     assert {shard.meta.unit: tuple(shard.meta.ids) for shard in shards} == {u.unit_id: u.members for u in units}
     before = home.shards("vision")
-    again = home.run(encode_vision.run)
-    assert (again.done, again.skipped) == (0, 4) and home.shards("vision") == before
+    second_report = home.run(encode_vision.run)
+    assert (second_report.done, second_report.skipped) == (0, 4) and home.shards("vision") == before
 
 
 def test_what_changes_bytes_makes_another_cache_and_what_does_not_none(make) -> None:
@@ -150,23 +150,23 @@ def test_provenance_says_what_the_name_stands_for(make) -> None:
     record = json.loads(path.read_text())
     assert record["size"] == 84 and record["weights"].keys() == {"content"} and record["token"] == [1, 16]
     assert record["fingerprint"] == path.parent.name
-    written = path.read_bytes()
-    path.write_bytes(written[: len(written) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     home.image("1.png", (64, 64), seed=1)
     prepare(home)
     assert home.run(encode_vision.run).done == 1
-    assert path.read_bytes() == written
+    assert path.read_bytes() == content
 
 
 def test_the_weights_of_a_repository_are_those_of_the_commit_that_names_the_cache(make, tmp_path, monkeypatch) -> None:
-    """Its branch moves after the cache was named: a worker that starts later loads what the name says."""
+    """The branch moves after the cache was named: a worker that starts later loads the commit of the cache's name."""
     home = make("kandinsky5-image-t2i")
     home.image("0.png", (64, 64))
     prepare(home)
     weights, branch = branch_that_moves(Path(home.settings["vision"]["model"]), tmp_path / "hub", monkeypatch)
     home.settings["vision"]["model"] = weights["repo"]
     assert encode_vision.STAGE.fingerprint_inputs(home.config())["weights"] == weights
-    branch.write_text("b" * 40)  # which has no weights at all
+    branch.write_text("b" * 40)  # a commit without weights
     assert home.run(encode_vision.run).done == 1
 
 
@@ -181,7 +181,7 @@ def test_without_a_model_it_says_what_to_set(project) -> None:
 
 @pytest.mark.slow
 def test_a_clip_of_several_passes_takes_smaller_ones_when_memory_runs_out(make, monkeypatch) -> None:
-    """Nine frames, four in a pass: two fit."""
+    """Nine frames in passes of four, of which only two fit into memory."""
     home, passes, patches = make("kandinsky5-video-t2v"), [], Encoder.patches
     home.video("clip.mp4")
     prepare(home)

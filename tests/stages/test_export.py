@@ -1,4 +1,4 @@
-"""`latentpress export`: reports, refusals, and a copy that training takes."""
+"""`latentpress export`: reports, errors, and training on a copy."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ from schemas.cli.console import INCOMPLETE, USAGE, Options, run_program
 from stages import bucket, discover, encode_latents, encode_text, export, index, verify
 
 
-def command(home: Any, capsys: pytest.CaptureFixture, *overrides: str, **own: Any) -> tuple[int, dict]:
-    """`export` as the command line calls it with --json: its exit code and its report."""
-    dry = own.pop("dry_run", False)
+def command(home: Any, capsys: pytest.CaptureFixture, *overrides: str, **arguments: Any) -> tuple[int, dict]:
+    """Run `export` like the command line with --json. Returns (exit code, report)."""
+    dry = arguments.pop("dry_run", False)
     options = Options(home.folder / "pipeline.yaml", overrides, dry_run=dry, json=True)
-    code = run_program("export", export.run, options, own)
+    code = run_program("export", export.run, options, arguments)
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -34,10 +34,10 @@ def test_from_media_to_a_copy_that_can_be_trained_on(project, capsys) -> None:
 
     code, dry = command(home, capsys, dry_run=True, to=place)
     assert (code, dry["remaining"]) == (0, shards) and not Path(place).exists()
-    code, done = command(home, capsys, to=place)
-    assert (code, done["done"], done["skipped"]) == (0, shards, 0) and place in done["next_steps"][0]
-    code, again = command(home, capsys, to=place)
-    assert (code, again["done"], again["skipped"]) == (0, 0, shards)
+    code, report = command(home, capsys, to=place)
+    assert (code, report["done"], report["skipped"]) == (0, shards, 0) and place in report["next_steps"][0]
+    code, second_report = command(home, capsys, to=place)
+    assert (code, second_report["done"], second_report["skipped"]) == (0, 0, shards)
     data = find_set("/nowhere", place, *model)
     assert data.id == home_set.id
     assert [data.sample(i) for i in range(5)] == [home_set.sample(i) for i in range(5)]
@@ -52,8 +52,8 @@ def test_from_media_to_a_copy_that_can_be_trained_on(project, capsys) -> None:
     assert code == 0 and tars["done"] == len(list(Path(place).glob("webdataset/*/*.tar"))) > 1
     code, tars = command(home, capsys, to=place, webdataset=True, with_captions=True, shard_mib=0.02)
     assert (code, tars["done"]) == (0, 0)
-    code, other = command(home, capsys, to=place, webdataset=True)
-    assert code == USAGE and "--to" in other["error"]["next_step"]
+    code, tar_report = command(home, capsys, to=place, webdataset=True)
+    assert code == USAGE and "--to" in tar_report["error"]["next_step"]
 
 
 def test_without_a_set_it_names_the_program_that_makes_one(project, capsys) -> None:

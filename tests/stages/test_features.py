@@ -1,4 +1,4 @@
-"""features as a user runs it: one row of each item, what the model says of it, the same for every division."""
+"""The program features: one row per item, the model's output, and equal results for each division into parts."""
 
 import json
 import shutil
@@ -30,21 +30,21 @@ SMALL = {"size": 84, "frames": 3, "precision": "float32"}
 @pytest.fixture
 def home(project: Any, tiny: Any) -> Project:
     """Photographs of several shapes, a copy of one under another name, and a clip."""
-    made = project("kandinsky5-video-t2v", features={"model": str(tiny("dinov2")), **SMALL})
-    made.settings["stages"] |= {"features": {"threads": 1, "readers": 1}}
-    made.media.mkdir(parents=True, exist_ok=True)
+    home_project = project("kandinsky5-video-t2v", features={"model": str(tiny("dinov2")), **SMALL})
+    home_project.settings["stages"] |= {"features": {"threads": 1, "readers": 1}}
+    home_project.media.mkdir(parents=True, exist_ok=True)
     for name in ("chelsea.png", "coffee.png", "camera.png", "astronaut.png"):
-        Image.open(packaged("skimage", "data") / name).convert("RGB").reduce(2).save(made.media / name)
-        (made.media / name).with_suffix(".txt").write_text(name)
-    shutil.copyfile(made.media / "coffee.png", made.media / "again.png")
-    (made.media / "again.txt").write_text("coffee")
-    made.video("clip.mp4", frames=24)
-    made.run(discover.run)
-    return made
+        Image.open(packaged("skimage", "data") / name).convert("RGB").reduce(2).save(home_project.media / name)
+        (home_project.media / name).with_suffix(".txt").write_text(name)
+    shutil.copyfile(home_project.media / "coffee.png", home_project.media / "again.png")
+    (home_project.media / "again.txt").write_text("coffee")
+    home_project.video("clip.mp4", frames=24)
+    home_project.run(discover.run)
+    return home_project
 
 
 def rows(home: Project) -> dict[str, ShardRow]:
-    """path -> row."""
+    """Path -> row."""
     store, config = Store(home.root), home.config()
     paths = dict(
         zip(
@@ -52,13 +52,13 @@ def rows(home: Project) -> dict[str, ShardRow]:
             strict=True,
         )
     )
-    found = iter_item_rows(store, f"features/{FEATURES.fingerprint(config)}")
-    return {paths[row.id]: row for _, _, row in found}
+    item_rows = iter_item_rows(store, f"features/{FEATURES.fingerprint(config)}")
+    return {paths[row.id]: row for _, _, row in item_rows}
 
 
 @torch.no_grad()
 def class_token(home: Project, frames_FHWC: np.ndarray) -> np.ndarray:
-    """By transformers alone."""
+    """The class token, computed only with transformers."""
     size = Bucket(frames_FHWC.shape[2], frames_FHWC.shape[1], 1)
     grid = patch_grid(size, 84)
     model = transformers.Dinov2Model.from_pretrained(home.settings["features"]["model"]).eval()
@@ -74,47 +74,50 @@ def class_token(home: Project, frames_FHWC: np.ndarray) -> np.ndarray:
 def test_an_item_has_the_models_class_token_and_measures(home: Project) -> None:
     report = home.run(features.run)
     assert (report.done, report.remaining) == (5, 0)
-    found = rows(home)
-    assert len(found) == 5  # of two files of the same bytes one
+    item_rows = rows(home)
+    assert len(item_rows) == 5  # one row for two files with the same bytes
     for row in FEATURES.find_plan(Store(home.root), home.config()).active.to_pylist():
-        if row["path"] not in found:
+        if row["path"] not in item_rows:
             continue
-        item, size = found[row["path"]], Bucket.parse(row["bucket"])
+        item, size = item_rows[row["path"]], Bucket.parse(row["bucket"])
         if row["path"] == "clip.mp4":
             pictures = list(read_frames(home.media / "clip.mp4", [2 * (k + 0.5) / 3 for k in range(3)]))
         else:
             pictures = [np.asarray(Image.open(home.media / row["path"]))]
-        shown = [
+        pixels = [
             Image.fromarray(picture).resize((size.width, size.height), Image.Resampling.LANCZOS) for picture in pictures
         ]
-        expected = class_token(home, np.stack([np.asarray(image) for image in shown]))
+        expected = class_token(home, np.stack([np.asarray(image) for image in pixels]))
         vector = item.tensors["features"].numpy().astype(np.float32)
         np.testing.assert_allclose(vector, expected, atol=2e-3)
         assert (item.info["measures"]["motion"] is None) == (row["path"] != "clip.mp4")
-    assert found["chelsea.png"].info["measures"]["sharpness"] > 0 and found["clip.mp4"].info["span"] == [0.333, 1.667]
+    assert item_rows["chelsea.png"].info["measures"]["sharpness"] > 0 and item_rows["clip.mp4"].info["span"] == [
+        0.333,
+        1.667,
+    ]
 
 
 def test_a_second_run_has_nothing_to_do_and_a_partition_makes_the_same(home: Project, is_long: bool) -> None:
     assert home.run(features.run, dry_run=True).remaining == 5 and not (home.root / "features").exists()
-    other = Project(home.folder.with_name("other"), home.settings)
-    shutil.copytree(home.folder, other.folder, symlinks=True)
+    second_project = Project(home.folder.with_name("other"), home.settings)
+    shutil.copytree(home.folder, second_project.folder, symlinks=True)
     home.run(features.run, "cache.unit_mib=1")
-    again = home.run(features.run, "cache.unit_mib=1")
-    assert (again.done, again.skipped, again.remaining) == (0, 5, 0)
+    second_report = home.run(features.run, "cache.unit_mib=1")
+    assert (second_report.done, second_report.skipped, second_report.remaining) == (0, 5, 0)
     for part in ("0/2", "1/2"):
-        other.run(features.run, "cache.unit_mib=1", shard=part)
-    assert other.shards("features") == home.shards("features") and len(home.shards("features")) > 1
+        second_project.run(features.run, "cache.unit_mib=1", shard=part)
+    assert second_project.shards("features") == home.shards("features") and len(home.shards("features")) > 1
     if is_long:
-        shutil.rmtree(other.root / "features")
-        other.run(features.run, "cache.unit_mib=1", workers=2)
-        assert other.shards("features") == home.shards("features")
+        shutil.rmtree(second_project.root / "features")
+        second_project.run(features.run, "cache.unit_mib=1", workers=2)
+        assert second_project.shards("features") == home.shards("features")
     row = next(row for row in home.run(status.run).details["stages"] if row["stage"] == "features")
     assert (row["done"], row["remaining"]) == (5, 0)
 
 
 def test_without_a_model_there_are_measures_alone_and_no_checkpoint_is_looked_for(home: Project) -> None:
     home.settings["features"]["model"] = None
-    home.settings["model"]["path"] = None  # a repository, which can't be reached
+    home.settings["model"]["path"] = None  # a repository that cannot be reached
     home.run(features.run)
     assert all(row.tensors.keys() == {"layouts"} and row.info["measures"] for row in rows(home).values())
 
@@ -132,8 +135,8 @@ def test_another_vision_model_has_its_own_size_and_what_shows_pictures_to_it_mat
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
     )
     transformers.ViTModel(config).save_pretrained(folder)
-    shown = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(shown))
+    processor = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     home.settings["features"] |= {"model": str(folder)}
     with pytest.raises(LatentpressError, match="has a size of its own") as caught:
         home.run(features.run)
@@ -142,7 +145,7 @@ def test_another_vision_model_has_its_own_size_and_what_shows_pictures_to_it_mat
     assert home.run(features.run).done == 5
     assert {row.tensors["features"].shape for row in rows(home).values()} == {(32,)}
     before = FEATURES.fingerprint(home.config())
-    (folder / "preprocessor_config.json").write_text(json.dumps({**shown, "image_mean": [0.1] * 3}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({**processor, "image_mean": [0.1] * 3}))
     assert FEATURES.fingerprint(home.config()) != before
 
 
@@ -159,7 +162,7 @@ def test_what_it_is_asked_without_its_section_or_without_weights_is_named(home: 
 
 @pytest.mark.long
 def test_damage_is_found_and_repaired(home: Project) -> None:
-    """Though `caption`, whose filter reads the table that is still to be made, has no plan."""
+    """`caption` does not have a plan, because its filter needs a table that does not exist yet."""
     home.settings["caption"] = {}
     home.settings["datasets"][0]["where"] = "sharpness >= 0"
     home.run(discover.run)
@@ -172,5 +175,5 @@ def test_damage_is_found_and_repaired(home: Project) -> None:
     [table] = (home.root / "items").iterdir()
     table.unlink()
     assert home.run(verify.run, repair=True).exit_code == 0
-    assert "caption can't encode anything again: the items that there are now were not measured" in home.said
+    assert "caption cannot encode damaged shards again: " in home.said
     assert home.shards("features") == before and home.run(verify.run).remaining == 0

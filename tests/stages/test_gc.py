@@ -1,4 +1,4 @@
-"""Only what nothing needs is listed, and only what was listed is removed."""
+"""gc lists only unused files, and removes only listed files."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ENCODE = (encode_text, encode_latents)
 
 @pytest.fixture
 def indexed(project, built):
-    """Three pictures, one a unit, encoded and indexed."""
+    """Three pictures, one per unit, encoded and indexed."""
     return built(project("kandinsky5-image-t2i", cache={"unit_mib": 0.004}), index_three)
 
 
@@ -28,7 +28,7 @@ def index_three(home) -> None:
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in (discover, bucket, *ENCODE, index):
         home.run(program.run)
-    shutil.rmtree(home.root / "jobs")  # reports, which go when they are old
+    shutil.rmtree(home.root / "jobs")  # reports of jobs, which gc removes when they are old
 
 
 def files(home) -> set[str]:
@@ -63,7 +63,7 @@ def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only
     for program in (*ENCODE, index):
         indexed.run(program.run)
     before = files(indexed)
-    assert paths(indexed.run(gc.run)) == []  # written today
+    assert paths(indexed.run(gc.run)) == []  # all files were written today
     age(indexed, 31)
     listed = indexed.run(gc.run)
     assert {path for path in paths(listed) if path.startswith(("text/", "latents/"))} == float32
@@ -82,10 +82,10 @@ def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only
 
 
 def test_a_configuration_of_another_root_is_refused(indexed) -> None:
-    other = indexed.folder / "other.yaml"
-    other.write_text(json.dumps(indexed.settings | {"root": "elsewhere"}))
+    config_file = indexed.folder / "other.yaml"
+    config_file.write_text(json.dumps(indexed.settings | {"root": "elsewhere"}))
     with pytest.raises(UsageError, match=r"other\.yaml.*elsewhere"):
-        indexed.run(gc.run, also=[other])
+        indexed.run(gc.run, also=[config_file])
 
 
 def test_a_configuration_without_a_plan_removes_nothing(indexed) -> None:
@@ -137,10 +137,10 @@ def test_generations_that_hold_what_is_active_stay(indexed) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("by_path", [True, long(False)])
 def test_a_set_that_a_run_trains_on_stays(indexed, by_path) -> None:
-    (old,) = [path.name for path in (indexed.root / "sets").iterdir() if path.is_dir()]
+    (old_set,) = [path.name for path in (indexed.root / "sets").iterdir() if path.is_dir()]
     run = indexed.folder / "output" / "first"
     run.mkdir(parents=True)
-    name = str(indexed.root / "sets" / old) if by_path else old
+    name = str(indexed.root / "sets" / old_set) if by_path else old_set
     (run / "config.yaml").write_text(f"train: {{set: {name}}}\n")
     indexed.settings["model"]["precision"] = "bfloat16"
     for program in (*ENCODE, index):
@@ -148,10 +148,10 @@ def test_a_set_that_a_run_trains_on_stays(indexed, by_path) -> None:
     age(indexed, 31)
     before = indexed.shards("latents")
     indexed.run(gc.run, yes=True)
-    assert (indexed.root / "sets" / old / "set.json").exists() and indexed.shards("latents") == before
+    assert (indexed.root / "sets" / old_set / "set.json").exists() and indexed.shards("latents") == before
     shutil.rmtree(run)
     indexed.run(gc.run, yes=True)
-    assert not (indexed.root / "sets" / old).exists() and len(indexed.shards("latents")) < len(before)
+    assert not (indexed.root / "sets" / old_set).exists() and len(indexed.shards("latents")) < len(before)
 
 
 def test_leftovers(indexed) -> None:
@@ -182,7 +182,7 @@ def test_leftovers(indexed) -> None:
     assert not list(indexed.root.rglob("*.tmp")) and not (indexed.root / "damaged").joinpath("text").exists()
 
 
-OTHERS = f"""
+USER_FILES = f"""
     media/holiday/beach.jpg media/holiday/raw/1.cr2 media/photos.zip media/holiday/media.arrow.bak text/captions/1.txt
     text/captions/table.arrow text/notes.md text/captions/provenance.json latents/backup/x.pt latents/{"0" * 24}/x.pt
     latents/{"0" * 24}/old/x.arrow latents/{"0" * 23}/x.tar vision/a/b.tar.json plans/notes/idea.md
@@ -195,15 +195,15 @@ OTHERS = f"""
 
 def test_a_persons_own_files_are_left_alone(indexed) -> None:
     """A folder in a root can have a name of the project's layout: its files are removed only if their names match."""
-    for name in OTHERS:
+    for name in USER_FILES:
         path = indexed.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
     age(indexed, 400)
     report = indexed.run(gc.run, yes=True, keep_days=0.0)
     assert (paths(report), report.done) == ([], 0)
-    assert report.details["other_files"].startswith(f"{len(OTHERS) - 2} files, ")  # all but the two hidden files
-    assert all((indexed.root / name).read_text() == "mine" for name in OTHERS)
+    assert report.details["other_files"].startswith(f"{len(USER_FILES) - 2} files, ")  # all but the two hidden files
+    assert all((indexed.root / name).read_text() == "mine" for name in USER_FILES)
 
 
 def test_a_runs_configuration_that_can_not_be_read_stops_gc(indexed) -> None:

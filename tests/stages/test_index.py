@@ -1,4 +1,4 @@
-"""The join: every sample finds its own latent and captions, nothing missing is passed over, order means nothing."""
+"""The join: each sample gets its own latent and captions, missing members are reported, and order has no effect."""
 
 import os
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def id_of(name: str) -> str:
 
 
 def active(name: str, texts: Sequence[str] = ("t",), **changes: Any) -> dict[str, Any]:
-    """A row of ACTIVE: sample `name` of dataset d, with texts named as in `texts`."""
+    """A row of the active table: sample `name` of dataset d with the ids of `texts`."""
     row = {"sample_id": id_of(name), "role": "train", "dataset": "d", "path": f"{name}.png", "bucket": "64x64"}
     row |= {"repeats": 0, "weight": 1.0, "regularization": False, "texts": [id_of(text) for text in texts]}
     return row | {"source_path": None, "mask_path": None, "null_text": None} | changes
@@ -59,13 +59,13 @@ def plan_of(
 
 
 def shard(
-    store: Store, kind: str, unit: str, names: Sequence[str], rejects: Sequence[str] = (), folder: str = "f"
+    store: Store, kind: str, unit: str, names: Sequence[str], rejected: Sequence[str] = (), folder: str = "f"
 ) -> str:
-    """A real shard, in which a row's only tensor holds the number that its name ends with, if it does."""
-    lost = [RejectedMember(id_of(name), "odd", f"{name} is odd") for name in rejects]
+    """A real shard. The only tensor of a row is the number at the end of its name, if it has one."""
+    members = [RejectedMember(id_of(name), "odd", f"{name} is odd") for name in rejected]
     column = "embeds" if kind == "text" else "latent"
     with open_writer(
-        store, f"{kind}/{folder}/{unit}", ShardMeta(kind, folder, unit, "", rejects=lost), {column: "float32"}
+        store, f"{kind}/{folder}/{unit}", ShardMeta(kind, folder, unit, "", rejects=members), {column: "float32"}
     ) as out:
         for name in names:
             value = int(name[-1]) if name[-1].isdigit() else 0
@@ -80,18 +80,18 @@ def collected(store: Store, plan: Plan, texts: list[str], latents: list[str]) ->
     }
 
 
-def shown(joined: TrainingSetTables, store: Store) -> list[dict]:
-    """The index with what its numbers stand for, read back from the shards themselves."""
+def read_index(joined: TrainingSetTables, store: Store) -> list[dict]:
+    """The index with its references resolved by reading the shards."""
     readers, (texts, shards) = ReaderPool(store), (joined.tables[name].to_pylist() for name in ("texts", "shards"))
 
-    def stored(place: dict, kind: str) -> str:
+    def read_number(place: dict, kind: str) -> str:
         assert shards[place["shard"]]["kind"] == kind
         return readers.read(shards[place["shard"]]["path"], place["row"]).id
 
-    assert [stored(text, "text") for text in texts] == [text["text_id"] for text in texts]
+    assert [read_number(text, "text") for text in texts] == [text["text_id"] for text in texts]
     rows = []
     for row in joined.tables["index"].to_pylist():
-        assert stored(row, "latents") == row["sample_id"]
+        assert read_number(row, "latents") == row["sample_id"]
         null = None if row["null_text"] is None else texts[row["null_text"]]["text_id"]
         rows.append(row | {"texts": [texts[number]["text_id"] for number in row["texts"]], "null_text": null})
     return rows
@@ -113,14 +113,14 @@ def test_every_sample_finds_its_own(tmp_path: Path) -> None:
     latents = [shard(store, "latents", "l1", ["a", "shown"]), shard(store, "latents", "l2", ["gone", "d", "c", "b"])]
     joined = join_plan(plan, *collected(store, plan, texts, latents))
     assert joined.tables["index"].schema == INDEX_SCHEMA and not joined.left_out
-    found = shown(joined, store)
-    assert [row["sample_id"] for row in found[:1]] == [id_of("d")], "64x64 before 96x64"
-    assert {row["sample_id"] for row in found[1:3]} == {id_of("a"), id_of("b")}
-    assert [(row["role"], row["sample_id"]) for row in found[3:]] == [("eval", id_of("c"))]
+    index_rows = read_index(joined, store)
+    assert [row["sample_id"] for row in index_rows[:1]] == [id_of("d")], "64x64 before 96x64"
+    assert {row["sample_id"] for row in index_rows[1:3]} == {id_of("a"), id_of("b")}
+    assert [(row["role"], row["sample_id"]) for row in index_rows[3:]] == [("eval", id_of("c"))]
     for row in rows[:4]:
-        (mine,) = [entry for entry in found if entry["sample_id"] == row["sample_id"]]
-        same = ("role", "dataset", "bucket", "repeats", "weight", "regularization", "texts", "null_text")
-        assert {key: mine[key] for key in same} == {key: row[key] for key in same}
+        (mine,) = [entry for entry in index_rows if entry["sample_id"] == row["sample_id"]]
+        columns = ("role", "dataset", "bucket", "repeats", "weight", "regularization", "texts", "null_text")
+        assert {key: mine[key] for key in columns} == {key: row[key] for key in columns}
     assert (joined.train, joined.held_out) == (3, 1)
     listed, shards = joined.tables["texts"].to_pylist(), joined.tables["shards"].to_pylist()
     assert {text["text_id"] for text in listed} == {id_of(n) for n in ("t1", "t2", "t3", "t4", "own", NULL)}
@@ -149,7 +149,7 @@ def test_an_empty_set_is_refused(tmp_path: Path, rows, rejects, said) -> None:
 
 
 @pytest.mark.parametrize(("lost", "said"), [(NULL, "the null prompt"), ("t4", "p"), ("shown", "p")])
-def test_a_prompt_that_was_rejected_stops_the_join(tmp_path: Path, lost, said) -> None:
+def test_a_rejected_prompt_stops_the_join(tmp_path: Path, lost, said) -> None:
     store = Store(tmp_path)
     prompt = {"name": "p", "prompt": "x", "negative_prompt": "", "bucket": "64x64", "text": id_of("t4")}
     prompt |= {"negative": id_of("t"), "condition": id_of("shown")}
@@ -220,8 +220,8 @@ def test_a_join_is_what_a_plain_loop_would_find(made_once, rows, lost, order, cu
     rows = [("a", ["x"], "64x64", "d", 0, 1.0, "train"), *rows]  # x is never lost, a may be
     keys = ("bucket", "dataset", "repeats", "weight", "role")
     given_rows = [
-        active(name, texts, path=f"{i:03}.png", **dict(zip(keys, rest, strict=True)))
-        for i, (name, texts, *rest) in enumerate(rows)
+        active(name, texts, path=f"{i:03}.png", **dict(zip(keys, values, strict=True)))
+        for i, (name, texts, *values) in enumerate(rows)
     ]
     plan = plan_of(store, given_rows)
     parts = [part for part in (order[:cut], order[cut:]) if part]
@@ -232,11 +232,11 @@ def test_a_join_is_what_a_plain_loop_would_find(made_once, rows, lost, order, cu
     spoken = [*"tuvwx", NULL]
     texts = [shard(store, "text", "t", [n for n in spoken if n not in lost], [n for n in spoken if n in lost])]
     encoded = collected(store, plan, texts, latents)
-    gone = {id_of(name) for name in lost}
+    lost_ids = {id_of(name) for name in lost}
     expected = [
-        row | {"texts": [text for text in row["texts"] if text not in gone]}
+        row | {"texts": [text for text in row["texts"] if text not in lost_ids]}
         for row in given_rows
-        if row["sample_id"] not in gone and not gone.issuperset(row["texts"])
+        if row["sample_id"] not in lost_ids and not lost_ids.issuperset(row["texts"])
     ]
     if not any(row["role"] == "train" for row in expected):
         with pytest.raises(LatentpressError):
@@ -246,7 +246,7 @@ def test_a_join_is_what_a_plain_loop_would_find(made_once, rows, lost, order, cu
     expected.sort(key=lambda row: (row["role"] != "train", *(row[key] for key in order_keys)))
     joined = join_plan(plan, *encoded)
     columns = [name for name in INDEX_SCHEMA.names if name not in ("shard", "row")]
-    assert [{key: row[key] for key in columns} for row in shown(joined, store)] == [
+    assert [{key: row[key] for key in columns} for row in read_index(joined, store)] == [
         {key: row[key] for key in columns} for row in expected
     ]
     assert len(joined.left_out) == len(given_rows) - len(expected)
@@ -264,8 +264,8 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
     text, latents = (stage.STAGE.fingerprint(config) for stage in (encode_text, encode_latents))
     members = {"text": ["t1", "t2", NULL], "latents": ["s1", "s2", "s3"]}
     units = [
-        {"unit_id": kind, "kind": kind, "bucket": "", "members": [id_of(n) for n in found], "estimated_bytes": 1}
-        for kind, found in members.items()
+        {"unit_id": kind, "kind": kind, "bucket": "", "members": [id_of(n) for n in names], "estimated_bytes": 1}
+        for kind, names in members.items()
     ]
     rows = [active("s1", ["t1", "t2"]), active("s2", weight=2.0, texts=["t2"]), active("s3", role="eval", texts=["t1"])]
     plan_of(store, rows, key=key, units=units)
@@ -293,7 +293,7 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
     ]
     assert data.sample(0, "null").text["embeds"].numpy()[0] == 0
     assert data.meta.counts.model_dump() == {"samples": 2, "eval": 1, "texts": 3}
-    again = work.run(index.run)
-    assert (again.done, again.skipped, again.details) == (0, 3, report.details)
+    second_report = work.run(index.run)
+    assert (second_report.done, second_report.skipped, second_report.details) == (0, 3, report.details)
     plan_of(store, [rows[0] | {"weight": 0.5}, *rows[1:]], key=key)
     assert work.run(index.run).details["set"] != report.details["set"]

@@ -1,4 +1,4 @@
-"""Programs killed while they write a result: what they leave is neither shown nor pushed, and is removed later."""
+"""Programs killed while they write a result: incomplete files are neither shown nor pushed, and are removed later."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.processes import in_child
 from tests.project import Project
 from tests.stages.follow.test_watchers import hold
 from tests.stages.report_run import FakeRun, eval_line, step_line
-from tests.stages.test_decode import put
+from tests.stages.test_decode import write_latent
 
 HALF = b"half of it"
 PROGRAMS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -36,20 +36,22 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.fixture
 def home(project: Callable[..., Project], tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A finished run with two validations, of which one picture is missing."""
+    """A finished run with two validations; one picture is missing."""
     prompts = [{"name": name, "prompt": f"a {name}"} for name in ("cat", "dog")]
-    made = project(
+    home_project = project(
         validation={"size": "64x64", "prompts": prompts, "scores": {"clip": str(tiny("clip"))}},
         train={"run": "run", "steps": 4, "trackers": []},
         notify={"webhooks": [{"url_env": "HOOK"}]},
         hub={"repo": "me/cats"},
     )
     monkeypatch.setenv("HOOK", "json://127.0.0.1:9/")
-    run = FakeRun(made)
+    run = FakeRun(home_project)
     run.metrics(step_line(1), eval_line(2, 0.5), step_line(4), eval_line(4, 0.4))
     for step in (2, 4):
         for name in ("cat", "dog"):
-            put(made, name, np.zeros((16, 1, 8, 8), np.float32), made.config().model.family, step)
+            write_latent(
+                home_project, name, np.zeros((16, 1, 8, 8), np.float32), home_project.config().model.family, step
+            )
             if (step, name) != (4, "dog"):
                 run.picture(step, name, (40 * step, 0, 0), (64, 64))
     (run.folder / "adapter").mkdir()
@@ -60,7 +62,7 @@ def home(project: Callable[..., Project], tiny: Callable[[str], Path], monkeypat
     (run.folder / "result.json").write_bytes(
         format_record({"step": 4, "result": str(run.folder / "adapter"), "weights": "trained"})
     )
-    return made
+    return home_project
 
 
 def run_folder(home: Project) -> Path:
@@ -68,7 +70,7 @@ def run_folder(home: Project) -> Path:
 
 
 def kill_while_it_writes(home: Project, program: Callable[..., Any], name: str, **options: Any) -> None:
-    """The process is killed when half of `name` is written."""
+    """Kill the process after half of `name` is written."""
 
     def work() -> None:
         finish = files.put
@@ -80,14 +82,14 @@ def kill_while_it_writes(home: Project, program: Callable[..., Any], name: str, 
                 temporary.write_bytes(HALF)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        def write_half(folder: Path, *rest: Any) -> None:
+        def write_half(folder: Path, *arguments: Any) -> None:
             with (folder / name).open("ab") as file:
                 file.write(b'{"step": 4, "scores": {"clip')
                 file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
         files.put = put_half
-        score.append_line = write_half  # which has no temporary file
+        score.append_line = write_half  # scores.jsonl does not have a temporary file
         home.run(program, **options)
 
     assert in_child(work) == -signal.SIGKILL
@@ -107,10 +109,10 @@ def age(paths: list[Path], seconds: float) -> None:
 def test_what_a_killed_program_leaves_is_not_shown_and_is_removed(home: Project, program: str) -> None:
     run, name = PROGRAMS[program]
     kill_while_it_writes(home, run, name, **({"dry_run": True} if program == "push" else {}))
-    left = temporaries(home)
-    assert len(left) == (program != "score")
-    made = home.run(decode.run)
-    assert (made.done, made.exit_code) == (0 if program == "contact sheet" else 1, 0)
+    names = temporaries(home)
+    assert len(names) == (program != "score")
+    decode_report = home.run(decode.run)
+    assert (decode_report.done, decode_report.exit_code) == (0 if program == "contact sheet" else 1, 0)
     assert Image.open(run_folder(home) / "samples/contact-sheet.png").size[0] == 2 * 160, "two steps"
     assert home.run(score.run).done == 4
     steps = [json.loads(line)["step"] for line in (run_folder(home) / "scores.jsonl").read_text().splitlines()
@@ -130,29 +132,29 @@ def test_what_a_killed_program_leaves_is_not_shown_and_is_removed(home: Project,
         "pytorch_lora_weights.safetensors",
     ]
 
-    age(left, 60.0)
+    age(names, 60.0)
     home.run(decode.run)
-    assert temporaries(home) == left, "it may still be written"
-    age(left, 7200.0)
+    assert temporaries(home) == names, "a program may still write it"
+    age(names, 7200.0)
     home.run(decode.run)
     assert temporaries(home) == []
 
 
 def test_nothing_is_removed_beside_a_trainer_or_of_other_names(home: Project) -> None:
     folder = run_folder(home)
-    mine, other = folder / ".report.html.0123456789abcdef.tmp", folder / ".my notes.tmp"
-    for path in (mine, other):
+    mine, notes = folder / ".report.html.0123456789abcdef.tmp", folder / ".my notes.tmp"
+    for path in (mine, notes):
         path.write_text("half")
-    age([mine, other], 7200.0)
+    age([mine, notes], 7200.0)
     with hold(folder):
         remove_unfinished(folder)
         assert mine.exists()
     remove_unfinished(folder)
-    assert not mine.exists() and other.exists()
+    assert not mine.exists() and notes.exists()
 
 
 def test_a_file_that_is_being_written_makes_no_page_again(home: Project) -> None:
-    """Its name under which it is finished does."""
+    """Only the finished file does."""
     folder = run_folder(home)
     before = report._count_results([folder])
     temporary = files.temporary(folder / "samples/step-000004/dog.png")

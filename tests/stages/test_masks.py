@@ -1,4 +1,4 @@
-"""masks as a user runs it: of which items, once and the same each time, and what becomes of them."""
+"""The program masks: its items, that masks are made once and reproducible, and their use in later stages."""
 
 import shutil
 from pathlib import Path
@@ -48,14 +48,14 @@ def mask_six(home: Project) -> None:
     home.run(bucket.run)
 
 
-def planned(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
-    """path -> its sample in the current plan of `bucket`."""
+def planned_samples(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
+    """Path -> sample in the current plan of `bucket`."""
     plan = current_plan(Store(home.root), home.config(*overrides))
     return {row["path"]: plan.samples[row["sample_id"]] for row in plan.active.to_pylist() if row["role"] == "train"}
 
 
 def latent_masks(home: Project) -> dict[str, np.ndarray]:
-    """sample id -> its mask on the grid of latents."""
+    """Sample id -> mask on the grid of latents."""
     rows = [
         row
         for cache in (home.root / "latents").iterdir()
@@ -67,25 +67,27 @@ def latent_masks(home: Project) -> dict[str, np.ndarray]:
 def test_the_model_of_a_repository_is_that_of_the_commit_that_names_the_cache(
     photos: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its branch moves after the cache was named: a worker that starts later loads what the name says."""
+    """The branch moves after the cache was named: a worker that starts later loads the commit of the cache's name."""
     weights, branch = branch_that_moves(photos.folder / "model", tmp_path / "hub", monkeypatch)
     photos.settings["masks"]["model"] = weights["repo"]
     assert MASKS.fingerprint_inputs(photos.config())["weights"] == weights
-    branch.write_text("b" * 40)  # which has no weights at all
+    branch.write_text("b" * 40)  # a commit without weights
     assert photos.run(masks.run).done >= 3
 
 
 def test_masks_are_made_once_of_what_has_none(photos: Project) -> None:
-    asked = photos.run(masks.run, dry_run=True)
-    assert asked.remaining == 6 and not (photos.root / "masks").exists() and not (photos.root / "plans").exists()
+    dry_report = photos.run(masks.run, dry_run=True)
+    assert dry_report.remaining == 6 and not (photos.root / "masks").exists() and not (photos.root / "plans").exists()
     first = photos.run(masks.run)
     assert first.done + len(first.rejects) == 6 and first.done >= 3
     before = photos.shards("masks")
-    again = photos.run(masks.run)
-    assert (again.done, again.skipped, again.remaining) == (0, first.done, 0) and photos.shards("masks") == before
-    found = made(photos)
-    assert {mask.shape[1:] for mask in found.values()} == {(48, 80), (80, 48)}
-    assert all(set(np.unique(mask)) == {0, 255} for mask in found.values())
+    second_report = photos.run(masks.run)
+    assert (second_report.done, second_report.skipped, second_report.remaining) == (0, first.done, 0) and photos.shards(
+        "masks"
+    ) == before
+    mask_pictures = made(photos)
+    assert {mask.shape[1:] for mask in mask_pictures.values()} == {(48, 80), (80, 48)}
+    assert all(set(np.unique(mask)) == {0, 255} for mask in mask_pictures.values())
     rows = {row["stage"]: row for row in photos.run(status.run).details["stages"]}
     assert rows["masks"]["done"] == first.done and rows["masks"]["rejected"] == len(first.rejects)
 
@@ -97,18 +99,18 @@ def test_latents_have_them_as_training_reads_them(photos: Project) -> None:
     assert "latentpress masks" in caught.value.next_step
     photos.run(masks.run)
     report = photos.run(bucket.run)
-    found, samples = made(photos), planned(photos)
-    assert samples.keys() == found.keys()
-    lacking = {f"{number}.png" for number in range(6)} - found.keys()
+    mask_pictures, samples = made(photos), planned_samples(photos)
+    assert samples.keys() == mask_pictures.keys()
+    lacking = {f"{number}.png" for number in range(6)} - mask_pictures.keys()
     assert photos.rejects(report) == dict.fromkeys(lacking, "no-mask")
     photos.run(encode_latents.run)
     for path, sample in samples.items():
-        (cells,) = on_latent_grid(found[path], sample["geometry"])
+        (cells,) = on_latent_grid(mask_pictures[path], sample["geometry"])
         assert np.allclose(latent_masks(photos)[sample["sample_id"]][0], cells, atol=1e-6)
 
 
 def test_a_clip_has_masks_that_move(project: Any) -> None:
-    """One for each frame, made of that frame alone; each clip of a video has its own."""
+    """Each frame has a mask that depends only on this frame, and each clip of a video has its own masks."""
     home = masking(project, "kandinsky5-video-t2v", classes=["person", "sky"], min_area=0)
     home.settings["datasets"][0]["video"] |= {"clip_selection": "chunks"}
     home.video("a.mp4", frames=18, size=(80, 48))
@@ -117,24 +119,24 @@ def test_a_clip_has_masks_that_move(project: Any) -> None:
     home.run(encode_latents.run)
     config, store = home.config(), Store(home.root)
     plan, segmenter = MASKS.find_plan(store, config), load_segmenter(config.masks, torch.float32, torch.device("cpu"))
-    expected, held = {}, latent_masks(home)
+    expected, masks_by_id = {}, latent_masks(home)
     for item in plan.sample_table.to_pylist():
         frames = read_sample_frames(home.media / "a.mp4", item, "pyav")
-        found = segmenter.find(frames, [(0, 0, 80, 48)] * 9).numpy().astype(np.uint8) * 255
-        assert len(np.unique(found, axis=0)) > 1, "they move"
-        expected[item["start"]] = found
+        clip_masks = segmenter.find(frames, [(0, 0, 80, 48)] * 9).numpy().astype(np.uint8) * 255
+        assert len(np.unique(clip_masks, axis=0)) > 1, "the masks move"
+        expected[item["start"]] = clip_masks
     samples = current_plan(store, config).sample_table.to_pylist()
-    assert len(samples) == len(held) == 2 and samples[0]["mask_id"] != samples[1]["mask_id"]
+    assert len(samples) == len(masks_by_id) == 2 and samples[0]["mask_id"] != samples[1]["mask_id"]
     for sample in samples:
         cells = on_latent_grid(expected[sample["start"]], sample["geometry"])
         grid = np.stack([cells[0], cells[1:5].mean(0), cells[5:].mean(0)])
-        assert np.allclose(held[sample["sample_id"]], grid, atol=1e-6)
+        assert np.allclose(masks_by_id[sample["sample_id"]], grid, atol=1e-6)
     page = Path(home.run(preview.run, plan=True).details["page"]).read_text()
     assert page.count("mask: red is not trained: ") >= 6 and "cannot be shown" not in page
 
 
 def test_a_box_of_each_item(project: Any) -> None:
-    """From a manifest. One without a box is rejected; another box is another mask."""
+    """Boxes come from a manifest. An item without a box is rejected, and another box gives another mask."""
     model = build_segmenter("sam", project().folder / "sam")
     home = masking(project, model=str(model), box_column="box")
     home.settings["datasets"][0]["instance_data_dir"] = "media/all.csv"
@@ -152,8 +154,8 @@ def test_a_box_of_each_item(project: Any) -> None:
     config = home.config()
     segmenter = load_segmenter(config.masks, torch.float32, torch.device("cpu"))
     with Image.open(home.media / "0.png") as picture:
-        shown = np.asarray(picture.resize((80, 48), Image.Resampling.LANCZOS))
-    expected = segmenter.find([shown], [(10.0, 5.0, 50.0, 35.0)]).numpy()
+        pixels = np.asarray(picture.resize((80, 48), Image.Resampling.LANCZOS))
+    expected = segmenter.find([pixels], [(10.0, 5.0, 50.0, 35.0)]).numpy()
     assert (made(home)["0.png"] == expected * 255).all()
     before = made(home)
     write("20, 10, 81, 60", "[0, 0, 160.0, 96.2]", "20, 10, 9, 60")
@@ -163,40 +165,40 @@ def test_a_box_of_each_item(project: Any) -> None:
 
 
 def test_own_masks_win(photos: Project) -> None:
-    """And an item without one is not rejected, because a model makes it."""
+    """An item without a mask file is not rejected, because a model makes its mask."""
     folder = photos.folder / "drawn"
     folder.mkdir()
     Image.new("L", (80, 48), 255).save(folder / "1.png")
     photos.settings["datasets"][0]["mask_data"] = "drawn"
     photos.run(discover.run, "datasets.photos.make_masks=none")
     assert photos.run(bucket.run, "datasets.photos.make_masks=none").details["excluded"] == "nothing"
-    assert planned(photos, "datasets.photos.make_masks=none").keys() == {"1.png"}
+    assert planned_samples(photos, "datasets.photos.make_masks=none").keys() == {"1.png"}
     photos.run(discover.run)
     assert photos.run(masks.run, dry_run=True).remaining == 5
     photos.run(masks.run)
     photos.run(bucket.run)
-    kinds = {path: (row["mask_kind"], row["mask_path"].split("/")[0]) for path, row in planned(photos).items()}
+    kinds = {path: (row["mask_kind"], row["mask_path"].split("/")[0]) for path, row in planned_samples(photos).items()}
     assert kinds.pop("1.png") == ("image", "1.png") and {*kinds.values()} == {("made", "masks")}
     photos.run(encode_latents.run)
-    assert latent_masks(photos)[planned(photos)["1.png"]["sample_id"]].all()
+    assert latent_masks(photos)[planned_samples(photos)["1.png"]["sample_id"]].all()
 
 
 def test_other_settings_are_other_masks_and_other_samples(masked: Project) -> None:
     photos = masked
-    before, first = planned(photos), made(photos)
+    before, first = planned_samples(photos), made(photos)
     inverted = "masks.invert=true"
     photos.run(masks.run, inverted)
     photos.run(bucket.run, inverted)
-    after = planned(photos, inverted)
+    after = planned_samples(photos, inverted)
     assert all((made(photos, inverted)[path] == 255 - mask).all() for path, mask in first.items())
     assert {row["sample_id"] for row in before.values()}.isdisjoint(row["sample_id"] for row in after.values())
     assert photos.run(masks.run).done == 0
     photos.run(bucket.run)
-    assert planned(photos) == before
+    assert planned_samples(photos) == before
 
 
 def test_edges(masked: Project) -> None:
-    """Grown by pixels on all sides, and blurred."""
+    """Masks are grown by pixels on all sides, and blurred."""
     photos = masked
     grown, blurred = ("masks.grow=2", "masks.min_area=0"), ("masks.blur=1.5", "masks.min_area=0")
     for overrides in (grown, blurred):
@@ -212,7 +214,7 @@ def test_edges(masked: Project) -> None:
         assert len(np.unique(soft)) > 4 and abs(float(soft.mean()) - float(mask.mean())) < 20
 
 
-def test_what_is_empty_or_full_is_rejected(photos: Project) -> None:
+def test_an_empty_or_full_mask_is_rejected(photos: Project) -> None:
     least = "masks.min_area=0.45"
     report = photos.run(masks.run, least)
     reasons = photos.rejects(report)
@@ -244,22 +246,22 @@ def test_a_model_or_class_that_is_none(photos: Project, tiny: Any, masked: dict,
 
 def test_masks_are_verified_repaired_and_kept_by_gc(masked: Project) -> None:
     photos = masked
-    kept = photos.shards("masks")
+    shards = photos.shards("masks")
     assert photos.run(verify.run).exit_code == 0
-    name = max(kept, key=lambda name: len(kept[name]))
-    (photos.root / "masks" / name).write_bytes(kept[name][:-40])
+    name = max(shards, key=lambda name: len(shards[name]))
+    (photos.root / "masks" / name).write_bytes(shards[name][:-40])
     assert photos.run(verify.run).exit_code == 4
     assert photos.run(verify.run, repair=True).details["encoded_again"] == 1
-    assert photos.shards("masks") == kept
+    assert photos.shards("masks") == shards
     [settings] = (photos.root / "masks").glob("*/provenance.json")
-    settings.write_bytes(settings.read_bytes()[:-9])  # which makes no sound shard a damaged one
+    settings.write_bytes(settings.read_bytes()[:-9])  # does not damage shards
     assert [row["path"] for row in photos.run(verify.run, repair=True).damage] == [
         str(settings.relative_to(photos.root))
     ]
     photos.run(masks.run)
-    assert photos.run(verify.run).exit_code == 0 and photos.shards("masks") == kept
+    assert photos.run(verify.run).exit_code == 0 and photos.shards("masks") == shards
     photos.run(gc.run, keep_days=0, yes=True)
-    assert photos.shards("masks") == kept
+    assert photos.shards("masks") == shards
 
 
 def test_masks_that_are_gone_stop_a_stage_and_change_nothing(masked: Project) -> None:
@@ -270,7 +272,7 @@ def test_masks_that_are_gone_stop_a_stage_and_change_nothing(masked: Project) ->
 
 
 def test_a_damaged_mask_is_made_again_and_then_encoded(photos: Project) -> None:
-    """Its sample is neither trained on without a word nor lost to the set."""
+    """Its sample is not silently trained on, and not lost from the set."""
     photos.settings["cache"] = {"unit_mib": 1}
     for program in (masks, bucket, encode_text, encode_latents):
         photos.run(program.run)
@@ -298,7 +300,7 @@ def test_run_makes_them_between_discover_and_bucket_and_training_reads_them(phot
     photos.settings["train"] = {"steps": 1, "device": "cpu", "methods": {"masked_loss": {}}}
     report = photos.run(run.run)
     assert [row["stage"] for row in report.details["stages"]] == order and report.exit_code == 0
-    assert planned(photos).keys() == made(photos).keys()
+    assert planned_samples(photos).keys() == made(photos).keys()
 
 
 @pytest.mark.long
@@ -310,5 +312,5 @@ def test_targets_of_edits_have_them(project: Any) -> None:
         home.image(f"../source/{number}.png", (80, 48), None, number + 9)  # type: ignore[arg-type]
     for program in (discover, masks, bucket):
         home.run(program.run)
-    targets = {path: row["mask_kind"] for path, row in planned(home).items()}
+    targets = {path: row["mask_kind"] for path, row in planned_samples(home).items()}
     assert targets == dict.fromkeys(made(home), "made") and targets

@@ -10,7 +10,7 @@ from tests.stages.discovery.missing_files import again, files, prepared
 
 @pytest.fixture
 def lacking(project, built):
-    """Four photos, encoded while 0.png was not there."""
+    """Four photos, encoded while 0.png was missing."""
     return built(project(), encode_without_the_first)
 
 
@@ -65,8 +65,8 @@ def test_run_passes_or_stops_as_index_does(lacking, forked_programs) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(200, 300), long((300, 300))])
-def test_index_does_not_hide_what_a_stopped_stage_rejected(project, forked_programs, shape: tuple[int, int]) -> None:
-    """Of eight photos six are damaged: in a unit of their own, after which the stage stops, or in one with the rest."""
+def test_index_reports_the_rejects_of_a_stopped_stage(project, forked_programs, shape: tuple[int, int]) -> None:
+    """Six of eight photos are damaged: in a separate unit, after which the stage stops, or in one unit with others."""
     home = project(cache={"unit_mib": 1})
     for number in range(8):
         path = home.image(f"{number}.jpg", (300, 300) if number < 6 else shape, f"picture {number}", number)
@@ -85,7 +85,7 @@ def test_index_does_not_hide_what_a_stopped_stage_rejected(project, forked_progr
     report = home.run(index.run, raised)
     assert (report.exit_code, report.done, len(report.rejects)) == (0, 2, 6)
     report = home.run(run.run, raised, "stages.order=[encode-latents, index]")
-    assert (report.exit_code, len(report.rejects)) == (0, 6), "each once"
+    assert (report.exit_code, len(report.rejects)) == (0, 6), "each sample once"
     step, rejects = report.next_steps
-    assert step.startswith("latentpress encode-latents --config ") and "--retry-rejects   # once the cause" in step
+    assert step.startswith("latentpress encode-latents --config ") and "--retry-rejects   # " in step
     assert rejects.startswith("latentpress status --rejects ")

@@ -1,4 +1,4 @@
-"""Near-duplicates of real photographs, from what `features` finds to what `bucket` leaves out and holds out."""
+"""Near-duplicates of real photographs in `features`, and their exclusion and hold-out in `bucket`."""
 
 import io
 import shutil
@@ -23,41 +23,43 @@ from tests.project import Project
 from tests.stages.encoding.features.photographs import photograph
 
 pytestmark = pytest.mark.slow
-#: Copies of chelsea.png, and of others; chelsea.png is the largest.
+#: Copies of chelsea.png and of other pictures; chelsea.png is the largest copy.
 COPIES = ("small.png", "cropped.png", "mirrored.png", "compressed.png")
 
 
 @pytest.fixture
 def home(project: Any, tiny: Any) -> Project:
-    """Four photographs, copies of one, and in another dataset a soft copy of another."""
-    made = project("kandinsky5-image-t2i", features={"model": str(tiny("dinov2")), "size": 84})
-    made.settings["stages"] |= {"features": {"threads": 1, "readers": 1}}
-    made.settings["datasets"].append({**made.settings["datasets"][0], "id": "more", "instance_data_dir": "more"})
-    (made.folder / "more").mkdir()
-    made.media.mkdir(parents=True, exist_ok=True)
+    """Four photographs with copies of one; another dataset has a soft copy of a second photograph."""
+    home_project = project("kandinsky5-image-t2i", features={"model": str(tiny("dinov2")), "size": 84})
+    home_project.settings["stages"] |= {"features": {"threads": 1, "readers": 1}}
+    home_project.settings["datasets"].append(
+        {**home_project.settings["datasets"][0], "id": "more", "instance_data_dir": "more"}
+    )
+    (home_project.folder / "more").mkdir()
+    home_project.media.mkdir(parents=True, exist_ok=True)
 
-    def put(name: str, image: Image.Image) -> None:
-        image.save(made.media / name)
-        (made.media / name).with_suffix(".txt").write_text(name)
+    def save(name: str, image: Image.Image) -> None:
+        image.save(home_project.media / name)
+        (home_project.media / name).with_suffix(".txt").write_text(name)
 
     for name in ("chelsea.png", "coffee.png", "astronaut.png", "rocket.png"):
-        put(name, photograph(name if name != "rocket.png" else "rocket.jpg").reduce(2))
+        save(name, photograph(name if name != "rocket.png" else "rocket.jpg").reduce(2))
     cat = photograph("chelsea.png").reduce(2)
-    put("small.png", cat.resize((160, 106)))
-    put("cropped.png", cat.crop((30, 10, 200, 140)))
-    put("mirrored.png", cat.crop((10, 0, cat.width, cat.height)).transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    save("small.png", cat.resize((160, 106)))
+    save("cropped.png", cat.crop((30, 10, 200, 140)))
+    save("mirrored.png", cat.crop((10, 0, cat.width, cat.height)).transpose(Image.Transpose.FLIP_LEFT_RIGHT))
     with io.BytesIO() as file:
         cat.save(file, "JPEG", quality=40)
-        put("compressed.png", Image.open(file))
+        save("compressed.png", Image.open(file))
     soft = photograph("coffee.png").reduce(2).filter(ImageFilter.GaussianBlur(1))
-    soft.save(made.folder / "more" / "soft.png")
-    (made.folder / "more" / "soft.txt").write_text("soft")
-    made.run(discover.run)
-    return made
+    soft.save(home_project.folder / "more" / "soft.png")
+    (home_project.folder / "more" / "soft.txt").write_text("soft")
+    home_project.run(discover.run)
+    return home_project
 
 
 def items(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
-    """path -> row of the table, with the path of the best in place of its media id."""
+    """Path -> row of the table, with the path of the best copy instead of its media id."""
     store, config = Store(home.root), home.config(*overrides)
     media = {dataset.id: read_configured_media(store, dataset) for dataset in config.datasets}
     table = read_item_table(store, find_item_table(config, media))
@@ -74,8 +76,8 @@ def table_bytes(home: Project) -> bytes:
     return path.read_bytes()
 
 
-def planned(home: Project) -> dict[str, str]:
-    """path -> role, of the newest plan of samples."""
+def planned_roles(home: Project) -> dict[str, str]:
+    """Path -> role in the newest plan of samples."""
     store = Store(home.root)
     every = [plans.load_plan(store, name) for name in plans.list_plans(store)]
     plan = [plan for plan in every if plan.kind == "samples"][-1]
@@ -92,8 +94,8 @@ def test_copies_are_found_and_the_best_of_each_group_stays(home: Project) -> Non
         "soft.png": "coffee.png",
     }
     before = table_bytes(home)
-    again = home.run(features.run)
-    assert (again.done, again.details["near_duplicates"]) == (0, report.details["near_duplicates"])
+    second_report = home.run(features.run)
+    assert (second_report.done, second_report.details["near_duplicates"]) == (0, report.details["near_duplicates"])
     assert table_bytes(home) == before
 
 
@@ -118,13 +120,13 @@ def test_of_many_pairs_the_likeliest_are_looked_at_until_none_of_some_thousand_i
 
 @pytest.mark.long
 def test_parts_make_the_same_table_and_the_last_of_them_makes_it(home: Project) -> None:
-    other = Project(home.folder.with_name("other"), home.settings)
-    shutil.copytree(home.folder, other.folder, symlinks=True)
+    second_project = Project(home.folder.with_name("other"), home.settings)
+    shutil.copytree(home.folder, second_project.folder, symlinks=True)
     home.run(features.run, "cache.unit_mib=1")
-    first = other.run(features.run, "cache.unit_mib=1", shard="0/2")
-    assert "once" in first.details["items"] and not (other.root / "items").exists()
-    other.run(features.run, "cache.unit_mib=1", shard="1/2")
-    assert table_bytes(other) == table_bytes(home)
+    first = second_project.run(features.run, "cache.unit_mib=1", shard="0/2")
+    assert "once" in first.details["items"] and not (second_project.root / "items").exists()
+    second_project.run(features.run, "cache.unit_mib=1", shard="1/2")
+    assert table_bytes(second_project) == table_bytes(home)
 
 
 @pytest.mark.long
@@ -140,8 +142,8 @@ def test_clusters_and_distances_are_columns_that_a_filter_and_the_page_show(home
     home.settings["features"]["clusters"] = 3
     home.settings["datasets"][0]["where"] = f"cluster == '{center}' and outlier < 3"
     home.run(bucket.run)
-    wanted = {path for path, row in rows.items() if row["cluster"] == center} - {"soft.png"}
-    assert {*planned(home)} - {"soft.png"} == wanted
+    expected = {path for path, row in rows.items() if row["cluster"] == center} - {"soft.png"}
+    assert {*planned_roles(home)} - {"soft.png"} == expected
     home.run(preview.run, plan=True, out=home.folder / "plan.html")
     text = (home.folder / "plan.html").read_text()
     assert f"cluster of {centers['chelsea.png']}" in text and "outlier 0" in text
@@ -156,12 +158,12 @@ def test_clusters_and_distances_are_columns_that_a_filter_and_the_page_show(home
 def test_bucket_counts_them_and_leaves_them_out_where_the_filter_says_so(home: Project) -> None:
     report = home.run(bucket.run)
     assert "latentpress features" in report.details["near_duplicates"]
-    everything = planned(home)
+    everything = planned_roles(home)
     home.run(features.run)
     report = home.run(bucket.run)
     assert {row["dataset"]: row["items"] for row in report.details["near_duplicates"]} == {"photos": 4, "more": 1}
     assert 'where: "duplicate_of is null"' in report.details["near_duplicates"][0]["step"]
-    assert planned(home) == everything and len(everything) == 9
+    assert planned_roles(home) == everything and len(everything) == 9
     page = home.folder / "plan.html"
     home.run(preview.run, plan=True, out=page)
     text = page.read_text()
@@ -169,7 +171,7 @@ def test_bucket_counts_them_and_leaves_them_out_where_the_filter_says_so(home: P
     for dataset in home.settings["datasets"]:
         dataset["where"] = "duplicate_of is null and sharpness > 20"
     report = home.run(bucket.run)
-    assert set(planned(home)) == {"chelsea.png", "coffee.png", "astronaut.png", "rocket.png"}
+    assert set(planned_roles(home)) == {"chelsea.png", "coffee.png", "astronaut.png", "rocket.png"}
     assert all(row["step"].startswith("filtered by") for row in report.details["near_duplicates"])
     (home.media / "new.png").write_bytes((home.folder / "more" / "soft.png").read_bytes())
     photograph("camera.png").reduce(2).save(home.media / "camera.png")
@@ -181,7 +183,7 @@ def test_bucket_counts_them_and_leaves_them_out_where_the_filter_says_so(home: P
     assert "latentpress features" in caught.value.next_step
     assert home.run(features.run).done == 1
     home.run(bucket.run)
-    assert set(planned(home)) == {"chelsea.png", "coffee.png", "astronaut.png", "rocket.png", "camera.png"}
+    assert set(planned_roles(home)) == {"chelsea.png", "coffee.png", "astronaut.png", "rocket.png", "camera.png"}
 
 
 @pytest.mark.long
@@ -192,20 +194,20 @@ def test_a_group_is_on_one_side_of_what_is_held_out_and_without_features_nothing
         for path, row in items(home).items()
     }
     fraction = float(max(draws["chelsea.png"], draws["coffee.png"]) + 1e-6)
-    assert max(draws[name] for name in COPIES) > fraction < draws["rocket.png"], "other pictures would show it"
+    assert max(draws[name] for name in COPIES) > fraction < draws["rocket.png"], "other pictures would reveal it"
     section = home.settings.pop("features")
     home.settings["datasets"][0]["eval_fraction"] = fraction
     home.run(bucket.run)
-    without = planned(home)
+    without = planned_roles(home)
     assert {path: role == "eval" for path, role in without.items()} == {
         path: draw < fraction and path != "soft.png" for path, draw in draws.items()
     }
     home.settings["features"] = section
     home.run(bucket.run)
-    roles = planned(home)
+    roles = planned_roles(home)
     assert {roles[name] for name in ("chelsea.png", *COPIES)} == {"eval"}
     assert all(roles[name] == without[name] for name in ("chelsea.png", "coffee.png", "astronaut.png", "rocket.png"))
-    assert "soft.png" not in roles  # of a dataset that is trained on, and coffee.png is held out
+    assert "soft.png" not in roles  # its dataset is trained on, but coffee.png is held out
     home.settings["features"]["frames"] = 2
     with pytest.raises(NoFeatures):
         home.run(bucket.run)
@@ -220,8 +222,18 @@ def test_a_plan_depends_on_features_only_where_a_filter_or_a_share_says_so(home:
     assert key() == plain
     home.settings["features"] = section
     assert key("features.frames=2") == plain
-    where = "datasets.photos.where=sharpness > 1"
-    assert len({plain, key(where), key(where, "features.frames=2"), key(where, "features.duplicates=false")}) == 4
+    filter_override = "datasets.photos.where=sharpness > 1"
+    assert (
+        len(
+            {
+                plain,
+                key(filter_override),
+                key(filter_override, "features.frames=2"),
+                key(filter_override, "features.duplicates=false"),
+            }
+        )
+        == 4
+    )
     assert key("datasets.photos.eval_fraction=0.5") != key("datasets.photos.eval_fraction=0.5", "features.frames=2")
 
 

@@ -1,4 +1,4 @@
-"""The plan as a page: the pixels that the encoder gets, everything escaped, and no item that stops it."""
+"""The page of a plan: the pixels that the encoder gets, escaped texts, and items that cannot be read."""
 
 import math
 import re
@@ -40,11 +40,11 @@ def test_images_are_shown_as_the_encoder_gets_them_and_what_is_left_out_with_its
     (home.media / "other.png").write_bytes(b"something else")
     report, page = show(home)
     assert (report.done, report.exit_code, len(page.articles)) == (2, 0, 4)
-    [shown] = page.pictures("cropped to 64x64@1: wide.png")
-    assert alike(shown, read_cropped_image(path, rows(home)["wide.png"]["geometry"]))
-    assert not alike(shown, np.asarray(Image.open(path).resize((64, 64))))
+    [picture] = page.pictures("cropped to 64x64@1: wide.png")
+    assert alike(picture, read_cropped_image(path, rows(home)["wide.png"]["geometry"]))
+    assert not alike(picture, np.asarray(Image.open(path).resize((64, 64))))
     drawing = next(one for one in page.of("svg") if "wide.png" in one["aria-label"])
-    assert drawing["viewbox"] == "0 0 200 64"  # whole, in its own shape
+    assert drawing["viewbox"] == "0 0 200 64"  # the full picture with its own aspect ratio
     assert drawing["aria-label"] == "wide.png: full picture, 68.0% cut off"
     assert "M68.00 0.00h64.00v64.00h-64.00z" in [path["d"] for path in page.of("path")]
     assert "200x64 → 64x64@1: resized to 200x64, cropped at (68, 0)" in page.article("wide.png")
@@ -66,12 +66,12 @@ def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
     sample = rows(home)["clip.mp4"]
     times, frames = clip_times(sample["start"], sample["rate"], 17), read_sample_frames(path, sample, "pyav")
     assert sample["start"] > 0
-    shown = page.pictures(" s of clip.mp4")
-    assert len(shown) == 9 and "starts from its first frame" in page.article("clip.mp4")
-    for picture, index in zip(shown, frame_indices(17), strict=True):
+    page_pictures = page.pictures(" s of clip.mp4")
+    assert len(page_pictures) == 9 and "starts from its first frame" in page.article("clip.mp4")
+    for picture, index in zip(page_pictures, frame_indices(17), strict=True):
         assert alike(picture, frames[index]), index
         assert f"{times[index]:.2f} s" in page.article("clip.mp4")
-    assert np.abs(shown[0].astype(int) - shown[-1]).mean() > 50  # they do differ
+    assert np.abs(page_pictures[0].astype(int) - page_pictures[-1]).mean() > 50  # the frames are different
     [drawing] = page.of("image")
     assert alike(decoded(drawing["href"]), read_sample_frames(path, sample | one_frame(64, 48), "pyav")[0])
 
@@ -128,8 +128,8 @@ def test_an_i2i_source_is_shown_beside_its_target(project) -> None:
     planned(home)
     _, page = show(home)
     sample = rows(home)["pair.png"]
-    [shown] = page.pictures("i2i source, cropped: pair.png")
-    assert alike(shown, read_cropped_image(source, sample["source_geometry"]))
+    [picture] = page.pictures("i2i source, cropped: pair.png")
+    assert alike(picture, read_cropped_image(source, sample["source_geometry"]))
     assert "regularization" in page.article("pair.png") and "source: pair.png" in page.article("pair.png")
 
 
@@ -145,18 +145,18 @@ def test_a_mask_is_laid_over_what_is_not_trained(project) -> None:
     planned(home)
     _, page = show(home)
     sample = rows(home)["one.png"]
-    [shown] = page.pictures("mask: red is not trained: one.png")
+    [picture] = page.pictures("mask: red is not trained: one.png")
     mask = read_sample_mask(home.folder / "masks" / "one.png", "image", sample["mask_geometry"], [])[0] > 0
     pixels = read_cropped_image(path, sample["geometry"])
-    assert alike(shown[:, 36:], pixels[:, 36:]) and mask[:, 36:].all()
-    left = shown[:, :28].reshape(-1, 3).mean(axis=0)
-    assert left[0] > left[1] + 60 and left[0] > left[2] + 60
+    assert alike(picture[:, 36:], pixels[:, 36:]) and mask[:, 36:].all()
+    left_mean = picture[:, :28].reshape(-1, 3).mean(axis=0)
+    assert left_mean[0] > left_mean[1] + 60 and left_mean[0] > left_mean[2] + 60
 
 
 def test_there_must_be_a_plan(project) -> None:
     home = project(**settings())
     for plan in (True, False):
-        with pytest.raises(LatentpressError, match="there is no plan"):
+        with pytest.raises(LatentpressError, match="plan"):
             home.run(partial(preview.run, plan=plan))
 
 
@@ -174,20 +174,20 @@ def test_a_plan_whose_older_part_was_removed_is_named(project) -> None:
 
 
 def plan_page(word: str) -> Page:
-    """A page whose every text is `word`: a sample that cannot be shown, an image, and a clip."""
+    """A page in which all texts are `word`, with a sample that cannot be shown, an image and a clip."""
     place = dict.fromkeys(("dataset", "path", "source_path", "mask_path"), word)
     place |= {"role": "eval", "regularization": True, "repeats": 2, "weight": 2.0}
     cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
     sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
     shape, dot = {"width": 60, "height": 48, "lost": 0.2, "stretched": 0.0}, np.zeros((1, 10, 10, 3), np.uint8)
     clip = sample | {"kind": "video", "start": 0.5, "rate": 12.0, "condition": "first-frame"}
-    found = MediaError("missing", word, word, word), SamplePixels(dot, (dot,), dot, dot[0])
-    items = [(PlanSample(place, kind, shape), result) for kind in (sample, clip) for result in found]
+    results = MediaError("missing", word, word, word), SamplePixels(dot, (dot,), dot, dot[0])
+    items = [(PlanSample(place, kind, shape), result) for kind in (sample, clip) for result in results]
     line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word], "latents_mib": 1.5}
     cards = [plan_card(item, [word, "", word, word], result) for item, result in items]
     sections = [Section(word, word, line, word, cards), Section(word, table=[line])]
     pieces = list(render_template("preview.html", title=word, intro=[word], buckets=[line], sections=sections))
-    assert len(pieces) > len(cards)  # it is rendered an item at a time
+    assert len(pieces) > len(cards)  # the page is rendered item by item
     return Page(b"".join(pieces).decode())
 
 

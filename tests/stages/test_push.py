@@ -1,4 +1,4 @@
-"""`latentpress push`: what is uploaded, the model card, and what is told where the hub refuses or the network fails."""
+"""`latentpress push`: uploaded files, the model card, and errors if the Hub refuses or the network fails."""
 
 import getpass
 import json
@@ -28,14 +28,14 @@ CAPTION = "a caption that nobody else should read"
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
     prompts = [{"name": "one", "prompt": "a tabby | cat", "negative_prompt": "blurry <b>"}]
-    made = project(
+    home_project = project(
         validation={"size": "64x48", "prompts": prompts},
         train={"run": "run", "steps": 40, "adapter": {"rank": 4}},
         hub={"repo": REPO, "license": "apache-2.0", "tags": ["cats"]},
     )
-    made.image("cat.png", caption=CAPTION)
-    made.config()
-    return made
+    home_project.image("cat.png", caption=CAPTION)
+    home_project.config()
+    return home_project
 
 
 def finished(home: Project, *overrides: str) -> FakeRun:
@@ -82,18 +82,18 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
     assert {"lora", "diffusers", "cats"} <= set(about["tags"]) and about["library_name"] == "diffusers"
     assert about["widget"] == [{"text": "a tabby | cat", "output": {"url": "images/one.jpg"}}]
     assert r"| a tabby \| cat<br>*negative prompt:* blurry &lt;b> |" in card.content
-    assert "Data: 12 samples trained on, 2 held out, 14 texts." in card.content
+    assert "Data: 12 training samples, 2 held-out samples, 14 texts." in card.content
     assert "Eval loss: 0.75 at step 40; lowest 0.5 at step 20." in card.content
     assert "clip score: 0.5 at step 40; best 0.75 at step 20." in card.content
     assert "| train.adapter.rank | 4 |" in card.content
-    again = home.run(push.run)
-    assert (again.done, again.skipped) == (0, 3) and len(models.repositories[REPO].messages) == 1
-    assert again.details["commit"] == report.details["commit"]
+    second_report = home.run(push.run)
+    assert (second_report.done, second_report.skipped) == (0, 3) and len(models.repositories[REPO].messages) == 1
+    assert second_report.details["commit"] == report.details["commit"]
     weights = run.folder / "adapter/pytorch_lora_weights.safetensors"
-    os.utime(weights)  # as in a copy without times
+    os.utime(weights)  # like a copy that does not keep times
     assert home.run(push.run).done == 0
     weights.write_bytes(weights.read_bytes()[::-1])
-    assert home.run(push.run).done == 3, "trained anew"
+    assert home.run(push.run).done == 3, "trained again"
 
 
 @pytest.mark.parametrize("linked", ["adapter", "adapter/pytorch_lora_weights.safetensors"])

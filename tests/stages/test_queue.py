@@ -1,5 +1,5 @@
-"""`latentpress queue`: runs one after the other, whatever becomes of one of them or of the queue's own process. A
-script stands in for `latentpress run`."""
+"""`latentpress queue`: entries run in order, even if one of them fails or the queue's own process is killed. A script
+replaces `latentpress run`."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from stages.pages.ui.child_programs import Start
 from tests.background import LIMIT_S, until
 from tests.project import Project
 
-#: Notes its arguments. A run named "bad" fails, one named "long" waits for the file "go" or a signal.
+#: Records its arguments. A run named "bad" fails; a run named "long" waits for the file "go" or a signal.
 SCRIPT = """#!/bin/sh
 echo "$*" >> {folder}/calls
 case "$*" in
@@ -36,16 +36,16 @@ echo '{{}}'
 
 @pytest.fixture
 def home(project: Callable[..., Project], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """Without a card that another test has."""
-    made = project()
-    script = made.folder / "latentpress"
-    script.write_text(SCRIPT.format(folder=made.folder))
+    """A project that does not share card locks with other tests."""
+    home_project = project()
+    script = home_project.folder / "latentpress"
+    script.write_text(SCRIPT.format(folder=home_project.folder))
     script.chmod(0o755)
     (tmp_path / "cards").mkdir()
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cards"))
     monkeypatch.setattr(queue, "POLL_S", 0.02)
-    return made
+    return home_project
 
 
 def add(home: Project, *names: str) -> RunQueue:
@@ -59,13 +59,13 @@ def states(queue_: RunQueue) -> dict[str, str]:
 
 
 def calls(home: Project) -> list[str]:
-    """The runs that were started, by name, in order."""
+    """Names of the started runs, in order."""
     path = home.folder / "calls"
     return [line.rpartition("train.run=")[2].split()[0] for line in path.read_text().splitlines()]
 
 
 def work(home: Project) -> Callable[[], Report]:
-    """The queue, worked off in a thread: what ends it and returns the report."""
+    """Run the queue in a thread. Returns a function that waits for its end and returns the report."""
     options, reports = Options(home.folder / "pipeline.yaml"), list[Report]()
     config = home.config()
     thread = threading.Thread(target=lambda: reports.append(queue.run(config, options, Console(), verb="run")))
@@ -112,11 +112,11 @@ def test_killed_it_goes_on_with_the_same_run_and_never_two_at_once(home: Project
     end = work(home)
     until(lambda: runs.read().find(1).attempts == 2, "a second attempt")
     with queue.CardLock(None) as card:
-        assert not card.acquire(), "the run that the killed one had started has it"
+        assert not card.acquire(), "the run that the killed queue had started holds the lock"
     assert calls(home) == ["long"]
-    with pytest.raises(QueueError, match="another program works this queue off: process"), runs.working(0):
+    with pytest.raises(QueueError, match="process"), runs.working(0):
         pass
-    (home.folder / "go").touch()  # the orphan ends, and so will the next
+    (home.folder / "go").touch()  # the orphan ends, and the next run also ends
     assert end().done == 2
     assert calls(home) == ["long", "long", "second"]
 
@@ -149,10 +149,10 @@ def test_it_waits_for_what_the_page_has_started(home: Project) -> None:
 def test_two_cards_at_once_and_one_never(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def holds(*devices: str | None) -> list[bool]:
         locks = [queue.CardLock(device) for device in devices]
-        held = [lock.acquire() for lock in locks]
+        results = [lock.acquire() for lock in locks]
         for lock in locks:
             lock.__exit__()
-        return held
+        return results
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert holds("cuda:0", "cuda:1", "cuda:0", None) == [True, True, False, False]

@@ -27,16 +27,16 @@ def make_page(project: Callable[..., Project]) -> Path:
     home.run(discover.run)
     home.run(bucket.run)
     runs = [FakeRun(home, "first"), FakeRun(home, "second")]
-    for made in runs:
-        made.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 41)), eval_line(40, 1.5))
+    for fake_run in runs:
+        fake_run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 41)), eval_line(40, 1.5))
         for step in range(0, 41, 5):
-            made.latent(step, "one", prompt=hostile, negative_prompt=hostile)
-            made.clip(step, "one", size=(128, 96))
+            fake_run.latent(step, "one", prompt=hostile, negative_prompt=hostile)
+            fake_run.clip(step, "one", size=(128, 96))
     return Path(home.run(report.run, runs=["first", "second"]).details["page"])
 
 
 def test_a_page_in_a_browser(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
-    """Plots have their points, clips play, a phone scrolls down only, keys reach everything, nothing is requested."""
+    """Plots have points, clips play, a phone scrolls only down, keys reach all controls, and no request is sent."""
     page_path = make_page(project)
     for size, scheme in (("desktop", "light"), ("phone", "dark")):
         width, height = SIZES[size]
@@ -45,24 +45,26 @@ def test_a_page_in_a_browser(project: Callable[..., Project], browser: Any) -> N
         )
         page, requests = context.new_page(), []
         errors = note_errors(page)
-        page.on("request", lambda request, found=requests: found.append(request.url))
-        page.on("dialog", lambda dialog, found=errors: found.append("a script of a caption ran"))
+        page.on("request", lambda request, entries=requests: entries.append(request.url))
+        page.on("dialog", lambda dialog, entries=errors: entries.append("a script of a caption ran"))
         page.goto(page_path.as_uri())
         assert errors == [] and not [url for url in requests if not url.startswith(("data:", "blob:", "file:"))]
         assert [url for url in requests if url.startswith("file:")] == [page_path.as_uri()]
 
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        back, text = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
-        assert _brightness(back) > 200 > 100 > _brightness(text) or scheme == "dark"
-        assert _brightness(back) < 50 < 200 < _brightness(text) or scheme == "light"
+        background, text = (
+            page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color")
+        )
+        assert _brightness(background) > 200 > 100 > _brightness(text) or scheme == "dark"
+        assert _brightness(background) < 50 < 200 < _brightness(text) or scheme == "light"
         label = page.evaluate("getComputedStyle(document.querySelector('.chart text')).fill")
         assert (_brightness(label) > 120) == (scheme == "dark")
 
         box = page.locator(".legend input").first
         box.focus()
         page.keyboard.press("Space")
-        shown = page.evaluate("[...document.querySelectorAll('#plot-loss g')].map((curve) => curve.style.display)")
-        assert shown == ["none", "", "", ""], "a curve is hidden by a key"
+        displays = page.evaluate("[...document.querySelectorAll('#plot-loss g')].map((curve) => curve.style.display)")
+        assert displays == ["none", "", "", ""], "a key hides a curve"
         if size == "phone":
             assert page.evaluate(CUT_OFF) == []
             finger_scrolls(context, page)
@@ -97,7 +99,7 @@ def values_and_zoom(page: Any) -> None:
 
 
 def finger_scrolls(context: Any, page: Any) -> None:
-    """A finger that is drawn over a plot scrolls the page."""
+    """A finger that moves over a plot scrolls the page."""
     page.evaluate("document.getElementById('plot-loss').scrollIntoView()")
     before = page.evaluate("scrollY")
     session = context.new_cdp_session(page)
@@ -111,17 +113,17 @@ def finger_scrolls(context: Any, page: Any) -> None:
 
 
 def _brightness(colour: str) -> float:
-    """Of "rgb(1, 2, 3)" or "#010203", from 0 to 255."""
+    """Brightness of "rgb(1, 2, 3)" or "#010203", 0 to 255."""
     if colour.startswith("#"):
         return sum(int(colour[place : place + 2], 16) for place in (1, 3, 5)) / 3
     return sum(map(int, colour[4:-1].split(","))) / 3
 
 
 def reached_by_tab(page: Any) -> set[str]:
-    """Tags of what has the focus, one after the other."""
-    found = set()
+    """Tags of the focused elements, in order of the Tab key."""
+    tags = set()
     page.locator("nav a").first.focus()
     for _ in range(150):
-        found.add(page.evaluate("document.activeElement.tagName"))
+        tags.add(page.evaluate("document.activeElement.tagName"))
         page.keyboard.press("Tab")
-    return found
+    return tags

@@ -1,4 +1,4 @@
-"""`latentpress run` with webhooks and a repository: they get what they should, and the run does not depend on them."""
+"""`latentpress run` with webhooks and a repository: they get messages and files, and their errors do not stop it."""
 
 import json
 import socket
@@ -18,20 +18,20 @@ pytestmark = pytest.mark.slow
 
 
 def run(home: Project, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, report and log."""
+    """Returns (exit code, report, log)."""
     command = [sys.executable, "-m", "stages.cli", "run", *arguments, "--json"]
-    done = subprocess.run(command, cwd=home.folder, capture_output=True, text=True)
-    return done.returncode, json.loads(done.stdout), done.stdout + done.stderr
+    process = subprocess.run(command, cwd=home.folder, capture_output=True, text=True)
+    return process.returncode, json.loads(process.stdout), process.stdout + process.stderr
 
 
 @pytest.fixture
 def home(project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Project:
-    """Pictures, a webhook that answers, one that is dead, and a repository."""
+    """Pictures, a webhook that answers, a webhook that does not, and a repository."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     monkeypatch.setenv("DEAD_HOOK", f"json://127.0.0.1:{port}/{SECRET}")
-    made = project(
+    home_project = project(
         train={"run": "first", "steps": 4, "batch_size": 2, "threads": 1, "checkpoint_every": 2},
         validation={
             **{"size": "64x64", "steps": 2, "every": 2, "eval_samples": 2},
@@ -41,15 +41,15 @@ def home(project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Pr
         hub={"repo": "me/colors"},
     )
     for number in range(4):
-        made.image(f"{number}.png", (64, 64), f"colour number {number}", number)
-    made.config()
-    return made
+        home_project.image(f"{number}.png", (64, 64), f"colour number {number}", number)
+    home_project.config()
+    return home_project
 
 
-def no_secret(home: Project, said: str) -> None:
+def no_secret(home: Project, log: str) -> None:
     files = [path for path in home.folder.rglob("*") if path.is_file()]
     for secret in (SECRET, TOKEN):
-        assert secret not in said
+        assert secret not in log
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
 
@@ -60,28 +60,30 @@ def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
     models.answer = lambda method, path: 401
     with serve_webhook() as live:
         monkeypatch.setenv("LIVE_HOOK", live.url)
-        code, report, said = run(home)
-        assert code == 3 and report["remaining"] == 1, said
+        code, report, log = run(home)
+        assert code == 3 and report["remaining"] == 1, log
         assert "token" in report["failed"][0]["message"] and "latentpress push" in report["next_steps"][-1]
-        found = live.texts()
+        texts = live.texts()
         unsent = report["details"]["watchers_that_failed"]
         assert [(row["program"], row["exit_code"]) for row in unsent] == [("notify", 3)]
         assert "DEAD_HOOK" in Path(unsent[0]["log"]).read_text()
-        no_secret(home, said)
+        no_secret(home, log)
         models.answer = lambda method, path: 0
-        code, report, said = run(home)
-        assert code == 0 and report["done"] == 0, "with a dead webhook as without"
-        assert live.texts() == found, "nothing is sent again"
-    wanted = [f"validation at step {step} of" for step in (0, 2, 4)] + [f"checkpoint at step {n} of" for n in (2, 4)]
-    assert len(found) == 2 + len(wanted) and all(any(words in text for text in found) for words in wanted)
-    assert "started" in found[0] and "finished" in found[-1]
+        code, report, log = run(home)
+        assert code == 0 and report["done"] == 0, "a dead webhook has no effect"
+        assert live.texts() == texts, "no message is sent twice"
+    beginnings = [f"validation at step {step} of" for step in (0, 2, 4)] + [
+        f"checkpoint at step {n} of" for n in (2, 4)
+    ]
+    assert len(texts) == 2 + len(beginnings) and all(any(words in text for text in texts) for words in beginnings)
+    assert "started" in texts[0] and "finished" in texts[-1]
     assert sum(bool(each["attachments"]) for each in live.received) == 3
     assert report["details"]["hub"] == f"{models.url}/me/colors" and report["remaining"] == 0
     assert {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"} == {
         *models.repositories["me/colors"].files
     }
     assert not (home.folder / "output/first/failure.json").exists()
-    no_secret(home, said)
+    no_secret(home, log)
 
 
 def test_a_stage_that_fails_is_told_with_its_reason(
@@ -89,8 +91,13 @@ def test_a_stage_that_fails_is_told_with_its_reason(
 ) -> None:
     with serve_webhook() as live:
         monkeypatch.setenv("LIVE_HOOK", live.url)
-        given = ["--set", "datasets.photos.instance_data_dir=absent", "--set", "notify.webhooks=[{url_env: LIVE_HOOK}]"]
-        code, report, said = run(home, *given)
+        arguments = [
+            "--set",
+            "datasets.photos.instance_data_dir=absent",
+            "--set",
+            "notify.webhooks=[{url_env: LIVE_HOOK}]",
+        ]
+        code, report, log = run(home, *arguments)
         (text,) = live.texts()
-    assert code == 3 and "failed in discover" in text and "there is no folder" in text, said
+    assert code == 3 and "failed in discover" in text and "there is no folder" in text, log
     assert report["error"]["message"].removeprefix("discover: ") in text

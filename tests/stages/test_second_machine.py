@@ -20,7 +20,7 @@ from tests.background import until
 from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.stages.follow.test_watchers import hold
-from tests.stages.test_decode import put
+from tests.stages.test_decode import write_latent
 
 CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
 
@@ -65,9 +65,9 @@ def test_a_machine_that_sees_the_output_folder_decodes(
     process = start_elsewhere(home, tmp_path / "elsewhere", locks_reach)
     with hold(folder), noting_failure(folder, "train", KeyError):
         try:
-            put(home, "cat", latents["cat"], family, 2)
+            write_latent(home, "cat", latents["cat"], family, 2)
             until((folder / "samples/step-000002/cat.png").exists)
-            put(home, "dog", latents["dog"], family, 4)
+            write_latent(home, "dog", latents["dog"], family, 4)
             until((folder / "samples/step-000004/dog.png").exists)
         except BaseException:
             process.kill()

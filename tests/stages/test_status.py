@@ -1,4 +1,4 @@
-"""What is done and what remains, once and again and again."""
+"""Finished and remaining items, in one report and with --watch."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ def encode_three(home) -> None:
 
 
 def made_with(home: Any) -> dict[str, str]:
-    """stage -> what made its shards."""
+    """Stage -> libraries and hardware that made its shards."""
     return {row["stage"]: row["libraries"] for row in home.run(status.run, everything=True).details["made_with"]}
 
 
@@ -35,12 +35,12 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     def rows() -> dict:
         return {row["stage"]: row for row in encoded.run(status.run).details["stages"]}
 
-    found = rows()
+    stage_rows = rows()
     (training,) = encoded.run(status.run).details["training"]
     assert (training["state"], training["step"]) == ("not started", "0 of 1000")
-    assert (found["discover"]["done"], found["bucket"]["done"]) == (3, 3)
-    assert (found["encode-text"]["done"], found["encode-latents"]["done"]) == (4, 3)
-    assert "encode-vision" not in found and "left" not in found["encode-text"]
+    assert (stage_rows["discover"]["done"], stage_rows["bucket"]["done"]) == (3, 3)
+    assert (stage_rows["encode-text"]["done"], stage_rows["encode-latents"]["done"]) == (4, 3)
+    assert "encode-vision" not in stage_rows and "left" not in stage_rows["encode-text"]
     assert encoded.run(status.run).exit_code == 0
     for name in encoded.shards("latents"):
         (encoded.root / "latents" / name).unlink()
@@ -48,7 +48,7 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     report = encoded.run(status.run)
     assert (report.exit_code, report.next_steps) == (3, ["latentpress encode-latents"])
 
-    # What was removed by hand is named.
+    # A shard that was removed by hand is reported.
     encoded.run(encode_latents.run)
     encoded.run(index.run)
     assert encoded.run(status.run).remaining == 0
@@ -61,7 +61,9 @@ def test_what_is_done_and_what_remains(encoded) -> None:
     report.details["runs"] = encoded.run(status.run).details["runs"] * 3
     report.details["stages"][-1] |= {"done": 10**9, "remaining": 10**9, "mib": 1e12, "left": "123 days, 0:00:00"}
     assert len(report.details["runs"]) >= 3
-    lines = [line for line in report.summary().splitlines() if not line.strip().startswith("/")]  # a path stays whole
+    lines = [
+        line for line in report.summary().splitlines() if not line.strip().startswith("/")
+    ]  # a path is not wrapped
     assert [line for line in lines if cell_len(line) > 100] == []
 
     (name,) = encoded.shards("latents")
@@ -75,28 +77,28 @@ def test_what_is_done_and_what_remains(encoded) -> None:
 
 @pytest.mark.slow
 def test_differences_among_the_shards_of_one_cache_are_reported(project) -> None:
-    """A machine with more threads made one of them."""
+    """A machine with more threads made one of the shards."""
     home = project("sana", cache={"unit_mib": 0.0001})
     for number in range(2):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in (discover, bucket, encode_latents):
         home.run(program.run)
-    made = made_with(home)["encode-latents"]
-    assert "MIXED" not in made and f"torch {version('torch')}" in made and "threads 1" in made
+    libraries = made_with(home)["encode-latents"]
+    assert "MIXED" not in libraries and f"torch {version('torch')}" in libraries and "threads 1" in libraries
     first, _ = home.shards("latents")
     (home.root / "latents" / first).unlink()
     home.run(encode_latents.run, "stages.encode-latents.threads=2")
-    made = made_with(home)
-    assert made["encode-latents"].startswith("MIXED: threads 1 | 2; ")
-    assert made["encode-text"] == "none yet"
+    libraries = made_with(home)
+    assert libraries["encode-latents"].startswith("MIXED: threads 1 | 2; ")
+    assert libraries["encode-text"] == "none yet"
 
 
-def look(*remaining: int):
-    """A status whose encode-text has each of `remaining` in turn."""
-    left = iter(remaining)
+def report_of(*remaining: int):
+    """A function that returns reports in which encode-text has the values of `remaining` in turn."""
+    counts = iter(remaining)
 
-    def now() -> Report:
-        count = next(left)
+    def make_report() -> Report:
+        count = next(counts)
         if count < 0:
             raise KeyboardInterrupt
         row = {"stage": "encode-text", "what": "texts", "done": 9 - count, "remaining": count, "rejects": 0}
@@ -104,12 +106,12 @@ def look(*remaining: int):
             "status", remaining=count, details={"stages": [row | {"items_per_second": "3", "left": "0:00:01"}]}
         )
 
-    return now
+    return make_report
 
 
 def test_watching_prints_a_line_for_each_change_and_ends_when_nothing_remains() -> None:
     out = io.StringIO()
-    report = status.refresh_until_done(look(9, 9, 4, 0), Console(stderr=out), 0.0)
+    report = status.refresh_until_done(report_of(9, 9, 4, 0), Console(stderr=out), 0.0)
     assert report.exit_code == 0
     assert out.getvalue().splitlines() == [
         "encode-text: 0 texts done, 9 remaining",
@@ -122,12 +124,14 @@ def test_watching_prints_a_line_for_each_change_and_ends_when_nothing_remains() 
 def test_watching_goes_on_until_training_is_finished() -> None:
     states = iter(["not started", "running", "running", "stopped", "finished"])
 
-    def now() -> Report:
+    def make_report() -> Report:
         row = {"state": next(states), "step": "5 of 9", "loss": "1", "samples_per_second": "2", "left": "0:00:09"}
         return Report("status", details={"training": [row]})
 
     out = io.StringIO()
-    assert status.refresh_until_done(now, Console(stderr=out), 0.0).details["training"][0]["state"] == "finished"
+    assert (
+        status.refresh_until_done(make_report, Console(stderr=out), 0.0).details["training"][0]["state"] == "finished"
+    )
     assert out.getvalue().splitlines() == [
         "train: not started, step 5 of 9",
         status.NOTHING_RUNS,
@@ -139,13 +143,13 @@ def test_watching_goes_on_until_training_is_finished() -> None:
 
 
 def test_what_is_rarely_wanted_is_shown_on_request(encoded) -> None:
-    short, whole = (encoded.run(status.run, everything=wanted).details for wanted in (False, True))
-    assert short.keys() < whole.keys() and {"made_with", "under_root_mib"} <= whole.keys() - short.keys()
-    assert encoded.run(status.run, json=True).details.keys() >= whole.keys()
+    brief, full = (encoded.run(status.run, everything=everything).details for everything in (False, True))
+    assert brief.keys() < full.keys() and {"made_with", "under_root_mib"} <= full.keys() - brief.keys()
+    assert encoded.run(status.run, json=True).details.keys() >= full.keys()
 
 
 @pytest.mark.slow
-def test_what_was_rejected_is_listed_with_its_remedy(project) -> None:
+def test_rejects_are_listed_with_their_remedy(project) -> None:
     home = project("sana")
     for number in range(12):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
@@ -165,8 +169,8 @@ def test_what_was_rejected_is_listed_with_its_remedy(project) -> None:
     assert "set allow_upscale: true" in rows["small.png"]["remedy"] and rows["0.png"]["remedy"]
     text = " ".join(home.run(status.run, settings, only_rejects=True).summary().split())
     assert all(row[key] in text for row in rows.values() for key in ("path", "reason"))
-    assert rows["small.png"]["message"] in text and "set allow_upscale: true" in text
-    table = home.folder / "new" / "aside.csv"
+    assert rows["small.png"]["message"] in text and "set allow_upscale: true" in text and "into <name>.txt" in text
+    table = home.folder / "new" / "rejects.csv"
     assert home.run(status.run, settings, csv_file=table, dry_run=True).exit_code == 0
     assert not table.exists()
     home.run(status.run, settings, csv_file=table)

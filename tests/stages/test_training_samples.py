@@ -1,4 +1,4 @@
-"""The training sample that a validation prompt names: found by its caption, decoded from its shard, shown in front."""
+"""The training sample of a validation prompt: found by its caption, decoded from its shard, shown first."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from stages.media.video import probe_video
 from stages.pages.training_samples import FOLDER
 from tests.stages.html_page import Page, alike
 from tests.stages.plan_previews import rows
-from tests.stages.test_preview_latents import MODE, again
+from tests.stages.test_preview_latents import MODE, encode_and_decode
 
 
 def validation(size: str, **prompts: str) -> dict[str, Any]:
@@ -44,10 +44,12 @@ def test_a_prompt_that_is_a_caption_has_its_sample_in_front(project) -> None:
     folder = encode_and_validate(home, 16, 1, 8, 8)
     assert [path.name for path in folder.iterdir()] == ["cat"]
     original = read_cropped_image(home.media / "cat.png", rows(home, MODE)["cat.png"]["geometry"])
-    [reconstruction] = again(home, original[None])
-    for name, wanted in (("original", original), ("reconstruction", reconstruction[0])):
-        shown = np.asarray(Image.open(folder / f"cat/{name}.png")).astype(int)
-        assert np.abs(shown - wanted).max() <= (name == "reconstruction"), "a decoded level may be rounded otherwise"
+    [reconstruction] = encode_and_decode(home, original[None])
+    for name, expected in (("original", original), ("reconstruction", reconstruction[0])):
+        picture = np.asarray(Image.open(folder / f"cat/{name}.png")).astype(int)
+        assert np.abs(picture - expected).max() <= (name == "reconstruction"), (
+            "decoded levels may be rounded differently"
+        )
     assert json.loads((folder / "cat/sample.json").read_text())["path"] == "cat.png"
 
     home.run(report.run, MODE)
@@ -70,7 +72,7 @@ def test_the_caption_of_another_file_replaces_it_and_a_missing_original_leaves_t
     (home.media / "second.txt").write_text("a red cat")
     home.run(discover.run, MODE)
     home.run(bucket.run, MODE)
-    home.image("second.png", (64, 64), "a red cat", seed=3)  # no longer the file that was encoded
+    home.image("second.png", (64, 64), "a red cat", seed=3)  # not the encoded file any longer
     home.run(decode.run, MODE)
     assert json.loads((folder / "cat/sample.json").read_text())["path"] == "second.png"
     assert (folder / "cat/reconstruction.png").read_bytes() != before
@@ -86,7 +88,7 @@ def test_a_clip_is_a_clip(project) -> None:
     home = project("kandinsky5-video-t2v", validation=validation("64x48@9", clip="a clip"))
     home.video("clip.mp4")
     folder = encode_and_validate(home, 16, 3, 6, 8)
-    found = [probe_video(folder / f"clip/{name}.mp4") for name in ("original", "reconstruction")]
-    assert [(info.width, info.height, round(info.duration * 12)) for info in found] == [
+    clips = [probe_video(folder / f"clip/{name}.mp4") for name in ("original", "reconstruction")]
+    assert [(info.width, info.height, round(info.duration * 12)) for info in clips] == [
         (80, 48, 9)
     ] * 2  # the bucket of the sample

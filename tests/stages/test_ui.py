@@ -1,4 +1,4 @@
-"""`latentpress ui` by its requests: what is answered, what is refused, and what the programs do that it starts."""
+"""Requests to `latentpress ui`: answers, refusals, and the programs that it starts."""
 
 import http.client
 import socket
@@ -28,18 +28,20 @@ from tests.stages.ui_server import WAIT_S, UiServer, ui_server
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project()
-    made.image("a.png", (64, 48), "a <b>bold</b> caption")
-    return made
+    home_project = project()
+    home_project.image("a.png", (64, 48), "a <b>bold</b> caption")
+    return home_project
 
 
 @pytest.mark.slow
 def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
     assert server.post("/jobs/discover/start").json == {"message": "discover was started"}
-    again = server.post("/jobs/discover/start")
-    assert again.status == 409 and "discover is already running" in again.json["error"]
+    second_answer = server.post("/jobs/discover/start")
+    assert (
+        second_answer.status == 409 and "discover is at work already: it was started at" in second_answer.json["error"]
+    )
     conflict = server.post("/jobs/run/start")
-    assert conflict.status == 409 and "run" in conflict.json["error"] and "stop discover" in conflict.json["next_step"]
+    assert conflict.status == 409 and "run can't start beside discover" in conflict.json["error"]
     ended = server.wait_for_end("discover")
     assert ended.exit_code == 0
     assert "discover: 1 done" in server.get("/logs/discover").text
@@ -90,33 +92,45 @@ def test_a_socket_of_another_site_is_not_opened(server: UiServer) -> None:
 def test_the_token(home: Project) -> None:
     token = Token("a long enough token")
     with ui_server(home, token, host="192.0.2.1") as server:
-        asked = server.get("/")
-        assert asked.status == 303 and asked.headers["location"] == "/login"
+        answer = server.get("/")
+        assert answer.status == 303 and answer.headers["location"] == "/login"
         assert server.get("/", Cookie=f"latentpress-ui-{server.port}=wrong").status == 303
         assert server.post("/jobs/discover/start").status == 401
         assert server.get("/login?code=wrong").status == 403
         code = token.code
-        assert server.request("HEAD", f"/login?code={code}").status == 200, "asks without using it up"
-        once, again = server.get(f"/login?code={code}"), server.get(f"/login?code={code}")
-        assert once.status == 200 and again.status == 403
-        cookie = once.headers["set-cookie"]
+        assert server.request("HEAD", f"/login?code={code}").status == 200, "HEAD does not use the code up"
+        first_login, second_login = server.get(f"/login?code={code}"), server.get(f"/login?code={code}")
+        assert first_login.status == 200 and second_login.status == 403
+        cookie = first_login.headers["set-cookie"]
         assert {"HttpOnly", "SameSite=strict"} <= {part.strip() for part in cookie.split(";")}
         assert "a long enough token" not in cookie
         server.cookie = cookie.partition(";")[0]
         assert server.get("/").status == 200 and server.get("/logs").status == 200
         entered, server.cookie = server.cookie, ""
-        for other in ('a="b', "a=b c", "a=b,c", "a=[1]", 'a={"b": 1}', "a b=c", "a", "=", "\xe9=1", "a=\\", "path=/"):
-            assert server.get("/", Cookie=f"{other}; {entered}").status == 200, other
-            assert server.get("/", Cookie=f"{entered}x; {other}; x{entered}").status == 303, other
+        for other_cookie in (
+            'a="b',
+            "a=b c",
+            "a=b,c",
+            "a=[1]",
+            'a={"b": 1}',
+            "a b=c",
+            "a",
+            "=",
+            "\xe9=1",
+            "a=\\",
+            "path=/",
+        ):
+            assert server.get("/", Cookie=f"{other_cookie}; {entered}").status == 200, other_cookie
+            assert server.get("/", Cookie=f"{entered}x; {other_cookie}; x{entered}").status == 303, other_cookie
         assert token.code == "" and server.get("/login?code=").status == 200
         assert server.post("/login", token="a wrong token").status == 403
-        given = server.post("/login", token="a long enough token").headers["set-cookie"]
-        assert "max-age" in given.lower() and server.get("/", Cookie=given.partition(";")[0]).status == 200
-        name = given.partition("=")[0]
-        expired = token.make_cookie(time_s=time.time() - COOKIE_S - 1)
+        set_cookie = server.post("/login", token="a long enough token").headers["set-cookie"]
+        assert "max-age" in set_cookie.lower() and server.get("/", Cookie=set_cookie.partition(";")[0]).status == 200
+        name = set_cookie.partition("=")[0]
+        expired = token.make_cookie(now=time.time() - COOKIE_S - 1)
         later = f"{int(expired.partition('.')[0]) + 10**6}.{expired.partition('.')[2]}"
-        for wrong in (expired, later, expired.partition(".")[2], "."):
-            assert server.get("/", Cookie=f"{name}={wrong}").status == 303, wrong
+        for invalid in (expired, later, expired.partition(".")[2], "."):
+            assert server.get("/", Cookie=f"{name}={invalid}").status == 303, invalid
 
 
 @pytest.mark.parametrize("addresses", [1, 6])
@@ -124,9 +138,11 @@ def test_half_open_connections_shut_nobody_out(server: UiServer, addresses: int)
     with ExitStack() as opened:
         sources = [(f"127.0.0.{2 + number % addresses}", 0) for number in range(250)]
         place = "127.0.0.1", server.port
-        held = [opened.enter_context(socket.create_connection(place, source_address=source)) for source in sources]
-        for each in held:
-            with suppress(ConnectionError):  # one of those that were closed for others
+        connections = [
+            opened.enter_context(socket.create_connection(place, source_address=source)) for source in sources
+        ]
+        for each in connections:
+            with suppress(ConnectionError):  # the server closed this connection for a newer one
                 each.sendall(b"GET / HTTP/1.1\r\nHost: loc")
         assert server.get("/").status == 200
 
@@ -136,17 +152,17 @@ POST = (
 )
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT", POST])
+@pytest.mark.parametrize("data", [b"", b"GET / HT", POST])
 def test_a_request_that_does_not_come_is_not_waited_for(
-    home: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], sent: bytes
+    home: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data: bytes
 ) -> None:
     monkeypatch.setattr(serve, "REQUEST_S", 0.1)
     home.config()
-    with ui_server(home) as server, socket.create_connection(("127.0.0.1", server.port)) as held:
-        held.settimeout(WAIT_S)
-        held.sendall(sent)
+    with ui_server(home) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(WAIT_S)
+        connection.sendall(data)
         with suppress(ConnectionError):
-            assert held.recv(1000) == b"", "no answer"
+            assert connection.recv(1000) == b"", "the server does not answer"
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -157,7 +173,7 @@ def test_what_is_done_is_run_again(server: UiServer, home: Project) -> None:
 
 
 def test_a_page_that_can_be_made_is_made_when_it_is_opened(server: UiServer, home: Project) -> None:
-    """By the script, which presses the button: asking for the page starts nothing."""
+    """The script of the page presses the button; a request for the page does not start a program."""
 
     def is_due(name: str, button: str) -> bool:
         return f'data-make="start-{button}"' in server.get(f"/{name}").text
@@ -193,15 +209,15 @@ def test_only_documents_of_the_output_are_served(server: UiServer, home: Project
     assert answer.text == "<p>the report</p>"
     policy = answer.headers["content-security-policy"]
     assert "sandbox allow-scripts;" in policy and "allow-same-origin" not in policy and "connect-src 'none'" in policy
-    others = ["run/secret.yaml", ".hidden/page.html", "link.html", "away/outside.html", "../outside.html", "run"]
-    others += [
+    refused_paths = ["run/secret.yaml", ".hidden/page.html", "link.html", "away/outside.html", "../outside.html", "run"]
+    refused_paths += [
         "..%2foutside.html",
         "%2e%2e/outside.html",
         str(home.folder / "outside.html"),
         "a%00.html",
         "run/absent.html",
     ]
-    for name in others:
+    for name in refused_paths:
         assert server.get(f"{base}/{name}").status == 404, name
     assert server.get("/documents/another-key/run/report.html").status == 404
 
@@ -226,14 +242,14 @@ def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Proj
     assert piece["cut"] and len(piece["text"]) <= 65_536 and piece["end"] == log.stat().st_size
     assert server.get("/logs/bucket/tail?file=../starts/bucket.json&from=0").status == 404
     assert server.get("/logs/..%2fbucket").status == 404
-    watchers = home.folder / "output/run/logs"
-    watchers.mkdir(parents=True)
-    (watchers / "report.log").write_text("page made again\n")
+    log_folder = home.folder / "output/run/logs"
+    log_folder.mkdir(parents=True)
+    (log_folder / "report.log").write_text("page made again\n")
     (home.folder / "passwords.log").write_text("secret")
-    (watchers / "link.log").symlink_to(home.folder / "passwords.log")
-    assert "/logs/watcher-report" in server.get("/logs").text
-    assert "page made again" in server.get("/logs/watcher-report").text
-    assert server.get("/logs/watcher-link").status == 404 and server.get("/logs/watcher-..%2f..%2fx").status == 404
+    (log_folder / "link.log").symlink_to(home.folder / "passwords.log")
+    assert "/logs/beside-report" in server.get("/logs").text
+    assert "page made again" in server.get("/logs/beside-report").text
+    assert server.get("/logs/beside-link").status == 404 and server.get("/logs/beside-..%2f..%2fx").status == 404
 
 
 def test_an_invalid_configuration_is_shown_and_starts_nothing(server: UiServer, home: Project) -> None:
@@ -263,7 +279,7 @@ def test_a_dry_run_listens_nowhere(home: Project, monkeypatch: pytest.MonkeyPatc
 
 
 def test_at_an_address_of_its_own_it_asks_for_the_token(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the program starts it, which makes one."""
+    """Like the program starts it, with a generated token."""
     home.config()
     answers: list[tuple[int, str | None]] = []
 
@@ -304,10 +320,10 @@ def test_a_store_is_listed_only_while_somebody_looks_and_not_for_each_look(
     config = home.config("root=s3://bucket/work")
     path = home.folder / "pipeline.yaml"
     page = Site(config, Options(path, ("root=s3://bucket/work",)), look)
-    assert looks == [], "nobody has looked"
+    assert looks == [], "no page was open"
     for _ in range(20):
-        found = page.status()
-        assert isinstance(found, Report) and found.done == 1
+        state = page.status()
+        assert isinstance(state, Report) and state.done == 1
     assert len(looks) == 1
     monkeypatch.setattr("stages.pages.ui.app.REMOTE_S", 0.0)
     until(lambda: isinstance(page.status(), LatentpressError), "a second look, which fails")
@@ -328,7 +344,7 @@ def test_another_root_in_the_configuration_is_not_followed(server: UiServer, hom
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_root_in_a_store(home: Project, s3: S3Server) -> None:
-    """What is there is shown, by few requests however often the page is asked."""
+    """The page shows the content of the store, with few requests to the store for many requests of the page."""
     home.settings["root"] = f"s3://{BUCKET}/work"
     home.run(discover.run)
     home.run(bucket.run)

@@ -1,4 +1,4 @@
-"""Validation prompts without an image: they start from one of the data, the same as long as its file is there."""
+"""Validation prompts without an image use an image of the datasets, the same one as long as its file exists."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +15,8 @@ from tests.project import Project
 from tests.stages.report_run import FakeRun
 
 
-def planned(home: Project) -> dict[str, dict]:
-    """Prompt and size -> the image of the data, as in the newest plan."""
+def planned_images(home: Project) -> dict[str, dict]:
+    """(Prompt, size) -> image of the datasets in the newest plan."""
     home.run(discover.run)
     assert home.run(bucket.run).exit_code == 0
     store = Store(str(home.root))
@@ -32,7 +32,7 @@ def colour(path: Path, value: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "kandinsky5-video-i2v"])
 def test_what_a_prompt_starts_from_is_what_training_starts_from(project: Callable[..., Project], kind: str) -> None:
-    """The condition of the only sample, at its size; another size has its own."""
+    """The condition of the only sample, at its size. Another size has another condition."""
     home, video = project(kind, latents={"posterior": "mode"}), kind.endswith("i2v")
     if video:
         home.video("only.mp4", size=(64, 64), frames=12)
@@ -42,8 +42,8 @@ def test_what_a_prompt_starts_from_is_what_training_starts_from(project: Callabl
         home.settings["datasets"][0]["conditioning_data"] = "sources"
     sizes = [f"64x64{'@9' * video}", f"96x64{'@9' * video}"]
     home.settings["validation"] = {"size": sizes, "prompts": [{"name": "try", "prompt": "a try"}]}
-    images = planned(home)
-    assert "validation prompt try has no image and starts from one of the data, " in home.said
+    images = planned_images(home)
+    assert "validation prompt try has no image" in home.said
     assert [each["path"] for each in images.values()] == [f"only.{'mp4' if video else 'png'}"] * 2
     for program in (encode_text, encode_latents, index):
         assert home.run(program.run).exit_code == 0
@@ -69,17 +69,17 @@ def test_the_choice_stays_while_its_file_is_there(project: Callable[..., Project
         colour(home.folder / "sources" / f"{number}.png", 40 * number)
     prompts = [{"name": name, "prompt": "a try"} for name in ("one", "two", "three")]
     home.settings["validation"] = {"size": "64x64", "prompts": prompts}
-    first = planned(home)
-    assert planned(home) == first and len({each["path"] for each in first.values()}) > 1
+    first = planned_images(home)
+    assert planned_images(home) == first and len({each["path"] for each in first.values()}) > 1
     home.settings["validation"]["prompts"] = [prompts[2], {"name": "four", "prompt": "more"}]
-    assert planned(home)["three 64x64@1"] == first["three 64x64@1"], "other prompts change nothing"
+    assert planned_images(home)["three 64x64@1"] == first["three 64x64@1"], "other prompts change nothing"
     path = first["three 64x64@1"]["path"]
     for folder in (home.media, home.folder / "sources"):
         for file in folder.glob(f"{Path(path).stem}.*"):
             file.rename(file.with_name(f"moved{file.suffix}"))
-    assert planned(home)["three 64x64@1"]["path"] == "moved.png"
+    assert planned_images(home)["three 64x64@1"]["path"] == "moved.png"
     (home.media / "moved.png").unlink()
-    assert planned(home)["three 64x64@1"]["path"] not in ("moved.png", path)
+    assert planned_images(home)["three 64x64@1"]["path"] not in ("moved.png", path)
 
 
 def test_held_out_samples_come_first(project: Callable[..., Project]) -> None:
@@ -91,10 +91,10 @@ def test_held_out_samples_come_first(project: Callable[..., Project]) -> None:
     for name in ("held", "held-sources"):
         colour(home.folder / name / "apart.png", 200 + len(name))
     (home.folder / "held" / "apart.txt").write_text("apart")
-    held = home.settings["datasets"][0] | {"id": "held", "instance_data_dir": "held", "eval": True}
-    home.settings["datasets"].append(held | {"conditioning_data": "held-sources"})
+    held_out = home.settings["datasets"][0] | {"id": "held", "instance_data_dir": "held", "eval": True}
+    home.settings["datasets"].append(held_out | {"conditioning_data": "held-sources"})
     home.settings["validation"] = {"size": "64x64", "prompts": [{"name": "one", "prompt": "a try"}]}
-    (image,) = planned(home).values()
+    (image,) = planned_images(home).values()
     assert image == {"dataset": "held", "role": "source", "path": "apart.png"}
 
 
@@ -105,12 +105,12 @@ def test_the_report_shows_the_image_and_where_it_is_from(project: Callable[..., 
     colour(home.folder / "sources" / "a.png", 250)
     home.image("a.png", (64, 64))
     home.settings["validation"] = {"size": "64x64", "prompts": [{"name": "one", "prompt": "a try"}]}
-    made = FakeRun(home)
+    fake_run = FakeRun(home)
     dataset = home.settings["datasets"][0]["id"]
-    made.latent(3, "one", image={"dataset": dataset, "role": "source", "path": "a.png"})
-    made.picture(3, "one", (1, 2, 3))
-    made.latent(3, "two", image={"dataset": dataset, "role": "source", "path": "gone.png"})
-    made.latent(3, "three", image={"dataset": 5, "role": "../", "path": []})
+    fake_run.latent(3, "one", image={"dataset": dataset, "role": "source", "path": "a.png"})
+    fake_run.picture(3, "one", (1, 2, 3))
+    fake_run.latent(3, "two", image={"dataset": dataset, "role": "source", "path": "gone.png"})
+    fake_run.latent(3, "three", image={"dataset": 5, "role": "../", "path": []})
     page = Path(home.run(report.run).details["page"]).read_text()
     assert f"source from {dataset}: a.png" in page and 'alt="source of one"' in page
     assert 'alt="source of two"' not in page and page.count("can&#39;t be shown") == 2

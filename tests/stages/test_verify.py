@@ -1,4 +1,4 @@
-"""Damage is found, named, and mended by the command that is printed."""
+"""verify finds and reports damage, and the printed command repairs it."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def first(home, kind: str) -> str:
 
 
 def flip(home, kind: str) -> str:
-    """Change one byte of a tensor in the first shard of a kind; its path under the root."""
+    """Change one byte of a tensor in the first shard of a kind. Returns its path under the root."""
     name = first(home, kind)
     spoil(home.root, name)
     return name
@@ -46,7 +46,7 @@ def rewrite(home, rel: str, change) -> None:
     with open_reader(store, rel) as shard:
         meta, rows = shard.meta, [shard.read(i) for i in range(len(shard))]
     change(meta, rows)
-    meta.ids = []  # written whatever the plan says
+    meta.ids = []  # written without a check of the plan
     columns = {name: array.dtype for row in rows for name, array in row.tensors.items()}
     with open_writer(store, rel.rpartition(".")[0], meta, columns) as out:
         for row in rows:
@@ -64,7 +64,7 @@ def test_sound_shards_pass(encoded) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["latents", long("text")])
 def test_a_flipped_byte_is_found_and_the_printed_command_rebuilds_the_same_bytes(encoded, kind) -> None:
-    whole = encoded.shards(kind)
+    shards = encoded.shards(kind)
     path = flip(encoded, kind)
     broken = (encoded.root / path).read_bytes()
     report = encoded.run(verify.run)
@@ -74,9 +74,9 @@ def test_a_flipped_byte_is_found_and_the_printed_command_rebuilds_the_same_bytes
     assert report.next_steps == ["latentpress verify --repair", "latentpress index"]
     repaired = encoded.run(verify.run, repair=True)
     assert (repaired.exit_code, repaired.details["encoded_again"]) == (0, 1)
-    assert encoded.shards(kind) == whole
-    (kept,) = [row["moved_to"] for row in repaired.details["damaged_shards"]]
-    assert (encoded.root / kept).read_bytes() == broken
+    assert encoded.shards(kind) == shards
+    (moved_shard,) = [row["moved_to"] for row in repaired.details["damaged_shards"]]
+    assert (encoded.root / moved_shard).read_bytes() == broken
     assert encoded.run(verify.run).exit_code == 0
 
 
@@ -84,7 +84,7 @@ def test_a_flipped_byte_is_found_and_the_printed_command_rebuilds_the_same_bytes
 def test_repair_encodes_the_damaged_units_alone_and_keeps_each_damaged_file(encoded) -> None:
     shards = sorted(encoded.shards("latents"))
     assert len(shards) > 1
-    (encoded.root / "latents" / shards[-1]).unlink()  # not encoded yet: none of verify's business
+    (encoded.root / "latents" / shards[-1]).unlink()  # not encoded yet, so verify does not report it
     for _ in range(2):
         flip(encoded, "latents")
         assert encoded.run(verify.run, repair=True).exit_code == 0
@@ -92,67 +92,67 @@ def test_repair_encodes_the_damaged_units_alone_and_keeps_each_damaged_file(enco
     assert len(list((encoded.root / "damaged").rglob("*.arrow"))) == 2
 
 
-def test_a_damaged_shard_of_another_configuration_is_only_moved_away(encoded) -> None:
+def test_a_damaged_shard_of_another_configuration_is_only_moved(encoded) -> None:
     store, path = Store(encoded.root), first(encoded, "latents")
     for suffix in ("", "0"):
         meta = ShardMeta("latents", "f" * 24, f"64x64@1-0{suffix}", "64x64@1")
         with open_writer(store, f"latents/{meta.fingerprint}/{meta.unit}", meta, {"latent": "float32"}) as out:
             out.add(ShardRow("a", {"latent": Array.from_numpy(np.zeros((16, 1, 8, 8), np.float32))}))
-            other = out.finish()
+            shard_path = out.finish()
     assert encoded.run(verify.run).exit_code == 0
-    (encoded.root / other).write_bytes((encoded.root / path).read_bytes())
+    (encoded.root / shard_path).write_bytes((encoded.root / path).read_bytes())
     report = encoded.run(verify.run, repair=True)
     assert report.exit_code == 4
     assert "under another name" in report.damage[0]["message"]
     assert report.details["damaged_shards"][0]["then"].startswith("not encoded again")
-    assert not (encoded.root / other).exists()
+    assert not (encoded.root / shard_path).exists()
     assert encoded.run(verify.run).exit_code == 0
 
 
 @pytest.mark.slow
-def test_a_tar_is_moved_away_with_its_description(project) -> None:
+def test_a_tar_is_moved_with_its_sidecar(project) -> None:
     home = project("sana", cache={"unit_mib": 0.02, "format": "webdataset"})
     home.image("0.png", (64, 64))
     for program in (discover, bucket, encode_latents):
         home.run(program.run)
-    whole = home.shards("latents")
+    shards = home.shards("latents")
     flip(home, "latents")
     report = home.run(verify.run, repair=True)
     assert report.exit_code == 0
-    assert home.shards("latents") == whole
-    kept = sorted(path.suffix for path in (home.root / "damaged").rglob("*") if path.is_file())
-    assert kept == [".json", ".tar"]
+    assert home.shards("latents") == shards
+    suffixes = sorted(path.suffix for path in (home.root / "damaged").rglob("*") if path.is_file())
+    assert suffixes == [".json", ".tar"]
 
 
 @pytest.fixture
 def exported(encoded) -> tuple[Any, str]:
-    """The project, with its set exported; and the override that makes the export the root."""
+    """Returns (project with an exported set, override that makes the export the root)."""
     encoded.run(index.run)
     encoded.run(export.run, to=str(encoded.folder / "an export"))
     return encoded, f"root={encoded.folder / 'an export'}"
 
 
 def test_a_flipped_byte_in_an_export_is_found_and_mended_by_the_advice(exported) -> None:
-    home, there = exported
+    home, override = exported
     root = home.folder / "an export"
     path = next(root.glob("latents/*/*.arrow"))
-    rel, whole = path.relative_to(root).as_posix(), path.read_bytes()
+    rel, content = path.relative_to(root).as_posix(), path.read_bytes()
     spoil(root, rel)
     damaged = path.read_bytes()
     for repair in (False, True):
-        report = home.run(verify.run, there, repair=repair)
+        report = home.run(verify.run, override, repair=repair)
         assert report.exit_code == 4 and [damage["path"] for damage in report.damage] == [rel]
         (step,) = report.next_steps
         command = shlex.split(step, comments=True)
         assert command == ["latentpress", "export", "--to", str(root)] and "copy the set again" in step
         assert path.read_bytes() == damaged and not (root / "damaged").exists()
     home.run(export.run, to=command[-1])
-    assert path.read_bytes() == whole and home.run(verify.run, there).exit_code == 0
+    assert path.read_bytes() == content and home.run(verify.run, override).exit_code == 0
 
 
 @pytest.mark.parametrize("path", ["../secret.arrow", long("media/photos/media.arrow"), long(None)])
 def test_what_a_set_names_outside_its_shards_is_not_moved(encoded, path) -> None:
-    """As in a root that was copied from elsewhere."""
+    """Such as in a root that is a copy."""
     encoded.run(index.run)
     store = Store(encoded.root)
     [id] = {path.parent.name for path in (encoded.root / "sets").glob("*/set.json")}
@@ -165,8 +165,8 @@ def test_what_a_set_names_outside_its_shards_is_not_moved(encoded, path) -> None
         report = encoded.run(verify.run, repair=repair)
         (row,) = report.damage if not repair else [{"path": f"sets/{id}/shards.arrow", "message": "not a shard below"}]
         assert row["path"] == f"sets/{id}/shards.arrow"
-        assert "not a shard below" in row["message"] or "path is missing" in row["message"]
-        assert report.exit_code == (0 if repair else 4), "index writes the set again"
+        assert "no shard below" in row["message"] or "path is missing" in row["message"]
+        assert report.exit_code == (0 if repair else 4), "index replaces the set"
     assert secret.read_bytes() == b"mine" and (encoded.root / "media/photos/media.arrow").exists()
 
 
@@ -182,12 +182,12 @@ def test_a_pointer_that_leads_nowhere_is_named(encoded, id) -> None:
 def test_a_shard_that_a_training_set_needs_is_missed_and_made_again(encoded) -> None:
     encoded.run(index.run)
     path = encoded.root / first(encoded, "text")
-    whole = path.read_bytes()
+    content = path.read_bytes()
     path.unlink()
     report = encoded.run(verify.run)
     assert report.exit_code == 4 and "training set" in report.damage[0]["message"]
     assert encoded.run(verify.run, repair=True).exit_code == 0
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
 
 
 def test_a_shard_is_compared_with_its_plan(encoded) -> None:
@@ -206,15 +206,15 @@ def test_a_shard_is_compared_with_its_plan(encoded) -> None:
     def invent(meta, rows) -> None:
         meta.rejects.append(RejectedMember("0" * 32, "missing", "x"))
 
-    def both(meta, rows) -> None:
+    def add_and_reject(meta, rows) -> None:
         meta.rejects.append(RejectedMember(rows[0].id, "missing", "x"))
 
     def elsewhere(meta, rows) -> None:
         meta.bucket = "64x64@1"
 
     assert "lacks 1 of its unit's" in message(lose)
-    assert "has 1 members that its unit does not have" in message(invent)
-    assert "both a row and set aside" in message(both)
+    assert "has 1 members that its unit has not" in message(invent)
+    assert "both a row and set aside" in message(add_and_reject)
     assert "it is of bucket '64x64@1'" in message(elsewhere)
 
 
@@ -247,24 +247,24 @@ def test_a_provenance_with_impossible_values_is_damage(encoded, record) -> None:
 @pytest.mark.parametrize("damage", ["flipped", "folder", *map(long, ("cut", "nested", "pipe"))])
 def test_a_damaged_provenance_is_named_and_its_stage_writes_it_again(encoded, damage) -> None:
     [path] = encoded.root.glob("text/*/provenance.json")
-    whole, rel = path.read_bytes(), str(path.relative_to(encoded.root))
+    content, rel = path.read_bytes(), str(path.relative_to(encoded.root))
     path.unlink()
     if damage == "pipe":
         os.mkfifo(path)
     elif damage == "folder":
         path.mkdir()
     else:
-        other = {"cut": whole[:-9], "nested": b"[" * 10**5}
-        path.write_bytes(other.get(damage) or whole.replace(b'"encode-text"', b'"encode-texu"'))
+        contents = {"cut": content[:-9], "nested": b"[" * 10**5}
+        path.write_bytes(contents.get(damage) or content.replace(b'"encode-text"', b'"encode-texu"'))
     report = encoded.run(verify.run)
-    if damage not in ("pipe", "folder"):  # which are no files of the cache
+    if damage not in ("pipe", "folder"):  # these are not files of the cache
         assert [row["path"] for row in report.damage] == [rel] and report.next_steps == ["latentpress encode-text"]
     if damage == "folder":
-        with pytest.raises(StoreError, match="a folder is where a file belongs"):
+        with pytest.raises(StoreError, match="folder"):
             encoded.run(encode_text.run)
         path.rmdir()
     encoded.run(encode_text.run)
-    assert path.read_bytes() == whole and encoded.run(verify.run).exit_code == 0
+    assert path.read_bytes() == content and encoded.run(verify.run).exit_code == 0
 
 
 def test_a_shard_that_the_disk_can_not_read_is_no_damage(encoded, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Pictures and scores while several ranks train, and while shards are encoded beside training: real processes."""
+"""Pictures and scores while several ranks train, and while shards are encoded during training, in real processes."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from trainer import validation
 
 pytestmark = pytest.mark.slow
 TRAINING = {"run": "run", "steps": 2, "batch_size": 1, "threads": 1, "trackers": []}
-STEPS = (0, 2)  # validated
+STEPS = (0, 2)  # steps with a validation
 
 
 def validated(*names: str, **more: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def validated(*names: str, **more: Any) -> dict[str, Any]:
 
 
 def before_latents(wait: Callable[[str, int], None]) -> None:
-    """Let wait(name, step) be called before the trainer writes a validation latent."""
+    """Call wait(name, step) before the trainer writes a validation latent."""
     write = validation.write_tensors
 
     def wait_and_write(tensors: Any, path: Path, metadata: Any) -> None:
@@ -71,7 +71,7 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
     tiny: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0 denoises `one`, rank 1 `two`. Rank 1 is late: its latent comes when the other one is decoded."""
+    """Rank 0 denoises `one` and rank 1 `two`. Rank 1 writes its latent after the latent of rank 0 was decoded."""
     home = project(train=TRAINING, validation=validated("one", "two", scores={"clip": str(tiny("clip"))}))
     scores = home.folder / "output/run" / SCORES_FILE
     for number in range(2):
@@ -79,13 +79,13 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
     for program in (discover, bucket, encode_text, encode_latents, index):
         home.run(program.run)
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(wait_long_for_training))
-    seen = home.folder / "seen"
+    log_folder = home.folder / "seen"
 
     def wait(name: str, step: int) -> None:
         assert (name == "two") == (os.environ["RANK"] == "1")
         if name == "two":
             until(picture(home, "one", step).exists)
-            with seen.open("a") as file:
+            with log_folder.open("a") as file:
                 file.write(f"{step} {scores.exists() and scores.read_text().count('step')}\n")
         if step == STEPS[-1]:
             until(scores.exists)
@@ -95,8 +95,8 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
     watching = [start(home, program) for program in ("decode", "score")]
     on_two_ranks(home.folder / "pipeline.yaml")
     reports = [json.loads(process.communicate()[0]) for process in watching]
-    assert (reports[0]["done"], reports[0]["exit_code"]) == (4, 0), "each latent once"
-    assert seen.read_text().splitlines()[0] == "0 False", "the validation of step 0 was not scored in part"
+    assert (reports[0]["done"], reports[0]["exit_code"]) == (4, 0), "each latent is decoded once"
+    assert log_folder.read_text().splitlines()[0] == "0 False", "step 0 was not scored before all samples were decoded"
     first = json.loads(scores.read_text().splitlines()[0])
     assert first["step"] == 0 and [sample["name"] for sample in first["samples"]] == ["one", "two"]
     check_pictures(home, "one", "two")
@@ -109,7 +109,7 @@ def wait_for(first: Path) -> None:
 def test_run_is_not_started_once_for_each_rank(
     project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would start every stage, and its watchers."""
+    """Each rank would start all stages and watchers."""
     home = project()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LatentpressError, match="started for each of 2 ranks") as caught:

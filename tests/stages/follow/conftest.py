@@ -13,15 +13,17 @@ from tests.webhook_server import WebhookServer, serve_webhook
 
 @pytest.fixture
 def home(project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A run of 40 steps with two prompts and a webhook; tries follow each other at once."""
+    """A run of 40 steps with two prompts and a webhook; tries follow without a pause."""
     monkeypatch.setattr(messages, "PAUSE_S", 0.01)
     monkeypatch.setattr(notify, "WATCH_S", 0.02)
     monkeypatch.setenv("NO_PROXY", "*")
     prompts = [{"name": "one", "prompt": "a colour"}, {"name": "two", "prompt": "another @everyone"}]
     hooks = {"webhooks": [{"url_env": HOOK}]}
-    made = project(validation={"size": "64x48", "prompts": prompts}, train={"run": "run", "steps": 40}, notify=hooks)
-    made.config()
-    return made
+    home_project = project(
+        validation={"size": "64x48", "prompts": prompts}, train={"run": "run", "steps": 40}, notify=hooks
+    )
+    home_project.config()
+    return home_project
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from cache.runs.training_run import LOCK_NAME
 from tests.project import Project
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
-HOOK, OTHER = "LATENTPRESS_WEBHOOK", "ANOTHER_WEBHOOK"
+HOOK, SECOND_HOOK = "LATENTPRESS_WEBHOOK", "ANOTHER_WEBHOOK"
 
 
 def finish(run: FakeRun) -> None:
@@ -17,7 +17,7 @@ def finish(run: FakeRun) -> None:
 
 
 def trained(home: Project) -> FakeRun:
-    """A run that did 40 steps, with validations at 0, 20 and 40, the pictures of the last one not decoded."""
+    """A run of 40 steps with validations at 0, 20 and 40; the last pictures are not decoded."""
     run = FakeRun(home)
     run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 21)), eval_line(20, 1.5))
     run.metrics(*(step_line(step) for step in range(21, 41)), eval_line(40, 1.25))
@@ -38,7 +38,7 @@ EVENTS += [("validation", 40), ("checkpoint", 40), ("finished", 40)]
 
 @contextmanager
 def training(run: FakeRun) -> Iterator[None]:
-    """While it lasts a trainer is at work in the folder."""
+    """Context in which a trainer is running in the folder."""
     with (run.folder / LOCK_NAME).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

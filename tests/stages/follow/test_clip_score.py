@@ -1,4 +1,4 @@
-"""The CLIP score, against torchmetrics and against the definition."""
+"""The CLIP score, compared with torchmetrics and with its definition."""
 
 import shutil
 from pathlib import Path
@@ -27,27 +27,27 @@ def random_frames(count: int, seed: int = 0) -> np.ndarray:
 
 
 def test_a_score_is_that_of_torchmetrics(clip: ClipScore, tiny: Any) -> None:
-    """Its functional form, with the model and the processor that it would load itself, of the same folder."""
+    """The functional form of torchmetrics, with the model and processor that it would load from the same folder."""
     metrics = pytest.importorskip("torchmetrics.functional.multimodal.clip_score")
     from transformers import AutoTokenizer, CLIPModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     folder = tiny("clip")
-    whole, images, tokens = (kind.from_pretrained(folder) for kind in (CLIPModel, CLIPImageProcessorPil, AutoTokenizer))
+    model, images, tokens = (kind.from_pretrained(folder) for kind in (CLIPModel, CLIPImageProcessorPil, AutoTokenizer))
 
     class Model:
-        """transformers 5 wraps features in an object, which torchmetrics 1.9 does not know."""
+        """transformers 5 wraps features in an object, which torchmetrics 1.9 does not support."""
 
-        config = whole.config
+        config = model.config
 
         def to(self, device: Any) -> "Model":
             return self
 
         def get_image_features(self, pixels: torch.Tensor) -> torch.Tensor:
-            return whole.get_image_features(pixel_values=pixels).pooler_output
+            return model.get_image_features(pixel_values=pixels).pooler_output
 
         def get_text_features(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return whole.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
+            return model.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
 
     def process(text: Any = None, images_: Any = None, **options: Any) -> Any:
         return tokens(text, **options) if text is not None else images(options.pop("images"), return_tensors="pt")
@@ -82,23 +82,23 @@ def test_pixels_are_prepared_as_clip_does_and_large_pictures_are_cropped(clip: C
     cosines = []
     for text in TEXTS:
         with torch.no_grad():
-            found = model(**tokenizer(text, return_tensors="pt"), pixel_values=pixels_1CHW)
-        cosines.append(float(torch.cosine_similarity(found.image_embeds, found.text_embeds)))
+            output = model(**tokenizer(text, return_tensors="pt"), pixel_values=pixels_1CHW)
+        cosines.append(float(torch.cosine_similarity(output.image_embeds, output.text_embeds)))
     assert max(cosines) > 0
-    wanted = [max(0, 100 * cosine) for cosine in cosines]
-    assert [clip.score(frame[None], text) for text in TEXTS] == pytest.approx(wanted, abs=1e-4)
+    expected = [max(0, 100 * cosine) for cosine in cosines]
+    assert [clip.score(frame[None], text) for text in TEXTS] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_long_text_is_cut_as_clip_cuts_it(clip: ClipScore) -> None:
-    """77 tokens, the last of which is the end token: what comes later has no effect."""
+    """77 tokens including the end token: the remaining text has no effect."""
     long = "cat " * 75
     longer = long + "dog moon flower " * 30
     frames = random_frames(8, seed=1)
     alone = [frame[None] for frame in frames]
     assert (clip.find_cut(long), clip.find_cut(longer)) == (None, (257, 77))
-    scores, cut, other = ([clip.score(frame, text) for frame in alone] for text in (long, longer, "dog " + long))
+    scores, cut, other_scores = ([clip.score(frame, text) for frame in alone] for text in (long, longer, "dog " + long))
     assert max(scores) > 0 and scores == cut
-    assert other != pytest.approx(scores, abs=1e-3)
+    assert other_scores != pytest.approx(scores, abs=1e-3)
 
 
 def test_damaged_weights_and_missing_ones_are_named(tiny: Any, tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ NAMES = {"started": "started", "validation at": "validation", "checkpoint at": "
 
 def events(hook: WebhookServer) -> list[tuple[str, int]]:
     """(event, step) of each message."""
-    found = []
+    rows = []
     for text in hook.texts():
         (name,) = [event for words, event in {**NAMES, "failed in": "failed"}.items() if words in text]
         step = re.search(r"step (\d+) of", text)
-        found.append((name, int(step[1]) if step else 0))
-    return found
+        rows.append((name, int(step[1]) if step else 0))
+    return rows
 
 
 def test_watching_sends_what_happens_and_waits_for_the_pictures(
@@ -72,15 +72,15 @@ def test_pictures_that_do_not_come_are_waited_for_only_so_long(
     with training(run):
         home.run(notify.run)
         assert events(hook) == [("started", 1)]
-        old = time.time() - messages.PICTURES_WAIT_S - 1
-        os.utime(run.folder / "validation/step-000000/one.safetensors", (old, old))
+        old_time = time.time() - messages.PICTURES_WAIT_S - 1
+        os.utime(run.folder / "validation/step-000000/one.safetensors", (old_time, old_time))
         home.run(notify.run)
     assert events(hook)[1:] == [("validation", 0)] and "(1 more pictures are not shown)" in hook.texts()[1]
 
 
 @pytest.fixture
 def scored(home: Project) -> FakeRun:
-    """A run with scores, and a validation at step 0 of which all pictures are there."""
+    """A run with scores, and a validation at step 0 with all pictures."""
     home.settings["validation"]["scores"] = {"clip": "org/clip"}
     run = FakeRun(home)
     run.metrics(eval_line(0, 2.0), step_line(1))
@@ -92,7 +92,7 @@ def scored(home: Project) -> FakeRun:
 def test_the_scores_of_a_validation_are_waited_for(home: Project, hook: WebhookServer, scored: FakeRun) -> None:
     with training(scored):
         home.run(notify.run)
-        assert events(hook) == [("started", 1)], "score is at work"
+        assert events(hook) == [("started", 1)], "score is running"
         line = {"step": 0, "scores": {"clip_score": 30.5}}
         (scored.folder / "scores.jsonl").write_text(json.dumps(line) + "\n")
         home.run(notify.run)
@@ -117,16 +117,16 @@ def test_a_failure_is_told_with_its_reason_and_what_follows(home: Project, hook:
     with training(run), pytest.raises(KeyboardInterrupt), noting_failure(run.folder, "train", Finished):
         home.run(notify.run)
         raise KeyboardInterrupt
-    assert events(hook)[2:] == [("started", 3)], "it goes on"
+    assert events(hook)[2:] == [("started", 3)], "the run continues"
     home.run(notify.run)
-    assert len(hook.received) == 3, "to be stopped is no failure"
+    assert len(hook.received) == 3, "a stop is not a failure"
 
 
 def test_a_run_that_was_killed_has_failed(home: Project, hook: WebhookServer) -> None:
     run = FakeRun(home)
     run.metrics(step_line(1))
     with training(run):
-        begin_record(run.folder, "train").update()  # as noting_failure does first
+        begin_record(run.folder, "train").update()  # the first action of noting_failure
         home.run(notify.run)
         assert events(hook) == [("started", 1)]
     home.run(notify.run)

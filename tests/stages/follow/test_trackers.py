@@ -1,4 +1,4 @@
-"""What programs beside the trainer add to TensorBoard and Weights & Biases, read back by their own readers."""
+"""Pictures and scores that watchers add to TensorBoard and Weights & Biases, read back by their own readers."""
 
 import io
 import os
@@ -15,13 +15,13 @@ from stages.pages.pictures import write_output
 
 
 def make_clip(frames: int, size: tuple[int, int]) -> np.ndarray:
-    """Each frame of one grey, brighter than the one before."""
+    """Frames of one gray level each, with increasing brightness."""
     shades = np.arange(frames, dtype=np.uint8) * (255 // frames)
     return np.broadcast_to(shades[:, None, None, None], (frames, size[1], size[0], 3)).copy()
 
 
 def read_gif(data: bytes) -> tuple[list[int], list[int], tuple[int, int]]:
-    """(grey of each frame, its duration in ms, size)."""
+    """Returns (gray level of each frame, durations in ms, size)."""
     greys, durations = [], []
     with Image.open(io.BytesIO(data)) as image:
         for number in range(image.n_frames):
@@ -54,9 +54,9 @@ def test_tensorboard_has_clips_that_play_and_scores(tmp_path) -> None:
         trackers.add_scores(60, {"clip score": 0.5, "eval": 1.0})
     events = EventAccumulator(str(tmp_path / "tensorboard/pictures"))
     events.Reload()
-    (found,) = events.Images("validation/wave")
-    assert (found.step, found.width, found.height) == (30, 64, 48)
-    assert found.encoded_image_string == encode_gif(clip, 10)
+    (image,) = events.Images("validation/wave")
+    assert (image.step, image.width, image.height) == (30, 64, 48)
+    assert image.encoded_image_string == encode_gif(clip, 10)
     events = EventAccumulator(str(tmp_path / "tensorboard/scores"))
     events.Reload()
     assert [(it.step, it.value) for it in events.Scalars("scores/clip score")] == [(30, 0.25), (60, 0.5)]
@@ -88,7 +88,7 @@ def test_weights_and_biases_have_clips_and_scores_in_runs_of_their_own(tmp_path,
 
 @pytest.mark.slow
 def test_the_environment_of_a_launcher_of_several_processes_is_not_waited_for(tmp_path) -> None:
-    """In a process of its own: accelerate looks once."""
+    """In a separate process, because accelerate reads the environment only once."""
     code = """
 import sys
 from pathlib import Path
@@ -98,6 +98,8 @@ from stages.follow.trackers import open_trackers
 with open_trackers(Path(sys.argv[1]), ["tensorboard"], Console(), "scores") as trackers:
     trackers.add_scores(30, {"clip_score": 0.25})
 """
-    others = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=os.environ | others, check=True, timeout=120)
+    launcher_variables = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=os.environ | launcher_variables, check=True, timeout=120
+    )
     assert [*(tmp_path / "tensorboard/scores").glob("events.*")]

@@ -1,4 +1,4 @@
-"""What runs beside training: it is started, listens, is told to finish, and never harms training."""
+"""Watchers: they are started, poll, end after SIGTERM, and never harm training."""
 
 import fcntl
 import os
@@ -27,11 +27,11 @@ from tests.stages.report_run import FakeRun, eval_line
 
 
 def follow() -> None:
-    """A watcher's program."""
+    """The main function of a watcher."""
     print(*sys.argv[1:], flush=True)
     watch = Watch([Path("absent")], 0.01)
     for number, last in enumerate(watch):
-        print("look", number, "last" * last, "told" * watch.is_stopped, flush=True)
+        print("poll", number, "last" * last, "stopped" * watch.is_stopped, flush=True)
 
 
 def fail() -> None:
@@ -58,28 +58,28 @@ def add_programs(mains: tuple[Callable[[], None], ...]) -> None:
 
 @pytest.fixture
 def pretend(forked_programs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """pretend(follow, fail) makes watchers of these functions; none outlives the test."""
-    made: list[ForkedProgram] = []
+    """pretend(follow, fail) makes watchers of these functions, which end with the test."""
+    programs: list[ForkedProgram] = []
 
     class Program(ForkedProgram):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            made.append(self)
+            programs.append(self)
 
-    def make(*mains: Callable[[], None], **given: Any) -> None:
+    def make(*mains: Callable[[], None], **options: Any) -> None:
         Program.prepare = partial(add_programs, mains)
-        monkeypatch.setattr(watchers, "WATCHERS", tuple(Watcher(main.__name__, **given) for main in mains))
+        monkeypatch.setattr(watchers, "WATCHERS", tuple(Watcher(main.__name__, **options) for main in mains))
 
     monkeypatch.setattr(subprocess, "Popen", Program)
     yield make
-    for process in made:
+    for process in programs:
         process.kill()
         process.wait()
 
 
-def beside(home: Project, handler: StopHandler | None = None, **options: Any) -> Watchers:
-    given = Options(home.folder / "pipeline.yaml", ("train.seed=3",), **options)
-    return Watchers(home.config(), given, Console(), handler or StopHandler(stop=lambda: None))
+def make_watchers(home: Project, handler: StopHandler | None = None, **options: Any) -> Watchers:
+    run_options = Options(home.folder / "pipeline.yaml", ("train.seed=3",), **options)
+    return Watchers(home.config(), run_options, Console(), handler or StopHandler(stop=lambda: None))
 
 
 def log(home: Project, name: str) -> str:
@@ -90,38 +90,38 @@ def log(home: Project, name: str) -> str:
 def test_a_watcher_follows_until_its_stage_has_ended(project, pretend) -> None:
     home = project()
     pretend(follow)
-    with beside(home, json=True, device="cpu") as started:
+    with make_watchers(home, json=True, device="cpu") as started:
         started.start("train")
-        until(lambda: "look 2" in log(home, "follow"))
+        until(lambda: "poll 2" in log(home, "follow"))
         started.finish("bucket")
-        assert "told" not in log(home, "follow")
+        assert "stopped" not in log(home, "follow")
         started.finish("train")
-        said = log(home, "follow").splitlines()
-        assert said[0] == f"--config {home.folder}/pipeline.yaml --set train.seed=3 --watch"
-        assert said[-1].endswith("last told") and sum("last" in line for line in said) == 1
+        lines = log(home, "follow").splitlines()
+        assert lines[0] == f"--config {home.folder}/pipeline.yaml --set train.seed=3 --watch"
+        assert lines[-1].endswith("last stopped") and sum("last" in line for line in lines) == 1
     assert started.failed == []
 
 
 def test_one_without_a_stage_follows_until_run_ends(project, pretend) -> None:
     home = project()
     pretend(follow, stage=None)
-    with beside(home) as started:
+    with make_watchers(home) as started:
         started.start()
-        until(lambda: "look" in log(home, "follow"))
-        seen = len(log(home, "follow"))
+        until(lambda: "poll" in log(home, "follow"))
+        length = len(log(home, "follow"))
         started.finish("train")
-        until(lambda: len(log(home, "follow")) > seen)
-    assert "told" in log(home, "follow") and started.failed == []
+        until(lambda: len(log(home, "follow")) > length)
+    assert "stopped" in log(home, "follow") and started.failed == []
 
 
 def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, capsys) -> None:
     home = project()
     pretend(fail, follow)
-    with beside(home) as started:
+    with make_watchers(home) as started:
         started.start("train")
-        until(lambda: "service" in log(home, "fail") and "look" in log(home, "follow"))
+        until(lambda: "service" in log(home, "fail") and "poll" in log(home, "follow"))
         pid = started._running[watchers.WATCHERS[1]].pid
-        lowest = 19  # of Linux, however nice this process is
+        lowest = 19  # the lowest priority of Linux
         expected = min(lowest, os.getpriority(os.PRIO_PROCESS, 0) + watchers.NICENESS)
         assert os.getpriority(os.PRIO_PROCESS, pid) == expected
         os.kill(pid, signal.SIGKILL)
@@ -138,11 +138,11 @@ def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, cap
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys, interrupted) -> None:
-    """Where `run` is interrupted that is no failure: the next run does what is left."""
+    """If `run` is interrupted, this is not a failure, because the next run does the remaining work."""
     home, handler = project(), StopHandler(stop=lambda: None)
     monkeypatch.setattr(watchers, "INTERRUPTED_S" if interrupted else "FINISH_S", 0.2)
     pretend(hang)
-    with beside(home, handler) as started:
+    with make_watchers(home, handler) as started:
         started.start("train")
         until(lambda: "deaf" in log(home, "hang"))
         handler.reason = "SIGTERM" if interrupted else ""
@@ -153,15 +153,15 @@ def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys
 def test_nothing_starts_without_its_library_its_use_or_training(project, pretend, monkeypatch, capsys) -> None:
     home = project()
     pretend(follow, library="absent_library")
-    beside(home).start("train")
+    make_watchers(home).start("train")
     message = capsys.readouterr().err
     assert "follow" in message and "absent_library: pip install -e ." in message
     pretend(follow, applies=lambda config: config.train.seed == 5)
-    beside(home).start("train")
+    make_watchers(home).start("train")
     pretend(follow)
-    beside(home, dry_run=True).start("train")
+    make_watchers(home, dry_run=True).start("train")
     monkeypatch.setattr(watchers, "read_progress", lambda config: SimpleNamespace(state="finished"))
-    beside(home).start("train")
+    make_watchers(home).start("train")
     assert not (home.folder / "output").exists() and capsys.readouterr().err == ""
 
 
@@ -177,9 +177,9 @@ def test_run_ends_well_and_names_the_watcher_that_failed(project, pretend, monke
         return 0, Report(stage, done=1, details={"page": "report.html"}).to_dict()
 
     monkeypatch.setattr(run.StageProcesses, "run", train)
-    made = home.run(run.run, "stages.order=[index,train]")
-    (row,) = made.details["watchers_that_failed"]
-    assert (made.exit_code, made.done, row["program"], row["exit_code"]) == (0, 2, "fail", 1)
+    run_report = home.run(run.run, "stages.order=[index,train]")
+    (row,) = run_report.details["watchers_that_failed"]
+    assert (run_report.exit_code, run_report.done, row["program"], row["exit_code"]) == (0, 2, "fail", 1)
     assert "fail --watch; log: " in home.said
 
 
@@ -191,14 +191,14 @@ def hold(folder: Path) -> Any:
     return file
 
 
-def test_a_watch_ends_with_the_trainer_after_a_last_look(tmp_path) -> None:
+def test_a_watch_ends_with_the_trainer_after_a_last_poll(tmp_path) -> None:
     lock = hold(tmp_path)
-    looks = []
+    polls = []
     for last in Watch([tmp_path / "other", tmp_path], 0.01):
-        looks.append(last)
-        if len(looks) == 3:
+        polls.append(last)
+        if len(polls) == 3:
             lock.close()
-    assert looks == [False, False, False, True]
+    assert polls == [False, False, False, True]
 
 
 def test_a_watch_waits_for_a_trainer_to_begin_but_not_for_ever(tmp_path, monkeypatch) -> None:
@@ -206,42 +206,42 @@ def test_a_watch_waits_for_a_trainer_to_begin_but_not_for_ever(tmp_path, monkeyp
     assert [*Watch([tmp_path], 0.01)][-1] is True
 
 
-def test_a_watcher_of_run_goes_on_between_two_trainers_and_ends_when_run_is_gone(tmp_path, monkeypatch) -> None:
+def test_a_watcher_of_run_continues_between_two_trainers_and_ends_after_run(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(watchers.RUN_PID_VARIABLE, str(os.getppid()))
-    looks = []
+    polls = []
     for last in Watch([tmp_path], 0.01):
-        looks.append(last)
-        if len(looks) == 3:
+        polls.append(last)
+        if len(polls) == 3:
             monkeypatch.setenv(watchers.RUN_PID_VARIABLE, "1" if os.getppid() != 1 else "2")
-    assert looks == [False, False, False, True]
+    assert polls == [False, False, False, True]
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.slow
-def test_the_report_is_made_again_when_there_is_something_new(project, monkeypatch, told) -> None:
-    """Told to finish, it leaves the last page to `run`."""
+def test_the_report_is_made_again_when_there_is_something_new(project, monkeypatch, is_stopped) -> None:
+    """After SIGTERM, `run` makes the last page."""
     home = project()
     trained = FakeRun(home)
-    page, made = trained.folder / "report.html", []
+    page, page_times = trained.folder / "report.html", []
 
-    class Looks(Watch):
+    class Polls(Watch):
         def __init__(self, folders: list[Path]) -> None:
             assert folders == [trained.folder]
             super().__init__(folders)
 
         def __iter__(self) -> Iterator[bool]:
             yield False
-            made.append(page.exists())
+            page_times.append(page.exists())
             trained.metrics(eval_line(3, 0.5))
             yield False
-            made.append(page.stat().st_mtime_ns)
+            page_times.append(page.stat().st_mtime_ns)
             yield False
-            made.append(page.stat().st_mtime_ns)
-            self.is_stopped = told
+            page_times.append(page.stat().st_mtime_ns)
+            self.is_stopped = is_stopped
             yield True
 
-    monkeypatch.setattr(report, "Watch", Looks)
-    done = home.run(report.run, watch=True)
-    assert made[0] is False and made[1] == made[2] and done.details["page"] == str(page)
-    assert (page.stat().st_mtime_ns == made[2]) is told and done.done == 1 - told
+    monkeypatch.setattr(report, "Watch", Polls)
+    last_report = home.run(report.run, watch=True)
+    assert page_times[0] is False and page_times[1] == page_times[2] and last_report.details["page"] == str(page)
+    assert (page.stat().st_mtime_ns == page_times[2]) is is_stopped and last_report.done == 1 - is_stopped
     assert "with 1 validations, samples and scores" in home.said
