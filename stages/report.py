@@ -120,7 +120,7 @@ def _write_page(
     given = [] if names == _own_names(config) else names
     command = shlex.join(["latentpress", "report", *given])
     with activity("gathering curves, samples and data"):
-        pieces, missing = make_page(loaded, options.add_given_options(command), folder)
+        pieces, missing = make_page(loaded, options.complete_commands(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
         file.writelines([*pieces, f"\n<!-- {mark} -->\n".encode()])
         return file.tell(), missing

@@ -178,7 +178,7 @@ def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_sets_asi
     assert read(report, "again") == 1, "the damaged one alone"
     tables = [read_media_table(Store(home.root), name) for name in ("photos", "again")]
     assert tables[0].equals(tables[1]) and len(tables[0]) == 3
-    listed = report.summary().partition("Set aside:")[2]
+    listed = report.summary().partition("Rejected:")[2]
     assert "photos/bad.png  " in listed and "again/bad.png  " in listed
     home.image("0.png", (90, 90))  # changed, new, and with `--rehash`: each once
     home.image("new.png", seed=9)

@@ -63,7 +63,7 @@ def test_options_without_use_are_read_and_not_shown(here):
     assert "--shard" in call(run, "--help", divided=True).stdout
     assert call(run, "--workers", "3", unused=("workers",)).exit_code == OK and seen[0].workers == 3
     refused = call(run, "--shard", "1/3")
-    assert refused.exit_code == USAGE and "can't be divided" in refused.stderr and len(seen) == 1
+    assert refused.exit_code == USAGE and "--shard" in refused.stderr and len(seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_an_interrupt_says_how_to_go_on(here, capsys):
     assert run_program("probe", run, Options()) == INTERRUPTED
     out, err = capsys.readouterr()
     assert out == ""
-    assert "What was finished is kept" in err and "where it stopped" not in err
+    assert "Run the same command again" in err and "where it stopped" not in err
 
 
 def test_the_limit_of_open_files_is_raised_and_named_where_it_is_too_low(here, monkeypatch):
@@ -212,5 +212,5 @@ def test_commands_in_texts_get_the_options_that_were_given(tmp_path) -> None:
         f"latentpress index {given}": f"latentpress index {given}",
         "a latentpress of mine": "a latentpress of mine",
     }
-    assert {text: options.add_given_options(text) for text in cases} == cases
-    assert Options().add_given_options("run `latentpress index`") == "run `latentpress index`"
+    assert {text: options.complete_commands(text) for text in cases} == cases
+    assert Options().complete_commands("run `latentpress index`") == "run `latentpress index`"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.cli.console import LOG_VARIABLE, Console, KeptLog
+from schemas.cli.console import LOG_VARIABLE, Console, RunLog
 from schemas.cli.report import Report
 
 
@@ -17,11 +17,11 @@ def lines_of(path: Path) -> list[str]:
 
 
 def test_all_that_is_said_is_kept_with_the_program_s_name(tmp_path: Path) -> None:
-    run = Console(stdout=io.StringIO(), stderr=io.StringIO(), kept=KeptLog("run"))
+    run = Console(stdout=io.StringIO(), stderr=io.StringIO(), kept=RunLog("run"))
     run.log("before")
     with run.keep_log(tmp_path / "r"):
         run.warn("two\nlines")
-        stage = Console(stdout=io.StringIO(), stderr=io.StringIO(), kept=KeptLog("bucket"))  # which `run` starts
+        stage = Console(stdout=io.StringIO(), stderr=io.StringIO(), kept=RunLog("bucket"))  # which `run` starts
         with stage.keep_log(tmp_path / "other"), stage.progress(2, "plan") as task:
             task.advance(2)
     assert LOG_VARIABLE not in os.environ
@@ -35,7 +35,7 @@ def test_a_terminal_that_is_gone_costs_nothing(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w", buffering=1) as gone:
-        console = Console(stdout=gone, stderr=gone, kept=KeptLog("train"))
+        console = Console(stdout=gone, stderr=gone, kept=RunLog("train"))
         with console.keep_log(tmp_path):
             console.log("one")
             console.log("two")
@@ -48,14 +48,14 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path, full: bool) 
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/train.log").symlink_to("/dev/full" if full else tmp_path / "no/such/folder/log")
     said = io.StringIO()
-    console = Console(stderr=said, kept=KeptLog("train"))
+    console = Console(stderr=said, kept=RunLog("train"))
     with console.keep_log(tmp_path):
         console.log("step 1")
-    assert "step 1" in said.getvalue() and ("no log is kept" in said.getvalue()) != full
+    assert "step 1" in said.getvalue() and ("no log is written" in said.getvalue()) != full
 
 
 def test_an_error_of_the_program_itself_is_kept_with_its_traceback(tmp_path: Path) -> None:
-    console = Console(stderr=io.StringIO(), kept=KeptLog("train"))
+    console = Console(stderr=io.StringIO(), kept=RunLog("train"))
     with pytest.raises(ZeroDivisionError), console.keep_log(tmp_path):
         raise ZeroDivisionError("odd")
     assert lines_of(tmp_path / "logs/train.log")[-1] == "train: ZeroDivisionError: odd"

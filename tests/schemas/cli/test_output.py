@@ -38,16 +38,16 @@ def test_the_summary_lists_what_needs_attention():
     }
     lines = report.summary().splitlines()
     assert lines[:5] == [
-        "probe: 2 done, 1 skipped, 25 set aside",
+        "probe: 2 done, 1 skipped, 25 rejected",
         "  bytes written: 1.5",
         "  stages:",
         "    stage     done",
         "    index  7.12346",
     ]
-    assert lines[6:9] == ["Set aside:", "  p0.png  truncated: it ends", "  p1.png  truncated: it ends"]
+    assert lines[6:9] == ["Rejected:", "  p0.png  truncated: it ends", "  p1.png  truncated: it ends"]
     assert lines[-4:] == [
         "  ... and 5 more",
-        "  all of them, by reason: latentpress status --rejects",
+        "  full list, by reason: latentpress status --rejects",
         "Next:",
         "  latentpress index",
     ]

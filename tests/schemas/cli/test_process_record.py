@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from schemas.cli.console import Console
-from schemas.cli.process_record import NOTES_VARIABLE, find_process_start, is_process, noted, read_notes
+from schemas.cli.process_record import NOTES_VARIABLE, find_process_start, is_process, read_notes, record_program
 from tests.background import until
 
 
 def test_a_note_begins_and_ends_with_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "notes"
     monkeypatch.setenv(NOTES_VARIABLE, str(folder))
-    with noted("bucket") as note:
+    with record_program("bucket") as note:
         (found,) = read_notes(folder)
         assert (found.program, found.process, found.host, found.is_running) == (
             "bucket",
@@ -31,7 +31,7 @@ def test_a_note_begins_and_ends_with_its_program(tmp_path: Path, monkeypatch: py
         note.update(exit_code=3)
     (found,) = read_notes(folder)
     assert found.exit_code == 3 and not found.is_running
-    with pytest.raises(ZeroDivisionError), noted("bucket"):
+    with pytest.raises(ZeroDivisionError), record_program("bucket"):
         raise ZeroDivisionError
     assert read_notes(folder)[0].exit_code == 1
 
@@ -39,7 +39,7 @@ def test_a_note_begins_and_ends_with_its_program(tmp_path: Path, monkeypatch: py
 def test_a_note_says_what_is_being_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NOTES_VARIABLE, str(tmp_path))
     monkeypatch.setattr("schemas.cli.process_record.INTERVAL_S", 0.01)
-    with noted("bucket") as note, io.StringIO() as stderr:
+    with record_program("bucket") as note, io.StringIO() as stderr:
         console = Console(stderr=stderr, note=note)
         with console.progress(8, "reading", "files") as progress:
             progress.advance(2)
@@ -62,10 +62,10 @@ def test_a_note_that_is_damaged_or_can_not_be_written_stops_nothing(
     (tmp_path / "b.json").write_text('{"program": "b", "process": -1, "process_start": "x"}')
     assert read_notes(tmp_path) == [] and read_notes(tmp_path / "absent") == []
     monkeypatch.setenv(NOTES_VARIABLE, str(tmp_path / "a.json"))
-    with noted("bucket") as note:
+    with record_program("bucket") as note:
         note.update(exit_code=0)
     monkeypatch.delenv(NOTES_VARIABLE)
-    with noted("bucket") as note:
+    with record_program("bucket") as note:
         assert note is None
 
 
