@@ -58,7 +58,7 @@ def find_task(environment: Mapping[str, str], total: int | None = None) -> Parti
         tasks = _number(environment, "AWS_BATCH_JOB_ARRAY_SIZE")
     else:
         raise typer.BadParameter(
-            f"'auto' needs a job array of {SCHEDULERS}, and the environment has none of them; write --shard I/N"
+            f"the environment has no job array for 'auto' (supported: {SCHEDULERS}); write --shard I/N"
         )
     tasks = tasks if total is None else total
     if number >= tasks:

@@ -32,7 +32,7 @@ def test_a_name_is_a_device_of_this_machine(monkeypatch, kind, count, name, proc
 @pytest.mark.parametrize(
     ("kind", "count", "name", "here"),
     [
-        ("cuda", 0, "cuda", "sees no accelerator"),
+        ("cuda", 0, "cuda", "finds no accelerator"),
         ("cuda", 1, "cuda:1", "sees 1 cuda device;"),
         ("cuda", 2, "xpu", "sees 2 cuda devices"),
         ("mps", 1, "cuda", "sees 1 mps device"),
@@ -40,7 +40,7 @@ def test_a_name_is_a_device_of_this_machine(monkeypatch, kind, count, name, proc
 )
 def test_a_device_that_is_not_there_never_becomes_another(monkeypatch, kind, count, name, here) -> None:
     set_accelerators(monkeypatch, count, kind)
-    with pytest.raises(DeviceNotFound, match=f"device {name} was asked for") as caught:
+    with pytest.raises(DeviceNotFound, match=f"device {name} is not available") as caught:
         find_device(name)
     assert here.rstrip(";") in caught.value.message and "latentpress doctor" in caught.value.next_step
 

@@ -38,7 +38,7 @@ def test_some_tasks_of_an_array_are_started_again_by_their_numbers():
     again = {"SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_MAX": "11", "SLURM_ARRAY_TASK_COUNT": "2"}
     found = find_task(again | {"SLURM_ARRAY_TASK_ID": "11"}, 16)
     assert (found.number, found.total) == (11, 16)
-    with pytest.raises(typer.BadParameter, match=r"no even range .*auto/N"):
+    with pytest.raises(typer.BadParameter, match=r"evenly spaced.*auto/N"):
         find_task(again | {"SLURM_ARRAY_TASK_ID": "11"})
 
 
@@ -47,7 +47,7 @@ def test_kubernetes_and_aws_batch():
     assert find_task(pod, 4).number == 2
     with pytest.raises(typer.BadParameter, match="auto/N"):
         find_task(pod)
-    with pytest.raises(typer.BadParameter, match="task 2 of 2 can't be"):
+    with pytest.raises(typer.BadParameter, match=r"task number 2 .* 2;"):
         find_task(pod, 2)
     found = find_task({"AWS_BATCH_JOB_ARRAY_INDEX": "5", "AWS_BATCH_JOB_ARRAY_SIZE": "7"})
     assert (found.number, found.total) == (5, 7)
@@ -60,7 +60,7 @@ def test_kubernetes_and_aws_batch():
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "no job array"),  # a batch script of several tasks
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID is ''"),
         (slurm_array(1, 0, 3, SLURM_ARRAY_TASK_ID="x"), "'x'"),
-        (slurm_array(1, 0, 3, SLURM_ARRAY_TASK_COUNT="9"), "no even range"),
+        (slurm_array(1, 0, 3, SLURM_ARRAY_TASK_COUNT="9"), "evenly spaced"),
         ({"AWS_BATCH_JOB_ARRAY_INDEX": "5"}, "AWS_BATCH_JOB_ARRAY_SIZE"),
         ({"JOB_COMPLETION_INDEX": "-1"}, "'-1'"),
     ],
