@@ -460,7 +460,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
             source == "webdataset" and any("://" in location for location in locations)
         )
         columns = "a manifest, a huggingface dataset, or caption_strategy csv, jsonl or parquet"
-        users = {  # option -> whether it is used, and what uses it
+        users = {  # option -> whether it is used, and the feature that uses it
             "instance_prompt": (strategy == "instanceprompt", "caption_strategy: instanceprompt"),
             "captions_per_file": (strategy in ("textfile", "webdataset"), "captions in text files"),
             "caption_file": (in_table, "caption_strategy csv, jsonl or parquet"),

@@ -37,7 +37,7 @@ def test_names_have_what_varies_and_seeds_of_a_group_follow_each_other() -> None
         "cat_96x64x5_guidance4.5_seed8",
     ]
     assert [sample.group for sample in found[:3]] == [*["cat_64x64_guidance1"] * 2, "cat_64x64_guidance4.5"]
-    assert [sample.planned for sample in found] == [0] * 4 + [1] * 4
+    assert [sample.prompt_index for sample in found] == [0] * 4 + [1] * 4
     assert found[0].draw == found[2].draw != found[1].draw, "guidances have the same noise, seeds their own"
 
 
