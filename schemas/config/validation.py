@@ -186,8 +186,8 @@ class SizedPrompt(NamedTuple):
 @dataclass(frozen=True)
 class ValidationSample:
     """A sample that is denoised once in each validation. name: name of its files, made of the prompt's name and
-    the options with several values. group: the name without the seed. prompt_index: index of the prompt and size in the list
-    of `SizedPrompt`. guidance_low: guidance scale of the low-noise expert; None if the model has only one
+    the options with several values. group: the name without the seed. prompt_index: index of the prompt and size in the
+    list of `SizedPrompt`. guidance_low: guidance scale of the low-noise expert; None if the model has only one
     transformer."""
 
     name: str
@@ -228,7 +228,7 @@ def validation_samples(
     other options still apply, for the prompt of the same name or for all prompts. experts: experts of the flavour.
     """
     default = tuple(expert.guidance for expert in experts.values()) if experts else (family.guidance,)
-    set_prompts = sized_prompts(validation) if planned is None else planned
+    set_prompts = sized_prompts(validation) if set_prompts is None else set_prompts
     prompts = {prompt.name: prompt for prompt in validation.prompts}
     sizes = dict[str, list[str | None]]()
     for name, size in set_prompts:
