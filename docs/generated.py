@@ -58,7 +58,7 @@ Generated from the code by `make generated`: the output of `latentpress PROGRAM 
 | 2 | wrong usage or configuration |
 | 3 | work remains or failed; the report lists it, with the next command |
 | 4 | damage was found |
-| 130 | interrupted with Ctrl-C; programs that report their finished work (exit code 3) end with 130 after a second Ctrl-C |
+| 130 | interrupted with Ctrl-C; programs that report finished work (exit code 3): with a second Ctrl-C |
 
 `--json` prints one machine-readable report on standard output; log and progress go to standard error. Its keys are
 snake_case and end with the unit of a number (`latents_mib`).
