@@ -48,23 +48,23 @@ The column "affects" lists the results that are computed again if the option cha
 PROGRAM_PAGE = """\
 # Every program
 
-Made from the code by `make generated`: what `latentpress PROGRAM --help` prints.
+Generated from the code by `make generated`: the output of `latentpress PROGRAM --help`.
 
 ## Exit codes
 
 | code | every program |
 |---|---|
-| 0 | everything is done; members that were rejected are listed and are no failure |
+| 0 | everything is done; rejected items are listed and do not count as failures |
 | 2 | wrong usage or configuration |
-| 3 | work remains or failed; it is listed, with the next command |
+| 3 | work remains or failed; the report lists it, with the next command |
 | 4 | damage was found |
-| 130 | interrupted with Ctrl-C; a program that reports what it has kept (exit code 3) with a second one |
+| 130 | interrupted with Ctrl-C; programs that report finished work (exit code 3): with a second Ctrl-C |
 
 `--json` prints one machine-readable report on standard output; log and progress go to standard error. Its keys are
 snake_case and end with the unit of a number (`latents_mib`).
 
-On a terminal a program shows at its bottom how far it is, what it loads, reads, lists or waits for, and how long is
-left. Elsewhere each of these is a line, once it has lasted for a second, and again every 30 s without progress.
+On a terminal, a program shows its progress, current activities and remaining time at the bottom. Elsewhere, each
+activity is a line after it has lasted for a second, and again every 30 s without progress.
 """
 
 

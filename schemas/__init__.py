@@ -12,11 +12,11 @@ def remove_working_directory() -> None:
     the entry of `python -m`.
     """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    kept = [entry for entry in entries if os.path.isabs(entry)]
-    removed = {"", *(os.path.abspath(entry) for entry in entries if entry not in kept)} - {*kept}
+    absolute = [entry for entry in entries if os.path.isabs(entry)]
+    removed = {"", *(os.path.abspath(entry) for entry in entries if entry not in absolute)} - {*absolute}
     if "PYTHONPATH" in os.environ:
         sys.path[:] = [entry for entry in sys.path if entry not in removed]
-        os.environ["PYTHONPATH"] = os.pathsep.join(kept)
-        if not kept:  # one empty entry would mean the working directory again
+        os.environ["PYTHONPATH"] = os.pathsep.join(absolute)
+        if not absolute:  # one empty entry would mean the working directory again
             del os.environ["PYTHONPATH"]
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -37,11 +37,11 @@ class Progress:
         self.measure: Callable[[], float] | None = None  # returns the units done; called whenever they are shown
         self._clock, self._lock, self._begin = clock, threading.Lock(), clock()
         self._first: tuple[float, float] | None = None  # time and count of the first advance
-        self._text, self._said = "", clock()
+        self._text, self._text_time = "", clock()
 
     def say(self, done: float, text: str) -> None:
         """Set the number of units done, and the text that is shown instead of the count."""
-        self.done, self._text, self._said = done, text, self._clock()
+        self.done, self._text, self._text_time = done, text, self._clock()
 
     def advance(self, n: float = 1) -> None:
         """Add `n` units. In the main thread, raises Stopped if the program was asked to stop."""
@@ -58,12 +58,12 @@ class Progress:
         return self._clock() - self._begin
 
     @property
-    def says(self) -> bool:
+    def has_text(self) -> bool:
         """Whether a text was set by `say`."""
         return bool(self._text)
 
     @property
-    def counts(self) -> bool:
+    def is_counted(self) -> bool:
         """Whether units are counted; False if only the time is shown."""
         return self.total is not None or bool(self.unit)
 
@@ -73,8 +73,8 @@ class Progress:
             self.done = max(self.done, self.measure())
             self._first = self._first or (self._clock(), self.done)
         if self._text:
-            still = self._clock() - self._said
-            return self._text + (f"  ({format_seconds(still)} ago)" if still >= STILL_S else "")
+            age = self._clock() - self._text_time
+            return self._text + (f"  ({format_seconds(age)} ago)" if age >= STILL_S else "")
         words = self._measured()
         if len(words) < 2 and self.seconds >= DELAY_S:
             words.append(format_seconds(self.seconds))
@@ -86,11 +86,11 @@ class Progress:
 
     def _measured(self) -> list[str]:
         """Count, rate and time left; unknown values are omitted."""
-        if not self.counts:
+        if not self.is_counted:
             return []
-        start, counted = self._first or (self._clock(), self.done)
+        start, first_count = self._first or (self._clock(), self.done)
         elapsed = self._clock() - start
-        rate = (self.done - counted) / elapsed if elapsed > 0 else 0.0
+        rate = (self.done - first_count) / elapsed if elapsed > 0 else 0.0
         words = [self._amount(self.done, self.total)]
         if rate > 0:
             words.append(f"{self._amount(float(f'{rate:.3g}') if rate < 100 else round(rate))}/s")

@@ -45,11 +45,11 @@ def frames_available(duration: Any, rate: Any) -> Any:
     round durations. 0 if the duration is not positive, NaN (unknown) or infinite.
     """
     seconds = np.asarray(duration, np.float64)
-    known = np.isfinite(seconds) & (seconds > 0)
+    is_known = np.isfinite(seconds) & (seconds > 0)
     # The limit comes before the product, which would overflow.
-    seconds = np.where(known, np.minimum(seconds, MAX_FRAMES / rate), 0.0)
+    seconds = np.where(is_known, np.minimum(seconds, MAX_FRAMES / rate), 0.0)
     within = np.ceil((seconds - np.minimum(TIME_TOLERANCE, 0.25 / np.asarray(rate))) * rate)
-    return to_python_scalar(np.where(known, np.clip(within, 1, MAX_FRAMES), 0).astype(np.int64))
+    return to_python_scalar(np.where(is_known, np.clip(within, 1, MAX_FRAMES), 0).astype(np.int64))
 
 
 def clip_times(start: float, rate: float, frames: int) -> list[float]:
@@ -136,11 +136,11 @@ def select_clips(
 def _random_starts(free: Ints, seeds: NDArray[np.uint64], clips: int) -> tuple[Ints, Ints]:
     row, number = _number_within_groups(np.full(len(free), clips))
     # Each clip is drawn by its own number, so that a larger `clips` keeps the earlier ones.
-    drawn = to_unit_interval(mix_bits(seeds[row] + (number + 1).astype(np.uint64) * np.uint64(SPLITMIX_GAMMA)))
-    start = np.floor(drawn * (free[row] + 1)).astype(np.int64)
+    draws = to_unit_interval(mix_bits(seeds[row] + (number + 1).astype(np.uint64) * np.uint64(SPLITMIX_GAMMA)))
+    start = np.floor(draws * (free[row] + 1)).astype(np.int64)
     start = np.sort(start.reshape(-1, clips), axis=1).ravel()
-    new = np.append(True, (row[1:] != row[:-1]) | (start[1:] != start[:-1]))[: len(row)]
-    return row[new], start[new]
+    is_new = np.append(True, (row[1:] != row[:-1]) | (start[1:] != start[:-1]))[: len(row)]
+    return row[is_new], start[is_new]
 
 
 def _uniform_starts(free: Ints, clips: int) -> tuple[Ints, Ints]:
@@ -148,19 +148,19 @@ def _uniform_starts(free: Ints, clips: int) -> tuple[Ints, Ints]:
     row, number = _number_within_groups(counts)
     steps = np.maximum(counts - 1, 1)
     # number * free / steps, rounded to the nearest, in two parts, so that no product exceeds 64 bits.
-    whole, rest = np.divmod(free, steps)
-    start = number * whole[row] + (2 * number * rest[row] + steps[row]) // (2 * steps[row])
+    quotient, remainder = np.divmod(free, steps)
+    start = number * quotient[row] + (2 * number * remainder[row] + steps[row]) // (2 * steps[row])
     return row, free // 2 if clips == 1 else start
 
 
 def _chunk_starts(available: Ints, frames: Ints, tail_stride: int, min_frames: int) -> tuple[Ints, Ints, Ints]:
     """tail_stride: temporal stride of a last, shorter clip; 0 for no such clip."""
-    whole, rest = np.divmod(available, frames)
-    tail = np.zeros_like(rest)
+    full_clips, remainder = np.divmod(available, frames)
+    tail = np.zeros_like(remainder)
     if tail_stride:
-        tail = np.where(rest > 0, largest_valid_frames(np.maximum(rest, 1), tail_stride), 0)
-    row, number = _number_within_groups(whole + (tail >= min_frames))
-    return row, number * frames[row], np.where(number < whole[row], frames[row], tail[row])
+        tail = np.where(remainder > 0, largest_valid_frames(np.maximum(remainder, 1), tail_stride), 0)
+    row, number = _number_within_groups(full_clips + (tail >= min_frames))
+    return row, number * frames[row], np.where(number < full_clips[row], frames[row], tail[row])
 
 
 def _number_within_groups(counts: Ints) -> tuple[Ints, Ints]:
@@ -169,8 +169,8 @@ def _number_within_groups(counts: Ints) -> tuple[Ints, Ints]:
     if total > MAX_CLIPS:
         longest = counts.max()
         raise ValueError(
-            f"{total:.0f} clips, {longest} of them of one segment, are more than {MAX_CLIPS}: "
-            "use a larger clip_stride or fewer clips, or leave out the longest videos with max_frames"
+            f"{total:.0f} clips (up to {longest} of one segment) are more than the limit, {MAX_CLIPS}; use a larger "
+            "clip_stride or fewer clips_per_video, or exclude the longest videos with max_frames"
         )
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]

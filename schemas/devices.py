@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: torch's names of accelerators: NVIDIA and AMD (cuda), Intel, Apple, Ascend, Gaudi, Cambricon, Moore Threads, Meta
 ACCELERATORS = ("cuda", "xpu", "mps", "npu", "hpu", "mlu", "musa", "mtia")
 NAME_OF_DEVICE = rf"^(auto|cpu|({'|'.join(ACCELERATORS)})(:[0-9]{{1,3}})?)$"
-DESCRIPTION = "auto, cpu, cuda, cuda:N, xpu, mps or another name of torch's"
+DESCRIPTION = "auto, cpu, cuda, cuda:N, xpu, mps or another device of torch"
 #: Devices that copy weights on one stream while another stream computes.
 STREAM_DEVICES = ("cuda", "xpu")
 #: Devices that share the host's memory, so tensors are not pinned for them.
@@ -43,11 +43,11 @@ def find_device(name: str, process: int = 0) -> "torch.device":
     count = torch.accelerator.device_count() if accelerator is not None else 0
     kind, _, number = name.partition(":")
     if accelerator is None or kind not in ("auto", accelerator.type) or int(number or 0) >= count:
-        here = "no accelerator" if accelerator is None else f"{count} {accelerator.type} device{'s'[: count != 1]}"
+        devices = "no accelerator" if accelerator is None else f"{count} {accelerator.type} device{'s'[: count != 1]}"
         raise DeviceNotFound(
-            f"device {name} was asked for and this torch ({torch.__version__}) sees {here}",
-            "use --device cpu, or install the torch build for your card (docs/install.md, For a GPU); "
-            "`latentpress doctor` says what was found",
+            f"device {name} is not available: torch {torch.__version__} finds {devices}",
+            "Use --device cpu, or install the torch build for your card (docs/install.md, For a GPU). "
+            "`latentpress doctor` lists the devices.",
         )
     if not number and count > 1:
         number = str(process % count)

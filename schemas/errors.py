@@ -16,7 +16,7 @@ EXIT_CODES = (
     "130 interrupted."
 )
 #: Valid for every program, since files are written completely or not at all.
-RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
+RERUN_HINT = "Finished work is stored, and incomplete files are discarded. Run the same command again to continue."
 
 
 class LatentpressError(Exception):

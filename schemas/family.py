@@ -53,7 +53,7 @@ class ReferenceSize:
         scale = np.where(width * height > self.area, np.sqrt(self.area / (width * height)), 1.0)
         scaled = [(side * scale).astype(np.int64) for side in (width, height)]
         sides = [side // self.multiple * self.multiple for side in scaled]
-        offsets = [(side - kept) // 2 for side, kept in zip(scaled, sides, strict=True)]
+        offsets = [(side - cropped) // 2 for side, cropped in zip(scaled, sides, strict=True)]
         return sides[0], sides[1], Crop(*scaled, *offsets)
 
     def refused(self, width: Ints, height: Ints) -> np.ndarray:
@@ -116,10 +116,11 @@ def folded_column(texts: "pa.Array") -> "pa.Array":
     fixed = unclean = texts.filter(is_unclean)
     for pattern, quote in _QUOTES:
         fixed = pc.replace_substring_regex(fixed, pattern, quote)
-    wide = pc.match_substring(fixed, "  ")
-    fixed = pc.replace_with_mask(fixed, wide, pc.replace_substring_regex(fixed.filter(wide), " +", " "))
-    others = pc.invert(pc.match_substring_regex(unclean, _ONLY_TYPOGRAPHY))
-    fixed = pc.replace_with_mask(pc.utf8_trim(fixed, " "), others, map_distinct(unclean.filter(others), folded))
+    is_wide = pc.match_substring(fixed, "  ")
+    fixed = pc.replace_with_mask(fixed, is_wide, pc.replace_substring_regex(fixed.filter(is_wide), " +", " "))
+    needs_ftfy = pc.invert(pc.match_substring_regex(unclean, _ONLY_TYPOGRAPHY))
+    by_ftfy = map_distinct(unclean.filter(needs_ftfy), folded)
+    fixed = pc.replace_with_mask(pc.utf8_trim(fixed, " "), needs_ftfy, by_ftfy)
     return pc.replace_with_mask(texts, is_unclean, fixed)
 
 
@@ -170,16 +171,16 @@ class Template:
 
     def render(self, cleaned: str, *, negative: bool = False) -> str:
         """The exact text that is tokenized for a caption. Some templates do not apply to negative and null prompts."""
-        alone = negative and not self.negative_uses_template
-        return cleaned if alone else self.text.replace("{}", cleaned, 1)
+        is_plain = negative and not self.negative_uses_template
+        return cleaned if is_plain else self.text.replace("{}", cleaned, 1)
 
     def render_column(self, cleaned: "pa.Array", *, negative: bool = False) -> "pa.Array":
         """`render` of n captions."""
         import pyarrow.compute as pc
 
-        alone = negative and not self.negative_uses_template
-        before, after = self.text.split("{}", 1)
-        return cleaned if alone else pc.binary_join_element_wise(before, cleaned, after, "")
+        prefix, suffix = self.text.split("{}", 1)
+        is_plain = negative and not self.negative_uses_template
+        return cleaned if is_plain else pc.binary_join_element_wise(prefix, cleaned, suffix, "")
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class SparseAttention:
     value: str
     side_multiple: int
 
-    def asked(self, transformer_config: Mapping[str, Any]) -> bool:
+    def is_used_by(self, transformer_config: Mapping[str, Any]) -> bool:
         return transformer_config.get(self.key) == self.value
 
 

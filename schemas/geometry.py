@@ -57,7 +57,9 @@ class Bucket:
         anything else."""
         match = _BUCKET_PATTERN.fullmatch(text)
         if match is None:
-            raise ValueError(f"bucket {text!r}: write WIDTHxHEIGHT or WIDTHxHEIGHT@FRAMES, as in 640x384@29")
+            raise ValueError(
+                f"{text!r} is not a bucket; write WIDTHxHEIGHT or WIDTHxHEIGHT@FRAMES, for example 640x384@29"
+            )
         width, height, frames, further = match.groups(default="1")
         sizes = (size.split("x") for size in further.split("+")[1:])
         return cls(int(width), int(height), int(frames), tuple((int(width), int(height)) for width, height in sizes))
@@ -128,7 +130,7 @@ def workable_step(resolution: float, resolution_type: ResolutionType, stride: in
     if stride < 1 or step < 1:
         raise ValueError(f"stride {stride}, step {step}: must be 1 or more")
     if edge < stride:
-        raise ValueError(f"an edge of {edge:g} pixels is less than the stride of {stride}: use a higher resolution")
+        raise ValueError(f"an edge of {edge:g} pixels is less than the stride, {stride}; use a higher resolution")
     return max(1, min(-(-step // stride), math.floor(edge / (LEAST_STEPS * stride)))) * stride
 
 
@@ -139,8 +141,8 @@ def _measure_square(resolution: float, resolution_type: ResolutionType) -> tuple
     area = round(resolution * 1_000_000 if resolution_type == "area" else resolution**2)
     if area > MAX_BUCKET_PIXELS:
         raise ValueError(
-            f"{resolution:g} makes pictures of {area / 1e6:.0f} megapixels (resolution_type {resolution_type}: "
-            f"{RESOLUTION_TYPES[resolution_type]}); at most {MAX_BUCKET_PIXELS / 1e6:.0f}"
+            f"{resolution:g} gives pictures of {area / 1e6:.0f} megapixels (resolution_type {resolution_type}: "
+            f"{RESOLUTION_TYPES[resolution_type]}); valid: at most {MAX_BUCKET_PIXELS / 1e6:.0f}"
         )
     return area, resolution if resolution_type == "pixel" else math.sqrt(area)
 
@@ -165,8 +167,8 @@ def choose_buckets(width: Numbers, height: Numbers, candidates: Sequence[tuple[i
     index = np.array([largest[aspect] for aspect in sorted(largest)], np.int64)
     bucket_width, bucket_height = np.array(candidates, np.float64)[index].T
     # Only the next aspects below and above are compared, by ratios instead of differences of logarithms.
-    above = np.searchsorted(bucket_width / bucket_height, across / down)
-    low, high = np.maximum(above - 1, 0), np.minimum(above, len(index) - 1)
+    next_wider = np.searchsorted(bucket_width / bucket_height, across / down)
+    low, high = np.maximum(next_wider - 1, 0), np.minimum(next_wider, len(index) - 1)
     from_low = across * bucket_height[low] / (down * bucket_width[low])
     to_high = down * bucket_width[high] / (across * bucket_height[high])
     area = bucket_width * bucket_height

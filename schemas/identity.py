@@ -48,12 +48,12 @@ def permute(positions: NDArray[np.int64], size: int, key: int) -> NDArray[np.int
     half = max(2, ((size - 1).bit_length() + 1) // 2)
     keys = mix_bits(_ROUND_NUMBERS ^ np.uint64(key))
     permuted = positions.astype(np.uint64)
-    outside = np.arange(len(permuted))
-    while len(outside):  # on average less than four rounds: the domain is smaller than 4 size
-        for start in range(0, len(outside), _BLOCK):
-            block = outside[start : start + _BLOCK]
+    remaining = np.arange(len(permuted))
+    while len(remaining):  # on average less than four rounds: the domain is smaller than 4 size
+        for start in range(0, len(remaining), _BLOCK):
+            block = remaining[start : start + _BLOCK]
             permuted[block] = _feistel(permuted[block], half, half, keys)
-        outside = outside[permuted[outside] >= size]
+        remaining = remaining[permuted[remaining] >= size]
     return permuted.view(np.int64)
 
 
@@ -69,12 +69,12 @@ def permute_groups(
     bits = np.where(limits > 1, np.frexp(np.maximum(limits, 2) - 1)[1], 0)  # of the domain, less than twice the size
     rounds, group_bits = mix_bits(_ROUND_NUMBERS[:, None] ^ keys[first:last]), bits[groups]
     for count in np.unique(bits[bits > 0]).tolist():
-        outside = np.flatnonzero(group_bits == count)
-        while len(outside):
-            for start in range(0, len(outside), _BLOCK):
-                block = outside[start : start + _BLOCK]
+        remaining = np.flatnonzero(group_bits == count)
+        while len(remaining):
+            for start in range(0, len(remaining), _BLOCK):
+                block = remaining[start : start + _BLOCK]
                 permuted[block] = _feistel(permuted[block], count // 2, count - count // 2, rounds[:, groups[block]])
-            outside = outside[permuted[outside] >= limits[groups[outside]]]
+            remaining = remaining[permuted[remaining] >= limits[groups[remaining]]]
     return permuted.view(np.int64)
 
 

@@ -46,7 +46,7 @@ def parse_duration(text: str) -> float:
     hours, minutes, seconds = (int(groups[unit] or groups[unit + 3] or 0) for unit in range(3))
     total = 3600 * hours + 60 * minutes + seconds
     if not total:
-        raise typer.BadParameter(f"{text!r} is not a time; valid are 3h, 90m, 1h30m, 02:30:00 and 45 (seconds)")
+        raise typer.BadParameter(f"{text!r} is not a duration; valid: 3h, 90m, 1h30m, 02:30:00, 45 (seconds)")
     return float(total)
 
 
@@ -56,7 +56,7 @@ MaxTimeOption = Annotated[
         "--max-time",
         parser=parse_duration,
         metavar="TIME",
-        help="Stop after 3h, 90m, 02:30:00 or 45 (seconds); the rest remains for the next run.  [default: none]",
+        help="Stop after 3h, 90m, 02:30:00 or 45 (seconds); the next run continues.  [default: none]",
     ),
 ]
 
@@ -88,7 +88,7 @@ class StopHandler:
         error: Callable[[], LatentpressError] | None = None,
     ) -> None:
         self.reason, self.raises, self.error = "", stop is None, error
-        self._stop, self._told = stop, False
+        self._stop, self._is_stop_called = stop, False
         self._end = None if max_time is None else time.monotonic() + max_time
 
     def check(self) -> None:
@@ -97,10 +97,10 @@ class StopHandler:
         if self.reason and self.raises and not isinstance(sys.exc_info()[1], Stopped):
             raise Stopped
 
-    def tell(self) -> None:
+    def call_stop(self) -> None:
         """Call `stop`, once."""
-        if not self._told:
-            self._told = True
+        if not self._is_stop_called:
+            self._is_stop_called = True
             if self._stop is not None:
                 self._stop()
 
@@ -115,9 +115,9 @@ class StopHandler:
         with _signals.listening() if not _signals.handlers else nullcontext():
             outer = _signals.handlers[-1] if _signals.handlers else None
             _signals.handlers.append(self)
-            if outer is not None and outer.reason and outer.raises:  # asked before this body began
-                self.reason, outer.reason, _signals.asked = outer.reason, "", self
-                self.tell()
+            if outer is not None and outer.reason and outer.raises:  # the request came before this body began
+                self.reason, outer.reason, _signals.stopped_handler = outer.reason, "", self
+                self.call_stop()
             timer = threading.Timer(max(0.0, (self._end or 0.0) - time.monotonic()), self._on_timeout)
             timer.daemon = True
             try:
@@ -132,30 +132,30 @@ class StopHandler:
                 _signals.handlers.remove(self)
 
     def _on_timeout(self) -> None:
-        _signals.ask(self, "--max-time")
-        self.tell()
+        _signals.request_stop(self, "--max-time")
+        self.call_stop()
 
 
 class _Signals:
-    """The signals of this process. handlers: active handlers, the innermost last. asked: handler that received a stop
-    request, at the time `asked_at`."""
+    """The signals of this process. handlers: active handlers, the innermost last. stopped_handler: handler that
+    received a stop request, at the time `stop_time`."""
 
     def __init__(self) -> None:
         self.process, self.handlers = os.getpid(), list[StopHandler]()
-        self.asked: StopHandler | None = None
-        self.asked_at = 0.0
+        self.stopped_handler: StopHandler | None = None
+        self.stop_time = 0.0
         self.speaker: Speaker | None = None
         self.children: weakref.WeakSet[subprocess.Popen] = weakref.WeakSet()
 
-    def ask(self, handler: StopHandler, reason: str) -> None:
-        if self.asked is None:
-            self.asked, self.asked_at = handler, time.monotonic()
+    def request_stop(self, handler: StopHandler, reason: str) -> None:
+        if self.stopped_handler is None:
+            self.stopped_handler, self.stop_time = handler, time.monotonic()
             handler.reason = handler.reason or reason
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """The signal handler, which Python runs in the main thread between two bytecode instructions."""
         with suppress(IndexError):  # the last handler was removed just before
-            self.ask(self.handlers[-1], signal.Signals(number).name)
+            self.request_stop(self.handlers[-1], signal.Signals(number).name)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -177,27 +177,27 @@ class _Signals:
             thread.join()
             os.close(writing)
             os.close(reading)
-            self.asked = None
+            self.stopped_handler = None
 
     def _listen(self, reading: int) -> None:
-        noticed = False
+        has_notice = False
         while True:
-            asked = self.asked
-            waits = asked is not None and asked.raises and not noticed and self.speaker is not None
+            handler = self.stopped_handler
+            waits = handler is not None and handler.raises and not has_notice and self.speaker is not None
             if not select.select([reading], [], [], NOTICE_S if waits else None)[0]:
-                noticed = True
-                if asked is not None and asked.raises and self.speaker is not None:
-                    self.speaker.say(f"{asked.reason}: stopping; Ctrl-C again ends it at once")
+                has_notice = True
+                if handler is not None and handler.raises and self.speaker is not None:
+                    self.speaker.say(f"{handler.reason}: stopping; Ctrl-C again ends the program at once")
                 continue
             if not (number := os.read(reading, 1)[0]):
                 return
             if number not in (signal.SIGINT, signal.SIGTERM):
                 continue
             self.on_signal(number, None)
-            if number == signal.SIGINT and time.monotonic() - self.asked_at >= REPEATED_S:
+            if number == signal.SIGINT and time.monotonic() - self.stop_time >= REPEATED_S:
                 self.end_at_once(self._describe_end, INTERRUPTED)
-            if self.asked is not None:
-                self.asked.tell()
+            if self.stopped_handler is not None:
+                self.stopped_handler.call_stop()
 
     def end_at_once(self, describe: Callable[[], LatentpressError], code: int) -> None:
         def say() -> None:  # it may wait for a lock that the main thread holds
@@ -247,8 +247,8 @@ def pause(seconds: float) -> None:
     """Sleep. Ends early if the program is asked to stop, see `check_stop`."""
     end = time.monotonic() + seconds
     check_stop()
-    while (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, WAIT_S))
+    while (remaining_s := end - time.monotonic()) > 0:
+        time.sleep(min(remaining_s, WAIT_S))
         check_stop()
 
 

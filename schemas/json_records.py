@@ -63,14 +63,14 @@ def parse_json(data: Any) -> Any:
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
-        raise ValueError("a JSON object has a key twice")
+        raise ValueError("a JSON object has a duplicate key")
     return mapping
 
 
 def _parse_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is no number of JSON, or too large")
+        raise ValueError(f"{text[:40]} is not a valid number in JSON, or is too large")
     return value
 
 
@@ -101,7 +101,7 @@ def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]
         data = file.read(max_bytes + 1)
     try:
         if len(data) > max_bytes:
-            raise ValueError(f"it has more than {max_bytes} bytes")
+            raise ValueError(f"it is longer than {max_bytes} bytes")
         return parse_record(data)
     except ValueError as error:
         raise RecordError(f"{path} is damaged: {error}") from error

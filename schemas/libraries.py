@@ -82,7 +82,7 @@ LIBRARIES = (
 
 
 def is_installed(module: str) -> bool:
-    """Whether it is found; nothing is imported, the package that it is in neither."""
+    """Whether a module is found. Neither the module nor its package is imported."""
     return _find(module) is not None
 
 
@@ -90,12 +90,12 @@ def _find(module: str) -> ModuleSpec | None:
     parent = module.rpartition(".")[0]
     if not parent:
         return find_spec(module)
-    above = _find(parent)
-    return PathFinder.find_spec(module, above.submodule_search_locations) if above is not None else None
+    package = _find(parent)
+    return PathFinder.find_spec(module, package.submodule_search_locations) if package is not None else None
 
 
 def find_library(module: str) -> Library:
-    """The row of a module; for another, which an optimizer's dotted path names, one by its package's name."""
+    """The row of a module; for a module of an optimizer's dotted path, a new row with the package's name."""
     package = module.partition(".")[0]
     row = next((library for library in LIBRARIES if library.module in (module, package)), None)
     return row or Library(package, DISTRIBUTIONS.get(package, package), "an optimizer")
@@ -156,24 +156,25 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
 
 def missing_libraries(config: Config) -> dict[Library, str]:
     """Libraries that the configuration needs and that are not installed -> the option that needs the library."""
-    missing: dict[Library, str] = {}
+    libraries: dict[Library, str] = {}
     for module, option in needed_libraries(config):
         if not is_installed(module):
-            missing.setdefault(find_library(module), option)
-    return missing
+            libraries.setdefault(find_library(module), option)
+    return libraries
 
 
 def require_libraries(config: Config, training: bool) -> None:
     """Raise LatentpressError if a needed library is missing, before stages that take hours. training: whether
     libraries that only options of `train` and `validation` need are checked, too."""
-    ours = ("train", "validation")
-    missing = {
-        library: why for library, why in missing_libraries(config).items() if training or not why.startswith(ours)
-    }
-    if missing:
-        names = "; ".join(f"{library.distribution} ({why})" for library, why in missing.items())
-        commands = dict.fromkeys(library.command for library in missing)
-        raise LatentpressError(f"not installed: {names}", ", ".join(commands) + ", or change what needs it")
+    libraries = missing_libraries(config)
+    if not training:
+        sections = ("train", "validation")
+        libraries = {library: option for library, option in libraries.items() if not option.startswith(sections)}
+    if libraries:
+        names = "; ".join(f"{library.distribution} ({option})" for library, option in libraries.items())
+        commands = dict.fromkeys(library.command for library in libraries)
+        step = f"Run {', '.join(commands)}, or change the options that need these libraries."
+        raise LatentpressError(f"not installed: {names}", step)
 
 
 def needed_stores(root: str, datasets: Iterable[Dataset]) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from schemas.config.section import listed
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
-# Raise a version when its stage gives other bytes for the same settings.
+# Raise a version if its stage produces different bytes for the same settings.
 TEXT_VERSION, LATENTS_VERSION, VISION_VERSION, CAPTION_VERSION, FEATURES_VERSION, MASKS_VERSION = 1, 1, 1, 1, 1, 1
 # Names of the pixel operations before an encoder. Change a name with its code, which is elsewhere, so that computing a
 # fingerprint needs no Pillow.
@@ -67,11 +67,11 @@ def build_recipe(config: Config, side_multiple: int) -> Settings:
         "text": text_settings(config.model, config.text),
         "latents": latents_settings(config.model, config.latents),
     }
-    if config.vision.source:  # the model's name alone, as another machine may have it in another folder
+    if config.vision.source:  # only the model's name, since its folder may differ between machines
         recipe["vision"] = vision_settings(config.model, config.vision, config.latents) | {
             "model": PurePath(config.vision.source).name
         }
-    return json.loads(json.dumps(recipe))  # of the types that a set.json that is read has
+    return json.loads(json.dumps(recipe))  # the same types as after reading set.json
 
 
 def plan_key(config: Config, side_multiple: int) -> str:
@@ -85,7 +85,7 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
     prompts = []
     for prompt in config.validation.prompts:
         prompts.append(prompt.model_dump(include={"name", "prompt", "negative_prompt", "size"}, mode="json"))
-        # An image's name alone, as another machine may have it in another folder; its content is checked.
+        # Only an image's name, since its folder may differ between machines; its content is checked.
         names = [PurePath(image).name for image in listed(prompt.image)]
         prompts[-1]["image"] = names if isinstance(prompt.image, tuple) else next(iter(names), prompt.image)
     settings = {
@@ -108,9 +108,9 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         settings["features"] = (
             features_settings(config.model, config.features, config.latents) | {"model": model} | compared
         )
-    used = {name for dataset in config.datasets if not dataset.disabled for name in dataset.used_caption_sets}
-    if config.caption is not None and "current" in used:
-        # The model's name alone, as another machine may have it in another folder; None: the checkpoint's text encoder.
+    caption_sets = {name for dataset in config.datasets if not dataset.disabled for name in dataset.used_caption_sets}
+    if config.caption is not None and "current" in caption_sets:
+        # Only the model's name, since its folder may differ between machines; None: the checkpoint's text encoder.
         model = config.caption.model and PurePath(config.caption.model).name
         settings["caption"] = caption_settings(config.model, config.caption, config.latents) | {"model": model}
     if config.masks is not None and any(row.makes_masks for row in config.datasets if not row.disabled):
@@ -122,9 +122,10 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
 def uses_features(features: Features | None, datasets: Sequence[Dataset]) -> bool:
     """Whether a plan depends on the tables of `features`: by filters, or because samples are held out for evaluation,
     which keeps near-duplicates on the same side."""
-    used = [dataset for dataset in datasets if not dataset.disabled]
-    named = any(feature_columns(getattr(dataset, option)) for dataset in used for option in FILTERS)
-    return features is not None and (named or any(dataset.eval or dataset.eval_fraction for dataset in used))
+    enabled = [dataset for dataset in datasets if not dataset.disabled]
+    is_filtered = any(feature_columns(getattr(dataset, option)) for dataset in enabled for option in FILTERS)
+    has_eval = any(dataset.eval or dataset.eval_fraction for dataset in enabled)
+    return features is not None and (is_filtered or has_eval)
 
 
 def dataset_settings(dataset: Dataset) -> Settings:

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-NOT_REGULAR = "is no regular file"
+NOT_REGULAR = "is not a regular file"
 
 
 class NotRegular(OSError):
@@ -38,7 +38,7 @@ def find_obstacle(path: str | Path) -> str | None:
             continue
         if os.path.islink(part):
             target = os.readlink(part)
-            kind = "a file" if os.path.exists(part) else "not there"
-            return f"{part} is a link to {target}, which is {kind}; mount or make that folder, or correct the link"
-        return f"{part} is a file, not a folder; choose another place" if os.path.exists(part) else None
+            state = "is a file" if os.path.exists(part) else "does not exist"
+            return f"{part} is a link to {target}, which {state}; mount or create that folder, or correct the link"
+        return f"{part} is a file, not a folder; choose a different location" if os.path.exists(part) else None
     return None

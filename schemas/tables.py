@@ -173,8 +173,12 @@ def texts_schema(references: bool) -> pa.Schema:
 
 def plan_schema(name: str, columns: Sequence[str]) -> pa.Schema:
     """The schema of a plan's table "samples", "texts", "units" or "active" with these columns."""
-    made = {"texts": texts_schema, "active": active_schema}.get(name)
-    return made("references" in columns) if made else {"samples": SAMPLES_SCHEMA, "units": UNITS_SCHEMA}[name]
+    make_schema = {"texts": texts_schema, "active": active_schema}.get(name)
+    return (
+        make_schema("references" in columns)
+        if make_schema
+        else {"samples": SAMPLES_SCHEMA, "units": UNITS_SCHEMA}[name]
+    )
 
 
 def index_schema(kinds: Sequence[str], references: int = 0) -> pa.Schema:

@@ -51,8 +51,8 @@ def describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     number = signal.Signals(-code)
-    how = "was interrupted" if number in (signal.SIGINT, signal.SIGTERM) else "was killed"
-    return f"{how} ({number.name})"
+    verb = "was interrupted" if number in (signal.SIGINT, signal.SIGTERM) else "was killed"
+    return f"{verb} ({number.name})"
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:

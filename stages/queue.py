@@ -22,7 +22,7 @@ from cache.runs.run_queue import EntryState, QueueEntry, RunQueue
 from cache.runs.training_run import is_running, read_failure
 from cache.store.files import FileLock, check_folder, explained
 from schemas.cli.console import INCOMPLETE, LOGS, OK, USAGE, Console, Options, Report, make_app
-from schemas.cli.process_record import ProcessRecord, noted
+from schemas.cli.process_record import ProcessRecord, record_program
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.interruption import StopHandler, hangup_ignored
@@ -119,7 +119,8 @@ def _row(entry: QueueEntry, has_worker: bool) -> dict[str, Any]:
 def _run_entries(queue: RunQueue, options: Options, console: Console, report: Report) -> None:
     worker = _Worker(queue, options, console)
     stop_handler = StopHandler(None, worker.stop)
-    with queue.working(LOCK_WAIT_S), noted("queue", queue.folder), hangup_ignored(), stop_handler.stop_on_signals():
+    record = record_program("queue", queue.folder)
+    with queue.working(LOCK_WAIT_S), record, hangup_ignored(), stop_handler.stop_on_signals():
         queue.switch(True)
         while not worker.is_stopped and (entry := queue.take_next()) is not None:
             state, reason, advice = worker.run(entry)

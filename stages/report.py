@@ -123,7 +123,7 @@ def _write_page(
     arguments = [] if names == _default_runs(config) else names
     command = shlex.join(["latentpress", "report", *arguments])
     with activity("gathering curves, samples and data"):
-        pieces, missing = make_page(report_runs, options.add_given_options(command), folder)
+        pieces, missing = make_page(report_runs, options.complete_commands(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
         file.writelines([*pieces, f"\n<!-- {mark} -->\n".encode()])
         return file.tell(), missing

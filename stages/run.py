@@ -32,7 +32,7 @@ from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
 from cache.store.files import check_writable
 from schemas.cli.console import LOGS, Console, Options, Report, make_app
-from schemas.cli.process_record import noted
+from schemas.cli.process_record import record_program
 from schemas.cli.report import for_each_expert
 from schemas.cli.starting import install_command
 from schemas.config.encoding import StageName
@@ -80,7 +80,7 @@ def run(
     require_libraries(config, "train" in config.stage_order)
     order = config.stage_order
     folder = config.run_folder
-    note = nullcontext() if options.dry_run else noted("run", folder / LOGS)
+    note = nullcontext() if options.dry_run else record_program("run", folder / LOGS)
     processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     stop_handler = StopHandler(max_time, processes.stop)
     watchers = Watchers(config, options, console, stop_handler)

@@ -147,7 +147,7 @@ def test_what_is_cached_and_sampled_is_the_pipelines(
     pipe.encode_prompt, pipe.prepare_latents = encoded, prepared
     pipe.transformer.register_forward_hook(predicted, with_kwargs=True)
     images = [Image.open(home.folder / f"pictures/{name}.png") for name in ("second", "first")]
-    sample = next(each for each in list_samples(config, data) if data.validation[each.planned].name == "own")
+    sample = next(each for each in list_samples(config, data) if data.validation[each.prompt_index].name == "own")
     batch, negative, noise = draw_inputs(config.model.family_spec, own, sample, torch.device("cpu"))
     with torch.no_grad():
         wanted = pipe(

@@ -202,7 +202,7 @@ def test_a_library_that_is_not_installed_is_named(tmp_path: Path, started: str) 
     said = re.match(rf"error: ({program} needs the library '.*', which is not installed)\n", done.stderr)
     report = json.loads(done.stdout)
     assert said and report["error"]["message"] == said[1] and (report["program"], report["exit_code"]) == (program, 3)
-    assert report["error"]["next_step"] == f"Install what this program needs: pip install {installed}"
+    assert report["error"]["next_step"] == f"Install the libraries of this program: pip install {installed}"
 
 
 def test_a_configuration_without_its_option_is_answered_with_the_command() -> None:

@@ -93,6 +93,6 @@ def from_store(method: str, kind: type[Store] = Store) -> Callable[[Path], objec
 )
 def test_what_is_no_regular_file_is_refused(odd, name: str, read: Callable, error: type[Exception]) -> None:
     path = odd(name)
-    with pytest.raises(error, match="is no regular file") as caught:
+    with pytest.raises(error, match="is not a regular file") as caught:
         read(path)
     assert path.name in str(caught.value) or isinstance(caught.value, PromptLibraryError)  # which adds it itself

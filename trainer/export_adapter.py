@@ -44,7 +44,7 @@ def parse_format(text: str) -> str:
     return text
 
 
-@for_each_expert(of_one={"source": "--from", "to": "--to"})
+@for_each_expert(single_run_options={"source": "--from", "to": "--to"})
 def run(
     config: Config,
     options: Options,

@@ -147,7 +147,7 @@ def write_validation_latents(
         assert trained or other_expert is not None, "the other expert is needed, too"
         with nullcontext(model) if trained or other_expert is None else other_expert() as current:
             for number, (sample, counts) in enumerate(divide_samples(samples, share)):
-                prompt = prompts[sample.planned]
+                prompt = prompts[sample.prompt_index]
                 denoising = started.pop(number, None)
                 if denoising is None:
                     inputs = draw_inputs(config.model.family_spec, prompt, sample, device)
@@ -192,7 +192,7 @@ def draw_inputs(
 def describe_sample(model: Model, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample) -> dict[str, Any]:
     """Returns the metadata of a file of validation latents: everything that determines the latents except the
     weights."""
-    stated = data.meta.validation[sample.planned].values()
+    stated = data.meta.validation[sample.prompt_index].values()
     return {key: stated[key] for key in ("image",) if key in stated} | {
         "family": model.family,
         "flavour": model.flavour_spec.name,

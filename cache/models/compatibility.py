@@ -234,7 +234,7 @@ def bucket_side_multiple(model: Model) -> int:
     if weights.local_folder(model.source) is None and (published := find_published(model.source)):
         is_sparse = published[0][1].sparse
     else:
-        is_sparse = sparse.asked(weights.read_component_config(model.source, model.revision, part))
+        is_sparse = sparse.is_used_by(weights.read_component_config(model.source, model.revision, part))
     return sparse.side_multiple if is_sparse else model.family_spec.side_multiple
 
 
@@ -242,7 +242,7 @@ def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
     """Raise CheckpointMismatch if a published repository requires sparse attention but the catalog, and so the plan,
     does not. Buckets planned for sparse attention suit full attention."""
     sparse = model.family_spec.sparse
-    if sparse is None or not sparse.asked(transformer_config):
+    if sparse is None or not sparse.is_used_by(transformer_config):
         return
     if (multiple := bucket_side_multiple(model)) != sparse.side_multiple:
         raise CheckpointMismatch(

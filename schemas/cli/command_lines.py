@@ -44,11 +44,11 @@ def _make_parameter(
 ) -> inspect.Parameter:
     if state == "required":
         help = help.removesuffix("[required]").rstrip()  # typer adds it
-    more: dict[str, Any] = {"metavar": metavar or None, "help": help, "show_default": False}
-    how = typer.Option(*names, hidden=state == "hidden", **more) if names else typer.Argument(**more)
+    shared: dict[str, Any] = {"metavar": metavar or None, "help": help, "show_default": False}
+    word = typer.Option(*names, hidden=state == "hidden", **shared) if names else typer.Argument(**shared)
     annotation, default = (KINDS[kind], ...) if state == "required" else (KINDS[kind] | None, None)
     return inspect.Parameter(
-        f"word_{number}", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, how]
+        f"word_{number}", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, word]
     )
 
 
@@ -61,12 +61,12 @@ def describe_command(app: typer.Typer, program: str) -> tuple[str, list[tuple[li
     for word in command.params:
         state = "hidden" if word.hidden else "required" if word.required else ""
         word.hidden = False
-        shown, help = word.get_help_record(context)
+        usage, help = word.get_help_record(context)
         if word.param_type_name == "argument":
-            kind = shown.rpartition("<")[2].removesuffix(">")
+            kind = usage.rpartition("<")[2].removesuffix(">")
             rows.append(([], kind, word.metavar or "", help, state))
         else:
             kind = "bool" if word.is_flag else "list[str]" if word.multiple else "str"
-            metavar = "" if word.is_flag else word.metavar or shown.split()[-1]
+            metavar = "" if word.is_flag else word.metavar or usage.split()[-1]
             rows.append((word.opts, kind, metavar, help, state))
     return command.help, rows

@@ -47,7 +47,7 @@ from schemas.cli.options import (
     SetOption,
     WorkersOption,
 )
-from schemas.cli.process_record import NoteWriter, end_records, noted
+from schemas.cli.process_record import NoteWriter, end_records, record_program
 from schemas.cli.report import Report, fold_message, report_width
 from schemas.cli.starting import hide_line, print_for_reader, show_starting, silence_libraries
 from schemas.errors import (
@@ -87,7 +87,7 @@ LOG_VARIABLE = "LATENTPRESS_LOG"  # path of the log to which programs started by
 EARLIER_MESSAGES = 1000  # most messages kept in memory until the log's path is known
 
 
-class KeptLog:
+class RunLog:
     """The log of `run` or `train` in <output>/<run>/logs/, since a terminal or a connection may be closed: each line
     with the time and the program's name. The programs that `run` starts append to its log. Lines that can't be written
     are lost; no error is raised.
@@ -187,7 +187,7 @@ class Display:
                 return
             task.moved = lambda: self._write(task)
             if at_once:
-                self._write(task, now=True)
+                self._write(task, at_once=True)
             if not self._ticks:
                 self._ticks = True
                 threading.Thread(target=self._tick, name="progress", daemon=True).start()
@@ -207,22 +207,22 @@ class Display:
 
     # --- lines of a log ---
 
-    def _write(self, task: Progress, now: bool = False) -> None:
+    def _write(self, task: Progress, at_once: bool = False) -> None:
         """Write a line about a task if one is due, but not for the final state, for which `end` writes a line."""
         with self._lock:
             if task not in self._tasks or task.done == task.total:
                 return
-            last, done = self._tasks[task]
-            since, first = self._clock() - last, done is None
-            if task.done != (done or 0):
+            last_time, count = self._tasks[task]
+            elapsed, is_first = self._clock() - last_time, count is None
+            if task.done != (count or 0):
                 pause = self._interval
-            elif first:
+            elif is_first:
                 pause = DELAY_S
             else:
-                pause = STILL_S if task.counts else max(STILL_S, task.seconds - since)
-            if now or since >= pause:
+                pause = STILL_S if task.is_counted else max(STILL_S, task.seconds - elapsed)
+            if at_once or elapsed >= pause:
                 self._tasks[task] = self._clock(), task.done
-                is_plain = first and not task.counts and not task.says
+                is_plain = is_first and not task.is_counted and not task.has_text
                 self._log(task.description if is_plain else f"{task.description}: {task.state()}")
 
     def _tick(self) -> None:
@@ -256,8 +256,8 @@ class Display:
                 continue
             line, state = Text(escape_unprintable(task.description)), task.state()
             if task.total is not None:
-                done = round(BAR_WIDTH * min(1.0, task.done / max(task.total, 1e-9)))
-                line.append(" ").append("━" * done, "green").append("━" * (BAR_WIDTH - done), "bright_black")
+                filled = round(BAR_WIDTH * min(1.0, task.done / max(task.total, 1e-9)))
+                line.append(" ").append("━" * filled, "green").append("━" * (BAR_WIDTH - filled), "bright_black")
                 line.append(f" {state}")
             elif state:
                 line.append(f", {state}")
@@ -272,7 +272,7 @@ class Console:
 
     On a terminal, progress is a bar; elsewhere a line at most every `interval` seconds, and a line at the end.
     complete: function that adds this program's options to the commands in a warning. note: writer of a record with the
-    same activities for other programs. kept: log file, see `keep_log`.
+    same activities for other programs. run_log: log file, see `keep_log`.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Console:
         interval: float = PROGRESS_INTERVAL_S,
         complete: Callable[[str], str] = str,
         note: NoteWriter | None = None,
-        kept: KeptLog | None = None,
+        run_log: RunLog | None = None,
     ) -> None:
         from rich.console import Console as RichConsole
 
@@ -297,31 +297,31 @@ class Console:
         lasting = cast(TextIO, LastingStream(stderr or sys.stderr))
         self._rich = RichConsole(file=lasting, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._on_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
-        self._clock, self._complete, self._note, self._kept = clock, complete, note, kept
+        self._clock, self._complete, self._note, self._run_log = clock, complete, note, run_log
         self._displays = [Display(self.log, clock, interval, self._rich if self._on_terminal else None)]
-        if self._on_terminal and kept is not None:
-            self._displays.append(Display(kept.add, clock, STILL_S))
+        if self._on_terminal and run_log is not None:
+            self._displays.append(Display(run_log.add, clock, STILL_S))
 
     @contextmanager
     def keep_log(self, run_folder: Path | None) -> Iterator[None]:
         """Also write the output to a log in the run's folder, unless the program that started this program already
         does. In the body, a closed terminal or connection does not end the program. run_folder: None: no effect."""
-        kept = self._kept
-        if run_folder is None or kept is None:
+        run_log = self._run_log
+        if run_folder is None or run_log is None:
             yield
             return
-        if is_first := kept.path is None:
+        if is_first := run_log.path is None:
             try:
-                kept.open(run_folder / LOGS)
-                os.environ[LOG_VARIABLE] = str(kept.path)
+                run_log.open(run_folder / LOGS)
+                os.environ[LOG_VARIABLE] = str(run_log.path)
             except OSError as error:
-                self.warn(f"no log is kept: {error}")
+                self.warn(f"no log is written: {error}")
         try:
             with hangup_ignored():
                 yield
         except Exception as error:
             if not isinstance(error, LatentpressError):  # a LatentpressError is printed as a message
-                kept.add(traceback.format_exc().rstrip())
+                run_log.add(traceback.format_exc().rstrip())
             raise
         finally:
             if is_first:
@@ -339,8 +339,8 @@ class Console:
     def _print(self, message: str, style: str | None = None) -> None:
         """Print a message. On a terminal it is folded to the width; elsewhere it stays one line, for other programs."""
         lines = escape_lines(message).split("\n")
-        if self._kept is not None:
-            self._kept.add("\n".join(lines))
+        if self._run_log is not None:
+            self._run_log.add("\n".join(lines))
         if self._on_terminal:
             lines = [part for line in lines for part in fold_message(line, self._rich.width)]
         self._rich.print("\n".join(lines), style=style)
@@ -384,16 +384,16 @@ class Console:
         from rich.live import Live
         from rich.text import Text
 
-        shown: Mapping[str, str] = {}
+        printed: Mapping[str, str] = {}
         displays, live = self._displays, None
 
         def show(lines: Mapping[str, str], text: str) -> None:
-            nonlocal shown, live
+            nonlocal printed, live
             self._displays = []
             if not self._on_terminal:
-                for key in [key for key in lines if key not in shown]:
+                for key in [key for key in lines if key not in printed]:
                     self.log(lines[key])
-                shown = lines
+                printed = lines
                 return
             if live is None:
                 live = Live(console=self._rich, auto_refresh=False, transient=True)
@@ -411,10 +411,10 @@ class Console:
         """Print the report; returns the exit code."""
         text = report.json() if self.json else report.summary(self._complete, report_width(self.stdout))
         stream: Any = self.stdout
-        if self._kept is not None and self._kept.path is not None:
+        if self._run_log is not None and self._run_log.path is not None:
             stream = LastingStream(self.stdout)
             if not self.json:
-                self._kept.add(escape_lines(text))
+                self._run_log.add(escape_lines(text))
         print_for_reader(text, stream)
         return report.exit_code
 
@@ -484,9 +484,9 @@ def make_app(
     common = [p for p in common if f"{p.name}s" not in (parameter.name for parameter in own_parameters)]
     command.__signature__ = inspect.Signature([*common, *own_parameters])  # type: ignore[attr-defined]  # typer reads it
     command.__annotations__ = {p.name: p.annotation for p in (*common, *own_parameters)}
-    shown = "\n\n".join(f"  latentpress {name} {line}".rstrip() for line in ("", "--dry-run", *examples))
+    commands = "\n\n".join(f"  latentpress {name} {line}".rstrip() for line in ("", "--dry-run", *examples))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name, help=f"{help}\n\nExamples:\n\n{shown}\n\n{EXIT_CODES}")(command)
+    app.command(name, help=f"{help}\n\nExamples:\n\n{commands}\n\n{EXIT_CODES}")(command)
     return app
 
 
@@ -501,8 +501,8 @@ def run_program(
     """Load the configuration, run, print the report or the error; returns the exit code."""
     silence_libraries()
     _raise_open_files()
-    with noted(name) as note:
-        console = Console(json=options.json, complete=options.add_given_options, note=note, kept=KeptLog(name))
+    with record_program(name) as note:
+        console = Console(json=options.json, complete=options.complete_commands, note=note, run_log=RunLog(name))
         show_activities(console)
         speak_by(Speaker(console.log, partial(_end_at_once, name, console)))
         if options.partition.is_found:
@@ -511,14 +511,14 @@ def run_program(
             report = _make_report(name, run, options, own_options or {}, console, needs_config, divided)
             code = console.print_report(report)
         except LatentpressError as error:
-            error.next_step = options.add_given_options(error.next_step)
+            error.next_step = options.complete_commands(error.next_step)
             code = console.print_error(name, error)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            step = f"raise the limit where you start it (ulimit -n), above {limit}"
-            code = console.print_error(name, LatentpressError(f"{name} may open {limit} files: too few", step))
+            step = f"Raise the limit above {limit} with `ulimit -n`, and run the command again."
+            code = console.print_error(name, LatentpressError(f"{name} needs more than {limit} open files", step))
         except KeyboardInterrupt:
             code = console.print_error(name, Interrupted(f"{name} was interrupted", RERUN_HINT))
         finally:
@@ -542,14 +542,14 @@ def _make_report(
 
     end_with_parent()
     if options.partition.total > 1 and not divided:
-        step = "leave out --shard, which is for the encoding stages and `decode`"
-        raise UsageError(f"{name} is one job and can't be divided with --shard", step)
+        step = "Remove --shard. It is valid for the encoding stages and `decode`."
+        raise UsageError(f"--shard is not valid for {name}", step)
     show_starting(name)
     try:
         config = load_config(options.config, options.overrides) if needs_config else None
     finally:
         hide_line()
-    report, complete = run(config, options, console, **own_options), options.add_given_options
+    report, complete = run(config, options, console, **own_options), options.complete_commands
     steps = [complete(step) for step in report.next_steps]
     details = {key: complete(value) if isinstance(value, str) else value for key, value in report.details.items()}
     return replace(report, dry_run=options.dry_run, next_steps=steps, details=details)

@@ -51,18 +51,18 @@ def find_task(environment: Mapping[str, str], total: int | None = None) -> Parti
         number, tasks = _number(environment, "JOB_COMPLETION_INDEX"), 0
         if total is None:
             raise typer.BadParameter(
-                "Kubernetes does not tell a pod how many completions its job has: give their number, --shard auto/N"
+                "Kubernetes does not report the number of completions of a job; write it as --shard auto/N"
             )
     elif "AWS_BATCH_JOB_ARRAY_INDEX" in environment:
         number = _number(environment, "AWS_BATCH_JOB_ARRAY_INDEX")
         tasks = _number(environment, "AWS_BATCH_JOB_ARRAY_SIZE")
     else:
         raise typer.BadParameter(
-            f"auto finds no job array in the environment; it reads the variables of {SCHEDULERS}. Give i/n instead"
+            f"the environment has no job array for 'auto' (supported: {SCHEDULERS}); write --shard I/N"
         )
     tasks = tasks if total is None else total
     if number >= tasks:
-        raise typer.BadParameter(f"task {number} of {tasks} can't be; number the tasks of the array from 0")
+        raise typer.BadParameter(f"task number {number} is not below the number of tasks, {tasks}; count from 0")
     return Partition(number, tasks, is_found=True)
 
 
@@ -78,8 +78,8 @@ def _slurm_task(environment: Mapping[str, str], total: int | None) -> tuple[int,
             step = _number(environment, "SLURM_ARRAY_TASK_STEP", 1)
             if step < 1 or (last - first) // step + 1 != tasks:
                 raise typer.BadParameter(
-                    f"the tasks of this array are no even range ({first} to {last}, {tasks} of them), so their numbers "
-                    "don't say which parts they do: give the number of parts, --shard auto/N"
+                    f"the task numbers of this array are not evenly spaced ({first} to {last}, {tasks} tasks); write "
+                    "--shard auto/N with the number of parts"
                 )
             number = (number - first) // step
     if (parts := _number(environment, "SLURM_STEP_NUM_TASKS", 1)) > 1 or "SLURM_ARRAY_TASK_ID" not in environment:
@@ -90,7 +90,7 @@ def _slurm_task(environment: Mapping[str, str], total: int | None) -> tuple[int,
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdigit()):
-        raise typer.BadParameter(f"{name} is {text!r}, and --shard auto needs a whole number there")
+        raise typer.BadParameter(f"{name} is {text!r}, not an integer; write --shard I/N")
     return int(text)
 
 
@@ -102,34 +102,34 @@ NOT_PARTITIONED = Partition()
 
 
 def parse_partition(text: str | Partition) -> Partition:
-    """Read "i/n" with 0 <= i < n, or "auto" or "auto/n" by the job array's variables; anything else is wrong usage. A
-    Partition, which is the default, is kept."""
+    """Read "i/n" with 0 <= i < n, or "auto" or "auto/n" by the job array's variables. typer.BadParameter for anything
+    else. A Partition, which is the default, is returned unchanged."""
     if isinstance(text, Partition):
         return text
     if automatic := re.fullmatch(r"auto(?:/([0-9]{1,9}))?", text):
         return find_task(os.environ, int(automatic[1]) if automatic[1] else None)
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
     if match is None or int(match[1]) >= int(match[2]):
-        raise typer.BadParameter(f"{text!r} is not i/n with 0 <= i < n; three parts are 0/3, 1/3 and 2/3")
+        raise typer.BadParameter(f"{text!r} is not I/N with 0 <= I < N; the parts of three are 0/3, 1/3 and 2/3")
     return Partition(int(match[1]), int(match[2]))
 
 
 def parse_device(text: str) -> str:
     if not re.fullmatch(NAME_OF_DEVICE, text):
-        raise typer.BadParameter(f"{text!r} is not one of {DESCRIPTION} ({', '.join(ACCELERATORS)})")
+        raise typer.BadParameter(f"{text!r} is not a device; valid: {DESCRIPTION} ({', '.join(ACCELERATORS)})")
     return text
 
 
-ConfigOption = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The configuration.")]
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="Configuration file.")]
 ConfigsOption = Annotated[
     list[Path] | None,
-    typer.Option("--config", "-c", metavar="FILE", help="A configuration. Repeatable.  [default: pipeline.yaml]"),
+    typer.Option("--config", "-c", metavar="FILE", help="Configuration file. Repeatable.  [default: pipeline.yaml]"),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key: train.optimizer.lr=1e-4. Repeatable."),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done; do nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the work to do, without doing it.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")]
 PartitionOption = Annotated[
     Partition,
@@ -138,7 +138,7 @@ PartitionOption = Annotated[
         parser=parse_partition,
         show_default=False,
         metavar="I/N",
-        help="Do only part I (from 0) of N. auto, auto/N: as this task of a job array (Slurm, Kubernetes, AWS Batch).",
+        help="Do part I (from 0) of N. auto, auto/N: part of this task of a job array (Slurm, Kubernetes, AWS Batch).",
     ),
 ]
 DeviceOption = Annotated[
@@ -175,16 +175,16 @@ class Options:
     def resources(self, config: Config, stage: str) -> StageWorkers | Encoding: ...
     def resources(self, config: Config, stage: str) -> StageWorkers | Encoding:
         """The stage's resources as configured, overridden by --device and --workers."""
-        given = {"device": self.device, "workers": self.workers}
-        update = {key: value for key, value in given.items() if value is not None}
+        options = {"device": self.device, "workers": self.workers}
+        update = {key: value for key, value in options.items() if value is not None}
         return config.stages.resources(stage).changed(**update)
 
-    def add_given_options(self, text: str) -> str:
-        """Add this program's --config and --set to the latentpress commands in a text that has none of them."""
-        given = self._argv_of_config() if self.config != Options.config else self._argv_of_config()[2:]
-        if not given or " --config " in text or " --set " in text:
+    def complete_commands(self, text: str) -> str:
+        """Add this program's --config and --set to the latentpress commands in a text, unless the text has any."""
+        argv = self._argv_of_config() if self.config != Options.config else self._argv_of_config()[2:]
+        if not argv or " --config " in text or " --set " in text:
             return text
-        words = " ".join(map(shlex.quote, given))
+        words = " ".join(map(shlex.quote, argv))
         return _COMMAND_PATTERN.sub(lambda match: f"{match[0]} {words}", text)
 
     def argv(self) -> list[str]:

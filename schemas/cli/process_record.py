@@ -1,8 +1,8 @@
 """The record of a process: program, machine, start time, current tasks, their progress, and exit code.
 
-Kinds of processes with more information add fields. `RecordWriter` writes a changed record again, `try_read` reads:
+Kinds of processes with more information add fields. `RecordWriter` writes each change, `try_read` reads:
 
-    <output>/<run>/logs/run.json, $LATENTPRESS_NOTES/<program>.json   programs, by `noted`
+    <output>/<run>/logs/run.json, $LATENTPRESS_NOTES/<program>.json   programs, by `record_program`
     <output>/.ui/starts/<job>.json             programs that the page started (stages/pages/ui/child_programs.py)
     <root>/jobs/<stage>/<fingerprint>/*.json   jobs of the encoding stages (stages/encoding/job_reports.py)
     <output>/<run>/failure.json                the last attempt of a run (cache/runs/training_run.py)
@@ -86,7 +86,7 @@ class ProcessRecord(Record):
         return self.exit_code is None and self.host != socket.gethostname()
 
 
-_noted: list["NoteWriter"] = []  # writers of the programs that are running now
+_writers: list["NoteWriter"] = []  # of the programs that are running in this process
 
 
 def read_notes(folder: Path) -> list[ProcessRecord]:
@@ -95,11 +95,11 @@ def read_notes(folder: Path) -> list[ProcessRecord]:
 
 
 class RecordWriter:
-    """Writes the record of this process. put: function that stores a record. Safe to use from several threads."""
+    """Writes the record of this process. store: function that stores a record. Safe to use from several threads."""
 
-    def __init__(self, record: ProcessRecord, put: Callable[[ProcessRecord], object]) -> None:
+    def __init__(self, record: ProcessRecord, store: Callable[[ProcessRecord], object]) -> None:
         self._record = record.model_copy(update={"process_start": find_process_start(os.getpid())})
-        self._put, self._lock = put, threading.RLock()
+        self._store, self._lock = store, threading.RLock()
 
     def update(self, **changes: object) -> None:
         """Write the record with these changes. After an `exit_code`, further calls have no effect."""
@@ -107,7 +107,7 @@ class RecordWriter:
             if self._record.exit_code is None:
                 self._record = self._record.model_copy(update={**changes, "updated": time.time()})
                 with suppress(OSError, LatentpressError):  # the next one may be written
-                    self._put(self._record)
+                    self._store(self._record)
 
 
 class NoteWriter(RecordWriter):
@@ -155,7 +155,7 @@ def storable_text(text: str, limit: int = MAX_CHARS) -> str:
 
 
 @contextmanager
-def noted(program: str, folder: Path | str | None = None) -> Iterator[NoteWriter | None]:
+def record_program(program: str, folder: Path | str | None = None) -> Iterator[NoteWriter | None]:
     """A context around a program: its record exists from the start and gets the exit code at the end, unless the
     process is killed. The body sets the exit code by `update(exit_code=...)`; an exception counts as 1. folder:
     directory of the record; by default the directory in $LATENTPRESS_NOTES. Without both, no record is written."""
@@ -165,18 +165,18 @@ def noted(program: str, folder: Path | str | None = None) -> Iterator[NoteWriter
         return
     writer = NoteWriter(Path(folder), program)
     writer.update()
-    _noted.append(writer)
+    _writers.append(writer)
     try:
         yield writer
         writer.update(tasks=(), exit_code=OK)
     finally:
         writer.update(tasks=(), exit_code=1)  # no effect on a record with an exit code
-        _noted.remove(writer)
+        _writers.remove(writer)
 
 
 def end_records(exit_code: int) -> None:
-    """Write in the records of all `noted` programs that they have ended: the process is about to end."""
-    for writer in _noted:
+    """Write the exit code into the records of all programs in this process, which is about to end."""
+    for writer in _writers:
         writer.update(tasks=(), exit_code=exit_code)
 
 

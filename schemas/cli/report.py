@@ -1,5 +1,5 @@
-"""A program's report, as one JSON document or as a summary for people, with tables and long lines limited to a width.
-Also the joined report of the two runs of `train.experts: both`."""
+"""A program's report: one JSON document, or a summary for people with tables and long lines limited to a width. Also
+the joined report of the two runs of `train.experts: both`."""
 
 import io
 import json
@@ -59,8 +59,8 @@ def fold_message(line: str, width: int) -> list[str]:
     if cell_len(line) <= width or text.startswith("latentpress "):
         return [line]
     space = " " * (len(line) - len(text))
-    first, *others = fold(text, max(1, width - len(space) - 2))
-    return [space + first, *(f"{space}  {other}" for other in others)]
+    first, *lines = fold(text, max(1, width - len(space) - 2))
+    return [space + first, *(f"{space}  {line}" for line in lines)]
 
 
 def format_table(rows: Sequence[Mapping[str, Any]], width: int) -> list[str] | None:
@@ -77,9 +77,9 @@ def format_table(rows: Sequence[Mapping[str, Any]], width: int) -> list[str] | N
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for key, values in columns.items():
             is_number = all(isinstance(value, int | float) for value in values)
-            whole = is_number or not any(" " in str(value) for value in values)
+            no_wrap = is_number or not any(" " in str(value) for value in values)
             name = Text(heading(key).replace(" ", separator))
-            table.add_column(name, justify="right" if is_number else "left", no_wrap=whole, overflow="fold")
+            table.add_column(name, justify="right" if is_number else "left", no_wrap=no_wrap, overflow="fold")
         for cells in zip(*columns.values(), strict=True):
             table.add_row(*(Text(_format_cell(cell)) for cell in cells))
         least, most = Measurement.get(console, console.options.update(width=10_000), table)
@@ -146,7 +146,7 @@ class Report:
         counts = {"to do" if self.dry_run else "remaining": self.remaining, "rejected": rejects}
         counts |= {"truncated": len(self.truncated), "failed": len(self.failed), "damaged": len(self.damage)}
         words = [f"{self.done} {self.what} done".replace("  ", " "), f"{self.skipped} skipped"]
-        words += [f"{count} {what}" for what, count in counts.items() if count]
+        words += [f"{count} {state}" for state, count in counts.items() if count]
         first = self.answer or ", ".join(words)
         lines = fold_message(f"{self.program}{' (dry run)' if self.dry_run else ''}: {first}", width)
         for key, value in self.details.items():
@@ -169,9 +169,9 @@ def _format_detail(key: str, value: Any, width: int) -> list[str]:
             return [f"  {name}:", *(f"    {line}" for line in table)]
         lines = [f"  {name}:"]
         for row in value:  # the first value as a title, and the further values below it
-            (_, title), *others = row.items()
+            (_, title), *cells = row.items()
             lines.append(f"    {escape_unprintable(str(title))}:")
-            filled = [(key, cell) for key, cell in others if cell not in ("", None)]
+            filled = [(key, cell) for key, cell in cells if cell not in ("", None)]
             lines += [f"    {line}" for key, cell in filled for line in _format_detail(key, cell, width - 4)]
         return lines
     if isinstance(value, list | tuple) and any(str(item).endswith(".") for item in value):  # sentences
@@ -197,39 +197,39 @@ def _format_items(
     lines, listed = [f"{title}:"], items[:MAX_LISTED]
     times = Counter(item.get("path") for item in listed)
     for item in listed:
-        what = item.get("path") or item.get("item") or "?"
-        message = str(item.get("message") or "").removeprefix(f"{what}: ")
-        if times[what] > 1 and str(item.get("item")).endswith(f"/{what}"):  # a file of several datasets
-            what = item["item"]
-        why = ": ".join(str(text) for text in (item.get("reason"), message) if text)
-        lines += fold_message(f"  {_on_one_line(f'{what}  {why}'.rstrip())}", width)
+        name = item.get("path") or item.get("item") or "?"
+        message = str(item.get("message") or "").removeprefix(f"{name}: ")
+        if times[name] > 1 and str(item.get("item")).endswith(f"/{name}"):  # a file of several datasets
+            name = item["item"]
+        reason = ": ".join(str(text) for text in (item.get("reason"), message) if text)
+        lines += fold_message(f"  {_on_one_line(f'{name}  {reason}'.rstrip())}", width)
     if more := max(0, len(items) - MAX_LISTED) + unlisted:
         lines.append(f"  ... and {more} more")
-    return lines + ([f"  all of them, by reason: {full}"] if full else [])
+    return lines + ([f"  full list, by reason: {full}"] if full else [])
 
 
 def for_each_expert(
-    *, in_order: bool = False, of_one: Mapping[str, str] = MappingProxyType({})
+    *, in_order: bool = False, single_run_options: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
     """A decorator that calls a program's `run` for the run of each expert. in_order: whether the second run starts only
-    if the first returned exit code 0. of_one: arguments that are valid for a single run only -> option names."""
+    if the first returned exit code 0. single_run_options: arguments that are valid for a single run -> option names."""
 
     def decorate(run: Callable[..., Report]) -> Callable[..., Report]:
         @wraps(run)
         def run_all(config: Config, options: Options, console: Any, **own_options: Any) -> Report:
             if len(config.expert_runs) == 1:
                 return run(config, options, console, **own_options)
-            for name, option in of_one.items():
+            for name, option in single_run_options.items():
                 if own_options.get(name) is not None:
                     raise UsageError(
-                        f"{option} is for one adapter, and train.experts is both",
+                        f"{option} is valid for one adapter only, but train.experts is both",
                         "Add --set train.experts=high or --set train.experts=low.",
                     )
             reports = dict[str, Report]()
             for expert_config in config.expert_runs:
                 name = str(expert_config.train.experts)
-                given = replace(options, overrides=(*options.overrides, f"train.experts={name}"))
-                reports[name] = run(expert_config, given, console, **own_options)
+                expert_options = replace(options, overrides=(*options.overrides, f"train.experts={name}"))
+                reports[name] = run(expert_config, expert_options, console, **own_options)
                 if in_order and reports[name].exit_code:
                     break
             return join_reports(reports)
@@ -241,21 +241,21 @@ def for_each_expert(
 
 def join_reports(reports: Mapping[str, Report]) -> Report:
     """Join reports: sums of counts, concatenated lists, equal details once, and differing details by report name."""
-    first, *others = reports.values()
+    first, *further = reports.values()
     joined = replace(first, details=dict(_join_details({name: report.details for name, report in reports.items()})))
     for name, value in vars(first).items():
         if type(value) is int or isinstance(value, list):
-            setattr(joined, name, sum((getattr(report, name) for report in others), value))
+            setattr(joined, name, sum((getattr(report, name) for report in further), value))
     joined.next_steps = [*dict.fromkeys(joined.next_steps)]
     return joined
 
 
 def _join_details(details: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    first, *others = details.values()
-    alike = {key: value for key, value in first.items() if all((key, value) in other.items() for other in others)}
-    yield from alike.items()
+    first, *further = details.values()
+    equal = {key: value for key, value in first.items() if all((key, value) in values.items() for values in further)}
+    yield from equal.items()
     for name, values in details.items():
-        if differing := {key: value for key, value in values.items() if key not in alike}:
+        if differing := {key: value for key, value in values.items() if key not in equal}:
             yield name, differing
 
 

@@ -95,22 +95,22 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
     working directory may still provide modules of the same names at that time (`remove_working_directory`)."""
     from importlib.util import find_spec
 
-    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if missing in ("", *OUR_PACKAGES) or find_spec(missing):
+    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if library in ("", *OUR_PACKAGES) or find_spec(library):
         return sys.__excepthook__(kind, error, trace)
     import json
 
     from schemas.errors import LatentpressError
 
     program = _program()
-    step = f"Install what this program needs: {install_command(EXTRAS.get(program, ''))}"
-    shown = LatentpressError(f"{program} needs the library {missing!r}, which is not installed", step)
+    step = f"Install the libraries of this program: {install_command(EXTRAS.get(program, ''))}"
+    report = LatentpressError(f"{program} needs the library {library!r}, which is not installed", step)
     hide_line()
-    print(f"error: {shown}", file=sys.stderr)
+    print(f"error: {report}", file=sys.stderr)
     if "--json" in sys.argv:
-        document = {"program": program, "error": shown.to_dict(), "exit_code": shown.exit_code}
+        document = {"program": program, "error": report.to_dict(), "exit_code": report.exit_code}
         print(json.dumps(document, indent=2))
-    sys.exit(shown.exit_code)
+    sys.exit(report.exit_code)
 
 
 def install_command(extra: str = "") -> str:

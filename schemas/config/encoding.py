@@ -171,7 +171,8 @@ class Latents(Section, json_schema_extra={"affects": "latents"}):
         json_schema_extra={"affects": "nothing"},
     )
     tiling: bool = Field(
-        False, description="encode overlapping spatial tiles, to save memory; latents differ from those of whole frames"
+        False,
+        description="encode overlapping spatial tiles, to save memory; latents differ from latents of whole frames",
     )
 
     def settings(self, family: Family) -> dict[str, int | bool | str]:

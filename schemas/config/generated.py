@@ -153,9 +153,9 @@ def _section_lines(
     parent: OptionPath,
     indent: str,
     remarks: dict[OptionPath, list[str]],
-    written: set[Any],
+    expanded: set[Any],
 ) -> Iterator[str]:
-    """Lines of a section. values: its active values. written: classes of sections whose options were written before;
+    """Lines of a section. values: its active values. expanded: classes of sections whose options were written before;
     further sections of the class are written on one line."""
     own_defaults = {key: value for (key, _, _), (_, value) in zip(options(section), defaults or (), strict=False)}
     for key, info, inner in options(section):
@@ -168,17 +168,17 @@ def _section_lines(
             yield from _commented(f"{indent}{key}:", indent, words)
             for number, item in enumerate(value):
                 item_remarks = {} if number else remarks
-                lines = list(_section_lines(inner, None, item, path, f"{indent}    ", item_remarks, written))
+                lines = list(_section_lines(inner, None, item, path, f"{indent}    ", item_remarks, expanded))
                 if number:
                     lines = [line for line in lines if not line.lstrip().startswith("#")]
                 first = next(i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#"))
                 lines[first] = f"{indent}  - {lines[first].lstrip()}"
                 yield from lines
-        elif inner and (isinstance(default, Section) or value) and (inner not in written or is_set):
-            written.add(inner)
+        elif inner and (isinstance(default, Section) or value) and (inner not in expanded or is_set):
+            expanded.add(inner)
             yield from _commented(f"{indent}{'' if is_set else '# '}{key}:", indent, words)
             inner_defaults = default if isinstance(default, Section) else None
-            yield from _section_lines(inner, inner_defaults, value, path, f"{indent}  ", remarks, written)
+            yield from _section_lines(inner, inner_defaults, value, path, f"{indent}  ", remarks, expanded)
         else:
             if inner and not isinstance(default, Section):
                 words += f"; or {f'[{shape(inner)}]' if default == () else shape(inner)}"

@@ -166,9 +166,9 @@ class Config(Section):
             return tuple(sigma for sigma in sigmas if expert.holds(sigma))
         return tuple(round(expert.lowest + share * (expert.highest - expert.lowest), 6) for share in sigmas)
 
-    def validation_samples(self, planned: Sequence[SizedPrompt] | None = None) -> list[ValidationSample]:
+    def validation_samples(self, set_prompts: Sequence[SizedPrompt] | None = None) -> list[ValidationSample]:
         """`schemas.config.validation.validation_samples` of this model."""
-        return validation_samples(self.validation, self.model.family_spec, planned, self.experts)
+        return validation_samples(self.validation, self.model.family_spec, set_prompts, self.experts)
 
     @property
     def stage_order(self) -> list[StageName]:

@@ -2,7 +2,7 @@
 
 YAML and JSON: name -> prompt, or name -> a section with the options of `validation.prompts`; or a list of such
 sections. Text: names are made of the prompts' words. `<word>` in a prompt or a name is replaced by a value of
-validation.placeholders; "<<" is a "<", and any other "<" is unchanged.
+validation.placeholders; "<<" is a "<". A "<" without such a word is unchanged.
 """
 
 import hashlib

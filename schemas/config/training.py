@@ -343,7 +343,7 @@ class Train(Section, json_schema_extra={"affects": "run"}):
     experts: Literal["high", "low", "both"] | None = Field(
         None,
         description="expert to train, for models with separate transformers for high and low noise; its name is "
-        "added to the run's; both: one after the other",
+        "added to the run's; both: high, then low",
     )
     steps: Steps = Field(1000, description="number of optimizer steps")
     batch_size: Count = Field(1, description="samples in one forward pass on one device")

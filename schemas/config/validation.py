@@ -186,13 +186,13 @@ class SizedPrompt(NamedTuple):
 @dataclass(frozen=True)
 class ValidationSample:
     """A sample that is denoised once in each validation. name: name of its files, made of the prompt's name and
-    the options with several values. group: the name without the seed. planned: index of the prompt and size in the list
-    of `SizedPrompt`. guidance_low: guidance scale of the low-noise expert; None if the model has only one
+    the options with several values. group: the name without the seed. prompt_index: index of the prompt and size in the
+    list of `SizedPrompt`. guidance_low: guidance scale of the low-noise expert; None if the model has only one
     transformer."""
 
     name: str
     group: str
-    planned: int
+    prompt_index: int
     prompt: str
     size: str | None
     guidance: float
@@ -219,22 +219,22 @@ def sized_prompts(validation: Validation) -> list[SizedPrompt]:
 def validation_samples(
     validation: Validation,
     family: Family,
-    planned: Sequence[SizedPrompt] | None = None,
+    set_prompts: Sequence[SizedPrompt] | None = None,
     experts: Mapping[str, Expert] | None = None,
 ) -> list[ValidationSample]:
     """The samples in order; samples that differ only by their seeds follow each other.
 
-    planned: the prompts and sizes of a training set, which replace the prompts and sizes of the configuration; its
+    set_prompts: the prompts and sizes of a training set, which replace the prompts and sizes of the configuration; its
     other options still apply, for the prompt of the same name or for all prompts. experts: experts of the flavour.
     """
     default = tuple(expert.guidance for expert in experts.values()) if experts else (family.guidance,)
-    planned = sized_prompts(validation) if planned is None else planned
+    set_prompts = sized_prompts(validation) if set_prompts is None else set_prompts
     prompts = {prompt.name: prompt for prompt in validation.prompts}
     sizes = dict[str, list[str | None]]()
-    for name, size in planned:
+    for name, size in set_prompts:
         sizes.setdefault(name, []).append(size)
     samples = []
-    for number, (name, size) in enumerate(planned):
+    for number, (name, size) in enumerate(set_prompts):
         prompt_options = prompts.get(name)
         configured = _values("guidance", prompt_options, validation)
         guidances = configured or default[:1]

@@ -43,15 +43,15 @@ def assigned(function, name) -> list[str]:
 
 
 def test_every_task_of_every_family_is_compared():
-    """Of those that diffusers has a pipeline of."""
+    """For all tasks with a pipeline in diffusers."""
     compared = {name: family for name, family in FAMILIES.items() if family.pipelines}
     tasks = {(name, flavour.task) for name, family in compared.items() for flavour in family.flavours.values()}
     assert tasks == {(name, task) for name, family in compared.items() for task in family.templates} == set(PIPELINES)
 
 
-def test_the_docs_say_the_shift_of_every_flavour():
-    said = (Path(__file__).resolve().parents[2] / "docs/methods.md").read_text().partition("## Noise levels")[2]
-    defaults = said.partition("The default is the flavour's:")[2].partition(". A published")[0]
+def test_the_docs_contain_the_shift_of_every_flavour():
+    text = (Path(__file__).resolve().parents[2] / "docs/methods.md").read_text().partition("## Noise levels")[2]
+    defaults = text.partition("The default is the flavour's:")[2].partition(". A published")[0]
     shifts = {f"{flavour.shift:g}" for family in FAMILIES.values() for flavour in family.flavours.values()}
     assert shifts <= {*re.findall(r"[\d.]+", defaults)}
 
@@ -101,7 +101,7 @@ def test_the_edit_pipelines_templates(key):
 
 @pytest.mark.parametrize("key", EDIT)
 def test_sizes_of_references_are_the_edit_pipelines(key):
-    """Of the autoencoder's pictures and of the prompt's."""
+    """For pictures of the autoencoder and of the prompt."""
     module = importlib.import_module(type(pipeline(key)).__module__)
     family = FAMILIES[key[0]]
     rng = np.random.default_rng(0)
@@ -111,10 +111,10 @@ def test_sizes_of_references_are_the_edit_pipelines(key):
     if hasattr(module, "VAE_IMAGE_SIZE"):
         areas = {condition.size: module.VAE_IMAGE_SIZE, family.templates["i2i"].image_size: module.CONDITION_IMAGE_SIZE}
     for size, area in areas.items():
-        wanted = [module.calculate_dimensions(area, int(w) / int(h))[:2] for w, h in zip(width, height, strict=True)]
-        made = size.fit(width, height)
-        assert np.array_equal(np.stack(made[:2], 1), wanted)
-        assert np.array_equal(made[2].resize_width, made[0]) and not made[2].x.any()
+        expected = [module.calculate_dimensions(area, int(w) / int(h))[:2] for w, h in zip(width, height, strict=True)]
+        fitted = size.fit(width, height)
+        assert np.array_equal(np.stack(fitted[:2], 1), expected)
+        assert np.array_equal(fitted[2].resize_width, fitted[0]) and not fitted[2].x.any()
     assert condition.size.refused(np.array([1, 1, 5000]), np.array([1, 101, 49])).tolist() == [False, True, True]
     for flavour in family.flavours.values():
         assert {module.calculate_dimensions(1024 * 1024, w / h)[:2] for w, h in ((1, 1), (3, 2), (4, 3), (16, 9))} <= {
@@ -167,7 +167,7 @@ def test_kleins_template():
 def test_inference_defaults(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
     assert family.guidance == default(pipe.__call__, family.guidance_argument)
-    if key[0] == "wan2.2-a14b":  # the original release's, as its scales
+    if key[0] == "wan2.2-a14b":  # the value of the original release
         assert family.steps == 40
     else:
         assert family.steps == default(pipe.__call__, "num_inference_steps")
@@ -175,7 +175,7 @@ def test_inference_defaults(key):
 
 @pytest.mark.parametrize("key", PIPELINES)
 def test_settings_of_pipelines(key):
-    """Whether a pipeline takes a negative prompt, and what it reads from model_index.json."""
+    """Negative prompts of pipelines, and their settings in model_index.json."""
     family, kind = FAMILIES[key[0]], getattr(diffusers, PIPELINES[key])
     assert (family.negative_prompt is not None) == ("negative_prompt" in inspect.signature(kind.__call__).parameters)
     parameters = inspect.signature(kind).parameters
@@ -188,10 +188,10 @@ def test_settings_of_pipelines(key):
 @pytest.mark.parametrize("key", PIPELINES)
 def test_negative_prompts(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    if key in (("qwen-image", "t2i"), *EDIT):  # guides only with one, and its documentation says " "
+    if key in (("qwen-image", "t2i"), *EDIT):  # guides only with a negative prompt; " " is from its documentation
         assert default(pipe.__call__, "negative_prompt") is None and family.negative_prompt == " "
         assert 'even an empty negative prompt like " "' in pipe.__call__.__doc__
-    elif key in WAN:  # the user's; that of the documentation is compared above
+    elif key in WAN:  # the user's; the example in the documentation is compared above
         assert default(pipe.__call__, "negative_prompt") is None
     elif family.negative_prompt is None:
         assert assigned(type(pipe).__call__, "negative_prompt") == [""]
@@ -206,7 +206,7 @@ def test_strides(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
     if key in (("z-image", "t2i"), ("qwen-image", "t2i"), *EDIT):
         assert family.spatial_stride == pipe.vae_scale_factor and family.side_multiple == 2 * family.spatial_stride
-    elif key in WAN:  # those of its autoencoder, which the pipeline has not here
+    elif key in WAN:  # of its autoencoder, which the pipeline does not have in this test
         vae = diffusers.AutoencoderKLWan.from_config(
             dict(family.shapes["vae"]) | {"base_dim": 8, "decoder_base_dim": 8}
         )
@@ -224,24 +224,24 @@ def test_strides(key):
 
 
 def test_prefixes_have_as_many_tokens_as_are_cropped(tiny):
-    counted = {}
+    counts = {}
     for family, task in [*KANDINSKY, ("qwen-image", "t2i")]:
         kind = f"{family}-{task}" if family.startswith("kandinsky5") else family
         tokenizer = AutoTokenizer.from_pretrained(tiny(kind) / "tokenizer")
         prefix = FAMILIES[family].templates[task].text.split("{}")[0]
-        counted[kind] = len(tokenizer(prefix)["input_ids"])
-        assert counted[kind] == FAMILIES[family].templates[task].crop
-    assert [*counted.values()] == [40, 54, 128, 128, 34]
+        counts[kind] = len(tokenizer(prefix)["input_ids"])
+        assert counts[kind] == FAMILIES[family].templates[task].crop
+    assert [*counts.values()] == [40, 54, 128, 128, 34]
 
 
-def test_what_is_stored_and_loaded_is_named():
+def test_components_are_named():
     for family in FAMILIES.values():
         assert family.default_flavour in family.flavours
         assert all(flavour.name == name for name, flavour in family.flavours.items())
         assert {"text_encoder", "tokenizer"} <= set(family.text_components) and family.latent_components == ("vae",)
 
 
-def test_the_parts_are_those_that_the_encoders_load():
+def test_the_parts_are_the_components_of_the_encoders():
     from stages.encoding.text import gemma, kandinsky5, qwen3, qwen_image, qwen_image_edit, umt5
 
     assert {FAMILIES[name].text_components for name, _ in EDIT} == {qwen_image_edit.Encoder.components}
@@ -255,11 +255,11 @@ def test_the_parts_are_those_that_the_encoders_load():
     }
 
 
-def test_an_unknown_family_or_flavour_is_answered_with_the_valid_ones():
+def test_an_unknown_family_or_flavour_is_an_error_with_the_valid_names():
     assert get_flavour("sana", "sana-600m-512px").shift == 4.0
-    with pytest.raises(ValueError, match=f"valid families: {re.escape(', '.join(FAMILIES))}"):
+    with pytest.raises(ValueError, match=f"valid: {re.escape(', '.join(FAMILIES))}"):
         get_flavour("kandinsky4", "x")
-    with pytest.raises(ValueError, match=r"valid flavours: .*i2v-pro-sft-5s"):
+    with pytest.raises(ValueError, match=r"valid: .*i2v-pro-sft-5s"):
         get_flavour("kandinsky5-video", "i2v-lite-pretrain-5s")
 
 

@@ -37,16 +37,16 @@ def seeds_for(count):
     return np.random.default_rng(7).integers(0, 2**64, count, np.uint64)
 
 
-def select(durations, seeds=None, **chosen):
+def select(durations, seeds=None, **options):
     durations = np.array(durations, np.float64)
-    return select_clips(durations, seeds_for(len(durations)) if seeds is None else seeds, **{**USUAL, **chosen})
+    return select_clips(durations, seeds_for(len(durations)) if seeds is None else seeds, **{**USUAL, **options})
 
 
-def clips_in(found, rate):
+def clips_in(clips, rate):
     """Each as (segment, start in frames, frames)."""
-    starts = found.start * rate
+    starts = clips.start * rate
     assert np.abs(starts - np.rint(starts)).max(initial=0) < 1e-6
-    return list(zip(found.segment.tolist(), np.rint(starts).astype(int).tolist(), found.frames.tolist(), strict=True))
+    return list(zip(clips.segment.tolist(), np.rint(starts).astype(int).tolist(), clips.frames.tolist(), strict=True))
 
 
 def valid(frames, strides):
@@ -54,7 +54,7 @@ def valid(frames, strides):
 
 
 def expected(available, num_frames, min_frames, strides, fixed, clip, clips, clip_stride, rate=None):
-    """(start, frames) of one segment's clips, as plainly as it can be said; random: all that it may draw."""
+    """(start, frames) of one segment's clips, by the plain rules; random: all possible clips."""
     frames = valid(num_frames if fixed else min(num_frames, available), strides)
     if frames < min_frames or frames > available:
         return []
@@ -67,34 +67,36 @@ def expected(available, num_frames, min_frames, strides, fixed, clip, clips, cli
         "chunks": range(0, last + 1, frames),
         "slide": range(0, last + 1, clip_stride),
     }[clip]
-    found = [(start, frames) for start in sorted(starts)]
+    ranges = [(start, frames) for start in sorted(starts)]
     if clip == "chunks" and not fixed:
-        tail = available - len(found) * frames
-        found += [(len(found) * frames, valid(tail, strides))] if valid(tail, strides) >= min_frames else []
-    return found
+        tail = available - len(ranges) * frames
+        ranges += [(len(ranges) * frames, valid(tail, strides))] if valid(tail, strides) >= min_frames else []
+    return ranges
 
 
 @given(st.lists(durations, max_size=8), settings)
-def test_clips_are_those_of_the_plain_rules(durations, chosen):
-    found = clips_in(select(durations, **chosen), chosen["rate"])
-    assert found == sorted(found) and len(set(found)) == len(found)
+def test_clips_follow_the_plain_rules(durations, options):
+    result = clips_in(select(durations, **options), options["rate"])
+    assert result == sorted(result) and len(set(result)) == len(result)
     for segment, duration in enumerate(durations):
-        rule = expected(frames_available(duration, chosen["rate"]), **chosen)
-        here = [(start, frames) for of, start, frames in found if of == segment]
-        if chosen["clip"] == "random":
-            assert set(here) <= set(rule) and bool(here) == bool(rule) and len(here) <= chosen["clips"]
+        rule = expected(frames_available(duration, options["rate"]), **options)
+        ranges = [(start, frames) for owner, start, frames in result if owner == segment]
+        if options["clip"] == "random":
+            assert set(ranges) <= set(rule) and bool(ranges) == bool(rule) and len(ranges) <= options["clips"]
         else:
-            assert here == rule
+            assert ranges == rule
 
 
 @given(st.lists(durations, min_size=1, max_size=8), settings, st.randoms())
-def test_a_segment_has_its_clips_whatever_else_there_is(durations, chosen, random):
+def test_the_clips_of_a_segment_do_not_depend_on_other_segments(durations, options, random):
     seeds = seeds_for(len(durations))
-    found = clips_in(select(durations, seeds, **chosen), chosen["rate"])
+    result = clips_in(select(durations, seeds, **options), options["rate"])
     order = random.sample(range(len(durations)), random.randint(1, len(durations)))
-    again = clips_in(select([durations[i] for i in order], seeds[order], **chosen), chosen["rate"])
+    reordered = clips_in(select([durations[i] for i in order], seeds[order], **options), options["rate"])
     for place, segment in enumerate(order):
-        assert [rest for of, *rest in again if of == place] == [rest for of, *rest in found if of == segment]
+        assert [clip for owner, *clip in reordered if owner == place] == [
+            clip for owner, *clip in result if owner == segment
+        ]
 
 
 def test_known_clips():
@@ -115,7 +117,7 @@ def test_known_clips():
     assert select(ten, clip="head", strides=(4, 7)).frames.tolist() == [57]
 
 
-def test_random_starts_are_spread_over_all_and_kept_when_more_are_asked_for():
+def test_random_starts_are_spread_evenly_and_kept_if_clips_are_added():
     durations = np.full(20_000, 70 / 24)  # 70 frames: ten starts
     starts = np.rint(select(durations, clip="random").start * 24).astype(int)
     counts = np.bincount(starts, minlength=10)
@@ -126,24 +128,24 @@ def test_random_starts_are_spread_over_all_and_kept_when_more_are_asked_for():
     assert few < more
     # Three draws of ten places: 1 + 0.9 + 0.81 different ones on average.
     assert 2.5 < len(few) / 200 < 2.9
-    alone = select([10.0], seeds_for(2)[1:], clip="random")
-    assert select([0.1, 10.0], seeds_for(2), clip="random").start == alone.start  # a short one takes no seed away
+    single = select([10.0], seeds_for(2)[1:], clip="random")
+    assert select([0.1, 10.0], seeds_for(2), clip="random").start == single.start  # a short segment uses no seed
     assert not np.array_equal(starts, np.rint(select(durations, seeds_for(20_001)[1:], clip="random").start * 24))
 
 
 @pytest.mark.parametrize("clip", SELECTIONS)
 def test_no_segments_and_unknown_durations_yield_nothing(clip):
     assert len(select([], clip=clip, clips=2, clip_stride=3).segment) == 0
-    found = select([math.nan, 0.0, -3.0, math.inf, 0.1], clip=clip, clips=2, clip_stride=3)
-    assert len(found.segment) == len(found.start) == len(found.frames) == 0
+    result = select([math.nan, 0.0, -3.0, math.inf, 0.1], clip=clip, clips=2, clip_stride=3)
+    assert len(result.segment) == len(result.start) == len(result.frames) == 0
 
 
 def test_enormous_segments_neither_hang_nor_overflow():
     ten_hours = select([36_000.0], clip="chunks")
     assert len(ten_hours.start) == math.ceil(36_000 * 24 / 61)
     for clip in ("head", "middle", "random", "uniform"):
-        found = select([1e300, 5.0], clip=clip, clips=3 if clip in ("random", "uniform") else 1)
-        assert (found.start >= 0).all() and found.segment[0] == 0 and found.segment[-1] == 1
+        result = select([1e300, 5.0], clip=clip, clips=3 if clip in ("random", "uniform") else 1)
+        assert (result.start >= 0).all() and result.segment[0] == 0 and result.segment[-1] == 1
     for clip in ("chunks", "slide"):
         with pytest.raises(ValueError, match="max_frames"):
             select([1e300] * 2000, clip=clip, clip_stride=1)
@@ -153,17 +155,17 @@ def test_enormous_segments_neither_hang_nor_overflow():
 
 @given(st.integers(1, 10_000), st.lists(st.integers(1, 16), min_size=1, max_size=3))
 def test_largest_valid_frames(frames, strides):
-    found = largest_valid_frames(frames, *strides)
-    assert type(found) is int
-    assert found == valid(frames, strides)
-    assert largest_valid_frames(np.array([frames, 1]), *strides).tolist() == [found, 1]
+    result = largest_valid_frames(frames, *strides)
+    assert type(result) is int
+    assert result == valid(frames, strides)
+    assert largest_valid_frames(np.array([frames, 1]), *strides).tolist() == [result, 1]
 
 
 def test_no_frames_are_never_valid():
     assert largest_valid_frames(8, 4) == 5
-    for wrong in (lambda: largest_valid_frames(0, 4), lambda: largest_valid_frames(np.array([5, 0]), 4)):
+    for call in (lambda: largest_valid_frames(0, 4), lambda: largest_valid_frames(np.array([5, 0]), 4)):
         with pytest.raises(ValueError, match="1 or more"):
-            wrong()
+            call()
     with pytest.raises(ValueError, match="stride of 4, 0"):
         largest_valid_frames(5, 4, 0)
     assert largest_valid_frames(np.zeros(0, np.int64), 4).shape == (0,)
@@ -186,9 +188,11 @@ def test_available_times_lie_inside_the_clip(durations, rate):
         assert count / rate >= duration - 0.001 - 1e-9
 
 
-asked = st.sampled_from([12.0, 23.976, 24000 / 1001, 24.0, 25.0, 29.97, 30.0])
+rates_configured = st.sampled_from([12.0, 23.976, 24000 / 1001, 24.0, 25.0, 29.97, 30.0])
 near = st.one_of(
-    st.tuples(asked, st.integers(1, 5), st.floats(-0.0049, 0.0049)).map(lambda t: (t[0], t[0] * t[1] * (1 + t[2]))),
+    st.tuples(rates_configured, st.integers(1, 5), st.floats(-0.0049, 0.0049)).map(
+        lambda t: (t[0], t[0] * t[1] * (1 + t[2]))
+    ),
     st.sampled_from(
         [(24.0, 24000 / 1001), (24000 / 1001, 24.0), (30.0, 30000 / 1001), (30.0, 60000 / 1001), (25.0, 25.02)]
     ),
@@ -196,7 +200,7 @@ near = st.one_of(
 ticks = st.sampled_from([1e-3, 1 / 600, 1 / 12800, 1 / 90000])
 
 
-def taken(start, frames, rate, source, tick):
+def read_frames(start, frames, rate, source, tick):
     """Frames that a reader picks by the timestamps of a file: the last one at or before each time."""
     stamps = np.rint(np.arange(int((start + frames / rate) * source) + 9) / source / tick) * tick
     tolerance = min(max(tick, 0.001), 0.25 / source)
@@ -210,19 +214,19 @@ def taken(start, frames, rate, source, tick):
 def test_a_video_of_nearly_the_rate_neither_repeats_nor_skips_at_its_own(pair, tick, first, frames):
     rate, source = pair
     every = round(source / rate)
-    [own] = match_frame_rates(np.array([source]), rate).tolist()
-    assert own == source / every and abs(own / rate - 1) <= 0.005
-    assert taken(first / own, frames, own, source, tick) == [every * (first + k) for k in range(frames)]
+    [matched] = match_frame_rates(np.array([source]), rate).tolist()
+    assert matched == source / every and abs(matched / rate - 1) <= 0.005
+    assert read_frames(first / matched, frames, matched, source, tick) == [every * (first + k) for k in range(frames)]
 
 
 @given(near, ticks, st.floats(0, 20), st.integers(1, 130))
 def test_a_clip_that_is_called_even_neither_repeats_nor_skips_at_the_rate_asked_for(pair, tick, start, frames):
     rate, source = pair
     if takes_every_kth_frame(np.array([start]), np.array([frames]), np.array([source]), rate)[0]:
-        assert set(np.diff(taken(start, frames, rate, source, tick))) <= {round(source / rate)}
+        assert set(np.diff(read_frames(start, frames, rate, source, tick))) <= {round(source / rate)}
 
 
-def test_what_is_even_and_what_is_not():
+def test_even_and_uneven_rates():
     def even(source, rate, frames, start=0.0):
         return bool(takes_every_kth_frame(np.array([start]), np.array([frames]), np.array([source]), rate)[0])
 
@@ -230,24 +234,28 @@ def test_what_is_even_and_what_is_not():
     assert even(24.0, 24.0, 10_000) and even(48.0, 24.0, 10_000) and even(25.0, 25.0, 97, 3.2)
     assert even(film, 24.0, 9) and not even(film, 24.0, 61) and not even(film, 24.0, 121)
     assert even(24.0, film, 121) and not even(24.0, film, 1200)
-    assert taken(0.0, 61, 24.0, film, 1 / 24000).count(24) == 2  # the frame that used to come twice
+    assert read_frames(0.0, 61, 24.0, film, 1 / 24000).count(24) == 2  # the frame that used to come twice
 
 
-def test_other_rates_stay_what_was_asked_for():
+def test_different_rates_are_not_matched():
     sources = np.array([math.nan, 25.0, 30.0, 24.13, 23.87, 24.0, 48.0, 12.0, 5.0, 60.0])
     assert match_frame_rates(sources, 24.0).tolist() == [24.0] * len(sources)
     assert match_frame_rates(np.array([24.1, 48.1, 23.9]), 24.0).tolist() == [24.1, 48.1 / 2, 23.9]
 
 
 @given(st.lists(st.tuples(durations, rates), max_size=8), settings)
-def test_each_segment_at_its_own_rate_has_the_clips_that_it_has_alone(segments, chosen):
-    seconds, own, seeds = [s for s, _ in segments], np.array([r for _, r in segments]), seeds_for(len(segments))
-    found = select(seconds, seeds, **{**chosen, "rate": own})
+def test_each_segment_at_its_own_rate_has_the_same_clips_as_alone(segments, options):
+    seconds, segment_rates, seeds = (
+        [s for s, _ in segments],
+        np.array([r for _, r in segments]),
+        seeds_for(len(segments)),
+    )
+    result = select(seconds, seeds, **{**options, "rate": segment_rates})
     for number, (duration, rate) in enumerate(segments):
-        alone = select([duration], seeds[number : number + 1], **{**chosen, "rate": rate})
-        mine = found.segment == number
-        assert found.start[mine].tolist() == alone.start.tolist()
-        assert found.frames[mine].tolist() == alone.frames.tolist()
+        single = select([duration], seeds[number : number + 1], **{**options, "rate": rate})
+        mask = result.segment == number
+        assert result.start[mask].tolist() == single.start.tolist()
+        assert result.frames[mask].tolist() == single.frames.tolist()
 
 
 def test_odd_clips():

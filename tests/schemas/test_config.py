@@ -22,15 +22,15 @@ def data(**changes):
 
 
 def problems(**changes):
-    """Path -> message of everything incoherent at the top level."""
+    """Path -> message of each inconsistency at the top level."""
     with pytest.raises(ValidationError) as caught:
         Config.model_validate(data(**changes))
-    found = {}
+    problems = {}
     for error in caught.value.errors():
         cause = error["ctx"]["error"]
         assert isinstance(cause, InconsistentValues)
-        found |= dict(cause.problems)
-    return found
+        problems |= dict(cause.problems)
+    return problems
 
 
 def dataset(id="photos", **changes):
@@ -51,14 +51,14 @@ def test_the_defaults_are_a_whole_configuration():
     ("family", "flavour"),
     [(name, flavour) for name, family in FAMILIES.items() for flavour in family.flavours],
 )
-def test_every_flavour_of_the_catalogue_is_accepted_and_has_its_template(family, flavour):
+def test_every_flavour_of_the_catalog_is_accepted_and_has_its_template(family, flavour):
     model = Model(family=family, flavour=flavour)
     assert model.flavour_spec.name == flavour
     assert model.template is FAMILIES[family].templates[model.task]
 
 
 def test_a_flavour_of_another_family_is_refused_with_the_valid_ones():
-    with pytest.raises(ValidationError, match=r"valid flavours: sana-1\.6b-1024px, "):
+    with pytest.raises(ValidationError, match=r"valid: sana-1\.6b-1024px, "):
         Model(family="sana", flavour="t2v-lite-sft-5s")
 
 
@@ -88,10 +88,10 @@ def test_a_dataset_is_not_called_as_the_validation_prompts_are():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"resolution": 8}, {"resolution": 1024, "resolution_type": "area"}, {"resolution": 1e6}]
+    "values", [{"resolution": 8}, {"resolution": 1024, "resolution_type": "area"}, {"resolution": 1e6}]
 )
-def test_a_resolution_that_no_picture_can_have_is_refused(wrong):
-    assert list(problems(datasets=[dataset("a", **wrong)])) == [("datasets", 0, "resolution")]
+def test_a_resolution_that_no_picture_can_have_is_refused(values):
+    assert list(problems(datasets=[dataset("a", **values)])) == [("datasets", 0, "resolution")]
 
 
 def test_dataset_ids_differ():
@@ -108,11 +108,11 @@ def test_dataset_ids_differ():
 )
 def test_datasets_fit_the_task(family, flavour, values, key):
     model = {"family": family, "flavour": flavour}
-    bad, good = dataset("bad", **values), dataset("good", dataset_type="video", conditioning_data="/c")
+    invalid, valid = dataset("bad", **values), dataset("good", dataset_type="video", conditioning_data="/c")
     if not FAMILIES[family].video:
-        good["dataset_type"] = "image"
-    assert list(problems(model=model, datasets=[good, bad])) == [("datasets", 1, key)]
-    Config.model_validate(data(model=model, datasets=[good, {**bad, "disabled": True}]))
+        valid["dataset_type"] = "image"
+    assert list(problems(model=model, datasets=[valid, invalid])) == [("datasets", 1, key)]
+    Config.model_validate(data(model=model, datasets=[valid, {**invalid, "disabled": True}]))
 
 
 TABLE = {"instance_data_dir": "/d/list.csv"}
@@ -122,9 +122,9 @@ def dataset_problems(**changes):
     """Dotted path below the dataset -> message."""
     with pytest.raises(ValidationError) as caught:
         Config.model_validate(data(datasets=[dataset(), dataset("bad", **changes)]))
-    found = [problem for error in caught.value.errors() for problem in explain_error(error)]
-    assert all(path[:2] == ("datasets", 1) for path, _ in found)
-    return {".".join(map(str, path[2:])): message for path, message in found}
+    problems = [problem for error in caught.value.errors() for problem in explain_error(error)]
+    assert all(path[:2] == ("datasets", 1) for path, _ in problems)
+    return {".".join(map(str, path[2:])): message for path, message in problems}
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_inconsistent_options_of_a_dataset_are_refused_by_key(values, key, named
 
 
 def test_all_problems_of_a_dataset_are_reported_together():
-    wrong = {"caption_strategy": "csv", "crop_aspect": "closest", "eval": True, "eval_fraction": 0.5}
-    assert set(dataset_problems(**wrong)) == {"caption_file", "crop_aspect_buckets", "eval_fraction"}
+    values = {"caption_strategy": "csv", "crop_aspect": "closest", "eval": True, "eval_fraction": 0.5}
+    assert set(dataset_problems(**values)) == {"caption_file", "crop_aspect_buckets", "eval_fraction"}
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ def test_consistent_options_of_a_dataset_are_accepted(values):
     ],
 )
 def test_the_location_implies_the_source(location, source, captions):
-    found = Dataset(id="a", instance_data_dir=location)
-    assert (found.resolved_source, found.resolved_caption_strategy) == (source, captions)
+    dataset = Dataset(id="a", instance_data_dir=location)
+    assert (dataset.resolved_source, dataset.resolved_caption_strategy) == (source, captions)
 
 
 def test_a_configured_source_takes_precedence_over_the_location():
-    found = Dataset(id="a", instance_data_dir="user/photos.parquet", source="huggingface")
-    assert (found.resolved_source, found.resolved_caption_strategy) == ("huggingface", "huggingface")
+    dataset = Dataset(id="a", instance_data_dir="user/photos.parquet", source="huggingface")
+    assert (dataset.resolved_source, dataset.resolved_caption_strategy) == ("huggingface", "huggingface")
     assert Dataset(id="a", instance_data_dir="/d/shards", source="webdataset").resolved_caption_strategy == "webdataset"
     assert Dataset(id="a", instance_data_dir="/d/rows", source="manifest").resolved_caption_strategy == "csv"
 
@@ -244,8 +244,10 @@ def test_prompts_have_their_own_name_and_no_image_that_their_task_does_not_take(
     video = {"family": "kandinsky5-video", "flavour": "i2v-lite-5s"}
     clips = [dataset(dataset_type="video")]
     prompts = [{"name": "a", "prompt": "x", "image": "/i.png"}, {"name": "a", "prompt": "y"}]
-    found = problems(model=video, datasets=clips, validation={"prompts": prompts})
-    assert list(found) == [("validation", "prompts", 1, "name")], "without an image it starts from one of the data"
+    messages = problems(model=video, datasets=clips, validation={"prompts": prompts})
+    assert list(messages) == [("validation", "prompts", 1, "name")], (
+        "without an image it starts from an image of the datasets"
+    )
     assert list(problems(validation={"prompts": prompts[:1]})) == [("validation", "prompts", 0, "image")]
 
 
@@ -253,14 +255,14 @@ def test_prompts_have_their_own_name_and_no_image_that_their_task_does_not_take(
     ("family", "size", "message"),
     [
         ("sana", "1000x1024", "multiples of 32"),
-        ("sana", "1024x1024@5", "makes images"),
-        ("kandinsky5-video", "768x512@60", "the next below is 57"),
+        ("sana", "1024x1024@5", "image model"),
+        ("kandinsky5-video", "768x512@60", "57"),
         ("kandinsky5-video", "760x512@61", "multiples of 16"),
     ],
 )
 def test_the_validation_size_fits_the_family(family, size, message):
-    found = problems(model={"family": family}, validation={"size": size})
-    assert message in found["validation", "size"]
+    messages = problems(model={"family": family}, validation={"size": size})
+    assert message in messages["validation", "size"]
 
 
 @pytest.mark.parametrize(
@@ -277,47 +279,47 @@ def test_validation_sizes_that_fit(family, size):
 
 
 def test_several_sizes_of_validation_each_fit():
-    found = problems(
+    messages = problems(
         model={"family": "sana"},
         validation={"size": ["64x64", "65x64"], "prompts": [{"name": "a", "prompt": "b", "size": "64x64@5"}]},
     )
-    assert "multiples of 32" in found["validation", "size", 1]
-    assert "makes images" in found["validation", "prompts", 0, "size"]
+    assert "multiples of 32" in messages["validation", "size", 1]
+    assert "image model" in messages["validation", "prompts", 0, "size"]
 
 
 def test_samples_of_two_prompts_have_no_name_in_common():
     prompts = [{"name": "a", "prompt": "b"}, {"name": "a_seed2", "prompt": "b", "seed": 1}]
     Config.model_validate(data(validation={"prompts": prompts}))
-    found = problems(validation={"prompts": prompts, "seed": [1, 2]})
-    assert "'a_seed2' would name samples of prompts 'a' and 'a_seed2'" in found["validation", "prompts", 1, "name"]
+    messages = problems(validation={"prompts": prompts, "seed": [1, 2]})
+    assert "prompts 'a' and 'a_seed2'" in messages["validation", "prompts", 1, "name"]
 
 
 def test_validation_samples_are_limited():
     prompts = [{"name": f"p{i}", "prompt": "b"} for i in range(11)]
-    found = problems(validation={"prompts": prompts, "seed": list(range(100)), "steps": list(range(1, 11))})
-    assert "11,000 validation samples" in found[("validation",)]
+    messages = problems(validation={"prompts": prompts, "seed": list(range(100)), "steps": list(range(1, 11))})
+    assert "11,000 validation samples" in messages[("validation",)]
 
 
-def test_several_problems_are_told_at_once():
-    found = problems(root=str(PACKAGES[0]), datasets=[dataset("a"), dataset("a", dataset_type="video")])
-    assert set(found) == {("root",), ("datasets", 1, "id"), ("datasets", 1, "dataset_type")}
+def test_several_problems_are_reported_together():
+    messages = problems(root=str(PACKAGES[0]), datasets=[dataset("a"), dataset("a", dataset_type="video")])
+    assert set(messages) == {("root",), ("datasets", 1, "id"), ("datasets", 1, "dataset_type")}
 
 
 @pytest.mark.parametrize(
     ("values", "key", "reason"),
     [
-        ({"compile_backend": "eager"}, "compile_backend", "no effect with compile none; set that, or remove this"),
-        ({"quantize_via": "cpu"}, "quantize_via", "no effect with base_precision no_change, which quantizes nothing"),
-        ({"quantize_via": "cpu", "base_precision": "bf16"}, "quantize_via", "no effect with base_precision bf16"),
+        ({"compile_backend": "eager"}, "compile_backend", "compile: none"),
+        ({"quantize_via": "cpu"}, "quantize_via", "base_precision: no_change"),
+        ({"quantize_via": "cpu", "base_precision": "bf16"}, "quantize_via", "base_precision: bf16"),
     ],
 )
 def test_options_of_training_without_effect_are_refused(values, key, reason):
     with pytest.raises(ValidationError) as caught:
         Train.model_validate(values)
-    (found,) = (problem for error in caught.value.errors() for problem in explain_error(error))
-    assert found[0] == (key,) and reason in found[1]
-    used = {"compile": "blocks", "base_precision": "nf4-bnb"} | {key: values[key]}
-    assert Train.model_validate(used)
+    ((path, message),) = (problem for error in caught.value.errors() for problem in explain_error(error))
+    assert path == (key,) and reason in message
+    valid = {"compile": "blocks", "base_precision": "nf4-bnb"} | {key: values[key]}
+    assert Train.model_validate(valid)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Crops: they cover the bucket, stay inside, and cut where they are asked to."""
+"""Crops: they cover the bucket, stay inside, and cut at the configured position."""
 
 import math
 from fractions import Fraction
@@ -23,13 +23,13 @@ def test_a_crop_covers_stays_inside_and_keeps_the_aspect(width, height, across, 
     scale = max(Fraction(across, width), Fraction(down, height))
     assert abs(crop.resize_width - scale * width) <= Fraction(1, 2)
     assert abs(crop.resize_height - scale * height) <= Fraction(1, 2)
-    # What is off is the rounding of one side, half a pixel of it at most.
+    # The difference is the rounding of one side, by half a pixel at most.
     rounded = max(crop.resize_width - across, crop.resize_height - down) + min(across, down)
     assert aspect_distortion(width, height, crop) <= 0.5 / (rounded - 0.5) + 1e-12
 
 
 @given(sides, sides, sides, sides, shares, shares)
-def test_where_it_is_cut(width, height, across, down, share_x, share_y):
+def test_positions_of_the_crop(width, height, across, down, share_x, share_y):
     crop = cover_crop(width, height, across, down)
     free = crop.resize_width - across, crop.resize_height - down
     assert (crop.x, crop.y) == (free[0] // 2, free[1] // 2)
@@ -51,7 +51,7 @@ def test_a_random_cut_reaches_every_place_alike():
 
 
 @given(sides, sides, sides, sides, st.tuples(shares, shares, shares, shares))
-def test_what_is_in_the_middle_stays_whole_where_it_can(width, height, across, down, places):
+def test_a_face_stays_whole_if_it_fits(width, height, across, down, places):
     box = [math.floor(places[0] * width), math.floor(places[1] * height)]
     box += [1 + math.floor(places[2] * (width - box[0])), 1 + math.floor(places[3] * (height - box[1]))]
     crop = cover_crop(width, height, across, down, "face", face=box)
@@ -61,8 +61,8 @@ def test_what_is_in_the_middle_stays_whole_where_it_can(width, height, across, d
         low, high = (Fraction((box[axis] + more) * length, side) for more in (0, box[axis + 2]))
         if math.ceil(high) - math.floor(low) <= cut:
             assert offset <= low and high <= offset + cut
-    nothing = cover_crop(width, height, across, down, "face", face=[0, 0, 0, 0])
-    assert nothing == cover_crop(width, height, across, down)
+    faceless = cover_crop(width, height, across, down, "face", face=[0, 0, 0, 0])
+    assert faceless == cover_crop(width, height, across, down)
 
 
 def test_a_crop_of_the_same_size_changes_nothing():
@@ -79,14 +79,14 @@ def test_a_loose_crop(width, height, across, down, shorter, style, share_x, shar
     assert 0 <= crop.y <= crop.resize_height - down
     assert crop.resize_width >= covering.resize_width and crop.resize_height >= covering.resize_height
     needed = max(Fraction(across, width), Fraction(down, height))
-    asked = Fraction(min(math.floor(shorter + 0.5), min(width, height)), min(width, height))
-    scale = max(needed, asked)
+    scale_of_shorter = Fraction(min(math.floor(shorter + 0.5), min(width, height)), min(width, height))
+    scale = max(needed, scale_of_shorter)
     assert abs(crop.resize_width - scale * width) <= Fraction(1, 2)
     assert abs(crop.resize_height - scale * height) <= Fraction(1, 2)
     if needed <= 1:
         assert crop.resize_width <= width and crop.resize_height <= height
-    if asked >= needed:
-        assert min(crop.resize_width, crop.resize_height) == asked * min(width, height)
+    if scale_of_shorter >= needed:
+        assert min(crop.resize_width, crop.resize_height) == scale_of_shorter * min(width, height)
     else:
         assert crop == covering
 
@@ -99,19 +99,19 @@ def test_a_loose_crop_keeps_surroundings_out_and_resolution_in():
     assert cover_crop(4000, 3000, 512, 512, scaled_shorter=100) == cover_crop(4000, 3000, 512, 512)
     assert cover_crop(800, 600, 512, 512, scaled_shorter=9000) == Crop(800, 600, 144, 44)
     shorter = np.array([768.0, 9000.0])
-    both = cover_crop(np.array([4000, 800]), np.array([3000, 600]), 512, 512, scaled_shorter=shorter)
-    assert both.resize_width.tolist() == [1024, 800]
-    for wrong in (0.0, -1.0, math.nan):
+    crops = cover_crop(np.array([4000, 800]), np.array([3000, 600]), 512, 512, scaled_shorter=shorter)
+    assert crops.resize_width.tolist() == [1024, 800]
+    for length in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="scaled_shorter"):
-            cover_crop(10, 10, 5, 5, scaled_shorter=wrong)
+            cover_crop(10, 10, 5, 5, scaled_shorter=length)
 
 
 @given(sides, sides, sides, sides, st.floats(0.1, 5000))
-def test_shares_and_distortion_are_those_of_the_fractions(width, height, across, down, shorter):
+def test_shares_and_distortion_agree_with_fractions(width, height, across, down, shorter):
     crop = cover_crop(width, height, across, down, scaled_shorter=shorter)
     share = 1 - Fraction(across * down, crop.resize_width * crop.resize_height)
-    lost = cropped_share(crop, across, down)
-    assert lost == float(share) and 0 <= lost < 1
-    for made in (crop, Crop(across, down, 0, 0)):
-        ratio = Fraction(made.resize_width, width) / Fraction(made.resize_height, height)
-        assert aspect_distortion(width, height, made) == float(max(ratio, 1 / ratio) - 1)
+    cropped = cropped_share(crop, across, down)
+    assert cropped == float(share) and 0 <= cropped < 1
+    for result in (crop, Crop(across, down, 0, 0)):
+        ratio = Fraction(result.resize_width, width) / Fraction(result.resize_height, height)
+        assert aspect_distortion(width, height, result) == float(max(ratio, 1 / ratio) - 1)

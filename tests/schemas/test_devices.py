@@ -30,27 +30,27 @@ def test_a_name_is_a_device_of_this_machine(monkeypatch, kind, count, name, proc
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "name", "here"),
+    ("kind", "count", "name", "devices"),
     [
-        ("cuda", 0, "cuda", "sees no accelerator"),
+        ("cuda", 0, "cuda", "finds no accelerator"),
         ("cuda", 1, "cuda:1", "sees 1 cuda device;"),
         ("cuda", 2, "xpu", "sees 2 cuda devices"),
         ("mps", 1, "cuda", "sees 1 mps device"),
     ],
 )
-def test_a_device_that_is_not_there_never_becomes_another(monkeypatch, kind, count, name, here) -> None:
+def test_a_missing_device_is_never_replaced(monkeypatch, kind, count, name, devices) -> None:
     set_accelerators(monkeypatch, count, kind)
-    with pytest.raises(DeviceNotFound, match=f"device {name} was asked for") as caught:
+    with pytest.raises(DeviceNotFound, match=f"device {name} is not available") as caught:
         find_device(name)
-    assert here.rstrip(";") in caught.value.message and "latentpress doctor" in caught.value.next_step
+    assert devices.rstrip(";") in caught.value.message and "latentpress doctor" in caught.value.next_step
 
 
 def test_the_configuration_takes_torchs_names() -> None:
     for name in ("auto", "cpu", "cuda:17", *ACCELERATORS, *(f"{kind}:0" for kind in ACCELERATORS)):
         assert Train(device=name).device == name
-    for wrong in ("gpu", "cud", "cuda:", "cpu:0", "auto:1", "CUDA", "cuda:1x", "xpu:1234"):
+    for name in ("gpu", "cud", "cuda:", "cpu:0", "auto:1", "CUDA", "cuda:1x", "xpu:1234"):
         with pytest.raises(ValueError, match=re.escape("string_pattern_mismatch")):
-            Train(device=wrong)
+            Train(device=name)
 
 
 def test_the_hosts_own_memory_is_not_pinned() -> None:

@@ -90,18 +90,18 @@ def test_aspect_buckets(edge, stride, max_aspect):
     st.integers(1, 300),
     st.sampled_from(["pixel_area", "pixel"]),
 )
-def test_steps_of_buckets(edge, stride, asked, kind):
-    """The step as asked for, rounded up to the stride; at most a quarter of the edge, and at least the stride."""
+def test_steps_of_buckets(edge, stride, configured, kind):
+    """The configured step, rounded up to the stride; at most a quarter of the edge, and at least the stride."""
     if edge < stride:
         with pytest.raises(ValueError, match="higher resolution"):
-            workable_step(edge, kind, stride, asked)
+            workable_step(edge, kind, stride, configured)
         return
-    step = workable_step(edge, kind, stride, asked)
+    step = workable_step(edge, kind, stride, configured)
     assert step % stride == 0 and step >= stride
-    assert step <= max(stride, edge / 4 + 1) and step < asked + stride
-    if asked <= edge / 4 - stride:
-        assert step >= asked
-    assert resolution_buckets(edge, kind, stride, step=asked) == resolution_buckets(edge, kind, step)
+    assert step <= max(stride, edge / 4 + 1) and step < configured + stride
+    if configured <= edge / 4 - stride:
+        assert step >= configured
+    assert resolution_buckets(edge, kind, stride, step=configured) == resolution_buckets(edge, kind, step)
     assert resolution_buckets(edge, kind, stride) == resolution_buckets(edge, kind, stride, step=stride)
 
 
@@ -204,8 +204,8 @@ def test_nothing_to_choose_from_or_by_is_refused():
         choose_buckets(100, 100, [])
     with pytest.raises(ValueError, match="1 or more"):
         choose_buckets(1, 1, [(1, 1), (0, 1)])
-    for wrong in (0, -1.0, math.nan, math.inf):
-        for size in ((np.array([1.0, wrong]), 1), (100, wrong)):
+    for value in (0, -1.0, math.nan, math.inf):
+        for size in ((np.array([1.0, value]), 1), (100, value)):
             with pytest.raises(ValueError, match="more than 0"):
                 choose_buckets(*size, [(1, 1)])
 

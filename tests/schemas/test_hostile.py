@@ -1,4 +1,4 @@
-"""Documents and values that nobody means: each is read or refused with its place, in seconds, never a traceback."""
+"""Unusual documents and values: each is read, or refused with its place, in seconds and without a traceback."""
 
 import json
 
@@ -91,21 +91,21 @@ def test_odd_places_are_no_tracebacks(tmp_path) -> None:
         load_config("/dev/zero")
 
 
-def numbers(node, where="") -> list[tuple[str, dict]]:
+def numbers(node, path="") -> list[tuple[str, dict]]:
     """Every number in a JSON schema, with its place."""
     if isinstance(node, list):
-        return [found for i, item in enumerate(node) for found in numbers(item, f"{where}/{i}")]
+        return [number for i, item in enumerate(node) for number in numbers(item, f"{path}/{i}")]
     if not isinstance(node, dict):
         return []
-    here = [(where, node)] if node.get("type") in ("integer", "number") else []
-    return here + [found for key, value in node.items() for found in numbers(value, f"{where}/{key}")]
+    leaf = [(path, node)] if node.get("type") in ("integer", "number") else []
+    return leaf + [number for key, value in node.items() for number in numbers(value, f"{path}/{key}")]
 
 
 def test_every_number_of_the_configuration_has_both_bounds() -> None:
-    found = numbers(json_schema())
-    assert len(found) > 50
+    items = numbers(json_schema())
+    assert len(items) > 50
     low, high = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
-    assert [where for where, node in found if not (low & set(node) and high & set(node))] == []
+    assert [path for path, node in items if not (low & set(node) and high & set(node))] == []
 
 
 def keys_of(section) -> list[str]:

@@ -59,8 +59,8 @@ def test_the_order_of_keys_does_not_matter(value):
 
 @given(values, values)
 def test_different_values_have_different_names(a, b):
-    same = json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
-    assert (hash_json(a) == hash_json(b)) == same
+    is_equal = json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+    assert (hash_json(a) == hash_json(b)) == is_equal
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {"a": [float("-inf")]}])
@@ -71,10 +71,10 @@ def test_what_has_no_canonical_form_is_refused(value):
 
 def test_a_prompt_with_another_image_or_none_is_another_text():
     words = pa.array(["a cat", "a cat", "a cat", "a dog"])
-    found = text_ids(words, pa.array(["1" * 32, "2" * 32, "", ""])).to_pylist()
-    assert len(set(found)) == 4
-    assert text_ids(words).to_pylist() == [found[2]] * 3 + [found[3]]
-    assert found[2] == xxhash.xxh3_128_hexdigest(b"\0a cat")
+    ids = text_ids(words, pa.array(["1" * 32, "2" * 32, "", ""])).to_pylist()
+    assert len(set(ids)) == 4
+    assert text_ids(words).to_pylist() == [ids[2]] * 3 + [ids[3]]
+    assert ids[2] == xxhash.xxh3_128_hexdigest(b"\0a cat")
 
 
 def test_a_sample_is_named_by_every_field_of_its_record():

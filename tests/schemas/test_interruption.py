@@ -1,5 +1,5 @@
-"""--max-time is read, and signals set a flag. What programs do then: test_interruption.py in tests/stages/encoding
-and in tests/trainer/run."""
+"""--max-time, and signals, which set a flag. For the programs, see test_interruption.py in tests/stages/encoding and in
+tests/trainer/run."""
 
 import os
 import random
@@ -81,13 +81,13 @@ def test_no_exception_is_raised_but_by_a_check() -> None:
 
 @pytest.mark.parametrize("step", [lambda: activity("loading").__enter__(), lambda: pause(0)])
 def test_a_program_that_ends_in_its_own_way_is_not_stopped_by_checks(step) -> None:
-    told = threading.Event()
-    handler = StopHandler(stop=told.set)
+    stopped = threading.Event()
+    handler = StopHandler(stop=stopped.set)
     with handler.stop_on_signals():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told.wait(LIMIT_S)
+        assert stopped.wait(LIMIT_S)
         step()
-        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler says it again
+        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler repeats it
         step()
     assert handler.reason == "SIGTERM"
 
@@ -98,7 +98,7 @@ def test_the_innermost_handler_is_asked_and_only_that() -> None:
         with inner.stop_on_signals():
             pause(LIMIT_S)
         check_stop()
-        os.kill(os.getpid(), signal.SIGTERM)  # the same stop, in the words of a launcher
+        os.kill(os.getpid(), signal.SIGTERM)  # the same request, from a launcher
         check_stop()
     assert (outer.reason, inner.reason) == ("", "--max-time")
 
@@ -114,7 +114,7 @@ def test_a_signal_before_the_body_ends_the_body() -> None:
     assert (outer.reason, inner.reason) == ("", "SIGTERM")
 
 
-AGAIN = """
+PROGRAM = """
 import multiprocessing, os, subprocess, sys, time
 from schemas.interruption import StopHandler, end_with_this
 
@@ -130,7 +130,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_again_ends_it_and_its_children_at_once_and_sigterm_again_does_not(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(AGAIN)
+    (tmp_path / "program.py").write_text(PROGRAM)
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     program = subprocess.Popen(
@@ -159,7 +159,7 @@ def test_a_program_whose_parent_is_gone_ends_as_by_sigterm(tmp_path: Path, handl
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.update(environment)
         end_with_parent()
-        assert PARENT_VARIABLE not in os.environ, "what it starts has another parent"
+        assert PARENT_VARIABLE not in os.environ, "its child has a different parent"
         os.write(writing, b"1")
         if handled:
             with StopHandler(stop=lambda: (os.write(writing, b"S"), os._exit(0))).stop_on_signals():
@@ -194,14 +194,14 @@ def test_a_program_that_was_not_started_by_another_watches_nothing(monkeypatch: 
 
 PROGRAMS = ("run", "train", "queue", "ui", "discover", "status", "encode-text", "bucket")
 START_S = 3.0  # in which a program has begun to work
-ENDS_S = 10.0  # in which each program ends, once it is told a second time
+ENDS_S = 10.0  # in which each program ends, after the second signal
 
 
 @pytest.mark.parametrize(
     ("seed", "count"), [(1, 4), pytest.param(2, 200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 )
 def test_programs_end_at_ctrl_c_at_any_moment_of_their_start(project, seed: int, count: int) -> None:
-    """Imports included: nothing is raised in them, and nothing waits for a lock that was left taken."""
+    """Imports included: nothing is raised in them, and no lock stays held."""
     home = project()
     for number in range(20):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
@@ -231,10 +231,10 @@ def test_programs_end_at_ctrl_c_at_any_moment_of_their_start(project, seed: int,
                 with suppress(subprocess.TimeoutExpired):
                     started.wait(1.1)
         try:
-            said, _ = started.communicate(timeout=ENDS_S)  # also of the processes that it started
+            output, _ = started.communicate(timeout=ENDS_S)  # also of the processes that it started
         except subprocess.TimeoutExpired:
             os.killpg(started.pid, signal.SIGKILL)
             pytest.fail(f"{program}, interrupted after {moment:.2f} s, does not end: {started.communicate()[0]!r}")
-        before_first_line = started.returncode == 1 and said.rstrip().endswith(b"KeyboardInterrupt")  # Python's own
-        assert before_first_line or started.returncode in (0, 2, 3, INTERRUPTED, -signal.SIGINT), (program, said)
+        before_first_line = started.returncode == 1 and output.rstrip().endswith(b"KeyboardInterrupt")  # Python's own
+        assert before_first_line or started.returncode in (0, 2, 3, INTERRUPTED, -signal.SIGINT), (program, output)
         until(lambda started=started: all(session != started.pid for _, _, session in processes()), "the end of all")

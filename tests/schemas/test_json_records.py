@@ -18,9 +18,9 @@ class Example(Record):
 
 def test_no_flipped_bit_makes_another_record() -> None:
     record = Example(a=[1, 0.5, None, "ü"], b=7)
-    good = record.format()
-    for number in range(8 * len(good)):
-        data = bytearray(good)
+    content = record.format()
+    for number in range(8 * len(content)):
+        data = bytearray(content)
         data[number // 8] ^= 1 << number % 8
         try:
             assert Example.parse(data) == record

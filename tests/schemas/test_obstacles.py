@@ -1,4 +1,4 @@
-"""A root or output that can't be a folder is refused with what stands there, before any work."""
+"""A root or output that can't be a folder is refused with a message that names the obstacle, before any work."""
 
 from pathlib import Path
 

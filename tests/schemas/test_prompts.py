@@ -41,21 +41,21 @@ PLAIN = st.text(
 def test_a_column_is_cleaned_as_its_texts_are(texts):
     for family in FAMILIES.values():
         for template in family.templates.values():
-            whole = template.cleaner.column(pa.array(texts, pa.string()))
-            assert whole.to_pylist() == [None if text is None else template.cleaner.text(text) for text in texts]
-            rendered = template.render_column(whole, negative=True).to_pylist()
-            wanted = [None if text is None else template.render(text, negative=True) for text in whole.to_pylist()]
-            assert rendered == wanted
+            cleaned = template.cleaner.column(pa.array(texts, pa.string()))
+            assert cleaned.to_pylist() == [None if text is None else template.cleaner.text(text) for text in texts]
+            rendered = template.render_column(cleaned, negative=True).to_pylist()
+            expected = [None if text is None else template.render(text, negative=True) for text in cleaned.to_pylist()]
+            assert rendered == expected
 
 
 class Tokenizer:
-    """Takes what the pipeline made of the prompt, and ends it there."""
+    """Raises the cleaned prompt of the pipeline."""
 
-    class Given(Exception):
+    class Called(Exception):
         pass
 
     def __call__(self, prompts, **options):
-        raise self.Given(*prompts)
+        raise self.Called(*prompts)
 
 
 SANA = SanaPipeline(Tokenizer(), None, None, None, None)
@@ -64,9 +64,9 @@ SANA = SanaPipeline(Tokenizer(), None, None, None, None)
 @given(TEXTS)
 @example("  ÄÖÜ İstanbul ")
 def test_sana_cleaning_is_the_pipelines(text):
-    with pytest.raises(Tokenizer.Given) as given:
+    with pytest.raises(Tokenizer.Called) as caught:
         SANA.encode_prompt(text, do_classifier_free_guidance=False, device="cpu")
-    assert given.value.args == (lowercase(text),)
+    assert caught.value.args == (lowercase(text),)
 
 
 @given(TEXTS)

@@ -1,4 +1,4 @@
-"""What of a checkpoint's folder is read, and what is said where it is nothing."""
+"""Weight files of a checkpoint's folder, and the error if there are none."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from cache.models.weights import find_weights_problem
 
 
-def made(folder, *names: str):
+def make_folder(folder, *names: str):
     for name in names:
         (folder / name).write_text("{}")
     return folder
@@ -22,20 +22,20 @@ def made(folder, *names: str):
     ],
 )
 def test_safetensors_are_read(tmp_path, names) -> None:
-    assert find_weights_problem(made(tmp_path, *names)) is None
+    assert find_weights_problem(make_folder(tmp_path, *names)) is None
 
 
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "diffusion_pytorch_model.fp16.bin", "x.pt", "x.pth", "x.ckpt", "x.pkl"]
 )
 def test_pickles_alone_are_named_with_the_way_out(tmp_path, name) -> None:
-    problem, step = find_weights_problem(made(tmp_path, "config.json", ".hidden.safetensors", name))
+    problem, step = find_weights_problem(make_folder(tmp_path, "config.json", ".hidden.safetensors", name))
     assert str(tmp_path / name) in problem and "pickled" in problem
     assert "save_pretrained(folder, safe_serialization=True)" in step
 
 
 def test_a_folder_without_weights_is_named(tmp_path) -> None:
-    problem, step = find_weights_problem(made(tmp_path, "config.json"))
+    problem, step = find_weights_problem(make_folder(tmp_path, "config.json"))
     assert problem == f"{tmp_path} holds no *.safetensors" and "whole copy" in step
 
 
@@ -53,7 +53,7 @@ def test_a_folder_without_weights_is_named(tmp_path) -> None:
     ],
 )
 def test_an_index_leads_to_safetensors_of_its_folder_alone(tmp_path, shares) -> None:
-    index = made(tmp_path, "model-1.safetensors") / "model.safetensors.index.json"
+    index = make_folder(tmp_path, "model-1.safetensors") / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     assert find_weights_problem(tmp_path) is None
     index.write_text(json.dumps({"weight_map": shares}))
@@ -63,6 +63,6 @@ def test_an_index_leads_to_safetensors_of_its_folder_alone(tmp_path, shares) -> 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "7", "[" * 10**5])
 def test_an_index_that_is_none_is_named(tmp_path, text) -> None:
-    (made(tmp_path, "model-1.safetensors") / "model.safetensors.index.json").write_text(text)
+    (make_folder(tmp_path, "model-1.safetensors") / "model.safetensors.index.json").write_text(text)
     problem, _ = find_weights_problem(tmp_path)
     assert "index.json" in problem

@@ -130,7 +130,7 @@ def test_a_device_and_a_store_that_are_not_there(project: Callable[..., Project]
     code, report = program("--config", str(home.folder / "pipeline.yaml"), *changes)
     assert code == INCOMPLETE
     failures = {row["item"]: row["reason"] for row in report["failed"]}
-    assert "device mps was asked for" in failures["train.device"]
+    assert "device mps is not available" in failures["train.device"]
     assert any(url in reason for reason in failures.values()) and url in rows(report, "stores")
 
 

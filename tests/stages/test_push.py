@@ -123,7 +123,7 @@ def test_a_result_that_is_malformed_or_a_pipe_is_named(home: Project, models: Mo
         home.run(push.run)
     note.unlink()
     os.mkfifo(note)
-    with pytest.raises(LatentpressError, match=r"result\.json.*regular file"):
+    with pytest.raises(LatentpressError, match=r"result\.json can't be read: .*is not a regular file"):
         home.run(push.run)
 
 

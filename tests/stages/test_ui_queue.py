@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from cache.runs.run_queue import RunQueue
-from schemas.cli.process_record import noted
+from schemas.cli.process_record import record_program
 from stages.pages.ui.queue_page import resume_queue
 from tests.background import until
 from tests.project import Project
@@ -82,7 +82,7 @@ def test_it_is_started_once_and_continues(home: Project, server: UiServer, monke
         until(lambda: not started.is_running, "its end")
     run = FakeRun(home)
     run.metrics(step_line(1))
-    with noted("queue", queue.folder):  # by hand, in this process
+    with record_program("queue", queue.folder):  # by hand, in this process
         queue.take_next()
         assert '<span class="state running">running</span>' in server.get("/queue").text
         assert "step 1" in server.get("/queue").text

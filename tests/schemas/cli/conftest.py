@@ -6,8 +6,8 @@ from tests.schemas.cli.programs import YAML
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder with a valid pipeline.yaml, and the current one."""
+def folder(tmp_path, monkeypatch):
+    """A folder with a valid pipeline.yaml, which is the working directory."""
     (tmp_path / "pipeline.yaml").write_text(YAML)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """A clock that stands still until `now` is set."""
 
     now = 0.0
 

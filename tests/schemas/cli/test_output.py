@@ -1,4 +1,4 @@
-"""What a program writes: its report, its summary, progress and messages."""
+"""The output of a program: report, summary, progress and messages."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from tests.schemas.cli.programs import Clock, Terminal, call
 from trainer.run.metrics import format_step
 
 
-def test_standard_output_has_one_json_document_and_nothing_else(here):
+def test_standard_output_has_one_json_document_and_nothing_else(folder):
     def run(config, options, console):
         console.log("a log")
         console.warn("a warning")
@@ -31,7 +31,7 @@ def test_the_summary_lists_what_needs_attention():
     rejects = [
         {"item": str(i), "path": f"p{i}.png", "reason": "truncated", "message": f"p{i}.png: it ends"} for i in range(25)
     ]
-    report = Report("probe", 2, 1, rejects=rejects, rejects_path="work/rejects/probe", next_steps=["latentpress index"])
+    report = Report("probe", 2, 1, rejects=rejects, rejects="work/rejects/probe", next_steps=["latentpress index"])
     report.details = {
         "bytes_written": 1.5,
         "stages": [{"stage": "index", "done": 7.1234567}, {"stage": "a", "done": 10.0}],
@@ -47,7 +47,7 @@ def test_the_summary_lists_what_needs_attention():
     assert lines[6:9] == ["Rejected:", "  p0.png  truncated: it ends", "  p1.png  truncated: it ends"]
     assert lines[-4:] == [
         "  ... and 5 more",
-        "  all of them, by reason: latentpress status --rejects",
+        "  full list, by reason: latentpress status --rejects",
         "Next:",
         "  latentpress index",
     ]
@@ -77,11 +77,11 @@ def test_a_terminal_gets_a_bar(monkeypatch):
         progress.advance(0)
         clock.now += 2
         progress.advance(4)
-        console.log("beside it")
+        console.log("next to it")
     text = stderr.getvalue()
     assert "\x1b[" in text and "━" in text
     assert "4/4 units, 2 units/s" in text
-    assert "beside it" in text
+    assert "next to it" in text
     assert "after" not in text
 
 
@@ -101,11 +101,11 @@ def test_a_terminal_of_80_columns_gets_the_training_line_in_two(monkeypatch):
 
 
 def test_a_report_has_the_width_of_its_terminal(monkeypatch):
-    """Elsewhere, as in a pipe or a log, it has 100 columns."""
+    """In a pipe or a log, it has 100 columns."""
     columns = ("samples per pass", "latents MiB", "stretched", "cut off max", "cut off mean")
     rows = [{"bucket": "448x320@1", "orientation": "landscape", **{column: 2.123 for column in columns}}]
-    why = "is 451x300, smaller than its bucket 448x320; lower resolution, set allow_upscale: true, or remove it"
-    rejects = [{"item": "a", "path": "a/long/path/of/an/item.png", "reason": "needs-upscale", "message": why}]
+    message = "is 451x300, smaller than its bucket 448x320; lower resolution, set allow_upscale: true, or remove it"
+    rejects = [{"item": "a", "path": "a/long/path/of/an/item.png", "reason": "needs-upscale", "message": message}]
     report = Report("probe", rejects=rejects, details={"buckets": rows, "note": "words of a note. " * 9})
     for width, columns in ((60, "60"), (80, "80"), (120, "120"), (100, "")):
         monkeypatch.setenv("COLUMNS", columns or "40")
@@ -113,7 +113,7 @@ def test_a_report_has_the_width_of_its_terminal(monkeypatch):
         Console(stdout=stdout).print_report(report)
         lines = stdout.getvalue().splitlines()
         assert width - 20 < max(map(len, lines)) <= width
-        assert set(why.split()) <= set(" ".join(lines).split())  # no word is divided
+        assert set(message.split()) <= set(" ".join(lines).split())  # no word is divided
 
 
 def test_the_last_plain_line_stands_also_when_the_program_fails():
@@ -125,7 +125,7 @@ def test_the_last_plain_line_stands_also_when_the_program_fails():
 
 
 def test_a_summary_has_headings_and_a_wide_row_is_shown_line_by_line() -> None:
-    """The document has keys, the summary what a person reads; rows of more columns than fit are blocks of lines."""
+    """The document has keys, the summary has headings. A row with too many columns is a block of lines."""
     wide = {"dataset": "photos", **{f"part_{number}_mib": number for number in range(MOST_COLUMNS)}}
     report = Report("probe", details={"buckets": [{"cut_off_percent_max": 3, "psnr_db": 2.5}], "datasets": [wide]})
     lines = report.summary().splitlines()[1:]

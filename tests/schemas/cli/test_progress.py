@@ -1,4 +1,4 @@
-"""How far a program is: lines of a terminal, lines of a log, and what other modules say they do."""
+"""Progress: lines of a terminal, lines of a log, and activities of other modules."""
 
 import io
 import sys
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def log():
-    """A console without a terminal that shows this process' activities, its clock and what it wrote."""
+    """A console without a terminal that shows this process' activities, its clock and its output."""
     clock, stderr = Clock(), io.StringIO()
     show_activities(Console(stderr=stderr, clock=clock))
     yield clock, stderr
@@ -28,11 +28,11 @@ def log():
 
 
 def wait_for(stderr: io.StringIO, lines: list[str]) -> None:
-    """Until the display's thread has looked at the clock."""
+    """Wait until the display's thread has read the clock."""
     until(lambda: stderr.getvalue().splitlines() == lines, "\n".join(lines))
 
 
-def test_what_lasts_is_said_once_and_again_only_after_long(log) -> None:
+def test_a_long_activity_is_shown_once_and_again_after_long(log) -> None:
     clock, stderr = log
     with activity("loading the model"):
         clock.now += DELAY_S
@@ -62,7 +62,7 @@ def test_bytes_have_a_rate_and_the_time_left(log) -> None:
     assert stderr.getvalue() == "reading weights: 1.0 GiB of 4.0 GiB, 102.4 MiB/s, 0:00:30 left\n"
 
 
-def test_a_loop_that_has_not_begun_says_since_when_it_waits(log) -> None:
+def test_a_loop_that_has_not_begun_shows_the_time_it_waits(log) -> None:
     clock, stderr = log
     task = Progress(8, "encode", "texts", clock)
     assert task.state() == "0/8 texts"
@@ -76,7 +76,7 @@ def test_a_loop_that_has_not_begun_says_since_when_it_waits(log) -> None:
 
 
 def test_a_download_of_the_hub_is_an_activity(log) -> None:
-    """Its two bars, of what came and of what was written, are one; files are not counted."""
+    """Its two bars, for received and written bytes, are one activity; files are not counted."""
     from huggingface_hub.utils.tqdm import _create_progress_bar
 
     clock, _ = log
@@ -109,15 +109,15 @@ from schemas.cli.console import Report, make_app
 shared.DELAY_S = 0.0
 
 def run(config, options, console):
-    with console.progress(4, "encode-latents", "samples") as shown:
+    with console.progress(4, "encode-latents", "samples") as outer:
         with activity("loading AutoencoderKLHunyuanVideo from a/long/path/of/some/checkpoint/vae, 942.0 MiB"):
             pass
-        shown.advance(0)
+        outer.advance(0)
         with console.progress(1000, "step 100000: validation of prompts", "denoising steps") as inner:
             inner.advance(1000)
         console.log("日本語の写真 🐈 " * 3)
-        console.warn("what to do is said in many words, so that it is longer than a line: `latentpress run --again`")
-        shown.advance(4)
+        console.warn("this warning has many words, so that it is longer than a line: `latentpress run --again`")
+        outer.advance(4)
     return Report("probe", done=4)
 
 app = make_app("probe", "Do it.", run)
@@ -129,13 +129,13 @@ app()
 def test_a_terminal_of_any_width_has_whole_lines(tmp_path, columns) -> None:
     (tmp_path / "pipeline.yaml").write_text(YAML)
     (tmp_path / "probe.py").write_text(PROBE)
-    code, written = run_in_terminal([sys.executable, "probe.py"], columns, tmp_path, {"PYTHONPATH": str(ROOT)})
-    lines = screen_lines(written)
-    assert code == 0, written
+    code, output = run_in_terminal([sys.executable, "probe.py"], columns, tmp_path, {"PYTHONPATH": str(ROOT)})
+    lines = screen_lines(output)
+    assert code == 0, output
     text = " ".join(word for line in lines for word in line.split())
     assert "loading AutoencoderKLHunyuanVideo" in text and "942.0 MiB" in text, "folded, not cut off"
     assert "1000/1000 denoising steps" in text and "probe: 4 done" in lines[-1]
     assert max(cell_len(line) for line in lines) <= columns - MARGIN, lines
-    assert "`latentpress run --again`" in written, "a command is not divided"
+    assert "`latentpress run --again`" in output, "a command is not divided"
     assert "━" in text and "4/4 samples" in " ".join(lines[-3:-1])
-    assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is there again"
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h"), "the cursor is shown again"

@@ -12,8 +12,8 @@ NAMES = st.text(min_size=1, max_size=60) | st.sampled_from(
 
 
 @given(st.lists(st.tuples(NAMES, NAMES, st.integers(0, 10**9), st.floats(0, 1e12)), min_size=1, max_size=4))
-def test_a_table_keeps_to_the_width(found) -> None:
-    rows = [dict(zip(("dataset", "path", "rejected", "mib"), values, strict=True)) for values in found]
+def test_a_table_keeps_to_the_width(cells) -> None:
+    rows = [dict(zip(("dataset", "path", "rejected", "mib"), values, strict=True)) for values in cells]
     lines = format_table(rows, WIDTH) or ["its words are too long"]
     assert max(map(cell_len, lines)) <= WIDTH
     assert all(line.isprintable() for line in lines), "no terminal control"
@@ -26,9 +26,9 @@ def test_a_path_in_a_table_is_not_divided() -> None:
 
 
 def test_a_message_is_folded_between_words_and_what_is_copied_is_whole() -> None:
-    message = "  there is no plan: run `latentpress discover --config a.yaml --set root=./w`, then look at /a/path"
+    message = "  no plan exists: run `latentpress discover --config a.yaml --set root=./w`, then look at /a/path"
     assert fold_message(message, 40) == [
-        "  there is no plan: run",
+        "  no plan exists: run",
         "    `latentpress discover --config a.yaml --set root=./w`,",
         "    then look at /a/path",
     ]

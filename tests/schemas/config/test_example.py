@@ -19,38 +19,38 @@ def test_the_example_is_valid_and_for_people_with_one_card():
 
 
 def uncommented(text):
-    """The example with each key that is commented out put in force."""
+    """The example with the commented keys active."""
     keys = "|".join({key for _, key in every_key(Config)})
     return re.sub(rf"^( *)# (?=(?:{keys}):(?: |$))", r"\1", text, flags=re.MULTILINE)
 
 
-def every_key(section, above=()):
+def every_key(section, parent=()):
     for key, kind in section_fields(section).items():
-        yield above, key
+        yield parent, key
         inner = kind.__args__[0] if getattr(kind, "__origin__", None) is tuple else kind
         if is_section(inner):
-            yield from every_key(inner, (*above, key))
+            yield from every_key(inner, (*parent, key))
 
 
 def test_the_example_mentions_every_key_with_its_default(tmp_path):
     text = uncommented((ROOT / "pipeline.yaml").read_text())
     (tmp_path / "pipeline.yaml").write_text(text)
-    whole = load_config(tmp_path / "pipeline.yaml")
+    active = load_config(tmp_path / "pipeline.yaml")
     example = load_config(ROOT / "pipeline.yaml")
-    here = {"instance_data_dir": whole.datasets[0].instance_data_dir}  # it starts at the file, as the others do
-    datasets = tuple(dataset.model_copy(update=here) for dataset in example.datasets)
-    same = {"root": whole.root, "output": whole.output, "datasets": datasets}
-    assert whole == example.model_copy(update=same), "a commented key shows something other than its default"
-    written = {"datasets": whole.datasets[0], "prompts": whole.validation.prompts[0]}
-    missing = []
-    for above, key in every_key(Config):
-        section = whole
-        for step in above:
-            section = written.get(step) or getattr(section, step.replace("-", "_"))
+    location = {"instance_data_dir": active.datasets[0].instance_data_dir}  # relative to the file
+    datasets = tuple(dataset.model_copy(update=location) for dataset in example.datasets)
+    paths = {"root": active.root, "output": active.output, "datasets": datasets}
+    assert active == example.model_copy(update=paths), "a commented key shows something other than its default"
+    items = {"datasets": active.datasets[0], "prompts": active.validation.prompts[0]}
+    absent = []
+    for parent, key in every_key(Config):
+        section = active
+        for step in parent:
+            section = items.get(step) or getattr(section, step.replace("-", "_"))
         fields = type(section).model_fields.items() if section != () else ()
         if fields and {info.alias or name: name for name, info in fields}[key] not in section.model_fields_set:
-            missing.append(".".join((*above, key)))
-    assert missing == []
+            absent.append(".".join((*parent, key)))
+    assert absent == []
 
 
 def test_the_example_points_editors_at_the_schema():
@@ -67,26 +67,26 @@ def test_the_generated_files_are_up_to_date(tmp_path):
 
 
 def test_every_option_has_a_description():
-    def undescribed(section, above=""):
+    def undescribed(section, prefix=""):
         for key, info, inner in options(section):
             if not inner and not description(info):
-                yield above + key
+                yield prefix + key
             if inner:
-                yield from undescribed(inner, f"{above}{key}.")
+                yield from undescribed(inner, f"{prefix}{key}.")
 
     assert [*undescribed(Config)] == []
 
 
-def test_the_example_keeps_values_and_remarks_and_gets_what_is_missing():
+def test_the_example_keeps_values_and_remarks_and_gets_missing_options():
     text = (ROOT / "pipeline.yaml").read_text()
     changed = re.sub(r"(?m)^ +# (repeats|clip|order):.*\n", "", text).replace("rank: 32 ", "rank: 8  # my remark ")
-    changed = changed.replace("\n    # -- captions\n", "\n    # -- what is said of them\n").replace("# null ", "")
-    again = commented_example(changed)
-    assert again == text.replace("rank: 32 ", "rank: 8  ").replace("# -- captions", "# -- what is said of them")
+    changed = changed.replace("\n    # -- captions\n", "\n    # -- texts of the items\n").replace("# null ", "")
+    example = commented_example(changed)
+    assert example == text.replace("rank: 32 ", "rank: 8  ").replace("# -- captions", "# -- texts of the items")
     assert load_config(ROOT / "pipeline.yaml").train.adapter.rank == 32
 
 
-def test_the_json_schema_knows_families_flavours_and_every_key():
+def test_the_json_schema_has_families_flavours_and_every_key():
     schema = json_schema()
     model = schema["$defs"]["Model"]
     assert "sana" in model["properties"]["family"]["enum"]

@@ -42,7 +42,7 @@ def errors(path, *overrides):
     return caught.value.errors
 
 
-# ------------------------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------------------------- valid files
 
 
 def test_numbers_are_numbers_and_paths_start_at_the_file(write, tmp_path, monkeypatch):
@@ -75,20 +75,20 @@ def test_other_paths_are_resolved_too(write, tmp_path):
     assert config.validation.prompts[0].image == str(tmp_path / "i.png")
 
 
-def test_a_tilde_is_a_home_only_where_there_is_one(write, tmp_path, monkeypatch):
+def test_a_tilde_is_a_home_only_if_the_user_exists(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    places = {
+    locations = {
         "./~scans": tmp_path / "~scans",
         "~/scans": "/home/me/scans",
         "~no-such-user/a": tmp_path / "~no-such-user/a",
     }
-    for text, expected in places.items():
+    for text, expected in locations.items():
         table = [f"datasets.photos.{key}" for key in ("caption_strategy=csv", f"caption_file={text}")]
         places = [f"datasets.photos.instance_data_dir={text}", f"train.local_cache.folder={text}", f"root={text}"]
         config = load_config(write(), [*table, *places])
         (photos, _), folder = config.datasets, config.train.local_cache.folder
-        found = {photos.root, photos.caption_file, folder, config.root}
-        assert found == {str(expected)}
+        paths = {photos.root, photos.caption_file, folder, config.root}
+        assert paths == {str(expected)}
 
 
 def test_a_section_of_which_every_key_is_commented_out_has_its_defaults(write):
@@ -158,8 +158,8 @@ def test_an_error_about_a_key_of_another_section_names_the_section(write):
 
 def test_all_errors_are_listed_in_the_order_of_lines(write):
     text = BASE.replace("1e-4", "x").replace("root: work", "rot: work").replace("id: photos", "id: '/'")
-    found = [error.split(": ")[:2] for error in errors(write(text))]
-    assert found == [
+    starts = [error.split(": ")[:2] for error in errors(write(text))]
+    assert starts == [
         ["pipeline.yaml:1", "root"],
         ["pipeline.yaml:1", "rot"],
         ["pipeline.yaml:5", "datasets.0.id"],
@@ -167,19 +167,19 @@ def test_all_errors_are_listed_in_the_order_of_lines(write):
     ]
 
 
-def test_an_empty_list_and_a_list_of_wrong_items_are_told_apart(write):
+def test_an_empty_list_and_a_list_of_invalid_items_differ(write):
     head = BASE[: BASE.index("  - id")]
     (error,) = errors(write(head.replace("datasets:", "datasets: []")))
     assert error.startswith("pipeline.yaml:4: datasets: ")
     assert [e.split(": ")[1] for e in errors(write(head + "  - id: a\n"))] == ["datasets.0.instance_data_dir"]
 
 
-def test_a_missing_file_says_how_to_start(write):
+def test_a_missing_file_is_an_error_with_a_next_step(write):
     with pytest.raises(ConfigError, match=r"^nowhere\.yaml: no such file\n.*`latentpress configure`.* --config"):
         load_config("nowhere.yaml")
 
 
-def test_what_is_no_configuration_at_all(write, tmp_path):
+def test_files_that_are_not_configurations(write, tmp_path):
     assert errors(tmp_path)[0].endswith(": is a folder")
     assert errors(write("- a\n"))[0].startswith("pipeline.yaml:1: expected keys and values; valid keys: root, ")
     assert [e.split(": ")[1] for e in errors(write(""))] == ["datasets", "model", "root"]
@@ -223,14 +223,14 @@ def test_overrides_by_key_index_and_id(write):
         ("type=lora", "type: unknown key; it is an option of train.loss or train.adapter"),
     ],
 )
-def test_an_override_that_is_wrong_is_named(write, override, expected):
+def test_an_invalid_override_is_named(write, override, expected):
     (error,) = errors(write(), override)
     assert error.startswith(f"--set {expected}")
 
 
 def test_errors_of_overrides_and_of_the_file_come_together(write):
-    found = errors(write(BASE.replace("id: photos", "id: 7")), "train.steps=0", "nothing")
-    assert [error.split(": ")[0] for error in found] == [
+    lines = errors(write(BASE.replace("id: photos", "id: 7")), "train.steps=0", "nothing")
+    assert [error.split(": ")[0] for error in lines] == [
         "--set nothing",
         "--set train.steps",
         "pipeline.yaml:5",

@@ -50,18 +50,18 @@ def test_json_is_an_object_of_names_and_prompts(load, indent) -> None:
 def test_yaml_has_texts_sections_or_a_list(load, tmp_path) -> None:
     mapping = 'cat: "a cat: asleep"\ndog_2: {prompt: "a “dog” \\t in 3/4 view", seed: [1, 2], size: 64x64}\n'
     items = "- {name: cat, prompt: a}\n- name: dog_2\n  prompt: b\n"
-    found = load("p.yaml", mapping)
-    assert prompts(found) == PROMPTS
-    assert (found.validation.prompts[1].seed, found.validation.prompts[1].size) == ((1, 2), "64x64")
+    config = load("p.yaml", mapping)
+    assert prompts(config) == PROMPTS
+    assert (config.validation.prompts[1].seed, config.validation.prompts[1].size) == ((1, 2), "64x64")
     assert list(prompts(load("p.yml", items))) == ["cat", "dog_2"]
 
 
 def test_text_has_a_prompt_in_each_line_named_after_its_words(load) -> None:
     long = "A very long prompt about the harbor at dawn, with gulls."
     text = f"# animals\nA cat, asleep!\n\n  Ein Hündchen \n{long}\n猫\n"
-    found = prompts(load("p.txt", text))
-    assert list(found.values()) == ["A cat, asleep!", "Ein Hündchen", long, "猫"]
-    names = list(found)
+    texts = prompts(load("p.txt", text))
+    assert list(texts.values()) == ["A cat, asleep!", "Ein Hündchen", long, "猫"]
+    names = list(texts)
     assert names[:2] == ["a-cat-asleep", "ein-h-ndchen"]
     assert re.fullmatch("a-very-long-prompt-about-the-harbor-at-[0-9a-f]{6}", names[2])
     assert re.fullmatch("prompt-[0-9a-f]{6}", names[3])
@@ -69,29 +69,29 @@ def test_text_has_a_prompt_in_each_line_named_after_its_words(load) -> None:
 
 
 def test_only_line_ends_end_a_prompt_and_zero_bytes_are_refused(load) -> None:
-    found = load("p.txt", "a\u2028cat\x0band\x85a dog\r\nb\rc\n")
-    assert list(prompts(found).values()) == ["a\u2028cat\x0band\x85a dog", "b", "c"]
+    config = load("p.txt", "a\u2028cat\x0band\x85a dog\r\nb\rc\n")
+    assert list(prompts(config).values()) == ["a\u2028cat\x0band\x85a dog", "b", "c"]
     (error,) = errors(load, "p.txt", "a\nb\0\n")
     assert error.startswith("p.txt:2: ") and "UTF-8" in error
 
 
 def test_prompts_of_the_file_follow_those_of_the_configuration(load, tmp_path) -> None:
-    found = load("p.txt", "two", prompts=[{"name": "one", "prompt": "first"}])
-    assert list(prompts(found)) == ["one", "two"]
+    config = load("p.txt", "two", prompts=[{"name": "one", "prompt": "first"}])
+    assert list(prompts(config)) == ["one", "two"]
     path = tmp_path / "resolved.yaml"
-    path.write_text(dump_yaml(found))
-    assert prompts(load_config(path)) == prompts(found), "a resolved configuration has them all"
+    path.write_text(dump_yaml(config))
+    assert prompts(load_config(path)) == prompts(config), "a resolved configuration has them all"
     assert "prompts_file" not in path.read_text()
 
 
-def test_the_file_may_be_elsewhere_and_images_are_beside_it(tmp_path) -> None:
+def test_the_file_may_be_elsewhere_and_images_are_relative_to_it(tmp_path) -> None:
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "p.yaml").write_text("one: {prompt: a, image: first.png}")
     settings = {**SETTINGS, "model": {"family": "kandinsky5-video", "flavour": "i2v-lite-5s"}}
     settings["datasets"] = [{"id": "a", "instance_data_dir": ".", "dataset_type": "video"}]
     (tmp_path / "pipeline.yaml").write_text(json.dumps(settings))
-    found = load_config(tmp_path / "pipeline.yaml", ["validation.prompts_file=library/p.yaml"])
-    assert found.validation.prompts[0].image == str(tmp_path / "library" / "first.png")
+    config = load_config(tmp_path / "pipeline.yaml", ["validation.prompts_file=library/p.yaml"])
+    assert config.validation.prompts[0].image == str(tmp_path / "library" / "first.png")
 
 
 def test_placeholders_are_replaced_in_prompts_and_names(load) -> None:
@@ -99,10 +99,11 @@ def test_placeholders_are_replaced_in_prompts_and_names(load) -> None:
         "chef_<token>": {"prompt": "<token>, a <job>, <3 and a < b > c", "negative_prompt": "no <token>"},
         "plain": "<<token> and <<< and <<<job>",
     }
-    found = load("p.yaml", json.dumps(library), placeholders={"token": "ohwx man", "job": "cook"}).validation.prompts
-    assert [prompt.name for prompt in found] == ["chef_ohwx-man", "plain"]
-    assert found[0].prompt == "ohwx man, a cook, <3 and a < b > c" and found[0].negative_prompt == "no ohwx man"
-    assert found[1].prompt == "<token> and << and <cook"
+    config = load("p.yaml", json.dumps(library), placeholders={"token": "ohwx man", "job": "cook"})
+    chef, plain = config.validation.prompts
+    assert [chef.name, plain.name] == ["chef_ohwx-man", "plain"]
+    assert chef.prompt == "ohwx man, a cook, <3 and a < b > c" and chef.negative_prompt == "no ohwx man"
+    assert plain.prompt == "<token> and << and <cook"
     assert prompts(load("p.txt", "of <token>", "validation.placeholders.token=sks")) == {"of-token": "of sks"}
 
 

@@ -19,7 +19,7 @@ def load(folder: Path, notify: Any, *overrides: str) -> Any:
     return load_config(folder / "pipeline.yaml", overrides).notify
 
 
-WRONG = [
+REFUSED = [
     URL,
     {"webhooks": URL},
     {"webhooks": [URL]},
@@ -30,7 +30,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("notify", WRONG)
+@pytest.mark.parametrize("notify", REFUSED)
 def test_a_url_is_refused_with_advice_and_not_repeated(tmp_path: Path, notify: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, notify)
@@ -47,9 +47,9 @@ def test_a_url_in_an_override_is_refused_too(tmp_path: Path) -> None:
 
 
 def test_a_webhook_is_named_once_by_a_variable(tmp_path: Path) -> None:
-    found = load(tmp_path, {"webhooks": [{"url_env": "MY_HOOK"}, {"url_env": "OTHER", "events": ["failed"]}]})
-    assert [hook.url_env for hook in found.webhooks] == ["MY_HOOK", "OTHER"]
-    assert found.webhooks[0].events == ("started", "validation", "checkpoint", "finished", "failed")
+    notify = load(tmp_path, {"webhooks": [{"url_env": "MY_HOOK"}, {"url_env": "OTHER", "events": ["failed"]}]})
+    assert [hook.url_env for hook in notify.webhooks] == ["MY_HOOK", "OTHER"]
+    assert notify.webhooks[0].events == ("started", "validation", "checkpoint", "finished", "failed")
     with pytest.raises(ConfigError, match=r"webhooks.1.url_env: MY_HOOK"):
         load(tmp_path, {"webhooks": [{"url_env": "MY_HOOK"}, {"url_env": "MY_HOOK"}]})
     with pytest.raises(ConfigError, match="is not the name of an environment variable"):

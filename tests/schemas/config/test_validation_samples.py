@@ -1,4 +1,4 @@
-"""The list of validation samples: what varies is in their names, and nothing else."""
+"""Validation samples: their names contain only the options with several values."""
 
 import pytest
 
@@ -8,25 +8,25 @@ from schemas.config.validation import SizedPrompt, Validation, sized_prompts, va
 FAMILY = FAMILIES["kandinsky5-video"]
 
 
-def made(prompts=({"name": "cat"},), **options) -> list:
+def make_samples(prompts=({"name": "cat"},), **options) -> list:
     settings = Validation.model_validate({"prompts": [{"prompt": "a cat", **each} for each in prompts], **options})
     return validation_samples(settings, FAMILY)
 
 
 def test_a_prompt_of_one_size_and_seed_has_its_own_name_and_noise() -> None:
-    (sample,) = made(size="64x64@5", steps=[3], guidance=2.5, seed=7)
+    (sample,) = make_samples(size="64x64@5", steps=[3], guidance=2.5, seed=7)
     assert (sample.name, sample.group, sample.draw) == ("cat", "cat", "7/cat")
     assert (sample.size, sample.steps, sample.guidance, sample.seed) == ("64x64@5", 3, 2.5, 7)
 
 
 def test_defaults_are_the_familys() -> None:
-    (sample,) = made()
+    (sample,) = make_samples()
     assert (sample.size, sample.steps, sample.guidance, sample.seed) == (None, FAMILY.steps, FAMILY.guidance, 0)
 
 
-def test_names_have_what_varies_and_seeds_of_a_group_follow_each_other() -> None:
-    found = made(size=["64x64", "96x64@5"], guidance=[1, 4.5], steps=30, seed=[0, 8])
-    assert [sample.name for sample in found] == [
+def test_names_contain_varying_options_and_seeds_of_a_group_follow_each_other() -> None:
+    samples = make_samples(size=["64x64", "96x64@5"], guidance=[1, 4.5], steps=30, seed=[0, 8])
+    assert [sample.name for sample in samples] == [
         "cat_64x64_guidance1_seed0",
         "cat_64x64_guidance1_seed8",
         "cat_64x64_guidance4.5_seed0",
@@ -36,37 +36,37 @@ def test_names_have_what_varies_and_seeds_of_a_group_follow_each_other() -> None
         "cat_96x64x5_guidance4.5_seed0",
         "cat_96x64x5_guidance4.5_seed8",
     ]
-    assert [sample.group for sample in found[:3]] == [*["cat_64x64_guidance1"] * 2, "cat_64x64_guidance4.5"]
-    assert [sample.planned for sample in found] == [0] * 4 + [1] * 4
-    assert found[0].draw == found[2].draw != found[1].draw, "guidances have the same noise, seeds their own"
+    assert [sample.group for sample in samples[:3]] == [*["cat_64x64_guidance1"] * 2, "cat_64x64_guidance4.5"]
+    assert [sample.prompt_index for sample in samples] == [0] * 4 + [1] * 4
+    assert samples[0].draw == samples[2].draw != samples[1].draw, "guidances have the same noise, seeds their own"
 
 
 def test_guidances_that_print_alike_have_names_of_their_own() -> None:
-    names = {sample.name for sample in made(guidance=[4.5, 4.5000001, 1e-7])}
+    names = {sample.name for sample in make_samples(guidance=[4.5, 4.5000001, 1e-7])}
     assert names == {"cat_guidance4.5", "cat_guidance4.5000001", "cat_guidance1e-07"}
 
 
 def test_a_prompt_overrides_each_option_for_itself() -> None:
     prompts = [{"name": "cat", "seed": [1, 2], "size": "96x96"}, {"name": "dog", "steps": [2, 4], "guidance": 0}]
-    found = made(prompts, size=["64x64", "32x32"], seed=5, steps=9)
-    assert [sample.name for sample in found] == [
+    samples = make_samples(prompts, size=["64x64", "32x32"], seed=5, steps=9)
+    assert [sample.name for sample in samples] == [
         "cat_seed1",
         "cat_seed2",
         *("dog_64x64_2steps", "dog_64x64_4steps", "dog_32x32_2steps", "dog_32x32_4steps"),
     ]
-    assert [(sample.size, sample.steps) for sample in found[:2]] == [("96x96", 9)] * 2
-    assert {sample.guidance for sample in found[2:]} == {0} and {sample.seed for sample in found[2:]} == {5}
+    assert [(sample.size, sample.steps) for sample in samples[:2]] == [("96x96", 9)] * 2
+    assert {sample.guidance for sample in samples[2:]} == {0} and {sample.seed for sample in samples[2:]} == {5}
 
 
 def test_prompts_of_a_set_replace_those_of_the_configuration() -> None:
     settings = Validation.model_validate({"prompts": [{"name": "cat", "prompt": "a cat", "seed": 3}], "seed": [1, 2]})
     assert sized_prompts(settings) == [SizedPrompt("cat", None)]
-    found = validation_samples(settings, FAMILY, [SizedPrompt("cat", "64x64@1"), SizedPrompt("owl", "64x64@5")])
-    named = [(sample.name, sample.size, sample.seed) for sample in found]
+    samples = validation_samples(settings, FAMILY, [SizedPrompt("cat", "64x64@1"), SizedPrompt("owl", "64x64@5")])
+    named = [(sample.name, sample.size, sample.seed) for sample in samples]
     assert named == [("cat", "64x64@1", 3), ("owl_seed1", "64x64@5", 1), ("owl_seed2", "64x64@5", 2)]
 
 
 @pytest.mark.parametrize("option, values", [("seed", [1, 1]), ("size", ["8x8", "8x8@1"]), ("guidance", [2, 2.0])])
 def test_a_value_may_stand_in_a_list_once(option, values) -> None:
     with pytest.raises(ValueError, match="is already in the list"):
-        made(**{option: values})
+        make_samples(**{option: values})

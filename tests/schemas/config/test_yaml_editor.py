@@ -1,4 +1,4 @@
-"""Values of a YAML text that are changed one by one: what is read afterwards, and that comments and order stay."""
+"""YamlEditor: changed values are read back, and comments and order stay."""
 
 import io
 from pathlib import Path
@@ -71,13 +71,13 @@ def test_one_value_is_changed(path: KeyPath, value: str | None, is_text: bool, b
         assert read_values(changed, [path])[path] == value
 
 
-def test_without_a_change_every_recipe_stays_as_it_is() -> None:
+def test_recipes_are_not_changed_without_a_change() -> None:
     for path in (Path(__file__).parents[3] / "examples/recipes").glob("*.yaml"):
         assert YamlEditor(path.read_text()).text() == path.read_text()
 
 
 @pytest.mark.parametrize("path", [("validation", "prompts", 7, "name"), ("root", "x"), ("root", 0)])
-def test_what_has_to_be_edited_by_hand(path: KeyPath) -> None:
+def test_changes_that_must_be_made_by_hand_are_refused(path: KeyPath) -> None:
     with pytest.raises(CannotEdit):
         change(TEXT, path, "x", is_text=True)
     with pytest.raises(CannotEdit):
@@ -94,7 +94,7 @@ def test_what_has_to_be_edited_by_hand(path: KeyPath) -> None:
         ("train:\n", "train:\n  steps: 5\n"),
     ],
 )
-def test_texts_that_have_little(text: str, changed: str) -> None:
+def test_short_texts(text: str, changed: str) -> None:
     assert change(text, ("train", "steps"), "5") == changed
 
 
@@ -102,8 +102,8 @@ def test_texts_that_have_little(text: str, changed: str) -> None:
     ("text", "changed"),
     [
         ("z: 1\n", "z: 1\na:\n  - id: 'x: y'\n    b: c\n"),
-        ("a:\n- id: p # one\n        # goes on\n# after\nz: 1\n",
-         "a:\n- id: p # one\n        # goes on\n- id: 'x: y'\n  b: c\n# after\nz: 1\n"),
+        ("a:\n- id: p # one\n        # continued\n# after\nz: 1\n",
+         "a:\n- id: p # one\n        # continued\n- id: 'x: y'\n  b: c\n# after\nz: 1\n"),
         ("a: [{id: p}]\n", "a: [id: p, {id: 'x: y', b: c}]\n"),
         ("a: []\n", "a:\n  - id: 'x: y'\n    b: c\n"),
     ],
@@ -136,18 +136,18 @@ PATHS = st.lists(KEYS | st.integers(0, 2), min_size=1, max_size=4)
 
 
 @settings(max_examples=60)
-@given(value=st.dictionaries(KEYS, VALUES, max_size=4), flow=st.booleans(), path=PATHS, new=TEXTS | st.none())
-def test_any_change_is_exact_or_refused(value: dict, flow: bool, path: list, new: str | None) -> None:
+@given(value=st.dictionaries(KEYS, VALUES, max_size=4), flow=st.booleans(), path=PATHS, text=TEXTS | st.none())
+def test_any_change_is_exact_or_refused(value: dict, flow: bool, path: list, text: str | None) -> None:
     out, yaml = io.StringIO(), YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.allow_unicode = flow, True
     yaml.dump(value, out)
     value = parse_yaml(out.getvalue()).value or {}
     try:
-        changed = change(out.getvalue(), tuple(path), new, is_text=True)
+        changed = change(out.getvalue(), tuple(path), text, is_text=True)
     except CannotEdit:
         return
     after: Any = parse_yaml(changed).value
-    if new is not None:
-        assert value_at(after, tuple(path)) == new
+    if text is not None:
+        assert value_at(after, tuple(path)) == text
     for key in value.keys() - {path[0]}:
         assert after[key] == value[key]

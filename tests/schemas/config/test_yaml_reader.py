@@ -88,10 +88,10 @@ def test_every_key_and_item_has_its_line():
         ("a: \x01", 1, "special characters are not allowed"),
     ],
 )
-def test_what_cannot_be_read_is_an_error_with_its_line(text, line, message):
+def test_invalid_documents_are_errors_with_their_line(text, line, message):
     with pytest.raises(YamlError) as caught:
         parse_yaml(text)
-    assert [found for found, _ in caught.value.problems] == [line]
+    assert [number for number, _ in caught.value.problems] == [line]
     assert message in caught.value.problems[0][1]
 
 

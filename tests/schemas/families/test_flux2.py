@@ -1,4 +1,4 @@
-"""What the rows of FLUX.2 klein say, where it is in force."""
+"""Effects of the rows of FLUX.2 klein."""
 
 import json
 
@@ -15,7 +15,7 @@ from stages.planning.units import text_tensor_bytes
 FAMILY = FAMILIES["flux2-klein"]
 
 
-def made(family: str = "flux2-klein", flavour: str | None = None, **sections) -> Config:
+def make_config(family: str = "flux2-klein", flavour: str | None = None, **sections) -> Config:
     model = {"family": family, "flavour": flavour} | sections.pop("model", {})
     dataset = {"id": "a", "instance_data_dir": "a"}
     return Config.model_validate({"root": "work", "model": model, "datasets": [dataset], **sections})
@@ -24,18 +24,18 @@ def made(family: str = "flux2-klein", flavour: str | None = None, **sections) ->
 @pytest.mark.parametrize("size", ["4b", "9b"])
 def test_distilled_flavours_and_repositories_are_refused(size):
     distilled, base = (FAMILY.flavours[f"klein-{infix}{size}"] for infix in ("", "base-"))
-    for model in (made(flavour=distilled.name).model, made(model={"path": distilled.repo}).model):
+    for model in (make_config(flavour=distilled.name).model, make_config(model={"path": distilled.repo}).model):
         with pytest.raises(CheckpointMismatch, match=f"{distilled.name} was distilled") as caught:
             check_distilled(model, print)
         assert f"train {base.name} ({base.repo})" in caught.value.next_step
-    check_distilled(made(flavour=base.name).model, pytest.fail)
+    check_distilled(make_config(flavour=base.name).model, pytest.fail)
 
 
-def test_model_index_says_whether_a_folder_is_distilled(tmp_path):
-    """As the pipeline reads it: a missing key means that it is not."""
+def test_model_index_states_whether_a_folder_is_distilled(tmp_path):
+    """As in the pipeline, a missing key means that it is not distilled."""
     index, remarks = tmp_path / "model_index.json", list[str]()
-    model = made(model={"path": str(tmp_path)}).model
-    assisted = made(model={"path": str(tmp_path), "assistant": "file.safetensors"}).model
+    model = make_config(model={"path": str(tmp_path)}).model
+    assisted = make_config(model={"path": str(tmp_path), "assistant": "file.safetensors"}).model
     check_distilled(model, remarks.append)
     assert "nothing in" in remarks.pop() and not remarks, "without a model_index.json"
     index.write_text(json.dumps({"_class_name": FAMILY.pipelines["t2i"], "is_distilled": True}))
@@ -54,10 +54,10 @@ def test_model_index_says_whether_a_folder_is_distilled(tmp_path):
 
 def test_a_negative_prompt_is_refused():
     prompt = {"name": "one", "prompt": "a cat"}
-    with pytest.raises(ValueError, match="takes no negative prompt, and guides with an empty one; remove it"):
-        made(validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})
-    made(validation={"prompts": [prompt | {"negative_prompt": ""}]})
-    made("z-image", validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})
+    with pytest.raises(ValueError, match="negative_prompt: "):
+        make_config(validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})
+    make_config(validation={"prompts": [prompt | {"negative_prompt": ""}]})
+    make_config("z-image", validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})
 
 
 def test_blocks_are_counted_of_both_kinds():
@@ -76,20 +76,20 @@ def test_both_sizes_have_the_widths_of_their_encoders():
     assert image.published_text_width(image.flavours["t2i-lite-sft"]) == image.text_width
 
 
-def test_every_text_takes_the_whole_length():
+def test_every_text_has_the_maximum_length():
     """Also an empty one, in estimates."""
-    config = made(text={"precision": "bfloat16"})
+    config = make_config(text={"precision": "bfloat16"})
     texts = pa.Table.from_pylist([{"text": text} for text in ("", "a cat", "word " * 3000)], TEXTS_SCHEMA)
     assert text_tensor_bytes(config.model, config.text, texts).tolist() == [2 * 512 * 7680] * 3
-    shorter = made(text={"precision": "bfloat16", "max_length": 128})
+    shorter = make_config(text={"precision": "bfloat16", "max_length": 128})
     assert text_tensor_bytes(shorter.model, shorter.text, texts).tolist() == [2 * 128 * 7680] * 3
-    other = made("z-image")
-    others = text_tensor_bytes(other.model, other.text, texts).tolist()
-    assert others[0] < others[1] < others[2]
+    z_image = make_config("z-image")
+    sizes = text_tensor_bytes(z_image.model, z_image.text, texts).tolist()
+    assert sizes[0] < sizes[1] < sizes[2]
 
 
-def test_padding_is_in_the_name_of_a_cache_where_it_is_stored():
-    flux = made()
+def test_stored_padding_is_in_the_fingerprint():
+    flux = make_config()
     assert text_settings(flux.model, flux.text)["padded"] is True
-    for other in map(made, ("z-image", "qwen-image", "sana")):
-        assert not text_settings(other.model, other.text)["padded"]
+    for config in map(make_config, ("z-image", "qwen-image", "sana")):
+        assert not text_settings(config.model, config.text)["padded"]

@@ -107,4 +107,4 @@ def test_no_memory_is_said_with_what_to_lower(ready, monkeypatch) -> None:
 def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(ready, program, device) -> None:
     config = ready("t2i")
     code, report, _ = program(config, device=device)
-    assert code == USAGE and f"device {device} was asked for" in report["error"]["message"]
+    assert code == USAGE and f"device {device} is not available" in report["error"]["message"]

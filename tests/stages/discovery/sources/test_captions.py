@@ -112,7 +112,7 @@ def test_every_source_reads_captions_alike(tmp_path: Path, kind: str) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(MediaError, match="is no regular file"):
+    with pytest.raises(MediaError, match="is not a regular file"):
         read_caption_file(str(tmp_path / "a.txt"))
 
 
