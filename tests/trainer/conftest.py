@@ -39,11 +39,11 @@ KINDS = {
     "edit-i2i": ("qwen-image-edit", None, "qwen-image-edit"),
     "edit-plus-i2i": ("qwen-image-edit-plus", None, "qwen-image-edit-plus"),
 }
-WIDTHS = {"flux2-klein": 96}  # of a text's token, where it is not 64
+WIDTHS = {"flux2-klein": 96}  # width of a text token, if it is not 64
 
 
 def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[Item], Tensors, list[Prompt]]:
-    """Samples of two buckets, captions of unequal lengths (one or two each), null prompt, one validation prompt."""
+    """Samples of two buckets, captions of unequal lengths (one or two each), a null prompt, one validation prompt."""
     rng, task, pooled = np.random.default_rng(seed), config.model.task, "pooled" in config.model.family_spec.text_widths
     width, given = WIDTHS.get(config.model.family, 64), config.model.family_spec.condition_frames(task)
     kind = config.model.condition.kind if config.model.condition else ""
@@ -145,7 +145,7 @@ def ready(make_config, make_set) -> Callable[..., Config]:
 
 @pytest.fixture
 def program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict, str]]:
-    """program(config, values of the program's own options, **Options): exit code, report, and what was said."""
+    """program(config, values of the program's own options, **Options): exit code, report, and output."""
     from tests.trainer.runs import program_run, write
 
     def run(config: Config, values: dict | None = None, **options: Any) -> tuple[int, dict, str]:
@@ -166,7 +166,7 @@ def made() -> Any:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Sums in the same order on any machine."""
+    """Sums have the same order on any machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Attention backends: the same numbers as torch's own choice, by the kernels that were chosen, or refused."""
+"""Attention backends: the same numbers as torch's own choice, computed by the chosen kernels, or refused."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 class KernelCount(TorchDispatchMode):
-    """Operator -> how often it ran."""
+    """Operator -> number of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class KernelCount(TorchDispatchMode):
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("also_compiled", [False, long(True)])
 def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> None:
-    """Batches of two with padded texts, whose attention stays as it is; computed again, or compiled, too."""
+    """Batches of two with padded texts, whose attention does not change; also with recomputation or compilation."""
     found, kernels = {}, {}
     torch.compiler.reset()
     ways = {
@@ -54,13 +54,13 @@ def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> Non
         if "compile" in options:
             numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
         else:
-            # As if the environment variable DIFFUSERS_ATTN_BACKEND named another one.
+            # As if the environment variable DIFFUSERS_ATTN_BACKEND named another backend.
             with attention_backend("_native_math"), KernelCount() as counted:
                 numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
             kernels[name] = counted.calls[FLASH], counted.calls[f"{FLASH}_backward"]
         found[name] = [numbers["loss"], numbers["grad_norm"]]
     visual = len(run.family.visual_blocks(run.model))
-    assert kernels["native"] == kernels["_native_flash"]  # what torch chooses on a CPU
+    assert kernels["native"] == kernels["_native_flash"]  # torch's choice on a CPU
     again, back = kernels["native"]
     assert kernels["_native_math"] == (again - 2 * visual, back - visual)
     assert all(numbers == pytest.approx(found["native"], rel=1e-5) for numbers in found.values()), found
@@ -113,7 +113,7 @@ def test_what_can_not_be_is_refused_before_a_model_is_loaded(
 
 @pytest.mark.slow
 def test_a_dry_run_says_whether_a_backend_can_be_used(ready, program, monkeypatch) -> None:
-    """And goes on, as it may be asked on a machine without the card."""
+    """A refused backend is not an error, because the dry run may be on a machine without the card."""
     validation = {"prompts": [{"name": "one", "prompt": "any"}], "attention_backend": "_native_flash"}
     config = ready("t2i", attention_backend="flash", validation=validation)
     code, report, said = program(config, dry_run=True)
@@ -133,7 +133,7 @@ def test_a_dry_run_says_whether_a_backend_can_be_used(ready, program, monkeypatc
 
 @pytest.mark.parametrize(("output", "gradient"), [(0.5, 1.0), (1.0, 0.5), (1.0, 0.0), (float("nan"), 1.0)])
 def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, output: float, gradient: float) -> None:
-    """As of a backend that leaves something out, or whose output has no gradient."""
+    """A backend that leaves a part out, or whose output has no gradient."""
     from trainer import attention
 
     def wrong(query, key, value, backend):

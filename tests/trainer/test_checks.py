@@ -1,4 +1,4 @@
-"""What training refuses is refused before a set is there: by `run`, and by the dry run of each stage."""
+"""Training refuses settings before a set exists: in `run`, and in the dry run of each stage."""
 
 import io
 import os
@@ -127,7 +127,7 @@ def test_a_named_set_is_checked_by_run_and_by_dry_runs(make_config, make_set, ma
 @pytest.mark.slow
 @pytest.mark.parametrize("auto_shift", [False, True])
 def test_noise_levels_that_an_expert_does_not_have(ready, program, tmp_path, auto_shift) -> None:
-    """The buckets' own shifts are those that the datasets allow, as long as there is no set."""
+    """The shifts are for the buckets that the datasets allow, as long as no set exists."""
     levels = {"sampling": "logit_normal", "mean": -9.0, "std": 0.1, "auto_shift": auto_shift}
     config, said = ready("wan-a14b", timesteps=levels), "almost no noise levels are in the range 0.875 to 1"
     with pytest.raises(RunError, match=said):
@@ -184,7 +184,7 @@ def test_a_folder_that_is_absent_or_damaged_ends_a_run_and_no_dry_run_of_discove
 
 @pytest.mark.slow
 def test_a_checkpoint_of_other_settings_ends_a_run_before_its_first_stage(ready, tmp_path) -> None:
-    """Also batch size, seed and methods; those of regularization data are the set's."""
+    """Also batch size, seed and methods; regularization is from the set's data."""
     config = ready("t2i", steps=1)
     train(config)
 

@@ -1,4 +1,4 @@
-"""Shards become batches: exact values, padding, randomness by position, a thread that hides nothing."""
+"""Shards become batches: exact values, padding, randomness by position, errors of the reading thread."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The program: what it writes applies as the adapter does, and what it refuses before it writes."""
+"""export-adapter: written files have the effect of the adapter, and errors come before anything is written."""
 
 import copy
 import json
@@ -36,7 +36,8 @@ FLAVOURS = {
 
 
 class Exported:
-    """A run's adapter in a project, and its program. options: of the LoRA, or with `type` of another adapter."""
+    """A run's adapter in a project, and its program. options: options of the LoRA, or with `type` of another
+    adapter."""
 
     def __init__(
         self, kind: str, checkpoint: Path, folder: Path, capsys: pytest.CaptureFixture[str], **options: Any
@@ -84,7 +85,7 @@ def merged_by_peft(model: torch.nn.Module, scale: float) -> dict[str, torch.Tens
 
 
 def check_weights(folder: Path, wanted: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    """The folder's weights are `wanted`, and the others those of the checkpoint."""
+    """Check that the folder's weights are `wanted`, and all other weights the checkpoint's."""
     [path], [before] = folder.glob("*.safetensors"), (checkpoint / "transformer").glob("*.safetensors")
     found, wanted = load_file(path), load_file(before) | wanted
     assert list(found) == list(load_file(before))
@@ -114,7 +115,7 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     close(exact_output(kind, plain), it.wanted)
     merged = it.folder / "merged"
     assert it(merge=True, to=merged, dry_run=True)[0] == OK and not merged.exists()
-    left = temporary(merged) / "transformer"  # by a merge that was killed
+    left = temporary(merged) / "transformer"  # from a merge that was killed
     left.mkdir(parents=True)
     code, report = it(merge=True, to=merged)
     assert not left.parent.exists()
@@ -122,7 +123,7 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     model = type(plain).from_pretrained(merged, use_safetensors=True)
     close(exact_output(kind, model), it.wanted)
     assert "not empty" in it.refused(merge=True, to=merged)
-    # A base in bfloat16 stays so: the update is added in float32 and rounded once.
+    # A base in bfloat16 keeps its dtype: the update is added in float32 and rounded once.
     half = it.folder / "half"
     shutil.copytree(it.checkpoint / "transformer", half / "transformer")
     [weights] = (half / "transformer").glob("*.safetensors")
@@ -139,7 +140,7 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
 
 LOKR = {
     "kandinsky5-video-t2v": {"rank": 2, "alpha": 3.5, "decompose_both": True, "decompose_factor": 16},
-    # Whole and in factors, with several ranks and strengths; convolutions too.
+    # Whole and factorized, with several ranks and strengths; also convolutions.
     "sana": {"rank_pattern": {r".*to_q": 64}, "alpha_pattern": {r".*\.0\..*": 3.0}, "decompose_factor": 4},
 }
 
@@ -147,7 +148,8 @@ LOKR = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(LOKR))
 def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
-    """As peft merges it, at any strength, from each of its files; converted, what training writes."""
+    """Merged as by peft, at any strength, from each of its files; converted files equal the files that training
+    writes."""
     it = exported(kind, type="lokr", **LOKR[kind])
     both = it.folder / "both"
     export.save_lora(it.model, both, it.family, {"steps": "3"}, ("diffusers", "comfyui"))
@@ -161,7 +163,7 @@ def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
         assert code == OK and report["details"]["kind"] == "LoKr" and report["details"]["written"] == [str(made)]
         theirs, ours = load_file(both / made.name), load_file(made)
         assert theirs.keys() == ours.keys()
-        # diffusers' strength is in the header, ComfyUI's of two whole matrices in the first; nobody reads alpha then.
+        # diffusers' strength is in the header, ComfyUI's for two whole matrices in the first; alpha is not read then.
         whole = {key.removesuffix("lokr_w2") + "alpha" for key in theirs if key.endswith("lokr_w2")}
         for key in theirs.keys() - whole if form != "diffusers" else ():
             torch.testing.assert_close(ours[key], theirs[key], rtol=1e-6, atol=0)
@@ -184,7 +186,7 @@ def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
 
 @pytest.mark.slow
 def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
-    """Its magnitudes stay when the strength is another one. ComfyUI's format is refused; diffusers' takes it."""
+    """Its magnitudes do not depend on the strength. ComfyUI's format is refused; diffusers' format supports it."""
     kind, pattern = "sana", {"rank_pattern": {r".*to_q": 6}}
     it = exported(kind, dora=True, rslora=True, **pattern)
     for number, scale in enumerate((1.0, 0.25)):
@@ -204,7 +206,7 @@ def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
 
 @pytest.mark.slow
 def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(exported) -> None:
-    """The transformer as after twice the strength, from ComfyUI's file; the other components as they were."""
+    """The transformer has twice the strength, from ComfyUI's file; the other components do not change."""
     it = exported("sana")
     it()
     comfyui = it.adapter.with_name("comfyui_lora.safetensors")
@@ -237,7 +239,7 @@ def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(expor
 
 
 def loud(it: Exported) -> Path:
-    """The adapter with numbers that float16 can't hold once they are multiplied."""
+    """The adapter with numbers that exceed float16 after multiplication."""
     path = it.folder / "loud.safetensors"
     save_file({key: value * 1e3 for key, value in load_file(it.adapter).items()}, path)
     return path
@@ -245,7 +247,7 @@ def loud(it: Exported) -> Path:
 
 @pytest.mark.slow
 def test_a_lokr_of_another_program_is_refused_where_a_format_can_not_hold_it(exported, tmp_path) -> None:
-    """Sides divided unlike peft's, or factors of another rank than theirs; merged they can be."""
+    """Sides divided differently from peft, or factors of other ranks; they can be merged."""
     it = exported("sana", type="lokr")
     name = adapters.list_adapted_modules(it.model)[0]
     outputs, inputs = it.model.get_submodule(name).get_base_layer().weight.shape
@@ -290,7 +292,7 @@ def foreign(tmp_path, capsys):
 
 
 def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> None:
-    """Links too; and never in a model's folder, however it is named."""
+    """Also links; and never in a model's folder, for any path."""
     own = {"source": foreign.adapter, "to": tmp_path / "there.safetensors"}
     (tmp_path / "kept").write_bytes(b"kept")
     for make in (lambda: own["to"].write_bytes(b"kept"), lambda: own["to"].symlink_to(tmp_path / "kept")):
@@ -382,7 +384,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
     assert "with the adapter, " in said and "has numbers that are not finite in float16" in said
     weights.write_bytes(b"none")
     assert f"{weights} is damaged" in it.refused(overrides=(f"model.path={packed}",), **merged)
-    # A full disk, and a place that is none: nothing is left behind.
+    # A full disk, and an invalid path: no files remain.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for own in (merged, {"to": tmp_path / "merged"}):

@@ -1,4 +1,4 @@
-"""What training computes and shows, against the definition of its loss and the pipelines that use its result."""
+"""Losses and samples of training, compared with the definition of the loss and the pipelines that use its result."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ from trainer.validation import SHIFT_KEYS
 
 pytestmark = pytest.mark.slow
 
-#: An adapter that is loaded by a pipeline, given frames, full rank. tests/trainer/families/ compares each family's
+#: An adapter that a pipeline loads, given frames, full rank. tests/trainer/families/ compares each family's
 #: predictions and denoising.
 KINDS = ["t2i", "i2v", "sana"]
 ADAPTERS = {"sana": {"type": "full"}}
@@ -47,10 +47,10 @@ def stock_transformer(config):
 
 @pytest.mark.parametrize(("kind", "shift"), [("t2i", 6.0), ("i2v", None), ("sana", 6.0)])
 def test_the_loss_is_the_definition(ready, kind, shift) -> None:
-    """Of the stock transformer: |v - (noise - x0)|^2 at x = (1 - sigma) x0 + sigma noise, without given frames.
+    """With the stock transformer: |v - (noise - x0)|^2 at x = (1 - sigma) x0 + sigma noise, without given frames.
 
-    With another loss, weight and distribution where a shift is set, but for those of images, where the number of tokens
-    sets it: they are few, so that it is 1.65.
+    With another loss, weight and distribution if a shift is set; for images the number of tokens sets the shift: the
+    tokens are few, so the shift is 1.65.
     """
     spread = {"sampling": "mode", "low_discrepancy": True}
     chosen = {"loss": {"type": "huber", "huber_c": 0.5, "weighting": "min_snr"}}
@@ -72,7 +72,7 @@ def test_the_loss_is_the_definition(ready, kind, shift) -> None:
 
 
 def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor, cost=torch.square) -> float:
-    """Of one sample, by the stock transformer. cost: of the velocity's errors."""
+    """The loss of one sample, by the stock transformer. cost: function of the velocity's errors."""
     given = 1 if config.model.task == "i2v" else 0
     x0, model = batch.latents_BCTHW, stock_transformer(config)
     family = module_of(config.model.family_spec)
@@ -86,7 +86,7 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
-    """Before the first step, where a LoRA changes nothing; each sample's noise depends on its identity alone."""
+    """Before the first step, when a LoRA has no effect; each sample's noise depends only on its identity."""
     look = {"eval_samples": 2, "eval_sigmas": [0.25, 0.75], "seed": 3}
     config = ready(kind, validation=look, steps=1, adapter=ADAPTERS.get(kind, {"rank": 2}))
     data, _ = trained(config)
@@ -156,10 +156,11 @@ LOOK = {"every": 2, "steps": [3, 2], "guidance": 2.5, "shift": 2.0, "seed": 7}
 def test_validation_latents_are_the_pipelines_with_what_was_saved(
     make_config, make_set, made, kind, record_property
 ) -> None:
-    """After training: result loaded by the pipeline's own loader, its own denoising, cached prompts, same noise."""
+    """After training: the result loaded by the pipeline's own loader, its own denoising, cached prompts, same noise."""
     config = make_config(kind, validation=LOOK, steps=2, adapter=ADAPTERS.get(kind, {"rank": 4, "alpha": 6.0}))
     items, null, (shown,) = made.mixed_items(config)
-    frames = "@17" if config.model.family_spec.video else "@1"  # of fewer frames the i2v pipeline makes no numbers
+    # With fewer frames, the numbers of the i2v pipeline are not finite.
+    frames = "@17" if config.model.family_spec.video else "@1"
     wide = items[2].latent[:, :1] if kind == "i2v" else None
     prompts = [replace(shown, bucket=f"64x64{frames}"), replace(shown, bucket=f"96x64{frames}", condition=wide)]
     make_set(config, items, null, prompts)

@@ -1,5 +1,5 @@
-"""Flow matching, its losses, the choice and the weights of noise levels, against diffusers, SciPy and the formulas in
-float64."""
+"""Flow matching, its losses, the choice and the weights of noise levels, compared with diffusers, SciPy and the
+formulas in float64."""
 
 import math
 
@@ -74,14 +74,14 @@ def weights(**given) -> torch.Tensor:
 @pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
 @pytest.mark.parametrize("name", ["mse", "huber", "smooth_l1"])
 def test_losses_are_their_formulas(name: str, schedule: str) -> None:
-    """2 c (sqrt(e^2 + c^2) - c), for smooth_l1 over c; of errors from 1e-4 to 1e3 at five noise levels."""
+    """2 c (sqrt(e^2 + c^2) - c), for smooth_l1 divided by c; errors from 1e-4 to 1e3 at five noise levels."""
     given = {} if name == "mse" else {"huber_c": 0.3, "huber_schedule": schedule}
     sigma = np.array([0.0, 0.2, 0.5, 0.9, 1.0], np.float32)
     errors = np.float32(10.0) ** np.linspace(-4, 3, 60, dtype=np.float32) * np.float32([[1], [-1], [1], [-1], [1]])
     found = error_function(Loss(type=name, **given), torch.from_numpy(sigma))(torch.from_numpy(errors)[:, None])[:, 0]
     sigma, e = sigma.astype(np.longdouble), errors.astype(np.longdouble)
     with np.errstate(divide="ignore"):
-        ratio = sigma / (1 - sigma)  # noise to signal; infinite at noise
+        ratio = sigma / (1 - sigma)  # ratio of noise to signal; infinite at noise
     c = {"constant": 0.3 + 0 * sigma, "exponential": 0.3**sigma, "snr": 0.7 / (1 + ratio) ** 2 + 0.3}[schedule][:, None]
     c = np.float32(c).astype(np.longdouble)
     expected = {"mse": e**2, "huber": 2 * c * (np.sqrt(e**2 + c**2) - c), "smooth_l1": 2 * (np.sqrt(e**2 + c**2) - c)}
@@ -96,7 +96,7 @@ def test_weights_are_those_of_diffusers(name: str) -> None:
 
 
 def test_the_bell_is_that_of_a_table_of_1000_timesteps() -> None:
-    """As DiffSynth-Studio and ai-toolkit compute it: least 0, mean 1; the half bell is flat below its top."""
+    """As DiffSynth-Studio and ai-toolkit compute it: smallest 0, mean 1; the half bell is flat below its top."""
     x = torch.arange(1000, dtype=torch.float64)
     y = torch.exp(-2 * ((x - 500) / 1000) ** 2)
     table = (y - y.min()) * 1000 / (y - y.min()).sum()
@@ -127,7 +127,7 @@ def test_min_snr_is_that_of_the_predicted_x0(gamma: float) -> None:
 
 
 def cumulative(settings: Timesteps, sigma: np.ndarray) -> np.ndarray:
-    """The share of sigma below each, of evenly spread draws."""
+    """The share of evenly spread draws whose sigma is below each value."""
     drawn = sample_sigma((torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000, settings, 1.0)
     return np.searchsorted(np.sort(drawn.double().numpy()), sigma) / len(drawn)
 
@@ -218,7 +218,7 @@ def test_spread_draws_have_low_discrepancy_in_a_batch_and_over_steps() -> None:
 @pytest.mark.parametrize("within", [(0.875, 1.0), (0.0, 0.875), (0.3, 0.6)])
 @pytest.mark.parametrize("sampling", ["logit_normal", "uniform", "mode", "beta"])
 def test_a_restricted_distribution_is_the_whole_one_under_that_condition(sampling, within) -> None:
-    """Its quantiles are those of the draws of the whole one that fall into the range."""
+    """Its quantiles equal the quantiles of the unrestricted draws that are in the range."""
     settings, lowest, highest = Timesteps(sampling=sampling), *within
     every = (torch.arange(200_000) + 0.5) / 200_000
     drawn = sample_sigma(every, settings, 3.0)

@@ -1,8 +1,8 @@
-"""Learning is shown: what can only be known from the caption, or from the condition, is learned from it.
+"""Training learns outputs that only the caption, or only the condition, determines.
 
-Each set is made so that one input decides the latent: a picture per caption, or a function of the condition's
-latent under one caption for all. So a loss that falls, and that rises again when that input is exchanged for
-another sample's, says that this input is read.
+In each set, one input determines the latent: a picture per caption, or a function of the condition's latent under one
+caption for all samples. If the loss falls, and rises again when this input is exchanged for another sample's, the model
+reads this input.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def picture(rng: np.random.Generator, channels: int, size: int, frames: int = 1)
 
 
 def captioned(made, config: Config, bucket: str, size: int, shift: int = 0) -> tuple:
-    """Eight samples, each with a picture and a caption of its own; the captions moved on by `shift` samples."""
+    """Eight samples, each with its own picture and caption; captions are shifted by `shift` samples."""
     rng = np.random.default_rng(11)
     pictures = [picture(rng, config.model.family_spec.latent_channels, size) for _ in range(8)]
     texts = [made.caption(rng, 3 + i % 4) for i in range(8)]
@@ -48,7 +48,7 @@ def captioned(made, config: Config, bucket: str, size: int, shift: int = 0) -> t
 def learn(make_config, make_set, made):
     """learn(kind, make, size, seed=, **train): train on `make`'s samples; eval losses by name.
 
-    before, after: on the set that was trained on. swapped: after, with captions or conditions exchanged.
+    before, after: losses on the training set. swapped: loss after training, with captions or conditions exchanged.
     """
 
     def run(kind: str, make: Callable, size: int, *, seed: int = 0, **settings: Any) -> dict[str, float]:
@@ -72,7 +72,7 @@ def learn(make_config, make_set, made):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kandinsky_lora_learns_pictures_by_their_captions(learn, seed: int) -> None:
-    """At most 0.75 of the first loss; exchanged captions cost at least a quarter more."""
+    """At most 0.75 of the first loss; exchanged captions increase it by at least a quarter."""
     optimizer = {"lr": 1e-2, "warmup": 5}
     loss = learn("t2i", captioned, 4, seed=seed, steps=50, adapter={"rank": 16}, optimizer=optimizer)
     assert loss["after"] < 0.75 * loss["before"], loss

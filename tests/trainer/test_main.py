@@ -1,4 +1,4 @@
-"""The program: what it refuses before a model is loaded, and what it goes on from."""
+"""The program `train`: settings that it refuses before a model is loaded, and checkpoints from which it resumes."""
 
 import fcntl
 import io
@@ -114,7 +114,8 @@ def test_lines_that_cant_be_read_are_passed_over(ready, make_config, program) ->
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_costs_its_steps_alone(ready, make_config, program) -> None:
-    """The run goes on from the one before and says so; where none is whole it ends as damage does everywhere."""
+    """The run resumes from the previous checkpoint and reports it; if no checkpoint is intact, the damage is reported
+    as in all programs."""
     config = ready("t2i", steps=2, checkpoint_every=1)
     assert program(config)[0] == OK
     folder = config.run_folder / "checkpoints"
@@ -181,7 +182,7 @@ def test_a_learning_rate_for_another_optimizer_or_adapter_is_warned_of(make_conf
 
 
 def warnings_of(config) -> str:
-    """Of the learning rate."""
+    """Warnings about the learning rate."""
     with io.StringIO() as said:
         warn_of_learning_rate(config.train, Console(stderr=said))
         return " ".join(said.getvalue().split())

@@ -1,4 +1,4 @@
-"""Moments in the shards: sampled by position, whatever the rank, the resumption or the other samples."""
+"""Moments in the shards: latents are drawn by position, for any rank, resumption and batch."""
 
 from dataclasses import replace
 
@@ -17,8 +17,8 @@ FLUX = FAMILIES["kandinsky5-image"]
 
 @pytest.fixture
 def moments_set(make_set, made):
-    """moments_set(config): a set of moments, and of each sample its (mean, log-variance). Log-variances are around -2,
-    so that other noise shows."""
+    """moments_set(config): a set of moments, and (mean, log-variance) of each sample. Log-variances are around -2, so
+    that different noise is visible."""
 
     def make(config):
         items, null, prompts = made.mixed_items(config)
@@ -41,7 +41,7 @@ def moments_set(make_set, made):
 
 
 def drawn(config, steps: int, **options) -> list[dict]:
-    """Of each step: sample id -> (latent, condition)."""
+    """For each step: sample id -> (latent, condition)."""
     data = opened(config)
     feed = BatchLoader(data, BatchSchedule(data.spans, 3, 2, 4), 0.0, **options)
     found = []

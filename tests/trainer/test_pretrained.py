@@ -1,4 +1,4 @@
-"""The trainer reads no pickled weights either."""
+"""The trainer does not read pickled weights."""
 
 import ast
 import shutil
@@ -30,7 +30,7 @@ def test_a_pickled_transformer_is_refused(tiny, tmp_path, family, kind) -> None:
 
 @pytest.mark.slow
 def test_whatever_loads_weights_asks_for_safetensors() -> None:
-    """Also what is written later: only tokenizers, processors and configs are loaded without, which have no weights."""
+    """Also for future code: only tokenizers, processors and configs, which have no weights, are loaded without it."""
     found = []
     for path in (path for top in ("cache", "stages", "trainer") for path in sorted((ROOT / top).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):

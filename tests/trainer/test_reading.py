@@ -1,4 +1,4 @@
-"""One copy gives the batches of samples read one by one."""
+"""Batches copied in one go equal batches of samples read one by one."""
 
 import threading
 from dataclasses import replace

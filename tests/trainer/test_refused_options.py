@@ -1,4 +1,4 @@
-"""Options of training that mean nothing or do not go together: refused with what to change."""
+"""Training options without an effect or that can't be combined are errors with a next step."""
 
 from typing import Any
 

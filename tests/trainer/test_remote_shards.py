@@ -29,7 +29,7 @@ VALIDATION: dict[str, Any] = {"eval_samples": 3, "every": 4}
 
 
 class Remote:
-    """A set in the bucket and the same on a disk, and configurations that train on them."""
+    """A set in the bucket and the same set on a disk, and configurations that train on them."""
 
     def __init__(
         self, folder: Path, make_config: Callable[..., Config], make_set: Callable, form: str, parts: int
@@ -43,7 +43,7 @@ class Remote:
         self.shards = [name for name in local.list_names() if name.startswith(("text/", "latents/"))]
 
     def config(self, name: str, far: bool = True, **train: Any) -> Config:
-        """A run of its own, with the remote root or the local one."""
+        """The configuration of a separate run, with the remote root or the local root."""
         settings = {"steps": 8, "batch_size": 2, "caption_dropout": 0.3, "trackers": (), "shuffle_shards": 4}
         made = self._make("t2i", name=name, validation=VALIDATION, **(settings | train))
         return made.model_copy(update={"root": f"s3://{BUCKET}/work" if far else self._root})
@@ -65,7 +65,7 @@ def fetched(config: Config) -> float:
 
 
 def gets(s3: S3Server) -> list[str]:
-    """Shards and descriptions of tars that were read, one for each request."""
+    """Shards and descriptions of tars that were read, one entry per request."""
     found = [request.key.removeprefix("work/") for request in s3.requests if request.operation == "GetObject"]
     return sorted(name for name in found if name.startswith(("text/", "latents/")))
 
@@ -73,7 +73,7 @@ def gets(s3: S3Server) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("remote", [("arrow", PARTS), long(("webdataset", PARTS))], indirect=True)
 def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, program) -> None:
-    """Eval losses and validation prompts are read from the store itself, before and while the shards come."""
+    """Eval losses and validation prompts are read from the store itself, before and while the shards are fetched."""
     assert program(remote.here)[0] == OK
     wanted = lines(remote.here), lines(remote.here, "eval_loss")
     assert len(wanted[0]) == 8 and len(wanted[1]) == 3
@@ -113,8 +113,8 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("remote", [("arrow", 12)], indirect=True)
 def test_epochs_within_a_limit(remote, s3, program) -> None:
-    """Four epochs with room for two thirds of the set, and with the same order on a disk. The folder is looked at all
-    the while; each shard is fetched about once in an epoch."""
+    """Four epochs with room for two thirds of the set, and with the same order on a disk. The folder is observed all
+    the time; each shard is fetched about once per epoch."""
     order = {"shuffle_shards": 2, "batch_size": 1, "steps": 48, "reading": {"threads": 1}}
     total = sum((Path(remote.here.root) / name).stat().st_size for name in remote.shards)
     local = remote.config("local-order", far=False, **order)

@@ -1,4 +1,4 @@
-"""The loop: equal however it is cut, stopped by damage, complete in what it leaves behind."""
+"""The training loop: the same numbers for any division of the work, errors for damage, complete results."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def test_a_run_leaves_what_it_promises(ready, kind) -> None:
 
 @pytest.mark.slow
 def test_accumulation_equals_one_large_batch(ready) -> None:
-    """The same loss within 1e-5 and the same gradient norm within 1e-3, however the global batch is cut."""
+    """The same loss within 1e-5 and the same gradient norm within 1e-3, for any division of the global batch."""
     runs = []
     for name, batch, accumulate in (("one", 4, 1), ("two", 2, 2), ("four", 1, 4)):
         config = ready("t2i", name=name, batch_size=batch, accumulate=accumulate, steps=2)
@@ -136,7 +136,7 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
 
 @pytest.mark.slow
 def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path) -> None:
-    """What belongs to a machine may differ: here the number of threads."""
+    """Options of a machine may differ: here the number of threads."""
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
     for path, settings in zip(paths, ({}, {"threads": 1, "seed": 5}), strict=True):
         config = make_config("t2i", steps=1, **settings)
@@ -149,7 +149,7 @@ def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path)
 
 @pytest.mark.slow
 def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, made, tmp_path) -> None:
-    """Their sets have the same samples to train on, and the second one more to measure the eval loss on."""
+    """Their sets have the same training samples, and the second set one more sample for the eval loss."""
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
     for path, held_out in zip(paths, (1, 2), strict=True):
         config = make_config("t2i", name=path.stem, steps=1)
@@ -164,7 +164,7 @@ def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, m
 
 @pytest.mark.long
 def test_ranks_with_other_base_weights_do_not_train(ready, tmp_path) -> None:
-    """One bit of the second rank's copy differs; with a whole copy elsewhere both train."""
+    """One bit of the second rank's copy differs; with a complete copy at another path both ranks train."""
     config = ready("t2i", steps=1)
     copy = shutil.copytree(Path(config.model.path), tmp_path / "copy")
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
@@ -197,7 +197,7 @@ def furthest(config) -> float:
 
 @pytest.mark.slow
 def test_gradients_are_clipped(ready) -> None:
-    """Clipped to far below AdamW's eps they move next to nothing; the norm that is recorded is the one before."""
+    """Clipped to far below AdamW's eps, they move next to nothing; the recorded norm is the norm before clipping."""
     norms = []
     for name, norm in (("free", 1.0), ("clipped", 1e-10)):
         optimizer = {"lr": 1e-2, "warmup": 0, "max_grad_norm": norm}
@@ -210,7 +210,7 @@ def test_gradients_are_clipped(ready) -> None:
 
 @pytest.mark.slow
 def test_looking_leaves_dropout_off(ready) -> None:
-    """An adapter's dropout is no part of the eval loss, nor of the validation latents."""
+    """The eval loss and the validation latents have no dropout."""
     found = []
     for dropout in (0.0, 0.9):
         look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
@@ -228,7 +228,7 @@ def test_looking_leaves_dropout_off(ready) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [0, 3])
 def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, make_set, made, held_out) -> None:
-    """And the run says so."""
+    """The run logs it."""
     look = {"eval_samples": 5, "eval_sigmas": [0.5]}
     config = make_config("t2i", validation=look, steps=2)
     items, null, _ = made.mixed_items(config)
@@ -252,7 +252,7 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
 
 
 def flip(config) -> None:
-    """One bit in the middle of every latent shard."""
+    """Flip one bit in the middle of every latent shard."""
     for path in Path(config.root).glob("latents/*/*.arrow"):
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 2] ^= 1

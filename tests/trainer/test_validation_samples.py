@@ -1,4 +1,4 @@
-"""Validation samples in the trainer: divided among ranks, each with a file that says what it is."""
+"""Validation samples in the trainer: divided among ranks, each in a file with its metadata."""
 
 import itertools
 import json

@@ -40,8 +40,8 @@ AVERAGES = {
 
 @pytest.mark.parametrize("weights", [name if name == "ema" else long(name) for name in AVERAGES])
 def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -> None:
-    """A resumed run and one that never validates end with the same weights and state; the result is the average, and
-    says so."""
+    """A resumed run and a run without validation end with the same weights and state; the result is the average, which
+    is recorded."""
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     settings = {"checkpoint_every": 2, "adapter": {"rank": 2}, **AVERAGES[weights]}
     whole = ready("t2i", name="whole", steps=4, validation=look, **settings)
@@ -76,8 +76,8 @@ def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -
 
 @pytest.mark.long
 def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(ready) -> None:
-    """Weights and what they lost together move as the masters do, within 15 % (4 % seen);
-    without the summation, 9 in 10 weights don't move at all."""
+    """Weights together with their rounding errors move like the masters, within 15 % (4 % seen); without the summation,
+    9 in 10 weights do not move at all."""
     moved, lost = {}, {}
     for name, optimizer, precision in (
         ("masters", "adamw", "float32"),

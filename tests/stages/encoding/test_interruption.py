@@ -1,4 +1,4 @@
-"""Told to stop, an encoding stage drops its unit, says what remains, and goes on from there the next time."""
+"""A stopped encoding stage drops its unit, reports what remains, and continues from there in the next run."""
 
 import json
 import os
@@ -74,7 +74,8 @@ def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned,
 
 @pytest.mark.parametrize("format", ["arrow", "webdataset"])
 def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, format) -> None:
-    """The disk is slower than the encoder: told to stop while one shard is written, it has another one encoded."""
+    """The disk is slower than the encoder: while one shard is written, another shard is encoded when the stage is
+    stopped."""
     kind = {"arrow": cache.shards.arrow, "webdataset": cache.shards.wds}[format].ShardWriter
     finish, encode, drop = kind.finish, LatentsWorker.encode, worker._UnitShard.drop
     encoded, dropped = [], threading.Event()
@@ -103,7 +104,7 @@ def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, fo
 
 
 def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) -> None:
-    """A shard's file was opened, and nobody has it yet."""
+    """The file of a shard is open and not yet in use."""
     opened = []
 
     open_temp = Folder.open_temp
@@ -134,7 +135,7 @@ def hold_the_third_unit() -> None:
 
 @pytest.mark.long
 def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs, monkeypatch) -> None:
-    """The signal reaches the program alone, as with Docker and timeout; a terminal's Ctrl-C reaches the stage too."""
+    """The signal reaches only the program, as with Docker and timeout; Ctrl-C in a terminal also reaches the stage."""
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(hold_the_third_unit))
     planned.settings["stages"]["order"] = ["encode-latents"]
     planned.config()
@@ -154,7 +155,7 @@ def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs,
     assert row["stage"] == "encode-latents" and row["remaining"] > 0
     assert leftovers(planned.root) == []
     with pytest.raises(ProcessLookupError):
-        while True:  # those that only ever wait for a parent see its end a little later
+        while True:  # processes that only wait for a parent detect its end a little later
             os.killpg(started.pid, 0)
             time.sleep(0.01)
 

@@ -1,4 +1,5 @@
-"""The plans of item stages: what a grown dataset adds, what machines agree on, and what stands beside them."""
+"""Plans of item stages: the units that a larger dataset adds, equal plans on all machines, and the plans of
+`bucket`."""
 
 from typing import Any
 

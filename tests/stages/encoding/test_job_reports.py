@@ -1,4 +1,4 @@
-"""Every job of a stage reports what it does; status merges the reports, and what a person reads fits the width."""
+"""Each job of a stage writes a report; `status` merges the reports into tables that fit the width."""
 
 import os
 import socket
@@ -39,7 +39,7 @@ def plan_six(home: Project) -> None:
 
 
 def rows(home: Project, **options: bool) -> tuple[dict, list[dict]]:
-    """The stage's row and those of its jobs."""
+    """The rows of the stage and of its jobs."""
     details = home.run(status.run, json=True, **options).details
     (row,) = [row for row in details["stages"] if row["stage"] == STAGE]
     return row, [row for row in details.get("jobs", []) if row["stage"] == STAGE]
@@ -79,7 +79,7 @@ def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
     # Nothing remains: no job, no report.
     planned.run(encode_latents.run)
     assert len(rows(planned)[1]) == 2
-    # A file set aside, a job that ends with an error, and one whose reports can't be written.
+    # A rejected file, a job that ends with an error, and a job whose reports can't be written.
     for name in made:
         (planned.root / "latents" / name).unlink()
     (planned.media / "0.png").write_bytes(b"no picture")

@@ -1,4 +1,4 @@
-"""What the encoding stages refuse to load: pickled weights, and checkpoints whose parts do not belong together."""
+"""Weights that the encoding stages do not load: pickled weights, and checkpoints whose parts do not fit together."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ TEXT, IMAGE = "kandinsky5-image-t2i", FAMILIES["kandinsky5-image"].templates["t2
 
 @pytest.fixture
 def altered(project, tiny, tmp_path):
-    """altered(kind) -> a planned project whose checkpoint is a copy of its own, and that folder."""
+    """altered(kind) -> a planned project with its own copy of the checkpoint, and the folder of the copy."""
 
     def make(kind: str):
         made, folder = project(kind), tmp_path / "model"
@@ -39,7 +39,7 @@ def altered(project, tiny, tmp_path):
 
 
 def shorten(tokenizer: Path, text: str) -> None:
-    """Make one token of `text`."""
+    """Add `text` as one token."""
     changed = AutoTokenizer.from_pretrained(tokenizer)
     changed.add_tokens([text])
     changed.save_pretrained(tokenizer)
@@ -80,7 +80,7 @@ def test_a_part_that_does_not_fit_or_cant_be_made_is_refused_by_name(altered, ki
 
 @pytest.fixture
 def pickled(tiny: Callable[[str], Path], tmp_path: Path) -> Callable[[str, str], Path]:
-    """pickled(kind, part): a copy in which that part's weights, the same ones, are a pickle; it is right otherwise."""
+    """pickled(kind, part): a copy of the checkpoint with the part's weights as a pickle."""
 
     def copy(kind: str, part: str) -> Path:
         for source in tiny(kind).iterdir():

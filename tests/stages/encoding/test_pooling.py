@@ -1,4 +1,4 @@
-"""Means over areas and frames, against loops over exact fractions."""
+"""Means over areas and frames, compared with loops over exact fractions."""
 
 from fractions import Fraction
 
@@ -17,7 +17,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def shared(fine: int, i: int, coarse: int, k: int) -> Fraction:
-    """The length that cell i of `fine` and cell k of `coarse` share of a line of length one."""
+    """The length of the overlap of cell i of `fine` and cell k of `coarse` on a line of length one."""
     low = max(Fraction(i, fine), Fraction(k, coarse))
     return max(Fraction(0), min(Fraction(i + 1, fine), Fraction(k + 1, coarse)) - low)
 
@@ -60,7 +60,7 @@ def test_time_is_pooled_by_the_frames_of_each_latent_frame(stride: int, latent_f
 
 
 def test_a_number_that_is_none_stays_in_its_frame_group_and_clip() -> None:
-    """Pooling mixes nothing of one clip into another: what is set aside is the clip that has it."""
+    """Pooling does not mix clips: only the clip with the number is rejected."""
     features = drawn(3, 9, 4, 4, 2)
     features[6, 0, 0, 0] = torch.nan
     pooled = pool_time(pool_space(features, (2, 3)), 4)

@@ -1,4 +1,4 @@
-"""What the encoding stages' workers share: batches, memory that runs out, numbers that are none, reading ahead."""
+"""The common part of the workers: batches, out of memory, numbers that are not finite, reading ahead."""
 
 import io
 
@@ -101,7 +101,7 @@ def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, ba
 
 @pytest.mark.long
 def test_out_of_memory_where_rows_are_taken_is_of_their_batch(planned, batches, monkeypatch) -> None:
-    """The next batch, of one member, is queued then."""
+    """The next batch, of one member, is already queued."""
     take = LatentsWorker._rows
 
     def fits_four(self, names, *rest):

@@ -1,4 +1,4 @@
-"""An adapter file between its formats: ranks and strengths stay, and numbers that can't be held are named."""
+"""Conversion of adapter files between formats: ranks and strengths are kept, and values out of range are errors."""
 
 import json
 
@@ -14,7 +14,7 @@ from trainer.setup.adapters import choose_targets
 
 
 def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_path) -> None:
-    """Of a diffusers file without a header, converted to ComfyUI's format and back, at half the strength."""
+    """A diffusers file without a header, converted to ComfyUI's format and back, at half the strength."""
     kind = "sana"
     model = KINDS[kind][0].load(str(tiny(kind)))
     names = choose_targets(model, [r"transformer_blocks\.\d+\.(attn1\.to_q|ff\.conv_point)"])
@@ -55,7 +55,7 @@ def test_numbers_that_are_not_finite_are_damage(tmp_path) -> None:
 
 
 def test_numbers_beyond_float32_are_named(tmp_path) -> None:
-    """In a file of float64, and multiplied by the strength of a LoKr of whole matrices."""
+    """In a file of float64, and after multiplication by the strength of a LoKr of whole matrices."""
     held = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
     held = {key: value.double() for key, value in held.items()}
     held["transformer.to_q.lora_B.weight"][1, 1] = 1e39

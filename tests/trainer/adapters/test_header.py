@@ -1,4 +1,4 @@
-"""What is read of an adapter file: layers and strength; and what is said of files that can't be used."""
+"""Layers and strengths of adapter files, and errors for files that can't be used."""
 
 import json
 import math
@@ -45,11 +45,11 @@ def write(path: Path, tensors: dict, config: dict | None = None, **notes: str) -
 def test_layers_are_found_whoever_wrote_the_keys(tmp_path, prefix, down, up) -> None:
     found = read_adapter(write(tmp_path / "a.safetensors", pairs(prefix, 4, down, up)))
     assert list(found.layers) == sorted(f"transformer.{module}" for module in MODULES)
-    assert found.ranks == [4] and found.alphas == [4.0]  # the strength is 1 where nothing else is said
+    assert found.ranks == [4] and found.alphas == [4.0]  # the default strength is 1
     assert found.format == ("comfyui" if prefix == "diffusion_model." else "diffusers")
 
 
-@pytest.mark.parametrize("prefix", ["transformer.", ""])  # by a pipeline, and by the transformer itself
+@pytest.mark.parametrize("prefix", ["transformer.", ""])  # written by a pipeline, and by the transformer itself
 def test_the_strength_is_that_of_the_header(tmp_path, prefix) -> None:
     patterns = {"alpha_pattern": {"1.to_q": 6.0, "^blocks\\.0.*": 1.0}, "rank_pattern": {}}
     config = {"r": 4, "lora_alpha": 2.5, **patterns}
@@ -78,7 +78,7 @@ def test_folders_of_an_adapter_a_run_and_a_checkpoint_are_found(tmp_path) -> Non
         assert read_adapter(place).path == file and read_adapter(place).notes == {"family": "sana", "steps": "3"}
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
-    save_file(pairs(""), checkpoint / "trainable.safetensors")  # what resuming needs says nothing of the strength
+    save_file(pairs(""), checkpoint / "trainable.safetensors")  # the files of a checkpoint do not contain the strength
     with pytest.raises(AdapterError, match=r"no pytorch_lora_weights\.safetensors .* trainable\.safe"):
         read_adapter(checkpoint)
     inside = write(checkpoint / file.name, pairs(), {"r": 4, "lora_alpha": 2})
@@ -93,7 +93,7 @@ FIRST = "transformer.blocks.0.to_q"
 
 
 def lokr(start: str = FIRST, b: tuple[int, int] = (2, 3)) -> dict:
-    """Of a weight of 8 x 6."""
+    """A LoKr of a weight of 8 x 6."""
     shapes = {"w1": (2, 2), "w2_a": (4, 2), "w2_b": b}
     return {f"{start}.lokr_{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
 
@@ -107,20 +107,24 @@ CASES = {
     "a bare one, too": (pairs() | pairs(""), None, f"{FIRST} occurs twice, as blocks.0.to_q.lora_A.weight and tr"),
     "two names": (pairs() | pairs(down="lora.down.weight"), None, f"{FIRST} occurs twice"),
     "halves": (half("a", "lora_A") | half("transformer.a", "lora_B"), None, "transformer.a occurs twice, as a. and"),
-    "half a layer": (without(pairs(), f"{FIRST}.lora_A.weight"), None, "is damaged: of transformer.blocks.0.to_q it"),
+    "half a layer": (
+        without(pairs(), f"{FIRST}.lora_A.weight"),
+        None,
+        "is damaged: transformer.blocks.0.to_q is incomplete",
+    ),
     "shapes": (pairs() | {f"{FIRST}.lora_B.weight": np.ones((8, 3), np.float32)}, None, "don't belong together"),
-    "rank of the header": (pairs(), {"r": 8, "lora_alpha": 8}, "says rank 8 for blocks.0.to_q, and its tensors have 4"),
+    "rank of the header": (pairs(), {"r": 8, "lora_alpha": 8}, "blocks.0.to_q has rank 8 in the header, but 4"),
     "no alpha": (pairs(), {"r": 4}, "lora_alpha must be a number"),
     "a text": (pairs(), {"r": 4, "lora_alpha": "four"}, "lora_alpha must be a number"),
     "a bad pattern": (pairs(), {"r": 4, "lora_alpha": 4, "rank_pattern": {"(": 4}}, "rank_pattern has a pattern"),
     "alpha not finite": (pairs() | {f"{FIRST}.alpha": np.float32([np.nan])}, None, "alpha must be a number"),
-    "alpha without end": (pairs() | {f"{FIRST}.alpha": np.float64([1e308])}, None, "no number up to 1e+30: 1e+308"),
+    "alpha without end": (pairs() | {f"{FIRST}.alpha": np.float64([1e308])}, None, "a number up to 1e+30, not 1e+308"),
     "large alpha": (pairs(), {"r": 4, "lora_alpha": 1e308}, "lora_alpha must be a number up to 1e+30, not 1e+308"),
     "400 digits": (pairs(), {"r": 4, "lora_alpha": 10**400}, "lora_alpha must be a number up to 1e+30, not 1000"),
     "rank 0": (
         {f"{FIRST}.lokr_{w}": np.ones((2, 2), np.float32) for w in ("w1", "w2")},
         {"r": 0, "alpha": 4},
-        "says rank 0 for blocks.0.to_q",
+        "blocks.0.to_q has rank 0",
     ),
     "patterns": (pairs(), {"r": 4, "rank_pattern": {str(i): 4 for i in range(10_001)}}, "more than 10000"),
     "integers": (half("a", "lora_A") | {"a.lora_B.weight": np.ones((2, 2), int)}, None, "lora_B.weight is of type I64"),
@@ -132,10 +136,10 @@ CASES = {
     "half a LoKr": (
         {f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32)},
         None,
-        "is damaged: of transformer.blocks.0.to_q",
+        "is damaged: transformer.blocks.0.to_q",
     ),
     "ranks of a LoKr": (lokr(b=(3, 3)), None, "don't belong together: lokr_w1 [2, 2], lokr_w2_a [4, 2], lokr_w2_b [3"),
-    "header of a LoKr": (lokr(), {"r": 4, "alpha": 4}, "says rank 4 for blocks.0.to_q, and its tensors have 2"),
+    "header of a LoKr": (lokr(), {"r": 4, "alpha": 4}, "blocks.0.to_q has rank 4 in the header, but 2"),
     "Tucker's LoKr": (lokr() | {f"{FIRST}.lokr_t2": np.ones((2, 2, 1, 1))}, None, "a LoKr with a middle tensor"),
     "kinds": (lokr() | without(pairs(), f"{FIRST}.lora_A.weight", f"{FIRST}.lora_B.weight"), None, "kinds: LoKr, LoRA"),
     "text": ({"lora_te1_layers_0.lora_down.weight": np.ones((2, 2), np.float32)}, None, "an adapter of a text encoder"),
@@ -184,8 +188,8 @@ def test_a_file_for_another_model_is_refused(tmp_path) -> None:
 
 
 def test_a_loras_kinds_and_a_lokrs_strength_and_size(tmp_path) -> None:
-    """A LoKr's scale is alpha / rank by the header with diffusers' keys, and by a tensor with the others, where it
-    counts only if a matrix is in factors."""
+    """A LoKr's scale is alpha / rank: by the header with diffusers' keys, by a tensor with other keys, where it only
+    counts if a matrix is factorized."""
     file, shapes = tmp_path / "a.safetensors", {FIRST: (8, 6)}
     assert read_adapter(write(file, pairs())).kind == "LoRA"
     magnitudes = {f"transformer.{module}.lora_magnitude_vector": np.ones(8, np.float32) for module in MODULES}
@@ -230,7 +234,7 @@ def test_lycoris_names_are_those_of_the_models_modules(tmp_path) -> None:
 
 
 def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_path) -> None:
-    """Given ones must be those of a module, the kind that of the configuration."""
+    """Configured ranks and alphas must occur in the file, and the kind must match the configuration."""
     header = {"r": 4, "lora_alpha": 2.5, "alpha_pattern": {"mid.to_q": 1}}
     file = write(tmp_path / "a.safetensors", pairs(), header)
     assert read_initial(Adapter()) is None

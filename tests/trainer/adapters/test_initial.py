@@ -1,4 +1,4 @@
-"""Training that starts from an adapter: from its numbers, refused where it does not fit, and resumed with it alone."""
+"""Training that starts from an adapter: from its values, rejected if it does not fit, and resumed only with it."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
         "pytorch_lora_weights.safetensors",
         "comfyui_lora.safetensors",
     }
-    # Ours by its run, and one without any header: both begin where the first run ended.
+    # Our adapter by its run, and a file without a header: both begin where the first run ended.
     bare = tmp_path / "bare.safetensors"
     held = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
     # A file without a header does not have the strength, alpha / rank.
@@ -48,11 +48,11 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
         code, report, _ = program(config)
         assert code == OK and report["details"]["eval_loss"]["first"] == pytest.approx(ended, rel=1e-5)
         assert "rank" not in YAML(typ="safe").load(run.with_name(name) / "config.yaml")["train"]["adapter"]
-    # A dry run counts the file's ranks.
+    # A dry run counts the ranks of the file.
     shape = json.loads((Path(config.model.source) / "transformer" / "config.json").read_text())
     predicted, wanted = (estimate_memory(one, shape, ["64x64"], 8) for one in (config, first))
     assert (predicted.gradients, predicted.optimizer) == (wanted.gradients, wanted.optimizer)
-    # The same file elsewhere goes on; another one, or none, does not.
+    # The same file at another path resumes; a different file, or none, does not.
     moved = bare.rename(tmp_path / "moved.safetensors")
     settings |= {"init": str(moved)}
     code, report, _ = program(make_config("t2i", run="bare", steps=2, validation=look, adapter=settings))
@@ -102,7 +102,7 @@ BY_MODULE = {"rank": 4, "rank_pattern": {r".*(to_q|to_query)": 6}, "alpha_patter
 FEW = r".*blocks\.0\.(attn1|self_attention)\.(to_q|to_query)"
 
 
-#: How the file was made, and what is set where training starts from it
+#: Options with which the file was made, and options of the training that starts from it
 HOW_MADE: dict[str, tuple[dict, dict]] = {
     "by module": (BY_MODULE, {}),
     "rslora": ({**BY_MODULE, "rslora": True}, {}),
@@ -115,7 +115,7 @@ HOW_MADE: dict[str, tuple[dict, dict]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "how"), in_turn(["kandinsky5-image-t2i", "sana"], HOW_MADE))
 def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, how) -> None:
-    """Without targets, rank and alpha, which are the file's; and what is saved then is the same adapter."""
+    """Without targets, rank and alpha, which are from the file; the saved result is the same adapter."""
     made, settings = HOW_MADE[how]
     first, model, pipe = trained(kind, tiny(kind), **made), load(kind, tiny), pipeline(kind, tiny(kind))
     export.save_lora(first, tmp_path, kind)

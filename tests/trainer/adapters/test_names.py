@@ -1,4 +1,4 @@
-"""Module paths and the names that ComfyUI has for them."""
+"""Module paths and ComfyUI's names of them."""
 
 import re
 from dataclasses import replace

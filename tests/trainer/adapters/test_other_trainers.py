@@ -1,8 +1,8 @@
-"""train.adapter.init takes LoRAs as other trainers write them: kohya's and musubi-tuner's lora_unet_ names with alpha,
-and the original releases' names of ai-toolkit and diffusion-pipe, with modules that are one there and several here.
+"""train.adapter.init reads LoRAs of other trainers: kohya's and musubi-tuner's lora_unet_ names with alpha, and the
+original releases' names of ai-toolkit and diffusion-pipe, with modules that are one module there and several here.
 
-Files are written here from the models' own modules; diffusers' converters say what they mean, and the sum
-W + alpha / rank B A on the weights.
+The files are written here from the models' own modules; the expected modules are from diffusers' converters, and the
+expected weights from the sum W + alpha / rank B A.
 """
 
 import re
@@ -39,7 +39,7 @@ def wan(path: str) -> str:
 
 
 def layers(kind: str, model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Name in the original release, and the modules here whose outputs it has."""
+    """Name in the original release, and the modules of this model whose outputs it concatenates."""
     for path, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear):
             continue
@@ -78,7 +78,7 @@ def layers(kind: str, model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]
 def write(
     path: Path, kind: str, model: torch.nn.Module, name: Callable[[str], str], alpha: bool
 ) -> dict[str, torch.Tensor]:
-    """A LoRA of every block's layers; returns the update of each module here."""
+    """Write a LoRA of every block's layers; returns the update of each module of this model."""
     tensors, updates = {}, {}
     down, up = ("lora_down", "lora_up") if alpha else ("lora_A", "lora_B")
     for seed, (theirs, ours) in enumerate(layers(kind, model)):

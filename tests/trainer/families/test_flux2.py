@@ -1,4 +1,4 @@
-"""Against the installed pipeline, on a tiny checkpoint in float32."""
+"""Compared with the installed pipeline, on a tiny checkpoint in float32."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ def make_batch(lengths, height=3, width=5, seed=0, references=()) -> Batch:
     return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "80x48@1", given)
 
 
-TWO = ((4, 4), (6, 4))  # references; the pipeline takes none of less than 64 pixels
+TWO = ((4, 4), (6, 4))  # references; the pipeline requires at least 64 pixels
 
 
 def make_pipeline(folder, dtype=torch.float32):
@@ -51,7 +51,7 @@ def make_pipeline(folder, dtype=torch.float32):
 
 
 def last_latents(pipe, **arguments) -> torch.Tensor:
-    """(B, C, h, w) in the model's space, from which the pipeline goes on to the autoencoder's."""
+    """(B, C, h, w) in the model's space, which the pipeline then converts to the autoencoder's."""
     seen = []
     pipe(
         **arguments,
@@ -73,8 +73,8 @@ def last_latents(pipe, **arguments) -> torch.Tensor:
     ],
 )
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, shift, dtype, references):
-    """Texts of the whole length, padding included, from the noise to the last step; with images, which the pipeline
-    encodes itself."""
+    """Texts of full length, including padding, from the noise to the last step; with images, which the pipeline encodes
+    itself."""
     folder = tiny(KIND)
     pipe, batch, negative = make_pipeline(folder, dtype), make_batch([512], seed=1), make_batch([512], seed=2)
     images = []
@@ -110,7 +110,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
 
 
 def test_the_shift_by_tokens_and_steps_is_the_pipelines():
-    """On both sides of the number of tokens from which the steps count no more; training takes that of 50 steps."""
+    """On both sides of the number of tokens above which the steps do not count; training uses the shift of 50 steps."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     for tokens in (64, 1024, 4300, 4301, 9216):
         for steps in (4, 50, 200):
@@ -121,7 +121,7 @@ def test_the_shift_by_tokens_and_steps_is_the_pipelines():
 
 
 def test_a_scheduler_with_noise_levels_of_its_own_keeps_them():
-    """As the pipeline, which then gives the number of steps alone."""
+    """As in the pipeline, which then only passes the number of steps."""
     schedulers = [
         diffusers.UniPCMultistepScheduler(
             use_flow_sigmas=True, prediction_type="flow_prediction", use_dynamic_shifting=True
@@ -135,8 +135,8 @@ def test_a_scheduler_with_noise_levels_of_its_own_keeps_them():
 
 @pytest.mark.parametrize("references", [(), TWO])
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property, references):
-    """At fractional timesteps too, which training has and the scheduler has not; of texts of unequal lengths each by
-    itself, as the pipeline has no mask."""
+    """At fractional timesteps, too, which training has and the scheduler has not; texts of unequal lengths are compared
+    one by one, because the pipeline has no mask."""
     folder, task = tiny(KIND), "i2i" if references else "t2i"
     pipe, model = make_pipeline(folder), Flux2().load(str(folder))
     batch, sigma = make_batch([9, 5], references=references), torch.tensor([0.1234, 0.777])
@@ -164,7 +164,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
-    """Of one length, as texts are stored, and of several."""
+    """With texts of one length, as they are stored, and of several lengths."""
     model = Flux2().load(str(tiny(KIND)))
     if checkpointing:
         model.enable_gradient_checkpointing()
@@ -195,7 +195,7 @@ def by_hand(model, latents_C1HW, sigma, text_LD, kept) -> torch.Tensor:
 
 
 def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, record_property):
-    """Each sample drops tokens of its own; of two texts one is padded."""
+    """Each sample drops its own tokens; one of the two texts is padded."""
     model, batch, sigma = Flux2().load(str(tiny(KIND))), make_batch([7, 4]), torch.tensor([0.3, 0.7])
     places = torch.tensor([[0, 3, 4, 9, 14], [1, 2, 7, 8, 13]])
     kept, (first, last) = KeptTokens(places, 15), Flux2().blocks(model)[1:3]

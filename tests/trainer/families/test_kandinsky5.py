@@ -1,4 +1,4 @@
-"""Against the installed pipelines, on tiny checkpoints in float32."""
+"""Compared with the installed pipelines, on tiny checkpoints in float32."""
 
 from functools import partial
 
@@ -108,7 +108,7 @@ def test_scale_factor_equals_the_pipelines(tiny):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("task", TASKS)
 def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property):
-    """In bfloat16 to the last bit: the timestep, the guidance and the steps are rounded where the pipeline's are."""
+    """In bfloat16 to the last bit: the timestep, the guidance and the steps are rounded as in the pipeline."""
     folder = tiny(KINDS[task])
     plain = stock.Kandinsky5Transformer3DModel.from_pretrained(folder / "transformer", torch_dtype=dtype)
     pipe, frames = make_pipeline(folder, task, plain), 5 if task in VIDEO else 1
@@ -170,7 +170,7 @@ def test_without_padding_every_bit_equals_the_stock_model(tiny, dtype, kind):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, task, record_property):
-    """With a rotary in float32: bfloat16 would make a last bit's difference 60,000 times larger."""
+    """With a float32 rotary: bfloat16 would make a last bit's difference 60,000 times larger."""
     model = Kandinsky5().load(str(tiny(KINDS[task])), float32_rotary=True)
     batch = make_batch([3, 17, 8], (16, 2 if task in VIDEO else 1, 4, 6), condition=task in ("i2i", "i2v"))
     check_batch_mates(Kandinsky5(), model, batch, record_property, task, least=1e-6)
@@ -209,7 +209,7 @@ def test_checkpointing_gives_the_same_gradients_with_lora_and_padding(tiny):
     plain, saving = (with_lora(Kandinsky5().load(str(tiny("kandinsky5-video-t2v")))) for _ in range(2))
     saving.enable_gradient_checkpointing()
     wanted = gradients_of(plain, batch)
-    # Another forward pass with another mask before this one's backward must not reach its recomputation.
+    # A second forward pass with a different mask before the first one's backward must not affect its recomputation.
     losses = run(saving, batch)
     run(saving, make_batch([9, 2, 17], (16, 2, 4, 6)))
     losses.sum().backward()

@@ -1,4 +1,4 @@
-"""NABLA against its definition and the pipelines' parameters. Masking is tested with the family."""
+"""NABLA, compared with its definition and the pipelines' parameters. Masking is tested with the family."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Against the installed pipeline, on a tiny checkpoint in float32."""
+"""Compared with the installed pipeline, on a tiny checkpoint in float32."""
 
 from functools import partial
 
@@ -55,7 +55,7 @@ def make_pipeline(folder, dtype=torch.float32):
     ],
 )
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, shift, dtype):
-    """With the shift by tokens or a fixed one, to the terminal noise level, and the guidance by token."""
+    """With the shift by tokens or a fixed shift, to the terminal noise level, and guidance for each token."""
     folder = tiny("qwen-image")
     pipe, batch, negative = make_pipeline(folder, dtype), make_batch([9], seed=1), make_batch([4], seed=2)
     if shift:
@@ -85,7 +85,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
 
 
 def test_the_shift_by_tokens_is_the_pipelines():
-    """At 1328x1328 pixels and at both ends of the line, and beyond them."""
+    """At 1328x1328 pixels, at both ends of the line, and outside of them."""
     pipe = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192
     )
@@ -93,14 +93,14 @@ def test_the_shift_by_tokens_is_the_pipelines():
         QwenImage().set_timesteps(pipe, 4, tokens, torch.device("cpu"))
         shift, sigma = qwen_image.FAMILY.shift_by_tokens(tokens), 0.5
         assert pipe.sigmas[2].item() == pytest.approx(shift * sigma / (1 + (shift - 1) * sigma), abs=1e-6)
-    pipe.register_to_config(shift_terminal=0.02)  # which the installed scheduler makes NaN of one step
+    pipe.register_to_config(shift_terminal=0.02)  # the installed scheduler computes NaN for a single step
     QwenImage().set_timesteps(pipe, 1, 64, torch.device("cpu"))
     assert (pipe.sigmas.tolist(), pipe.timesteps.tolist()) == ([1, 0], [1000])
 
 
 @pytest.mark.parametrize(("kind", "references"), [("qwen-image", ()), (PLUS, TWO), long(EDIT, TWO[:1])])
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property, kind, references):
-    """At fractional timesteps too, which training has and the scheduler has not; of texts of unequal lengths."""
+    """At fractional timesteps, too, which training has and the scheduler has not; with texts of unequal lengths."""
     folder, task = tiny(kind), "i2i" if references else "t2i"
     pipe, model = make_pipeline(folder), QwenImage().load(str(folder))
     batch, sigma = make_batch([9, 5], references=references), torch.tensor([0.1234, 0.777])
@@ -124,8 +124,8 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
 
 
 def by_hand(model, single, noisy_BCTHW, sigma_B, kept) -> torch.Tensor:
-    """(N, 4 C) of one sample by blocks with the stock attention. kept: of the second and third block, of the N tokens
-    of the noisy image; they have all of those of the references, which have no noise."""
+    """(N, 4 C) of one sample by blocks with the stock attention. kept: tokens of the second and third block, among the
+    N tokens of the noisy image; all tokens of the references, which have no noise, are computed."""
     latents = (noisy_BCTHW, *single.references)
     packed = [qwen_image.pack(each) for each in latents]
     count, x = packed[0].shape[1], model.img_in(torch.cat(packed, 1))
@@ -145,7 +145,7 @@ def by_hand(model, single, noisy_BCTHW, sigma_B, kept) -> torch.Tensor:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_route_past_references_equals_its_blocks_by_hand(tiny, record_property, checkpointing):
-    """Each sample drops tokens of its own, and no reference's: which have the noise level 0."""
+    """Each sample drops its own tokens, but no tokens of references, which have the noise level 0."""
     model, sigma = QwenImage().load(str(tiny(PLUS))), torch.tensor([0.3, 0.7])
     batch, places = make_batch([7, 4], references=TWO), torch.tensor([[0, 3, 4, 9, 11], [1, 2, 7, 8, 10]])
     kept, (first, last) = KeptTokens(places, 12), QwenImage().blocks(model)[1:]
@@ -170,7 +170,7 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     model = QwenImage().load(str(tiny("qwen-image")))
     if checkpointing:
         model.enable_gradient_checkpointing()
-    # A key's bias that adds the same to all scores has a gradient of zero but for rounding: hence the floor.
+    # The bias of a key adds the same to all scores: its gradient is zero except for rounding, hence the floor.
     check_batch_mates(QwenImage(), model, make_batch([3, 17, 8]), record_property)
     for kind, references in ((PLUS, TWO), (EDIT, TWO[:1])) if not checkpointing else ():
         model = QwenImage().load(str(tiny(kind)))

@@ -1,4 +1,4 @@
-"""Against the installed pipeline, on a tiny checkpoint in float32."""
+"""Compared with the installed pipeline, on a tiny checkpoint in float32."""
 
 import json
 
@@ -34,7 +34,7 @@ def make_pipeline(folder, dtype=torch.float32):
 
 
 def as_the_pipeline_has_it(batch: Batch, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The same text padded to the pipeline's 300 rows, the padding being anything but zero."""
+    """The same text padded to the pipeline's 300 rows, with padding that is not zero."""
     rows = batch.text_BLD.shape[1]
     embeds = torch.cat([batch.text_BLD, random(len(batch), 300 - rows, 64, seed=77)], 1)
     mask = torch.arange(300)[None] < batch.text_mask_BL.sum(1)[:, None]
@@ -42,7 +42,7 @@ def as_the_pipeline_has_it(batch: Batch, prefix: str = "") -> dict[str, torch.Te
 
 
 def row_by_row(transformer) -> None:
-    """Guidance makes a batch of two, which bfloat16 rounds otherwise than two batches of one."""
+    """Guidance makes a batch of two, which bfloat16 rounds differently from two batches of one."""
     whole = transformer.forward
 
     def forward(hidden_states, encoder_hidden_states, encoder_attention_mask, timestep, **options):
@@ -59,7 +59,7 @@ def row_by_row(transformer) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("shift", "dtype"), [(None, torch.float32), (5.0, torch.float32), (None, torch.bfloat16)])
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtype):
-    """In bfloat16 to the last bit, once its transformer is called as ours is: row by row, without padding."""
+    """In bfloat16 to the last bit, if its transformer is called like ours: row by row, without padding."""
     folder = tiny("sana")
     pipe = make_pipeline(folder, dtype)
     if dtype != torch.float32:
@@ -91,7 +91,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtyp
 
 
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny):
-    """At fractional timesteps too, which training has and the scheduler has not."""
+    """At fractional timesteps, too, which training has and the scheduler has not."""
     folder = tiny("sana")
     pipe, model = make_pipeline(folder), Sana().load(str(folder))
     batch, sigma = make_batch([9, 9]), torch.tensor([0.1234, 0.777])
@@ -114,7 +114,7 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     if checkpointing:
         model.enable_gradient_checkpointing()
     batch = make_batch([3, 17, 8])
-    # A cross-attention key's bias has a gradient of zero but for rounding: hence the floor.
+    # The bias of a cross-attention key has a gradient of zero except for rounding, hence the floor.
     check_batch_mates(Sana(), model, batch, record_property)
 
 

@@ -1,4 +1,4 @@
-"""Against the installed pipelines, on tiny checkpoints in float32."""
+"""Compared with the installed pipelines, on tiny checkpoints in float32."""
 
 import diffusers
 import numpy as np
@@ -36,7 +36,7 @@ def make_batch(kind, lengths, seed=0) -> Batch:
 
 
 def make_pipeline(kind, folder, dtype=torch.float32):
-    """As DiffusionPipeline.from_pretrained makes it of the folder, without encoders of text."""
+    """The pipeline, as DiffusionPipeline.from_pretrained makes it from the folder, without text encoders."""
     family, task = KINDS[kind]
     none = dict.fromkeys(("text_encoder", "tokenizer"))
     if task == "i2v":
@@ -62,7 +62,7 @@ def picture(family) -> Image.Image:
 @pytest.mark.parametrize("shift", [None, long(7.0)])
 @pytest.mark.parametrize("kind", FORMS)
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, kind, shift):
-    """Of i2v with the first frame encoded by our autoencoder."""
+    """For i2v, our autoencoder encodes the first frame."""
     (family, task), folder = KINDS[kind], tiny(kind)
     pipe = make_pipeline(kind, folder)
     if shift:
@@ -99,7 +99,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, kind, shift
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property, kind):
-    """The inputs that the pipeline makes at its own timesteps: of 5B a timestep for each token."""
+    """The inputs that the pipeline makes at its own timesteps; for the 5B model a timestep for each token."""
     (family, task), folder = KINDS[kind], tiny(kind)
     pipe, batch = make_pipeline(kind, folder), make_batch(kind, [9])
     seen = {}
@@ -138,7 +138,7 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     model = Wan().load(str(tiny(kind)))
     if checkpointing:
         model.enable_gradient_checkpointing()
-    # A key's bias has a gradient of zero but for rounding: hence the floor.
+    # The bias of a key has a gradient of zero except for rounding, hence the floor.
     check_batch_mates(Wan(), model, make_batch(kind, [3, 17, 8]), record_property, KINDS[kind][1])
 
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_predicted_is_refused(tiny):
 
 
 def test_what_stays_in_float32(tiny):
-    """As diffusers loads it, loaded and made from the config alone."""
+    """As diffusers loads it; both loaded and made from the config alone."""
     folder = tiny("wan2.1-t2v")
     theirs = diffusers.WanTransformer3DModel.from_pretrained(folder / "transformer", dtype=torch.bfloat16)
     wanted = {name: weight.dtype for name, weight in theirs.named_parameters()}
@@ -167,7 +167,7 @@ def test_what_stays_in_float32(tiny):
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_route_of_all_tokens_changes_nothing_and_one_of_some_equals_a_smaller_clip(tiny, kind):
-    """Kept tokens take their rotary embeddings, and their timesteps, with them."""
+    """Kept tokens keep their rotary embeddings and timesteps."""
     model, batch, task = Wan().load(str(tiny(kind))), make_batch(kind, [3]), KINDS[kind][1]
     grid = Wan().token_grid(model, batch)
     assert grid.tokens == FRAMES * ROWS * COLUMNS // 4
@@ -191,6 +191,6 @@ def test_a_route_of_all_tokens_changes_nothing_and_one_of_some_equals_a_smaller_
         handle.remove()
         everything = [*range(grid.tokens)]
         torch.testing.assert_close(output(everything, Wan().blocks(model)[:1]), whole["out"], rtol=0, atol=1e-5)
-        # Rotary embeddings are relative: with the same distances, tokens of another place attend alike.
+        # Rotary embeddings are relative: with the same distances, attention is the same at other positions.
         some = [token for token in everything if token % 3]
         assert output(some, Wan().blocks(model)[:2]).shape == (1, len(some), Wan().hidden_size(model))

@@ -1,4 +1,4 @@
-"""Two experts, against the installed pipelines, on tiny checkpoints in float32."""
+"""Two experts, compared with the installed pipelines, on tiny checkpoints in float32."""
 
 import json
 from itertools import pairwise
@@ -49,7 +49,7 @@ def padded(text_BLD: torch.Tensor) -> torch.Tensor:
 
 
 def make_pipeline(task, folder):
-    """As DiffusionPipeline.from_pretrained makes it of the folder, without encoders of text."""
+    """The pipeline, as DiffusionPipeline.from_pretrained makes it from the folder, without text encoders."""
     none = dict.fromkeys(("text_encoder", "tokenizer", *(["image_encoder", "image_processor"] * (task == "i2v"))))
     pipe = getattr(diffusers, FAMILY.pipelines[task]).from_pretrained(folder, **none, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
@@ -124,8 +124,9 @@ def ended(config: Config, folder, *overrides: str) -> int:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_both_experts_are_trained_one_after_the_other(make_config, make_set, made, tmp_path, capsys, task):
-    """Runs of their own. The samples of the second have the first's adapter, too: they are the pipeline's with both
-    files loaded by its own loader. A run that was interrupted goes on as if it was not."""
+    """Each expert has its own run. The samples of the second run have the first run's adapter, too: they equal the
+    samples of the pipeline with both files, loaded by its own loader. An interrupted run continues as if it was not
+    interrupted."""
     look = {"every": 2, "steps": 6, "guidance": 4.0, "guidance_low": 3.0, "seed": 7, "eval_samples": 2}
     kind = "wan-a14b" if task == "t2v" else "wan-a14b-i2v"
     settings = {"validation": look, "steps": 2, "experts": "both", "adapter": {"rank": 4}, "checkpoint_every": 1}
@@ -180,7 +181,7 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
 
 
 def make_trained(task, config):
-    """The pipeline with what was trained, loaded by its own loader, compared with ComfyUI's files by its rule."""
+    """The pipeline with the trained adapters, loaded by its own loader, compared with ComfyUI's files by its rule."""
     none = dict.fromkeys(("text_encoder", "tokenizer", *(["image_encoder", "image_processor"] * (task == "i2v"))))
     folder, cls = config.model.path, getattr(diffusers, FAMILY.pipelines[task])
     parts = {
@@ -214,7 +215,7 @@ def make_trained(task, config):
 
 @pytest.mark.long
 def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(make_config, make_set, made, tmp_path, capsys):
-    """And `both` then goes on with the other one; what is finished is not done again."""
+    """`both` then continues with the second expert; a finished run is not trained again."""
     whole, parted = (
         make_config("wan-a14b", name=name, experts="both", steps=3, adapter={"rank": 2}) for name in ("a", "b")
     )

@@ -1,4 +1,4 @@
-"""Against the installed pipeline, on a tiny checkpoint in float32."""
+"""Compared with the installed pipeline, on a tiny checkpoint in float32."""
 
 import diffusers
 import pytest
@@ -62,11 +62,11 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, guid
 
 
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property):
-    """At fractional timesteps too, which training has and the scheduler has not."""
+    """At fractional timesteps, too, which training has and the scheduler has not."""
     folder = tiny("z-image")
     pipe, model = make_pipeline(folder), ZImage().load(str(folder))
     batch, sigma = make_batch([9, 40]), torch.tensor([0.1234, 0.777])
-    timestep = (1000 - 1000 * sigma) / 1000  # as the pipeline has it
+    timestep = (1000 - 1000 * sigma) / 1000  # as in the pipeline
     with torch.no_grad():
         wanted = [
             -pipe.transformer([latent], timestep[row : row + 1], [text[:length]], return_dict=False)[0][0]

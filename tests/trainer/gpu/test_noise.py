@@ -1,4 +1,4 @@
-"""Noise on a CUDA device is the CPU's."""
+"""Noise on a CUDA device equals the noise of the CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ NAMES = ["0/5/0", "0/5/1"]
 
 @contextmanager
 def without_waiting(device: str) -> Iterator[None]:
-    """An error where the host waits for the device."""
+    """Context that raises an error if the host waits for the device."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -28,7 +28,8 @@ def without_waiting(device: str) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_noise_is_the_cpus(device) -> None:
-    """Words bit by bit, normal numbers but for a rounding of some, over several parts of which the last is cut."""
+    """Words bit by bit, normal numbers except for a rounding of a few, over several parts of which the last is
+    shorter."""
     seeds = torch.tensor([derive_seed(name, "noise") for name in NAMES])
     words = compute_words(seeds.to(device), slice(0, 100_001)).cpu()
     raw = [np.random.Philox(key=seed).random_raw(100_001).view(np.int64) for seed in seeds.tolist()]

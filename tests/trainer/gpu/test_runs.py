@@ -1,5 +1,5 @@
-"""Runs whose numbers must not depend on what the card is used for: offload, compilation, fused and paged optimizers,
-a kill."""
+"""Runs whose numbers must not depend on the use of the card: offload, compilation, fused and paged optimizers, a
+kill."""
 
 import signal
 import subprocess
@@ -28,7 +28,7 @@ def on(device: str, **settings: dict) -> dict:
 
 @pytest.mark.long
 def test_offload_and_compilation_change_no_loss(ready, device) -> None:
-    """On a CPU one of them, as tests/trainer/setup/ has each there."""
+    """On a CPU one case, because tests/trainer/setup/ has all cases there."""
     on_card = device == "cuda"
     compiled = {"compile": "blocks"}
     blocks = {"blocks": True, "streams": on_card}
@@ -54,7 +54,8 @@ def test_offload_and_compilation_change_no_loss(ready, device) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw-fused", "bnb-adamw8bit-paged", "bnb-lion8bit"])
 def test_an_optimizer_on_a_device_goes_on_after_a_stop(make_config, make_set, device, name) -> None:
-    """At a width where bitsandbytes keeps its states in 8 bits. On a CPU one of them, as test_optimizers.py has all."""
+    """At a width at which bitsandbytes keeps its states in 8 bits. On a CPU one case, because test_optimizers.py has
+    all cases."""
     if device == "cpu" and name != "bnb-adamw8bit-paged":
         pytest.skip("tests/trainer/setup/test_optimizers.py has it")
     settings = {"optimizer": {"name": name, "lr": 1e-3, "warmup": 1}, "adapter": {"rank": 64}, "checkpoint_every": 2}
@@ -103,7 +104,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(make_config, make_set
 
 @pytest.mark.long
 def test_the_predicted_memory_is_within_15_percent_of_the_peak(device, tmp_path) -> None:
-    """Of a fifth of Sana 1.6B; on a CPU, where torch counts no memory, only that both are computed."""
+    """For a fifth of Sana 1.6B; on a CPU, where torch does not count memory, only checks that both are computed."""
     model = sana.model(tiny=True)
     if device == "cuda":
         model = Model("sana", model.flavour, SHAPES["true"]["sana"] | {"num_layers": 4}, "1024x1024", 300)
@@ -113,7 +114,7 @@ def test_the_predicted_memory_is_within_15_percent_of_the_peak(device, tmp_path)
     ):
         case = Case(name, settings)
         forget_models()
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0  # of other tests
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0  # memory of other tests
         measured = measure_steps(prepare(model, case, tmp_path / name, device))
         predicted = predict(model, case)
         assert measured.seconds > 0 and predicted.device > 0

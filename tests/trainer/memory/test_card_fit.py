@@ -1,4 +1,4 @@
-"""`train --dry-run --card`: what fits is known before anything is discovered, without a network."""
+"""`train --dry-run --card`: predicts what fits before anything is discovered, without a network."""
 
 import json
 import socket
@@ -78,7 +78,7 @@ def test_published_shapes_have_the_published_numbers_of_parameters(flavour: str,
     local = configured(family, tmp_path, flavour, model={"path": str(folder)})
     numbers = sum(weight.numel() for weight in empty_transformer(local.model, local.part).parameters()) / 1e9
     assert numbers == pytest.approx(billions, rel=0.03) and not assumed
-    if flavour not in ("t2i-lite-sft", "i2i-lite-sft", "sana-1.6b-1024px"):  # those of the others are the same
+    if flavour not in ("t2i-lite-sft", "i2i-lite-sft", "sana-1.6b-1024px"):  # all others have equal text encoders
         return
     half = config.model_copy(update={"text": config.text.model_copy(update={"precision": "bfloat16"})})
     with_image = 0.68 if config.model.template.with_image else 0  # the vision model
@@ -92,7 +92,7 @@ def test_published_shapes_have_the_published_numbers_of_parameters(flavour: str,
     [("kandinsky5-image", "flux_vae"), ("kandinsky5-video", "hunyuan_vae"), ("qwen-image", "qwen_image_vae")],
 )
 def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path) -> None:
-    """Of the tensors of a tiny one that encodes on a CPU."""
+    """The tensors of a tiny autoencoder that encodes on a CPU."""
     latents = {"precision": "float32", "batch_pixels": 2 * 9 * 64 * 96}
     config = configured(family, tmp_path, latents=latents)
     frames = 9 if config.model.family_spec.video else 1

@@ -1,4 +1,4 @@
-"""The memory that is predicted from shapes is the memory that a step takes, as the kernel counts it."""
+"""The memory predicted from shapes equals the memory of a step, as the kernel counts it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from trainer.memory.card_fit import RESERVED, find_card
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 ROOT = Path(__file__).resolve().parents[3]
-#: Sides in multiples of 64, for nf4-bnb, and large enough that what a step allocates is not lost among small things.
+#: Sides in multiples of 64, for nf4-bnb, and large enough that a step's allocations stand out from small objects.
 MIDDLE = {
     "t2i": SHAPES["tiny"]["image"] | {"model_dim": 128, "ff_dim": 512, "num_visual_blocks": 2, "visual_cond": False},
     "sana": SHAPES["tiny"]["sana"]
@@ -34,7 +34,7 @@ SIZES["qwen-image"] = SIZES["t2i"]
 MIDDLE["edit-plus-i2i"] = MIDDLE["qwen-image"] | {"zero_cond_t": True}
 SIZES["edit-plus-i2i"] = ("256x256+256x192", "256x320+192x256+256x256")
 FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
-#: On a CPU: device and offloaded are one there. Of each kind of setting at least one.
+#: On a CPU, where device and offloaded memory are the same. At least one setting of each kind.
 GRID = {
     "t2i": [
         {"batch_size": 2, "offload": {"blocks": True, "activations": True}, "adapter": {"type": "lokr", "rank": 4}},
@@ -68,7 +68,8 @@ def test_a_dry_run_shows_it_and_loads_nothing(ready, program) -> None:
 
 @pytest.mark.long
 def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
-    """Of four: a quarter of everything, and two gathered blocks of four with what is outside of the blocks."""
+    """With four ranks: a quarter of everything, and two gathered blocks of four with the weights outside of the
+    blocks."""
     plain, shared, hosted, kept, half = (
         estimate_memory(make_config("t2i", **FULL, **others, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks)
         for parallel, ranks, others in (
@@ -149,7 +150,8 @@ def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> 
 
 @pytest.mark.slow
 def test_the_choice_of_sparse_attentions_blocks_is_counted(make_config) -> None:
-    """Most of a long clip in a narrow model: for each head a sort of (blocks of 64 tokens)^2 values and indices."""
+    """Most of the memory of a long clip in a narrow model: for each head a sort of (blocks of 64 tokens)^2 values and
+    indices."""
     shape, bucket = SHAPES["tiny"]["video"], ["1280x768@961"]
     plain = estimate_memory(make_config("t2v"), shape, bucket, 8)
     found = estimate_memory(make_config("t2v"), shape | KINDS["kandinsky5-video-t2v-nabla"].transformer, bucket, 8)

@@ -12,7 +12,8 @@ from trainer.families.base import TokenGrid
 
 
 def enlarge(grid_RCD: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Bilinear between the centers of cells, each axis for itself; beyond the outer centers the outer value."""
+    """Bilinear between the centers of cells, along each axis separately; outside of the outer centers, the outer
+    value."""
     for axis, fine in ((0, rows), (1, columns)):
         coarse = grid_RCD.shape[axis]
         lines = grid_RCD.movedim(axis, 0)
@@ -33,7 +34,8 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def loss_by_hand(
     hidden_BND: torch.Tensor, places_BN: torch.Tensor, grid: TokenGrid, batch: Batch, projector: Any, options: CREPA
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each sample, with the similarity of each, which no mask weighs. places_BN: of the tokens, row by row."""
+    """The loss of each sample, and the similarity of each sample, which masks do not weight. places_BN: positions of
+    the tokens, row by row."""
     (norm, linear), mask = projector, batch.extras.get("mask")
     losses, similarities = [], []
     for sample, (hidden_ND, features) in enumerate(zip(hidden_BND, batch.extras["vision"], strict=True)):

@@ -1,4 +1,4 @@
-"""What a method may do in a step: hold weights, span both passes, draw at random, weigh and add losses."""
+"""Capabilities of a method in a step: hold weights, span both passes, draw at random, weight and add losses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from trainer.setup import checks
 
 
 class Tapping(Method):
-    """Reads the output of the last block through weights of its own, and notes what happens in which order."""
+    """Reads the output of the last block through its own weights, and records the order of the calls."""
 
     def __init__(self) -> None:
         self.head = torch.nn.Linear(96, 1)  # the width of the tiny transformer

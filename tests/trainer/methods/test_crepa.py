@@ -1,5 +1,5 @@
-"""CREPA against its formula, computed token by token, and what does not change it: how blocks are computed, where a run
-is cut and how many processes share it."""
+"""CREPA, compared with its formula, computed token by token; independence of the computation of blocks, of
+interruptions and of the number of processes."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from tests.trainer.runs import (
 from trainer import train as loop
 from trainer.methods.crepa import CREPAMethod
 
-WIDTH = 12  # of the features
+WIDTH = 12  # width of the features
 
 
 def with_features(made, config, coarse: int = 1, masks: bool = False) -> tuple:
@@ -98,7 +98,7 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
         everywhere = torch.arange(grid.tokens).expand(len(step.batch), -1)
         places = step.kept_tokens.get(index, everywhere)
         assert (places.shape == everywhere.shape) == (not case.startswith("tread"))
-        hidden, _ = tokens.divide(hidden, places.shape[1])  # without a text or references beside them
+        hidden, _ = tokens.divide(hidden, places.shape[1])  # without a text or references next to them
         wanted, similar = loss_by_hand(hidden, places, grid, step.batch, method.modules(), config.train.methods.crepa)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(step.logged["crepa_similarity"], similar.detach(), rtol=1e-5, atol=1e-6)
@@ -116,7 +116,7 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
 
 
 def longer(made, config, given: tuple) -> tuple:
-    """Clips of 13 frames in place of 5."""
+    """Clips of 13 frames instead of 5."""
     items, null, prompts = given
     rng, shown = np.random.default_rng(2), config.model.family_spec.condition_frames(config.model.task)
     for item in items:
@@ -147,7 +147,7 @@ def test_the_weight_follows_its_schedule() -> None:
 
 @pytest.mark.parametrize("mode", ["permanent", "recoverable"])
 def test_a_similarity_ends_it_and_may_start_it_again(mode: str) -> None:
-    """The average: 0.5, 0.7, then 0.5 again."""
+    """The moving average: 0.5, 0.7, then 0.5 again."""
     options = {"similarity_threshold": 0.6, "similarity_ema_decay": 0.5, "threshold_mode": mode}
     method, seen = CREPAMethod(CREPA(**options)), []
     for number, similarity in enumerate((0.5, math.nan, 0.9, 0.3, 0.3)):
@@ -165,7 +165,7 @@ def test_a_similarity_ends_it_and_may_start_it_again(mode: str) -> None:
 
 @pytest.mark.long
 def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> None:
-    """With the average that ends it, which a checkpoint keeps, and a rate of its own for the projection."""
+    """With the moving average that ends the loss, which a checkpoint stores, and its own rate for the projection."""
     groups = [{"match": r"methods\.crepa\..*", "lr": 0.01}]
     methods = {"crepa": {"block_index": 0, "similarity_threshold": 0.02, "similarity_ema_decay": 0.5}}
     options = {"methods": methods, "adapter": {"rank": 2}, "optimizer": {"lr": 2e-3, "warmup": 0, "groups": groups}}

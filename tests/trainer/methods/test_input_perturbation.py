@@ -1,4 +1,4 @@
-"""Input perturbation against its formula, and what other methods make of the input that it changes."""
+"""Input perturbation, compared with its formula, and the effect of the changed input on other methods."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ CLEAN = {"t2i": 0, "i2i": 0, "t2v": 0, "i2v": 1}  # leading latent frames that a
 
 
 def make_step(task: Any, number: int = 0, rows: tuple[int, ...] = tuple(range(COUNT))) -> MethodStep:
-    """Random samples, always the same; `rows` of them."""
+    """Random samples, the same in each call; `rows`: number of samples."""
     generator, frames = torch.Generator().manual_seed(0), 4 if task.endswith("v") else 1
     x0, noise, condition = (torch.randn(COUNT, 4, frames, 24, 16, generator=generator) for _ in range(3))
     text, chosen = torch.ones(COUNT, 1, 1), list(rows)
@@ -81,7 +81,8 @@ def test_it_falls_linearly_to_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_loss_is_that_of_the_perturbed_input(ready) -> None:
-    """With the blocks computed again in the backward pass; sigma stays the same for the model and in the metrics."""
+    """With blocks that are computed again in the backward pass; sigma stays the same for the model and in the
+    metrics."""
     config = ready(
         "i2v",
         steps=1,

@@ -1,4 +1,4 @@
-"""The masked loss against its definition, computed by hand from the model's own prediction."""
+"""The masked loss, compared with its definition, computed by hand from the model's own prediction."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from trainer.run import metrics
 
 
 def masked(made, config, every: int = 1):
-    """Items of which each `every`-th has a mask of its own: of one frame, or of all."""
+    """Items of which every `every`-th has its own mask, of one frame or of all frames."""
     items, null, prompts = made.mixed_items(config)
     rng = np.random.default_rng(1)
     for number, item in enumerate(items):
@@ -55,8 +55,8 @@ def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, made) -> None:
-    """Each sample's loss is the weighted mean of its trained frames; of a sample without its mask, the plain mean. The
-    same for any division of the global batch. With a Huber loss and weights of the noise levels."""
+    """Each sample's loss is the weighted mean of its trained frames; for a sample without a mask, the plain mean. It is
+    the same for any division of the global batch. With a Huber loss and weights of the noise levels."""
     losses = []
     for name, size, accumulate in (("whole", 4, 1), ("cut", 1, 4)):
         methods = {"masked_loss": {"unmasked_weight": 0.1, "unmasked_probability": 0.5, "normalize_area": True}}
@@ -90,7 +90,7 @@ def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, m
 
 @pytest.mark.slow
 def test_the_prior_is_the_prediction_without_adapter_outside_of_the_mask(make_config, make_set, made) -> None:
-    """Also of a sample that is trained everywhere in this step, which has no outside, and of one without a mask."""
+    """Also for a sample that is trained everywhere in this step, and for a sample without a mask."""
     methods = {"masked_loss": {"prior_weight": 3.0, "unmasked_probability": 0.3}}
     config = make_config("i2v", steps=1, batch_size=6, methods=methods, seed=2, adapter={"rank": 2})
     make_set(config, *masked(made, config, every=2))

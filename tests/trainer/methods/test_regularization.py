@@ -1,4 +1,4 @@
-"""Regularization data against the base model, loaded a second time without an adapter."""
+"""Regularization data, compared with the base model, loaded a second time without an adapter."""
 
 import json
 
@@ -22,7 +22,7 @@ ROUTE = {"tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "en
 
 
 def marked(made, config, every: int = 2):
-    """Items of which each `every`-th is regularization data, with masks where those are used."""
+    """Items of which every `every`-th is regularization data, with masks if they are used."""
     items, null, prompts = made.mixed_items(config)
     for number, item in enumerate(items if config.train.methods.masked_loss else ()):
         item.mask = np.random.default_rng(number).random(item.latent.shape[1:], dtype=np.float32)
@@ -40,7 +40,7 @@ def marked(made, config, every: int = 2):
     ],
 )
 def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, made, kind, adapter, options) -> None:
-    """In a batch with other samples, at the same noise, sigma and text, which may be the null prompt."""
+    """In a batch with other samples, with the same noise, sigma and text, which may be the null prompt."""
     masked = kind == "t2i"
     methods = {"regularization": options} if options else {}
     methods |= {"masked_loss": {"unmasked_weight": 0.5}} if masked else {}

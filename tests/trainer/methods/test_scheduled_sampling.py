@@ -1,4 +1,4 @@
-"""Scheduled sampling against rollouts that diffusers' scheduler takes, sample by sample."""
+"""Scheduled sampling, compared with rollouts by diffusers' scheduler, sample by sample."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ def draw(identity: str, purpose: str) -> float:
 
 @torch.no_grad()
 def roll_out(run, x0, noise, sigma, batch, steps: int, shift: float, of: int):
-    """(x, sigma of its start) after that many steps of diffusers' scheduler on the way from noise to data."""
+    """(x, sigma of its start) after this number of steps of diffusers' scheduler from noise towards data."""
     u = sigma / (shift - (shift - 1) * sigma)
     sigmas = [min(1.0, u + number / of) for number in range(steps, 0, -1)]
     sigmas = [shift * it / (1 + (shift - 1) * it) for it in sigmas]
@@ -42,7 +42,7 @@ ADAPTERS = {"t2i": {"rank": 2, "dropout": 0.5, "init_weights": "olora"}, "i2v": 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "correction"), [("t2i", 1.0), ("i2v", 0.5), ("sana", 0.0)])
 def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(make_config, make_set, made, kind, correction) -> None:
-    """Of samples of several lengths in one batch, some of which are not rolled out; with masks for Sana."""
+    """Samples of several lengths in one batch, some of which are not rolled out; with masks for Sana."""
     settings = {"probability": 0.7, "max_step_offset": 3, "schedule_steps": 10, "correction": correction}
     config = make_config(
         kind,

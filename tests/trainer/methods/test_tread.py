@@ -1,4 +1,5 @@
-"""TREAD against blocks that are run by hand on gathered tokens, one sample at a time, with drops by the definition."""
+"""TREAD, compared with blocks that are run by hand on gathered tokens, one sample at a time, with drops by the
+definition."""
 
 import shutil
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def start(make_config, make_set, made, deep) -> Callable[..., loop.TrainState]:
-    """start(kind, routes or None, masks=, tread=, **train options): a run of full rank, two samples a batch."""
+    """start(kind, routes or None, masks=, tread=, **train options): a full-rank run with two samples per batch."""
 
     def get(kind: str, routes: list | None, *, masks: bool = False, tread: dict | None = None, **settings: Any) -> Any:
         methods = {} if routes is None else {"tread": {"routes": routes, **(tread or {})}}
@@ -65,7 +66,7 @@ def start(make_config, make_set, made, deep) -> Callable[..., loop.TrainState]:
 
 
 def samples(made, config: Config, bucket: str, masks: bool):
-    """Four of one bucket, with captions of unequal lengths; of two every other has a mask."""
+    """Four samples of one bucket, with captions of unequal lengths; every second sample has a mask."""
     rng, pooled, items = np.random.default_rng(3), "pooled" in config.model.family_spec.text_widths, []
     for number in range(4):
         x0 = made.latent(rng, config, bucket)
@@ -109,7 +110,8 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
     ],
 )
 def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:
-    """Loss and gradients of every weight; masks: with a masked loss; checkpointed: every how many blocks."""
+    """Loss and gradients of every weight; masks: whether the loss is masked; checkpointed: interval of checkpointed
+    blocks."""
     options = {"gradient_checkpointing": checkpointed > 0, "gradient_checkpointing_interval": max(checkpointed, 1)}
     run = start(kind, ROUTES, masks=masks, **options)
     found = step_once(run)
@@ -129,7 +131,7 @@ def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, rec
     assert abs(plain.loss - found.loss) > 1e-4 * found.loss, "tokens were dropped"
 
 
-# --- what stays as it is ---
+# --- unchanged results ---
 
 
 @pytest.mark.slow
@@ -143,7 +145,7 @@ def test_a_share_that_drops_no_token_changes_no_bit(start, kind) -> None:
 
 
 def kept_in_steps(run: loop.TrainState, steps: int) -> list[torch.Tensor]:
-    """(B, K) of each micro-batch, of the first route."""
+    """(B, K) of each micro-batch, for the first route."""
     kept, around = [], run.methods["tread"].around
 
     @contextmanager
@@ -160,7 +162,7 @@ def kept_in_steps(run: loop.TrainState, steps: int) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
-    """It is the same for any accumulation; that of a given frame is a choice only where asked for."""
+    """The choice is the same for any accumulation; given frames are only dropped if that is configured."""
     by_two = kept_in_steps(start("i2v", ROUTES, accumulate=2), 2)
     by_four = kept_in_steps(start("i2v", ROUTES, batch_size=4), 2)
     assert torch.equal(torch.cat(by_two), torch.cat(by_four)) and len(by_two) == 4
@@ -171,7 +173,7 @@ def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
     assert dropping.shape == (2, 36) and not any({*first} <= {*kept} for kept in dropping.tolist())
 
 
-# --- what is refused ---
+# --- refused configurations ---
 
 
 def test_compiled_blocks_that_convolve_are_refused(make_config) -> None:

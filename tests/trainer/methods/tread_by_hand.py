@@ -20,7 +20,7 @@ NABLA |= {"attention_method": "topcdf", "attention_add_sta": True}
 
 
 def kept_by_hand(identity: str, route: int, groups: int, given: int, must: set[int], fewest: int) -> list[int]:
-    """The groups that are kept: the lowest draws are dropped, but those that must stay."""
+    """The kept groups: the groups with the lowest draws are dropped, except for groups that must stay."""
     ratio = ROUTES[route]["selection_ratio"]
     draws = (np.random.Philox(key=derive_seed(identity, f"tread {route}")).random_raw(groups) >> 40).tolist()
     free = sorted((draw, number) for number, draw in enumerate(draws) if number >= given and number not in must)
@@ -64,7 +64,7 @@ def kandinsky_by_hand(model, arguments: dict, kept: list[list[int]]) -> torch.Te
 
 
 def nabla_by_hand(attn, hidden, sparse_params, rotary_emb) -> torch.Tensor:
-    """sparse_params: (frame, row, column) of each block; neighbors in time are always attended to."""
+    """sparse_params: (frame, row, column) of each block; neighbors in time always attend to each other."""
     query, key, value = (
         layer(hidden)[0].unflatten(-1, (attn.num_heads, -1)) for layer in (attn.to_query, attn.to_key, attn.to_value)
     )
@@ -90,7 +90,7 @@ def nabla_by_hand(attn, hidden, sparse_params, rotary_emb) -> torch.Tensor:
 
 
 def sana_by_hand(model, noisy_CHW, sigma, text_LD, kept: list[list[int]]) -> torch.Tensor:
-    """One sample. In a route the feed-forward sees the whole grid, the tokens that wait as they are."""
+    """One sample. In a route, the feed-forward gets the whole grid, with the waiting tokens unchanged."""
     height, width = noisy_CHW.shape[1:]
     x = model.patch_embed(noisy_CHW[None])[0]
     time, embedded = model.time_embed(1000 * sigma[None] * model.config.timestep_scale, batch_size=1)
@@ -128,7 +128,7 @@ def alone(batch: Batch, number: int) -> Batch:
 
 
 def masked_places(mask_THW: torch.Tensor, places: list[tuple[int, int, int]], side: int) -> set[int]:
-    """The places, each of side x side latents, that the mask touches."""
+    """The positions, each of side x side latents, that the mask touches."""
     touched = [bool(mask_THW[t, y * side : (y + 1) * side, x * side : (x + 1) * side].max() > 0) for t, y, x in places]
     return set() if all(touched) else {place for place, found in enumerate(touched) if found}
 

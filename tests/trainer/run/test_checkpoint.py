@@ -52,7 +52,7 @@ def trained(steps: int) -> tuple:
 
 @pytest.mark.parametrize("moment", ["write_tensors", "replace"])
 def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypatch) -> None:
-    """A process that ends in the middle of writing: the one before stays the newest, and the rest is swept."""
+    """A process that ends while it writes: the previous checkpoint stays the newest, and the rest is removed."""
     parameters, optimizer, _ = trained(2)
     saved_at(tmp_path, 2, parameters, optimizer)
     child = os.fork()
@@ -72,7 +72,7 @@ def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypa
 
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
 def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
-    """The run goes on from the checkpoint before. A few flips change no meaning: white space of the manifest."""
+    """The run resumes from the previous checkpoint. A few flips have no effect: white space of the manifest."""
     parameters, optimizer, _ = trained(2)
     for number in (1, 2):
         last = saved_at(tmp_path, number, parameters, optimizer, {"seed": 0})
@@ -113,7 +113,7 @@ def test_equal_tensors_and_metadata_give_equal_files(tmp_path: Path) -> None:
 
 
 def test_what_is_exported_bit_for_bit_is_written_once(tmp_path: Path) -> None:
-    """Of three weights the export holds one as it is, another halved and one in another dtype."""
+    """The export contains one of three weights unchanged, one halved and one in another dtype."""
     parameters, optimizer, _ = trained(2)
     names = {"a.weight": "x", "a.bias": "y", "b.weight": "z"}
 
@@ -147,7 +147,7 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
 
 
 def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
-    """Old and new value of each; a hash is no value. Terms that are not asked for are not compared."""
+    """Old and new value of each term; a hash has no value to show. Terms that are not requested are not compared."""
     parameters, optimizer, _ = trained(1)
     saved = {"seed": 1, "transformer": "abc", "betas": (0.9, 0.95), "adapter": {"rank": 8, "alpha": None, "type": "x"}}
     saved |= {"methods": {}}
@@ -185,7 +185,7 @@ def flip(path: Path, name: str) -> None:
 
 
 def change_state(path: Path, **values) -> None:
-    """Other values, with checksums that match."""
+    """Change values, with checksums that match."""
     (path / "state.json").write_bytes(format_record(read_record(path / "state.json") | values))
     resume.write_manifest(path)
 
@@ -209,8 +209,8 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_checkpoint_before_a_damaged_one_is_found(tmp_path: Path, damage: str) -> None:
-    """And the damaged one is put aside, where it counts no more and nothing removes it; where there is none before, the
-    run is damaged."""
+    """The damaged checkpoint is renamed, so that it is not counted or removed; without a previous checkpoint, the run
+    is damaged."""
     parameters, optimizer, _ = trained(2)
     for number in (1, 2):
         last = saved_at(tmp_path, number, parameters, optimizer)

@@ -1,4 +1,4 @@
-"""Shards whose checksums are right and whose tensors can't be trained on: each is named, before a gradient."""
+"""Shards with correct checksums whose tensors can't be trained on: each is an error before a gradient."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from trainer.run import metrics
 
 
 def craft(items, null, part: str, change) -> None:
-    """Change a tensor of the first sample, or "wide": the latent of the first of bucket 96x64, "null": the null
+    """Change a tensor of the first sample, or "wide": the latent of the first sample of bucket 96x64, "null": the null
     prompt's text. change: array -> array; None removes the tensor."""
     wide = next(item for item in items if item.bucket.startswith("96x64"))
     texts = {"null": null, "embeds": items[0].texts[0], "pooled": items[0].texts[0]}
@@ -26,7 +26,7 @@ def craft(items, null, part: str, change) -> None:
 
 
 def put(place: tuple[int, ...], value: float):
-    """Give a function that sets one number."""
+    """Returns a function that sets one number."""
 
     def change(array: np.ndarray) -> np.ndarray:
         array[place] = value
@@ -97,7 +97,7 @@ def test_a_crafted_validation_prompt_is_named(make_config, make_set, made, part)
 
 @pytest.mark.slow
 def test_training_ends_as_damage_does(make_config, make_set, made, program) -> None:
-    """Not one step was taken on it."""
+    """No step was taken on the tensor."""
     config = make_config("t2i", steps=40, caption_dropout=0.0, validation={"eval_samples": 0})
     items, null, _ = made.mixed_items(config)
     craft(items, null, *NOT_A_NUMBER)

@@ -1,4 +1,4 @@
-"""Asked to stop, training finishes the step, saves a checkpoint, says so, and goes on later as if nothing had been."""
+"""A stopped run finishes the step, saves a checkpoint, reports it, and continues later as if it was not stopped."""
 
 import json
 import os
@@ -31,7 +31,7 @@ DROPOUT = {"rank": 4, "dropout": 0.3}
 
 @pytest.fixture(autouse=True)
 def default_sigterm() -> Iterator[None]:
-    """Without the handler that Ray leaves in a process, which an earlier test may have used."""
+    """Removes the handler that Ray leaves in a process, which an earlier test may have used."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -97,7 +97,7 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
 
 
 def interrupt_at_step(step: int, interrupted: Path) -> None:
-    """Let this program get a Ctrl-C, then SIGTERM, and wait for another Ctrl-C."""
+    """Send a Ctrl-C and SIGTERM to this program, and wait for another Ctrl-C."""
 
     def act() -> None:
         tell(signal.SIGINT, signal.SIGTERM)
@@ -158,7 +158,7 @@ def test_while_the_model_is_loaded_it_ends_at_once(ready, program, monkeypatch) 
 
 
 def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, program, monkeypatch) -> None:
-    """At step 2, and the last one, after which only the result is missing."""
+    """At step 2, and at the last step, after which only the result is missing."""
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     config = ready("t2i", steps=4, checkpoint_every=100, validation=look)
     real = loop.validation.write_validation_latents
@@ -182,7 +182,7 @@ def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, program
 
 
 def time_is_up() -> None:
-    """As the timer of --max-time does, which otherwise might end before the model is loaded."""
+    """Acts like the timer of --max-time, which otherwise might end before the model is loaded."""
     (timer,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
     timer.function()
 
@@ -204,7 +204,7 @@ def test_max_time_is_a_limit_of_training_too(ready, make_config, program, monkey
 
 @pytest.mark.parametrize("told", [long(0), long(1)])
 def test_all_ranks_stop_after_the_same_step(ready, tmp_path, told) -> None:
-    """One rank receives the signal; of the other one nobody knows which. Then one process goes on."""
+    """One rank receives the signal; the second rank can't name it. Then one process continues."""
     config = ready("t2i", batch_size=2, accumulate=1, **ENDLESS)
 
     def signal_one(children: list[int]) -> None:
@@ -230,7 +230,7 @@ def start_run(path: Path) -> subprocess.Popen:
 @pytest.mark.long
 @pytest.mark.parametrize("whom", ["the program", long("its group")])
 def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forked_programs, whom) -> None:
-    """SIGTERM to `latentpress run` alone, as from a scheduler; SIGINT to all of its group, as from a terminal."""
+    """SIGTERM only to `latentpress run`, as from a scheduler; SIGINT to its whole group, as from a terminal."""
     config = ready("t2i", **ENDLESS)
     started = start_run(write(config, tmp_path))
     try:

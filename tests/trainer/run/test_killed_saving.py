@@ -25,8 +25,8 @@ CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod",
 
 
 def kill_at_operation(number: int, folder: Path) -> None:
-    """Kill this process before the file operation `number` (from 0) below `folder`. fsync has no event, and none of
-    what was written is lost with the process."""
+    """Kill this process before file operation `number` (from 0) below `folder`. fsync has no event, and written data is
+    not lost with the process."""
     taken = iter(range(10**9))
 
     def seen(event: str, arguments: tuple) -> None:
@@ -37,7 +37,7 @@ def kill_at_operation(number: int, folder: Path) -> None:
 
 
 def kill_at_size(size: int) -> None:
-    """Kill this process by the write that would make any file larger than so many bytes; libraries write in Rust."""
+    """Kill this process by the write that would make any file larger than the limit; libraries write in Rust."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
@@ -46,8 +46,8 @@ def kill_at_size(size: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "adapter", "every"), [("t2i", {"rank": 2}, 3), *(long(*case, 1) for case in CASES)])
 def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> None:
-    """Whenever it dies, the newest checkpoint is the old one or the new one, whole, and pruning takes none too many.
-    every: how many file operations are between two deaths."""
+    """After any kill, the newest checkpoint is the old or the new one, complete, and pruning does not remove too many.
+    every: number of file operations between two kills."""
     config = ready(kind, steps=9, adapter=adapter, keep_checkpoints=1)
     run = prepared(config)
     folder = run.folder / "checkpoints"
@@ -73,7 +73,7 @@ def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> N
         return found.step
 
     def attempt(prepare: Callable[[], None]) -> int:
-        """The newest step after a death, 0 where it did not die."""
+        """The newest step after a kill, 0 if the process was not killed."""
         shutil.rmtree(folder)
         shutil.copytree(folder.with_name("before"), folder)
 
@@ -88,7 +88,7 @@ def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> N
         assert died in (0, -signal.SIGKILL, -signal.SIGXFSZ)
         found = check()
         if died:
-            loop.save_checkpoint(run, 3)  # the next process sweeps what was left
+            loop.save_checkpoint(run, 3)  # the next process removes the rest
             assert {path.name for path in folder.iterdir()} == {"step-000003"}
         return found if died else 0
 

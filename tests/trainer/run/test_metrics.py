@@ -1,4 +1,4 @@
-"""What a person sees of a run's steps, and the figures behind it."""
+"""The metrics of a run's steps on the console and in the trackers."""
 
 import io
 import sys
@@ -44,15 +44,15 @@ def test_speed_leaves_out_what_is_done_between_steps_and_the_time_left_has_it() 
 
     def read() -> Any:
         nonlocal now
-        for waited in (0.5, 1.5):  # of reading
+        for waited in (0.5, 1.5):  # seconds of reading
             now += waited
             yield None
 
     found = []
     for number, _ in enumerate(timer.time_waits(read()), 11):
-        now += 1.5  # of computing
+        now += 1.5  # seconds of computing
         found.append(timer.rates(number))
-        now += 6.0  # of validation
+        now += 6.0  # seconds of validation
     first = {"samples_per_s": 2.0, "step_s": 2.0, "data_wait_s": 0.5, "data_wait_share": 0.25, "seconds_left": 18.0}
     second = {"samples_per_s": 1.6, "step_s": 3.0, "data_wait_s": 1.5, "data_wait_share": 0.4}
     assert found == [first, second | {"seconds_left": 8 * (2.5 + 6.0 / 2)}]
@@ -66,7 +66,7 @@ def written_to_wandb(folder: Path) -> list[bytes]:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(ready, make_config, program, wandb_offline) -> None:
-    """Weights & Biases offline. A resumed run continues the same one."""
+    """Weights & Biases offline. A resumed run continues the same run there."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
@@ -117,7 +117,7 @@ def test_wandb_that_cant_be_used_is_said_before_a_model_is_loaded(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    sys.modules["wandb"].teardown()  # what it read of the environment before
+    sys.modules["wandb"].teardown()  # its earlier copy of the environment
     code, report, said = program(config)
     assert code == 2 and "loading the transformer" not in said
     assert "WANDB_MODE=offline" in report["error"]["next_step"]

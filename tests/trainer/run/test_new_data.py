@@ -1,4 +1,4 @@
-"""`train.on_new_data: continue`: a run that goes on with another training set."""
+"""`train.on_new_data: continue`: a run that resumes on another training set."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ CONTINUE = {"on_new_data": "continue", "batch_size": 2, "checkpoint_every": 2}
 
 
 def write_set(make_set, made, config, name: str, seed: int = 0, held_out: int = 0, count: int = 12) -> None:
-    """Set `name` in place of the one before, of other samples; the last `held_out` are held out."""
+    """Write set `name` with other samples instead of the previous set; the last `held_out` samples are held out."""
     items, null, prompts = made.mixed_items(config, count, seed)
     items[count - held_out :] = [replace(item, role="eval") for item in items[count - held_out :]]
     make_set(config, items, null, prompts, name=name, ids=name)
@@ -38,7 +38,7 @@ def state(config) -> resume.CheckpointState:
 @pytest.mark.long
 @pytest.mark.parametrize("order", [long(None), 2])
 def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_set, made, order) -> None:
-    """Two changes; a run that is killed after the second one ends with the same numbers, bit for bit."""
+    """Two changes of the data; a run that is killed after the second one ends with the same numbers, bit for bit."""
     torch.set_num_threads(1)
     ended = {}
     for name, kills in (("whole", ()), ("cut", (9, 11))):
@@ -137,7 +137,7 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
         "trained media": "holds out 1 samples that this run was trained on: [0-9a-f]{32}",
         "set is gone": "was trained on set set1, which is missing",
     }
-    if case == "gone before":  # that was compared, and is removed later: nothing ends a run that went on
+    if case == "gone before":  # compared before, and removed later: a run that was resumed does not end
         train(longer)
         store.remove("sets/set1/set.json")
         assert train(make_config("t2i", steps=4, on_new_data="continue"))["done"] == 1

@@ -1,4 +1,5 @@
-"""Runs that stop and go on: exact, told once, with the checkpoints that are asked for, refused on other terms."""
+"""Runs that stop and resume: exact, each step recorded once, with the configured checkpoints, refused for other
+settings."""
 
 import os
 import shutil
@@ -64,7 +65,7 @@ def test_killed_and_resumed_gives_the_same_losses(ready) -> None:
 
 
 def scalars(config) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run: name -> (step, value)."""
+    """TensorBoard's values of a run: name -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(config.run_folder / "tensorboard"))
@@ -75,12 +76,12 @@ def scalars(config) -> dict[str, list[tuple[int, float]]]:
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_resumed_run_tells_every_step_once(ready) -> None:
-    """In metrics.jsonl and in TensorBoard alike, though steps after the checkpoint had been told before."""
+    """In metrics.jsonl and in TensorBoard, although steps after the checkpoint were recorded before."""
     torch.set_num_threads(1)
     look = {"eval_samples": 1, "eval_sigmas": [0.5], "every": 2}
     config = killable(ready, "told", validation=look)
     kill_at(config, 5)
-    time.sleep(1.1)  # TensorBoard reads its files in the order of the second they were begun in
+    time.sleep(1.1)  # TensorBoard reads its files in the order of the second in which they were created
     with (config.run_folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     assert train(config)["skipped"] == 3
@@ -123,7 +124,7 @@ def test_settings_that_changed_are_named_where_a_run_goes_on(ready, program) -> 
 def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
     ready, monkeypatch, settings, kept
 ) -> None:
-    """With eval losses of which that of step 1 is the lowest."""
+    """With eval losses of which the loss of step 1 is the lowest."""
     given = iter([3.0, 1.0, 2.0, 2.5, 2.3, 2.2, 2.4])
     monkeypatch.setattr(validation, "compute_eval_loss", lambda *_: {"eval_loss": next(given), "eval_id": "one"})
     config = ready("t2i", steps=6, validation={"eval_samples": 2, "every": 1}, **settings)
@@ -143,7 +144,7 @@ def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_conf
     config = ready("t2i", steps=3)
     train(config)
     saved = config.run_folder / "adapter" / "pytorch_lora_weights.safetensors"
-    for lost in (False, True):  # the note of the result: with it nothing is to do, without it the result is saved anew
+    for lost in (False, True):  # with the note of the result the run is finished, without it the result is saved again
         if lost:
             (config.run_folder / "result.json").unlink()
         code, report, _ = program(make_config("t2i", steps=2))
@@ -155,7 +156,8 @@ def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_conf
 
 
 def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
-    """Those of another checkpoint of the same shape; a copy of the same, elsewhere and in bfloat16, is none."""
+    """The weights of another checkpoint of the same shape; a copy of the same weights, at another path and in bfloat16,
+    is valid."""
     from examples.tiny_models import build
 
     config = ready("t2i", steps=1)

@@ -1,4 +1,4 @@
-"""The hash of the rows that are trained on, which checkpoints record, computed value by value."""
+"""The hash of the training rows in checkpoints, compared with a hash computed value by value."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from trainer.run import run_state
 
 
 def reference_digest(data: TrainSet, block: int) -> str:
-    """Of `run_state.data_signature`, `block` rows at a time."""
+    """The digest of `run_state.data_signature`, `block` rows at a time."""
     rows = data.tables["index"].to_pylist()[: len(data)]
     names = data.tables["texts"].column("text_id").to_pylist()
     found = xxhash.xxh3_128(canonical_json({kind: data.fingerprints[kind] for kind in ("latents", "text")}))

@@ -1,4 +1,4 @@
-"""What training saves loads with the pipelines' own loaders and gives the output that training had."""
+"""The saved result loads with the pipelines' own loaders and gives the output of training."""
 
 import json
 from itertools import cycle
@@ -51,15 +51,15 @@ LINEAR_TARGETS = (
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "variant"), first(6, [*zip(KINDS, cycle(VARIANTS))]))
 def test_every_variant_of_lora_is_the_same_in_the_pipeline_and_in_comfyui(tiny, tmp_path, kind, variant):
-    """It starts at the base; then the pipeline loads diffusers' file, and ComfyUI's rule adds the other to the weights.
-    Of each kind of checkpoint one variant."""
+    """The output is the base model's at first; then the pipeline loads diffusers' file, and ComfyUI's rule adds the
+    second file to the weights. One variant for each kind of checkpoint."""
     options, family = VARIANTS[variant], SETTINGS[kind]["family"]
     if options.get("init_weights", "default") not in ("default", "gaussian"):
         options = {**options, "targets": [LINEAR_TARGETS]}
     pipe = pipeline(kind, tiny(kind))
     base = KINDS[kind][0].load(str(tiny(kind)))
     start = trained(kind, tiny(kind), moved=0.0, **options)
-    # A product that is taken from the base weights leaves differences of 1e-7.
+    # A product subtracted from the base weights leaves differences of 1e-7.
     torch.testing.assert_close(exact_output(kind, start), exact_output(kind, base), rtol=0, atol=1e-5)
     model = trained(kind, tiny(kind), **options)
     export.save_lora(model, tmp_path, family)
@@ -87,7 +87,7 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
         header, stock_header = ours.metadata(), theirs.metadata()
     assert header["latentpress.family"] == kind and header["latentpress.step"] == "12"
     made, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
-    # Theirs are peft's suffixes, which mean the same modules in this model; ours are the modules.
+    # peft's suffixes select the same modules in this model; our names are the modules.
     assert made.pop("transformer.target_modules") == sorted(
         adapters.choose_targets(Kandinsky5().load(str(tiny(kind))), [Kandinsky5().LORA_TARGETS])
     )

@@ -1,4 +1,4 @@
-"""An assistant counts in training and in the eval loss, and nowhere else."""
+"""An assistant affects training and the eval loss, and nothing else."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def assisted(config: Config, path) -> Config:
 
 
 def merged(config: Config, path, folder) -> Config:
-    """The configuration with a checkpoint whose weights have the adapter."""
+    """The configuration with a checkpoint into whose weights the adapter is merged."""
     base = Path(config.model.source)
     layers = {name.partition(".")[2]: layer for name, layer in load_layers(read_adapter(path)).items()}
     merge_component(base / "transformer", folder / "transformer", layers, lambda: None)

@@ -1,5 +1,4 @@
-"""Checkpointing, offload and compilation change where and how a step computes and keeps its tensors, and not one number
-of it."""
+"""Checkpointing, offload and compilation change the place and time of computation and memory, and no numbers."""
 
 import re
 from functools import partial
@@ -50,7 +49,7 @@ OPTIONS = {
     "kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "edit-plus-i2i"))]
 )
 def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -> None:
-    # The steps of AdamW with its usual eps depend on the sign of gradients that are rounding alone.
+    # The steps of AdamW with its usual eps depend on the sign of gradients that are only rounding.
     optimizer = {"eps": 1e-3}
     train_options = {
         "batch_size": 1 if kind == "sana" else 2,
@@ -64,7 +63,7 @@ def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -
         config = ready(kind, name=name, **train_options, **options)
         found = train(config)
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
-        # A last bit in the weights shows in a picture of several steps.
+        # A different last bit in the weights is visible in a picture of several steps.
         torch.testing.assert_close(found["shown"], expected["shown"], rtol=1e-4, atol=5e-5)
         assert len(found["trained"]) == STEPS
         for before, after in zip(found["trained"], found["trained"][1:], strict=False):
@@ -107,8 +106,8 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_c
     ],
 )
 def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, kind, expected, capsys) -> None:
-    """Also where their weights are on the host. A class of blocks is one graph, or two where the first block's input
-    has no gradient, however many blocks there are, and computing them again needs no other."""
+    """Also with weights on the host. A class of blocks has one graph, or two if the first block's input has no
+    gradient, for any number of blocks; the recomputation needs no further graph."""
     found = []
     for name, options in (
         ("plain", {}),

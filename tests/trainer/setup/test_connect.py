@@ -1,4 +1,4 @@
-"""Ranks that do not come, and output folders that machines do not share; two processes on one machine."""
+"""Ranks that do not connect, and output folders that machines do not share; two processes on one machine."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from trainer.setup.wrap import connect_ranks
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first of two ranks."""
+    """The environment of the first of two ranks."""
     found = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in found.items():
         monkeypatch.setenv(name, value)

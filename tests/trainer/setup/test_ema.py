@@ -1,4 +1,4 @@
-"""The moving average of the weights, against diffusers' EMAModel."""
+"""The moving average of the weights, compared with diffusers' EMAModel."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_the_average_is_that_of_diffusers(warmup: str, options: dict, device: st
 
 
 def test_the_average_of_bfloat16_weights_loses_no_small_steps() -> None:
-    """1000 updates of 1e-3 of the difference; in bfloat16 each would round to nothing."""
+    """1000 updates of 1e-3 of the difference; in bfloat16 each update would round to nothing."""
     trained = {"a": torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))}
     ours = MovingAverage(trained, EMA(decay=0.999, warmup="none"))
     ours.update(trained)

@@ -1,4 +1,4 @@
-"""LoKr: as peft computes it, saved for diffusers, ComfyUI and LyCORIS, merged."""
+"""LoKr: computed as by peft, saved for diffusers, ComfyUI and LyCORIS, merged."""
 
 from itertools import cycle
 
@@ -38,13 +38,13 @@ SETTINGS = {
 
 
 def load(kind: str, folder):
-    """The stock rotary rounds to bfloat16, which would hide small errors."""
+    """Load a model without the stock rotary's rounding to bfloat16, which would hide small errors."""
     family, _ = KINDS[kind]
     return family.load(str(folder), **({"float32_rotary": True} if isinstance(family, Kandinsky5) else {}))
 
 
 def trained(kind: str, folder, settings: str, model=None):
-    """A model with a LoKr that has moved away from its start."""
+    """A model with a LoKr with changed weights."""
     family, _ = KINDS[kind]
     model = model or load(kind, folder)
     torch.manual_seed(0)

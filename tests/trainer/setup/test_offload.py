@@ -1,4 +1,4 @@
-"""Block offload: which weights are where, whatever holds them, and that not one number changes."""
+"""Block offload: the place of each weight, for any kind of weight, with unchanged numbers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ ADAPTERS = {"lora": {"type": "lora"}, "dora": {"type": "lora", "dora": True}, "l
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One block of text and four of images, whose sides nf4-bnb can quantize."""
+    """One text block and four image blocks, whose sides nf4-bnb can quantize."""
     folder = tmp_path_factory.mktemp("deep")
     shape = {"model_dim": 128, "visual_cond": False, "num_visual_blocks": 4}
     make_model("image", overrides=shape).save_pretrained(folder / "transformer")
@@ -47,14 +47,14 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
 
 
 def frozen(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Of the blocks."""
+    """Frozen weights of the blocks."""
     kept = {id(weight) for block in blocks_of(model) for weight in block.parameters() if not weight.requires_grad}
     return {name: weight for name, weight in model.named_parameters() if id(weight) in kept}
 
 
 def settle(model: Any, blocks_per_group: int, prefetch: bool = False) -> GroupScheduler:
     scheduler = offload_blocks(model, blocks_of(model), CPU, blocks_per_group)
-    scheduler.prefetch = prefetch  # as streams do, which a CPU has none of: here copying is done at once
+    scheduler.prefetch = prefetch  # like with streams, which a CPU does not have: copies are synchronous here
     return scheduler
 
 
@@ -92,7 +92,7 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
         assert all(dict(model.named_parameters())[name] is weight for name, weight in trained.items())
 
     for block in blocks:
-        # The hook of a part of the block: it is called after the block's weights have come.
+        # The hook of a part of the block is called after the block's weights are on the device.
         next(part for part in block.children() if not [*part.children()]).register_forward_pre_hook(look)
     step(KIND, model)
     there = ["".join(str(number) for number, here in enumerate(row) if here) for row in seen]
@@ -106,14 +106,14 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
 
 
 def at_home(model: Any, home: dict[str, torch.nn.Parameter], names: Any) -> None:
-    """Every frozen weight is the host's, under its name."""
+    """Whether every frozen weight is the host's, under its name."""
     found = dict(model.named_parameters())
     assert found.keys() == names and all(found[name] is weight for name, weight in home.items())
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_keeps_its_own(make, name) -> None:
-    """To torch's meta device, so that a part that stays behind shows."""
+    """On torch's meta device, so that a part that stays on the host is detected."""
     model = make(name)
     host = {key: [part.clone() for part in take_apart(weight)[0]] for key, weight in frozen(model).items()}
     group = BlockGroup(blocks_of(model), torch.device("meta"), None)
@@ -133,7 +133,7 @@ def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_kee
 
 
 def test_a_copy_outlives_its_group(make) -> None:
-    """What the backward pass keeps of bitsandbytes' weights is no copy that torch's checkpointing knows of."""
+    """torch's checkpointing does not copy the tensors that the backward pass keeps of bitsandbytes' weights."""
     weight = next(weight for weight in frozen(make("nf4-bnb")).values() if hasattr(weight, "quant_state"))
     moved = copy_weight(weight, torch.device("meta"))
     again = copy_weight(weight, CPU)

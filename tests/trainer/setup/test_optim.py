@@ -1,4 +1,4 @@
-"""Learning rates, against the schedulers of torch, diffusers and transformers; steps that are not finite."""
+"""Learning rates, compared with the schedulers of torch, diffusers and transformers; steps that are not finite."""
 
 import diffusers.optimization
 import pytest
@@ -17,7 +17,7 @@ def rates(**settings) -> list[float]:
 
 
 def of_library(scheduler, *arguments, **options) -> list[float]:
-    """What a scheduler sets for each of STEPS steps."""
+    """The rates that a scheduler sets for each of STEPS steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     made, found = scheduler(optimizer, *arguments, **options), []
     for _ in range(STEPS):
@@ -51,7 +51,7 @@ def warm_up(optimizer):
     ],
 )
 def test_schedules_are_those_of_diffusers_and_transformers(library, settings, name, options) -> None:
-    """From the end of the warm-up; theirs begins with a step at rate 0, so it is one step behind."""
+    """From the end of the warm-up; the libraries begin with a step at rate 0, so they are one step behind."""
     found, theirs = rates(**settings), of_library(getattr(library, name), WARMUP, **options)
     assert found[WARMUP:] == pytest.approx(theirs[WARMUP:], rel=1e-9)
     assert found[: WARMUP - 1] == pytest.approx(theirs[1:WARMUP], rel=1e-9)

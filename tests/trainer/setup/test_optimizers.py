@@ -1,4 +1,5 @@
-"""Every named optimizer, and others by dotted path: made as configured, resumed bit for bit, refused in words."""
+"""Every named optimizer, and optimizers by dotted path: created as configured, resumed bit for bit, refused with a
+reason."""
 
 import contextlib
 import json
@@ -29,7 +30,7 @@ STEPS = 9
 
 
 def settings(name: str) -> Optimizer:
-    """Weight decay, two groups and a warm-up, where the optimizer has them."""
+    """Settings with weight decay, two groups and a warm-up, if the optimizer supports them."""
     groups = [{"match": "small.*", "weight_decay": 0.0}]
     rate = {"lr": 1.0 if name == "prodigy" else 1e-3, "warmup": 2, "weight_decay": 0.01, "groups": groups}
     return Optimizer.model_validate({"name": name, "arguments": OTHERS.get(name, {}), **rate})
@@ -73,7 +74,7 @@ def assert_equal(one: Run, other: Run) -> None:
     [*((name, torch.float32) for name in NAMES), ("optimi-adamw", torch.bfloat16), ("optimi-lion", torch.bfloat16)],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """Weights and all state are equal, and looking at the averaged weights in between changes nothing."""
+    """Weights and all state are equal, and reading the averaged weights in between changes nothing."""
     if name.startswith("pytorch_optimizer"):
         pytest.importorskip("pytorch_optimizer")
     with warnings.catch_warnings():
@@ -88,7 +89,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: tor
             assert averaged == ("schedulefree" in name.lower())
         saved_at(tmp_path, 5, cut.weights, cut.optimizer)
         other = Run(settings(name), dtype)
-        other.steps(0, 1)  # what it has already is replaced
+        other.steps(0, 1)  # its existing state is replaced
         found, _ = resume.newest_checkpoint(tmp_path, verify=True)
         checkpoint.restore(found, other.weights, other.optimizer)
         assert_equal(other, cut)
@@ -98,7 +99,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: tor
 
 
 def test_settings_of_the_configuration_are_in_force_after_a_resume(tmp_path: Path) -> None:
-    """State is restored, arguments are not: a lower weight decay or another beta counts from the next step on."""
+    """State is restored, arguments are not: a lower weight decay or another beta applies from the next step on."""
     for name in ("adamw", "optimi-adamw", "prodigy", "adamw-schedulefree"):
         first = Run(settings(name), torch.float32)
         first.steps(0, 3)
@@ -114,7 +115,7 @@ def test_settings_of_the_configuration_are_in_force_after_a_resume(tmp_path: Pat
 
 
 def test_schedule_free_weights_are_the_average_only_within() -> None:
-    """x = y + (1 - 1 / beta1) (z - y), as its paper has it; y comes back bit for bit."""
+    """x = y + (1 - 1 / beta1) (z - y), as in its paper; y is restored bit for bit."""
     run = Run(settings("adamw-schedulefree"), torch.float32)
     run.steps(0, 4)
     before = run.bits()

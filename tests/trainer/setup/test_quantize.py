@@ -1,4 +1,4 @@
-"""Quantized base weights: errors against float32, what stays, what is refused, and runs that go on."""
+"""Quantized base weights: errors compared with float32, unchanged parts, refused options, and resumed runs."""
 
 from functools import cache
 from itertools import product
@@ -40,7 +40,7 @@ BOUNDS = {
 def adapted(
     kind: str, folder: Path, name: str | None, dtype: torch.dtype, via: str = "cpu", device: str = "cpu", **adapter
 ):
-    """The model with an adapter that has moved away from its start."""
+    """The model with an adapter with changed weights."""
     family, _ = KINDS[kind]
     model = family.load(str(folder), dtype=dtype)
     if name:
@@ -87,8 +87,8 @@ def unquantized(wide):
     [*product(["sana"], NAMES), *(long(kind, name) for kind in WIDE if kind != "sana" for name in NAMES)],
 )
 def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantized, is_long, kind, name):
-    """Under each adapter in float32; LoRA also in bfloat16, whose own error comes on top, and with gradient
-    checkpointing. In the long form so do the others."""
+    """With each adapter in float32; LoRA also in bfloat16, whose own error is added, and with gradient checkpointing.
+    The long form tests these for all adapters."""
     for adapter in ({"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}):
         if adapter.get("dora") and name == "int8-quanto":
             continue
@@ -116,7 +116,7 @@ def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquanti
 @pytest.mark.parametrize("kind", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_card_too(wide, make_config, kind, name):
-    """In bfloat16, quantized on the card, whose kernels are others."""
+    """In bfloat16, quantized on the card, which has other kernels."""
     family, _ = KINDS[kind]
     try:
         config = make_config("t2i" if kind.endswith("t2i") else kind, base_precision=name)
@@ -172,7 +172,7 @@ def test_a_validation_takes_no_gradient_from_nf4(wide, monkeypatch, packing):
     assert errors(step(kind, model.train()), wanted) == pytest.approx([0, 0, 0], abs=1e-6)
 
 
-# --- what is refused ---
+# --- refused options ---
 
 
 def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loaded(

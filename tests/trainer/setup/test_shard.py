@@ -1,4 +1,4 @@
-"""FSDP2: two processes that share a model train as one process that has it."""
+"""FSDP2: two processes that share a model train like one process with the whole model."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +27,8 @@ FSDP = {"strategy": "fsdp2"}
 
 @pytest.mark.long
 def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
-    """Quantized bases, of which each process has half the bytes, under each adapter; linear layers gathered in
-    bfloat16, norms not; blocks that are compiled. With gradient checkpointing, one pair of processes for all."""
+    """Quantized bases, of which each process has half the bytes, with each adapter; linear layers gathered in bfloat16,
+    norms not; compiled blocks. With gradient checkpointing, one pair of processes for all cases."""
     kandinsky = "kandinsky5-image-t2i"
     adapters = [{"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}, {"type": "lora"}]
     cases = [Case("sana", wide("sana"), adapter, name) for name, adapter in zip(NAMES, adapters, strict=True)]
@@ -55,7 +55,8 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
 
 @dataclass
 class Case:
-    """A model whose loss, prediction and gradients are those of a whole one. half: full rank under autocast."""
+    """A model whose loss, prediction and gradients equal the whole model's. half: whether full rank runs under
+    autocast."""
 
     kind: str
     folder: Path
@@ -163,7 +164,7 @@ FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gra
 def test_a_run_goes_on_with_another_number_of_processes(
     ready, make_config, make_set, tmp_path, kind, adapter, settings, last
 ) -> None:
-    """2, 1 and 4 (of those that share a model 2, in the long form 4), with the samples and noise of one process."""
+    """2, 1 and 4 processes (for a shared model 2, in the long form 4), with the samples and noise of one process."""
     plan = [2, 1, last]
     path = tmp_path / "pipeline.yaml"
     common = {"adapter": adapter, "caption_dropout": 0.3, "checkpoint_every": 2, **settings}

@@ -1,4 +1,4 @@
-"""Words that are drawn by the item."""
+"""Sampled words depend on the item."""
 
 import numpy as np
 import torch
@@ -29,5 +29,5 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     wanted, count = torch.softmax(logits, 0), 20_000
     drawn = (logits + gumbel_noise(range(count), 0, 5, CPU)).argmax(1)
     shares = torch.bincount(drawn, minlength=5) / count
-    # Five deviations of a binomial share.
+    # five standard deviations of a binomial share
     assert ((shares - wanted).abs() <= 5 * (wanted * (1 - wanted) / count).sqrt() + 1e-6).all()

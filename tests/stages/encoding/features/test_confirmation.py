@@ -1,4 +1,4 @@
-"""Which pictures are copies of each other, of real photographs and without candidates."""
+"""Pictures that are copies of each other, tested on real photographs without a search for candidates."""
 
 import io
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which pairs are worth a closer look; clusters and distances from the rest, of vectors with known groups."""
+"""Candidate pairs, clusters and outliers of vectors with known groups."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def unit(values: np.ndarray) -> np.ndarray:
 
 @pytest.fixture
 def layouts() -> np.ndarray:
-    """Of 40 items; 1 is a copy of 0, 3 a mirrored copy of 2, 5 a part of 4."""
+    """Layouts of 40 items; 1 is a copy of 0, 3 a mirrored copy of 2, 5 a part of 4."""
     made = unit(np.random.default_rng(0).normal(size=(40, PARTS, NUMBERS)))
     made[1, 0] = unit(made[0, 0] + 0.05 * made[9, 0])
     made[3, 0] = mirror_layouts(made[2, 0])
@@ -79,7 +79,7 @@ SIZES = (30, 12, 5)
 
 @pytest.fixture
 def vectors() -> np.ndarray:
-    """Three groups around directions of their own, and the last item alone."""
+    """Three groups around different directions, and the last item alone."""
     rng = np.random.default_rng(0)
     middles = np.repeat(np.eye(16)[: len(SIZES)], SIZES, axis=0)
     made = np.concatenate([middles + 0.05 * rng.normal(size=middles.shape), -np.ones((1, 16))])

@@ -1,4 +1,4 @@
-"""Vectors of any vision model are those of transformers' own image processor and model."""
+"""Vectors of any vision model equal the output of transformers' own image processor and model."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ VISION = {"image_size": 32, "patch_size": 8, **SMALL}
 TEXT = {"vocab_size": 9, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, **SMALL}
 SQUARE = {"height": 32, "width": 32}
 CROPPED = {"size": {"shortest_edge": 40}, "crop_size": SQUARE}
-#: name -> class of the checkpoint, its configuration, processor, what it is given, and the vector of the output.
+#: name -> class of the checkpoint, its configuration, processor, input, and the vector of the output
 MODELS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], Any]] = {
     "clip": ("CLIP", {"text_config": TEXT, "vision_config": VISION}, CLIPImageProcessorPil, CROPPED, "vision_model"),
     "siglip": (

@@ -1,4 +1,4 @@
-"""Masks of each kind of model, beside what transformers' own processor makes of the model's answer to one picture."""
+"""Masks of each kind of model, compared with transformers' own post-processing of one picture."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def load(folder: Path, **masks) -> Segmenter:
 
 @torch.no_grad()
 def found(segmenter: Segmenter, pictures: list[np.ndarray], boxes: list[Box] | None = None) -> list[np.ndarray]:
-    """Of each picture alone; and of all at once it is the same but for the last bits of float32."""
+    """Masks of each picture alone; a batch gives the same masks except for the last bits of float32."""
     boxes = boxes or [(0, 0, SIZE[1], SIZE[0])] * len(pictures)
     together = segmenter.find(pictures, boxes).numpy()
     alone = [segmenter.find([picture], [box]).numpy()[0] for picture, box in zip(pictures, boxes, strict=True)]

@@ -19,7 +19,7 @@ from tests.project import SETTINGS
 
 @pytest.fixture
 def edited(tiny, tmp_path) -> Callable[..., Path]:
-    """edited(kind, part, old, new): a copy in whose part every JSON file has the string `new` for `old`."""
+    """edited(kind, part, old, new): a copy of the checkpoint in which `new` replaces `old` in the part's JSON files."""
 
     def copy(kind: str, part: str, old: str, new: str) -> Path:
         for source in tiny(kind).iterdir():
@@ -57,7 +57,7 @@ def make(tiny) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def encoded() -> Callable[..., list[TextResult]]:
-    """encoded(encoder, captions, image=None, negative=False): one batch; an image where the template has one."""
+    """encoded(encoder, captions, image=None, negative=False): one batch; an image if the template has one."""
 
     def run(encoder: Any, captions: list[str], image: Image.Image | None = None, negative: bool = False) -> list:
         template: Template = encoder.template
@@ -73,14 +73,14 @@ def gradient() -> Image.Image:
     return Image.merge("RGB", [ramp, ramp.transpose(Image.Transpose.ROTATE_180), ramp.rotate(90)])
 
 
-ROUNDING = 2.0**-8  # of a number to bfloat16, at most, relative to it
+ROUNDING = 2.0**-8  # largest relative error of rounding a number to bfloat16
 
 
 @pytest.fixture(scope="session")
 def near(record_testsuite_property) -> Callable[..., None]:
-    """near(name, rows): rows of (ours, theirs, exact), two results in bfloat16 of which `exact` is in float32. Ours is
-    as near to it as theirs is, and both are as near as roundings to bfloat16 in a few layers leave them; limit: on the
-    largest one."""
+    """near(name, rows): rows of (ours, theirs, exact), where `exact` is in float32 and the other two are in bfloat16.
+    Checks that ours is as near to `exact` as theirs, and that both errors are roundings of a few layers; limit: largest
+    error."""
 
     def check(name: str, rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], limit: float = 25) -> None:
         gaps: list[list[torch.Tensor]] = [[], [], []]

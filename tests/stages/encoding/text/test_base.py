@@ -1,5 +1,5 @@
-"""Quantization and offload: each option loads, runs and stays within its error; unsupported ones say what to do. And
-passes of neighboring lengths."""
+"""Quantization and offload: each option loads, runs and stays within its error; unsupported options are errors with a
+next step. Also passes of neighboring lengths."""
 
 import shutil
 from copy import copy
@@ -24,7 +24,7 @@ CAPTIONS = ["", "A small grey cat looks at the camera with green eyes.", "words 
 
 
 def relative(results, others) -> float:
-    """|difference| / |value| of all embeddings together."""
+    """|difference| / |value| over all embeddings."""
     one, other = (torch.cat([result.embeds.float() for result in batch]) for batch in (results, others))
     return ((one - other).norm() / other.norm()).item()
 
@@ -49,17 +49,17 @@ def test_quantised_weights_stay_within_their_error(
 
 
 def by_unpacking(A, B, out=None, state=None):
-    """What the CPU's kernel computes of matrices that bitsandbytes packed for AVX512-BF16, for any CPU."""
-    # A private function: bitsandbytes has no public way to unpack them.
+    """The result of the CPU kernel for matrices that bitsandbytes packed for AVX512-BF16, on any CPU."""
+    # A private function: bitsandbytes has no public function to unpack matrices.
     matrix, as_before = bitsandbytes.functional._convert_weight_packed_for_cpu_inverse(B, copy(state))
-    as_before.absmax = state.absmax.T.reshape(-1).float()  # which bitsandbytes leaves transposed
+    as_before.absmax = state.absmax.T.reshape(-1).float()  # bitsandbytes leaves them transposed
     whole = bitsandbytes.functional.dequantize_4bit(matrix.reshape(-1, 1), as_before)
     return torch.nn.functional.linear(A, whole.to(A.dtype))
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "packed"])
 def packing(request, monkeypatch) -> bool:
-    """bitsandbytes' own switch: where the CPU has AVX512-BF16, a layer's matrix is packed when it is first used."""
+    """bitsandbytes' own switch: on a CPU with AVX512-BF16, a layer's matrix is packed when it is first used."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: request.param)
     monkeypatch.setattr("bitsandbytes.functional.gemv_4bit", by_unpacking)
     return request.param
@@ -133,7 +133,7 @@ def test_what_cannot_be_had_is_refused(make, kind, options, message):
 def test_what_gives_the_same_numbers_has_the_same_fingerprint(
     make, encoded, project, kind, dtype, option, value, default
 ):
-    """An option that says what is done anyway."""
+    """An option whose value equals the default behavior."""
     home = project(kind)
     home.settings["datasets"][0] |= {"conditioning_data": "media"} if kind.endswith("i2i") else {}
     precision = f"text.precision={dtype}"

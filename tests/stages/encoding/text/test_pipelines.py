@@ -1,6 +1,6 @@
-"""Stored embeddings against the installed pipelines' `encode_prompt`, one prompt at a time.
+"""Stored embeddings, compared with the installed pipelines' `encode_prompt`, one prompt at a time.
 
-test_kandinsky5.py and test_qwen_image_edit.py have the encoders whose prompts hold images.
+test_kandinsky5.py and test_qwen_image_edit.py test the encoders whose prompts have images.
 """
 
 import inspect
@@ -37,8 +37,8 @@ LIMIT = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """module: of the encoder. pipeline, model: names in diffusers and transformers. embeds: (pipe, caption) ->
-    embeds_LD that the pipeline hands to its transformer, without padding that is not stored."""
+    """module: module of the encoder. pipeline, model: names in diffusers and transformers. embeds: (pipe, caption) ->
+    embeds_LD that the pipeline passes to its transformer, without padding that is not stored."""
 
     family: str
     module: Any
@@ -47,7 +47,7 @@ class Case:
     embeds: Callable[[Any, str], torch.Tensor]
     negative: bool = False
     task: str = "t2i"
-    most_roundings: float = 25  # of the largest one in bfloat16
+    most_roundings: float = 25  # of the largest value, in bfloat16
     length: int | None = None
 
     @property
@@ -142,8 +142,8 @@ def one_thread() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_embeddings_equal_the_pipelines(tiny, case: Case, record_property) -> None:
-    """All captions in one batch, behind a shared prefix if the model has one; the last one is cut. Alone, and without
-    the shared prefix, a caption has the same embeddings."""
+    """All captions are in one batch, after a shared prefix if the model has one; the last caption is cut. Alone, and
+    without the shared prefix, a caption has the same embeddings."""
     folder, largest = tiny(case.kind), 0.0
     pipe, encoder, whole = case.pipe(folder), case.encoder(folder), case.encoder(folder, share=False)
     results = case.encoded(encoder, CAPTIONS)
@@ -173,7 +173,7 @@ def test_bfloat16_is_as_near_as_the_pipelines(tiny, near, case: Case) -> None:
 
 @pytest.mark.slow
 def test_an_instruction_longer_than_the_sliding_window(edited) -> None:
-    """Every second layer sees 64 of the instruction's 210 tokens, and long captions outgrow the window too. A caption
+    """Every second layer sees 64 of the instruction's 210 tokens, and long captions exceed the window, too. A caption
     that merges with the instruction's end is computed from its first token."""
     folder = edited("sana", "text_encoder", '"sliding_window": 4096', '"sliding_window": 64')
     encoder, pipe = SANA.encoder(folder), SANA.pipe(folder)
@@ -193,7 +193,8 @@ def test_captions_that_merge_with_the_instruction(edited) -> None:
 
 @pytest.mark.slow
 def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(tiny) -> None:
-    """With each attention, at a length of its own, alone as in a batch; and `text.positions: real` stores none."""
+    """With each attention and its own length, alone and in a batch; with `text.positions: real`, no padding is
+    stored."""
     folder, pipe, largest = tiny("flux2-klein"), KLEIN.pipe(tiny("flux2-klein")), 0.0
     for attention in ("sdpa", "eager"):
         pipe.text_encoder.set_attn_implementation(attention)

@@ -1,4 +1,4 @@
-"""Stored embeddings of Qwen-Image-Edit, with one reference and with several, against the installed pipelines."""
+"""Stored embeddings of Qwen-Image-Edit, with one and with several references, compared with the installed pipelines."""
 
 import importlib
 
@@ -43,13 +43,12 @@ def pipe_of(folder, kind):
 
 
 def tell_images(model, _, named):
-    """A hook by which the model is told which tokens are images', as the processor knows and the pipelines do not
-    say."""
+    """A hook that marks the image tokens, which the processor does and the pipelines do not."""
     return (), named | {"mm_token_type_ids": (named["input_ids"] == model.config.image_token_id).int()}
 
 
 def asked(encoder, caption, images) -> TextRequest:
-    """With references as the reader resizes them."""
+    """A request with references resized like the reader does."""
     shown = []
     for image in images:
         width, height, _ = encoder.template.image_size.fit(np.array([image.width]), np.array([image.height]))
@@ -59,7 +58,7 @@ def asked(encoder, caption, images) -> TextRequest:
 
 @torch.no_grad()
 def reference(pipe, kind, caption, images):
-    """As the pipeline's call prepares images and encodes one prompt."""
+    """The embeddings of one prompt, with images prepared as in the pipeline's call."""
     sizes = importlib.import_module(pipe.__module__)
     area = getattr(sizes, "CONDITION_IMAGE_SIZE", 1024 * 1024)
     resized = []
@@ -82,8 +81,8 @@ def reference(pipe, kind, caption, images):
     ],
 )
 def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts, positions):
-    """All captions with each number of references in one batch; each picture goes through the vision model once. grid:
-    of a pipeline that tells the model where the images are."""
+    """All captions with each number of references in one batch; the vision model encodes each picture once. grid:
+    whether the pipeline marks the image tokens."""
     torch.set_num_threads(1)
     folder, largest = tiny(kind), 0.0
     pipe, encoder = pipe_of(folder, kind), encoder_of(folder, kind, positions=positions)

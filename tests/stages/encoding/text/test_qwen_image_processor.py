@@ -1,7 +1,7 @@
-"""The image processor against the installed Qwen2VLImageProcessor, which computes with torchvision.
+"""The image processor, compared with the installed Qwen2VLImageProcessor, which uses torchvision.
 
-torchvision need not be installed: the few functions of it that are called stand here as it has them. The rest is
-transformers' own code, imported again in a fork, as it looks for torchvision once.
+torchvision need not be installed: this file contains the few functions of torchvision that are called. All other code
+is transformers' own, imported again in a fork, because transformers looks for torchvision only once.
 """
 
 import importlib
@@ -20,8 +20,8 @@ from tests.processes import in_child
 
 pytestmark = pytest.mark.slow
 
-# What torchvision 0.28 does for uint8 tensors (C, H, W) on a CPU: transforms/v2/functional/_geometry.py (resize_image),
-# _misc.py (normalize_image).
+# torchvision 0.28's operations on uint8 tensors (C, H, W) on a CPU: transforms/v2/functional/_geometry.py
+# (resize_image), _misc.py (normalize_image).
 TORCHVISION = {
     "__init__.py": "__version__ = '0.28.0'\n",
     "io.py": "",
@@ -63,7 +63,7 @@ def folder(tiny) -> Path:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> list[Path]:
-    """Noise, which is the hardest for a resize, and edges at full contrast, where bicubic overshoots."""
+    """Noise, the hardest input for a resize, and edges at full contrast, where bicubic interpolation overshoots."""
     made = []
     for seed, (width, height) in enumerate(SIZES):
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -74,7 +74,7 @@ def images(tmp_path_factory) -> list[Path]:
 
 
 def with_torchvision(torchvision: Path, folder: Path, images: list[Path], out: Path) -> None:
-    """Write the pixels of the installed processor and its grids, in a process that has imported it without."""
+    """Write the pixels and grids of the installed processor, in a process that has imported it without torchvision."""
     for name in [*sys.modules]:
         if name.partition(".")[0] in ("transformers", "torchvision"):
             del sys.modules[name]

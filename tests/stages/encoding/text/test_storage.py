@@ -1,4 +1,4 @@
-"""Embeddings in 8 bits: how near they come back, what is said of the error, and that a scale is always there."""
+"""Embeddings in 8 bits: their error, the reported error, and scales that always exist."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ TEXTS = st.lists(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS, st.sampled_from(sorted(DTYPES)), st.sampled_from(["arrow", "webdataset"]), st.booleans())
 def test_numbers_come_back_within_half_a_step_of_their_token(tmp_path, embeds, storage, format, half) -> None:
-    """Through a shard and a batch, whatever the numbers, of which a token may have none but zeros."""
+    """Through a shard and a batch, for any numbers; a token may have only zeros."""
     dtype, precision = DTYPES[storage], torch.bfloat16 if half else torch.float32
     texts = [torch.from_numpy(text).clamp(-1e38, 1e38).to(precision) for text in embeds]
     columns = {"embeds": str(dtype).removeprefix("torch."), "embeds_scale": "float32"}
@@ -64,7 +64,7 @@ def test_numbers_come_back_within_half_a_step_of_their_token(tmp_path, embeds, s
 
 
 def rewrite(home, cache: str, change) -> None:
-    """Write the text shards of a cache again, with correct checksums, after `change(tensors)` of each row."""
+    """Rewrite the text shards of a cache with correct checksums, after `change(tensors)` of each row."""
     store = Store(home.root)
     for name in [name for name in home.shards("text") if name.startswith(cache)]:
         with open_reader(store, f"text/{name}") as shard:
@@ -92,7 +92,7 @@ def make_nan(tensors: dict) -> None:
     ],
 )
 def test_training_reads_what_is_stored_in_8_bits(project, kind, storage, format, more) -> None:
-    """From a store, an export and an import; the loss is near that of exact texts, and wrong scales are named."""
+    """After an export and an import, the loss is near the loss with exact texts, and wrong scales are errors."""
     prompts = {"prompts": [{"name": "cat", "prompt": "a cat"}], "size": "64x64", "steps": 1}
     home = project(kind, cache={"format": format, "unit_mib": 1}, validation=prompts)
     home.settings["train"] = {"steps": 2, "batch_size": 2, "device": "cpu", "adapter": {"rank": 2}}

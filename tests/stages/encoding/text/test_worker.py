@@ -1,5 +1,5 @@
-"""What encode-text stores, against the encoders (which equal the pipelines): the right text, path and image; and that
-nothing is computed or read twice, or waited for."""
+"""Rows of encode-text, compared with the encoders (which equal the pipelines): the right text, path and image; nothing
+is computed or read twice, and the device never waits."""
 
 from pathlib import Path
 
@@ -40,7 +40,8 @@ def same(row: dict[str, np.ndarray], result) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sana", "kandinsky5-image-i2i"])
 def test_shards_hold_what_the_encoder_gives(project, kind) -> None:
-    """Each caption, and the null prompt by the negative path; i2i: each with its source image, cut to its bucket."""
+    """Each caption, and the null prompt by the negative path; i2i: each caption with its source image, cropped to its
+    bucket."""
     home = project(kind)
     family, image = home.settings["model"]["family"], kind.endswith("i2i")
     for number, caption in enumerate(CAPTIONS):
@@ -88,7 +89,7 @@ def encoders(monkeypatch) -> list:
 
 @pytest.fixture
 def read(monkeypatch) -> list:
-    """What was asked of the processes that read files."""
+    """The requests to the processes that read files."""
     found: list = []
     begin = SandboxPool.begin
 
@@ -102,7 +103,7 @@ def read(monkeypatch) -> list:
 
 @pytest.mark.slow
 def test_an_image_is_read_and_seen_once_whatever_its_captions(project, monkeypatch, encoders, read) -> None:
-    """More images than features are kept of; texts in several batches and units."""
+    """More images than the cache of features holds; texts in several batches and units."""
     monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_FEATURES", 1)
     monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_IMAGES", 1)
     home = project("kandinsky5-image-i2i", cache={"unit_mib": 0.5}, text={"batch_tokens": 100})
@@ -125,7 +126,7 @@ def test_an_image_is_read_and_seen_once_whatever_its_captions(project, monkeypat
 
 @pytest.mark.slow
 def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
-    """The pipeline cuts there as well, and the other encoder reads the whole caption."""
+    """The pipeline truncates the caption, too, and the second encoder reads the whole caption."""
     home = project("kandinsky5-image-t2i")
     for number, words in enumerate((3, 70, 100, 200)):
         home.image(f"{number}.png", (64, 64), "cat " * words, number)

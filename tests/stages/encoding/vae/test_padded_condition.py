@@ -1,4 +1,4 @@
-"""A condition over all frames: the first one and zeros behind it, of clips and of validation prompts."""
+"""A condition over all frames: the first frame followed by zeros, for clips and for validation prompts."""
 
 import diffusers
 import numpy as np
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("form", ["arrow", long("webdataset")])
 def test_encoded_conditions_equal_the_pipelines(project, tiny, record_property, form) -> None:
-    """And a clip of the data that a prompt without an image starts from; then they are trained on."""
+    """Also a clip of the data from which a prompt without an image starts; then the conditions are trained on."""
     home = project("wan2.2-a14b-i2v", cache={"unit_mib": 1.0, "format": form})
     home.video("a.mp4", frames=24, size=(64, 64))
     home.video("b.mp4", frames=24, size=(64, 64))

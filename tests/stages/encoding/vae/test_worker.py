@@ -1,4 +1,4 @@
-"""What encode-latents stores, against diffusers' own autoencoder on the files themselves."""
+"""Rows of encode-latents, compared with diffusers' own autoencoder on the files themselves."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def tensor(row: ShardRow, name: str) -> torch.Tensor:
 
 
 def pixels(path: Path) -> torch.Tensor:
-    """(1, 3, T, H, W) in [-1, 1]: a picture, or the first nine frames of a clip, which are at the rate asked for."""
+    """(1, 3, T, H, W) in [-1, 1]: a picture, or the first nine frames of a clip at the configured rate."""
     if path.suffix == ".mp4":
         frames = list(read_frames(path, [number / 12 for number in range(9)]))
     else:
@@ -52,7 +52,7 @@ def reference(home, pixels_BCTHW: torch.Tensor, name: str, purpose: str) -> torc
 
 
 def differences(home, row: ShardRow, files: list[Path], conditions: list[Path]) -> tuple[float, float]:
-    """Of the stored latent and its condition from those of the file that it is nearest to."""
+    """Differences of the stored latent and its condition from the latents of the nearest file."""
 
     def least(name: str, purpose: str, clips: list[torch.Tensor]) -> float:
         found = [reference(home, clip, row.id, purpose) for clip in clips]
@@ -68,7 +68,7 @@ def differences(home, row: ShardRow, files: list[Path], conditions: list[Path]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["t2i", long("i2i"), long("t2v"), "i2v"])
 def test_shards_hold_what_diffusers_encodes(project, task, record_property) -> None:
-    """Drawn from the posterior, seeded by the sample and by what is encoded of it; i2v's first frame alone."""
+    """Drawn from the posterior, seeded by the sample and the purpose; for i2v, the first frame is encoded alone."""
     home = project(f"kandinsky5-{'video' if task.endswith('v') else 'image'}-{task}")
     if task.endswith("v"):
         files = [home.video(f"{number}.mp4", 12, (64, 64)) for number in range(2)]

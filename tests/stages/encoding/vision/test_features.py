@@ -1,4 +1,4 @@
-"""Which weights are taken, what names them, what is refused; which patches DINOv2 gives, which grid is stored."""
+"""Weights and their fingerprint, refused models, DINOv2's patch grids and the stored grids."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Features, against transformers' own model and image processor on the same frames."""
+"""Features, compared with transformers' own model and image processor on the same frames."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def folders(tiny, tmp_path_factory) -> dict[str, Path]:
 
 
 def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Frames with large forms: noise would be nearly nothing once it is made small."""
+    """Frames with large shapes: noise would nearly vanish when it is resized."""
     coarse = torch.randn(1, 3, frames, 6, 5, generator=torch.Generator().manual_seed(seed))
     smooth = torch.nn.functional.interpolate(coarse, (frames, height, width), mode="trilinear")[0]
     return (smooth * 60 + 128).clamp(0, 255).byte().permute(1, 2, 3, 0).numpy()
@@ -38,7 +38,7 @@ def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
 
 @torch.no_grad()
 def reference(folder: Path, kind: str, frames_FHWC: np.ndarray, grid: tuple[int, int]) -> torch.Tensor:
-    """features_FHWC of all patches, by the image processor that DINOv2's checkpoints name, without its cut."""
+    """features_FHWC of all patches, by the image processor that DINOv2's checkpoints name, without its crop."""
     size = {"height": grid[0] * 14, "width": grid[1] * 14}
     processor = BitImageProcessorPil(
         size=size, do_center_crop=False, image_mean=list(IMAGENET_MEAN), image_std=list(IMAGENET_STD)
@@ -82,7 +82,7 @@ def test_batch_mates_and_the_size_of_a_pass_change_nothing_beyond_rounding(folde
 
 
 def test_damaged_weights_are_refused(folders, tmp_path: Path) -> None:
-    """Cut short, and whole with one tensor left out, which transformers would fill with random numbers."""
+    """A truncated file, and a complete file without one tensor, which transformers would fill with random numbers."""
     folder = Path(shutil.copytree(folders["dinov2"], tmp_path / "dino"))
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
