@@ -45,7 +45,7 @@ WIDTHS = {"flux2-klein": 96}  # width of a text token, if it is not 64
 def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[Item], Tensors, list[Prompt]]:
     """Samples of two buckets, captions of unequal lengths (one or two each), a null prompt, one validation prompt."""
     rng, task, pooled = np.random.default_rng(seed), config.model.task, "pooled" in config.model.family_spec.text_widths
-    width, given = WIDTHS.get(config.model.family, 64), config.model.family_spec.condition_frames(task)
+    width, clean_frames = WIDTHS.get(config.model.family, 64), config.model.family_spec.condition_frames(task)
     kind = config.model.condition.kind if config.model.condition else ""
     buckets = {"t2v": ("64x64@5", "96x64@5"), "i2v": ("64x64@5", "96x64@5")}.get(task, ("64x64", "96x64"))
     if kind == "references":
@@ -57,13 +57,13 @@ def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[It
         x0 = latent(rng, config, buckets[number % 3 == 2])
         texts = [caption(rng, int(rng.integers(2, 9)), pooled, width) for _ in range(1 + number % 2)]
         bucket = buckets[number % 3 == 2]
-        conditions = {"first-frame": x0[:, :given]}
+        conditions = {"first-frame": x0[:, :clean_frames]}
         if kind == "source":
             conditions["source"] = rng.normal(size=x0.shape).astype(np.float32)
         sizes = Bucket.parse(bucket).references
         references = [latent(rng, config, f"{width}x{height}") for width, height in sizes]
         items.append(Item(bucket, x0, texts, conditions.get(kind), references=references))
-    shown = {"first-frame": items[0].latent[:, :given], "source": items[0].latent}.get(kind)
+    shown = {"first-frame": items[0].latent[:, :clean_frames], "source": items[0].latent}.get(kind)
     text = caption(rng, 5, pooled, width)
     prompt = Prompt("one", buckets[0].partition("+")[0], text, shown, items[0].references)
     return items, caption(rng, 2, pooled, width), [prompt]

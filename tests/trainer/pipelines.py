@@ -92,9 +92,9 @@ def pipeline(kind: str, folder: Path):
     return pipeline_class(kind)(transformer=transformer, **absent_parts(pipeline_class(kind)))
 
 
-def absent_parts(wanted: type) -> dict[str, None]:
+def absent_parts(expected: type) -> dict[str, None]:
     """None for every component that a pipeline class requires, except for the transformer."""
-    parameters = inspect.signature(wanted).parameters.values()
+    parameters = inspect.signature(expected).parameters.values()
     required = {parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty}
     return dict.fromkeys(required - {"transformer"})
 
@@ -126,8 +126,8 @@ def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
     prefixes (comfy/utils.py), and maps q, k and v to parts of its own weight."""
     flat = f"lycoris_{name.replace('.', '_')}"
     if isinstance(model, WanTransformer3DModel):
-        name = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda found: f".self_attn.{found[1] or 'o'}", name)
-        name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda found: f".cross_attn.{found[1] or 'o'}", name)
+        name = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda result: f".self_attn.{result[1] or 'o'}", name)
+        name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda result: f".cross_attn.{result[1] or 'o'}", name)
         name = re.sub(r"\.ffn\.net\.(\d)(?:\.proj)?$", r".ffn.\1", name)
         return [f"diffusion_model.{name}"]
     if isinstance(model, Flux2Transformer2DModel):
@@ -152,32 +152,32 @@ def apply_as_comfyui(model: torch.nn.Module, path: Path, names=comfyui_names) ->
     Alpha is divided by the rank; without alpha, and for two whole matrices of a LoKr, the strength is 1. Keys without a
     weight are skipped with a warning.
     """
-    held, changes = load_file(path), dict[str, torch.Tensor]()
+    tensors, changes = load_file(path), dict[str, torch.Tensor]()
     for name, module in model.named_modules():
         for start in names(model, name) if isinstance(getattr(module, "weight", None), torch.nn.Parameter) else ():
-            found = {end: held.pop(key) for end in (*LORA, *LOKR, "alpha") if (key := f"{start}.{end}") in held}
-            if found:
-                changes[name] = _comfyui_change(found, module.weight).to(module.weight.dtype)
+            result = {end: tensors.pop(key) for end in (*LORA, *LOKR, "alpha") if (key := f"{start}.{end}") in tensors}
+            if result:
+                changes[name] = _comfyui_change(result, module.weight).to(module.weight.dtype)
                 module.weight.data += changes[name]
-    assert not held, f"keys that ComfyUI would not load: {[*held][:3]}"
+    assert not tensors, f"keys that ComfyUI would not load: {[*tensors][:3]}"
     return changes
 
 
-def _comfyui_change(found: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    alpha, rank = found.pop("alpha", None), None
-    if set(LORA) == found.keys():
-        up, down = (found[end].to(weight.dtype) for end in LORA)
+def _comfyui_change(result: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    alpha, rank = result.pop("alpha", None), None
+    if set(LORA) == result.keys():
+        up, down = (result[end].to(weight.dtype) for end in LORA)
         rank, product = down.shape[0], torch.mm(up.flatten(start_dim=1), down.flatten(start_dim=1))
     else:
         factors = []
         for side in ("lokr_w1", "lokr_w2"):
-            if side in found:
-                factors.append(found.pop(side))
+            if side in result:
+                factors.append(result.pop(side))
             else:
-                first, second = found.pop(f"{side}_a"), found.pop(f"{side}_b")
+                first, second = result.pop(f"{side}_a"), result.pop(f"{side}_b")
                 rank = second.shape[0]
                 factors.append(torch.mm(first, second))
-        assert not found
+        assert not result
         left, right = factors
         product = torch.kron(left[:, :, None, None] if right.ndim == 4 else left, right)
     strength = 1.0 if alpha is None or rank is None else alpha.item() / rank

@@ -110,9 +110,9 @@ def result(config) -> dict[str, torch.Tensor]:
 def check_result(config, reference) -> None:
     """Check that the adapter or model equals the result of one process, within AdamW's growth of rounding errors of
     small gradients."""
-    found, expected = result(config), result(reference)
-    assert found.keys() == expected.keys() and found
-    differences = torch.cat([(found[name] - value).flatten().abs() for name, value in expected.items()])
+    actual, expected = result(config), result(reference)
+    assert actual.keys() == expected.keys() and actual
+    differences = torch.cat([(actual[name] - value).flatten().abs() for name, value in expected.items()])
     assert differences.mean() < 5e-5, "two steps move a weight by about 2e-3"
 
 
@@ -122,8 +122,8 @@ def check_shown(config, reference, step: int, atol: float = 1e-3) -> None:
     names = sorted(path.name for path in other.iterdir())
     assert names and sorted(path.name for path in one.iterdir()) == names
     for name in names:
-        found, expected = (load_file(folder / name)["latent"] for folder in (one, other))
-        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+        actual, expected = (load_file(folder / name)["latent"] for folder in (one, other))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 
 def on_ranks(

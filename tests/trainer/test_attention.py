@@ -36,7 +36,7 @@ class KernelCount(TorchDispatchMode):
 @pytest.mark.parametrize("also_compiled", [False, long(True)])
 def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> None:
     """Batches of two with padded texts, whose attention does not change; also with recomputation or compilation."""
-    found, kernels = {}, {}
+    result, kernels = {}, {}
     torch.compiler.reset()
     ways = {
         "native": {},
@@ -58,12 +58,12 @@ def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> Non
             with attention_backend("_native_math"), KernelCount() as counted:
                 numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
             kernels[name] = counted.calls[FLASH], counted.calls[f"{FLASH}_backward"]
-        found[name] = [numbers["loss"], numbers["grad_norm"]]
+        result[name] = [numbers["loss"], numbers["grad_norm"]]
     visual = len(run.family.visual_blocks(run.model))
     assert kernels["native"] == kernels["_native_flash"]  # torch's choice on a CPU
     again, back = kernels["native"]
     assert kernels["_native_math"] == (again - 2 * visual, back - visual)
-    assert all(numbers == pytest.approx(found["native"], rel=1e-5) for numbers in found.values()), found
+    assert all(numbers == pytest.approx(result["native"], rel=1e-5) for numbers in result.values()), result
 
 
 @pytest.mark.slow
@@ -116,19 +116,19 @@ def test_a_dry_run_says_whether_a_backend_can_be_used(ready, program, monkeypatc
     """A refused backend is not an error, because the dry run may be on a machine without the card."""
     validation = {"prompts": [{"name": "one", "prompt": "any"}], "attention_backend": "_native_flash"}
     config = ready("t2i", attention_backend="flash", validation=validation)
-    code, report, said = program(config, dry_run=True)
+    code, report, log = program(config, dry_run=True)
     keys = ("option", "backend", "device", "usable")
     expected = [("train.attention_backend", "flash", False), ("validation.attention_backend", "_native_flash", True)]
     rows = [dict(zip(keys, (option, backend, "cpu", usable), strict=True)) for option, backend, usable in expected]
     assert code == OK and report["details"]["attention"] == rows and report["details"]["memory"]
-    said = " ".join(said.split())
-    assert "warning: train.attention_backend: flash can't compute attention on cpu in float32 with heads of" in said
-    assert "Please install `flash-attn" in said and "training would end with this error. Install" in said
+    log = " ".join(log.split())
+    assert "warning: train.attention_backend: flash can't compute attention on cpu in float32 with heads of" in log
+    assert "Please install `flash-attn" in log and "training would end with this error. Install" in log
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda:7"})})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    code, report, said = program(config, dry_run=True)
+    code, report, log = program(config, dry_run=True)
     assert code == OK and report["details"]["attention"] == []
-    assert "not checked: device cuda:7 was asked for and this torch" in " ".join(said.split())
+    assert "not checked: device cuda:7 was asked for and this torch" in " ".join(log.split())
 
 
 @pytest.mark.parametrize(("output", "gradient"), [(0.5, 1.0), (1.0, 0.5), (1.0, 0.0), (float("nan"), 1.0)])
@@ -137,8 +137,8 @@ def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, output: floa
     from trainer import attention
 
     def wrong(query, key, value, backend):
-        found = attention.define_attention(query, key, value)
-        return output * (gradient * found + (1 - gradient) * found.detach()) if gradient else found.detach()
+        result = attention.define_attention(query, key, value)
+        return output * (gradient * result + (1 - gradient) * result.detach()) if gradient else result.detach()
 
     cpu = torch.device("cpu")
     assert find_problem("_native_math", 16, torch.float32, cpu, has_gradient=True) is None

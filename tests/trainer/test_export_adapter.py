@@ -75,28 +75,28 @@ def exported(tiny, tmp_path, capsys):
 
 def merged_by_peft(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor]:
     """The adapted weights, by their keys in a checkpoint."""
-    model, found = copy.deepcopy(model), {}
+    model, result = copy.deepcopy(model), {}
     for name in adapters.list_adapted_modules(model):
         layer = model.get_submodule(name)
         layer.set_scale("default", scale)
         layer.merge()
-        found[f"{name}.weight"] = layer.get_base_layer().weight.data
-    return found
+        result[f"{name}.weight"] = layer.get_base_layer().weight.data
+    return result
 
 
-def check_weights(folder: Path, wanted: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    """Check that the folder's weights are `wanted`, and all other weights the checkpoint's."""
+def check_weights(folder: Path, expected: dict[str, torch.Tensor], checkpoint: Path) -> None:
+    """Check that the folder's weights are `expected`, and all other weights the checkpoint's."""
     [path], [before] = folder.glob("*.safetensors"), (checkpoint / "transformer").glob("*.safetensors")
-    found, wanted = load_file(path), load_file(before) | wanted
-    assert list(found) == list(load_file(before))
-    for key, weight in found.items():
+    result, expected = load_file(path), load_file(before) | expected
+    assert list(result) == list(load_file(before))
+    for key, weight in result.items():
         torch.testing.assert_close(
-            weight, wanted[key], rtol=1e-6, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}"
+            weight, expected[key], rtol=1e-6, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}"
         )
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+def close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -197,8 +197,8 @@ def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
     base = pipeline(kind, it.checkpoint)
     merged = exact_output(kind, type(base.transformer).from_pretrained(it.folder / "merged0", use_safetensors=True))
     assert (merged - it.wanted).abs().mean() <= 1e-6 * it.wanted.abs().mean()
-    for own in ({}, {"form": "lycoris"}):
-        assert "can't store its magnitudes" in it.refused(**own)
+    for options in ({}, {"form": "lycoris"}):
+        assert "can't store its magnitudes" in it.refused(**options)
     assert it(form="diffusers", to=it.folder / "other")[0] == OK
     base.load_lora_weights(it.folder / "other")
     close(exact_output(kind, base.transformer), it.wanted)
@@ -256,17 +256,17 @@ def test_a_lokr_of_another_program_is_refused_where_a_format_can_not_hold_it(exp
     for number, tensors in enumerate((odd, factors)):
         source = tmp_path / f"{number}.safetensors"
         save_file({f"lycoris_{name.replace('.', '_')}.{key}": value for key, value in tensors.items()}, source)
-        own = {"source": source, "to": tmp_path / f"to{number}"}
+        options = {"source": source, "to": tmp_path / f"to{number}"}
         for dry_run in (True, False):
-            code, report = it(form="diffusers", dry_run=dry_run, **own)
-            assert code == USAGE and "--merge" in report["error"]["next_step"] and not own["to"].exists()
+            code, report = it(form="diffusers", dry_run=dry_run, **options)
+            assert code == USAGE and "--merge" in report["error"]["next_step"] and not options["to"].exists()
         assert f"the LoKr of {name} can't be written in diffusers' format" in report["error"]["message"]
-        assert it(merge=True, **own)[0] == OK
-        [weights] = own["to"].glob("*.safetensors")
+        assert it(merge=True, **options)[0] == OK
+        [weights] = options["to"].glob("*.safetensors")
         w2 = tensors.get("lokr_w2", factors["lokr_w2_a"] @ factors["lokr_w2_b"])
         base = load_file(it.checkpoint / "transformer" / weights.name)[f"{name}.weight"]
-        wanted = base + torch.kron(tensors["lokr_w1"], w2)
-        torch.testing.assert_close(load_file(weights)[f"{name}.weight"], wanted, rtol=1e-5, atol=1e-5)
+        expected = base + torch.kron(tensors["lokr_w1"], w2)
+        torch.testing.assert_close(load_file(weights)[f"{name}.weight"], expected, rtol=1e-5, atol=1e-5)
     said = it.refused(overrides=("model.path=owner/name",), source=source)
     assert "module paths with underscores" in said and "on this machine" in said
 
@@ -293,16 +293,16 @@ def foreign(tmp_path, capsys):
 
 def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> None:
     """Also links; and never in a model's folder, for any path."""
-    own = {"source": foreign.adapter, "to": tmp_path / "there.safetensors"}
+    options = {"source": foreign.adapter, "to": tmp_path / "there.safetensors"}
     (tmp_path / "kept").write_bytes(b"kept")
-    for make in (lambda: own["to"].write_bytes(b"kept"), lambda: own["to"].symlink_to(tmp_path / "kept")):
+    for make in (lambda: options["to"].write_bytes(b"kept"), lambda: options["to"].symlink_to(tmp_path / "kept")):
         make()
         for dry_run in (False, True):
-            code, report = foreign(**own, dry_run=dry_run)
-            assert code == USAGE and f"{own['to']} already exists" in report["error"]["message"]
-            assert "--overwrite" in report["error"]["next_step"] and own["to"].read_bytes() == b"kept"
-        assert foreign(**own, overwrite=True)[0] == OK and "diffusion_model.to_q.alpha" in load_file(own["to"])
-        own["to"].unlink()
+            code, report = foreign(**options, dry_run=dry_run)
+            assert code == USAGE and f"{options['to']} already exists" in report["error"]["message"]
+            assert "--overwrite" in report["error"]["next_step"] and options["to"].read_bytes() == b"kept"
+        assert foreign(**options, overwrite=True)[0] == OK and "diffusion_model.to_q.alpha" in load_file(options["to"])
+        options["to"].unlink()
     assert (tmp_path / "kept").read_bytes() == b"kept"
     transformer = tmp_path / "model" / "transformer"
     transformer.mkdir(parents=True)
@@ -312,8 +312,8 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> N
         marker.touch()
         for place in (transformer / "weights.safetensors", tmp_path / "link" / "new.safetensors"):
             for more in ({"overwrite": True}, {"merge": True}):
-                own["to"] = place.with_suffix("") if "merge" in more else place
-                assert "in a model's folder" in foreign.refused(**own, **more)
+                options["to"] = place.with_suffix("") if "merge" in more else place
+                assert "in a model's folder" in foreign.refused(**options, **more)
         marker.unlink()
     assert [path.read_bytes() for path in transformer.iterdir()] == [b"kept"]
     assert "--overwrite" in foreign.refused(merge=True, to=tmp_path / "new", overwrite=True)
@@ -330,8 +330,8 @@ def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
         tensors = {f"transformer.{name}.lora_{ab}.weight": torch.full((2, 2), number + 1.0) for ab in "AB"}
         save_file(tensors, files[expert], {"latentpress.family": "wan2.2-a14b", "latentpress.expert": expert})
     one = {"to": tmp_path / "low.safetensors"}
-    for own in (one, {"source": files["low"]}, {"merge": True, **one}):
-        assert "is for one adapter, and train.experts is both" in foreign.refused(**own)
+    for options in (one, {"source": files["low"]}, {"merge": True, **one}):
+        assert "is for one adapter, and train.experts is both" in foreign.refused(**options)
     assert [*tmp_path.rglob("comfyui*"), *tmp_path.glob("low*")] == []
     code, report = foreign()
     assert code == OK and report["done"] == 2 and {"high", "low"} <= report["details"].keys()
@@ -344,8 +344,8 @@ def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
     assert "was trained for the expert high, and train.experts is low" in said
     foreign.save("transformer_2")
     for merge in (False, True):
-        own = {"source": foreign.adapter, "to": tmp_path / "new", "merge": merge}
-        said = foreign.refused(overrides=("train.experts=low",), **own)
+        options = {"source": foreign.adapter, "to": tmp_path / "new", "merge": merge}
+        said = foreign.refused(overrides=("train.experts=low",), **options)
         assert "has keys of transformer_2" in said
 
 
@@ -354,7 +354,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
     it = exported("sana")
     merged = {"merge": True, "to": tmp_path / "merged"}
     assert "has no result yet" in it.refused(overrides=("train.run=other",))
-    for own, said in (
+    for options, message in (
         ({"form": "diffusers"}, "is the adapter itself"),
         ({"merge": True}, "--merge needs a new folder"),
         ({"form": "comfyui", **merged}, "no --format"),
@@ -364,12 +364,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
         ({"merge": True, "to": it.checkpoint}, "is not empty"),
         ({"form": "lycoris"}, "is a LoRA, and the format lycoris"),
     ):
-        assert said in it.refused(**own)
+        assert message in it.refused(**options)
     foreign = export.save_lora(trained("kandinsky5-video-t2v", tiny("kandinsky5-video-t2v")), tmp_path / "k", "k5")
     assert "was trained for k5, and model.family is sana" in it.refused(source=foreign, **merged)
     save_file(load_file(foreign), foreign)  # without a note of its family
-    for own in ({}, merged):
-        assert f"{it.checkpoint} lacks" in it.refused(source=foreign, **own)
+    for options in ({}, merged):
+        assert f"{it.checkpoint} lacks" in it.refused(source=foreign, **options)
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(it.adapter.read_bytes()[:-8])
     assert f"{damaged} is damaged" in it.refused(source=damaged, **merged)
@@ -380,16 +380,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
     assert "of type I8, and an adapter can't be merged" in it.refused(overrides=(f"model.path={packed}",), **merged)
     small = {key: value.half() for key, value in load_file(it.checkpoint / "transformer" / weights.name).items()}
     save_file(small, weights, {"format": "pt"})
-    said = it.refused(overrides=(f"model.path={packed}",), **merged | {"scale": 1e2, "source": loud(it)})
-    assert "with the adapter, " in said and "has numbers that are not finite in float16" in said
+    message = it.refused(overrides=(f"model.path={packed}",), **merged | {"scale": 1e2, "source": loud(it)})
+    assert "with the adapter, " in message and "has numbers that are not finite in float16" in message
     weights.write_bytes(b"none")
     assert f"{weights} is damaged" in it.refused(overrides=(f"model.path={packed}",), **merged)
     # A full disk, and an invalid path: no files remain.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for own in (merged, {"to": tmp_path / "merged"}):
+    for options in (merged, {"to": tmp_path / "merged"}):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        code, report = it(**own)
+        code, report = it(**options)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert code == INCOMPLETE and "merged: a file may not grow larger" in report["error"]["message"]
     code, report = it(merge=True, to=damaged / "inside")

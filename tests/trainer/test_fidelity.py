@@ -73,7 +73,7 @@ def test_the_loss_is_the_definition(ready, kind, shift) -> None:
 
 def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor, cost=torch.square) -> float:
     """The loss of one sample, by the stock transformer. cost: function of the velocity's errors."""
-    given = 1 if config.model.task == "i2v" else 0
+    clean_frames = 1 if config.model.task == "i2v" else 0
     x0, model = batch.latents_BCTHW, stock_transformer(config)
     family = module_of(config.model.family_spec)
     arguments = family.model_inputs(model, (1 - sigma) * x0 + sigma * noise, sigma, batch, config.model.task)
@@ -81,7 +81,7 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
     with torch.no_grad():
         velocity = model(**arguments).sample
     velocity = velocity.movedim(-1, 1) if isinstance(family, Kandinsky5) else velocity[:, :, None]
-    return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
+    return cost((velocity - (noise - x0))[:, :, clean_frames:]).mean().item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,27 +92,30 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
     data, _ = trained(config)
     first = next(line for line in metrics.read_metrics(config.run_folder / "metrics.jsonl") if line["step"] == 0)
     by_bucket: dict[str, list[float]] = {}
-    for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
+    for sigma, result in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []
         for row in (len(data) // 4, 3 * len(data) // 4):
             batch = plain_batch([data.sample(row)])
             noise = seeded_noise([f"3/{batch.ids[0]}"], "eval", batch.latents_BCTHW.shape[1:])
             losses.append(defined_loss(config, batch, noise, torch.tensor([sigma])))
             by_bucket.setdefault(data.bucket(row), []).append(losses[-1])
-        assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
+        assert result == pytest.approx(sum(losses) / 2, rel=1e-5)
     means = {bucket: sum(losses) / len(losses) for bucket, losses in by_bucket.items()}
     assert len(means) == 2 and first["eval_by_bucket"] == pytest.approx(means, rel=1e-5)
 
 
 def pipeline(config, transformer):
     """The flavour's pipeline around a transformer and the checkpoint's scheduler at validation.shift."""
-    folder, wanted = Path(config.model.path), getattr(diffusers, config.model.family_spec.pipelines[config.model.task])
+    folder, expected = (
+        Path(config.model.path),
+        getattr(diffusers, config.model.family_spec.pipelines[config.model.task]),
+    )
     name = json.loads((folder / "scheduler/scheduler_config.json").read_text())["_class_name"]
     scheduler_class = getattr(diffusers, name)
     settings = scheduler_class.load_config(folder / "scheduler")
     key = next(key for key in SHIFT_KEYS if key in scheduler_class.from_config(settings).config)
     scheduler = scheduler_class.from_config(settings, **{key: config.validation.shift})
-    pipe = wanted(**absent_parts(wanted) | {"transformer": transformer, "scheduler": scheduler})
+    pipe = expected(**absent_parts(expected) | {"transformer": transformer, "scheduler": scheduler})
     pipe.resolutions = [(64, 64), (96, 64)]  # the image pipelines' list of sizes, each too large here
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -136,7 +139,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         start = kandinsky5.visual_input(noise, batch.condition_BCTHW, task, pipe.transformer.visual_cond)
         pipe.prepare_latents = lambda *_, **__: start
         options |= {"image": Image.new("RGB", (size.width, size.height))} if task == "i2v" else {}
-    found = pipe(
+    result = pipe(
         **texts,
         **options,
         height=size.height,
@@ -146,7 +149,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         return_dict=False,
         **{config.model.family_spec.guidance_argument: config.validation.guidance},
     )[0]
-    return found[:, :, None] if found.ndim == 4 else found.movedim(-1, 1)
+    return result[:, :, None] if result.ndim == 4 else result.movedim(-1, 1)
 
 
 LOOK = {"every": 2, "steps": [3, 2], "guidance": 2.5, "shift": 2.0, "seed": 7}
@@ -182,8 +185,8 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
         batch, negative = (
             plain_batch([type(sample)("one", given, text)], prompt.bucket) for text in (prompt.text, prompt.negative)
         )
-        wanted = sampled(config, pipe, batch, negative, noise, steps, size)[0]
+        expected = sampled(config, pipe, batch, negative, noise, steps, size)[0]
         assert (load_file(run / "validation" / "step-000000" / name)["latent"] - latent).abs().max() > 1e-3
-        largest = max(largest, (latent - wanted).abs().max().item())
+        largest = max(largest, (latent - expected).abs().max().item())
     record_property("largest difference", largest)
     assert largest <= 2e-5

@@ -78,14 +78,14 @@ def test_losses_are_their_formulas(name: str, schedule: str) -> None:
     given = {} if name == "mse" else {"huber_c": 0.3, "huber_schedule": schedule}
     sigma = np.array([0.0, 0.2, 0.5, 0.9, 1.0], np.float32)
     errors = np.float32(10.0) ** np.linspace(-4, 3, 60, dtype=np.float32) * np.float32([[1], [-1], [1], [-1], [1]])
-    found = error_function(Loss(type=name, **given), torch.from_numpy(sigma))(torch.from_numpy(errors)[:, None])[:, 0]
+    result = error_function(Loss(type=name, **given), torch.from_numpy(sigma))(torch.from_numpy(errors)[:, None])[:, 0]
     sigma, e = sigma.astype(np.longdouble), errors.astype(np.longdouble)
     with np.errstate(divide="ignore"):
         ratio = sigma / (1 - sigma)  # ratio of noise to signal; infinite at noise
     c = {"constant": 0.3 + 0 * sigma, "exponential": 0.3**sigma, "snr": 0.7 / (1 + ratio) ** 2 + 0.3}[schedule][:, None]
     c = np.float32(c).astype(np.longdouble)
     expected = {"mse": e**2, "huber": 2 * c * (np.sqrt(e**2 + c**2) - c), "smooth_l1": 2 * (np.sqrt(e**2 + c**2) - c)}
-    np.testing.assert_allclose(found.numpy(), expected[name].astype(np.float64), rtol=3e-6)
+    np.testing.assert_allclose(result.numpy(), expected[name].astype(np.float64), rtol=3e-6)
 
 
 @pytest.mark.parametrize("name", ["none", "cosmap", "sigma_sqrt"])
@@ -100,8 +100,8 @@ def test_the_bell_is_that_of_a_table_of_1000_timesteps() -> None:
     x = torch.arange(1000, dtype=torch.float64)
     y = torch.exp(-2 * ((x - 500) / 1000) ** 2)
     table = (y - y.min()) * 1000 / (y - y.min()).sum()
-    found = weights(weighting="bell")[:1000].double()
-    torch.testing.assert_close(found, table, atol=2e-3, rtol=0)
+    result = weights(weighting="bell")[:1000].double()
+    torch.testing.assert_close(result, table, atol=2e-3, rtol=0)
     half = weights(weighting="half_bell").double()
     assert torch.equal(half[500:], weights(weighting="bell").double()[500:]) and bool((half[:500] == half.max()).all())
     assert half.max().item() == pytest.approx(table.max().item(), abs=2e-3) and half[-1].item() == pytest.approx(
@@ -120,8 +120,8 @@ def test_min_snr_is_that_of_the_predicted_x0(gamma: float) -> None:
     snr = ((1 - sigma) / sigma).square()
     expected = snr.clamp(max=gamma) * (predicted_x0 - x0).square().flatten(1).mean(1)
     settings = Loss(weighting="min_snr", snr_gamma=gamma)
-    found = loss_weight(settings, sigma) * loss_per_sample(predicted, velocity(x0, noise))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    result = loss_weight(settings, sigma) * loss_per_sample(predicted, velocity(x0, noise))
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
     at = 1 / (1 + math.sqrt(gamma))
     assert loss_weight(settings, SIGMA).max().item() == pytest.approx((1 - at) ** 2, rel=2e-3)
 
@@ -153,11 +153,11 @@ def test_the_distribution_is_that_of_diffusers(given: dict) -> None:
 
 def test_the_distribution_is_that_of_scipy() -> None:
     for alpha, beta in ((2.0, 2.0), (0.5, 3.0), (6.0, 1.0)):
-        found = cumulative(Timesteps(sampling="beta", alpha=alpha, beta=beta), SIGMAS)
-        np.testing.assert_allclose(found, stats.beta(alpha, beta).cdf(SIGMAS), atol=2e-5)
+        result = cumulative(Timesteps(sampling="beta", alpha=alpha, beta=beta), SIGMAS)
+        np.testing.assert_allclose(result, stats.beta(alpha, beta).cdf(SIGMAS), atol=2e-5)
     logit = np.log(SIGMAS / (1 - SIGMAS))
-    found = cumulative(Timesteps(mean=0.4, std=0.7), SIGMAS)
-    np.testing.assert_allclose(found, stats.norm(0.4, 0.7).cdf(logit), atol=2e-5)
+    result = cumulative(Timesteps(mean=0.4, std=0.7), SIGMAS)
+    np.testing.assert_allclose(result, stats.norm(0.4, 0.7).cdf(logit), atol=2e-5)
 
 
 def test_a_list_is_drawn_equally_often_and_is_not_shifted() -> None:
@@ -226,8 +226,8 @@ def test_a_restricted_distribution_is_the_whole_one_under_that_condition(samplin
     places = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99])
     made = sample_sigma(places, settings, 3.0, within).sort().values
     assert made.min() >= lowest and (made.max() < highest or highest == 1)
-    wanted = inside[(torch.sort(places if drawn[0] < drawn[-1] else 1 - places).values * (len(inside) - 1)).long()]
-    torch.testing.assert_close(made, wanted, rtol=0, atol=2e-4)
+    expected = inside[(torch.sort(places if drawn[0] < drawn[-1] else 1 - places).values * (len(inside) - 1)).long()]
+    torch.testing.assert_close(made, expected, rtol=0, atol=2e-4)
     assert torch.equal(sample_sigma(every[::1000], settings, 3.0, (0.0, 1.0)), drawn[::1000])
 
 

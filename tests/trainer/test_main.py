@@ -19,14 +19,14 @@ from trainer.run.run_state import LOCK_NAME
 @pytest.mark.parametrize(("kind", "other"), [("i2v", "t2v"), ("i2i", "t2i"), ("t2i", "i2i"), ("t2v", "i2v")])
 def test_a_checkpoint_of_another_task_is_refused(ready, checkpoints, program, kind, other) -> None:
     config = ready(kind)
-    code, report, said = program(moved(config, checkpoints(other)))
-    assert code == USAGE and LOADS not in said
+    code, report, log = program(moved(config, checkpoints(other)))
+    assert code == USAGE and LOADS not in log
     assert f"is a checkpoint for {config.model.family} {other}" in report["error"]["message"]
     assert "model.flavour" in report["error"]["next_step"] and not config.run_folder.exists()
 
 
 @pytest.mark.parametrize(
-    ("kind", "other", "said"),
+    ("kind", "other", "message"),
     [
         ("i2i", "t2i", "visual_cond = False"),
         ("t2i", "i2i", "visual_cond = True"),
@@ -39,7 +39,7 @@ def test_a_checkpoint_of_another_task_is_refused(ready, checkpoints, program, ki
     ],
 )
 def test_without_a_model_index_the_transformers_config_tells(
-    ready, checkpoints, program, tmp_path, kind, other, said
+    ready, checkpoints, program, tmp_path, kind, other, message
 ) -> None:
     config = ready(kind)
     folder, real = tmp_path / "model", checkpoints(other if other in ("t2i", "i2i", "sana") else kind)
@@ -53,7 +53,7 @@ def test_without_a_model_index_the_transformers_config_tells(
         file.write_text("[1]" if other == "a list" else "{")
     code, report, log = program(moved(config, folder))
     assert code in (USAGE, INCOMPLETE) and LOADS not in log
-    assert said in report["error"]["message"] and report["error"]["next_step"]
+    assert message in report["error"]["message"] and report["error"]["next_step"]
 
 
 @pytest.mark.slow

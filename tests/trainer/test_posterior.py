@@ -44,14 +44,14 @@ def drawn(config, steps: int, **options) -> list[dict]:
     """For each step: sample id -> (latent, condition)."""
     data = opened(config)
     feed = BatchLoader(data, BatchSchedule(data.spans, 3, 2, 4), 0.0, **options)
-    found = []
+    result = []
     for step in range(steps):
-        found.append({})
+        result.append({})
         for part in feed.step(step).micro_batches:
             conditions = part.batch.condition_BCTHW
             for i, name in enumerate(part.batch.ids):
-                found[-1][name] = part.batch.latents_BCTHW[i], None if conditions is None else conditions[i]
-    return found
+                result[-1][name] = part.batch.latents_BCTHW[i], None if conditions is None else conditions[i]
+    return result
 
 
 def test_draws_have_the_mean_and_variance_of_the_moments() -> None:

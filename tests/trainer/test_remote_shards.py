@@ -50,8 +50,8 @@ class Remote:
 
     @property
     def copies(self) -> list[Path]:
-        found = (self.folder / "cache/latentpress/shards").glob("*/*/*/*")
-        return sorted(path for path in found if path.suffix in (".arrow", ".tar"))
+        result = (self.folder / "cache/latentpress/shards").glob("*/*/*/*")
+        return sorted(path for path in result if path.suffix in (".arrow", ".tar"))
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def fetched(config: Config) -> float:
 
 def gets(s3: S3Server) -> list[str]:
     """Shards and descriptions of tars that were read, one entry per request."""
-    found = [request.key.removeprefix("work/") for request in s3.requests if request.operation == "GetObject"]
-    return sorted(name for name in found if name.startswith(("text/", "latents/")))
+    result = [request.key.removeprefix("work/") for request in s3.requests if request.operation == "GetObject"]
+    return sorted(name for name in result if name.startswith(("text/", "latents/")))
 
 
 @pytest.mark.long
@@ -75,12 +75,12 @@ def gets(s3: S3Server) -> list[str]:
 def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, program) -> None:
     """Eval losses and validation prompts are read from the store itself, before and while the shards are fetched."""
     assert program(remote.here)[0] == OK
-    wanted = lines(remote.here), lines(remote.here, "eval_loss")
-    assert len(wanted[0]) == 8 and len(wanted[1]) == 3
+    expected = lines(remote.here), lines(remote.here, "eval_loss")
+    assert len(expected[0]) == 8 and len(expected[1]) == 3
     far = remote.config("far")
     s3.reset()
     assert program(far)[0] == OK
-    assert (lines(far), lines(far, "eval_loss")) == wanted
+    assert (lines(far), lines(far, "eval_loss")) == expected
     assert fetched(far) == 2 * PARTS and set(gets(s3)) == set(remote.shards)
     assert remote.copies == [], "the copies end with the run"
 
@@ -147,8 +147,8 @@ def test_epochs_within_a_limit(remote, s3, program) -> None:
 )
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_what_does_not_fit_is_refused_before_a_model_is_loaded(remote, program, settings, message, dry_run) -> None:
-    code, report, said = program(remote.config("small", **settings), dry_run=dry_run)
-    assert code == USAGE and "loading the transformer" not in said and message in report["error"]["message"]
+    code, report, log = program(remote.config("small", **settings), dry_run=dry_run)
+    assert code == USAGE and "loading the transformer" not in log and message in report["error"]["message"]
 
 
 def test_a_named_set_that_does_not_fit_is_refused_before_the_first_stage(remote, tmp_path) -> None:

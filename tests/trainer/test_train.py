@@ -82,14 +82,14 @@ def test_accumulation_equals_one_large_batch(ready) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
 def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
-    found = []
+    result = []
     for precision in ("float32", "bfloat16"):
         config = ready(kind, name=precision, precision=precision, adapter=adapter, steps=3, batch_size=2)
         train(config)
         assert {value.dtype for value in trained_weights(config).values()} == {torch.float32}
-        shown = load_file(config.run_folder / "validation" / "step-000000" / "one.safetensors")["latent"]
-        found.append((lines(config), shown))
-    (losses, latent), (half_losses, half_latent) = found
+        sample = load_file(config.run_folder / "validation" / "step-000000" / "one.safetensors")["latent"]
+        result.append((lines(config), sample))
+    (losses, latent), (half_losses, half_latent) = result
     assert losses != half_losses and losses == pytest.approx(half_losses, rel=0.05)
     assert 0 < (latent - half_latent).abs().mean() < 0.1 * latent.abs().mean(), "it looks as it trains"
 
@@ -211,7 +211,7 @@ def test_gradients_are_clipped(ready) -> None:
 @pytest.mark.slow
 def test_looking_leaves_dropout_off(ready) -> None:
     """The eval loss and the validation latents have no dropout."""
-    found = []
+    result = []
     for dropout in (0.0, 0.9):
         look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
         config = ready("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
@@ -219,10 +219,10 @@ def test_looking_leaves_dropout_off(ready) -> None:
         move_adapter(run)
         seen: list[dict] = []
         run.denoiser.train()
-        loop.validate(run, lambda numbers, shown=True, seen=seen: seen.append(numbers), 1)
-        shown = load_file(run.folder / "validation" / "step-000001" / "one.safetensors")["latent"]
-        found.append((seen[0]["eval_loss"], shown))
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+        loop.validate(run, lambda numbers, latent=True, seen=seen: seen.append(numbers), 1)
+        latent = load_file(run.folder / "validation" / "step-000001" / "one.safetensors")["latent"]
+        result.append((seen[0]["eval_loss"], latent))
+    assert result[0][0] == result[1][0] and torch.equal(result[0][1], result[1][1])
 
 
 @pytest.mark.slow
@@ -347,6 +347,6 @@ def test_the_program_trains_and_reports(ready, make_config, program) -> None:
 
 def test_what_may_not_be_meant_is_said(ready, program) -> None:
     config = ready("t2i", batch_size=5, validation={"prompts": [{"name": "new", "prompt": "x"}]})
-    said = program(config, dry_run=True)[2]
-    assert "96x64 (4)" in said and "train.batch_size: 4;" in said
-    assert "validation prompts new are not in set set1" in said and "latentpress run" in said
+    log = program(config, dry_run=True)[2]
+    assert "96x64 (4)" in log and "train.batch_size: 4;" in log
+    assert "validation prompts new are not in set set1" in log and "latentpress run" in log

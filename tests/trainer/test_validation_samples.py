@@ -29,12 +29,12 @@ def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(ready) -> None
     prompt = {"name": "one", "prompt": "of the configuration", "seed": [4, 5]}
     config = ready("t2i", steps=1, validation={**look, "prompts": [prompt]})
     train(config)
-    found = {}
+    result = {}
     for path in (config.run_folder / "validation" / "step-000001").iterdir():
         with safe_open(path, framework="pt") as file:
-            found[path.stem] = json.loads(file.metadata()["latentpress"])
-    assert set(found) == {f"one_guidance{guidance}_seed{seed}" for guidance in ("1", "2.5") for seed in (4, 5)}
-    about = found["one_guidance2.5_seed4"]
+            result[path.stem] = json.loads(file.metadata()["latentpress"])
+    assert set(result) == {f"one_guidance{guidance}_seed{seed}" for guidance in ("1", "2.5") for seed in (4, 5)}
+    about = result["one_guidance2.5_seed4"]
     expected = {"name": "one_guidance2.5_seed4", "group": "one_guidance2.5", "prompt_name": "one", "seed": 4}
     expected |= {"steps": 2, "guidance": 2.5, "bucket": "64x64", "task": "t2i", "set": "set1"}
     assert about.items() >= expected.items()

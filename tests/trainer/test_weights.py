@@ -62,8 +62,8 @@ def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -
     for name, value in trained.items():
         z = state.get(f"{name}/z")
         average = state[f"ema/{name}"] if z is None else value + (1 - 1 / 0.9) * (z - value)
-        found = saved["transformer." + name.replace(".default", "")]
-        assert torch.allclose(found, average, atol=1e-6) and not torch.allclose(found, value, atol=1e-5)
+        actual = saved["transformer." + name.replace(".default", "")]
+        assert torch.allclose(actual, average, atol=1e-6) and not torch.allclose(actual, value, atol=1e-5)
     if weights == "ema":
         with pytest.raises(ResumeError, match=r"train\.ema"):
             loop.train_loop(prepared(more.model_copy(update={"train": more.train.model_copy(update={"ema": None})})))

@@ -161,9 +161,9 @@ def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs,
 
 
 def hanging() -> Callable[[object], object]:
-    def read(wanted: object) -> object:
+    def read(expected: object) -> object:
         time.sleep(600)
-        return wanted
+        return expected
 
     return read
 

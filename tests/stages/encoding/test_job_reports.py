@@ -144,9 +144,9 @@ def test_programs_get_every_job_and_people_the_most_interesting() -> None:
     about = {"program": STAGE, "engine": "local", "workers": 1, "shard": "0/1", "host": "vm"}
     ended = [JobReport(**about, process=number + 1, exit_code=0) for number in range(MAX_SHOWN)]
     many = {STAGE: [*ended, JobReport(**about, process=21341, reason="gone")]}
-    found = list_jobs(many, for_people=True)
-    assert len(found["jobs"]) == MAX_SHOWN and found["jobs"][0]["state"] == "lost" and found["more_jobs"] == 1
-    assert found["why_jobs_stopped"] == [{"where": "vm, 21341", "reason": "gone"}]
+    result = list_jobs(many, for_people=True)
+    assert len(result["jobs"]) == MAX_SHOWN and result["jobs"][0]["state"] == "lost" and result["more_jobs"] == 1
+    assert result["why_jobs_stopped"] == [{"where": "vm, 21341", "reason": "gone"}]
     rows = list_jobs(many)["jobs"]
     assert len(rows) == MAX_SHOWN + 1 and rows[0]["state"] == "lost" and rows[0]["workers"] == "1"
     assert list_jobs({STAGE: []}) == {}

@@ -58,7 +58,7 @@ FOREIGN, UNUSABLE = "take vae/ from the repository", "replace it"
 
 
 @pytest.mark.parametrize(
-    ("kind", "part", "values", "said", "step"),
+    ("kind", "part", "values", "message", "step"),
     [
         (TEXT, "vae", {"latent_channels": 4}, "latent_channels = 4", FOREIGN),
         ("sana", "vae", {"latent_channels": 16}, "latent_channels = 16", FOREIGN),
@@ -67,14 +67,14 @@ FOREIGN, UNUSABLE = "take vae/ from the repository", "replace it"
         (TEXT, "text_encoder_2", {"hidden_size": "x"}, "text_encoder_2/config.json has a value that no", UNUSABLE),
     ],
 )
-def test_a_part_that_does_not_fit_or_cant_be_made_is_refused_by_name(altered, kind, part, values, said, step):
+def test_a_part_that_does_not_fit_or_cant_be_made_is_refused_by_name(altered, kind, part, values, message, step):
     """Before anything is encoded."""
     made, folder = altered(kind)
     file = folder / part / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
     with pytest.raises(LatentpressError) as caught:
         made.run(encode_latents.run if part == "vae" else encode_text.run)
-    assert said in caught.value.message and step in caught.value.next_step and "\n" not in caught.value.message
+    assert message in caught.value.message and step in caught.value.next_step and "\n" not in caught.value.message
     assert not made.shards("latents") and not made.shards("text")
 
 

@@ -125,5 +125,5 @@ def test_one_for_each_card_by_default(
     monkeypatch, cards: int, given: dict[str, Any], engine: EngineName, workers: int, reason: str
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: cards)
-    found, why = choose_workers(engine, Encoding(**given))
-    assert found == workers and reason in why
+    result, why = choose_workers(engine, Encoding(**given))
+    assert result == workers and reason in why

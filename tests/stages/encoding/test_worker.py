@@ -42,15 +42,15 @@ def recorded(home) -> list[int]:
 @pytest.fixture
 def batches(monkeypatch) -> list[int]:
     """Members of each forward pass."""
-    found: list[int] = []
+    result: list[int] = []
     encode = LatentsWorker.encode
 
     def counted(self, names, batch, limit):
-        found.append(len(batch))
+        result.append(len(batch))
         return encode(self, names, batch, limit)
 
     monkeypatch.setattr(LatentsWorker, "encode", counted)
-    return found
+    return result
 
 
 @pytest.mark.slow

@@ -47,19 +47,19 @@ def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_pa
 
 
 def test_numbers_that_are_not_finite_are_damage(tmp_path) -> None:
-    held = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
-    held["transformer.to_q.lora_B.weight"][1, 1] = torch.nan
-    save_file(held, tmp_path / "a.safetensors")
+    tensors = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
+    tensors["transformer.to_q.lora_B.weight"][1, 1] = torch.nan
+    save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(AdapterError, match=r"a\.safetensors: transformer\.to_q\.lora_B\.weight is damaged"):
         load_layers(read_adapter(tmp_path / "a.safetensors"))
 
 
 def test_numbers_beyond_float32_are_named(tmp_path) -> None:
     """In a file of float64, and after multiplication by the strength of a LoKr of whole matrices."""
-    held = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
-    held = {key: value.double() for key, value in held.items()}
-    held["transformer.to_q.lora_B.weight"][1, 1] = 1e39
-    save_file(held, tmp_path / "a.safetensors")
+    tensors = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
+    tensors = {key: value.double() for key, value in tensors.items()}
+    tensors["transformer.to_q.lora_B.weight"][1, 1] = 1e39
+    save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(
         AdapterError, match=r"lora_B\.weight has 1e\+39, which float32 can't hold: its largest .* 3\.4e\+38"
     ):

@@ -43,10 +43,10 @@ def write(path: Path, tensors: dict, config: dict | None = None, **notes: str) -
     ],
 )
 def test_layers_are_found_whoever_wrote_the_keys(tmp_path, prefix, down, up) -> None:
-    found = read_adapter(write(tmp_path / "a.safetensors", pairs(prefix, 4, down, up)))
-    assert list(found.layers) == sorted(f"transformer.{module}" for module in MODULES)
-    assert found.ranks == [4] and found.alphas == [4.0]  # the default strength is 1
-    assert found.format == ("comfyui" if prefix == "diffusion_model." else "diffusers")
+    result = read_adapter(write(tmp_path / "a.safetensors", pairs(prefix, 4, down, up)))
+    assert list(result.layers) == sorted(f"transformer.{module}" for module in MODULES)
+    assert result.ranks == [4] and result.alphas == [4.0]  # the default strength is 1
+    assert result.format == ("comfyui" if prefix == "diffusion_model." else "diffusers")
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])  # written by a pipeline, and by the transformer itself
@@ -54,11 +54,11 @@ def test_the_strength_is_that_of_the_header(tmp_path, prefix) -> None:
     patterns = {"alpha_pattern": {"1.to_q": 6.0, "^blocks\\.0.*": 1.0}, "rank_pattern": {}}
     config = {"r": 4, "lora_alpha": 2.5, **patterns}
     file = write(tmp_path / "a.safetensors", pairs(prefix), {f"{prefix}{key}": it for key, it in config.items()})
-    found = read_adapter(file).layers
+    result = read_adapter(file).layers
     for module in MODULES:
-        wanted = patterns["alpha_pattern"].get(get_pattern_key(patterns["alpha_pattern"], module), 2.5)
-        assert found[f"transformer.{module}"].scale == wanted / 4
-    assert sorted(layer.alpha for layer in found.values()) == [1.0, 2.5, 6.0]
+        expected = patterns["alpha_pattern"].get(get_pattern_key(patterns["alpha_pattern"], module), 2.5)
+        assert result[f"transformer.{module}"].scale == expected / 4
+    assert sorted(layer.alpha for layer in result.values()) == [1.0, 2.5, 6.0]
     write(file, pairs(prefix), {f"{prefix}{key}": it for key, it in (config | {"use_rslora": True}).items()})
     assert read_adapter(file).layers["transformer.blocks.1.mid.to_q"].scale == 2.5 / math.sqrt(4)
 
@@ -150,11 +150,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_file_that_is_damaged_or_foreign_is_named_with_the_reason(tmp_path, case) -> None:
-    tensors, config, said = CASES[case]
+    tensors, config, message = CASES[case]
     file = write(tmp_path / "a.safetensors", tensors, config, steps="1")
     with pytest.raises(AdapterError) as caught:
         read_adapter(file)
-    assert str(file) in caught.value.message and said in caught.value.message
+    assert str(file) in caught.value.message and message in caught.value.message
     assert caught.value.next_step and caught.value.exit_code == 2
 
 
@@ -177,14 +177,14 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path) -> None:
 
 
 def test_a_file_for_another_model_is_refused(tmp_path) -> None:
-    found = read_adapter(write(tmp_path / "a.safetensors", pairs()))
+    result = read_adapter(write(tmp_path / "a.safetensors", pairs()))
     shapes = {f"transformer.{module}": (8, 6) for module in MODULES}
-    check_fits(found, shapes, "m")
-    check_fits(found, {name: (8, 6, 1, 1) for name in shapes}, "m")  # a convolution of one pixel
+    check_fits(result, shapes, "m")
+    check_fits(result, {name: (8, 6, 1, 1) for name in shapes}, "m")  # a convolution of one pixel
     with pytest.raises(AdapterError, match=r"m lacks 1 of the 3 modules .*: transformer\.blocks\.0\.to_q"):
-        check_fits(found, dict(list(shapes.items())[1:]), "m")
+        check_fits(result, dict(list(shapes.items())[1:]), "m")
     with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, but 8 x 12 in m"):
-        check_fits(found, shapes | {FIRST: (8, 12)}, "m")
+        check_fits(result, shapes | {FIRST: (8, 12)}, "m")
 
 
 def test_a_loras_kinds_and_a_lokrs_strength_and_size(tmp_path) -> None:
@@ -207,30 +207,30 @@ def test_a_loras_kinds_and_a_lokrs_strength_and_size(tmp_path) -> None:
         ),
         (whole | {f"{FIRST}.alpha": np.float32([5])}, None, None, 1.0),
     ):
-        found = read_adapter(write(file, tensors, header))
-        assert found.kind == "LoKr" and list(found.layers) == [FIRST]
-        assert (found.layers[FIRST].file_rank, found.layers[FIRST].scale) == (rank, scale)
-        check_fits(found, shapes, "m")
+        result = read_adapter(write(file, tensors, header))
+        assert result.kind == "LoKr" and list(result.layers) == [FIRST]
+        assert (result.layers[FIRST].file_rank, result.layers[FIRST].scale) == (rank, scale)
+        check_fits(result, shapes, "m")
     with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, but 6 x 8 in m"):
-        check_fits(found, {FIRST: (6, 8)}, "m")
+        check_fits(result, {FIRST: (6, 8)}, "m")
 
 
 def test_lycoris_names_are_those_of_the_models_modules(tmp_path) -> None:
     tensors = lokr("lycoris_blocks_0_to_q") | lokr("lycoris_transformer_2_blocks_0_to_q")
-    found = read_adapter(write(tmp_path / "a.safetensors", tensors))
+    result = read_adapter(write(tmp_path / "a.safetensors", tensors))
     model = [FIRST, "transformer_2.blocks.0.to_q", "transformer.blocks.1.to_q"]
-    assert found.format == "lycoris" and sorted(resolve_names(found, model, "m").layers) == sorted(model[:2])
+    assert result.format == "lycoris" and sorted(resolve_names(result, model, "m").layers) == sorted(model[:2])
     with pytest.raises(
         AdapterError, match=r"lycoris_blocks_0_to_q is ambiguous: in m, .* transformer\.blocks\.0\.to_q, tr"
     ):
-        resolve_names(found, [*model, "transformer.blocks_0.to_q"], "m")
+        resolve_names(result, [*model, "transformer.blocks_0.to_q"], "m")
     both = read_adapter(write(tmp_path / "a.safetensors", tensors | lokr("transformer.blocks.0.to_q")))
     with pytest.raises(
         AdapterError, match=r"transformer\.blocks\.0\.to_q occurs twice, as .* and lycoris_blocks_0_to_q"
     ):
         resolve_names(both, model, "m")
     with pytest.raises(AdapterError, match="m lacks 2 of the 2 modules"):
-        check_fits(resolve_names(found, model[2:], "m"), {model[2]: (8, 6)}, "m")
+        check_fits(resolve_names(result, model[2:], "m"), {model[2]: (8, 6)}, "m")
 
 
 def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_path) -> None:
@@ -240,7 +240,7 @@ def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_pat
     assert read_initial(Adapter()) is None
     for settings in ({}, {"rank": 4}, {"alpha": 2.5}, {"rank": 4, "alpha": 1.0}, {"rslora": True, "alpha": 0.5}):
         assert read_initial(Adapter(init=str(file), **settings)).layers.keys() == read_adapter(file).layers.keys()
-    for settings, said in (
+    for settings, message in (
         ({"rank": 16}, "has rank 4; the configuration has rank 16"),
         ({"rank": 4, "alpha": 4.0}, "has alpha 1, 2.5; the configuration has alpha 4"),
         ({"alpha": 2.5, "rslora": True}, "has alpha 0.5, 1.25 (with rslora: true); the configuration has alpha 2.5"),
@@ -249,7 +249,7 @@ def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_pat
     ):
         with pytest.raises(AdapterError) as caught:
             read_initial(Adapter(init=str(file), **settings))
-        assert said in caught.value.message and "rain.adapter" in caught.value.next_step
+        assert message in caught.value.message and "rain.adapter" in caught.value.next_step
     write(file, lokr(), {"r": 2, "alpha": 2})
     with pytest.raises(AdapterError, match="is a LoKr, but the configuration trains a LoRA") as caught:
         read_initial(Adapter(init=str(file)))

@@ -39,9 +39,9 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
     }
     # Our adapter by its run, and a file without a header: both begin where the first run ended.
     bare = tmp_path / "bare.safetensors"
-    held = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
+    tensors = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
     # A file without a header does not have the strength, alpha / rank.
-    save_file({key: value * (3 / value.shape[1] if "lora_B" in key else 1) for key, value in held.items()}, bare)
+    save_file({key: value * (3 / value.shape[1] if "lora_B" in key else 1) for key, value in tensors.items()}, bare)
     for name, init in (("ours", run), ("bare", bare)):
         settings: dict = {"init": str(init)}
         config = make_config("t2i", run=name, steps=1, validation=look, adapter=settings)
@@ -50,19 +50,19 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
         assert "rank" not in YAML(typ="safe").load(run.with_name(name) / "config.yaml")["train"]["adapter"]
     # A dry run counts the ranks of the file.
     shape = json.loads((Path(config.model.source) / "transformer" / "config.json").read_text())
-    predicted, wanted = (estimate_memory(one, shape, ["64x64"], 8) for one in (config, first))
-    assert (predicted.gradients, predicted.optimizer) == (wanted.gradients, wanted.optimizer)
+    predicted, expected = (estimate_memory(one, shape, ["64x64"], 8) for one in (config, first))
+    assert (predicted.gradients, predicted.optimizer) == (expected.gradients, expected.optimizer)
     # The same file at another path resumes; a different file, or none, does not.
     moved = bare.rename(tmp_path / "moved.safetensors")
     settings |= {"init": str(moved)}
     code, report, _ = program(make_config("t2i", run="bare", steps=2, validation=look, adapter=settings))
     assert code == OK and report["done"] == 1 and report["skipped"] == 1
-    save_file({key: value * 2 for key, value in held.items()}, moved)
+    save_file({key: value * 2 for key, value in tensors.items()}, moved)
     for init in (str(moved), None):
         config = make_config("t2i", run="bare", steps=3, validation=look, adapter={**settings, "init": init})
-        code, report, said = program(config)
+        code, report, log = program(config)
         assert code == USAGE and "train.adapter.init" in report["error"]["message"]
-        assert "loading the transformer" not in said and "train.adapter.init" in report["error"]["next_step"]
+        assert "loading the transformer" not in log and "train.adapter.init" in report["error"]["next_step"]
 
 
 @pytest.mark.slow
@@ -70,8 +70,8 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
     """Before a model is loaded."""
     make_set(make_config("sana"))
     name, file = "transformer.transformer_blocks.0.attn1.to_q", tmp_path / "a.safetensors"
-    held = {f"{name}.lora_A.weight": torch.ones(2, 3), f"{name}.lora_B.weight": torch.ones(3, 2)}
-    for header, settings, said in (
+    tensors = {f"{name}.lora_A.weight": torch.ones(2, 3), f"{name}.lora_B.weight": torch.ones(3, 2)}
+    for header, settings, message in (
         ({"latentpress.family": "kandinsky5-image"}, {}, "was trained for kandinsky5-image, and model.family is sana"),
         (
             None,
@@ -80,11 +80,11 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
         ),
         (None, {}, "attn1.to_q is 3 x 3, and in the transformer"),
     ):
-        save_file(held, file, header)
+        save_file(tensors, file, header)
         config = make_config("sana", adapter={"init": str(file), **settings})
         for dry in (True, False):
             code, report, log = program(config, dry_run=dry)
-            assert code == USAGE and said in report["error"]["message"] and LOADS not in log
+            assert code == USAGE and message in report["error"]["message"] and LOADS not in log
 
 
 @pytest.mark.slow

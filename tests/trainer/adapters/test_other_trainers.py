@@ -136,10 +136,10 @@ def test_training_starts_where_the_other_trainer_ended(
 
 def test_a_lokr_of_several_modules_is_refused(tmp_path: Path) -> None:
     shapes = {"w1": (3, 2), "w2": (4, 3)}
-    held = {
+    tensors = {
         f"diffusion_model.double_blocks.0.img_attn.qkv.lokr_{key}": torch.ones(shape) for key, shape in shapes.items()
     }
-    save_file(held, tmp_path / "a.safetensors")
+    save_file(tensors, tmp_path / "a.safetensors")
     modules = [f"transformer.transformer_blocks.0.attn.to_{side}" for side in "qkv"]
     with pytest.raises(AdapterError, match=r"img_attn\.qkv is for 3 modules of this model, and a LoKr"):
         resolve_names(read_adapter(tmp_path / "a.safetensors"), modules, "the transformer")

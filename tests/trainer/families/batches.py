@@ -35,7 +35,7 @@ def by_batch_and_alone(family, model, batch: Batch, task="t2i", least=1e-6) -> t
     single = torch.cat([sample_losses(family, model, alone(batch, i), task) for i in range(len(batch))])
     single.mean().backward()
     pairs = ((grads[name], p.grad) for name, p in model.named_parameters() if name in grads)
-    largest = max(((found - grad).norm() / grad.norm().clamp(min=least)).item() for found, grad in pairs)
+    largest = max(((result - grad).norm() / grad.norm().clamp(min=least)).item() for result, grad in pairs)
     return together.detach(), single.detach(), largest
 
 

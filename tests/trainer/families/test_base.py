@@ -115,14 +115,14 @@ def test_a_route_finds_tokens_by_name_in_tuples_and_behind_a_text(joint, by_name
     first, last = (PLACES[each] for each in joint)
     change_arguments(blocks[0], partial(begin, kept, first))
     blocks[1].register_forward_hook(partial(end, kept, last))
-    found_text, found = run_blocks(blocks, joint, image, text, kept.take(marks), by_name)
+    found_text, result = run_blocks(blocks, joint, image, text, kept.take(marks), by_name)
     rows = torch.arange(2)[:, None]
     taken_text, taken = run_blocks(
         [JointBlock(), JointBlock()], joint, image[rows, positions], text, marks[rows, positions]
     )
     expected = image.clone()
     expected[rows, positions] = taken
-    assert torch.equal(found, expected) and torch.equal(found_text, taken_text)
+    assert torch.equal(result, expected) and torch.equal(found_text, taken_text)
 
 
 def run_blocks(blocks, joint, image, text, marks, by_name=False):
@@ -139,7 +139,7 @@ TRAINABLE = {"guidance_embeds": False, "image_dim": None, "siglip_feat_dim": Non
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "message"),
     [
         ("sana", {"guidance_embeds": True}, "Sprint"),
         ("qwen-image", {"guidance_embeds": True}, "guidance-distilled"),
@@ -148,8 +148,8 @@ TRAINABLE = {"guidance_embeds": False, "image_dim": None, "siglip_feat_dim": Non
         ("z-image", {"siglip_feat_dim": 8}, "Omni"),
     ],
 )
-def test_a_transformer_that_can_not_be_trained_is_refused(name: str, settings: dict, said: str) -> None:
+def test_a_transformer_that_can_not_be_trained_is_refused(name: str, settings: dict, message: str) -> None:
     family = module_of(FAMILIES[name])
     family.check("it", SimpleNamespace(**TRAINABLE))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         family.check("it", SimpleNamespace(**TRAINABLE | settings))

@@ -56,7 +56,7 @@ def last_latents(pipe, **arguments) -> torch.Tensor:
     pipe(
         **arguments,
         output_type="latent",
-        callback_on_step_end=lambda _, step, time, found: seen.append(found["latents"]) or {},
+        callback_on_step_end=lambda _, step, time, result: seen.append(result["latents"]) or {},
     )
     return seen[-1].transpose(1, 2).reshape(arguments["latents"].shape)
 
@@ -88,7 +88,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
         fixed = {"shift": shift, "use_dynamic_shifting": False}
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, **fixed)
     noise = random(1, 128, 1, 3, 5, seed=5)
-    wanted = last_latents(
+    expected = last_latents(
         pipe,
         prompt_embeds=batch.text_BLD.to(dtype),
         negative_prompt_embeds=negative.text_BLD.to(dtype),
@@ -101,10 +101,10 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
     )
     model, scheduler = Flux2().load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
     task = "i2i" if references else "t2i"
-    made = denoise(model, Flux2(), task, batch, negative, noise, scheduler, 5, guidance)
-    assert made.shape == noise.shape and made.dtype == dtype and not made.requires_grad
-    assert wanted.std() > 0.1 and (wanted.float() - noise[:, :, 0]).std() > 0.1
-    difference = (made[:, :, 0] - wanted).abs().max().item()
+    latents = denoise(model, Flux2(), task, batch, negative, noise, scheduler, 5, guidance)
+    assert latents.shape == noise.shape and latents.dtype == dtype and not latents.requires_grad
+    assert expected.std() > 0.1 and (expected.float() - noise[:, :, 0]).std() > 0.1
+    difference = (latents[:, :, 0] - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= (2e-5 if dtype == torch.float32 else 0)
 
@@ -140,7 +140,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
     folder, task = tiny(KIND), "i2i" if references else "t2i"
     pipe, model = make_pipeline(folder), Flux2().load(str(folder))
     batch, sigma = make_batch([9, 5], references=references), torch.tensor([0.1234, 0.777])
-    wanted = []
+    expected = []
     with torch.no_grad():
         for row, length in enumerate(batch.lengths):
             latents, text = batch.latents_BCTHW[[row], :, 0], batch.text_BLD[[row], :length]
@@ -155,9 +155,9 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
                 txt_ids=pipe._prepare_text_ids(text),
                 return_dict=False,
             )[0][:, : latents[0, 0].numel()]
-            wanted.append(pipe._unpack_latents_with_ids(tokens, pipe._prepare_latent_ids(latents), 3, 5))
-        made = Flux2().predict(model, batch.latents_BCTHW, sigma, batch, task)[:, :, 0]
-    difference = (made - torch.cat(wanted)).abs().max().item()
+            expected.append(pipe._unpack_latents_with_ids(tokens, pipe._prepare_latent_ids(latents), 3, 5))
+        prediction = Flux2().predict(model, batch.latents_BCTHW, sigma, batch, task)[:, :, 0]
+    difference = (prediction - torch.cat(expected)).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5
 
@@ -205,7 +205,7 @@ def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, recor
         *Flux2().route_blocks([first, last], kept),
     ]
     with torch.no_grad():
-        made = flux2.pack(Flux2().predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
+        prediction = flux2.pack(Flux2().predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
         for hook in hooks:
             hook.remove()
         for block in model.transformer_blocks:
@@ -214,7 +214,7 @@ def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, recor
             block.attn.set_processor(Flux2ParallelSelfAttnProcessor())
         texts = [text[:length] for text, length in zip(batch.text_BLD, batch.lengths, strict=True)]
         rows = zip(batch.latents_BCTHW, sigma, texts, places.tolist(), strict=True)
-        wanted = torch.stack([by_hand(model, *row) for row in rows])
-    difference = (made - wanted).abs().max().item()
+        expected = torch.stack([by_hand(model, *row) for row in rows])
+    difference = (prediction - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5

@@ -90,11 +90,11 @@ def test_model_input_equals_prepare_latents(tiny, task):
     sizes |= {"num_frames": 9} if task in VIDEO else {}
     sizes |= {"image": picture()} if task in ("i2i", "i2v") else {}
     generator = torch.Generator().manual_seed(5)
-    wanted = pipe.prepare_latents(**sizes, dtype=torch.float32, device=torch.device("cpu"), generator=generator)
+    expected = pipe.prepare_latents(**sizes, dtype=torch.float32, device=torch.device("cpu"), generator=generator)
     noise, condition = drawn_by(pipe, task, 3 if task in VIDEO else 1, 5)
     made = kandinsky5.visual_input(noise, condition, task, pipe.transformer.visual_cond)
     assert made.shape[-1] == (16 if task == "t2i" else 33)
-    assert torch.equal(made, wanted)
+    assert torch.equal(made, expected)
 
 
 def test_scale_factor_equals_the_pipelines(tiny):
@@ -125,7 +125,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property
         texts[f"{prefix}prompt_cu_seqlens"] = torch.tensor([0, part.text_BLD.shape[1]], dtype=torch.int32)
     options = {"num_frames": 17} if task in VIDEO else {}
     options |= {"image": picture()} if task in ("i2i", "i2v") else {}
-    wanted = pipe(
+    expected = pipe(
         **texts,
         **options,
         height=PIXELS[0],
@@ -138,11 +138,11 @@ def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property
     )[0].movedim(-1, 1)
     batch.condition_BCTHW = negative.condition_BCTHW = condition
     model, scheduler = Kandinsky5().load(str(folder), dtype=dtype), load_scheduler(str(folder))
-    made = denoise(model, Kandinsky5(), task, batch, negative, noise, scheduler, 4, 3.0)
-    assert made.shape == (1, 16, frames, 4, 6) and made.dtype == dtype
-    assert not made.requires_grad, "it would keep every step of it in memory"
-    assert wanted.std() > 0.1
-    difference = (made - wanted).abs().max().item()
+    latents = denoise(model, Kandinsky5(), task, batch, negative, noise, scheduler, 4, 3.0)
+    assert latents.shape == (1, 16, frames, 4, 6) and latents.dtype == dtype
+    assert not latents.requires_grad, "it would keep every step of it in memory"
+    assert expected.std() > 0.1
+    difference = (latents - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= (1e-4 if dtype == torch.float32 else 0)
 
@@ -208,13 +208,13 @@ def test_checkpointing_gives_the_same_gradients_with_lora_and_padding(tiny):
     batch = make_batch([3, 17, 8], (16, 2, 4, 6))
     plain, saving = (with_lora(Kandinsky5().load(str(tiny("kandinsky5-video-t2v")))) for _ in range(2))
     saving.enable_gradient_checkpointing()
-    wanted = gradients_of(plain, batch)
+    expected = gradients_of(plain, batch)
     # A second forward pass with a different mask before the first one's backward must not affect its recomputation.
     losses = run(saving, batch)
     run(saving, make_batch([9, 2, 17], (16, 2, 4, 6)))
     losses.sum().backward()
     for name, parameter in adapters.trainable_parameters(saving).items():
-        assert torch.equal(parameter.grad, wanted[name]), name
+        assert torch.equal(parameter.grad, expected[name]), name
 
 
 def test_bfloat16_keeps_time_embeddings_and_modulations_in_float32(tiny):

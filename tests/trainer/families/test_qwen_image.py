@@ -63,7 +63,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, **fixed)
     noise = random(1, 16, 1, 6, 8, seed=5)
     made_for = {"true_cfg_scale": guidance, "num_inference_steps": 5, "height": 48, "width": 64}
-    wanted = pipe(
+    expected = pipe(
         prompt_embeds=batch.text_BLD.to(dtype),
         prompt_embeds_mask=batch.text_mask_BL,
         negative_prompt_embeds=negative.text_BLD.to(dtype),
@@ -73,13 +73,13 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
         return_dict=False,
         **made_for,
     )[0]
-    wanted = pipe._unpack_latents(wanted, 48, 64, 8)
+    expected = pipe._unpack_latents(expected, 48, 64, 8)
     model, scheduler = QwenImage().load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
-    made = denoise(model, QwenImage(), "t2i", batch, negative, noise, scheduler, 5, guidance)
-    assert made.shape == (1, 16, 1, 6, 8) and made.dtype == dtype and not made.requires_grad
-    assert wanted.std() > 0.1 and (wanted.float() - noise).std() > 0.1
+    latents = denoise(model, QwenImage(), "t2i", batch, negative, noise, scheduler, 5, guidance)
+    assert latents.shape == (1, 16, 1, 6, 8) and latents.dtype == dtype and not latents.requires_grad
+    assert expected.std() > 0.1 and (expected.float() - noise).std() > 0.1
     assert scheduler.sigmas[-2] == pytest.approx(0.02, abs=1e-6)
-    difference = (made - wanted).abs().max().item()
+    difference = (latents - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= (2e-5 if dtype == torch.float32 else 0)
 
@@ -109,7 +109,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
         for latents in (batch.latents_BCTHW, *batch.references)
     ]
     with torch.no_grad():
-        wanted = pipe.transformer(
+        expected = pipe.transformer(
             hidden_states=torch.cat(tokens, 1),
             timestep=1000 * sigma / 1000,
             encoder_hidden_states=batch.text_BLD,
@@ -117,10 +117,10 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
             img_shapes=[[(1, 3, 4), *((1, rows // 2, columns // 2) for rows, columns in references)]] * 2,
             return_dict=False,
         )[0][:, : tokens[0].shape[1]]
-        made = QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, task)
-    wanted = pipe._unpack_latents(wanted, 48, 64, 8)
-    record_property("largest difference", (made - wanted).abs().max().item())
-    torch.testing.assert_close(made, wanted, rtol=0, atol=1e-5)
+        prediction = QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, task)
+    expected = pipe._unpack_latents(expected, 48, 64, 8)
+    record_property("largest difference", (prediction - expected).abs().max().item())
+    torch.testing.assert_close(prediction, expected, rtol=0, atol=1e-5)
 
 
 def by_hand(model, single, noisy_BCTHW, sigma_B, kept) -> torch.Tensor:
@@ -154,13 +154,13 @@ def test_a_route_past_references_equals_its_blocks_by_hand(tiny, record_property
     QwenImage().route_blocks([first, last], kept)
     if checkpointing:
         model.enable_gradient_checkpointing()
-    made = qwen_image.pack(QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, "i2i")).detach()
+    prediction = qwen_image.pack(QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, "i2i")).detach()
     stock = diffusers.QwenImageTransformer2DModel.from_pretrained(tiny(PLUS) / "transformer")
     with torch.no_grad():
         rows = [
             by_hand(stock, alone(batch, n), batch.latents_BCTHW[[n]], sigma[[n]], places[n].tolist()) for n in range(2)
         ]
-    difference = (made - torch.stack(rows)).abs().max().item()
+    difference = (prediction - torch.stack(rows)).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5
 

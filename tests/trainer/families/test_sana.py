@@ -67,7 +67,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtyp
     if shift:
         pipe.scheduler = diffusers.DPMSolverMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=shift)
     batch, negative = make_batch([9], seed=1), make_batch([4], seed=2)
-    wanted = pipe(
+    expected = pipe(
         **as_the_pipeline_has_it(batch),
         **as_the_pipeline_has_it(negative, "negative_"),
         negative_prompt=None,
@@ -82,10 +82,10 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtyp
     )[0]
     noise = random(1, 32, 3, 4, seed=5)[:, :, None]
     scheduler = load_scheduler(str(folder), shift=shift)
-    made = denoise(Sana().load(str(folder), dtype=dtype), Sana(), "t2i", batch, negative, noise, scheduler, 5, 4.5)
-    assert made.shape == (1, 32, 1, 3, 4) and not made.requires_grad
-    assert wanted.std() > 0.1
-    difference = (made[:, :, 0] - wanted).abs().max().item()
+    latents = denoise(Sana().load(str(folder), dtype=dtype), Sana(), "t2i", batch, negative, noise, scheduler, 5, 4.5)
+    assert latents.shape == (1, 32, 1, 3, 4) and not latents.requires_grad
+    assert expected.std() > 0.1
+    difference = (latents[:, :, 0] - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= (1e-4 if dtype == torch.float32 else 0)
 
@@ -97,15 +97,15 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny):
     batch, sigma = make_batch([9, 9]), torch.tensor([0.1234, 0.777])
     text = as_the_pipeline_has_it(batch)
     with torch.no_grad():
-        wanted = pipe.transformer(
+        expected = pipe.transformer(
             batch.latents_BCTHW[:, :, 0],
             encoder_hidden_states=text["prompt_embeds"],
             encoder_attention_mask=text["prompt_attention_mask"],
             timestep=1000 * sigma * pipe.transformer.config.timestep_scale,
             return_dict=False,
         )[0]
-        made = Sana().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
-    torch.testing.assert_close(made[:, :, 0], wanted, rtol=0, atol=1e-5)
+        prediction = Sana().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
+    torch.testing.assert_close(prediction[:, :, 0], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

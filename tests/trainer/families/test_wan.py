@@ -74,7 +74,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, kind, shift
         ours = Autoencoder(str(folder), None, torch.float32, torch.device("cpu"), normalization=family.normalization)
         pixels = torch.from_numpy(normalize_pixels(np.asarray(image)[None]))[None]
         batch.condition_BCTHW = negative.condition_BCTHW = ours.encode(pixels, [0], family.conditions[task].posterior)
-    wanted = pipe(
+    expected = pipe(
         **options,
         prompt_embeds=padded(batch),
         negative_prompt_embeds=padded(negative),
@@ -89,11 +89,11 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, kind, shift
     )[0]
     noise = random(1, family.latent_channels, FRAMES, ROWS, COLUMNS, seed=5)
     scheduler = load_scheduler(str(folder), shift=shift)
-    made = denoise(Wan().load(str(folder)), Wan(), task, batch, negative, noise, scheduler, 5, 5.0)
-    assert made.shape == wanted.shape and not made.requires_grad and wanted.std() > 0.1
-    difference = (made - wanted).abs().max().item()
+    latents = denoise(Wan().load(str(folder)), Wan(), task, batch, negative, noise, scheduler, 5, 5.0)
+    assert latents.shape == expected.shape and not latents.requires_grad and expected.std() > 0.1
+    difference = (latents - expected).abs().max().item()
     record_property("largest difference", difference)
-    print(f"{kind}, denoised: largest difference {difference:.2e} of {wanted.abs().max():.2f}")
+    print(f"{kind}, denoised: largest difference {difference:.2e} of {expected.abs().max():.2f}")
     assert difference <= 2e-5
 
 
@@ -124,8 +124,8 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
     sigma_B = inputs["timestep"].reshape(1, -1)[:, -1].double() / 1000
     batch.condition_BCTHW = inputs["hidden_states"][:, :, :1] if task == "i2v" else None
     with torch.no_grad():
-        made = Wan().predict(Wan().load(str(folder)), inputs["hidden_states"], sigma_B, batch, task)
-    difference = (made - seen["output"]).abs().max().item()
+        prediction = Wan().predict(Wan().load(str(folder)), inputs["hidden_states"], sigma_B, batch, task)
+    difference = (prediction - seen["output"]).abs().max().item()
     record_property("largest difference", difference)
     print(f"{kind}, prediction: largest difference {difference:.2e}")
     assert difference <= 1e-5
@@ -157,11 +157,11 @@ def test_what_stays_in_float32(tiny):
     """As diffusers loads it; both loaded and made from the config alone."""
     folder = tiny("wan2.1-t2v")
     theirs = diffusers.WanTransformer3DModel.from_pretrained(folder / "transformer", dtype=torch.bfloat16)
-    wanted = {name: weight.dtype for name, weight in theirs.named_parameters()}
+    expected = {name: weight.dtype for name, weight in theirs.named_parameters()}
     loaded, made = Wan().load(str(folder), dtype=torch.bfloat16), Wan().untrained(theirs.config, torch.bfloat16)
-    assert {name: weight.dtype for name, weight in loaded.named_parameters()} == wanted
-    assert {name: weight.dtype for name, weight in made.named_parameters()} == wanted
-    assert wanted["blocks.0.scale_shift_table"] == torch.float32 != wanted["blocks.0.attn1.to_q.weight"]
+    assert {name: weight.dtype for name, weight in loaded.named_parameters()} == expected
+    assert {name: weight.dtype for name, weight in made.named_parameters()} == expected
+    assert expected["blocks.0.scale_shift_table"] == torch.float32 != expected["blocks.0.attn1.to_q.weight"]
     assert Wan().compute_dtype(loaded) == theirs.dtype == torch.bfloat16
 
 

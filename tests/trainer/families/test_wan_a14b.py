@@ -78,7 +78,7 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
         pixels = torch.from_numpy(normalize_pixels(colors[None]))[None]
         clip = torch.nn.functional.pad(pixels, (0, 0, 0, 0, 0, 8))
         batch.condition_BCTHW = negative.condition_BCTHW = ours.encode(clip, [0], FAMILY.conditions[task].posterior)
-    wanted = pipe(
+    expected = pipe(
         **options,
         **SIZES,
         prompt_embeds=padded(batch.text_BLD),
@@ -97,8 +97,8 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
         if task == "i2v":
             assert (given - wan_a14b.given_frames(batch)).abs().max() <= 1e-5
         with torch.no_grad():
-            made = WanA14B().predict(models[part], noisy, inputs["timestep"].double() / 1000, batch, task)
-        gap = (made - output).abs().max().item()
+            prediction = WanA14B().predict(models[part], noisy, inputs["timestep"].double() / 1000, batch, task)
+        gap = (prediction - output).abs().max().item()
         record_property(f"prediction of {part}", gap)
         assert gap <= 1e-5
     noise = random(1, 16, FRAMES, ROWS, COLUMNS, seed=5)
@@ -106,10 +106,10 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
     denoising = Denoising(models["transformer"], WanA14B(), task, batch, negative, noise, scheduler, 6)
     for expert, scale in zip(experts.values(), (4.0, 3.0), strict=True):
         denoising.take_steps(models[expert.part], scale, expert.lowest)
-    gap = (denoising.finish() - wanted).abs().max().item()
+    gap = (denoising.finish() - expected).abs().max().item()
     record_property("denoised", gap)
-    print(f"{task}, denoised: largest difference {gap:.2e} of {wanted.abs().max():.2f}")
-    assert gap <= 2e-5 and wanted.std() > 0.1
+    print(f"{task}, denoised: largest difference {gap:.2e} of {expected.abs().max():.2f}")
+    assert gap <= 2e-5 and expected.std() > 0.1
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -161,7 +161,7 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
         condition = torch.from_numpy(prompt.condition.numpy())[None].float()
         given = wan_a14b.given_frames(Batch(noise, condition, texts[0], torch.ones(1, 1), None, ["one"], ""))
         pipe.prepare_latents = lambda *_, **__: (noise, given)
-    wanted = pipe(
+    expected = pipe(
         **options,
         prompt_embeds=padded(texts[0]),
         negative_prompt_embeds=padded(texts[1]),
@@ -175,8 +175,8 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
         output_type="latent",
         return_dict=False,
     )[0]
-    gap = (latent - wanted[0]).abs().max().item()
-    print(f"{task}, samples of both trained experts: largest difference {gap:.2e} of {wanted.abs().max():.2f}")
+    gap = (latent - expected[0]).abs().max().item()
+    print(f"{task}, samples of both trained experts: largest difference {gap:.2e} of {expected.abs().max():.2f}")
     assert gap <= 2e-5
 
 
@@ -228,10 +228,10 @@ def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(make_conf
     capsys.readouterr()
     for one, other in zip(whole.expert_runs, parted.expert_runs, strict=True):
         assert runs.lines(one) == runs.lines(other) and list(runs.lines(one)) == [1, 2, 3]
-        found, expected = (
+        result, expected = (
             load_file(run.run_folder / "adapter" / "pytorch_lora_weights.safetensors") for run in (other, one)
         )
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert all(torch.equal(result[name], value) for name, value in expected.items())
     first = [path.stat().st_mtime_ns for path in sorted(whole.run_folder.rglob("*.safetensors"))]
     assert ended(whole, tmp_path) == 0
     report = json.loads(capsys.readouterr().out)

@@ -34,13 +34,13 @@ def test_training_with_a_backend_has_the_losses_of_torchs_own_choice(ready, devi
         pytest.skip("not on a CPU")
     if problem := find_problem(name, 64, torch.bfloat16, torch.device(device), has_gradient=True):
         pytest.skip(problem)
-    found = []
+    result = []
     for backend in ("native", name):
         settings = {"device": device, "steps": 2, "precision": "bfloat16", "adapter": {"rank": 2}}
         config = ready("t2i", name=backend, attention_backend=backend, **settings)
         train(config)
-        found.append(lines(config))
-    assert found[1] == pytest.approx(found[0], rel=0.01)
+        result.append(lines(config))
+    assert result[1] == pytest.approx(result[0], rel=0.01)
 
 
 GRID = (4, 16, 16)  # tokens: 16 blocks
@@ -51,8 +51,8 @@ def test_flex_attention_equals_a_dense_mask_forward_and_backward(device) -> None
     sparse["sta_mask"] = torch.zeros_like(sparse["sta_mask"])  # otherwise the window has nearly all of so few blocks
     density = nabla.choose_blocks(inputs[0], inputs[1], sparse).to_dense().float().mean()
     assert 0.05 < density < 0.5
-    found = nabla.compute(lambda q, k, v: nabla_attention(q, k, v, sparse), inputs)
+    result = nabla.compute(lambda q, k, v: nabla_attention(q, k, v, sparse), inputs)
     dense = nabla.compute(nabla.with_dense_mask(sparse), inputs)
     full = nabla.compute(nabla.full_attention, inputs)
-    assert max(nabla.relative_errors(found, dense)) < 0.02
-    assert min(nabla.relative_errors(found, full)) > 0.05
+    assert max(nabla.relative_errors(result, dense)) < 0.02
+    assert min(nabla.relative_errors(result, full)) > 0.05

@@ -37,18 +37,18 @@ def test_noise_is_the_cpus(device) -> None:
     shape = (3, DEVICE_PART // 2 + 1)
     seeded_noise(NAMES, "noise", (1,), device)
     with without_waiting(device):
-        found = seeded_noise(NAMES, "noise", shape, device)
+        result = seeded_noise(NAMES, "noise", shape, device)
         uniform = seeded_uniform(NAMES, "sigma", shape, device)
     expected = seeded_noise(NAMES, "noise", shape)
     assert torch.equal(uniform.cpu(), seeded_uniform(NAMES, "sigma", shape))
-    assert (found.cpu() != expected).double().mean() < 1e-5
-    torch.testing.assert_close(found.cpu(), expected, rtol=1.2e-7, atol=0)
+    assert (result.cpu() != expected).double().mean() < 1e-5
+    torch.testing.assert_close(result.cpu(), expected, rtol=1.2e-7, atol=0)
 
 
 def test_draws_from_moments_are_the_cpus(device) -> None:
     stored = seeded_noise(NAMES, "moments", (32, 2, 8, 8))
     names = ["0/1/0/a", "0/1/1/b"]
-    found = sample_latents(stored.to(device), FAMILIES["kandinsky5-video"], names)
+    result = sample_latents(stored.to(device), FAMILIES["kandinsky5-video"], names)
     torch.testing.assert_close(
-        found.cpu(), sample_latents(stored, FAMILIES["kandinsky5-video"], names), rtol=1e-6, atol=1e-6
+        result.cpu(), sample_latents(stored, FAMILIES["kandinsky5-video"], names), rtol=1e-6, atol=1e-6
     )

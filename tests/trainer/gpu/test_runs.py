@@ -32,7 +32,7 @@ def test_offload_and_compilation_change_no_loss(ready, device) -> None:
     on_card = device == "cuda"
     compiled = {"compile": "blocks"}
     blocks = {"blocks": True, "streams": on_card}
-    found, options = {}, {"plain": {"gradient_checkpointing": False}}
+    result, options = {}, {"plain": {"gradient_checkpointing": False}}
     if on_card:
         options["blocks"] = {"offload": {"blocks": True}}
         options["blocks with streams"] = {"offload": blocks}
@@ -44,11 +44,11 @@ def test_offload_and_compilation_change_no_loss(ready, device) -> None:
     for name, each in options.items():
         config = ready("t2i", name=name, **on(device, **each))
         train(config)
-        found[name] = lines(config)
-    assert len(found["plain"]) == STEPS and len({*found["plain"].values()}) == STEPS
-    for name, losses in found.items():
+        result[name] = lines(config)
+    assert len(result["plain"]) == STEPS and len({*result["plain"].values()}) == STEPS
+    for name, losses in result.items():
         tolerance = 0.02 if "int8" in name else 1e-3 if "compiled" in name else 1e-4
-        assert losses == pytest.approx(found["plain"], rel=tolerance), name
+        assert losses == pytest.approx(result["plain"], rel=tolerance), name
 
 
 @pytest.mark.long

@@ -58,9 +58,9 @@ def test_a_dry_run_shows_it_and_loads_nothing(ready, program) -> None:
     shown = {}
     for name, options in (("less", {}), ("more", {"gradient_checkpointing": False, "batch_size": 4})):
         config = ready("i2v", name=name, **options)
-        code, report, said = program(config, dry_run=True)
+        code, report, log = program(config, dry_run=True)
         details = report["details"]
-        assert code == OK and "loading the transformer" not in said and details["memory_of_bucket"] == "96x64@5"
+        assert code == OK and "loading the transformer" not in log and details["memory_of_bucket"] == "96x64@5"
         shown[name] = {row["part"]: row["mib"] for row in details["memory"]}
         assert [*shown[name]] == [field.name for field in fields(MemoryEstimate)][:-1]
     assert shown["more"]["activations"] > shown["less"]["activations"]
@@ -154,7 +154,7 @@ def test_the_choice_of_sparse_attentions_blocks_is_counted(make_config) -> None:
     indices."""
     shape, bucket = SHAPES["tiny"]["video"], ["1280x768@961"]
     plain = estimate_memory(make_config("t2v"), shape, bucket, 8)
-    found = estimate_memory(make_config("t2v"), shape | KINDS["kandinsky5-video-t2v-nabla"].transformer, bucket, 8)
+    result = estimate_memory(make_config("t2v"), shape | KINDS["kandinsky5-video-t2v-nabla"].transformer, bucket, 8)
     heads, blocks = 96 // 32, 241 * 48 * 80 // 64
-    assert 16 < found.activations / (heads * blocks**2) < 80
-    assert found.activations > 2 * plain.activations
+    assert 16 < result.activations / (heads * blocks**2) < 80
+    assert result.activations > 2 * plain.activations

@@ -28,11 +28,11 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 )
 def test_of_each_number(name: str, dtype: torch.dtype, state: float, working: float | None) -> None:
     """Bytes of each trained number, without the scales of 8-bit states. The working memory is for a GPU."""
-    found = measure_optimizer(Optimizer(name=name), dtype, is_cpu=False)
-    assert found.state == pytest.approx(state, rel=0.04)
-    assert working is None or found.working == pytest.approx(working, abs=1e-3)
-    assert found.averages == (name == "adamw-schedulefree")
-    assert 0 <= found.working_one <= 12
+    result = measure_optimizer(Optimizer(name=name), dtype, is_cpu=False)
+    assert result.state == pytest.approx(state, rel=0.04)
+    assert working is None or result.working == pytest.approx(working, abs=1e-3)
+    assert result.averages == (name == "adamw-schedulefree")
+    assert 0 <= result.working_one <= 12
 
 
 def test_arguments_count() -> None:

@@ -92,20 +92,20 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
             stack.enter_context(each.around(step))
         run.denoiser(step.noisy_BCTHW, step.sigma_B, step.batch)
         step.weight_BTHW = step.batch.extras.get("mask")
-        found = method.loss(step)
+        result = method.loss(step)
         grid, (hidden, *_) = step.grid, seen
         assert step.batch.extras["vision"].shape[2] == max(1, grid.rows // coarse)
         everywhere = torch.arange(grid.tokens).expand(len(step.batch), -1)
         places = step.kept_tokens.get(index, everywhere)
         assert (places.shape == everywhere.shape) == (not case.startswith("tread"))
         hidden, _ = tokens.divide(hidden, places.shape[1])  # without a text or references next to them
-        wanted, similar = loss_by_hand(hidden, places, grid, step.batch, method.modules(), config.train.methods.crepa)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        expected, similar = loss_by_hand(hidden, places, grid, step.batch, method.modules(), config.train.methods.crepa)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(step.logged["crepa_similarity"], similar.detach(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(step.logged["crepa_loss"], found.detach())
+        assert torch.equal(step.logged["crepa_loss"], result.detach())
         weights = [*run.trainable.values()]
-        ours = torch.autograd.grad(found.sum(), weights, retain_graph=True, allow_unused=True)
-        theirs = torch.autograd.grad(wanted.sum(), weights, allow_unused=True)
+        ours = torch.autograd.grad(result.sum(), weights, retain_graph=True, allow_unused=True)
+        theirs = torch.autograd.grad(expected.sum(), weights, allow_unused=True)
     reached = 0
     for name, one, other in zip(run.trainable, ours, theirs, strict=True):
         assert (one is None) == (other is None), name
@@ -169,18 +169,18 @@ def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> N
     groups = [{"match": r"methods\.crepa\..*", "lr": 0.01}]
     methods = {"crepa": {"block_index": 0, "similarity_threshold": 0.02, "similarity_ema_decay": 0.5}}
     options = {"methods": methods, "adapter": {"rank": 2}, "optimizer": {"lr": 2e-3, "warmup": 0, "groups": groups}}
-    found = []
+    result = []
     for name, ends in (("whole", [8]), ("cut", [3, 5, 8])):
         for steps in ends:
             config = make_config("t2i", name=name, batch_size=2, steps=steps, checkpoint_every=1, **options)
             if steps == ends[0]:
                 make_set(config, *with_features(made, config))
             train(config)
-        found.append((lines(config), lines(config, "crepa_weight"), lines(config, "crepa_similarity"), config))
-    assert found[0][:3] == found[1][:3]
-    assert found[0][1][1] == 0.5 and found[0][1][8] == 0, "it ended between"
-    assert len(found[0][2]) == sum(weight > 0 for weight in found[0][1].values())
-    whole, cut = (trained_weights(each[3]) for each in found)
+        result.append((lines(config), lines(config, "crepa_weight"), lines(config, "crepa_similarity"), config))
+    assert result[0][:3] == result[1][:3]
+    assert result[0][1][1] == 0.5 and result[0][1][8] == 0, "it ended between"
+    assert len(result[0][2]) == sum(weight > 0 for weight in result[0][1].values())
+    whole, cut = (trained_weights(each[3]) for each in result)
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
     assert {name for name in whole if "crepa" in name} == {
         f"methods.crepa.{name}" for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")

@@ -101,7 +101,7 @@ def test_the_loss_is_that_of_the_perturbed_input(ready) -> None:
             predicted = run.family.predict(run.model, noisy, torch.full((4,), 0.7), step.batch, config.model.task)
         error = predicted - (part.noise_BCTHW - part.batch.latents_BCTHW)
         losses[name] = error[:, :, CLEAN["i2v"] :].square().mean().item()
-    found = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
-    assert found["loss"] == pytest.approx(losses["perturbed"], rel=1e-5)
-    assert found["loss"] != pytest.approx(losses["plain"], rel=1e-4)
-    assert found["loss_by_sigma"].keys() == {"0.5-0.75"}
+    result = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
+    assert result["loss"] == pytest.approx(losses["perturbed"], rel=1e-5)
+    assert result["loss"] != pytest.approx(losses["plain"], rel=1e-4)
+    assert result["loss_by_sigma"].keys() == {"0.5-0.75"}

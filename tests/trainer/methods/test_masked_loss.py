@@ -69,10 +69,10 @@ def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, m
             item.mask = items[0].mask ** 4
         make_set(config, items, null, prompts)
         run = prepared(config)
-        found = []
+        result = []
         for part in run.loader.step(0).micro_batches:
             sigma = sample_sigma(part.uniform_B, config.train.timesteps, config.model.flavour_spec.shift)
-            x0, noise, given = part.batch.latents_BCTHW, part.noise_BCTHW, run.skip_frames
+            x0, noise, clean_frames = part.batch.latents_BCTHW, part.noise_BCTHW, run.skip_frames
             step = loop.start_step(run, 0, part)
             weight = (0.1 + 0.9 * part.batch.extras["mask"])[:, None]
             everywhere = step.uniform("unmasked") < 0.5
@@ -81,10 +81,10 @@ def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, m
                 predicted = run.denoiser(flow.interpolate(x0, noise, sigma), sigma, part.batch)
             error = 2 * 0.5 * (((predicted - (noise - x0)).square() + 0.25).sqrt() - 0.5)
             error = error * (2 / (torch.pi * (1 - 2 * sigma + 2 * sigma**2))).view(-1, 1, 1, 1, 1)
-            used = weight.expand_as(error)[:, :, given:]
-            found += ((used * error[:, :, given:]).flatten(1).sum(1) / used.flatten(1).sum(1)).tolist()
+            used = weight.expand_as(error)[:, :, clean_frames:]
+            result += ((used * error[:, :, clean_frames:]).flatten(1).sum(1) / used.flatten(1).sum(1)).tolist()
             losses.append(everywhere)
-        assert first_loss(config) == pytest.approx(sum(found) / 4, rel=1e-5)
+        assert first_loss(config) == pytest.approx(sum(result) / 4, rel=1e-5)
     assert torch.equal(losses[0], torch.cat(losses[1:])) and 0 < int(losses[0].sum()) < 4
 
 
@@ -99,7 +99,7 @@ def test_the_prior_is_the_prediction_without_adapter_outside_of_the_mask(make_co
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
     [part] = run.loader.step(0).micro_batches
     step = loop.start_step(run, 0, part)
-    base, given = run.family.load(config.model.path).eval(), run.skip_frames
+    base, clean_frames = run.family.load(config.model.path).eval(), run.skip_frames
     inputs = step.noisy_BCTHW, step.sigma_B, part.batch, config.model.task
     with torch.no_grad():
         predicted, reference = (run.family.predict(model, *inputs) for model in (run.model, base))
@@ -109,8 +109,8 @@ def test_the_prior_is_the_prediction_without_adapter_outside_of_the_mask(make_co
     assert 0 < int(everywhere.sum()) < 6 and 0 < int(whole.sum()) < 6
     mask[everywhere] = 1
     terms = mask * (predicted - step.target_BCTHW).square() + 3 * (1 - mask) * (predicted - reference).square()
-    _, found, _ = loop.backward(run, 0, part, 1)
-    torch.testing.assert_close(found, terms[:, :, given:].flatten(1).mean(1), rtol=1e-4, atol=0)
+    _, result, _ = loop.backward(run, 0, part, 1)
+    torch.testing.assert_close(result, terms[:, :, clean_frames:].flatten(1).mean(1), rtol=1e-4, atol=0)
     assert float((predicted - reference).abs().max()) > 1e-3
 
 

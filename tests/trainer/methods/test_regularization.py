@@ -107,7 +107,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
 
 
 @pytest.mark.parametrize(
-    ("every", "settings", "said"),
+    ("every", "settings", "message"),
     [
         (2, {"adapter": {"type": "full"}}, "train.adapter.type full changes the model itself"),
         (2, {"adapter": {"init_weights": "olora"}}, "olora has moved a part of the base weights into the adapter"),
@@ -115,7 +115,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     ],
 )
 def test_what_has_no_base_is_refused_before_a_model_is_loaded(
-    make_config, make_set, made, tmp_path, capsys, monkeypatch, every, settings, said
+    make_config, make_set, made, tmp_path, capsys, monkeypatch, every, settings, message
 ) -> None:
     monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
     path = tmp_path / "pipeline.yaml"
@@ -126,7 +126,7 @@ def test_what_has_no_base_is_refused_before_a_model_is_loaded(
     write(config, path)
     assert run_program("train", program_run, Options(path)) == USAGE
     printed = " ".join(capsys.readouterr().err.split())
-    assert "train.methods.regularization" in printed and said in printed
+    assert "train.methods.regularization" in printed and message in printed
     if every < 99:
         assert "set train.methods.regularization.target to data" in printed
         allowed = make_config("t2i", **settings, methods={"regularization": {"target": "data"}})

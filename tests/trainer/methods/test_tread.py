@@ -70,8 +70,10 @@ def samples(made, config: Config, bucket: str, masks: bool):
     rng, pooled, items = np.random.default_rng(3), "pooled" in config.model.family_spec.text_widths, []
     for number in range(4):
         x0 = made.latent(rng, config, bucket)
-        given = config.model.family_spec.condition_frames(config.model.task)
-        condition = {"i2v": x0[:, :given], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(config.model.task)
+        clean_frames = config.model.family_spec.condition_frames(config.model.task)
+        condition = {"i2v": x0[:, :clean_frames], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(
+            config.model.task
+        )
         item = made.Item(bucket, x0, [made.caption(rng, 3 + number, pooled)], condition)
         if masks and number % 2:
             item.mask = np.zeros(x0.shape[1:], np.float32)
@@ -114,21 +116,21 @@ def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, rec
     blocks."""
     options = {"gradient_checkpointing": checkpointed > 0, "gradient_checkpointing_interval": max(checkpointed, 1)}
     run = start(kind, ROUTES, masks=masks, **options)
-    found = step_once(run)
-    [(noisy, sigma, batch)] = found.seen
+    result = step_once(run)
+    [(noisy, sigma, batch)] = result.seen
     if masks:
         assert sorted(float(mask.min()) for mask in batch.extras["mask"]) == [0, 1], "one of the two has a mask"
     for block in run.model.visual_transformer_blocks if kind == "nabla" else ():
         block.self_attention.set_processor(NablaByHand())
     loss = loss_by_hand(run, kind, noisy, sigma)
     loss.backward()
-    record_property("loss by hand and difference", (loss.item(), found.loss - loss.item()))
-    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    record_property("loss by hand and difference", (loss.item(), result.loss - loss.item()))
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
     for name, weight in run.trainable.items():
-        error = (found.gradients[name] - weight.grad).norm()
+        error = (result.gradients[name] - weight.grad).norm()
         assert error <= 1e-4 * weight.grad.norm().clamp(min=1e-3), (name, error, weight.grad.norm())
     plain = step_once(start(kind, None, masks=masks, name="plain"))
-    assert abs(plain.loss - found.loss) > 1e-4 * found.loss, "tokens were dropped"
+    assert abs(plain.loss - result.loss) > 1e-4 * result.loss, "tokens were dropped"
 
 
 # --- unchanged results ---
@@ -139,9 +141,9 @@ def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, rec
 def test_a_share_that_drops_no_token_changes_no_bit(start, kind) -> None:
     plain = step_once(start(kind, None, name="plain"))
     for share in (0.0, 0.01):
-        found = step_once(start(kind, [ROUTES[0] | {"selection_ratio": share}]))
-        assert found.loss == plain.loss
-        assert all(torch.equal(found.gradients[name], each) for name, each in plain.gradients.items())
+        result = step_once(start(kind, [ROUTES[0] | {"selection_ratio": share}]))
+        assert result.loss == plain.loss
+        assert all(torch.equal(result.gradients[name], each) for name, each in plain.gradients.items())
 
 
 def kept_in_steps(run: loop.TrainState, steps: int) -> list[torch.Tensor]:
@@ -182,10 +184,10 @@ def test_compiled_blocks_that_convolve_are_refused(make_config) -> None:
 
 
 def test_masks_that_keep_tokens_are_used(make_config) -> None:
-    for keep, said in ((True, 0), (False, 1)):
+    for keep, message in ((True, 0), (False, 1)):
         config = make_config("t2i", methods={"tread": {"routes": ROUTES, "keep_masked": keep}})
         masked = config.datasets[0].model_copy(update={"mask_data": "masks"})
-        assert len([*config.model_copy(update={"datasets": (masked,)}).unused_features("masks")]) == said
+        assert len([*config.model_copy(update={"datasets": (masked,)}).unused_features("masks")]) == message
 
 
 def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(ready, make_config, program) -> None:
@@ -198,6 +200,6 @@ def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_load
     ):
         routes = [{"selection_ratio": 0.5, "start_layer_idx": a, "end_layer_idx": b} for a, b in [(start, end), *more]]
         refused = make_config("sana", methods={"tread": {"routes": routes}})
-        code, _, said = program(refused)
-        assert code == USAGE and f"train.methods.tread.{words}" in said and LOADS not in said
-        assert "has 3 blocks; correct" in said
+        code, _, log = program(refused)
+        assert code == USAGE and f"train.methods.tread.{words}" in log and LOADS not in log
+        assert "has 3 blocks; correct" in log

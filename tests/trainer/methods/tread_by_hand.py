@@ -130,7 +130,7 @@ def alone(batch: Batch, number: int) -> Batch:
 def masked_places(mask_THW: torch.Tensor, places: list[tuple[int, int, int]], side: int) -> set[int]:
     """The positions, each of side x side latents, that the mask touches."""
     touched = [bool(mask_THW[t, y * side : (y + 1) * side, x * side : (x + 1) * side].max() > 0) for t, y, x in places]
-    return set() if all(touched) else {place for place, found in enumerate(touched) if found}
+    return set() if all(touched) else {place for place, result in enumerate(touched) if result}
 
 
 def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -143,14 +143,14 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
         for size, divisor in zip(batch.latents_BCTHW.shape[2:], (1, patch * square, patch * square), strict=True)
     )
     places = [(t, y, x) for t in range(frames) for y in range(rows) for x in range(columns)]
-    given = rows * columns * run.skip_frames
+    clean_frames = rows * columns * run.skip_frames
     masks = batch.extras.get("mask", torch.zeros(len(batch), *batch.latents_BCTHW.shape[2:]))
     must = [masked_places(mask, places, patch * square) for mask in masks]
-    fewest = min(len({*range(given, len(places))} - forced) for forced in must)
+    fewest = min(len({*range(clean_frames, len(places))} - forced) for forced in must)
     for number, identity in enumerate(part.identities):
         kept = []
         for route in range(len(ROUTES)):
-            groups = kept_by_hand(identity, route, len(places), given, must[number], fewest)
+            groups = kept_by_hand(identity, route, len(places), clean_frames, must[number], fewest)
             kept.append([group * square**2 + inside for group in groups for inside in range(square**2)])
         single = alone(batch, number)
         if kind == "sana":

@@ -17,9 +17,9 @@ from trainer.setup.optimizers import make_optimizer
 
 
 def newest(folder: Path) -> resume.Checkpoint:
-    found, damaged = resume.newest_checkpoint(folder, verify=True)
-    assert found is not None and not damaged
-    return found
+    result, damaged = resume.newest_checkpoint(folder, verify=True)
+    assert result is not None and not damaged
+    return result
 
 
 def saved_at(folder: Path, step: int, trainable, optimizer, terms: dict | None = None, **parts) -> Path:
@@ -82,9 +82,9 @@ def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         raw = bytearray(content)
         raw[bit // 8] ^= 1 << bit % 8
         (last / name).write_bytes(raw)
-        found, _ = resume.newest_checkpoint(tmp_path, verify=True)
-        harmless = name == "manifest.json" and content[bit // 8 : bit // 8 + 1].isspace() and found == before
-        assert found is not None and (found.step == 1 or harmless), (bit, raw)
+        result, _ = resume.newest_checkpoint(tmp_path, verify=True)
+        harmless = name == "manifest.json" and content[bit // 8 : bit // 8 + 1].isspace() and result == before
+        assert result is not None and (result.step == 1 or harmless), (bit, raw)
 
 
 def test_a_checkpoint_without_its_manifest_or_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -153,13 +153,13 @@ def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
     saved |= {"methods": {}}
     data = {"digest": "d1", "set": "a", "samples": 3, "captions": 4}
     saved_at(tmp_path, 1, parameters, optimizer, {**saved, "data": data})
-    found = newest(tmp_path)
-    resume.check_signature(found, {**saved, "data": {**data, "set": "b"}})
-    resume.check_signature(found, {"seed": 1})
+    result = newest(tmp_path)
+    resume.check_signature(result, {**saved, "data": {**data, "set": "b"}})
+    resume.check_signature(result, {"seed": 1})
     other = {"seed": 2, "transformer": "xyz", "betas": (0.9, 0.95), "adapter": {"rank": 4, "alpha": 2.0, "type": "x"}}
     other |= {"methods": {"masked_loss": {"weight": 0.5}}}
     with pytest.raises(resume.ResumeError) as caught:
-        resume.check_signature(found, {**other, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
+        resume.check_signature(result, {**other, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
     lines = caught.value.message.splitlines()
     assert lines[0].endswith("can't be continued with this configuration:") and sorted(lines[1:]) == [
         "  the transformer has a different shape",
@@ -215,10 +215,10 @@ def test_the_checkpoint_before_a_damaged_one_is_found(tmp_path: Path, damage: st
     for number in (1, 2):
         last = saved_at(tmp_path, number, parameters, optimizer)
     DAMAGES[damage](last)
-    found, damaged = resume.newest_checkpoint(tmp_path, verify=True)
-    assert found is not None and found.step == 1
+    result, damaged = resume.newest_checkpoint(tmp_path, verify=True)
+    assert result is not None and result.step == 1
     assert [path for path, _ in damaged] == [last] and damaged[0][1]
-    assert "is kept as damaged-step-000002.1" in checkpoint.quarantine(*damaged[0], found)
+    assert "is kept as damaged-step-000002.1" in checkpoint.quarantine(*damaged[0], result)
     checkpoint.prune(tmp_path, 1)
     assert newest(tmp_path).step == 1
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "damaged-step-000002.1"}

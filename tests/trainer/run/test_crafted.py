@@ -61,7 +61,7 @@ CASES = [
     ("case", "form"), [(number, ("arrow", "webdataset")[number % 2]) for number in range(len(CASES))]
 )
 def test_what_cant_be_trained_on_is_named(make_config, make_set, made, case, form) -> None:
-    kind, part, change, said = CASES[case]
+    kind, part, change, message = CASES[case]
     config = make_config(kind)
     items, null, _ = made.mixed_items(config)
     craft(items, null, part, change)
@@ -76,7 +76,7 @@ def test_what_cant_be_trained_on_is_named(make_config, make_set, made, case, for
             damages.append(damage)
     assert len(damages) == (12 if part == "null" else 1)
     damage = damages[0]
-    assert said in damage.reason and Path(damage.path).exists()
+    assert message in damage.reason and Path(damage.path).exists()
     assert damage.id.startswith("set1-") and damage.row is not None and f"row {damage.row}" in str(damage)
 
 

@@ -76,7 +76,7 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as during:
         at_step(during, 3, lambda: tell(*numbers))
-        code, report, said = program(cut)
+        code, report, log = program(cut)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert (code, report["done"], report["skipped"], report["remaining"]) == (INCOMPLETE, 3, 0, 2)
     name = numbers[0].name
@@ -84,7 +84,7 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
         f"by {name}; nothing is lost: the checkpoint at step 3 has all steps; the run resumes at step 4"
     )
     assert report["next_steps"][0].startswith("latentpress train") and "saved" not in report["details"]
-    assert f"{name}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once" in said
+    assert f"{name}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once" in log
     assert checkpoints(cut) == [3] and list(lines(cut)) == [1, 2, 3]
     code, report, _ = program(cut)
     assert (code, report["done"], report["skipped"]) == (OK, 2, 3)
@@ -169,16 +169,16 @@ def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, program
         return real(model, family, config, data, folder, *rest)
 
     monkeypatch.setattr(loop.validation, "write_validation_latents", interrupted)
-    for step, said in ((2, "the run resumes at step 3"), (4, "the result is not saved yet")):
+    for step, message in ((2, "the run resumes at step 3"), (4, "the result is not saved yet")):
         code, report, _ = program(config)
-        assert code == INCOMPLETE and said in report["details"]["stopped"] and checkpoints(config)[-1] == step
+        assert code == INCOMPLETE and message in report["details"]["stopped"] and checkpoints(config)[-1] == step
         assert list(lines(config)) == list(range(1, step + 1))
         assert not list((config.run_folder / f"validation/step-{step:06d}").glob("*.safetensors"))
     assert (report["done"], report["skipped"], report["remaining"]) == (2, 2, 1)
     code, report, _ = program(config)
     assert (code, report["done"], report["skipped"]) == (OK, 0, 4) and "saved" in report["details"]
-    found = {path.parent.name for path in (config.run_folder / "validation").glob("*/*.safetensors")}
-    assert found == {"step-000000", "step-000002", "step-000004"}
+    actual = {path.parent.name for path in (config.run_folder / "validation").glob("*/*.safetensors")}
+    assert actual == {"step-000000", "step-000002", "step-000004"}
 
 
 def time_is_up() -> None:
@@ -192,11 +192,11 @@ def test_max_time_is_a_limit_of_training_too(ready, make_config, program, monkey
     config = ready("t2i", **ENDLESS)
     with monkeypatch.context() as during:
         at_step(during, 3, time_is_up)
-        code, report, said = program(config, {"max_time": 3600.0})
+        code, report, log = program(config, {"max_time": 3600.0})
     assert code == INCOMPLETE
     assert report["details"]["stopped"].startswith("by --max-time; nothing is lost")
     assert checkpoints(config) == [report["done"]] and report["done"] == max(lines(config))
-    assert "--max-time: finishing the step" in said
+    assert "--max-time: finishing the step" in log
     config = make_config("t2i", **{**ENDLESS, "steps": report["done"] + 1})
     code, report, _ = program(config, {"max_time": 3600.0})
     assert (code, report["done"]) == (OK, 1) and "stopped" not in report["details"]

@@ -65,12 +65,12 @@ def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> N
     assert [path.name for path in folder.iterdir()] == ["step-000003"], "one is kept"
 
     def check() -> int:
-        found, damaged = resume.newest_checkpoint(folder, verify=True)
-        assert found is not None and not damaged and found.step in (2, 3)
-        checkpoint.restore(found, run.trainable, run.optimizer)
-        expected = old if found.step == 2 else new
+        newest, damaged = resume.newest_checkpoint(folder, verify=True)
+        assert newest is not None and not damaged and newest.step in (2, 3)
+        checkpoint.restore(newest, run.trainable, run.optimizer)
+        expected = old if newest.step == 2 else new
         assert all(torch.equal(value, expected[name]) for name, value in run.trainable.items())
-        return found.step
+        return newest.step
 
     def attempt(prepare: Callable[[], None]) -> int:
         """The newest step after a kill, 0 if the process was not killed."""
@@ -86,11 +86,11 @@ def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> N
 
         died = in_child(work)
         assert died in (0, -signal.SIGKILL, -signal.SIGXFSZ)
-        found = check()
+        newest = check()
         if died:
             loop.save_checkpoint(run, 3)  # the next process removes the rest
             assert {path.name for path in folder.iterdir()} == {"step-000003"}
-        return found if died else 0
+        return newest if died else 0
 
     seen, number = [], 0
     while step := attempt(lambda number=number: kill_at_operation(number, folder)):

@@ -48,14 +48,14 @@ def test_speed_leaves_out_what_is_done_between_steps_and_the_time_left_has_it() 
             now += waited
             yield None
 
-    found = []
+    result = []
     for number, _ in enumerate(timer.time_waits(read()), 11):
         now += 1.5  # seconds of computing
-        found.append(timer.rates(number))
+        result.append(timer.rates(number))
         now += 6.0  # seconds of validation
     first = {"samples_per_s": 2.0, "step_s": 2.0, "data_wait_s": 0.5, "data_wait_share": 0.25, "seconds_left": 18.0}
     second = {"samples_per_s": 1.6, "step_s": 3.0, "data_wait_s": 1.5, "data_wait_share": 0.4}
-    assert found == [first, second | {"seconds_left": 8 * (2.5 + 6.0 / 2)}]
+    assert result == [first, second | {"seconds_left": 8 * (2.5 + 6.0 / 2)}]
 
 
 def written_to_wandb(folder: Path) -> list[bytes]:
@@ -72,13 +72,13 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(ready, make_
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     config = ready("t2i", steps=2, validation=look, trackers=["tensorboard", "wandb"])
     folder = config.run_folder
-    code, report, said = program(config)
-    assert code == OK and "loading the transformer" in said and "done, after 0:00:" in said
-    assert "step 0: eval loss: 2/2 samples" in said and "step 2: validation: 2/2 denoising steps" in said
+    code, report, log = program(config)
+    assert code == OK and "loading the transformer" in log and "done, after 0:00:" in log
+    assert "step 0: eval loss: 2/2 samples" in log and "step 2: validation: 2/2 denoising steps" in log
     details = report["details"]
     [curve] = details["eval_by_sigma"]
     assert (curve["sigma"], curve["last"]) == (0.5, details["eval_loss"]["last"])
-    assert f"eval loss {curve['first']:.4g} (0.5: {curve['first']:.4g})" in said
+    assert f"eval loss {curve['first']:.4g} (0.5: {curve['first']:.4g})" in log
     best = best_evaluation(read_metrics(folder / "metrics.jsonl"))
     assert (details["best_steps"][0]["step"], details["best_steps"][0]["value"]) == best
     assert "eval_fraction: 0.05" in details["nothing_held_out"]
@@ -118,10 +118,10 @@ def test_wandb_that_cant_be_used_is_said_before_a_model_is_loaded(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     sys.modules["wandb"].teardown()  # its earlier copy of the environment
-    code, report, said = program(config)
-    assert code == 2 and "loading the transformer" not in said
+    code, report, log = program(config)
+    assert code == 2 and "loading the transformer" not in log
     assert "WANDB_MODE=offline" in report["error"]["next_step"]
     monkeypatch.setitem(sys.modules, "wandb", None)
-    code, report, said = program(config)
+    code, report, log = program(config)
     assert code == 2 and "not installed" in report["error"]["message"]
     assert "pip install -e '.[wandb]'" in report["error"]["next_step"]

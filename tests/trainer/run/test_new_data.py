@@ -30,9 +30,9 @@ def write_set(make_set, made, config, name: str, seed: int = 0, held_out: int = 
 
 
 def state(config) -> resume.CheckpointState:
-    found, _ = resume.newest_checkpoint(config.run_folder / "checkpoints")
-    assert found is not None
-    return found.state
+    newest, _ = resume.newest_checkpoint(config.run_folder / "checkpoints")
+    assert newest is not None
+    return newest.state
 
 
 @pytest.mark.long
@@ -52,8 +52,8 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
         ended[name] = config
         assert [(change.step, change.set) for change in state(config).data_changes] == [(3, "set0"), (7, "set1")]
         assert state(config).terms["data"]["set"] == "set2"
-        found = metrics.read_metrics(config.run_folder / "metrics.jsonl")
-        assert [(line["step"], line["set"]) for line in found if "set" in line] == [(3, "set1"), (7, "set2")]
+        result = metrics.read_metrics(config.run_folder / "metrics.jsonl")
+        assert [(line["step"], line["set"]) for line in result if "set" in line] == [(3, "set1"), (7, "set2")]
     whole, cut = ended["whole"], ended["cut"]
     assert lines(whole) == lines(cut) and list(lines(whole)) == list(range(1, 14))
     for key, value in trained_weights(whole).items():
@@ -61,7 +61,7 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
     rates = lines(whole, "lr")
     assert rates[13] == rates[4], "the schedule counts on: after its warmup it is constant"
     fresh = plan_batches(whole, opened(whole))
-    buckets = {line["step"]: line["buckets"] for line in found if "buckets" in line}
+    buckets = {line["step"]: line["buckets"] for line in result if "buckets" in line}
     assert [buckets[8 + n] for n in range(6)] == [fresh.step_buckets(n) for n in range(6)], "the order begins anew"
 
 
@@ -87,10 +87,10 @@ def test_losses_of_before_are_not_compared(make_config, make_set, made) -> None:
     longer = make_config("t2i", steps=6, **settings)
     write_set(make_set, made, longer, "set2", seed=1, held_out=4)
     train(longer)
-    found = metrics.read_metrics(config.run_folder / "metrics.jsonl")
-    evaluated = {line["step"]: line["eval_id"] for line in found if "eval_id" in line}
+    result = metrics.read_metrics(config.run_folder / "metrics.jsonl")
+    evaluated = {line["step"]: line["eval_id"] for line in result if "eval_id" in line}
     assert evaluated[2] == evaluated[4] != evaluated[6]
-    best = best_evaluation(found)
+    best = best_evaluation(result)
     assert best is not None and best.step == 6
 
 

@@ -99,8 +99,8 @@ def test_a_resumed_run_tells_every_step_once(ready) -> None:
 def test_a_disk_without_room_for_checkpoints_is_warned_of(ready, program, monkeypatch) -> None:
     config = ready("t2i", steps=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
-    said = " ".join(program(config)[2].split())
-    assert "has 1.0 KiB, so saving a checkpoint may fail; free space, or set `output`" in said
+    log = " ".join(program(config)[2].split())
+    assert "has 1.0 KiB, so saving a checkpoint may fail; free space, or set `output`" in log
 
 
 def test_settings_that_changed_are_named_where_a_run_goes_on(ready, program) -> None:
@@ -151,8 +151,8 @@ def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_conf
         assert (code, report["done"], report["remaining"]) == (OK, 0, 0)
         with safe_open(saved, "pt") as file:
             assert file.metadata()["latentpress.steps"] == "3"
-    said = program(make_config("t2i", steps=2), dry_run=True)[2]
-    assert "has done 3 steps, more than train.steps (2)" in said
+    log = program(make_config("t2i", steps=2), dry_run=True)[2]
+    assert "has done 3 steps, more than train.steps (2)" in log
 
 
 def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:

@@ -86,13 +86,13 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
         assert sorted(ours.keys()) == sorted(theirs.keys())
         header, stock_header = ours.metadata(), theirs.metadata()
     assert header["latentpress.family"] == kind and header["latentpress.step"] == "12"
-    made, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
+    made, expected = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
     # peft's suffixes select the same modules in this model; our names are the modules.
     assert made.pop("transformer.target_modules") == sorted(
         adapters.choose_targets(Kandinsky5().load(str(tiny(kind))), [Kandinsky5().LORA_TARGETS])
     )
-    assert wanted.pop("transformer.target_modules")
-    assert made == wanted
+    assert expected.pop("transformer.target_modules")
+    assert made == expected
 
 
 @pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", "sana"])
@@ -119,8 +119,8 @@ def test_adapters_are_float32_and_everything_else_is_frozen_in_its_dtype(tiny, k
     make_trainable(model, family, Adapter(rank=4))
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
-        wanted = torch.float32 if "lora_" in name else before[name.replace(".base_layer", "")]
-        assert parameter.dtype == wanted, name
+        expected = torch.float32 if "lora_" in name else before[name.replace(".base_layer", "")]
+        assert parameter.dtype == expected, name
     assert torch.isfinite(output(kind, model)).all()
 
 

@@ -108,8 +108,8 @@ def test_what_can_be_no_assistant_is_named(ready, tiny, tmp_path, capsys) -> Non
         with pytest.raises(AdapterError, match=rf"model\.assistant: .*{words}"):
             read_assistant(model.model_copy(update={"assistant": str(path)}))
     assert read_assistant(model) is None
-    held = load_file(export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "loud", KIND))
-    save_file({key: torch.full_like(value, 3.4e38) for key, value in held.items()}, tmp_path / "loud.safetensors")
+    tensors = load_file(export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "loud", KIND))
+    save_file({key: torch.full_like(value, 3.4e38) for key, value in tensors.items()}, tmp_path / "loud.safetensors")
     loud = assisted(ready(KIND, precision="bfloat16"), tmp_path / "loud.safetensors")
     with pytest.raises(AdapterError, match=r"model\.assistant: .*lora_A\.weight has 3\.4e\+38, which bfloat16 can't"):
         prepared(loud)

@@ -15,8 +15,8 @@ from trainer.setup.wrap import connect_ranks
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of the first of two ranks."""
-    found = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in found.items():
+    result = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in result.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 

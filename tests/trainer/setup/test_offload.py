@@ -107,8 +107,8 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
 
 def at_home(model: Any, home: dict[str, torch.nn.Parameter], names: Any) -> None:
     """Whether every frozen weight is the host's, under its name."""
-    found = dict(model.named_parameters())
-    assert found.keys() == names and all(found[name] is weight for name, weight in home.items())
+    result = dict(model.named_parameters())
+    assert result.keys() == names and all(result[name] is weight for name, weight in home.items())
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])

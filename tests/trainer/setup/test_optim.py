@@ -19,12 +19,12 @@ def rates(**settings) -> list[float]:
 def of_library(scheduler, *arguments, **options) -> list[float]:
     """The rates that a scheduler sets for each of STEPS steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    made, found = scheduler(optimizer, *arguments, **options), []
+    made, result = scheduler(optimizer, *arguments, **options), []
     for _ in range(STEPS):
-        found.append(optimizer.param_groups[0]["lr"])
+        result.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         made.step()
-    return found
+    return result
 
 
 def warm_up(optimizer):
@@ -52,9 +52,9 @@ def warm_up(optimizer):
 )
 def test_schedules_are_those_of_diffusers_and_transformers(library, settings, name, options) -> None:
     """From the end of the warm-up; the libraries begin with a step at rate 0, so they are one step behind."""
-    found, theirs = rates(**settings), of_library(getattr(library, name), WARMUP, **options)
-    assert found[WARMUP:] == pytest.approx(theirs[WARMUP:], rel=1e-9)
-    assert found[: WARMUP - 1] == pytest.approx(theirs[1:WARMUP], rel=1e-9)
+    result, theirs = rates(**settings), of_library(getattr(library, name), WARMUP, **options)
+    assert result[WARMUP:] == pytest.approx(theirs[WARMUP:], rel=1e-9)
+    assert result[: WARMUP - 1] == pytest.approx(theirs[1:WARMUP], rel=1e-9)
 
 
 def test_schedules_are_those_of_torch() -> None:

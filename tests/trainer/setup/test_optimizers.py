@@ -90,8 +90,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: tor
         saved_at(tmp_path, 5, cut.weights, cut.optimizer)
         other = Run(settings(name), dtype)
         other.steps(0, 1)  # its existing state is replaced
-        found, _ = resume.newest_checkpoint(tmp_path, verify=True)
-        checkpoint.restore(found, other.weights, other.optimizer)
+        newest, _ = resume.newest_checkpoint(tmp_path, verify=True)
+        checkpoint.restore(newest, other.weights, other.optimizer)
         assert_equal(other, cut)
         other.steps(5, STEPS)
         assert_equal(other, whole)
@@ -106,8 +106,8 @@ def test_settings_of_the_configuration_are_in_force_after_a_resume(tmp_path: Pat
         saved_at(tmp_path / name, 3, first.weights, first.optimizer)
         changed = settings(name).model_copy(update={"weight_decay": 0.5, "betas": (0.5, 0.6)})
         second = Run(changed, torch.float32)
-        found, _ = resume.newest_checkpoint(tmp_path / name)
-        checkpoint.restore(found, second.weights, second.optimizer)
+        newest, _ = resume.newest_checkpoint(tmp_path / name)
+        checkpoint.restore(newest, second.weights, second.optimizer)
         groups = {len(group["params"]): group for group in second.optimizer.param_groups}
         assert groups[1]["weight_decay"] == 0.5 and groups[2]["weight_decay"] == 0.0
         assert groups[1].get("betas", (groups[1].get("beta1"), groups[1].get("beta2"))) == (0.5, 0.6)
@@ -148,11 +148,15 @@ def test_groups_by_regular_expression() -> None:
     groups = [{"match": r".*lora_B", "lr": 0.4}, {"match": r"[bc]\..*", "weight_decay": 0.0}]
     optimizer = make_optimizer(weights, Optimizer.model_validate({"lr": 0.1, "weight_decay": 0.5, "groups": groups}))
     by_id = {id(weight): name for name, weight in weights.items()}
-    found = [
+    result = [
         ([by_id[id(weight)] for weight in group["params"]], group["lr"], group["weight_decay"])
         for group in optimizer.param_groups
     ]
-    assert found == [(["a.lora_B", "b.lora_B"], 0.4, 0.5), (["b.lora_A", "c.bias"], 0.1, 0.0), (["a.lora_A"], 0.1, 0.5)]
+    assert result == [
+        (["a.lora_B", "b.lora_B"], 0.4, 0.5),
+        (["b.lora_A", "c.bias"], 0.1, 0.0),
+        (["a.lora_A"], 0.1, 0.5),
+    ]
     for match, why in (("lora_B", "no trained parameter"), ("a.lora_B", "an earlier group")):
         config = Optimizer.model_validate({"groups": [*groups, {"match": match}]})
         with pytest.raises(RunError, match=rf"groups: '{match}' matches .*{why}.*a\.lora_A.*5 in all"):
@@ -163,10 +167,10 @@ def test_other_groups_than_those_of_a_checkpoint_are_refused(tmp_path: Path) -> 
     run = Run(settings("prodigy"), torch.float32)
     run.steps(0, 2)
     saved_at(tmp_path, 2, run.weights, run.optimizer)
-    found, _ = resume.newest_checkpoint(tmp_path)
+    newest, _ = resume.newest_checkpoint(tmp_path)
     other = Run(settings("prodigy").model_copy(update={"groups": ()}), torch.float32)
     with pytest.raises(resume.ResumeError, match="2 parameter groups, and the optimizer has 1") as caught:
-        checkpoint.restore(found, other.weights, other.optimizer)
+        checkpoint.restore(newest, other.weights, other.optimizer)
     assert "train.optimizer.groups" in caught.value.next_step
 
 
@@ -184,7 +188,7 @@ def test_every_optimizer_passes_its_trial_before_a_model_is_loaded(make_config, 
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("train", "message"),
     [
         (
             {"optimizer": {"name": "nosuchpackage.Adam"}},
@@ -212,8 +216,8 @@ def test_every_optimizer_passes_its_trial_before_a_model_is_loaded(make_config, 
         ),
     ],
 )
-def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, train, said) -> None:
-    with pytest.raises(RunError, match=f"(?s){said}") as caught:
+def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, train, message) -> None:
+    with pytest.raises(RunError, match=f"(?s){message}") as caught:
         check_optimizer(configured(make_config, **train).train, CPU)
     assert caught.value.next_step
 
@@ -229,10 +233,12 @@ def test_state_that_json_and_safetensors_can_hold_is_saved_and_other_state_refus
     assert sorted(tensors) == ["w/a", "w/b/1/0"], "what is shared is kept once"
     again = torch.optim.SGD([weight], lr=1.0)
     optimizer_state.restore({"w": weight}, again, tensors, json.loads(json.dumps(rest)))
-    found = again.state[weight]
-    assert found["c"] == state["c"] and type(found["c"]["e"]) is bool and again.param_groups[0]["best"] == float("-inf")
-    assert found["a"] is found["b"][0] and found["b"][1][1] is None and isinstance(found["b"][1], tuple)
-    assert torch.equal(found["b"][1][0], shared[2:])
+    result = again.state[weight]
+    assert (
+        result["c"] == state["c"] and type(result["c"]["e"]) is bool and again.param_groups[0]["best"] == float("-inf")
+    )
+    assert result["a"] is result["b"][0] and result["b"][1][1] is None and isinstance(result["b"][1], tuple)
+    assert torch.equal(result["b"][1][0], shared[2:])
     optimizer.state[weight] = {"a": object()}
     with pytest.raises(optimizer_state.OptimizerStateError, match="object at 'w/a'"):
         optimizer_state.collect({"w": weight}, optimizer)

@@ -65,8 +65,8 @@ def step(kind: str, model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return loss.detach(), predicted.detach(), gradient
 
 
-def errors(found, wanted) -> list[float]:
-    return [float((one - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)]
+def errors(result, expected) -> list[float]:
+    return [float((one - other).norm() / other.norm()) for one, other in zip(result, expected, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def unquantized(wide):
 
     @cache
     def get(kind: str, options: tuple):
-        wanted = step(kind, adapted(kind, wide(kind), None, torch.float32, **dict(options)))
-        return wanted, errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **dict(options))), wanted)
+        expected = step(kind, adapted(kind, wide(kind), None, torch.float32, **dict(options)))
+        return expected, errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **dict(options))), expected)
 
     return get
 
@@ -92,24 +92,24 @@ def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquanti
     for adapter in ({"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}):
         if adapter.get("dora") and name == "int8-quanto":
             continue
-        wanted, rounding = unquantized(kind, tuple(adapter.items()))
-        found = errors(step(kind, adapted(kind, wide(kind), name, torch.float32, **adapter)), wanted)
+        expected, rounding = unquantized(kind, tuple(adapter.items()))
+        result = errors(step(kind, adapted(kind, wide(kind), name, torch.float32, **adapter)), expected)
         plain = adapter == {"type": "lora"}
         half = rounding
         if plain or is_long:
-            half = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **adapter)), wanted)
+            half = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **adapter)), expected)
         label = " ".join(map(str, adapter.values()))
-        for dtype, values in (("float32", found), ("bfloat16", half), ("bfloat16 unquantized", rounding)):
+        for dtype, values in (("float32", result), ("bfloat16", half), ("bfloat16 unquantized", rounding)):
             print(f"{kind}, {name}, {label}, {dtype}: " + ", ".join(f"{value:.4f}" for value in values))
-        assert found[1] > 1e-4, "it is quantized"
-        for value, own, base, bound in zip(found, half, rounding, BOUNDS[name], strict=True):
+        assert result[1] > 1e-4, "it is quantized"
+        for value, own, base, bound in zip(result, half, rounding, BOUNDS[name], strict=True):
             assert value <= bound
             assert own <= bound + 2 * base
         if not plain and not is_long:
             continue
         checkpointed = adapted(kind, wide(kind), name, torch.float32, **adapter).train()
         checkpointed.enable_gradient_checkpointing()
-        assert errors(step(kind, checkpointed), wanted) == pytest.approx(found, rel=1e-3, abs=1e-6)
+        assert errors(step(kind, checkpointed), expected) == pytest.approx(result, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.gpu
@@ -125,11 +125,11 @@ def test_on_a_card_too(wide, make_config, kind, name):
         if "multiples of 64" not in str(error):
             pytest.skip(str(error))
     on_card = {"via": "device", "device": "cuda"}
-    wanted = step(kind, adapted(kind, wide(kind), None, torch.float32, **on_card))
-    rounding = errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **on_card)), wanted)
-    found = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **on_card)), wanted)
-    assert found[1] > 1e-4, "it is quantized"
-    for value, base, bound in zip(found, rounding, BOUNDS[name], strict=True):
+    expected = step(kind, adapted(kind, wide(kind), None, torch.float32, **on_card))
+    rounding = errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **on_card)), expected)
+    result = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **on_card)), expected)
+    assert result[1] > 1e-4, "it is quantized"
+    for value, base, bound in zip(result, rounding, BOUNDS[name], strict=True):
         assert value <= bound + 2 * base
 
 
@@ -164,12 +164,12 @@ def test_a_validation_takes_no_gradient_from_nf4(wide, monkeypatch, packing):
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: packing)
     kind = "sana"
     first = adapted(kind, wide(kind), "nf4-bnb", torch.float32).train()
-    wanted = step(kind, first)
+    expected = step(kind, first)
     model = adapted(kind, wide(kind), "nf4-bnb", torch.float32).eval()
     family, task = KINDS[kind]
     with torch.no_grad():
         family.predict(model, make_batch(kind).latents_BCTHW, torch.tensor([0.3, 0.8]), make_batch(kind), task)
-    assert errors(step(kind, model.train()), wanted) == pytest.approx([0, 0, 0], abs=1e-6)
+    assert errors(step(kind, model.train()), expected) == pytest.approx([0, 0, 0], abs=1e-6)
 
 
 # --- refused options ---
@@ -181,16 +181,16 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
     config = ready("sana", base_precision="nf4-bnb")
 
     def refused(config) -> str:
-        code, report, said = program(config)
-        assert code == 2 and LOADS not in said, report
+        code, report, log = program(config)
+        assert code == 2 and LOADS not in log, report
         return report["error"]["message"] + report["error"]["next_step"]
 
     assert "96x96" in refused(config)
     pissa = make_config("sana", adapter={"init_weights": "pissa"})
     assert "pissa only supports linear layers, and 6 targets are convolutions" in refused(pissa)
     for adapter in ({"targets": ["foo"]}, {"targets": ["foo"], "type": "full"}, {"rank_pattern": {"foo": 2}}):
-        assert "'foo' matches" in (found := refused(make_config("sana", adapter=adapter)))
-        assert "Correct the regular expression" in found
+        assert "'foo' matches" in (result := refused(make_config("sana", adapter=adapter)))
+        assert "Correct the regular expression" in result
     monkeypatch.setitem(checks.QUANTIZATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
     assert "needs a_library_that_is_not_there" in refused(make_config("sana", base_precision="int8-torchao"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))

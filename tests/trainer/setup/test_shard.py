@@ -46,8 +46,8 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
         prepare_fork()
         options = {"rank": rank, "world_size": 2, "timeout": timedelta(minutes=5)}
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", **options)
-        for case, found in zip(cases, expected, strict=True):
-            case.check(found)
+        for case, result in zip(cases, expected, strict=True):
+            case.check(result)
         torch.distributed.barrier()
 
     in_two_forks(check)
@@ -145,11 +145,11 @@ def test_one_process_has_nothing_to_share(make_config, make_set, program) -> Non
     common = {"steps": 1, "validation": {"eval_samples": 0, "every": 2}}
     plain, offloaded = (make_config(parallel=FSDP | more, **common) for more in ({}, {"cpu_offload": True}))
     make_set(plain)
-    code, report, said = program(offloaded)
-    assert code == USAGE and LOADS not in said and "train.parallel.cpu_offload" in report["error"]["message"]
+    code, report, log = program(offloaded)
+    assert code == USAGE and LOADS not in log and "train.parallel.cpu_offload" in report["error"]["message"]
     assert "train.offload.blocks" in report["error"]["next_step"]
-    code, _, said = program(plain)
-    assert code == OK and "the model is whole and not sharded" in said
+    code, _, log = program(plain)
+    assert code == OK and "the model is whole and not sharded" in log
 
 
 FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2})

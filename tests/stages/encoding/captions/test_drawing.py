@@ -26,8 +26,8 @@ def test_noise_is_of_the_item_its_place_and_the_token_alone() -> None:
 
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
-    wanted, count = torch.softmax(logits, 0), 20_000
+    expected, count = torch.softmax(logits, 0), 20_000
     drawn = (logits + gumbel_noise(range(count), 0, 5, CPU)).argmax(1)
     shares = torch.bincount(drawn, minlength=5) / count
     # five standard deviations of a binomial share
-    assert ((shares - wanted).abs() <= 5 * (wanted * (1 - wanted) / count).sqrt() + 1e-6).all()
+    assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1e-6).all()

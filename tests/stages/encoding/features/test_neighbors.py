@@ -69,9 +69,9 @@ def test_many_are_found_by_an_index(layouts: np.ndarray, monkeypatch: pytest.Mon
 
 
 def test_each_pair_is_there_once_and_the_likeliest_first(layouts: np.ndarray) -> None:
-    found = find_layout_candidates(layouts)
-    assert sorted(found.pairs[:2].tolist()) == [[2, 3], [4, 5]] and found.pairs[2:].tolist() == [[0, 1]]
-    assert (np.diff(found.likeness) <= 0).all() and found.likeness[2] < 0.9999  # 1 differs a little from 0
+    result = find_layout_candidates(layouts)
+    assert sorted(result.pairs[:2].tolist()) == [[2, 3], [4, 5]] and result.pairs[2:].tolist() == [[0, 1]]
+    assert (np.diff(result.likeness) <= 0).all() and result.likeness[2] < 0.9999  # 1 differs a little from 0
 
 
 SIZES = (30, 12, 5)
@@ -103,15 +103,15 @@ def test_each_group_is_a_cluster_named_by_the_item_nearest_to_its_center(vectors
 def test_clusters_are_the_same_for_any_number_of_threads(vectors: np.ndarray) -> None:
     many = np.random.default_rng(1).normal(size=(3000, 24)).astype(np.float32)
     many /= np.linalg.norm(many, axis=1, keepdims=True)
-    before, found = faiss.omp_get_max_threads(), []
+    before, result = faiss.omp_get_max_threads(), []
     try:
         for threads in (1, 2, 4):
             faiss.omp_set_num_threads(threads)
-            found.append(find_clusters(many, None))
+            result.append(find_clusters(many, None))
     finally:
         faiss.omp_set_num_threads(before)
-    assert all(np.array_equal(found[0], other) for other in found)
-    assert len(np.unique(found[0])) == default_clusters(3000) == 39
+    assert all(np.array_equal(result[0], other) for other in result)
+    assert len(np.unique(result[0])) == default_clusters(3000) == 39
     assert find_clusters(vectors[:2], 9).tolist() == [0, 1] and find_clusters(vectors[:1], None).tolist() == [0]
 
 

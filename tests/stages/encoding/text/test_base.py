@@ -101,8 +101,8 @@ def test_matrices_that_nf4_can_not_pack_stay_as_they_are_and_this_is_said_once(p
 
 @pytest.mark.parametrize("kind", ["sana", long("kandinsky5-image-i2i"), long("wan2.1-t2v")])
 def test_offload_by_blocks_gives_the_same_numbers(make, encoded, plain, kind):
-    for result, wanted in zip(encoded(make(kind, offload="blocks"), CAPTIONS), plain(kind), strict=True):
-        assert torch.equal(result.embeds, wanted.embeds)
+    for result, expected in zip(encoded(make(kind, offload="blocks"), CAPTIONS), plain(kind), strict=True):
+        assert torch.equal(result.embeds, expected.embeds)
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,9 @@ def wan(negative: bool, length: int = 512) -> Callable[[Any, str], torch.Tensor]
 
 def qwen(length: int) -> Callable[[Any, str], torch.Tensor]:
     def embeds(pipe: Any, caption: str) -> torch.Tensor:
-        found, mask = pipe.encode_prompt(caption, device=CPU, max_sequence_length=length)
+        result, mask = pipe.encode_prompt(caption, device=CPU, max_sequence_length=length)
         assert mask is None, "one prompt has no padding"
-        return found[0]
+        return result[0]
 
     return embeds
 
@@ -148,10 +148,10 @@ def test_embeddings_equal_the_pipelines(tiny, case: Case, record_property) -> No
     pipe, encoder, whole = case.pipe(folder), case.encoder(folder), case.encoder(folder, share=False)
     results = case.encoded(encoder, CAPTIONS)
     for result, other, caption in zip(results, case.encoded(whole, CAPTIONS), CAPTIONS, strict=True):
-        wanted, [alone] = case.wanted(pipe, caption), case.encoded(encoder, [caption])
-        assert result.pooled is None and result.embeds.shape == wanted.shape and result.kept == len(wanted)
+        expected, [alone] = case.wanted(pipe, caption), case.encoded(encoder, [caption])
+        assert result.pooled is None and result.embeds.shape == expected.shape and result.kept == len(expected)
         assert result.tokens > result.kept or caption != CAPTIONS[-1]
-        gaps = [(result.embeds - each).abs().max().item() for each in (wanted, alone.embeds, other.embeds)]
+        gaps = [(result.embeds - each).abs().max().item() for each in (expected, alone.embeds, other.embeds)]
         largest = max(largest, *gaps)
     record_property("largest difference", largest)
     print(f"{case.family}, negative={case.negative}: largest difference {largest:.2e}")
@@ -199,11 +199,11 @@ def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(tiny) -> 
     for attention in ("sdpa", "eager"):
         pipe.text_encoder.set_attn_implementation(attention)
         with torch.no_grad():
-            wanted = [klein(pipe, caption, max_sequence_length=48) for caption in CAPTIONS[:2]]
+            expected = [klein(pipe, caption, max_sequence_length=48) for caption in CAPTIONS[:2]]
         encoder = KLEIN.encoder(folder, max_length=48, attention=attention)
         together = [result.embeds for result in KLEIN.encoded(encoder, CAPTIONS[:2])]
         alone = KLEIN.encoded(encoder, CAPTIONS[1:2])[0].embeds
-        pairs = [*zip(together, wanted, strict=True), (together[1], alone)]
+        pairs = [*zip(together, expected, strict=True), (together[1], alone)]
         largest = max([largest, *((one - other).abs().max().item() for one, other in pairs)])
     assert (together[0][-1] - together[1][-1]).abs().max() > 1e-2 < (alone[-1] - alone[-2]).abs().max()
     assert largest <= LIMIT

@@ -91,10 +91,10 @@ def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts, pos
     pairs = [(caption, PICTURES[:count]) for count in counts for caption in CAPTIONS]
     results = encoder.encode([encoder.prepare(asked(encoder, *pair)) for pair in pairs])
     for result, pair in zip(results, pairs, strict=True):
-        wanted = reference(pipe, kind, *pair)
-        assert result.pooled is None and result.embeds.shape == wanted.shape
-        assert result.tokens == result.kept == len(wanted)
-        largest = max(largest, (result.embeds - wanted).abs().max().item())
+        expected = reference(pipe, kind, *pair)
+        assert result.pooled is None and result.embeds.shape == expected.shape
+        assert result.tokens == result.kept == len(expected)
+        largest = max(largest, (result.embeds - expected).abs().max().item())
     record_property("largest difference", largest)
     assert largest <= LIMIT
     assert encoder.stats.prefixed_texts == len(pairs) and encoder.stats.images == max(counts)

@@ -82,9 +82,9 @@ def with_torchvision(torchvision: Path, folder: Path, images: list[Path], out: P
     module = importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     processor = module.Qwen2VLImageProcessor.from_pretrained(folder)
     assert processor.backend == "torchvision"
-    found = [processor(images=[Image.open(path)], return_tensors="np") for path in images]
-    grids = np.concatenate([made["image_grid_thw"] for made in found])
-    np.savez(out, *[made["pixel_values"] for made in found], grids=grids)
+    result = [processor(images=[Image.open(path)], return_tensors="np") for path in images]
+    grids = np.concatenate([made["image_grid_thw"] for made in result])
+    np.savez(out, *[made["pixel_values"] for made in result], grids=grids)
 
 
 def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -> None:
@@ -94,8 +94,8 @@ def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -
         path.write_text(text)
     out = tmp_path / "theirs.npz"
     assert in_child(lambda: with_torchvision(tmp_path / "torchvision", folder, images, out)) == 0
-    with np.load(out) as found:
-        theirs, grids = [found[f"arr_{number}"] for number in range(len(images))], found["grids"]
+    with np.load(out) as result:
+        theirs, grids = [result[f"arr_{number}"] for number in range(len(images))], result["grids"]
     ours = QwenImageProcessor.from_pretrained(folder)
     levels = []
     for path, expected, grid in zip(images, theirs, grids, strict=True):

@@ -30,10 +30,10 @@ def stored(home) -> list[dict[str, np.ndarray]]:
 
 
 def same(row: dict[str, np.ndarray], result) -> bool:
-    wanted = {"embeds": result.embeds} | ({} if result.pooled is None else {"pooled": result.pooled})
-    return row.keys() == wanted.keys() and all(
+    expected = {"embeds": result.embeds} | ({} if result.pooled is None else {"pooled": result.pooled})
+    return row.keys() == expected.keys() and all(
         row[name].shape == value.shape and np.abs(row[name] - value.numpy()).max() <= 1e-5
-        for name, value in wanted.items()
+        for name, value in expected.items()
     )
 
 
@@ -76,29 +76,29 @@ def rows_of(home, kind: str):
 @pytest.fixture
 def encoders(monkeypatch) -> list:
     """The encoders that were loaded."""
-    found: list = []
+    result: list = []
     load = base.load_text_encoder
 
     def loaded(*given):
-        found.append(load(*given))
-        return found[-1]
+        result.append(load(*given))
+        return result[-1]
 
     monkeypatch.setattr(base, "load_text_encoder", loaded)
-    return found
+    return result
 
 
 @pytest.fixture
 def read(monkeypatch) -> list:
     """The requests to the processes that read files."""
-    found: list = []
+    result: list = []
     begin = SandboxPool.begin
 
-    def begun(self, wanted):
-        found.append(wanted)
-        return begin(self, wanted)
+    def begun(self, expected):
+        result.append(expected)
+        return begin(self, expected)
 
     monkeypatch.setattr(SandboxPool, "begin", begun)
-    return found
+    return result
 
 
 @pytest.mark.slow

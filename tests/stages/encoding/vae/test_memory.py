@@ -32,10 +32,10 @@ def test_chunked_frames_give_the_plain_result(opened, frames_at_once, record_pro
     """One frame, one window and several windows, with chunks that do and do not divide them."""
     plain, encoder = opened("hunyuan_video"), opened("hunyuan_video", chunk_frames=frames_at_once)
     for count in (1, 5, 17, 29):
-        wanted, found = (each.encode(clip(count), [0], "moments") for each in (plain, encoder))
-        gap = (found - wanted).abs().max().item()
+        expected, result = (each.encode(clip(count), [0], "moments") for each in (plain, encoder))
+        gap = (result - expected).abs().max().item()
         record_property(f"largest_difference_{count}_frames", gap)
-        assert found.shape == wanted.shape and gap <= LIMIT
+        assert result.shape == expected.shape and gap <= LIMIT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,7 +59,7 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
     frames = 5 if family.video else 1
     small, large = clip(frames, 64, 96), clip(frames, side // 2, side + stride // 2)
     assert torch.equal(plain.encode(small, [0], "mode"), tiled.encode(small, [0], "mode"))
-    untiled, found = plain.encode(large, [0], "mode"), tiled.encode(large, [0], "mode")
+    untiled, result = plain.encode(large, [0], "mode"), tiled.encode(large, [0], "mode")
     vae = open_reference(tiny, name)
     if name in ("flux", "flux2"):
         vae.enable_tiling()
@@ -71,11 +71,11 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
     with torch.no_grad():
         encoded = vae.encode(large if kind.takes_time else large[:, :, 0])
     z = encoded.latent if name == "dc_ae" else encoded.latent_dist.mode()
-    wanted = plain._normalizer.apply(z[:, :, None] if name == "flux2" else z)
-    assert (found - wanted.reshape(found.shape)).abs().max() <= LIMIT
-    gap = ((found - untiled).abs().mean() / untiled.std()).item()
+    expected = plain._normalizer.apply(z[:, :, None] if name == "flux2" else z)
+    assert (result - expected.reshape(result.shape)).abs().max() <= LIMIT
+    gap = ((result - untiled).abs().mean() / untiled.std()).item()
     record_property("mean_difference_in_deviations", gap)
-    assert found.shape == untiled.shape and 1e-3 < gap < 1.0
+    assert result.shape == untiled.shape and 1e-3 < gap < 1.0
 
 
 def test_memory_options_are_in_the_caches_name_and_in_force(project) -> None:

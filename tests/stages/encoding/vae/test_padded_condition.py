@@ -41,7 +41,7 @@ def test_encoded_conditions_equal_the_pipelines(project, tiny, record_property, 
     vae = diffusers.AutoencoderKLWan.from_pretrained(tiny("wan2.2-a14b-i2v") / "vae")
     pipe = diffusers.WanImageToVideoPipeline(None, None, vae, None)
 
-    def wanted(frame: np.ndarray, frames: int) -> torch.Tensor:
+    def expected(frame: np.ndarray, frames: int) -> torch.Tensor:
         image = pipe.video_processor.preprocess(Image.fromarray(frame), height=64, width=64)
         return pipe.prepare_latents(image, 1, 16, 64, 64, frames, torch.float32, torch.device("cpu"))[1][0, 4:]
 
@@ -52,14 +52,14 @@ def test_encoded_conditions_equal_the_pipelines(project, tiny, record_property, 
         frames = read_sample_frames(home.media / planned["path"], planned, "pyav")
         assert sample.tensors["condition"].shape == sample.tensors["latent"].shape == (16, 3, 8, 8)
         stored = torch.from_numpy(sample.tensors["condition"].numpy().copy())
-        gaps.append((stored - wanted(frames[0], 9)).abs().max().item())
+        gaps.append((stored - expected(frames[0], 9)).abs().max().item())
         clip = torch.from_numpy(sample.tensors["latent"].numpy().copy())
         assert (stored - clip)[:, 1:].abs().max() > 1e-2, "it is not the clip"
     with Image.open(photo) as image:
         middle = np.asarray(image.convert("RGB").crop((16, 0, 80, 64)))
     given, taken = data.validation
     assert given.condition.shape == taken.condition.shape == (16, 2, 8, 8)
-    gaps.append((torch.from_numpy(given.condition.numpy().copy()) - wanted(middle, 5)).abs().max().item())
+    gaps.append((torch.from_numpy(given.condition.numpy().copy()) - expected(middle, 5)).abs().max().item())
     record_property("largest difference", max(gaps))
     print(f"conditions: largest difference {max(gaps):.2e}")
     assert max(gaps) <= 1e-5

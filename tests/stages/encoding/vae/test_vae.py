@@ -187,8 +187,8 @@ def test_decoded_pictures_equal_the_pipelines(loaded, name):
         else:
             images = vae.decode(z).sample[:, :, 0] if name == "qwen_image" else vae.decode(z[:, :, 0]).sample
             videos = [[image] for image in VaeImageProcessor().postprocess(images, output_type="pil")]
-    wanted = np.stack([np.stack([*map(np.asarray, video)]) for video in videos])
-    apart = np.abs(decoded.numpy().astype(int) - wanted)
+    expected = np.stack([np.stack([*map(np.asarray, video)]) for video in videos])
+    apart = np.abs(decoded.numpy().astype(int) - expected)
     assert apart.max() <= 1 and apart.mean() < 1e-3  # roundings, because kernels depend on the memory alignment
 
 

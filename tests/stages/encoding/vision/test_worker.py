@@ -54,21 +54,23 @@ def reference(folder: Path, kind: str, frames_FHWC: np.ndarray, grid: tuple[int,
 def test_patches_equal_those_of_transformers(folders, kind: str, grid: tuple[int, int]) -> None:
     frames = clip(3, 96, 160)
     encoder = Encoder(folders[kind], torch.float32, CPU)
-    found = encoder.patches(resize_frames(frames, grid))
-    assert found.shape == (3, *grid, 32)
-    torch.testing.assert_close(found, reference(folders[kind], kind, frames, grid), rtol=0, atol=1e-5)
+    result = encoder.patches(resize_frames(frames, grid))
+    assert result.shape == (3, *grid, 32)
+    torch.testing.assert_close(result, reference(folders[kind], kind, frames, grid), rtol=0, atol=1e-5)
 
 
 def test_a_clip_is_pooled_to_latent_frames_and_tokens(folders) -> None:
     """Nine frames of 5x9 patches on 4x6 tokens: three latent frames."""
     frames = clip(9, 64, 96)
     patches = reference(folders["dinov2"], "dinov2", frames, (5, 9))
-    (found,) = Encoder(folders["dinov2"], torch.float32, CPU).clips([resize_frames(frames, (5, 9))], (4, 6), 4, limit=9)
-    assert found.dtype == torch.bfloat16 and found.shape == (3, 4, 6, 32)
+    (result,) = Encoder(folders["dinov2"], torch.float32, CPU).clips(
+        [resize_frames(frames, (5, 9))], (4, 6), 4, limit=9
+    )
+    assert result.dtype == torch.bfloat16 and result.shape == (3, 4, 6, 32)
     channels = torch.nn.functional.interpolate(patches.permute(0, 3, 1, 2), (20, 54), mode="nearest")
     area = torch.nn.functional.avg_pool2d(channels, (5, 9)).permute(0, 2, 3, 1)
     expected = torch.stack([area[0], area[1:5].mean(0), area[5:9].mean(0)])
-    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(result.float(), expected, rtol=2**-8, atol=1e-4)
 
 
 def test_batch_mates_and_the_size_of_a_pass_change_nothing_beyond_rounding(folders) -> None:
