@@ -157,7 +157,7 @@ def program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 @pytest.fixture
-def made() -> Any:
+def helpers() -> Any:
     """The classes and helpers above, for tests that make their own samples."""
     from types import SimpleNamespace
 

@@ -92,9 +92,9 @@ def pipeline(kind: str, folder: Path):
     return pipeline_class(kind)(transformer=transformer, **absent_parts(pipeline_class(kind)))
 
 
-def absent_parts(expected: type) -> dict[str, None]:
+def absent_parts(pipeline_class: type) -> dict[str, None]:
     """None for every component that a pipeline class requires, except for the transformer."""
-    parameters = inspect.signature(expected).parameters.values()
+    parameters = inspect.signature(pipeline_class).parameters.values()
     required = {parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty}
     return dict.fromkeys(required - {"transformer"})
 
@@ -126,8 +126,8 @@ def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
     prefixes (comfy/utils.py), and maps q, k and v to parts of its own weight."""
     flat = f"lycoris_{name.replace('.', '_')}"
     if isinstance(model, WanTransformer3DModel):
-        name = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda result: f".self_attn.{result[1] or 'o'}", name)
-        name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda result: f".cross_attn.{result[1] or 'o'}", name)
+        name = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda match: f".self_attn.{match[1] or 'o'}", name)
+        name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda match: f".cross_attn.{match[1] or 'o'}", name)
         name = re.sub(r"\.ffn\.net\.(\d)(?:\.proj)?$", r".ffn.\1", name)
         return [f"diffusion_model.{name}"]
     if isinstance(model, Flux2Transformer2DModel):

@@ -118,11 +118,11 @@ def check_result(config, reference) -> None:
 
 def check_shown(config, reference, step: int, atol: float = 1e-3) -> None:
     """Check that the latents of the validation prompts after `step` steps equal the latents of the second run."""
-    one, other = (Path(each.output) / f"run/validation/step-{step:06d}" for each in (config, reference))
-    names = sorted(path.name for path in other.iterdir())
-    assert names and sorted(path.name for path in one.iterdir()) == names
+    first, second = (Path(each.output) / f"run/validation/step-{step:06d}" for each in (config, reference))
+    names = sorted(path.name for path in second.iterdir())
+    assert names and sorted(path.name for path in first.iterdir()) == names
     for name in names:
-        actual, expected = (load_file(folder / name)["latent"] for folder in (one, other))
+        actual, expected = (load_file(folder / name)["latent"] for folder in (first, second))
         torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 

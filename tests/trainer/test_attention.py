@@ -55,9 +55,9 @@ def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> Non
             numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
         else:
             # As if the environment variable DIFFUSERS_ATTN_BACKEND named another backend.
-            with attention_backend("_native_math"), KernelCount() as counted:
+            with attention_backend("_native_math"), KernelCount() as kernel_counts:
                 numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
-            kernels[name] = counted.calls[FLASH], counted.calls[f"{FLASH}_backward"]
+            kernels[name] = kernel_counts.calls[FLASH], kernel_counts.calls[f"{FLASH}_backward"]
         result[name] = [numbers["loss"], numbers["grad_norm"]]
     visual = len(run.family.visual_blocks(run.model))
     assert kernels["native"] == kernels["_native_flash"]  # torch's choice on a CPU
@@ -74,9 +74,9 @@ def test_the_backend_of_the_validation_prompts_is_theirs_alone(ready) -> None:
         validation = {"attention_backend": name, "prompts": prompts, "steps": 2, "eval_samples": 0}
         config = ready("t2i", name=str(name), validation=validation, steps=1, adapter={"rank": 2})
         run = prepared(config)
-        with KernelCount() as counted:
+        with KernelCount() as kernel_counts:
             loop.validate(run, lambda line: None, 0)
-        kernels[name] = counted.calls[FLASH]
+        kernels[name] = kernel_counts.calls[FLASH]
         latents[name] = load_file(run.folder / "validation/step-000000/one.safetensors")["latent"]
         backends = {
             block.self_attention.processor._attention_backend.value for block in run.family.visual_blocks(run.model)

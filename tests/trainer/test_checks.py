@@ -94,12 +94,12 @@ def test_weights_that_are_not_the_models_are_found_by_their_headers(ready, progr
         os.truncate(file, file.stat().st_size - 1)
     elif change == "renamed":
         file.rename(file.with_suffix(".txt"))
-    said = {"missing": "lacks", "surplus": "has weights that", "larger": "is of shape", "cut": "deserializing"}
-    said = said.get(change, r"holds no \*.safetensors")
-    with pytest.raises(LatentpressError, match=said):
+    text = {"missing": "lacks", "surplus": "has weights that", "larger": "is of shape", "cut": "deserializing"}
+    text = text.get(change, r"holds no \*.safetensors")
+    with pytest.raises(LatentpressError, match=text):
         run_checks(moved(config, folder), tmp_path)
     code, report, _ = program(moved(config, folder), dry_run=True)
-    assert code in (INCOMPLETE, USAGE) and re.search(said, report["error"]["message"])
+    assert code in (INCOMPLETE, USAGE) and re.search(text, report["error"]["message"])
 
 
 @pytest.mark.slow
@@ -111,10 +111,12 @@ def test_weights_that_are_not_the_models_are_found_by_their_headers(ready, progr
         ({"set": "set2"}, "no training set 'set2'"),
     ],
 )
-def test_a_named_set_is_checked_by_run_and_by_dry_runs(make_config, make_set, made, tmp_path, options, message) -> None:
+def test_a_named_set_is_checked_by_run_and_by_dry_runs(
+    make_config, make_set, helpers, tmp_path, options, message
+) -> None:
     """Its tensors, and the width of its texts."""
     config = make_config("t2i", **{"set": "set1", **options})
-    items, null, _ = made.mixed_items(config)
+    items, null, _ = helpers.mixed_items(config)
     for text in (null, *(text for item in items for text in item.texts)):
         text["embeds"] = text["embeds"][:, :48]
     make_set(config, items, null, [])

@@ -36,19 +36,19 @@ def test_tensor_keeps_every_bit_and_is_writable() -> None:
 
 @pytest.mark.parametrize("form", ["arrow", "webdataset"])
 @pytest.mark.parametrize("kind", ["t2i", "i2i", "i2v", "sana"])
-def test_batches_hold_what_the_shards_hold(make_config, make_set, made, kind, form) -> None:
+def test_batches_hold_what_the_shards_hold(make_config, make_set, helpers, kind, form) -> None:
     config = make_config(kind)
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     make_set(config, items, null, prompts, form=form)
     ordered = sorted(items, key=lambda item: item.bucket)
-    seen = set()
+    known_ids = set()
     for step in range(6):
         for part in feed(config).step(step).micro_batches:
             batch = part.batch
             assert part.noise_BCTHW.shape == batch.latents_BCTHW.shape
             for i, id in enumerate(batch.ids):
                 item = ordered[int(id.removeprefix("set1-sample"))]
-                seen.add(id)
+                known_ids.add(id)
                 assert item.bucket == batch.bucket
                 assert np.array_equal(batch.latents_BCTHW[i].numpy(), item.latent)
                 length = int(batch.text_mask_BL[i].sum())
@@ -59,7 +59,7 @@ def test_batches_hold_what_the_shards_hold(make_config, make_set, made, kind, fo
                 assert (batch.condition_BCTHW is None) == (kind in ("t2i", "sana"))
                 if batch.condition_BCTHW is not None:
                     assert np.array_equal(batch.condition_BCTHW[i].numpy(), item.condition)
-    assert len(seen) == len(items)
+    assert len(known_ids) == len(items)
 
 
 def test_bfloat16_sets_are_read(make_config, make_set) -> None:

@@ -57,9 +57,16 @@ class Exported:
 
     def __call__(self, overrides: tuple[str, ...] = (), dry_run: bool = False, **own: Any) -> tuple[int, dict]:
         options = Options(self.config, overrides, dry_run, json=True)
-        given: dict[str, Any] = {"source": None, "form": None, "merge": False, "whole": False, "to": None, "scale": 1.0}
-        given["overwrite"] = False
-        code = run_program("export-adapter", run, options, given | own)
+        arguments: dict[str, Any] = {
+            "source": None,
+            "form": None,
+            "merge": False,
+            "whole": False,
+            "to": None,
+            "scale": 1.0,
+        }
+        arguments["overwrite"] = False
+        code = run_program("export-adapter", run, options, arguments | own)
         return code, json.loads(self.capsys.readouterr().out)
 
     def refused(self, **own: Any) -> str:
@@ -106,12 +113,12 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     code, report = it(dry_run=True)
     assert code == OK and report["remaining"] > 0 and not (it.adapter.parent / target).exists()
     code, report = it()
-    made, about = it.adapter.parent / target, report["details"]
+    helpers, about = it.adapter.parent / target, report["details"]
     assert code == OK and report["done"] == about["modules"] == len(adapters.list_adapted_modules(it.model))
     assert (about["rank"], about["alpha"], about["format"], about["to_format"]) == ([4], [2.5], "diffusers", "comfyui")
-    assert about["written"] == [str(made)] and about["written_bytes"] == made.stat().st_size
+    assert about["written"] == [str(helpers)] and about["written_bytes"] == helpers.stat().st_size
     plain = pipeline(kind, it.checkpoint).transformer
-    apply_as_comfyui(plain, made)
+    apply_as_comfyui(plain, helpers)
     close(exact_output(kind, plain), it.wanted)
     merged = it.folder / "merged"
     assert it(merge=True, to=merged, dry_run=True)[0] == OK and not merged.exists()
@@ -267,8 +274,8 @@ def test_a_lokr_of_another_program_is_refused_where_a_format_can_not_hold_it(exp
         base = load_file(it.checkpoint / "transformer" / weights.name)[f"{name}.weight"]
         expected = base + torch.kron(tensors["lokr_w1"], w2)
         torch.testing.assert_close(load_file(weights)[f"{name}.weight"], expected, rtol=1e-5, atol=1e-5)
-    said = it.refused(overrides=("model.path=owner/name",), source=source)
-    assert "module paths with underscores" in said and "on this machine" in said
+    log = it.refused(overrides=("model.path=owner/name",), source=source)
+    assert "module paths with underscores" in log and "on this machine" in log
 
 
 class Foreign(Exported):
@@ -340,13 +347,13 @@ def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
         [path] = files[expert].parent.glob("comfyui*")
         assert load_file(path)["diffusion_model.blocks.0.self_attn.q.lora_A.weight"].unique() == number + 1
     assert one["to"].read_bytes() == path.read_bytes()
-    said = foreign.refused(overrides=("train.experts=low",), source=files["high"])
-    assert "was trained for the expert high, and train.experts is low" in said
+    log = foreign.refused(overrides=("train.experts=low",), source=files["high"])
+    assert "was trained for the expert high, and train.experts is low" in log
     foreign.save("transformer_2")
     for merge in (False, True):
         options = {"source": foreign.adapter, "to": tmp_path / "new", "merge": merge}
-        said = foreign.refused(overrides=("train.experts=low",), **options)
-        assert "has keys of transformer_2" in said
+        log = foreign.refused(overrides=("train.experts=low",), **options)
+        assert "has keys of transformer_2" in log
 
 
 @pytest.mark.slow

@@ -59,9 +59,9 @@ def test_the_loss_is_the_definition(ready, kind, shift) -> None:
     config = ready(kind, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}), **more)
     data, plan = trained(config)
     (part,) = BatchLoader(data, plan, 0.0, low_discrepancy=bool(more)).step(0).micro_batches
-    noise, drawn = part.noise_BCTHW, part.uniform_B
-    modes = 1 - drawn - 1.29 * (torch.cos(torch.pi * drawn / 2) ** 2 - 1 + drawn)
-    u = modes if more else torch.sigmoid(torch.special.ndtri(drawn))
+    noise, draws = part.noise_BCTHW, part.uniform_B
+    modes = 1 - draws - 1.29 * (torch.cos(torch.pi * draws / 2) ** 2 - 1 + draws)
+    u = modes if more else torch.sigmoid(torch.special.ndtri(draws))
     s = 1.6487 if more and kind == "t2i" else shift or config.model.flavour_spec.shift
     sigma = s * u / (1 + (s - 1) * u)
     factor = min((1 - sigma.item()) ** 2, 5 * sigma.item() ** 2) if more else 1
@@ -157,11 +157,11 @@ LOOK = {"every": 2, "steps": [3, 2], "guidance": 2.5, "shift": 2.0, "seed": 7}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_validation_latents_are_the_pipelines_with_what_was_saved(
-    make_config, make_set, made, kind, record_property
+    make_config, make_set, helpers, kind, record_property
 ) -> None:
     """After training: the result loaded by the pipeline's own loader, its own denoising, cached prompts, same noise."""
     config = make_config(kind, validation=LOOK, steps=2, adapter=ADAPTERS.get(kind, {"rank": 4, "alpha": 6.0}))
-    items, null, (shown,) = made.mixed_items(config)
+    items, null, (shown,) = helpers.mixed_items(config)
     # With fewer frames, the numbers of the i2v pipeline are not finite.
     frames = "@17" if config.model.family_spec.video else "@1"
     wide = items[2].latent[:, :1] if kind == "i2v" else None

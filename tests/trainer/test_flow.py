@@ -67,18 +67,20 @@ def test_loss_is_each_samples_own_mean_without_given_frames():
 SIGMA = torch.linspace(0, 1, 1001)
 
 
-def weights(**given) -> torch.Tensor:
-    return loss_weight(Loss(**given), SIGMA)
+def weights(**arguments) -> torch.Tensor:
+    return loss_weight(Loss(**arguments), SIGMA)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
 @pytest.mark.parametrize("name", ["mse", "huber", "smooth_l1"])
 def test_losses_are_their_formulas(name: str, schedule: str) -> None:
     """2 c (sqrt(e^2 + c^2) - c), for smooth_l1 divided by c; errors from 1e-4 to 1e3 at five noise levels."""
-    given = {} if name == "mse" else {"huber_c": 0.3, "huber_schedule": schedule}
+    options = {} if name == "mse" else {"huber_c": 0.3, "huber_schedule": schedule}
     sigma = np.array([0.0, 0.2, 0.5, 0.9, 1.0], np.float32)
     errors = np.float32(10.0) ** np.linspace(-4, 3, 60, dtype=np.float32) * np.float32([[1], [-1], [1], [-1], [1]])
-    result = error_function(Loss(type=name, **given), torch.from_numpy(sigma))(torch.from_numpy(errors)[:, None])[:, 0]
+    result = error_function(Loss(type=name, **options), torch.from_numpy(sigma))(torch.from_numpy(errors)[:, None])[
+        :, 0
+    ]
     sigma, e = sigma.astype(np.longdouble), errors.astype(np.longdouble)
     with np.errstate(divide="ignore"):
         ratio = sigma / (1 - sigma)  # ratio of noise to signal; infinite at noise
@@ -113,9 +115,9 @@ def test_the_bell_is_that_of_a_table_of_1000_timesteps() -> None:
 def test_min_snr_is_that_of_the_predicted_x0(gamma: float) -> None:
     """min(SNR, gamma) times the squared error of x0, where x0 is computed from the predicted velocity."""
     generator = torch.Generator().manual_seed(0)
-    x0, noise, wrong = torch.randn(3, 9, 2, 1, 3, 3, dtype=torch.float64, generator=generator)
+    x0, noise, errors = torch.randn(3, 9, 2, 1, 3, 3, dtype=torch.float64, generator=generator)
     sigma = torch.linspace(0.05, 0.95, 9, dtype=torch.float64)
-    noisy, predicted = interpolate(x0, noise, sigma), velocity(x0, noise) + wrong
+    noisy, predicted = interpolate(x0, noise, sigma), velocity(x0, noise) + errors
     predicted_x0 = noisy - sigma.view(-1, 1, 1, 1, 1) * predicted
     snr = ((1 - sigma) / sigma).square()
     expected = snr.clamp(max=gamma) * (predicted_x0 - x0).square().flatten(1).mean(1)
@@ -128,8 +130,8 @@ def test_min_snr_is_that_of_the_predicted_x0(gamma: float) -> None:
 
 def cumulative(settings: Timesteps, sigma: np.ndarray) -> np.ndarray:
     """The share of evenly spread draws whose sigma is below each value."""
-    drawn = sample_sigma((torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000, settings, 1.0)
-    return np.searchsorted(np.sort(drawn.double().numpy()), sigma) / len(drawn)
+    draws = sample_sigma((torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000, settings, 1.0)
+    return np.searchsorted(np.sort(draws.double().numpy()), sigma) / len(draws)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +164,8 @@ def test_the_distribution_is_that_of_scipy() -> None:
 
 def test_a_list_is_drawn_equally_often_and_is_not_shifted() -> None:
     settings = Timesteps(sampling="list", values=[0.25, 1.0, 0.25, 0.5])
-    drawn = sample_sigma(torch.tensor([0.0, 0.24, 0.25, 0.5, 0.75, 1.0]), settings, 3.0)
-    assert drawn.tolist() == [0.25, 0.25, 1.0, 0.25, 0.5, 0.5]
+    draws = sample_sigma(torch.tensor([0.0, 0.24, 0.25, 0.5, 0.75, 1.0]), settings, 3.0)
+    assert draws.tolist() == [0.25, 0.25, 1.0, 0.25, 0.5, 0.5]
     assert np.bincount((4 * sample_sigma(UNIFORM, settings, 3.0)).long()) / 20000 == pytest.approx(
         [0, 0.5, 0.25, 0, 0.25], abs=0.02
     )
@@ -221,14 +223,14 @@ def test_a_restricted_distribution_is_the_whole_one_under_that_condition(samplin
     """Its quantiles equal the quantiles of the unrestricted draws that are in the range."""
     settings, lowest, highest = Timesteps(sampling=sampling), *within
     every = (torch.arange(200_000) + 0.5) / 200_000
-    drawn = sample_sigma(every, settings, 3.0)
-    inside = drawn[(drawn >= lowest) & (drawn < highest)].sort().values
+    draws = sample_sigma(every, settings, 3.0)
+    inside = draws[(draws >= lowest) & (draws < highest)].sort().values
     places = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99])
     made = sample_sigma(places, settings, 3.0, within).sort().values
     assert made.min() >= lowest and (made.max() < highest or highest == 1)
-    expected = inside[(torch.sort(places if drawn[0] < drawn[-1] else 1 - places).values * (len(inside) - 1)).long()]
+    expected = inside[(torch.sort(places if draws[0] < draws[-1] else 1 - places).values * (len(inside) - 1)).long()]
     torch.testing.assert_close(made, expected, rtol=0, atol=2e-4)
-    assert torch.equal(sample_sigma(every[::1000], settings, 3.0, (0.0, 1.0)), drawn[::1000])
+    assert torch.equal(sample_sigma(every[::1000], settings, 3.0, (0.0, 1.0)), draws[::1000])
 
 
 def test_of_a_list_the_values_in_the_range_are_drawn() -> None:

@@ -35,17 +35,17 @@ def picture(rng: np.random.Generator, channels: int, size: int, frames: int = 1)
     return np.repeat(latent[:, None], frames, 1)
 
 
-def captioned(made, config: Config, bucket: str, size: int, shift: int = 0) -> tuple:
+def captioned(helpers, config: Config, bucket: str, size: int, shift: int = 0) -> tuple:
     """Eight samples, each with its own picture and caption; captions are shifted by `shift` samples."""
     rng = np.random.default_rng(11)
     pictures = [picture(rng, config.model.family_spec.latent_channels, size) for _ in range(8)]
-    texts = [made.caption(rng, 3 + i % 4) for i in range(8)]
-    items = [made.Item(bucket, pictures[i], [texts[(i + shift) % 8]]) for i in range(8)]
-    return items, made.caption(rng, 2), ()
+    texts = [helpers.caption(rng, 3 + i % 4) for i in range(8)]
+    items = [helpers.Item(bucket, pictures[i], [texts[(i + shift) % 8]]) for i in range(8)]
+    return items, helpers.caption(rng, 2), ()
 
 
 @pytest.fixture
-def learn(make_config, make_set, made):
+def learn(make_config, make_set, helpers):
     """learn(kind, make, size, seed=, **train): train on `make`'s samples; eval losses by name.
 
     before, after: losses on the training set. swapped: loss after training, with captions or conditions exchanged.
@@ -57,8 +57,8 @@ def learn(make_config, make_set, made):
         other = make_config(kind, name=f"swapped{seed}", validation=GRID, **settings)
         side = size * config.model.family_spec.spatial_stride
         bucket = f"{side}x{side}" + ("@9" if config.model.family_spec.video else "")
-        make_set(config, *make(made, config, bucket, size))
-        make_set(other, *make(made, config, bucket, size, 1))
+        make_set(config, *make(helpers, config, bucket, size))
+        make_set(other, *make(helpers, config, bucket, size, 1))
         trained = prepared(config)
         result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()

@@ -177,8 +177,8 @@ def test_files_have_the_permissions_of_the_umask(ready, program, kind, adapter) 
     ],
 )
 def test_a_learning_rate_for_another_optimizer_or_adapter_is_warned_of(make_config, adapter, optimizer, warned) -> None:
-    said = warnings_of(make_config("sana", adapter={"type": adapter}, optimizer=optimizer))
-    assert re.search(warned, said) if warned else "train.optimizer" not in said
+    log = warnings_of(make_config("sana", adapter={"type": adapter}, optimizer=optimizer))
+    assert re.search(warned, log) if warned else "train.optimizer" not in log
 
 
 def warnings_of(config) -> str:

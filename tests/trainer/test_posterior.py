@@ -16,12 +16,12 @@ FLUX = FAMILIES["kandinsky5-image"]
 
 
 @pytest.fixture
-def moments_set(make_set, made):
+def moments_set(make_set, helpers):
     """moments_set(config): a set of moments, and (mean, log-variance) of each sample. Log-variances are around -2, so
     that different noise is visible."""
 
     def make(config):
-        items, null, prompts = made.mixed_items(config)
+        items, null, prompts = helpers.mixed_items(config)
         rng, held = np.random.default_rng(5), []
         for number, item in enumerate(items):
             logvar = rng.uniform(-3, -1, item.latent.shape).astype(np.float32)
@@ -90,8 +90,8 @@ def test_moments_are_drawn_alike_while_reading_and_where_the_step_begins(make_co
 def test_every_step_draws_anew_and_ranks_draw_alike(make_config, moments_set, kind) -> None:
     config = make_config(kind)
     held = moments_set(config)
-    whole, again = drawn(config, 6), drawn(config, 6)
-    seen: dict[str, list[torch.Tensor]] = {}
+    whole, second = drawn(config, 6), drawn(config, 6)
+    calls: dict[str, list[torch.Tensor]] = {}
     ranks = [drawn(config, 6, rank=rank, world=2) for rank in (0, 1)]
     for step, samples in enumerate(whole):
         for name, (latent, condition) in samples.items():
@@ -99,13 +99,13 @@ def test_every_step_draws_anew_and_ranks_draw_alike(make_config, moments_set, ki
             noise = (latent - mean) / (logvar / 2).exp()
             assert latent.shape == mean.shape and abs(noise.std() - 1) < 0.1
             assert abs(noise.mean()) < 5 / noise.numel() ** 0.5
-            others = again[step][name], (ranks[0][step] | ranks[1][step])[name]
+            others = second[step][name], (ranks[0][step] | ranks[1][step])[name]
             assert all(torch.equal(latent, other[0]) for other in others)
             if condition is not None:
                 assert condition.shape[0] == config.model.family_spec.latent_channels
                 assert all(torch.equal(condition, other[1]) for other in others)
                 own = (condition - mean[:, :1]) / np.exp(-0.5)
                 assert abs(own.std() - 1) < 0.1 and (own - noise[:, :1]).abs().max() > 1, "noise of its own"
-            seen.setdefault(name, []).append(latent)
-    twice = [latents for latents in seen.values() if len(latents) > 1]
+            calls.setdefault(name, []).append(latent)
+    twice = [latents for latents in calls.values() if len(latents) > 1]
     assert twice and all((latents[0] - latents[1]).abs().max() > 0.1 for latents in twice)

@@ -36,7 +36,7 @@ def test_whatever_loads_weights_asks_for_safetensors() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "from_pretrained":
                 continue
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if not any(word in ast.unparse(node.func) for word in ("Token", "Processor", "config_class", "AutoConfig")):
-                result.append((path.relative_to(ROOT).as_posix(), given.get("use_safetensors")))
+                result.append((path.relative_to(ROOT).as_posix(), options.get("use_safetensors")))
     assert result == [("cache/models/weights.py", "True")], "there is one place that loads weights"

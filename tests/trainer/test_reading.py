@@ -14,9 +14,9 @@ from tests.trainer.runs import opened
 from trainer.data import BatchLoader, prefetch
 
 
-def test_samples_that_differ_are_converted_and_completed(make_config, make_set, made) -> None:
+def test_samples_that_differ_are_converted_and_completed(make_config, make_set, helpers) -> None:
     config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     mask = np.zeros(items[0].latent.shape[1:], np.float32)
     items = [
         replace(item, bucket="64x64", latent=items[0].latent, mask=mask if i % 2 else None)
@@ -88,9 +88,9 @@ def test_several_threads_read_at_once_in_order_and_end() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
-def test_numbers_that_are_not_finite_are_looked_for_after_the_copy(make_config, make_set, made) -> None:
+def test_numbers_that_are_not_finite_are_looked_for_after_the_copy(make_config, make_set, helpers) -> None:
     config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     items[0].latent[3, 0, 2, 1] = np.inf
     make_set(config, items, null, prompts)
     data = opened(config)

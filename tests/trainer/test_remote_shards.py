@@ -104,9 +104,9 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
     process.kill()
     process.wait()
     killing = False
-    done = len(lines(config))
+    last_step = len(lines(config))
     code, report, _ = program(config)
-    assert code == OK and report["done"] >= 8 - done - 1
+    assert code == OK and report["done"] >= 8 - last_step - 1
     assert lines(config) == lines(remote.here) and remote.copies == []
 
 

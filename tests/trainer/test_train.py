@@ -95,7 +95,7 @@ def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monkeypatch) -> None:
+def test_two_processes_train_as_one(make_config, make_set, helpers, tmp_path, monkeypatch) -> None:
     """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both validate,
     each every second prompt, with the moving average, which is saved."""
     entered = tmp_path / "entered"
@@ -111,7 +111,7 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
     common |= {"ema": {"decay": 0.5, "warmup": "none", "validate": True}}
     alone = make_config("t2i", name="alone", accumulate=4, **common)
     two = make_config("t2i", name="two", accumulate=2, **common)
-    items, null, (prompt,) = made.mixed_items(alone)
+    items, null, (prompt,) = helpers.mixed_items(alone)
     prompts = [replace(prompt, name=name) for name in ("one", "two", "three")]
     make_set(alone, items, null, prompts)
     make_set(two, items, null, prompts)
@@ -143,18 +143,18 @@ def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path)
         write(config, path)
     make_set(config)
     message = on_ranks(paths, (USAGE, USAGE))["error"]["message"]
-    said = f"  rank 1 on {socket.gethostname()}: train.seed: 0 on rank 0, 5 on rank 1"
-    assert message.splitlines() == ["the ranks differ:", said]
+    log = f"  rank 1 on {socket.gethostname()}: train.seed: 0 on rank 0, 5 on rank 1"
+    assert message.splitlines() == ["the ranks differ:", log]
 
 
 @pytest.mark.slow
-def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, made, tmp_path) -> None:
+def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, helpers, tmp_path) -> None:
     """Their sets have the same training samples, and the second set one more sample for the eval loss."""
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
     for path, held_out in zip(paths, (1, 2), strict=True):
         config = make_config("t2i", name=path.stem, steps=1)
         config = config.model_copy(update={"output": str(tmp_path / "output")})
-        items, null, _ = made.mixed_items(config)
+        items, null, _ = helpers.mixed_items(config)
         items += [replace(item, role="eval") for item in items[:held_out]]
         make_set(config, items, null, [])
         write(config, path)
@@ -217,21 +217,21 @@ def test_looking_leaves_dropout_off(ready) -> None:
         config = ready("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
         run = prepared(config)
         move_adapter(run)
-        seen: list[dict] = []
+        calls: list[dict] = []
         run.denoiser.train()
-        loop.validate(run, lambda numbers, latent=True, seen=seen: seen.append(numbers), 1)
+        loop.validate(run, lambda numbers, latent=True, calls=calls: calls.append(numbers), 1)
         latent = load_file(run.folder / "validation" / "step-000001" / "one.safetensors")["latent"]
-        result.append((seen[0]["eval_loss"], latent))
+        result.append((calls[0]["eval_loss"], latent))
     assert result[0][0] == result[1][0] and torch.equal(result[0][1], result[1][1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [0, 3])
-def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, make_set, made, held_out) -> None:
+def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, make_set, helpers, held_out) -> None:
     """The run logs it."""
     look = {"eval_samples": 5, "eval_sigmas": [0.5]}
     config = make_config("t2i", validation=look, steps=2)
-    items, null, _ = made.mixed_items(config)
+    items, null, _ = helpers.mixed_items(config)
     for item in items[:held_out]:
         item.role = "eval"
     make_set(config, items, null, [])
@@ -245,7 +245,7 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     read: list[int] = []
     reader = BatchReader(data)
     real = reader.read
-    reader.read = lambda rows, *rest: (read.extend(rows.tolist()), real(rows, *rest))[1]  # type: ignore[method-assign]
+    reader.read = lambda rows, *arguments: (read.extend(rows.tolist()), real(rows, *arguments))[1]  # type: ignore[method-assign]
     settings = Validation(eval_samples=5, eval_sigmas=(0.5,))
     validation.compute_eval_loss(lambda noisy, sigma, batch: noisy, reader, settings, 1, torch.device("cpu"))
     assert len(read) == (held_out or 5) and set(read) <= set(rows)
@@ -263,18 +263,18 @@ def flip(config) -> None:
 def test_damage_stops_training_before_a_gradient(ready, program, monkeypatch) -> None:
     config = ready("t2i", steps=12, checkpoint_every=1)
     flip(config)
-    seen: list[str] = []
+    calls: list[str] = []
     monkeypatch.setattr(
         loop,
         "backward",
         lambda run, number, part, share, real=loop.backward: (
-            seen.extend(part.batch.ids),
+            calls.extend(part.batch.ids),
             real(run, number, part, share),
         )[1],
     )
     with pytest.raises(DamageError) as caught:
         train(config)
-    assert caught.value.id is not None and caught.value.id not in seen
+    assert caught.value.id is not None and caught.value.id not in calls
     code, report, _ = program(config)
     assert code == DAMAGE
     damage = report["damage"][0]
@@ -309,17 +309,17 @@ def spoil(batch, wrong: bool):
 
 @pytest.mark.long
 def test_every_rank_checks_its_local_cache_for_the_steps_that_remain(ready, make_config, tmp_path, monkeypatch) -> None:
-    seen = tmp_path / "seen"
+    calls = tmp_path / "seen"
 
     def note(settings, data, schedule, steps, ranks) -> None:
-        with seen.open("a") as file:
+        with calls.open("a") as file:
             file.write(f"{ranks.local} of {ranks.world}: {steps}\n")
 
     monkeypatch.setattr(prepare, "open_window", note)
     on_two_ranks(write(ready("t2i", steps=1), tmp_path))
     on_two_ranks(write(make_config("t2i", steps=2), tmp_path))
     expected = [f"{rank} of 2: {steps}" for rank in (0, 1) for steps in (range(1), range(1, 2))]
-    assert sorted(seen.read_text().splitlines()) == sorted(expected)
+    assert sorted(calls.read_text().splitlines()) == sorted(expected)
 
 
 def test_dry_run_says_what_would_be_trained(ready, program) -> None:

@@ -50,8 +50,8 @@ def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -
     loop.train_loop(prepared(cut))
     more = make_config("t2i", name="cut", steps=4, **settings)
     assert loop.train_loop(prepared(more))["skipped"] == 2
-    for one, other in zip(checkpoint(whole, 4), checkpoint(more, 4), strict=True):
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    for first, second in zip(checkpoint(whole, 4), checkpoint(more, 4), strict=True):
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
     trained, state = checkpoint(whole, 4)
     with safe_open(Path(result["saved"]) / "pytorch_lora_weights.safetensors", framework="pt") as file:

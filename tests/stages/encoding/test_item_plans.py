@@ -67,13 +67,13 @@ def test_a_damaged_plan_of_items_is_set_aside_and_made_again(home: Project) -> N
     before = find(home)
     path = home.root / "plans" / before.name / "units.arrow"
     path.write_bytes(path.read_bytes()[:-30])
-    said = list[str]()
+    log = list[str]()
     config = home.config()
-    again = find_item_plan(Store(home.root), config, caption_request(config), True, said.append)
-    assert "planned again" in said[0] and members(again) == {
-        name: ids for name, ids in members(plans.load_plan(Store(home.root), again.name)).items()
+    second = find_item_plan(Store(home.root), config, caption_request(config), True, log.append)
+    assert "planned again" in log[0] and members(second) == {
+        name: ids for name, ids in members(plans.load_plan(Store(home.root), second.name)).items()
     }
-    assert len(again.active) == 5 and (home.root / "damaged" / "plans").is_dir()
+    assert len(second.active) == 5 and (home.root / "damaged" / "plans").is_dir()
 
 
 def test_what_was_not_discovered_is_named(home: Project) -> None:

@@ -104,9 +104,9 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
     os.kill(children[0].pid, signal.SIGKILL)
     assert [child.wait() for child in children[1:]] == [0, 0, 0]
     assert home.shards("latents") == expected
-    done = [int(path.read_text()) for path in tmp_path.glob("done-*")]
-    assert len(done) == 3 and sum(map(bool, done)) >= 2, done
-    assert sum(done) < 2 * 30, "a process does not see what the others have in work"
+    counts = [int(path.read_text()) for path in tmp_path.glob("done-*")]
+    assert len(counts) == 3 and sum(map(bool, counts)) >= 2, counts
+    assert sum(counts) < 2 * 30, "a process does not see what the others have in work"
     assert home.run(encode_latents.run).done == 0
 
 

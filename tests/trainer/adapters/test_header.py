@@ -159,8 +159,8 @@ def test_a_file_that_is_damaged_or_foreign_is_named_with_the_reason(tmp_path, ca
 
 
 def test_what_is_no_safetensors_file_is_refused(tmp_path) -> None:
-    whole = write(tmp_path / "a.safetensors", pairs()).read_bytes()
-    for data in (b"", b"\0" * 20, whole[:-4], whole[:50], b"\xff" * 40):
+    content = write(tmp_path / "a.safetensors", pairs()).read_bytes()
+    for data in (b"", b"\0" * 20, content[:-4], content[:50], b"\xff" * 40):
         (tmp_path / "a.safetensors").write_bytes(data)
         with pytest.raises(AdapterError, match=r"a\.safetensors is damaged"):
             read_adapter(tmp_path / "a.safetensors")

@@ -116,14 +116,14 @@ HOW_MADE: dict[str, tuple[dict, dict]] = {
 @pytest.mark.parametrize(("kind", "how"), in_turn(["kandinsky5-image-t2i", "sana"], HOW_MADE))
 def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, how) -> None:
     """Without targets, rank and alpha, which are from the file; the saved result is the same adapter."""
-    made, settings = HOW_MADE[how]
-    first, model, pipe = trained(kind, tiny(kind), **made), load(kind, tiny), pipeline(kind, tiny(kind))
+    helpers, settings = HOW_MADE[how]
+    first, model, pipe = trained(kind, tiny(kind), **helpers), load(kind, tiny), pipeline(kind, tiny(kind))
     export.save_lora(first, tmp_path, kind)
     pipe.load_lora_weights(tmp_path)
     theirs, before = output(kind, pipe.transformer), output(kind, model)
     make_trainable(model, KINDS[kind][0], Adapter(init=str(tmp_path), **settings))
     assert (theirs - before).abs().max() > 1e-3
-    atol = 2e-6 if "dora" in made else 1e-6
+    atol = 2e-6 if "dora" in helpers else 1e-6
     torch.testing.assert_close(output(kind, model.eval()), theirs, rtol=0, atol=atol)
     export.save_lora(model, tmp_path / "again", kind)
     pipe.unload_lora_weights()

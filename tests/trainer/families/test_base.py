@@ -111,11 +111,11 @@ def test_a_route_finds_tokens_by_name_in_tuples_and_behind_a_text(joint, by_name
     unchanged."""
     image, text, marks = torch.randn(2, IMAGE, 3), torch.randn(2, TEXT, 3), torch.randn(2, IMAGE)
     positions = torch.tensor([[0, 2, 5], [1, 2, 3]])
-    kept, blocks = KeptTokens(positions, IMAGE), [JointBlock(), JointBlock()]
+    kept_tokens, blocks = KeptTokens(positions, IMAGE), [JointBlock(), JointBlock()]
     first, last = (PLACES[each] for each in joint)
-    change_arguments(blocks[0], partial(begin, kept, first))
-    blocks[1].register_forward_hook(partial(end, kept, last))
-    found_text, result = run_blocks(blocks, joint, image, text, kept.take(marks), by_name)
+    change_arguments(blocks[0], partial(begin, kept_tokens, first))
+    blocks[1].register_forward_hook(partial(end, kept_tokens, last))
+    found_text, result = run_blocks(blocks, joint, image, text, kept_tokens.take(marks), by_name)
     rows = torch.arange(2)[:, None]
     taken_text, taken = run_blocks(
         [JointBlock(), JointBlock()], joint, image[rows, positions], text, marks[rows, positions]
@@ -128,8 +128,8 @@ def test_a_route_finds_tokens_by_name_in_tuples_and_behind_a_text(joint, by_name
 def run_blocks(blocks, joint, image, text, marks, by_name=False):
     for block, joined in zip(blocks, joint, strict=True):
         hidden = torch.cat([text, image], 1) if joined else image
-        given = {"hidden_states": hidden, "encoder_hidden_states": None if joined else text, "marks": marks}
-        output = block(**given) if by_name else block(*given.values())
+        options = {"hidden_states": hidden, "encoder_hidden_states": None if joined else text, "marks": marks}
+        output = block(**options) if by_name else block(*options.values())
         text, image = (output[:, :TEXT], output[:, TEXT:]) if joined else output
     return text, image
 

@@ -28,11 +28,11 @@ def make_batch(lengths, height=3, width=5, seed=0, references=()) -> Batch:
     """references: (height, width) of each, as latents."""
     text, mask = pad_text([random(length, 96, seed=seed + 100 + i) for i, length in enumerate(lengths)])
     latents = random(len(lengths), 128, 1, height, width, seed=seed)
-    given = {
+    options = {
         f"reference{number}": random(len(lengths), 128, 1, *sides, seed=seed + 200 + number)
         for number, sides in enumerate(references, 1)
     }
-    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "80x48@1", given)
+    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "80x48@1", options)
 
 
 TWO = ((4, 4), (6, 4))  # references; the pipeline requires at least 64 pixels
@@ -52,13 +52,13 @@ def make_pipeline(folder, dtype=torch.float32):
 
 def last_latents(pipe, **arguments) -> torch.Tensor:
     """(B, C, h, w) in the model's space, which the pipeline then converts to the autoencoder's."""
-    seen = []
+    calls = []
     pipe(
         **arguments,
         output_type="latent",
-        callback_on_step_end=lambda _, step, time, result: seen.append(result["latents"]) or {},
+        callback_on_step_end=lambda _, step, time, result: calls.append(result["latents"]) or {},
     )
-    return seen[-1].transpose(1, 2).reshape(arguments["latents"].shape)
+    return calls[-1].transpose(1, 2).reshape(arguments["latents"].shape)
 
 
 @pytest.mark.slow
@@ -173,8 +173,9 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     check_batch_mates(Flux2(), model, make_batch([3, 8], references=TWO), record_property, task="i2i")
 
 
-def by_hand(model, latents_C1HW, sigma, text_LD, kept) -> torch.Tensor:
-    """(N, C) of one sample by blocks with the stock attention. kept: image tokens of the second and third block."""
+def by_hand(model, latents_C1HW, sigma, text_LD, kept_tokens) -> torch.Tensor:
+    """(N, C) of one sample by blocks with the stock attention. kept_tokens: image tokens of the second and third
+    block."""
     text, x = model.context_embedder(text_LD[None]), model.x_embedder(latents_C1HW.flatten(1).T[None])
     time = model.time_guidance_embed(1000 * sigma[None], None)
     image_mod, text_mod = model.double_stream_modulation_img(time), model.double_stream_modulation_txt(time)
@@ -182,7 +183,7 @@ def by_hand(model, latents_C1HW, sigma, text_LD, kept) -> torch.Tensor:
     places = (torch.arange(side) for side in (1, 1, 1, len(text_LD)))
     image, words = (model.pos_embed(torch.cartesian_prod(*each)) for each in (grid, places))
     for number, block in enumerate([*model.transformer_blocks, *model.single_transformer_blocks]):
-        tokens = kept if number in (1, 2) else [*range(x.shape[1])]
+        tokens = kept_tokens if number in (1, 2) else [*range(x.shape[1])]
         rotary = tuple(torch.cat([word, places[tokens]]) for word, places in zip(words, image, strict=True))
         if number < len(model.transformer_blocks):
             text, new = block(x[:, tokens], text, image_mod, text_mod, rotary)
@@ -198,11 +199,11 @@ def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, recor
     """Each sample drops its own tokens; one of the two texts is padded."""
     model, batch, sigma = Flux2().load(str(tiny(KIND))), make_batch([7, 4]), torch.tensor([0.3, 0.7])
     places = torch.tensor([[0, 3, 4, 9, 14], [1, 2, 7, 8, 13]])
-    kept, (first, last) = KeptTokens(places, 15), Flux2().blocks(model)[1:3]
+    kept_tokens, (first, last) = KeptTokens(places, 15), Flux2().blocks(model)[1:3]
     hooks = [
-        change_arguments(first, partial(begin, kept, Flux2().block_tokens(first))),
-        last.register_forward_hook(partial(end, kept, Flux2().block_tokens(last))),
-        *Flux2().route_blocks([first, last], kept),
+        change_arguments(first, partial(begin, kept_tokens, Flux2().block_tokens(first))),
+        last.register_forward_hook(partial(end, kept_tokens, Flux2().block_tokens(last))),
+        *Flux2().route_blocks([first, last], kept_tokens),
     ]
     with torch.no_grad():
         prediction = flux2.pack(Flux2().predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))

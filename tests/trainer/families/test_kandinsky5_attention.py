@@ -44,9 +44,9 @@ class ByHand(stock.Kandinsky5AttnProcessor):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         if not self.keep_all:
-            chosen = self.flavour_spec(q.detach(), k.detach())
-            self.densities.append(chosen.float().mean().item())
-            scores = scores.masked_fill(~torch.kron(chosen, torch.ones(64, 64)).bool(), float("-inf"))
+            selection = self.flavour_spec(q.detach(), k.detach())
+            self.densities.append(selection.float().mean().item())
+            scores = scores.masked_fill(~torch.kron(selection, torch.ones(64, 64)).bool(), float("-inf"))
         return attn.out_layer((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2, -1))
 
     @staticmethod
@@ -58,13 +58,13 @@ class ByHand(stock.Kandinsky5AttnProcessor):
     def flavour_spec(q, k):
         q_mean, k_mean = (x.unflatten(2, (-1, 64)).mean(3) for x in (q, k))
         weights = (q_mean @ k_mean.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
-        chosen = torch.zeros_like(weights, dtype=torch.bool)
+        selection = torch.zeros_like(weights, dtype=torch.bool)
         for place in np.ndindex(*weights.shape[:-1]):
             left_out = 0.0
             for block in weights[place].argsort().tolist():
                 left_out += weights[place][block].item()
-                chosen[place][block] = left_out >= 1 - SPARSE["attention_P"]
-        return chosen | torch.eye(weights.shape[-1], dtype=torch.bool)  # a window of 1 is the block itself
+                selection[place][block] = left_out >= 1 - SPARSE["attention_P"]
+        return selection | torch.eye(weights.shape[-1], dtype=torch.bool)  # a window of 1 is the block itself
 
 
 def nabla_run(tiny, processor=None):

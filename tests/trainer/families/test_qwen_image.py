@@ -123,9 +123,9 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
     torch.testing.assert_close(prediction, expected, rtol=0, atol=1e-5)
 
 
-def by_hand(model, single, noisy_BCTHW, sigma_B, kept) -> torch.Tensor:
-    """(N, 4 C) of one sample by blocks with the stock attention. kept: tokens of the second and third block, among the
-    N tokens of the noisy image; all tokens of the references, which have no noise, are computed."""
+def by_hand(model, single, noisy_BCTHW, sigma_B, kept_tokens) -> torch.Tensor:
+    """(N, 4 C) of one sample by blocks with the stock attention. kept_tokens: tokens of the second and third block,
+    among the N tokens of the noisy image; all tokens of the references, which have no noise, are computed."""
     latents = (noisy_BCTHW, *single.references)
     packed = [qwen_image.pack(each) for each in latents]
     count, x = packed[0].shape[1], model.img_in(torch.cat(packed, 1))
@@ -135,7 +135,7 @@ def by_hand(model, single, noisy_BCTHW, sigma_B, kept) -> torch.Tensor:
     rope, text_rope = model.pos_embed([shapes], max_txt_seq_len=text.shape[1], device=x.device)
     index = (torch.arange(x.shape[1]) >= count).int()[None]
     for number, block in enumerate(model.transformer_blocks):
-        tokens = [*(kept if number else range(count)), *range(count, x.shape[1])]
+        tokens = [*(kept_tokens if number else range(count)), *range(count, x.shape[1])]
         rotary = rope[tokens], text_rope
         text, new = block(x[:, tokens], text, None, time, rotary, None, index[:, tokens])
         x = x.clone()
@@ -148,10 +148,10 @@ def test_a_route_past_references_equals_its_blocks_by_hand(tiny, record_property
     """Each sample drops its own tokens, but no tokens of references, which have the noise level 0."""
     model, sigma = QwenImage().load(str(tiny(PLUS))), torch.tensor([0.3, 0.7])
     batch, places = make_batch([7, 4], references=TWO), torch.tensor([[0, 3, 4, 9, 11], [1, 2, 7, 8, 10]])
-    kept, (first, last) = KeptTokens(places, 12), QwenImage().blocks(model)[1:]
-    change_arguments(first, partial(begin, kept, QwenImage().block_tokens(first)))
-    last.register_forward_hook(partial(end, kept, QwenImage().block_tokens(last)))
-    QwenImage().route_blocks([first, last], kept)
+    kept_tokens, (first, last) = KeptTokens(places, 12), QwenImage().blocks(model)[1:]
+    change_arguments(first, partial(begin, kept_tokens, QwenImage().block_tokens(first)))
+    last.register_forward_hook(partial(end, kept_tokens, QwenImage().block_tokens(last)))
+    QwenImage().route_blocks([first, last], kept_tokens)
     if checkpointing:
         model.enable_gradient_checkpointing()
     prediction = qwen_image.pack(QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, "i2i")).detach()

@@ -102,11 +102,11 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
     """The inputs that the pipeline makes at its own timesteps; for the 5B model a timestep for each token."""
     (family, task), folder = KINDS[kind], tiny(kind)
     pipe, batch = make_pipeline(kind, folder), make_batch(kind, [9])
-    seen = {}
+    calls = {}
 
     def keep(module, args, kwargs, output):
-        seen.setdefault("inputs", kwargs)
-        seen.setdefault("output", output[0])
+        calls.setdefault("inputs", kwargs)
+        calls.setdefault("output", output[0])
 
     pipe.transformer.register_forward_hook(keep, with_kwargs=True)
     options = {"image": picture(family)} if task == "i2v" else {}
@@ -120,12 +120,12 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
         num_inference_steps=3,
         output_type="latent",
     )
-    inputs = seen["inputs"]
+    inputs = calls["inputs"]
     sigma_B = inputs["timestep"].reshape(1, -1)[:, -1].double() / 1000
     batch.condition_BCTHW = inputs["hidden_states"][:, :, :1] if task == "i2v" else None
     with torch.no_grad():
         prediction = Wan().predict(Wan().load(str(folder)), inputs["hidden_states"], sigma_B, batch, task)
-    difference = (prediction - seen["output"]).abs().max().item()
+    difference = (prediction - calls["output"]).abs().max().item()
     record_property("largest difference", difference)
     print(f"{kind}, prediction: largest difference {difference:.2e}")
     assert difference <= 1e-5
@@ -173,9 +173,9 @@ def test_a_route_of_all_tokens_changes_nothing_and_one_of_some_equals_a_smaller_
     assert grid.tokens == FRAMES * ROWS * COLUMNS // 4
 
     def output(positions, blocks):
-        kept = KeptTokens(torch.tensor([positions]), grid.tokens)
-        handles = [blocks[0].register_forward_pre_hook(lambda _, inputs: (kept.take(inputs[0]), *inputs[1:]))]
-        handles += Wan().route_blocks(blocks, kept)
+        kept_tokens = KeptTokens(torch.tensor([positions]), grid.tokens)
+        handles = [blocks[0].register_forward_pre_hook(lambda _, inputs: (kept_tokens.take(inputs[0]), *inputs[1:]))]
+        handles += Wan().route_blocks(blocks, kept_tokens)
         last = {}
         handles.append(blocks[-1].register_forward_hook(lambda *call: last.setdefault("out", call[-1])))
         handles.append(blocks[-1].register_forward_hook(lambda *call: torch.zeros(1, grid.tokens, call[-1].shape[-1])))

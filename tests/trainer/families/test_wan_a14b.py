@@ -123,7 +123,7 @@ def ended(config: Config, folder, *overrides: str) -> int:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_both_experts_are_trained_one_after_the_other(make_config, make_set, made, tmp_path, capsys, task):
+def test_both_experts_are_trained_one_after_the_other(make_config, make_set, helpers, tmp_path, capsys, task):
     """Each expert has its own run. The samples of the second run have the first run's adapter, too: they equal the
     samples of the pipeline with both files, loaded by its own loader. An interrupted run continues as if it was not
     interrupted."""
@@ -132,7 +132,7 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
     settings = {"validation": look, "steps": 2, "experts": "both", "adapter": {"rank": 4}, "checkpoint_every": 1}
     settings["adapter"]["formats"] = ["diffusers", "comfyui"]
     config = make_config(kind, **settings)
-    make_set(config, *made.mixed_items(config))
+    make_set(config, *helpers.mixed_items(config))
     assert ended(config, tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["done"] == 4 and {"high", "low"} <= report["details"].keys()
@@ -142,8 +142,8 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
         lowest, highest = run.expert.range
         curve = runs.lines(run, "eval_by_sigma")[2]
         assert len(curve) == 4 and all(lowest <= float(sigma) < highest for sigma in curve)
-        again = load_config(run.run_folder / "config.yaml")
-        assert (again.train.experts, again.eval_sigmas) == (name, run.eval_sigmas)
+        saved_config = load_config(run.run_folder / "config.yaml")
+        assert (saved_config.train.experts, saved_config.eval_sigmas) == (name, run.eval_sigmas)
 
     pipe = make_trained(task, config)
     shown = [run.run_folder / "validation" for run in experts.values()]
@@ -159,8 +159,8 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
     if task == "i2v":
         options["image"] = Image.new("RGB", (64, 64))
         condition = torch.from_numpy(prompt.condition.numpy())[None].float()
-        given = wan_a14b.given_frames(Batch(noise, condition, texts[0], torch.ones(1, 1), None, ["one"], ""))
-        pipe.prepare_latents = lambda *_, **__: (noise, given)
+        condition_frames = wan_a14b.given_frames(Batch(noise, condition, texts[0], torch.ones(1, 1), None, ["one"], ""))
+        pipe.prepare_latents = lambda *_, **__: (noise, condition_frames)
     expected = pipe(
         **options,
         prompt_embeds=padded(texts[0]),
@@ -214,22 +214,24 @@ def make_trained(task, config):
 
 
 @pytest.mark.long
-def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(make_config, make_set, made, tmp_path, capsys):
+def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(
+    make_config, make_set, helpers, tmp_path, capsys
+):
     """`both` then continues with the second expert; a finished run is not trained again."""
     whole, parted = (
         make_config("wan-a14b", name=name, experts="both", steps=3, adapter={"rank": 2}) for name in ("a", "b")
     )
     for config in (whole, parted):
-        make_set(config, *made.mixed_items(config))
+        make_set(config, *helpers.mixed_items(config))
     assert ended(whole, tmp_path) == 0
     assert ended(parted, tmp_path, "train.steps=2", "train.experts=high") == 0
     assert not parted.expert_runs[1].run_folder.exists()
     assert ended(parted, tmp_path) == 0
     capsys.readouterr()
-    for one, other in zip(whole.expert_runs, parted.expert_runs, strict=True):
-        assert runs.lines(one) == runs.lines(other) and list(runs.lines(one)) == [1, 2, 3]
+    for one, second in zip(whole.expert_runs, parted.expert_runs, strict=True):
+        assert runs.lines(one) == runs.lines(second) and list(runs.lines(one)) == [1, 2, 3]
         result, expected = (
-            load_file(run.run_folder / "adapter" / "pytorch_lora_weights.safetensors") for run in (other, one)
+            load_file(run.run_folder / "adapter" / "pytorch_lora_weights.safetensors") for run in (second, one)
         )
         assert all(torch.equal(result[name], value) for name, value in expected.items())
     first = [path.stat().st_mtime_ns for path in sorted(whole.run_folder.rglob("*.safetensors"))]
@@ -237,7 +239,7 @@ def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(make_conf
     report = json.loads(capsys.readouterr().out)
     assert report["done"] == 0 and report["skipped"] == 6
     assert [path.stat().st_mtime_ns for path in sorted(whole.run_folder.rglob("*.safetensors"))] == first
-    assert all(one < other for one, other in pairwise(sorted(runs.lines(whole))))
+    assert all(one < second for one, second in pairwise(sorted(runs.lines(whole))))
 
 
 def test_what_does_not_go_with_the_experts_is_refused(make_config):

@@ -59,13 +59,13 @@ def test_an_optimizer_on_a_device_goes_on_after_a_stop(make_config, make_set, de
     if device == "cpu" and name != "bnb-adamw8bit-paged":
         pytest.skip("tests/trainer/setup/test_optimizers.py has it")
     settings = {"optimizer": {"name": name, "lr": 1e-3, "warmup": 1}, "adapter": {"rank": 64}, "checkpoint_every": 2}
-    whole, cut = (make_config("sana", name=run, **on(device, **settings)) for run in ("whole", "cut"))
-    for config in (whole, cut):
+    full_run, cut = (make_config("sana", name=run, **on(device, **settings)) for run in ("whole", "cut"))
+    for config in (full_run, cut):
         make_set(config)
-    train(whole)
+    train(full_run)
     train(cut.model_copy(update={"train": cut.train.model_copy(update={"steps": 2})}))
     train(cut)
-    assert lines(cut) == pytest.approx(lines(whole), rel=1e-4)
+    assert lines(cut) == pytest.approx(lines(full_run), rel=1e-4)
 
 
 @pytest.mark.long
@@ -93,12 +93,12 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(make_config, make_set
     finally:
         child.kill()
     assert child.wait() == -signal.SIGKILL
-    done = newest_checkpoint(folder)[0].step
-    after, whole = config("killed", done + 3), config("whole", done + 3)
+    last_step = newest_checkpoint(folder)[0].step
+    after, whole = config("killed", last_step + 3), config("whole", last_step + 3)
     make_set(whole)
     train(after)
     train(whole)
-    assert [*lines(after)] == [*lines(whole)] == [*range(1, done + 4)]
+    assert [*lines(after)] == [*lines(whole)] == [*range(1, last_step + 4)]
     assert lines(after) == pytest.approx(lines(whole), rel=1e-4)
 
 

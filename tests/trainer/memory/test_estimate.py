@@ -91,7 +91,7 @@ def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
 
 
 @pytest.mark.long
-def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config, make_set, made, tmp_path) -> None:
+def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config, make_set, helpers, tmp_path) -> None:
     skip_without_peaks()
     rows = [(kind, settings) for kind in GRID for settings in GRID[kind]]
     shapes, configs = {}, []
@@ -105,10 +105,11 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config,
         source = config.model.model_copy(update={"path": str(tmp_path / kind)})
         configs.append(config.model_copy(update={"model": source}))
         rng, bucket = np.random.default_rng(0), SIZES[kind][number % 2]
-        captions = [made.caption(rng, 32, kind == "t2i") for _ in range(5)]
-        given = [made.latent(rng, config, f"{w}x{h}") for w, h in Bucket.parse(bucket).references]
+        captions = [helpers.caption(rng, 32, kind == "t2i") for _ in range(5)]
+        given = [helpers.latent(rng, config, f"{w}x{h}") for w, h in Bucket.parse(bucket).references]
         items = [
-            made.Item(bucket, made.latent(rng, config, bucket), [caption], references=given) for caption in captions[1:]
+            helpers.Item(bucket, helpers.latent(rng, config, bucket), [caption], references=given)
+            for caption in captions[1:]
         ]
         make_set(config, items, captions[0])
     lines = [json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)) for config in configs]
@@ -116,14 +117,14 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config,
     environment = {**os.environ, **MALLOC, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, input="\n".join(lines), stdout=subprocess.PIPE, text=True, env=environment)
     assert ended.returncode == 0
-    wrong = []
+    failures = []
     measured = [json.loads(line) for line in ended.stdout.splitlines()]
     for number, ((kind, settings), config, (most, saved)) in enumerate(zip(rows, configs, measured, strict=True)):
         predicted = estimate_memory(config, shapes[kind], [SIZES[kind][number % 2]], 32)
         share, on_disk = (predicted.device + predicted.offloaded) / most, predicted.checkpoint / saved
         print(f"{kind} {settings}: {share:.3f} of {most >> 10} KiB, {on_disk:.3f} of {saved >> 10} KiB on disk")
-        wrong += [] if 0.85 < share < 1.15 and 0.95 < on_disk < 1.05 else [(kind, settings, share, on_disk)]
-    assert len(measured) == len(rows) and not wrong, wrong
+        failures += [] if 0.85 < share < 1.15 and 0.95 < on_disk < 1.05 else [(kind, settings, share, on_disk)]
+    assert len(measured) == len(rows) and not failures, failures
 
 
 @pytest.mark.slow

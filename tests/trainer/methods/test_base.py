@@ -74,9 +74,9 @@ def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
     kept = load_file(config.run_folder / "checkpoints/step-000002/trainable.safetensors")
     assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight) and "methods.tapping.bias" in kept
     assert not torch.equal(before, tapping.head.weight)
-    again = prepared(make_config("t2i", steps=2, accumulate=2))
+    second = prepared(make_config("t2i", steps=2, accumulate=2))
     with torch.no_grad():
         tapping.head.weight.zero_()
-    resumed = loop.resume_run(again)
+    resumed = loop.resume_run(second)
     assert resumed is not None and resumed.step == 2
     assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight)

@@ -24,14 +24,14 @@ def make_step(task: Any, number: int = 0, rows: tuple[int, ...] = tuple(range(CO
     """Random samples, the same in each call; `rows`: number of samples."""
     generator, frames = torch.Generator().manual_seed(0), 4 if task.endswith("v") else 1
     x0, noise, condition = (torch.randn(COUNT, 4, frames, 24, 16, generator=generator) for _ in range(3))
-    text, chosen = torch.ones(COUNT, 1, 1), list(rows)
+    text, selection = torch.ones(COUNT, 1, 1), list(rows)
     batch = Batch(x0, None if task.startswith("t") else condition, text, text[..., 0].bool(), None, ["id"] * COUNT, "")
-    sigma_B = torch.tensor([0.1, 0.4, 0.7, 1.0])[chosen]
+    sigma_B = torch.tensor([0.1, 0.4, 0.7, 1.0])[selection]
     return MethodStep(
         number=number, steps=1000, model=None, task=task, predict=None, most_passes=int, shift=1.0,
         family=module_of(FAMILIES["kandinsky5-video" if frames > 1 else "kandinsky5-image"]),
-        batch=batch.select(torch.tensor(chosen)), noise_BCTHW=noise[chosen],
-        sigma_B=sigma_B, host_sigma_B=sigma_B, identities=[f"{number}/{row}" for row in chosen],
+        batch=batch.select(torch.tensor(selection)), noise_BCTHW=noise[selection],
+        sigma_B=sigma_B, host_sigma_B=sigma_B, identities=[f"{number}/{row}" for row in selection],
     )  # fmt: skip
 
 

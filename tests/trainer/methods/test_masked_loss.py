@@ -13,9 +13,9 @@ from trainer.flow import sample_sigma
 from trainer.run import metrics
 
 
-def masked(made, config, every: int = 1):
+def masked(helpers, config, every: int = 1):
     """Items of which every `every`-th has its own mask, of one frame or of all frames."""
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     rng = np.random.default_rng(1)
     for number, item in enumerate(items):
         if number % every == 0:
@@ -31,11 +31,11 @@ def first_loss(config) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "every"), [*in_turn(["t2i", "i2v", "sana"], [1, 2]), long("wan-a14b-i2v", 2)])
-def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind, every) -> None:
+def test_the_mask_multiplies_the_squared_error(make_config, make_set, helpers, kind, every) -> None:
     """A sample without a mask, in a batch with masks, is trained everywhere."""
     methods = {"masked_loss": {"unmasked_weight": 0.25}}
     config = make_config(kind, steps=1, batch_size=4, caption_dropout=0.0, methods=methods)
-    make_set(config, *masked(made, config, every))
+    make_set(config, *masked(helpers, config, every))
     run = prepared(config)
     [part] = run.loader.step(0).micro_batches
     mask = part.batch.extras["mask"]
@@ -54,7 +54,7 @@ def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, made) -> None:
+def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, helpers) -> None:
     """Each sample's loss is the weighted mean of its trained frames; for a sample without a mask, the plain mean. It is
     the same for any division of the global batch. With a Huber loss and weights of the noise levels."""
     losses = []
@@ -63,7 +63,7 @@ def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, m
         parts = {"batch_size": size, "accumulate": accumulate, "caption_dropout": 0.5, "seed": 1}
         parts |= {"loss": {"type": "huber", "huber_c": 0.5, "weighting": "cosmap"}}
         config = make_config("i2v", name=name, steps=1, methods=methods, **parts)
-        items, null, prompts = masked(made, config)
+        items, null, prompts = masked(helpers, config)
         for item in items:
             item.bucket, item.latent, item.condition = items[0].bucket, items[0].latent, items[0].condition
             item.mask = items[0].mask ** 4
@@ -89,11 +89,11 @@ def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, m
 
 
 @pytest.mark.slow
-def test_the_prior_is_the_prediction_without_adapter_outside_of_the_mask(make_config, make_set, made) -> None:
+def test_the_prior_is_the_prediction_without_adapter_outside_of_the_mask(make_config, make_set, helpers) -> None:
     """Also for a sample that is trained everywhere in this step, and for a sample without a mask."""
     methods = {"masked_loss": {"prior_weight": 3.0, "unmasked_probability": 0.3}}
     config = make_config("i2v", steps=1, batch_size=6, methods=methods, seed=2, adapter={"rank": 2})
-    make_set(config, *masked(made, config, every=2))
+    make_set(config, *masked(helpers, config, every=2))
     run = prepared(config)
     for seed, parameter in enumerate(run.trainable.values()):
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))

@@ -21,9 +21,9 @@ ROLLOUT = {"scheduled_sampling": {"probability": 0.6, "max_step_offset": 2, "sch
 ROUTE = {"tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 1}]}}
 
 
-def marked(made, config, every: int = 2):
+def marked(helpers, config, every: int = 2):
     """Items of which every `every`-th is regularization data, with masks if they are used."""
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     for number, item in enumerate(items if config.train.methods.masked_loss else ()):
         item.mask = np.random.default_rng(number).random(item.latent.shape[1:], dtype=np.float32)
     for item in items[::every]:
@@ -39,14 +39,14 @@ def marked(made, config, every: int = 2):
         ("sana", {"type": "lokr"}, {}),
     ],
 )
-def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, made, kind, adapter, options) -> None:
+def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, helpers, kind, adapter, options) -> None:
     """In a batch with other samples, with the same noise, sigma and text, which may be the null prompt."""
     masked = kind == "t2i"
     methods = {"regularization": options} if options else {}
     methods |= {"masked_loss": {"unmasked_weight": 0.5}} if masked else {}
     adapter = {"rank": 2, **adapter}
     config = make_config(kind, steps=1, batch_size=6, caption_dropout=0.4, adapter=adapter, methods=methods)
-    make_set(config, *marked(made, config))
+    make_set(config, *marked(helpers, config))
     run = prepared(config)
     move_adapter(run)
     [part] = run.loader.step(0).micro_batches
@@ -74,7 +74,7 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, m
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", [long("ddp"), "fsdp2"])
 def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_whole_one(
-    make_config, make_set, made, tmp_path, strategy
+    make_config, make_set, helpers, tmp_path, strategy
 ) -> None:
     methods = ROLLOUT | ROUTE | {"crepa": {"block_index": 1}, "masked_loss": {"unmasked_weight": 0.5}}
     methods |= {"input_perturbation": {"decay_steps": 4}, "regularization": {}}
@@ -89,7 +89,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     alone = make_config("t2i", name="alone", accumulate=4, steps=2, **common)
     two = make_config("t2i", name="two", accumulate=2, steps=2, parallel={"strategy": strategy}, **common)
     cut = make_config("t2i", name="cut", accumulate=4, steps=1, **common)
-    items, *others = with_features(made, alone, masks=True)
+    items, *others = with_features(helpers, alone, masks=True)
     items[0].regularization = items[5].regularization = True
     for config in (alone, two, cut):
         make_set(config, items, *others)
@@ -115,11 +115,11 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     ],
 )
 def test_what_has_no_base_is_refused_before_a_model_is_loaded(
-    make_config, make_set, made, tmp_path, capsys, monkeypatch, every, settings, message
+    make_config, make_set, helpers, tmp_path, capsys, monkeypatch, every, settings, message
 ) -> None:
     monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
     path = tmp_path / "pipeline.yaml"
-    items, null, prompts = marked(made, make_config("t2i"), every)
+    items, null, prompts = marked(helpers, make_config("t2i"), every)
     items[0].regularization = every < 99
     config = make_config("t2i", **settings)
     make_set(config, items, null, prompts)

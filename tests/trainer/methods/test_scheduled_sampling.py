@@ -41,7 +41,9 @@ ADAPTERS = {"t2i": {"rank": 2, "dropout": 0.5, "init_weights": "olora"}, "i2v": 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "correction"), [("t2i", 1.0), ("i2v", 0.5), ("sana", 0.0)])
-def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(make_config, make_set, made, kind, correction) -> None:
+def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(
+    make_config, make_set, helpers, kind, correction
+) -> None:
     """Samples of several lengths in one batch, some of which are not rolled out; with masks for Sana."""
     settings = {"probability": 0.7, "max_step_offset": 3, "schedule_steps": 10, "correction": correction}
     config = make_config(
@@ -54,7 +56,7 @@ def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(make_config, mak
         adapter=ADAPTERS[kind],
         methods={"scheduled_sampling": settings, **({"masked_loss": {}} if kind == "sana" else {})},
     )
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     for number, item in enumerate(items if kind == "sana" else ()):
         item.mask = np.random.default_rng(number).random(item.latent.shape[1:], dtype=np.float32)
     make_set(config, items, null, prompts)

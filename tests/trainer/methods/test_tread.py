@@ -47,7 +47,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def start(make_config, make_set, made, deep) -> Callable[..., loop.TrainState]:
+def start(make_config, make_set, helpers, deep) -> Callable[..., loop.TrainState]:
     """start(kind, routes or None, masks=, tread=, **train options): a full-rank run with two samples per batch."""
 
     def get(kind: str, routes: list | None, *, masks: bool = False, tread: dict | None = None, **settings: Any) -> Any:
@@ -59,27 +59,27 @@ def start(make_config, make_set, made, deep) -> Callable[..., loop.TrainState]:
         model = config.model.model_copy(update={"path": str(deep(kind))})
         config = config.model_copy(update={"model": model})
         if not Path(config.root).exists():
-            make_set(config, *samples(made, config, BUCKETS[kind], masks))
+            make_set(config, *samples(helpers, config, BUCKETS[kind], masks))
         return prepare(config)
 
     return get
 
 
-def samples(made, config: Config, bucket: str, masks: bool):
+def samples(helpers, config: Config, bucket: str, masks: bool):
     """Four samples of one bucket, with captions of unequal lengths; every second sample has a mask."""
     rng, pooled, items = np.random.default_rng(3), "pooled" in config.model.family_spec.text_widths, []
     for number in range(4):
-        x0 = made.latent(rng, config, bucket)
+        x0 = helpers.latent(rng, config, bucket)
         clean_frames = config.model.family_spec.condition_frames(config.model.task)
         condition = {"i2v": x0[:, :clean_frames], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(
             config.model.task
         )
-        item = made.Item(bucket, x0, [made.caption(rng, 3 + number, pooled)], condition)
+        item = helpers.Item(bucket, x0, [helpers.caption(rng, 3 + number, pooled)], condition)
         if masks and number % 2:
             item.mask = np.zeros(x0.shape[1:], np.float32)
             item.mask[-1, 1:-1, 1 : 1 + x0.shape[3] // 2] = 0.5
         items.append(item)
-    return items, made.caption(rng, 2, pooled), []
+    return items, helpers.caption(rng, 2, pooled), []
 
 
 def prepare(config: Config) -> loop.TrainState:

@@ -28,15 +28,15 @@ def kept_by_hand(identity: str, route: int, groups: int, given: int, must: set[i
     return [number for number in range(groups) if number not in dropped]
 
 
-def put_back(all_ND: torch.Tensor, kept: list[int], new_KD: torch.Tensor) -> torch.Tensor:
+def put_back(all_ND: torch.Tensor, kept_tokens: list[int], new_KD: torch.Tensor) -> torch.Tensor:
     rows = list(all_ND)
-    for place, row in zip(kept, new_KD, strict=True):
+    for place, row in zip(kept_tokens, new_KD, strict=True):
         rows[place] = row
     return torch.stack(rows)
 
 
-def kandinsky_by_hand(model, arguments: dict, kept: list[list[int]]) -> torch.Tensor:
-    """The stock forward pass of one sample; kept: route -> tokens."""
+def kandinsky_by_hand(model, arguments: dict, kept_tokens: list[list[int]]) -> torch.Tensor:
+    """The stock forward pass of one sample; kept_tokens: route -> tokens."""
     visual = model.visual_embeddings(arguments["hidden_states"])
     shape, sparse = visual.shape[:-1], arguments["sparse_params"]
     time = model.time_embeddings(arguments["timestep"]) + model.pooled_text_embeddings(arguments["pooled_projections"])
@@ -53,7 +53,7 @@ def kandinsky_by_hand(model, arguments: dict, kept: list[list[int]]) -> torch.Te
         rope = torch.stack([ropes[(0, *place)] for place in places])
         whole = [*range(len(x))]
         for number, block in enumerate(model.visual_transformer_blocks):
-            tokens = kept[ROUTED[number]] if number in ROUTED else whole
+            tokens = kept_tokens[ROUTED[number]] if number in ROUTED else whole
             near = None
             if sparse is not None:
                 near = [(t, y // 8, x // 8) for t, y, x in (places[token] for token in tokens[::64])]
@@ -76,27 +76,29 @@ def nabla_by_hand(attn, hidden, sparse_params, rotary_emb) -> torch.Tensor:
     for q, k, v in zip(query.unbind(1), key.unbind(1), value.unbind(1), strict=True):
         means = (x.detach().unflatten(0, (count, 64)).mean(1) for x in (q, k))
         weights = torch.einsum("id,jd->ij", *means).div(q.shape[-1] ** 0.5).softmax(-1)
-        chosen = torch.zeros(count, count, dtype=torch.bool)
+        selection = torch.zeros(count, count, dtype=torch.bool)
         for i, place in enumerate(sparse_params):
             left_out = 0.0
             for j in weights[i].argsort().tolist():
                 left_out += weights[i, j].item()
                 near = abs(place[0] - sparse_params[j][0]) <= 1 and place[1:] == sparse_params[j][1:]
-                chosen[i, j] = near or left_out >= 1 - NABLA["attention_P"]
-        assert chosen.float().mean() < 0.5, "sparse"
-        scores = (q @ k.T / q.shape[-1] ** 0.5).masked_fill(~torch.kron(chosen, torch.ones(64, 64)).bool(), -torch.inf)
+                selection[i, j] = near or left_out >= 1 - NABLA["attention_P"]
+        assert selection.float().mean() < 0.5, "sparse"
+        scores = (q @ k.T / q.shape[-1] ** 0.5).masked_fill(
+            ~torch.kron(selection, torch.ones(64, 64)).bool(), -torch.inf
+        )
         heads.append(scores.softmax(-1) @ v)
     return attn.out_layer(torch.stack(heads, 1).flatten(1))[None]
 
 
-def sana_by_hand(model, noisy_CHW, sigma, text_LD, kept: list[list[int]]) -> torch.Tensor:
+def sana_by_hand(model, noisy_CHW, sigma, text_LD, kept_tokens: list[list[int]]) -> torch.Tensor:
     """One sample. In a route, the feed-forward gets the whole grid, with the waiting tokens unchanged."""
     height, width = noisy_CHW.shape[1:]
     x = model.patch_embed(noisy_CHW[None])[0]
     time, embedded = model.time_embed(1000 * sigma[None] * model.config.timestep_scale, batch_size=1)
     text = model.caption_norm(model.caption_projection(text_LD[None]))
     for number, block in enumerate(model.transformer_blocks):
-        tokens = kept[ROUTED[number]] if number in ROUTED else [*range(len(x))]
+        tokens = kept_tokens[ROUTED[number]] if number in ROUTED else [*range(len(x))]
         shift, scale, gate, shift_ff, scale_ff, gate_ff = block.scale_shift_table + time.view(6, -1)
         new = x[tokens]
         new = new + gate * block.attn1((block.norm1(new) * (1 + scale) + shift)[None])[0]

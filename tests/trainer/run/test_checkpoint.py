@@ -125,9 +125,9 @@ def test_what_is_exported_bit_for_bit_is_written_once(tmp_path: Path) -> None:
 
     saved = saved_at(tmp_path, 2, parameters, optimizer, export=export)
     assert load_file(saved / "trainable.safetensors").keys() == {"a.bias", "b.weight"}
-    again = model(9)
-    checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer()))
-    assert all(torch.equal(again[name], parameters[name]) for name in names)
+    second = model(9)
+    checkpoint.restore(newest(tmp_path), second, make_optimizer(second, Optimizer()))
+    assert all(torch.equal(second[name], parameters[name]) for name in names)
     (saved / "part/model.st").unlink()
     with pytest.raises(resume.NoUsableCheckpoint, match=r"it has no part/model\.st"):
         resume.newest_checkpoint(tmp_path)

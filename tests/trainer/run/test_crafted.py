@@ -60,10 +60,10 @@ CASES = [
 @pytest.mark.parametrize(
     ("case", "form"), [(number, ("arrow", "webdataset")[number % 2]) for number in range(len(CASES))]
 )
-def test_what_cant_be_trained_on_is_named(make_config, make_set, made, case, form) -> None:
+def test_what_cant_be_trained_on_is_named(make_config, make_set, helpers, case, form) -> None:
     kind, part, change, message = CASES[case]
     config = make_config(kind)
-    items, null, _ = made.mixed_items(config)
+    items, null, _ = helpers.mixed_items(config)
     craft(items, null, part, change)
     make_set(config, items, null, [], form=form)
     data = find_set(config.root, "current", config.model.family, config.model.task)
@@ -81,9 +81,9 @@ def test_what_cant_be_trained_on_is_named(make_config, make_set, made, case, for
 
 
 @pytest.mark.parametrize("part", ["text", "condition"])
-def test_a_crafted_validation_prompt_is_named(make_config, make_set, made, part) -> None:
+def test_a_crafted_validation_prompt_is_named(make_config, make_set, helpers, part) -> None:
     config = make_config("i2v")
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     if part == "text":
         prompts[0].text["embeds"][0, 0] = np.nan
     else:
@@ -96,10 +96,10 @@ def test_a_crafted_validation_prompt_is_named(make_config, make_set, made, part)
 
 
 @pytest.mark.slow
-def test_training_ends_as_damage_does(make_config, make_set, made, program) -> None:
+def test_training_ends_as_damage_does(make_config, make_set, helpers, program) -> None:
     """No step was taken on the tensor."""
     config = make_config("t2i", steps=40, caption_dropout=0.0, validation={"eval_samples": 0})
-    items, null, _ = made.mixed_items(config)
+    items, null, _ = helpers.mixed_items(config)
     craft(items, null, *NOT_A_NUMBER)
     make_set(config, items, null, [])
     code, report, _ = program(config)

@@ -64,12 +64,12 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(ready, monkeypatch,
 
     assert in_child(work) == 0
     folder = config.run_folder
-    done = 2 if victim == "checkpoint" else 4
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == f"step-{done:06d}"
+    last_step = 2 if victim == "checkpoint" else 4
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == f"step-{last_step:06d}"
     assert not list(folder.glob("checkpoints/.*")) and not (folder / "result.json").exists()
     assert not list(folder.glob("adapter/*.safetensors"))
     result = train(config)
-    assert (result["skipped"], result["done"]) == (done, 4 - done)
+    assert (result["skipped"], result["done"]) == (last_step, 4 - last_step)
     assert (folder / "adapter" / "pytorch_lora_weights.safetensors").exists()
 
 

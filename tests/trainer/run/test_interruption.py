@@ -69,10 +69,10 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     """Bit for bit, with dropout in the adapter, and with the validation of the step at which it stopped."""
     common = {"caption_dropout": 0.3, "adapter": DROPOUT, "batch_size": 2, "steps": 5, "checkpoint_every": 100}
     common |= {"validation": {"eval_samples": 2, "eval_sigmas": [0.5], "every": 3}}
-    whole, cut = (make_config("t2i", name=name, **common) for name in ("whole", "cut"))
-    make_set(whole)
+    full_run, cut = (make_config("t2i", name=name, **common) for name in ("whole", "cut"))
+    make_set(full_run)
     make_set(cut)
-    assert program(whole)[0] == OK
+    assert program(full_run)[0] == OK
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as during:
         at_step(during, 3, lambda: tell(*numbers))
@@ -88,9 +88,9 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     assert checkpoints(cut) == [3] and list(lines(cut)) == [1, 2, 3]
     code, report, _ = program(cut)
     assert (code, report["done"], report["skipped"]) == (OK, 2, 3)
-    assert lines(cut) == lines(whole) and list(lines(cut)) == [1, 2, 3, 4, 5]
-    assert lines(cut, "eval_loss") == lines(whole, "eval_loss") and list(lines(cut, "eval_loss")) == [0, 3, 5]
-    expected = result(whole)
+    assert lines(cut) == lines(full_run) and list(lines(cut)) == [1, 2, 3, 4, 5]
+    assert lines(cut, "eval_loss") == lines(full_run, "eval_loss") and list(lines(cut, "eval_loss")) == [0, 3, 5]
+    expected = result(full_run)
     assert all(torch.equal(value, expected[name]) for name, value in result(cut).items())
     steps = {path.parent.name for path in (cut.run_folder / "validation").glob("*/*")}
     assert steps == {"step-000000", "step-000003", "step-000005"}
@@ -163,10 +163,10 @@ def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, program
     config = ready("t2i", steps=4, checkpoint_every=100, validation=look)
     real = loop.validation.write_validation_latents
 
-    def interrupted(model, family, config, data, folder, *rest):
+    def interrupted(model, family, config, data, folder, *arguments):
         if folder is not None and not folder.exists() and folder.name != "step-000000":
             tell(signal.SIGTERM)
-        return real(model, family, config, data, folder, *rest)
+        return real(model, family, config, data, folder, *arguments)
 
     monkeypatch.setattr(loop.validation, "write_validation_latents", interrupted)
     for step, message in ((2, "the run resumes at step 3"), (4, "the result is not saved yet")):
@@ -212,10 +212,12 @@ def test_all_ranks_stop_after_the_same_step(ready, tmp_path, told) -> None:
         os.kill(children[told], signal.SIGTERM)
 
     report = on_two_ranks(write(config, tmp_path), signal_one, INCOMPLETE)
-    done = report["done"]
-    assert checkpoints(config) == [done] and max(lines(config)) == done >= 2
+    last_step = report["done"]
+    assert checkpoints(config) == [last_step] and max(lines(config)) == last_step >= 2
     reason = "a signal to another rank" if told else "SIGTERM"
-    assert report["details"]["stopped"].startswith(f"by {reason}; nothing is lost: the checkpoint at step {done} has")
+    assert report["details"]["stopped"].startswith(
+        f"by {reason}; nothing is lost: the checkpoint at step {last_step} has"
+    )
 
 
 def wait_for_step(config, step: int) -> None:

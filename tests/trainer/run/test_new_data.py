@@ -22,9 +22,9 @@ pytestmark = pytest.mark.slow
 CONTINUE = {"on_new_data": "continue", "batch_size": 2, "checkpoint_every": 2}
 
 
-def write_set(make_set, made, config, name: str, seed: int = 0, held_out: int = 0, count: int = 12) -> None:
+def write_set(make_set, helpers, config, name: str, seed: int = 0, held_out: int = 0, count: int = 12) -> None:
     """Write set `name` with other samples instead of the previous set; the last `held_out` samples are held out."""
-    items, null, prompts = made.mixed_items(config, count, seed)
+    items, null, prompts = helpers.mixed_items(config, count, seed)
     items[count - held_out :] = [replace(item, role="eval") for item in items[count - held_out :]]
     make_set(config, items, null, prompts, name=name, ids=name)
 
@@ -37,7 +37,7 @@ def state(config) -> resume.CheckpointState:
 
 @pytest.mark.long
 @pytest.mark.parametrize("order", [long(None), 2])
-def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_set, made, order) -> None:
+def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_set, helpers, order) -> None:
     """Two changes of the data; a run that is killed after the second one ends with the same numbers, bit for bit."""
     torch.set_num_threads(1)
     ended = {}
@@ -45,7 +45,7 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
         settings = CONTINUE | {"name": name, "shuffle_shards": order, "caption_dropout": 0.3}
         for number, steps in enumerate((3, 7, 13)):
             config = make_config("t2i", steps=steps, **settings)
-            write_set(make_set, made, config, f"set{number}", seed=number, count=12 + number)
+            write_set(make_set, helpers, config, f"set{number}", seed=number, count=12 + number)
             for step in kills if number == 2 else ():
                 kill_at(config, step)
             train(config)
@@ -54,21 +54,21 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
         assert state(config).terms["data"]["set"] == "set2"
         result = metrics.read_metrics(config.run_folder / "metrics.jsonl")
         assert [(line["step"], line["set"]) for line in result if "set" in line] == [(3, "set1"), (7, "set2")]
-    whole, cut = ended["whole"], ended["cut"]
-    assert lines(whole) == lines(cut) and list(lines(whole)) == list(range(1, 14))
-    for key, value in trained_weights(whole).items():
+    full_run, cut = ended["whole"], ended["cut"]
+    assert lines(full_run) == lines(cut) and list(lines(full_run)) == list(range(1, 14))
+    for key, value in trained_weights(full_run).items():
         assert torch.equal(value, trained_weights(cut)[key])
-    rates = lines(whole, "lr")
+    rates = lines(full_run, "lr")
     assert rates[13] == rates[4], "the schedule counts on: after its warmup it is constant"
-    fresh = plan_batches(whole, opened(whole))
+    fresh = plan_batches(full_run, opened(full_run))
     buckets = {line["step"]: line["buckets"] for line in result if "buckets" in line}
     assert [buckets[8 + n] for n in range(6)] == [fresh.step_buckets(n) for n in range(6)], "the order begins anew"
 
 
-def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, make_set, made) -> None:
+def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, make_set, helpers) -> None:
     config = ready("t2i", steps=2)
     train(config)
-    write_set(make_set, made, config, "set2", seed=1)
+    write_set(make_set, helpers, config, "set2", seed=1)
     with pytest.raises(ResumeError, match=r"training data: set set1 with 12 samples .* set set2") as caught:
         train(make_config("t2i", steps=3))
     command = "latentpress train --set train.on_new_data=continue"
@@ -79,13 +79,13 @@ def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, ma
 
 
 @pytest.mark.long
-def test_losses_of_before_are_not_compared(make_config, make_set, made) -> None:
+def test_losses_of_before_are_not_compared(make_config, make_set, helpers) -> None:
     settings = CONTINUE | {"validation": {"eval_samples": 4, "eval_sigmas": [0.5], "every": 2, "steps": 1}}
     config = make_config("t2i", steps=4, **settings)
-    write_set(make_set, made, config, "set1", held_out=4)
+    write_set(make_set, helpers, config, "set1", held_out=4)
     train(config)
     longer = make_config("t2i", steps=6, **settings)
-    write_set(make_set, made, longer, "set2", seed=1, held_out=4)
+    write_set(make_set, helpers, longer, "set2", seed=1, held_out=4)
     train(longer)
     result = metrics.read_metrics(config.run_folder / "metrics.jsonl")
     evaluated = {line["step"]: line["eval_id"] for line in result if "eval_id" in line}
@@ -105,13 +105,13 @@ def change(store: Store, rel: str, edit) -> None:
 @pytest.mark.parametrize(
     "case", ["other encoders", "trained sample", "trained media", "set is gone", long("gone before")]
 )
-def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case: str) -> None:
+def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, helpers, case: str) -> None:
     config, longer = (make_config("t2i", steps=steps, on_new_data="continue") for steps in (2, 3))
     store = Store(config.root)
     make_set(config)
     train(config)
     held_out = 4 if case != "other encoders" else 0
-    write_set(make_set, made, config, "set2", seed=1, held_out=held_out)
+    write_set(make_set, helpers, config, "set2", seed=1, held_out=held_out)
     if case == "trained sample":
         change(store, "sets/set2/index.arrow", lambda rows: rows[-1].update(sample_id="set1-sample3"))
     elif case == "trained media":  # at another resolution
@@ -131,7 +131,7 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
         )
     elif case == "set is gone":
         store.remove("sets/set1/set.json")
-    said = {
+    messages = {
         "other encoders": "its shards of latents and text",
         "trained sample": "holds out 1 samples that this run was trained on: set1-sample",
         "trained media": "holds out 1 samples that this run was trained on: [0-9a-f]{32}",
@@ -145,5 +145,5 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
         with pytest.raises(ResumeError, match="was trained on set set1, which is missing"):
             train(make_config("t2i", steps=5, on_new_data="continue"))
         return
-    with pytest.raises(ResumeError, match=said[case]):
+    with pytest.raises(ResumeError, match=messages[case]):
         train(longer)

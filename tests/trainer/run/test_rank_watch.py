@@ -118,9 +118,9 @@ def test_a_rank_that_can_not_read_its_shards(run_ranks, monkeypatch, tmp_path) -
     weights = {"weight": torch.ones(2)}
     checkpoint.save(weights, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "0")), no_dist=True)
 
-    def find(files, result, real=RunFiles.checkpoint):
+    def find(files, newest, real=RunFiles.checkpoint):
         checkpoint.load(weights, storage_reader=HuggingFaceStorageReader(str(tmp_path / os.environ["RANK"])))
-        return real(files, result)
+        return real(files, newest)
 
     monkeypatch.setattr(RunFiles, "checkpoint", find)
     message = run_ranks(600, (INCOMPLETE, 1), {})["error"]["message"]

@@ -86,13 +86,13 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
         assert sorted(ours.keys()) == sorted(theirs.keys())
         header, stock_header = ours.metadata(), theirs.metadata()
     assert header["latentpress.family"] == kind and header["latentpress.step"] == "12"
-    made, expected = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
+    helpers, expected = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
     # peft's suffixes select the same modules in this model; our names are the modules.
-    assert made.pop("transformer.target_modules") == sorted(
+    assert helpers.pop("transformer.target_modules") == sorted(
         adapters.choose_targets(Kandinsky5().load(str(tiny(kind))), [Kandinsky5().LORA_TARGETS])
     )
     assert expected.pop("transformer.target_modules")
-    assert made == expected
+    assert helpers == expected
 
 
 @pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", "sana"])

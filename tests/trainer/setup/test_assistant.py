@@ -71,8 +71,8 @@ def test_over_a_quantized_base_it_adds_the_same(ready, wide, tmp_path) -> None:
         with_it = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
         with assistant_off(run.model):
             without = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
-        again = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
-    assert torch.equal(with_it, again) and (with_it - without).norm() > 0.01 * without.norm()
+        second = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
+    assert torch.equal(with_it, second) and (with_it - without).norm() > 0.01 * without.norm()
 
 
 @pytest.mark.long

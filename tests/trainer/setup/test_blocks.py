@@ -117,8 +117,8 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, 
         torch.compiler.reset()
         run = prepared(config, Console())
         numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
-        said = capsys.readouterr().err
-        graphs = [int(number) for number in re.findall(r"torch.compile: graph (\d+) of the blocks", said)]
+        log = capsys.readouterr().err
+        graphs = [int(number) for number in re.findall(r"torch.compile: graph (\d+) of the blocks", log)]
         assert len(graphs) == (0 if name == "plain" else expected), "two blocks of images, one of text; three of Sana"
         result.append((numbers["loss"], numbers["grad_norm"]))
     assert result[1] == pytest.approx(result[0], rel=1e-4)

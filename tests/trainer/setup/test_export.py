@@ -52,7 +52,7 @@ def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(ready, k
     assert (ours - before).abs().max() > 1e-3
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
     if adapter.get("type") == "lokr":
-        apart = exact_output(name, pipe.transformer)
+        gap = exact_output(name, pipe.transformer)
         pipe.transformer.fuse_lora()
         merged = exact_output(name, pipe.transformer)
-        assert (merged - apart).abs().mean() <= 1e-6 * apart.abs().mean()
+        assert (merged - gap).abs().mean() <= 1e-6 * gap.abs().mean()

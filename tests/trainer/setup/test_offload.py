@@ -68,8 +68,8 @@ def test_loss_prediction_and_gradients_are_those_without_offload(make, is_long, 
         for blocks_per_group in (1, 2, 5) if adapter == "lora" and is_long else (2,):
             model = make(name, adapter)
             scheduler = settle(model, blocks_per_group, prefetch=blocks_per_group == 2)
-            for one, other in zip(step(KIND, model), expected, strict=True):
-                assert torch.equal(one, other), (adapter, blocks_per_group)
+            for first, second in zip(step(KIND, model), expected, strict=True):
+                assert torch.equal(first, second), (adapter, blocks_per_group)
             assert len(scheduler.groups) == {1: 5, 2: 3, 5: 1}[blocks_per_group]
 
 
@@ -80,13 +80,13 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
     home, trained = frozen(model), trainable_parameters(model)
     names = dict(model.named_parameters()).keys()
     scheduler = settle(model, 2, prefetch)
-    seen: list[list[bool]] = []
+    states: list[list[bool]] = []
     blocks = blocks_of(model)
     numbers = {id(weight): number for number, block in enumerate(blocks) for weight in block.parameters()}
     group_of = {name: numbers[id(weight)] // 2 for name, weight in home.items()}
 
     def look(block: torch.nn.Module, *_: object) -> None:
-        seen.append([group.is_on_device for group in scheduler.groups])
+        states.append([group.is_on_device for group in scheduler.groups])
         copied = {name for name, weight in model.named_parameters() if name in home and weight is not home[name]}
         assert copied == {name for name in home if scheduler.groups[group_of[name]].is_on_device}
         assert all(dict(model.named_parameters())[name] is weight for name, weight in trained.items())
@@ -95,7 +95,7 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
         # The hook of a part of the block is called after the block's weights are on the device.
         next(part for part in block.children() if not [*part.children()]).register_forward_pre_hook(look)
     step(KIND, model)
-    there = ["".join(str(number) for number, here in enumerate(row) if here) for row in seen]
+    there = ["".join(str(number) for number, here in enumerate(row) if here) for row in states]
     changes = [now for now, before in zip(there, ["", *there], strict=False) if now != before]
     assert changes == (["01", "12", "2", "01", "0"] if prefetch else ["0", "1", "2", "1", "0"])
     at_home(model, home, names)
@@ -129,13 +129,15 @@ def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_kee
     assert all(weight.device.type == "cpu" for weight in trainable_parameters(model).values())
     group.offload()
     for key, weight in frozen(model).items():
-        assert all(torch.equal(one, other) for one, other in zip(take_apart(weight)[0], host[key], strict=True)), key
+        assert all(
+            torch.equal(first, second) for first, second in zip(take_apart(weight)[0], host[key], strict=True)
+        ), key
 
 
 def test_a_copy_outlives_its_group(make) -> None:
     """torch's checkpointing does not copy the tensors that the backward pass keeps of bitsandbytes' weights."""
     weight = next(weight for weight in frozen(make("nf4-bnb")).values() if hasattr(weight, "quant_state"))
     moved = copy_weight(weight, torch.device("meta"))
-    again = copy_weight(weight, CPU)
-    assert moved.quant_state.absmax.is_meta and not again.quant_state.absmax.is_meta
+    second = copy_weight(weight, CPU)
+    assert moved.quant_state.absmax.is_meta and not second.quant_state.absmax.is_meta
     assert not weight.quant_state.absmax.is_meta

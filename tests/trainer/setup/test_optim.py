@@ -19,11 +19,11 @@ def rates(**settings) -> list[float]:
 def of_library(scheduler, *arguments, **options) -> list[float]:
     """The rates that a scheduler sets for each of STEPS steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    made, result = scheduler(optimizer, *arguments, **options), []
+    helpers, result = scheduler(optimizer, *arguments, **options), []
     for _ in range(STEPS):
         result.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        made.step()
+        helpers.step()
     return result
 
 
@@ -60,16 +60,16 @@ def test_schedules_are_those_of_diffusers_and_transformers(library, settings, na
 def test_schedules_are_those_of_torch() -> None:
     schedulers = torch.optim.lr_scheduler
     assert rates()[:WARMUP] == pytest.approx(of_library(warm_up)[:WARMUP])
-    left = STEPS - WARMUP
-    cosine = of_library(schedulers.CosineAnnealingLR, left, eta_min=0.02)
-    assert rates(schedule="cosine", lr_end=0.02)[WARMUP:] == pytest.approx(cosine[:left])
-    linear = of_library(schedulers.LinearLR, 1.0, 0.2, left)
-    assert rates(schedule="linear", lr_end=0.1)[WARMUP:] == pytest.approx(linear[:left])
+    remaining = STEPS - WARMUP
+    cosine = of_library(schedulers.CosineAnnealingLR, remaining, eta_min=0.02)
+    assert rates(schedule="cosine", lr_end=0.02)[WARMUP:] == pytest.approx(cosine[:remaining])
+    linear = of_library(schedulers.LinearLR, 1.0, 0.2, remaining)
+    assert rates(schedule="linear", lr_end=0.1)[WARMUP:] == pytest.approx(linear[:remaining])
     restarts = of_library(schedulers.CosineAnnealingWarmRestarts, 20, eta_min=0.02)
     config = Optimizer(lr=0.5, warmup=0, schedule="cosine", cycles=2, lr_end=0.02)
     assert [learning_rate(config, step, 40) for step in range(40)] == pytest.approx(restarts[:40])
-    polynomial = of_library(schedulers.PolynomialLR, left, 3.0)
-    assert rates(schedule="polynomial", power=3.0)[WARMUP:] == pytest.approx(polynomial[:left])
+    polynomial = of_library(schedulers.PolynomialLR, remaining, 3.0)
+    assert rates(schedule="polynomial", power=3.0)[WARMUP:] == pytest.approx(polynomial[:remaining])
 
 
 def test_groups_follow_the_schedule_from_their_own_rates() -> None:

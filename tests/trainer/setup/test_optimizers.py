@@ -42,8 +42,8 @@ class Run:
     def __init__(self, config: Optimizer, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         shapes = {"large": (64, 80), "small.weight": (3, 64), "small.bias": (3,)}
-        drawn = {name: torch.nn.Parameter(torch.randn(shape) / 8) for name, shape in shapes.items()}
-        self.weights = {name: torch.nn.Parameter(weight.detach().to(dtype)) for name, weight in drawn.items()}
+        draws = {name: torch.nn.Parameter(torch.randn(shape) / 8) for name, shape in shapes.items()}
+        self.weights = {name: torch.nn.Parameter(weight.detach().to(dtype)) for name, weight in draws.items()}
         self.config, self.optimizer = config, make_optimizer(self.weights, config)
 
     def steps(self, first: int, last: int) -> None:
@@ -79,13 +79,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: tor
         pytest.importorskip("pytorch_optimizer")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
-        whole, cut = Run(settings(name), dtype), Run(settings(name), dtype)
-        start = {key: weight.detach().clone() for key, weight in whole.weights.items()}
-        whole.steps(0, STEPS)
-        assert all(not torch.equal(start[key], weight) for key, weight in whole.weights.items())
+        full_run, cut = Run(settings(name), dtype), Run(settings(name), dtype)
+        start = {key: weight.detach().clone() for key, weight in full_run.weights.items()}
+        full_run.steps(0, STEPS)
+        assert all(not torch.equal(start[key], weight) for key, weight in full_run.weights.items())
         cut.steps(0, 5)
-        with inference_weights(cut.weights, cut.optimizer, None) as which:
-            averaged = which == "schedule-free average"
+        with inference_weights(cut.weights, cut.optimizer, None) as weights_name:
+            averaged = weights_name == "schedule-free average"
             assert averaged == ("schedulefree" in name.lower())
         saved_at(tmp_path, 5, cut.weights, cut.optimizer)
         other = Run(settings(name), dtype)
@@ -94,7 +94,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: tor
         checkpoint.restore(newest, other.weights, other.optimizer)
         assert_equal(other, cut)
         other.steps(5, STEPS)
-        assert_equal(other, whole)
+        assert_equal(other, full_run)
     assert {path.suffix for path in (tmp_path / "step-000005").iterdir()} == {".json", ".safetensors"}
 
 
@@ -231,11 +231,11 @@ def test_state_that_json_and_safetensors_can_hold_is_saved_and_other_state_refus
     optimizer.param_groups[0]["best"] = float("-inf")
     tensors, rest = optimizer_state.collect({"w": weight}, optimizer)
     assert sorted(tensors) == ["w/a", "w/b/1/0"], "what is shared is kept once"
-    again = torch.optim.SGD([weight], lr=1.0)
-    optimizer_state.restore({"w": weight}, again, tensors, json.loads(json.dumps(rest)))
-    result = again.state[weight]
+    second = torch.optim.SGD([weight], lr=1.0)
+    optimizer_state.restore({"w": weight}, second, tensors, json.loads(json.dumps(rest)))
+    result = second.state[weight]
     assert (
-        result["c"] == state["c"] and type(result["c"]["e"]) is bool and again.param_groups[0]["best"] == float("-inf")
+        result["c"] == state["c"] and type(result["c"]["e"]) is bool and second.param_groups[0]["best"] == float("-inf")
     )
     assert result["a"] is result["b"][0] and result["b"][1][1] is None and isinstance(result["b"][1], tuple)
     assert torch.equal(result["b"][1][0], shared[2:])

@@ -66,7 +66,7 @@ def step(kind: str, model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def errors(result, expected) -> list[float]:
-    return [float((one - other).norm() / other.norm()) for one, other in zip(result, expected, strict=True)]
+    return [float((first - second).norm() / second.norm()) for first, second in zip(result, expected, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -138,24 +138,24 @@ def test_only_attention_and_feed_forward_are_quantized_and_the_place_makes_no_di
     kind = "kandinsky5-image-t2i"
     family, _ = KINDS[kind]
     plain, model = (family.load(str(wide(kind)), dtype=torch.bfloat16) for _ in range(2))
-    said = quantize_base(model, family, name, "device", torch.device("cpu"))
+    log = quantize_base(model, family, name, "device", torch.device("cpu"))
     matrices = base_matrices(plain, family)
     measured = sum(stored_bytes(model.get_submodule(path).weight) for path in matrices)
     assert sum(packed_bytes(part, name) for part in matrices.values()) == pytest.approx(measured, rel=0.03)
-    assert said.startswith(f"{len(matrices)} matrices of the base quantized ({name})")
+    assert log.startswith(f"{len(matrices)} matrices of the base quantized ({name})")
     assert count_numbers(model.parameters()) == sum(weight.numel() for weight in plain.parameters())
     kept = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
     changed = {path for path, part in kept.items() if type(model.get_submodule(path).weight) is not type(part.weight)}
     assert changed == set(matrices)
     assert "visual_transformer_blocks.0.visual_modulation.out_layer" in kept.keys() - changed
     for path in kept.keys() - changed:
-        for one, other in zip(kept[path].parameters(), model.get_submodule(path).parameters(), strict=True):
-            assert one.dtype == other.dtype and torch.equal(one, other)
-    again = family.load(str(wide(kind)), dtype=torch.bfloat16)
-    quantize_base(again, family, name, "cpu", torch.device("cpu"))
+        for first, second in zip(kept[path].parameters(), model.get_submodule(path).parameters(), strict=True):
+            assert first.dtype == second.dtype and torch.equal(first, second)
+    repeated = family.load(str(wide(kind)), dtype=torch.bfloat16)
+    quantize_base(repeated, family, name, "cpu", torch.device("cpu"))
     path = "visual_transformer_blocks.0.feed_forward.in_layer"
     x = torch.randn(2, 128, dtype=torch.bfloat16)
-    assert torch.equal(model.get_submodule(path)(x), again.get_submodule(path)(x))
+    assert torch.equal(model.get_submodule(path)(x), repeated.get_submodule(path)(x))
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -212,18 +212,18 @@ def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_co
         model = made.model.model_copy(update={"path": str(wide("kandinsky5-image-t2i"))})
         return made.model_copy(update={"model": model})
 
-    whole, cut = config("whole"), config("cut", steps=2)
-    for each in (whole, cut):
+    full_run, cut = config("whole"), config("cut", steps=2)
+    for each in (full_run, cut):
         make_set(each)
         train(each)
     train(config("cut"))
-    assert lines(config("cut")) == lines(whole)
-    for key, weight in trained_weights(whole).items():
+    assert lines(config("cut")) == lines(full_run)
+    for key, weight in trained_weights(full_run).items():
         assert torch.equal(weight, trained_weights(config("cut"))[key])
     with pytest.raises(ResumeError, match=f'train.base_precision: "{name}" in the checkpoint, "no_change" now'):
         train(config("cut", base_precision="no_change", steps=6))
     plain = config("plain", base_precision="bf16")
     make_set(plain)
     train(plain)
-    assert lines(plain) == pytest.approx(lines(whole), rel=0.1)
-    assert lines(plain) != lines(whole)
+    assert lines(plain) == pytest.approx(lines(full_run), rel=0.1)
+    assert lines(plain) != lines(full_run)

@@ -75,7 +75,7 @@ class Case:
             return step(self.kind, model)
 
     def check(self, expected: tuple[torch.Tensor, ...]) -> None:
-        model, family, seen = self.make(), KINDS[self.kind][0], set()
+        model, family, dtypes = self.make(), KINDS[self.kind][0], set()
         whole = sum(map(stored_bytes, model.parameters()))
         if self.compiled:
             compile_blocks(family.blocks(model), "eager", lambda said: None)
@@ -88,14 +88,14 @@ class Case:
 
         def look(part: torch.nn.Module, _: object) -> None:
             for weight in part.parameters(recurse=False):
-                seen.add((isinstance(part, wrap.AUTOCAST), weight.dtype))
+                dtypes.add((isinstance(part, wrap.AUTOCAST), weight.dtype))
 
         for part in family.blocks(model)[0].modules():
             if self.half:
                 part.register_forward_pre_hook(look)
         errors_found = errors(self.step(model), expected)
         assert errors_found == pytest.approx([0, 0, 0], abs=2**-8 if self.half else 1e-5), self
-        assert not self.half or seen == {(True, torch.bfloat16), (False, torch.float32)}
+        assert not self.half or dtypes == {(True, torch.bfloat16), (False, torch.float32)}
 
 
 @pytest.mark.parametrize(

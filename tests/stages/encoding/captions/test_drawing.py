@@ -27,7 +27,7 @@ def test_noise_is_of_the_item_its_place_and_the_token_alone() -> None:
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
     expected, count = torch.softmax(logits, 0), 20_000
-    drawn = (logits + gumbel_noise(range(count), 0, 5, CPU)).argmax(1)
-    shares = torch.bincount(drawn, minlength=5) / count
+    draws = (logits + gumbel_noise(range(count), 0, 5, CPU)).argmax(1)
+    shares = torch.bincount(draws, minlength=5) / count
     # five standard deviations of a binomial share
     assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1e-6).all()

@@ -60,8 +60,8 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 def test_a_changed_copy_is_one_whichever_comes_first(change: str) -> None:
     for name in DISTINCT[:3]:
         image = photograph(name)
-        one, other = shown(image), shown(CHANGES[change](image))
-        assert are_copies(one, other) and are_copies(other, one), name
+        first, second = shown(image), shown(CHANGES[change](image))
+        assert are_copies(first, second) and are_copies(second, first), name
 
 
 @pytest.mark.long
@@ -72,7 +72,7 @@ def test_different_photographs_are_none_and_a_common_mark_makes_them_none() -> N
         image = photograph(name).resize((600, 500))
         image.paste(mark, (380, 330))
         marked.append(shown(image))
-    assert not any(are_copies(one, other) for one, other in combinations(marked, 2))
+    assert not any(are_copies(first, second) for first, second in combinations(marked, 2))
 
 
 @pytest.mark.long

@@ -25,8 +25,8 @@ CAPTIONS = ["", "A small grey cat looks at the camera with green eyes.", "words 
 
 def relative(results, others) -> float:
     """|difference| / |value| over all embeddings."""
-    one, other = (torch.cat([result.embeds.float() for result in batch]) for batch in (results, others))
-    return ((one - other).norm() / other.norm()).item()
+    first, second = (torch.cat([result.embeds.float() for result in batch]) for batch in (results, others))
+    return ((first - second).norm() / second.norm()).item()
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +141,9 @@ def test_what_gives_the_same_numbers_has_the_same_fingerprint(
     results, others = (
         encoded(make(kind, getattr(torch, dtype), **{option: given}), CAPTIONS) for given in (value, default)
     )
-    for one, other in zip(results, others, strict=True):
-        assert torch.equal(one.embeds, other.embeds)
-        assert one.pooled is other.pooled is None or torch.equal(one.pooled, other.pooled)
+    for first, second in zip(results, others, strict=True):
+        assert torch.equal(first.embeds, second.embeds)
+        assert first.pooled is second.pooled is None or torch.equal(first.pooled, second.pooled)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(0, 300))

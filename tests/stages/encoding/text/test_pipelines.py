@@ -204,7 +204,7 @@ def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(tiny) -> 
         together = [result.embeds for result in KLEIN.encoded(encoder, CAPTIONS[:2])]
         alone = KLEIN.encoded(encoder, CAPTIONS[1:2])[0].embeds
         pairs = [*zip(together, expected, strict=True), (together[1], alone)]
-        largest = max([largest, *((one - other).abs().max().item() for one, other in pairs)])
+        largest = max([largest, *((first - second).abs().max().item() for first, second in pairs)])
     assert (together[0][-1] - together[1][-1]).abs().max() > 1e-2 < (alone[-1] - alone[-2]).abs().max()
     assert largest <= LIMIT
     with pytest.raises(OptionError, match=r"text\.attention: flash_attention_2"):

@@ -105,9 +105,9 @@ def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -
         assert np.array_equal(made["pixel_values"], expected), path.name
         pillow = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[Image.open(path)], return_tensors="np")
         levels.append(np.abs(pillow["pixel_values"] - expected) * 0.2689 * 255)  # in 8-bit levels, about
-    apart = np.concatenate([each.ravel() for each in levels])
-    print(f"Pillow's: {(apart > 0.5).mean():.1%} of the values, at most {apart.max():.2f} levels apart")
-    assert (apart > 0.5).any(), "they are the same, and this file is not needed"
+    gap = np.concatenate([each.ravel() for each in levels])
+    print(f"Pillow's: {(gap > 0.5).mean():.1%} of the values, at most {gap.max():.2f} levels apart")
+    assert (gap > 0.5).any(), "they are the same, and this file is not needed"
 
 
 @pytest.mark.parametrize(("key", "value"), [("resample", 2), ("do_normalize", False), ("do_rescale", False)])

@@ -98,17 +98,17 @@ def test_training_reads_what_is_stored_in_8_bits(project, kind, storage, format,
     home.settings["train"] = {"steps": 2, "batch_size": 2, "device": "cpu", "adapter": {"rank": 2}}
     for number in range(3):
         home.image(f"{number}.png", (64, 64), f"picture number {number} {'of several ' * number}", number)
-    losses, said = {}, {}
+    losses, errors = {}, {}
     for chosen in ("exact", storage):
         options = (f"text.storage={chosen}", f"output={chosen}", *more)
         for program in (discover, bucket, encode_text, encode_latents, index):
             report = home.run(program.run, *options)
             assert report.exit_code == 0
-            said[program] = report.details.get("storage_error")
+            errors[program] = report.details.get("storage_error")
         config = home.config(*options)
         train(config)
         losses[chosen] = torch.tensor([lines(config)[step] for step in (1, 2)])
-    assert 0 < said[encode_text]["rms_share"] < MOST[storage] and said[encode_text]["largest"] > 0
+    assert 0 < errors[encode_text]["rms_share"] < MOST[storage] and errors[encode_text]["largest"] > 0
     assert not torch.equal(*losses.values())
     assert (losses[storage] - losses["exact"]).abs().max() < 0.01 * losses["exact"].max()
     data = opened(config)

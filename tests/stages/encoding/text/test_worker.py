@@ -79,8 +79,8 @@ def encoders(monkeypatch) -> list:
     result: list = []
     load = base.load_text_encoder
 
-    def loaded(*given):
-        result.append(load(*given))
+    def loaded(*arguments):
+        result.append(load(*arguments))
         return result[-1]
 
     monkeypatch.setattr(base, "load_text_encoder", loaded)
@@ -93,9 +93,9 @@ def read(monkeypatch) -> list:
     result: list = []
     begin = SandboxPool.begin
 
-    def begun(self, expected):
-        result.append(expected)
-        return begin(self, expected)
+    def begun(self, request):
+        result.append(request)
+        return begin(self, request)
 
     monkeypatch.setattr(SandboxPool, "begin", begun)
     return result

@@ -188,8 +188,8 @@ def test_decoded_pictures_equal_the_pipelines(loaded, name):
             images = vae.decode(z).sample[:, :, 0] if name == "qwen_image" else vae.decode(z[:, :, 0]).sample
             videos = [[image] for image in VaeImageProcessor().postprocess(images, output_type="pil")]
     expected = np.stack([np.stack([*map(np.asarray, video)]) for video in videos])
-    apart = np.abs(decoded.numpy().astype(int) - expected)
-    assert apart.max() <= 1 and apart.mean() < 1e-3  # roundings, because kernels depend on the memory alignment
+    gap = np.abs(decoded.numpy().astype(int) - expected)
+    assert gap.max() <= 1 and gap.mean() < 1e-3  # roundings, because kernels depend on the memory alignment
 
 
 def to_squares(values_BCHW: torch.Tensor) -> torch.Tensor:
@@ -220,8 +220,8 @@ def test_moments_are_the_pipelines_mean_and_deviation(loaded, name, record_prope
     assert torch.allclose(mean, ours.encode(inputs, [3, 4], "mode"), atol=1e-6)
     sampled = ours.encode(inputs, [3, 4], "sample")
     for i, seed in enumerate((3, 4)):
-        drawn = shown(torch.randn(posterior.mean[:1].shape, generator=generator(seed)))
-        mine = mean[i] + (logvar[i] / 2).exp() * drawn[0]
+        draws = shown(torch.randn(posterior.mean[:1].shape, generator=generator(seed)))
+        mine = mean[i] + (logvar[i] / 2).exp() * draws[0]
         assert (mine - sampled[i]).abs().max() <= 2e-6 and (mine - mean[i]).abs().max() > 0.1
     assert torch.equal(moments, ours.encode(inputs, [5, 6], "moments")), "no seed is used"
 
