@@ -63,9 +63,9 @@ def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[It
         sizes = Bucket.parse(bucket).references
         references = [latent(rng, config, f"{width}x{height}") for width, height in sizes]
         items.append(Item(bucket, x0, texts, conditions.get(kind), references=references))
-    shown = {"first-frame": items[0].latent[:, :clean_frames], "source": items[0].latent}.get(kind)
+    condition = {"first-frame": items[0].latent[:, :clean_frames], "source": items[0].latent}.get(kind)
     text = caption(rng, 5, pooled, width)
-    prompt = Prompt("one", buckets[0].partition("+")[0], text, shown, items[0].references)
+    prompt = Prompt("one", buckets[0].partition("+")[0], text, condition, items[0].references)
     return items, caption(rng, 2, pooled, width), [prompt]
 
 
@@ -74,14 +74,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     """kind -> folder with a tiny transformer and scheduler in diffusers layout, built once."""
     from examples.tiny_models import build
 
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
-        if kind not in made:
+        if kind not in folders:
             out = tmp_path_factory.mktemp("models") / kind
             parts = [*FAMILIES[KINDS[kind][0]].components, "scheduler"]
-            made[kind] = build(KINDS[kind][2], out, only=parts)
-        return made[kind]
+            folders[kind] = build(KINDS[kind][2], out, only=parts)
+        return folders[kind]
 
     return get
 

@@ -68,10 +68,10 @@ def measure(run: TrainState) -> tuple[int, int]:
     state = [value for values in run.optimizer.state.values() for value in values.values()]
     averages = run.average.averages.values() if run.average else ()
     tables = [value for module in run.denoiser.modules() for value in vars(module).values()]  # tables of positions
-    others = [value for value in (*state, *tables) if isinstance(value, torch.Tensor)]
-    kept = [*run.denoiser.parameters(), *averages, *others]
+    state_tensors = [value for value in (*state, *tables) if isinstance(value, torch.Tensor)]
+    tensors = [*run.denoiser.parameters(), *averages, *state_tensors]
     data = run.loader.step(1)
-    most = count_bytes(kept) + peak_growth(lambda: loop.train_step(run, data))
+    most = count_bytes(tensors) + peak_growth(lambda: loop.train_step(run, data))
     loop.save_checkpoint(run, 2)
     files = (run.folder / "checkpoints" / "step-000002").rglob("*.safetensors")
     return most, sum(path.stat().st_size - header_bytes(path) for path in files)

@@ -139,7 +139,7 @@ def on_ranks(
     port = free_port()
     output, children = paths[0].with_name("printed"), []
     output.unlink(missing_ok=True)
-    for rank, own in zip(map(str, range(len(codes))), paths, strict=True):
+    for rank, rank_path in zip(map(str, range(len(codes))), paths, strict=True):
         children.append(os.fork())
         if children[-1]:
             continue
@@ -149,7 +149,7 @@ def on_ranks(
             prepare_fork()
             AccelerateTestCase("run").tearDown()  # clears the state of a single process
             sys.stdout = output.open("a")
-            ended = run_program("train", program_run, Options(own, json=True))
+            ended = run_program("train", program_run, Options(rank_path, json=True))
             sys.stdout.flush()
             os._exit(ended)
         except BaseException:

@@ -61,8 +61,8 @@ def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> Non
         result[name] = [numbers["loss"], numbers["grad_norm"]]
     visual = len(run.family.visual_blocks(run.model))
     assert kernels["native"] == kernels["_native_flash"]  # torch's choice on a CPU
-    again, back = kernels["native"]
-    assert kernels["_native_math"] == (again - 2 * visual, back - visual)
+    forward_calls, backward_calls = kernels["native"]
+    assert kernels["_native_math"] == (forward_calls - 2 * visual, backward_calls - visual)
     assert all(numbers == pytest.approx(result["native"], rel=1e-5) for numbers in result.values()), result
 
 
@@ -136,12 +136,12 @@ def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, output: floa
     """A backend that leaves a part out, or whose output has no gradient."""
     from trainer import attention
 
-    def wrong(query, key, value, backend):
+    def scaled(query, key, value, backend):
         result = attention.define_attention(query, key, value)
         return output * (gradient * result + (1 - gradient) * result.detach()) if gradient else result.detach()
 
     cpu = torch.device("cpu")
     assert find_problem("_native_math", 16, torch.float32, cpu, has_gradient=True) is None
-    monkeypatch.setattr(attention, "dispatch_attention_fn", wrong)
+    monkeypatch.setattr(attention, "dispatch_attention_fn", scaled)
     problem = find_problem("_native_math", 16, torch.float32, cpu, has_gradient=True)
     assert problem is not None and ("relative error" in problem or "does not require grad" in problem)

@@ -69,8 +69,8 @@ class Exported:
         code = run_program("export-adapter", run, options, arguments | own)
         return code, json.loads(self.capsys.readouterr().out)
 
-    def refused(self, **own: Any) -> str:
-        code, report = self(**own)
+    def refused(self, **options: Any) -> str:
+        code, report = self(**options)
         assert code == USAGE and report["error"]["next_step"]
         return report["error"]["message"]
 
@@ -98,7 +98,7 @@ def check_weights(folder: Path, expected: dict[str, torch.Tensor], checkpoint: P
     assert list(result) == list(load_file(before))
     for key, weight in result.items():
         torch.testing.assert_close(
-            weight, expected[key], rtol=1e-6, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}"
+            weight, expected[key], rtol=1e-6, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 
@@ -122,10 +122,10 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     close(exact_output(kind, plain), it.wanted)
     merged = it.folder / "merged"
     assert it(merge=True, to=merged, dry_run=True)[0] == OK and not merged.exists()
-    left = temporary(merged) / "transformer"  # from a merge that was killed
-    left.mkdir(parents=True)
+    leftover = temporary(merged) / "transformer"  # from a merge that was killed
+    leftover.mkdir(parents=True)
     code, report = it(merge=True, to=merged)
-    assert not left.parent.exists()
+    assert not leftover.parent.exists()
     assert code == OK and report["details"]["written_bytes"] > about["written_bytes"]
     model = type(plain).from_pretrained(merged, use_safetensors=True)
     close(exact_output(kind, model), it.wanted)
@@ -158,35 +158,35 @@ def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
     """Merged as by peft, at any strength, from each of its files; converted files equal the files that training
     writes."""
     it = exported(kind, type="lokr", **LOKR[kind])
-    both = it.folder / "both"
-    export.save_lora(it.model, both, it.family, {"steps": "3"}, ("diffusers", "comfyui"))
-    names = {path.name for path in both.iterdir()}
+    folder = it.folder / "both"
+    export.save_lora(it.model, folder, it.family, {"steps": "3"}, ("diffusers", "comfyui"))
+    names = {path.name for path in folder.iterdir()}
     assert names == {"pytorch_lora_weights.safetensors", "comfyui_lora.safetensors", "lycoris_weights.safetensors"}
     assert it.adapter.with_name("lycoris_weights.safetensors").exists()
     for source, form in (("pytorch_lora", "lycoris"), ("lycoris", "comfyui"), ("comfyui", "diffusers")):
-        [file] = both.glob(f"{source}*")
+        [file] = folder.glob(f"{source}*")
         code, report = it(source=file, form=form, to=it.folder / form)
         [made] = (it.folder / form).iterdir()
         assert code == OK and report["details"]["kind"] == "LoKr" and report["details"]["written"] == [str(made)]
-        theirs, ours = load_file(both / made.name), load_file(made)
+        theirs, ours = load_file(folder / made.name), load_file(made)
         assert theirs.keys() == ours.keys()
         # diffusers' strength is in the header, ComfyUI's for two whole matrices in the first; alpha is not read then.
-        whole = {key.removesuffix("lokr_w2") + "alpha" for key in theirs if key.endswith("lokr_w2")}
-        for key in theirs.keys() - whole if form != "diffusers" else ():
+        whole_keys = {key.removesuffix("lokr_w2") + "alpha" for key in theirs if key.endswith("lokr_w2")}
+        for key in theirs.keys() - whole_keys if form != "diffusers" else ():
             torch.testing.assert_close(ours[key], theirs[key], rtol=1e-6, atol=0)
     model = pipeline(kind, it.checkpoint).transformer
     loader = {"prefix": "transformer", "weight_name": it.adapter.name}
     model.load_lora_adapter(it.folder / "diffusers", **loader)
     close(exact_output(kind, model), it.wanted)
     for number, (file, scale) in enumerate((("pytorch_lora", 1.0), ("comfyui", 1.0), ("lycoris", -0.5))):
-        [source], to = both.glob(f"{file}*"), it.folder / f"merged{number}"
-        whole = file == "lycoris"
-        code, report = it(source=source, merge=True, whole=whole, to=to, scale=scale)
+        [source], to = folder.glob(f"{file}*"), it.folder / f"merged{number}"
+        whole_keys = file == "lycoris"
+        code, report = it(source=source, merge=True, whole=whole_keys, to=to, scale=scale)
         about = report["details"]
         assert code == OK and report["done"] == about["modules"] == len(adapters.list_adapted_modules(it.model))
         assert (about["kind"], about["scale"], about["written"]) == ("LoKr", scale, [str(to)])
-        check_weights(to / "transformer" if whole else to, merged_by_peft(it.model, scale), it.checkpoint)
-        assert (to / "vae" / "config.json").exists() == whole
+        check_weights(to / "transformer" if whole_keys else to, merged_by_peft(it.model, scale), it.checkpoint)
+        assert (to / "vae" / "config.json").exists() == whole_keys
     merged = exact_output(kind, type(model).from_pretrained(it.folder / "merged0", use_safetensors=True))
     assert (merged - it.wanted).abs().mean() <= 1e-6 * it.wanted.abs().mean()
 
@@ -230,8 +230,8 @@ def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(expor
     close(exact_output("sana", pipe.transformer), exact_output("sana", twice))
     rest = [path.relative_to(it.checkpoint) for path in it.checkpoint.rglob("*") if path.is_file()]
     for path in rest:
-        same = (it.folder / "whole" / path).read_bytes() == (it.checkpoint / path).read_bytes()
-        assert same == (path.suffix != ".safetensors" or path.parts[0] != "transformer"), path
+        is_equal = (it.folder / "whole" / path).read_bytes() == (it.checkpoint / path).read_bytes()
+        assert is_equal == (path.suffix != ".safetensors" or path.parts[0] != "transformer"), path
     (it.folder / "new").mkdir()
     (it.folder / "new" / "file").touch()
     for path in (it.folder / "whole", *(it.folder / "whole").rglob("*")):

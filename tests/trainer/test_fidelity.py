@@ -53,9 +53,9 @@ def test_the_loss_is_the_definition(ready, kind, shift) -> None:
     tokens are few, so the shift is 1.65.
     """
     spread = {"sampling": "mode", "low_discrepancy": True}
-    chosen = {"loss": {"type": "huber", "huber_c": 0.5, "weighting": "min_snr"}}
-    chosen |= {"timesteps": spread | {"auto_shift": True}} if kind == "t2i" else {"timesteps": spread, "shift": shift}
-    more = chosen if shift else {}
+    settings = {"loss": {"type": "huber", "huber_c": 0.5, "weighting": "min_snr"}}
+    settings |= {"timesteps": spread | {"auto_shift": True}} if kind == "t2i" else {"timesteps": spread, "shift": shift}
+    more = settings if shift else {}
     config = ready(kind, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}), **more)
     data, plan = trained(config)
     (part,) = BatchLoader(data, plan, 0.0, low_discrepancy=bool(more)).step(0).micro_batches
@@ -181,9 +181,9 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
         latent = load_file(run / "validation" / "step-000002" / name)["latent"]
         noise = seeded_noise(["7/one"], "validation", latent.shape)
         sample = data.sample(0)
-        given = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
+        tensors = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
         batch, negative = (
-            plain_batch([type(sample)("one", given, text)], prompt.bucket) for text in (prompt.text, prompt.negative)
+            plain_batch([type(sample)("one", tensors, text)], prompt.bucket) for text in (prompt.text, prompt.negative)
         )
         expected = sampled(config, pipe, batch, negative, noise, steps, size)[0]
         assert (load_file(run / "validation" / "step-000000" / name)["latent"] - latent).abs().max() > 1e-3

@@ -224,17 +224,19 @@ def test_a_restricted_distribution_is_the_whole_one_under_that_condition(samplin
     settings, lowest, highest = Timesteps(sampling=sampling), *within
     every = (torch.arange(200_000) + 0.5) / 200_000
     draws = sample_sigma(every, settings, 3.0)
-    inside = draws[(draws >= lowest) & (draws < highest)].sort().values
+    in_range = draws[(draws >= lowest) & (draws < highest)].sort().values
     places = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99])
-    made = sample_sigma(places, settings, 3.0, within).sort().values
-    assert made.min() >= lowest and (made.max() < highest or highest == 1)
-    expected = inside[(torch.sort(places if draws[0] < draws[-1] else 1 - places).values * (len(inside) - 1)).long()]
-    torch.testing.assert_close(made, expected, rtol=0, atol=2e-4)
+    sigma = sample_sigma(places, settings, 3.0, within).sort().values
+    assert sigma.min() >= lowest and (sigma.max() < highest or highest == 1)
+    expected = in_range[
+        (torch.sort(places if draws[0] < draws[-1] else 1 - places).values * (len(in_range) - 1)).long()
+    ]
+    torch.testing.assert_close(sigma, expected, rtol=0, atol=2e-4)
     assert torch.equal(sample_sigma(every[::1000], settings, 3.0, (0.0, 1.0)), draws[::1000])
 
 
 def test_of_a_list_the_values_in_the_range_are_drawn() -> None:
     settings = Timesteps(sampling="list", values=(0.1, 0.875, 0.95, 1.0))
-    made = sample_sigma(torch.linspace(0, 1, 9), settings, 3.0, (0.875, 1.0))
-    assert sorted({*made.tolist()}) == pytest.approx([0.875, 0.95, 1.0])
+    sigma = sample_sigma(torch.linspace(0, 1, 9), settings, 3.0, (0.875, 1.0))
+    assert sorted({*sigma.tolist()}) == pytest.approx([0.875, 0.95, 1.0])
     assert (sample_sigma(torch.linspace(0, 1, 9), settings, 3.0, (0.0, 0.875)) == torch.tensor(0.1)).all()

@@ -54,16 +54,21 @@ def learn(make_config, make_set, helpers):
     def run(kind: str, make: Callable, size: int, *, seed: int = 0, **settings: Any) -> dict[str, float]:
         settings = {**FAST, **settings, "seed": seed}
         config = make_config(kind, name=f"right{seed}", validation=GRID, **settings)
-        other = make_config(kind, name=f"swapped{seed}", validation=GRID, **settings)
+        swapped_config = make_config(kind, name=f"swapped{seed}", validation=GRID, **settings)
         side = size * config.model.family_spec.spatial_stride
         bucket = f"{side}x{side}" + ("@9" if config.model.family_spec.video else "")
         make_set(config, *make(helpers, config, bucket, size))
-        make_set(other, *make(helpers, config, bucket, size, 1))
+        make_set(swapped_config, *make(helpers, config, bucket, size, 1))
         trained = prepared(config)
         result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()
         swapped = validation.compute_eval_loss(
-            trained.denoiser, BatchReader(opened(other)), config.validation, 4, torch.device("cpu"), trained.skip_frames
+            trained.denoiser,
+            BatchReader(opened(swapped_config)),
+            config.validation,
+            4,
+            torch.device("cpu"),
+            trained.skip_frames,
         )
         return {"before": result["first"], "after": result["last"], "swapped": swapped["eval_loss"]}
 

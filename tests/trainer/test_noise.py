@@ -58,21 +58,24 @@ def test_a_number_depends_on_identity_purpose_and_place_alone() -> None:
     """They do not depend on the rest of the batch, the shape, parts, threads or torch's seed, and do not change torch's
     generator."""
     before, long = torch.get_rng_state(), (3, CPU_PART - 1)  # several parts, the last one shorter
-    whole = seeded_noise(names(3), "noise", long)
-    assert torch.equal(whole[[2, 0]], seeded_noise([names(3)[2], names(3)[0]], "noise", long))
+    full = seeded_noise(names(3), "noise", long)
+    assert torch.equal(full[[2, 0]], seeded_noise([names(3)[2], names(3)[0]], "noise", long))
     for shape in ((1,), (7,), (2, CPU_PART), (2 * CPU_PART + 1,)):
         part = seeded_noise(names(3), "noise", shape)
-        assert torch.equal(part.flatten(1), whole.flatten(1)[:, : math.prod(shape)])
+        assert torch.equal(part.flatten(1), full.flatten(1)[:, : math.prod(shape)])
     with ThreadPoolExecutor(3) as pool:
         assert all(
-            torch.equal(whole, other) for other in pool.map(lambda _: seeded_noise(names(3), "noise", long), range(6))
+            torch.equal(full, second_noise)
+            for second_noise in pool.map(lambda _: seeded_noise(names(3), "noise", long), range(6))
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
-    assert torch.equal(whole, seeded_noise(names(3), "noise", long))
+    assert torch.equal(full, seeded_noise(names(3), "noise", long))
     torch.set_num_threads(threads)
     assert torch.equal(before, torch.get_rng_state())
-    others = [seeded_noise(given, *purpose, (9,)) for given, *purpose in ((names(3), "n"), (names(3, 6), "noise"))]
-    assert not any((whole.flatten(1)[:, :9] == other).any() for other in others)
+    second_noises = [
+        seeded_noise(identities, *purpose, (9,)) for identities, *purpose in ((names(3), "n"), (names(3, 6), "noise"))
+    ]
+    assert not any((full.flatten(1)[:, :9] == second_noise).any() for second_noise in second_noises)
     uniform = seeded_uniform(names(3), "sigma", long)
     assert torch.equal(uniform[:, 0, 0], seeded_uniform(names(3), "sigma")) and uniform.max() < 1

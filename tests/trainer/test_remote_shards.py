@@ -92,10 +92,10 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
     config = remote.config("killed", checkpoint_every=1, local_cache={"downloads": 1})
 
     def notice(request: Request) -> str:
-        late = killing and request.operation == "GetObject" and len(remote.copies) == 2
-        if late:
+        is_late = killing and request.operation == "GetObject" and len(remote.copies) == 2
+        if is_late:
             arrived.release()
-        return "cut" if late else ""
+        return "cut" if is_late else ""
 
     killing, s3.answer = True, notice
     # Not a fork: the library of the store can't be used in a fork of a process that has used it.

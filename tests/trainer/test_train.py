@@ -54,16 +54,16 @@ def test_a_run_leaves_what_it_promises(ready, kind) -> None:
     assert not [path for path in folder.rglob("*.bin")] + [path for path in folder.rglob("*.pt")]
     assert "set: set1" in (folder / "config.yaml").read_text()
     assert list((folder / "tensorboard").glob("events.*"))
-    shown = sorted(path.relative_to(folder).as_posix() for path in folder.glob("validation/*/*"))
-    assert shown == [f"validation/step-{step:06d}/one.safetensors" for step in (0, 2, 3)]
-    with safe_open(folder / shown[-1], framework="pt") as file:
+    paths = sorted(path.relative_to(folder).as_posix() for path in folder.glob("validation/*/*"))
+    assert paths == [f"validation/step-{step:06d}/one.safetensors" for step in (0, 2, 3)]
+    with safe_open(folder / paths[-1], framework="pt") as file:
         about = json.loads(file.metadata()["latentpress"])
         latent = file.get_tensor("latent")
     assert about["family"] == config.model.family and about["prompt"] == "one"
     length = 2 if config.model.family_spec.video else 1
     side = 64 // config.model.family_spec.spatial_stride
     assert latent.shape == (config.model.family_spec.latent_channels, length, side, side) and latent.isfinite().all()
-    assert not torch.equal(latent, load_file(folder / shown[0])["latent"])
+    assert not torch.equal(latent, load_file(folder / paths[0])["latent"])
 
 
 @pytest.mark.slow
@@ -238,9 +238,9 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     data = opened(config)
     heard = io.StringIO()
     result = loop.train(config, data, BatchSchedule(data.spans, 0, 1, 1), Console(stderr=heard), "cpu")
-    where = "held-out samples" if held_out else "training samples"
-    assert result["eval_loss"]["on"] == where and set(lines(config, "eval_on").values()) == {where}
-    assert f"eval loss on {held_out or 5} {where}" in heard.getvalue()
+    source = "held-out samples" if held_out else "training samples"
+    assert result["eval_loss"]["on"] == source and set(lines(config, "eval_on").values()) == {source}
+    assert f"eval loss on {held_out or 5} {source}" in heard.getvalue()
     rows = data.eval_rows if held_out else range(12)
     read: list[int] = []
     reader = BatchReader(data)
@@ -286,25 +286,25 @@ def test_damage_stops_training_before_a_gradient(ready, program, monkeypatch) ->
 @pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_config, monkeypatch) -> None:
     config = ready("t2i", steps=8, max_bad_steps=2)
-    bad = {1, 3}
+    bad_steps = {1, 3}
     real = flow.loss_per_sample
     calls = iter(range(100))
     monkeypatch.setattr(
-        flow, "loss_per_sample", lambda *parts: real(*parts) * (float("nan") if next(calls) in bad else 1.0)
+        flow, "loss_per_sample", lambda *parts: real(*parts) * (float("nan") if next(calls) in bad_steps else 1.0)
     )
     assert train(config)["non_finite_steps"] == 2
     losses = lines(config)
     assert losses[2] is None and losses[4] is None and losses[8] is not None
     assert all(value.isfinite().all() for value in trained_weights(config).values())
     assert train(make_config("t2i", steps=9, max_bad_steps=2))["non_finite_steps"] == 2, "counted before, and kept"
-    other = ready("t2i", name="other", steps=8, max_bad_steps=2)
-    bad |= set(range(100))
+    second = ready("t2i", name="other", steps=8, max_bad_steps=2)
+    bad_steps |= set(range(100))
     with pytest.raises(DivergedError, match=r"max_bad_steps is 2"):
-        train(other)
+        train(second)
 
 
-def spoil(batch, wrong: bool):
-    return replace(batch, latents_BCTHW=batch.latents_BCTHW * torch.nan) if wrong else batch
+def spoil(batch, is_wrong: bool):
+    return replace(batch, latents_BCTHW=batch.latents_BCTHW * torch.nan) if is_wrong else batch
 
 
 @pytest.mark.long
@@ -340,8 +340,8 @@ def test_the_program_trains_and_reports(ready, make_config, program) -> None:
     code, report, _ = program(config)
     assert code == OK and report["done"] == 2 and report["details"]["trainable_parameters"] > 0
     assert program(config)[1]["skipped"] == 2
-    missing = make_config("sana", name="work")
-    code, report, _ = program(missing)
+    config_without_model = make_config("sana", name="work")
+    code, report, _ = program(config_without_model)
     assert code == INCOMPLETE and "no training set for sana t2i" in report["error"]["message"]
 
 

@@ -19,8 +19,8 @@ def test_ranks_denoise_equally_often_and_every_sample_counts_once() -> None:
         samples = validation_samples(settings, FAMILIES["sana"])
         parts = [divide_samples(samples, (rank, ranks)) for rank in range(ranks)]
         assert len({len(part) for part in parts}) == 1
-        counted = [sample.name for part in parts for sample, counts in part if counts]
-        assert sorted(counted) == sorted(sample.name for sample in samples), (count, ranks)
+        names = [sample.name for part in parts for sample, counts in part if counts]
+        assert sorted(names) == sorted(sample.name for sample in samples), (count, ranks)
 
 
 @pytest.mark.slow

@@ -64,12 +64,12 @@ def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(home, mo
     assert leftovers(home.root) == []
     second = home.run(encode_latents.run)
     assert (second.done, second.remaining, second.exit_code) == (report.remaining, 0, 0)
-    whole = home.shards("latents")
-    assert before.items() <= whole.items()
-    for name in whole:
+    expected = home.shards("latents")
+    assert before.items() <= expected.items()
+    for name in expected:
         (home.root / "latents" / name).unlink()
     home.run(encode_latents.run)
-    assert home.shards("latents") == whole
+    assert home.shards("latents") == expected
 
 
 @pytest.mark.parametrize("format", ["arrow", "webdataset"])
@@ -80,7 +80,7 @@ def test_a_unit_that_waits_to_be_written_leaves_nothing(home, monkeypatch, forma
     finish, encode, drop = kind.finish, LatentsWorker.encode, worker._UnitShard.drop
     encoded, dropped = [], threading.Event()
 
-    def counted(self, names, batch, limit):
+    def count_and_encode(self, names, batch, limit):
         yield from encode(self, names, batch, limit)
         encoded.append(names)
 
@@ -95,7 +95,7 @@ def test_a_unit_that_waits_to_be_written_leaves_nothing(home, monkeypatch, forma
         dropped.wait()
         return finish(self)
 
-    monkeypatch.setattr(LatentsWorker, "encode", counted)
+    monkeypatch.setattr(LatentsWorker, "encode", count_and_encode)
     monkeypatch.setattr(worker._UnitShard, "drop", noted)
     monkeypatch.setattr(kind, "finish", slow)
     report = home.run(encode_latents.run, f"cache.format={format}")
@@ -122,15 +122,15 @@ def test_a_signal_between_two_steps_leaves_no_file_either(home, monkeypatch) -> 
 
 
 def hold_the_third_unit() -> None:
-    encode, begun = LatentsWorker.encode, list[None]()
+    encode, calls = LatentsWorker.encode, list[None]()
 
-    def held(self, names, batch, limit):
-        begun.append(None)
-        if len(begun) == 3:
+    def wait(self, names, batch, limit):
+        calls.append(None)
+        if len(calls) == 3:
             pause(LIMIT_S)
         yield from encode(self, names, batch, limit)
 
-    LatentsWorker.encode = held  # type: ignore[method-assign]
+    LatentsWorker.encode = wait  # type: ignore[method-assign]
 
 
 @pytest.mark.long

@@ -63,7 +63,7 @@ def test_an_item_with_a_caption_of_its_own_leaves_the_plan(home: Project) -> Non
     assert sorted(find(home).active.column("path").to_pylist()) == ["0.png", "2.png", "3.png", "4.png"]
 
 
-def test_a_damaged_plan_of_items_is_set_aside_and_made_again(home: Project) -> None:
+def test_a_damaged_plan_of_items_is_quarantined_and_made_again(home: Project) -> None:
     before = find(home)
     path = home.root / "plans" / before.name / "units.arrow"
     path.write_bytes(path.read_bytes()[:-30])

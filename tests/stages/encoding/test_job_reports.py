@@ -50,25 +50,25 @@ def reporter(root: object, stopped_by: str = "", **counts: object):
     return reported(str(root), CACHE, about, lambda: counts, lambda: stopped_by)
 
 
-def reports(root: object, now: float | None = None) -> list[JobReport]:
-    return read_reports(Store(str(root)), {STAGE: CACHE}, time.time() if now is None else now)[STAGE]
+def reports(root: object, time_s: float | None = None) -> list[JobReport]:
+    return read_reports(Store(str(root)), {STAGE: CACHE}, time.time() if time_s is None else time_s)[STAGE]
 
 
 @pytest.mark.slow
 def test_status_merges_the_jobs_of_a_stage(home, monkeypatch) -> None:
     row, jobs = rows(home)
     assert (row["units"], row.get("jobs", ""), jobs) == ("0 of 6", "", [])
-    for shard, left in (("0/2", 3), ("1/2", 0)):
+    for shard, remaining in (("0/2", 3), ("1/2", 0)):
         home.run(encode_latents.run, shard=shard)
         row, _ = rows(home)
-        assert row["remaining"] == left and not row.get("left"), "nobody works on it"
+        assert row["remaining"] == remaining and not row.get("left"), "nobody works on it"
         path = next((home.root / "jobs" / STAGE).glob("*/*.json")).with_name(f"{0:016x}.json")
         report = JobReport(program=STAGE, engine="local", workers=1, shard="1/2")
         path.write_bytes(format_record(report.model_dump(mode="json")))
         row, _ = rows(home)
         path.unlink()
         assert "1 running" in row["jobs"] and not row.get("left"), "it loads its model"
-    made = home.shards("latents")
+    shards = home.shards("latents")
     row, jobs = rows(home)
     assert (row["units"], row["jobs"]) == ("6 of 6", "2 ended")
     assert {job["shard"] for job in jobs} == {"0/2", "1/2"}
@@ -80,7 +80,7 @@ def test_status_merges_the_jobs_of_a_stage(home, monkeypatch) -> None:
     home.run(encode_latents.run)
     assert len(rows(home)[1]) == 2
     # A rejected file, a job that ends with an error, and a job whose reports can't be written.
-    for name in made:
+    for name in shards:
         (home.root / "latents" / name).unlink()
     (home.media / "0.png").write_bytes(b"no picture")
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
@@ -101,10 +101,10 @@ def test_a_job_runs_and_ends_or_is_lost(tmp_path: Path, monkeypatch) -> None:
         assert [job.state for job in running] == ["running", "running"]
         assert {(job.units_done, job.units_failed) for job in running} == {(1, 0), (1, 1)}
         assert sum_rates(running) == 4
-        lost = reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)
-        assert [job.state for job in lost] == ["lost", "lost"] and "no sign of life for" in lost[0].reason
-        assert sum_rates(lost) == 0
-        assert status.count_states([*running, *lost]) == "2 running, 2 lost"
+        lost_jobs = reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)
+        assert [job.state for job in lost_jobs] == ["lost", "lost"] and "no sign of life for" in lost_jobs[0].reason
+        assert sum_rates(lost_jobs) == 0
+        assert status.count_states([*running, *lost_jobs]) == "2 running, 2 lost"
     assert [job.state for job in reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)] == ["ended", "ended"]
     assert reports(tmp_path, time.time() + 2 * job_reports.KEPT_S) == []
 

@@ -26,14 +26,14 @@ def altered(project, tiny, tmp_path):
     """altered(kind) -> a planned project with its own copy of the checkpoint, and the folder of the copy."""
 
     def make(kind: str):
-        made, folder = project(kind), tmp_path / "model"
+        home, folder = project(kind), tmp_path / "model"
         shutil.copytree(tiny(kind), folder)
-        made.settings["model"]["path"] = str(folder)
+        home.settings["model"]["path"] = str(folder)
         for number in range(2):
-            made.image(f"{number}.png", seed=number)
-        made.run(discover.run)
-        made.run(bucket.run)
-        return made, folder
+            home.image(f"{number}.png", seed=number)
+        home.run(discover.run)
+        home.run(bucket.run)
+        return home, folder
 
     return make
 
@@ -46,12 +46,12 @@ def shorten(tokenizer: Path, text: str) -> None:
 
 
 def test_a_tokenizer_whose_template_is_shorter_than_the_crop_is_refused(altered):
-    made, folder = altered("kandinsky5-image-t2i")
+    home, folder = altered("kandinsky5-image-t2i")
     shorten(folder / "tokenizer", "Describe the image by detailing the color, shape, size, texture, quantity,")
     with pytest.raises(LatentpressError, match=r"template kandinsky5-t2i .* the first 40") as caught:
-        made.run(encode_text.run)
+        home.run(encode_text.run)
     assert "use tokenizer/ of" in caught.value.next_step
-    assert not made.shards("text")
+    assert not home.shards("text")
 
 
 FOREIGN, UNUSABLE = "take vae/ from the repository", "replace it"
@@ -69,13 +69,13 @@ FOREIGN, UNUSABLE = "take vae/ from the repository", "replace it"
 )
 def test_a_part_that_does_not_fit_or_cant_be_made_is_refused_by_name(altered, kind, part, values, message, step):
     """Before anything is encoded."""
-    made, folder = altered(kind)
+    home, folder = altered(kind)
     file = folder / part / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
     with pytest.raises(LatentpressError) as caught:
-        made.run(encode_latents.run if part == "vae" else encode_text.run)
+        home.run(encode_latents.run if part == "vae" else encode_text.run)
     assert message in caught.value.message and step in caught.value.next_step and "\n" not in caught.value.message
-    assert not made.shards("latents") and not made.shards("text")
+    assert not home.shards("latents") and not home.shards("text")
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
 
 
 @pytest.mark.parametrize(
-    ("cards", "given", "engine", "workers", "reason"),
+    ("cards", "options", "engine", "workers", "reason"),
     [
         (4, {}, "local", 4, "one for each accelerator"),
         (0, {}, "local", 1, "no accelerator"),
@@ -122,8 +122,8 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
     ],
 )
 def test_one_for_each_card_by_default(
-    monkeypatch, cards: int, given: dict[str, Any], engine: EngineName, workers: int, reason: str
+    monkeypatch, cards: int, options: dict[str, Any], engine: EngineName, workers: int, reason: str
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: cards)
-    result, why = choose_workers(engine, Encoding(**given))
-    assert result == workers and reason in why
+    result, text = choose_workers(engine, Encoding(**options))
+    assert result == workers and reason in text

@@ -45,11 +45,11 @@ def batches(monkeypatch) -> list[int]:
     result: list[int] = []
     encode = LatentsWorker.encode
 
-    def counted(self, names, batch, limit):
+    def count_members(self, names, batch, limit):
         result.append(len(batch))
         return encode(self, names, batch, limit)
 
-    monkeypatch.setattr(LatentsWorker, "encode", counted)
+    monkeypatch.setattr(LatentsWorker, "encode", count_members)
     return result
 
 
@@ -138,7 +138,7 @@ def test_processes_share_the_cards(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_sample_whose_numbers_are_not_finite_is_set_aside_alone(home, monkeypatch) -> None:
+def test_a_sample_whose_numbers_are_not_finite_is_rejected_alone(home, monkeypatch) -> None:
     encode = flux.Autoencoder.encode
 
     def once_infinite(self, *arguments):
@@ -150,11 +150,11 @@ def test_a_sample_whose_numbers_are_not_finite_is_set_aside_alone(home, monkeypa
     monkeypatch.setattr(flux.Autoencoder, "encode", once_infinite)
     report = home.run(encode_latents.run, f"latents.batch_pixels={3 * PIXELS}")
     assert report.done == 8
-    (aside,) = report.set_aside
-    assert aside["reason"] == "not-finite" and "latents.precision: float32" in aside["message"]
+    (reject,) = report.set_aside
+    assert reject["reason"] == "not-finite" and "latents.precision: float32" in reject["message"]
     (name,) = home.shards("latents")
     shard = open_reader(Store(home.root), f"latents/{name}")
-    assert [member.id for member in shard.meta.set_aside] == [aside["item"]] and len(shard) == 8
+    assert [member.id for member in shard.meta.set_aside] == [reject["item"]] and len(shard) == 8
     assert home.run(encode_latents.run, retry_set_aside=True).set_aside == []
 
 

@@ -19,24 +19,24 @@ def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_pa
     model = KINDS[kind][0].load(str(tiny(kind)))
     names = choose_targets(model, [r"transformer_blocks\.\d+\.(attn1\.to_q|ff\.conv_point)"])
     shapes = {name: model.get_submodule(name).weight.shape for name in names}
-    held = {}
+    tensors = {}
     for rank, (name, shape) in enumerate(shapes.items(), 2):
         kernel = (1,) * (len(shape) - 2)
-        held[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, shape[1], *kernel) * 0.1
-        held[f"transformer.{name}.lora_B.weight"] = torch.randn(shape[0], rank, *kernel) * 0.1
-    save_file(held, tmp_path / "theirs.safetensors")
+        tensors[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, shape[1], *kernel) * 0.1
+        tensors[f"transformer.{name}.lora_B.weight"] = torch.randn(shape[0], rank, *kernel) * 0.1
+    save_file(tensors, tmp_path / "theirs.safetensors")
     theirs = pipeline(kind, tiny(kind))
     theirs.load_lora_weights(tmp_path / "theirs.safetensors")
     wanted = output(kind, theirs.transformer)
     layers = load_layers(read_adapter(tmp_path / "theirs.safetensors"), 0.5)
     comfyui = write_file(*adapter_contents(layers, "comfyui", {}), tmp_path / "comfyui.safetensors")
-    back = read_adapter(comfyui)
-    assert back.format == "comfyui" and back.ranks == list(range(2, 2 + len(names)))
-    assert all(layer.scale == pytest.approx(0.5) for layer in back.layers.values())
+    adapter = read_adapter(comfyui)
+    assert adapter.format == "comfyui" and adapter.ranks == list(range(2, 2 + len(names)))
+    assert all(layer.scale == pytest.approx(0.5) for layer in adapter.layers.values())
     plain = pipeline(kind, tiny(kind)).transformer
     apply_as_comfyui(plain, comfyui)
     for folder, scale in (("whole", 2.0), ("half", 1.0)):
-        contents = adapter_contents(load_layers(back, scale), "diffusers", {"family": kind})
+        contents = adapter_contents(load_layers(adapter, scale), "diffusers", {"family": kind})
         write_file(*contents, tmp_path / folder / "a.safetensors")
     for folder, expected in (("whole", wanted), ("half", output(kind, plain))):
         pipe = pipeline(kind, tiny(kind))

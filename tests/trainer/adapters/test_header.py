@@ -81,8 +81,8 @@ def test_folders_of_an_adapter_a_run_and_a_checkpoint_are_found(tmp_path) -> Non
     save_file(pairs(""), checkpoint / "trainable.safetensors")  # the files of a checkpoint do not contain the strength
     with pytest.raises(AdapterError, match=r"no pytorch_lora_weights\.safetensors .* trainable\.safe"):
         read_adapter(checkpoint)
-    inside = write(checkpoint / file.name, pairs(), {"r": 4, "lora_alpha": 2})
-    assert read_adapter(checkpoint).path == inside and read_adapter(checkpoint).alphas == [2.0]
+    file_in_checkpoint = write(checkpoint / file.name, pairs(), {"r": 4, "lora_alpha": 2})
+    assert read_adapter(checkpoint).path == file_in_checkpoint and read_adapter(checkpoint).alphas == [2.0]
 
 
 def without(tensors: dict, *keys: str) -> dict:
@@ -194,18 +194,18 @@ def test_a_loras_kinds_and_a_lokrs_strength_and_size(tmp_path) -> None:
     assert read_adapter(write(file, pairs())).kind == "LoRA"
     magnitudes = {f"transformer.{module}.lora_magnitude_vector": np.ones(8, np.float32) for module in MODULES}
     assert read_adapter(write(file, pairs() | magnitudes)).kind == "DoRA"
-    whole = {f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32), f"{FIRST}.lokr_w2": np.ones((4, 3, 1, 1), np.float32)}
+    matrices = {f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32), f"{FIRST}.lokr_w2": np.ones((4, 3, 1, 1), np.float32)}
     for tensors, header, rank, scale in (
         (lokr(), {"transformer.r": 2, "transformer.alpha": 3.0}, 2, 1.5),
         (lokr(), {"r": 8, "alpha": 8.0, "rank_pattern": {"to_q": 2}, "alpha_pattern": {"^blocks.*": 1.0}}, 2, 0.5),
-        (whole, {"r": 8, "alpha": 2.0}, 8, 0.25),
+        (matrices, {"r": 8, "alpha": 2.0}, 8, 0.25),
         (
             lokr("diffusion_model.blocks.0.to_q") | {"diffusion_model.blocks.0.to_q.alpha": np.float32([5])},
             None,
             2,
             2.5,
         ),
-        (whole | {f"{FIRST}.alpha": np.float32([5])}, None, None, 1.0),
+        (matrices | {f"{FIRST}.alpha": np.float32([5])}, None, None, 1.0),
     ):
         result = read_adapter(write(file, tensors, header))
         assert result.kind == "LoKr" and list(result.layers) == [FIRST]
@@ -224,11 +224,11 @@ def test_lycoris_names_are_those_of_the_models_modules(tmp_path) -> None:
         AdapterError, match=r"lycoris_blocks_0_to_q is ambiguous: in m, .* transformer\.blocks\.0\.to_q, tr"
     ):
         resolve_names(result, [*model, "transformer.blocks_0.to_q"], "m")
-    both = read_adapter(write(tmp_path / "a.safetensors", tensors | lokr("transformer.blocks.0.to_q")))
+    ambiguous = read_adapter(write(tmp_path / "a.safetensors", tensors | lokr("transformer.blocks.0.to_q")))
     with pytest.raises(
         AdapterError, match=r"transformer\.blocks\.0\.to_q occurs twice, as .* and lycoris_blocks_0_to_q"
     ):
-        resolve_names(both, model, "m")
+        resolve_names(ambiguous, model, "m")
     with pytest.raises(AdapterError, match="m lacks 2 of the 2 modules"):
         check_fits(resolve_names(result, model[2:], "m"), {model[2]: (8, 6)}, "m")
 

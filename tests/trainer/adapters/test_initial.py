@@ -113,10 +113,10 @@ HOW_MADE: dict[str, tuple[dict, dict]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "how"), in_turn(["kandinsky5-image-t2i", "sana"], HOW_MADE))
-def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, how) -> None:
+@pytest.mark.parametrize(("kind", "case"), in_turn(["kandinsky5-image-t2i", "sana"], HOW_MADE))
+def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, case) -> None:
     """Without targets, rank and alpha, which are from the file; the saved result is the same adapter."""
-    helpers, settings = HOW_MADE[how]
+    helpers, settings = HOW_MADE[case]
     first, model, pipe = trained(kind, tiny(kind), **helpers), load(kind, tiny), pipeline(kind, tiny(kind))
     export.save_lora(first, tmp_path, kind)
     pipe.load_lora_weights(tmp_path)
@@ -136,8 +136,8 @@ def test_training_starts_from_a_lokr_in_each_format(tiny, tmp_path, kind) -> Non
     family, _ = KINDS[kind]
     lokr: dict = {"type": "lokr", "decompose_factor": 4}
     first, pipe = load(kind, tiny), pipeline(kind, tiny(kind))
-    own = {"rank": 2, "alpha": 3.0, "rank_pattern": {".*(to_q|to_query)": 64}}
-    make_trainable(first, family, Adapter(**lokr, **own))
+    settings = {"rank": 2, "alpha": 3.0, "rank_pattern": {".*(to_q|to_query)": 64}}
+    make_trainable(first, family, Adapter(**lokr, **settings))
     for i, parameter in enumerate(adapters.trainable_parameters(first).values()):
         parameter.data += random(*parameter.shape, seed=i) * 0.1
     path = export.save_lora(first, tmp_path, kind, formats=["diffusers", "comfyui"])

@@ -48,29 +48,29 @@ def layers(kind: str, model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]
         )
         if block is None or "modulation" in path or "norm" in path or "_mod." in path:
             continue
-        number, rest = block[1], block[2]
+        number, tail = block[1], block[2]
         if kind == "wan2.1-t2v":
             yield wan(path), [path]
-        elif kind == "z-image fused" and rest.startswith("attention."):
-            if rest == "attention.to_q":
+        elif kind == "z-image fused" and tail.startswith("attention."):
+            if tail == "attention.to_q":
                 yield f"layers.{number}.attention.qkv", [path, path[:-1] + "k", path[:-1] + "v"]
-            elif rest == "attention.to_out.0":
+            elif tail == "attention.to_out.0":
                 yield f"layers.{number}.attention.out", [path]
         elif kind == "flux2-klein" and path.startswith("single_"):
             yield (
-                f"single_blocks.{number}." + {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}[rest],
+                f"single_blocks.{number}." + {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}[tail],
                 [path],
             )
         elif kind == "flux2-klein":
             names = {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj", "ff.linear_in": "img_mlp.0",
                      "ff.linear_out": "img_mlp.2", "ff_context.linear_in": "txt_mlp.0",
                      "ff_context.linear_out": "txt_mlp.2"}  # fmt: skip
-            start = path.removesuffix(rest)
-            if rest in names:
-                yield f"double_blocks.{number}.{names[rest]}", [path]
-            elif rest in ("attn.to_q", "attn.add_q_proj"):
-                joint = "img_attn" if rest == "attn.to_q" else "txt_attn"
-                yield f"double_blocks.{number}.{joint}.qkv", [start + rest.replace("q", side) for side in "qkv"]
+            start = path.removesuffix(tail)
+            if tail in names:
+                yield f"double_blocks.{number}.{names[tail]}", [path]
+            elif tail in ("attn.to_q", "attn.add_q_proj"):
+                joint = "img_attn" if tail == "attn.to_q" else "txt_attn"
+                yield f"double_blocks.{number}.{joint}.qkv", [start + tail.replace("q", side) for side in "qkv"]
         else:
             yield path, [path]
 

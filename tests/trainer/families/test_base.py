@@ -117,11 +117,11 @@ def test_a_route_finds_tokens_by_name_in_tuples_and_behind_a_text(joint, by_name
     blocks[1].register_forward_hook(partial(end, kept_tokens, last))
     found_text, result = run_blocks(blocks, joint, image, text, kept_tokens.take(marks), by_name)
     rows = torch.arange(2)[:, None]
-    taken_text, taken = run_blocks(
+    taken_text, kept_result = run_blocks(
         [JointBlock(), JointBlock()], joint, image[rows, positions], text, marks[rows, positions]
     )
     expected = image.clone()
-    expected[rows, positions] = taken
+    expected[rows, positions] = kept_result
     assert torch.equal(result, expected) and torch.equal(found_text, taken_text)
 
 

@@ -92,9 +92,9 @@ def test_model_input_equals_prepare_latents(tiny, task):
     generator = torch.Generator().manual_seed(5)
     expected = pipe.prepare_latents(**sizes, dtype=torch.float32, device=torch.device("cpu"), generator=generator)
     noise, condition = drawn_by(pipe, task, 3 if task in VIDEO else 1, 5)
-    made = kandinsky5.visual_input(noise, condition, task, pipe.transformer.visual_cond)
-    assert made.shape[-1] == (16 if task == "t2i" else 33)
-    assert torch.equal(made, expected)
+    model_input = kandinsky5.visual_input(noise, condition, task, pipe.transformer.visual_cond)
+    assert model_input.shape[-1] == (16 if task == "t2i" else 33)
+    assert torch.equal(model_input, expected)
 
 
 def test_scale_factor_equals_the_pipelines(tiny):
@@ -180,10 +180,10 @@ def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
     model = Kandinsky5().load(str(tiny(KINDS["i2v"])))
     batch = make_batch([4], (16, 3, 4, 6), condition=True)
     noisy = random(1, 16, 3, 4, 6, seed=9)
-    other = noisy.clone()
-    other[:, :, 0] += 5
+    changed = noisy.clone()
+    changed[:, :, 0] += 5
     with torch.no_grad():
-        first, second = (Kandinsky5().predict(model, x, torch.tensor([0.5]), batch, "i2v") for x in (noisy, other))
+        first, second = (Kandinsky5().predict(model, x, torch.tensor([0.5]), batch, "i2v") for x in (noisy, changed))
         assert torch.equal(first, second)
         batch.condition_BCTHW = batch.condition_BCTHW + 1
         assert not torch.equal(first, Kandinsky5().predict(model, noisy, torch.tensor([0.5]), batch, "i2v"))
@@ -220,8 +220,8 @@ def test_checkpointing_gives_the_same_gradients_with_lora_and_padding(tiny):
 def test_bfloat16_keeps_time_embeddings_and_modulations_in_float32(tiny):
     model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")), dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
-        kept = "time_embeddings" in name or "modulation" in name
-        assert parameter.dtype == (torch.float32 if kept else torch.bfloat16), name
+        is_float32 = "time_embeddings" in name or "modulation" in name
+        assert parameter.dtype == (torch.float32 if is_float32 else torch.bfloat16), name
     assert Kandinsky5().compute_dtype(model) == torch.bfloat16
     assert torch.isfinite(run(with_lora(model), make_batch([3, 5], (16, 1, 4, 6)))).all()
 

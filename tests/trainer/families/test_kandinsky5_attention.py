@@ -104,10 +104,10 @@ def test_nabla_is_read_from_the_checkpoint_and_equals_get_sparse_params(tiny):
     transformer = stock.Kandinsky5Transformer3DModel.from_pretrained(tiny(NABLA) / "transformer")
     pipe = diffusers.Kandinsky5T2VPipeline(transformer=transformer, **dict.fromkeys(OTHERS))
     expected = pipe.get_sparse_params(torch.zeros(1, 5, 32, 48, 33), "cpu")
-    made = attention.sparse_params(Kandinsky5().load(str(tiny(NABLA))), 5, 32, 48)
-    assert made.keys() == expected.keys()
-    assert torch.equal(made.pop("sta_mask"), expected.pop("sta_mask"))
-    assert made == expected
+    params = attention.sparse_params(Kandinsky5().load(str(tiny(NABLA))), 5, 32, 48)
+    assert params.keys() == expected.keys()
+    assert torch.equal(params.pop("sta_mask"), expected.pop("sta_mask"))
+    assert params == expected
     assert attention.sparse_params(Kandinsky5().load(str(tiny("kandinsky5-video-t2v"))), 5, 32, 48) is None
 
 

@@ -137,9 +137,9 @@ def by_hand(model, single, noisy_BCTHW, sigma_B, kept_tokens) -> torch.Tensor:
     for number, block in enumerate(model.transformer_blocks):
         tokens = [*(kept_tokens if number else range(count)), *range(count, x.shape[1])]
         rotary = rope[tokens], text_rope
-        text, new = block(x[:, tokens], text, None, time, rotary, None, index[:, tokens])
+        text, image = block(x[:, tokens], text, None, time, rotary, None, index[:, tokens])
         x = x.clone()
-        x[:, tokens] = new
+        x[:, tokens] = image
     return model.proj_out(model.norm_out(x, time[:1]))[0, :count]
 
 

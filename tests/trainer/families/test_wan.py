@@ -158,9 +158,9 @@ def test_what_stays_in_float32(tiny):
     folder = tiny("wan2.1-t2v")
     theirs = diffusers.WanTransformer3DModel.from_pretrained(folder / "transformer", dtype=torch.bfloat16)
     expected = {name: weight.dtype for name, weight in theirs.named_parameters()}
-    loaded, made = Wan().load(str(folder), dtype=torch.bfloat16), Wan().untrained(theirs.config, torch.bfloat16)
+    loaded, untrained = Wan().load(str(folder), dtype=torch.bfloat16), Wan().untrained(theirs.config, torch.bfloat16)
     assert {name: weight.dtype for name, weight in loaded.named_parameters()} == expected
-    assert {name: weight.dtype for name, weight in made.named_parameters()} == expected
+    assert {name: weight.dtype for name, weight in untrained.named_parameters()} == expected
     assert expected["blocks.0.scale_shift_table"] == torch.float32 != expected["blocks.0.attn1.to_q.weight"]
     assert Wan().compute_dtype(loaded) == theirs.dtype == torch.bfloat16
 
@@ -185,12 +185,12 @@ def test_a_route_of_all_tokens_changes_nothing_and_one_of_some_equals_a_smaller_
         return last["out"]
 
     with torch.no_grad():
-        whole = {}
-        handle = model.blocks[0].register_forward_hook(lambda *call: whole.setdefault("out", call[-1]))
+        arguments = {}
+        handle = model.blocks[0].register_forward_hook(lambda *call: arguments.setdefault("out", call[-1]))
         Wan().predict(model, batch.latents_BCTHW, torch.tensor([0.4]), batch, task)
         handle.remove()
         everything = [*range(grid.tokens)]
-        torch.testing.assert_close(output(everything, Wan().blocks(model)[:1]), whole["out"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(output(everything, Wan().blocks(model)[:1]), arguments["out"], rtol=0, atol=1e-5)
         # Rotary embeddings are relative: with the same distances, attention is the same at other positions.
         some = [token for token in everything if token % 3]
         assert output(some, Wan().blocks(model)[:2]).shape == (1, len(some), Wan().hidden_size(model))

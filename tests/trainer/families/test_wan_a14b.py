@@ -146,8 +146,8 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, hel
         assert (saved_config.train.experts, saved_config.eval_sigmas) == (name, run.eval_sigmas)
 
     pipe = make_trained(task, config)
-    shown = [run.run_folder / "validation" for run in experts.values()]
-    first, second = (load_file(folder / "step-000000" / "one.safetensors")["latent"] for folder in shown)
+    folders = [run.run_folder / "validation" for run in experts.values()]
+    first, second = (load_file(folder / "step-000000" / "one.safetensors")["latent"] for folder in folders)
     assert (first - second).abs().max() > 1e-4, "the second one's samples begin with what the first one has learned"
     [prompt], path = data.validation, experts["low"].run_folder / "validation" / "step-000002" / "one.safetensors"
     with safe_open(path, "pt") as file:
@@ -193,10 +193,10 @@ def make_trained(task, config):
     pipe = cls(**none, **parts, scheduler=scheduler, vae=vae, boundary_ratio=boundary)
     pipe.set_progress_bar_config(disable=True)
     for run in config.expert_runs:
-        other, part = FAMILY.components[run.part == "transformer"], getattr(pipe, run.part)
-        before = {name: value.clone() for name, value in getattr(pipe, other).state_dict().items()}
+        second_part, part = FAMILY.components[run.part == "transformer"], getattr(pipe, run.part)
+        before = {name: value.clone() for name, value in getattr(pipe, second_part).state_dict().items()}
         load_trained(pipe, run)
-        after = getattr(pipe, other).state_dict()
+        after = getattr(pipe, second_part).state_dict()
         assert part.peft_config and all(torch.equal(value, before[name]) for name, value in after.items())
         plain = diffusers.WanTransformer3DModel.from_pretrained(folder, subfolder=run.part)
         apply_as_comfyui(plain, run.run_folder / "adapter" / "comfyui_lora.safetensors")
@@ -218,28 +218,28 @@ def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(
     make_config, make_set, helpers, tmp_path, capsys
 ):
     """`both` then continues with the second expert; a finished run is not trained again."""
-    whole, parted = (
+    full_run, parted = (
         make_config("wan-a14b", name=name, experts="both", steps=3, adapter={"rank": 2}) for name in ("a", "b")
     )
-    for config in (whole, parted):
+    for config in (full_run, parted):
         make_set(config, *helpers.mixed_items(config))
-    assert ended(whole, tmp_path) == 0
+    assert ended(full_run, tmp_path) == 0
     assert ended(parted, tmp_path, "train.steps=2", "train.experts=high") == 0
     assert not parted.expert_runs[1].run_folder.exists()
     assert ended(parted, tmp_path) == 0
     capsys.readouterr()
-    for one, second in zip(whole.expert_runs, parted.expert_runs, strict=True):
+    for one, second in zip(full_run.expert_runs, parted.expert_runs, strict=True):
         assert runs.lines(one) == runs.lines(second) and list(runs.lines(one)) == [1, 2, 3]
         result, expected = (
             load_file(run.run_folder / "adapter" / "pytorch_lora_weights.safetensors") for run in (second, one)
         )
         assert all(torch.equal(result[name], value) for name, value in expected.items())
-    first = [path.stat().st_mtime_ns for path in sorted(whole.run_folder.rglob("*.safetensors"))]
-    assert ended(whole, tmp_path) == 0
+    first = [path.stat().st_mtime_ns for path in sorted(full_run.run_folder.rglob("*.safetensors"))]
+    assert ended(full_run, tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["done"] == 0 and report["skipped"] == 6
-    assert [path.stat().st_mtime_ns for path in sorted(whole.run_folder.rglob("*.safetensors"))] == first
-    assert all(one < second for one, second in pairwise(sorted(runs.lines(whole))))
+    assert [path.stat().st_mtime_ns for path in sorted(full_run.run_folder.rglob("*.safetensors"))] == first
+    assert all(one < second for one, second in pairwise(sorted(runs.lines(full_run))))
 
 
 def test_what_does_not_go_with_the_experts_is_refused(make_config):

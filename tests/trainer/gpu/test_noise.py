@@ -46,9 +46,9 @@ def test_noise_is_the_cpus(device) -> None:
 
 
 def test_draws_from_moments_are_the_cpus(device) -> None:
-    stored = seeded_noise(NAMES, "moments", (32, 2, 8, 8))
+    moments = seeded_noise(NAMES, "moments", (32, 2, 8, 8))
     names = ["0/1/0/a", "0/1/1/b"]
-    result = sample_latents(stored.to(device), FAMILIES["kandinsky5-video"], names)
+    result = sample_latents(moments.to(device), FAMILIES["kandinsky5-video"], names)
     torch.testing.assert_close(
-        result.cpu(), sample_latents(stored, FAMILIES["kandinsky5-video"], names), rtol=1e-6, atol=1e-6
+        result.cpu(), sample_latents(moments, FAMILIES["kandinsky5-video"], names), rtol=1e-6, atol=1e-6
     )

@@ -94,12 +94,12 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(make_config, make_set
         child.kill()
     assert child.wait() == -signal.SIGKILL
     last_step = newest_checkpoint(folder)[0].step
-    after, whole = config("killed", last_step + 3), config("whole", last_step + 3)
-    make_set(whole)
+    after, full_run = config("killed", last_step + 3), config("whole", last_step + 3)
+    make_set(full_run)
     train(after)
-    train(whole)
-    assert [*lines(after)] == [*lines(whole)] == [*range(1, last_step + 4)]
-    assert lines(after) == pytest.approx(lines(whole), rel=1e-4)
+    train(full_run)
+    assert [*lines(after)] == [*lines(full_run)] == [*range(1, last_step + 4)]
+    assert lines(after) == pytest.approx(lines(full_run), rel=1e-4)
 
 
 @pytest.mark.long

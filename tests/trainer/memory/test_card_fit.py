@@ -140,9 +140,9 @@ def test_references_in_prompts_are_counted_for_text_encoder_and_transformer(tmp_
     grid = torch.tensor([[1, 26, 28]])
     with torch.no_grad(), meter:
         visual(torch.zeros(int(grid.prod()), 1176), grid)
-    kept = card_fit.CACHED_IMAGES * 237 * 64 * 4
+    cache_bytes = card_fit.CACHED_IMAGES * 237 * 64 * 4
     assert card_fit.CACHED_IMAGES == MAX_CACHED_FEATURES
-    assert meter.peak <= result.activations - kept <= 6 * meter.peak
+    assert meter.peak <= result.activations - cache_bytes <= 6 * meter.peak
 
 
 def test_buckets_are_those_of_the_datasets_or_of_the_plan(project, tmp_path) -> None:

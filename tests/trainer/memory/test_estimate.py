@@ -55,24 +55,26 @@ GRID = {
 
 @pytest.mark.slow
 def test_a_dry_run_shows_it_and_loads_nothing(ready, program) -> None:
-    shown = {}
+    reports = {}
     for name, options in (("less", {}), ("more", {"gradient_checkpointing": False, "batch_size": 4})):
         config = ready("i2v", name=name, **options)
         code, report, log = program(config, dry_run=True)
         details = report["details"]
         assert code == OK and "loading the transformer" not in log and details["memory_of_bucket"] == "96x64@5"
-        shown[name] = {row["part"]: row["mib"] for row in details["memory"]}
-        assert [*shown[name]] == [field.name for field in fields(MemoryEstimate)][:-1]
-    assert shown["more"]["activations"] > shown["less"]["activations"]
+        reports[name] = {row["part"]: row["mib"] for row in details["memory"]}
+        assert [*reports[name]] == [field.name for field in fields(MemoryEstimate)][:-1]
+    assert reports["more"]["activations"] > reports["less"]["activations"]
 
 
 @pytest.mark.long
 def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
     """With four ranks: a quarter of everything, and two gathered blocks of four with the weights outside of the
     blocks."""
-    plain, shared, hosted, kept, half = (
-        estimate_memory(make_config("t2i", **FULL, **others, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks)
-        for parallel, ranks, others in (
+    plain, sharded, hosted, kept, half = (
+        estimate_memory(
+            make_config("t2i", **FULL, **rank_counts, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks
+        )
+        for parallel, ranks, rank_counts in (
             ({}, 1, {}),
             ({"strategy": "fsdp2"}, 4, {}),
             ({"strategy": "fsdp2", "cpu_offload": True}, 4, {}),
@@ -80,9 +82,9 @@ def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
             ({"strategy": "fsdp2", "reshard_after_forward": False}, 4, {"precision": "bfloat16"}),
         )
     )
-    assert shared.optimizer == pytest.approx(plain.optimizer / 4, abs=4)
-    assert shared.gradients == pytest.approx(plain.gradients / 4, abs=4)
-    gathered = shared.weights - plain.weights / 4
+    assert sharded.optimizer == pytest.approx(plain.optimizer / 4, abs=4)
+    assert sharded.gradients == pytest.approx(plain.gradients / 4, abs=4)
+    gathered = sharded.weights - plain.weights / 4
     assert 0.5 * plain.weights < gathered < 0.9 * plain.weights
     assert kept.weights == pytest.approx(plain.weights * 1.25, abs=4)
     assert 0.5 * plain.weights < half.weights - plain.weights / 4 < 0.7 * plain.weights
@@ -106,9 +108,9 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config,
         configs.append(config.model_copy(update={"model": source}))
         rng, bucket = np.random.default_rng(0), SIZES[kind][number % 2]
         captions = [helpers.caption(rng, 32, kind == "t2i") for _ in range(5)]
-        given = [helpers.latent(rng, config, f"{w}x{h}") for w, h in Bucket.parse(bucket).references]
+        references = [helpers.latent(rng, config, f"{w}x{h}") for w, h in Bucket.parse(bucket).references]
         items = [
-            helpers.Item(bucket, helpers.latent(rng, config, bucket), [caption], references=given)
+            helpers.Item(bucket, helpers.latent(rng, config, bucket), [caption], references=references)
             for caption in captions[1:]
         ]
         make_set(config, items, captions[0])
@@ -139,14 +141,14 @@ def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> 
 
     shape = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
     length = config.text.max_length or config.model.template.max_length
-    whole = estimate_memory(config, shape, ["96x64"], length)
-    enough = said(whole.device + RESERVED - 1)
+    single = estimate_memory(config, shape, ["96x64"], length)
+    enough = said(single.device + RESERVED - 1)
     assert "on the device, 1 GiB of it for CUDA and its kernels, and a small card has 1.0 GiB" in enough
     assert "with train.gradient_checkpointing true of every block" in enough and "offload" not in enough
     much = said(RESERVED)
     assert "and with train.offload.activations true" in much and "smaller buckets" in much
     assert find_card("cuda:1") is find_card("cpu") is None and find_card("auto") == ("a small card", RESERVED)
-    assert "would need" not in said(whole.device + RESERVED)
+    assert "would need" not in said(single.device + RESERVED)
 
 
 @pytest.mark.slow

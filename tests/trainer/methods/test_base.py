@@ -71,12 +71,12 @@ def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
     loop.train_loop(run)
     passes = ["block", "loss", "block", "left"] if checkpointing else ["block", "loss", "left"]
     assert tapping.noted == passes * 4, "a checkpointed block is computed again within the context"
-    kept = load_file(config.run_folder / "checkpoints/step-000002/trainable.safetensors")
-    assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight) and "methods.tapping.bias" in kept
+    tensors = load_file(config.run_folder / "checkpoints/step-000002/trainable.safetensors")
+    assert torch.equal(tensors["methods.tapping.weight"], tapping.head.weight) and "methods.tapping.bias" in tensors
     assert not torch.equal(before, tapping.head.weight)
     second = prepared(make_config("t2i", steps=2, accumulate=2))
     with torch.no_grad():
         tapping.head.weight.zero_()
     resumed = loop.resume_run(second)
     assert resumed is not None and resumed.step == 2
-    assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight)
+    assert torch.equal(tensors["methods.tapping.weight"], tapping.head.weight)

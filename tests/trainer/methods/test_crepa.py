@@ -118,11 +118,11 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, help
 def longer(helpers, config, given: tuple) -> tuple:
     """Clips of 13 frames instead of 5."""
     items, null, prompts = given
-    rng, shown = np.random.default_rng(2), config.model.family_spec.condition_frames(config.model.task)
+    rng, condition_frames = np.random.default_rng(2), config.model.family_spec.condition_frames(config.model.task)
     for item in items:
         item.bucket = f"{item.bucket.partition('@')[0]}@13"
         item.latent = helpers.latent(rng, config, item.bucket)
-        item.condition = None if item.condition is None else item.latent[:, :shown]
+        item.condition = None if item.condition is None else item.latent[:, :condition_frames]
     return items, null, prompts
 
 

@@ -49,12 +49,12 @@ def drawn(step: MethodStep, gamma: float) -> np.ndarray:
 
 @pytest.mark.parametrize("task", CLEAN)
 def test_the_input_has_more_noise_of_its_own_and_nothing_else_changes(task) -> None:
-    given = CLEAN[task]
+    clean_frames = CLEAN[task]
     before, step = make_step(task), prepare(make_step(task), strength=GAMMA)
-    xi, noise = drawn(step, GAMMA), step.noise_BCTHW.numpy()[:, :, given:]
-    assert np.abs(xi[:, :, :given]).max(initial=0) < 1e-4, "given frames"
-    assert torch.equal(step.noisy_BCTHW[:, :, :given], before.noisy_BCTHW[:, :, :given])
-    xi = xi[:, :, given:]
+    xi, noise = drawn(step, GAMMA), step.noise_BCTHW.numpy()[:, :, clean_frames:]
+    assert np.abs(xi[:, :, :clean_frames]).max(initial=0) < 1e-4, "given frames"
+    assert torch.equal(step.noisy_BCTHW[:, :, :clean_frames], before.noisy_BCTHW[:, :, :clean_frames])
+    xi = xi[:, :, clean_frames:]
     for mine, row in zip(xi, noise, strict=True):  # at least 1536 numbers
         assert abs(mine.mean()) < 0.1 and mine.std() == pytest.approx(1, abs=0.07), "standard normal"
         assert np.mean(np.abs(mine) < 1) == pytest.approx(0.683, abs=0.05)

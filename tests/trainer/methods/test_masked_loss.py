@@ -81,8 +81,10 @@ def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, h
                 predicted = run.denoiser(flow.interpolate(x0, noise, sigma), sigma, part.batch)
             error = 2 * 0.5 * (((predicted - (noise - x0)).square() + 0.25).sqrt() - 0.5)
             error = error * (2 / (torch.pi * (1 - 2 * sigma + 2 * sigma**2))).view(-1, 1, 1, 1, 1)
-            used = weight.expand_as(error)[:, :, clean_frames:]
-            result += ((used * error[:, :, clean_frames:]).flatten(1).sum(1) / used.flatten(1).sum(1)).tolist()
+            weight_used = weight.expand_as(error)[:, :, clean_frames:]
+            result += (
+                (weight_used * error[:, :, clean_frames:]).flatten(1).sum(1) / weight_used.flatten(1).sum(1)
+            ).tolist()
             losses.append(everywhere)
         assert first_loss(config) == pytest.approx(sum(result) / 4, rel=1e-5)
     assert torch.equal(losses[0], torch.cat(losses[1:])) and 0 < int(losses[0].sum()) < 4
@@ -105,8 +107,8 @@ def test_the_prior_is_the_prediction_without_adapter_outside_of_the_mask(make_co
         predicted, reference = (run.family.predict(model, *inputs) for model in (run.model, base))
     mask = part.batch.extras["mask"][:, None].clone()
     everywhere = step.uniform("unmasked") < 0.3
-    whole = (mask == 1).flatten(1).all(1)
-    assert 0 < int(everywhere.sum()) < 6 and 0 < int(whole.sum()) < 6
+    is_everywhere = (mask == 1).flatten(1).all(1)
+    assert 0 < int(everywhere.sum()) < 6 and 0 < int(is_everywhere.sum()) < 6
     mask[everywhere] = 1
     terms = mask * (predicted - step.target_BCTHW).square() + 3 * (1 - mask) * (predicted - reference).square()
     _, result, _ = loop.backward(run, 0, part, 1)

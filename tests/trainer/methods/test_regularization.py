@@ -56,9 +56,9 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, h
     assert {*marks} == {True, False}
     for row, mark in enumerate(marks):
         one = torch.tensor([row])
-        given = step.noisy_BCTHW[one], step.sigma_B[one], part.batch.select(one), task
+        inputs = step.noisy_BCTHW[one], step.sigma_B[one], part.batch.select(one), task
         with torch.no_grad():
-            predicted, reference = (run.family.predict(model, *given) for model in (run.model, base))
+            predicted, reference = (run.family.predict(model, *inputs) for model in (run.model, base))
         target = part.noise_BCTHW[one] - part.batch.latents_BCTHW[one]
         target = reference if mark and options.get("target") != "data" else target
         squared = (predicted - target)[:, :, run.skip_frames :].square()
@@ -89,21 +89,21 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     alone = make_config("t2i", name="alone", accumulate=4, steps=2, **common)
     two = make_config("t2i", name="two", accumulate=2, steps=2, parallel={"strategy": strategy}, **common)
     cut = make_config("t2i", name="cut", accumulate=4, steps=1, **common)
-    items, *others = with_features(helpers, alone, masks=True)
+    items, *arguments = with_features(helpers, alone, masks=True)
     items[0].regularization = items[5].regularization = True
     for config in (alone, two, cut):
-        make_set(config, items, *others)
+        make_set(config, items, *arguments)
     train(alone)
     assert on_two_ranks(write(two, tmp_path))["done"] == 2
     assert lines(two) == pytest.approx(lines(alone), rel=1e-4)
     if strategy == "fsdp2":
         return
     train(cut)
-    whole = make_config("t2i", name="cut", accumulate=4, steps=2, **common)
-    assert train(whole)["skipped"] == 1
-    assert lines(whole) == lines(alone)
+    full_run = make_config("t2i", name="cut", accumulate=4, steps=2, **common)
+    assert train(full_run)["skipped"] == 1
+    assert lines(full_run) == lines(alone)
     for name, value in trained_weights(alone).items():
-        assert torch.equal(value, trained_weights(whole)[name])
+        assert torch.equal(value, trained_weights(full_run)[name])
 
 
 @pytest.mark.parametrize(

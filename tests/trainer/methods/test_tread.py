@@ -29,19 +29,19 @@ BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """kind -> a checkpoint with LAYERS blocks of visual tokens."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
             _, _, name = KINDS["t2v" if kind == "nabla" else kind]
-            build(name, made[kind], only=["transformer", "scheduler"])
-            shutil.rmtree(made[kind] / "transformer")
+            build(name, folders[kind], only=["transformer", "scheduler"])
+            shutil.rmtree(folders[kind] / "transformer")
             part = {"t2i": "image", "i2i": "image", "sana": "sana"}.get(kind, "video")
             more: dict[str, Any] = {FAMILIES[KINDS["t2v" if kind == "nabla" else kind][0]].layers[0]: LAYERS}
             more |= {"visual_cond": True} if kind == "i2i" else NABLA if kind == "nabla" else {}
-            make_model(part, overrides=more).save_pretrained(made[kind] / "transformer")
-        return made[kind]
+            make_model(part, overrides=more).save_pretrained(folders[kind] / "transformer")
+        return folders[kind]
 
     return get
 
@@ -91,11 +91,13 @@ def prepare(config: Config) -> loop.TrainState:
 
 def step_once(run: loop.TrainState) -> SimpleNamespace:
     """loss, gradients, and the arguments of the forward passes of the first step."""
-    seen, gradients = [], {}
-    run.denoiser.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    arguments_seen, gradients = [], {}
+    run.denoiser.register_forward_pre_hook(lambda _, inputs: arguments_seen.append(inputs))
     run.optimizer.step = lambda: gradients.update({key: it.grad.clone() for key, it in run.trainable.items()})
     return SimpleNamespace(
-        loss=loop.finish_step(run, loop.train_step(run, run.loader.step(0)))["loss"], gradients=gradients, seen=seen
+        loss=loop.finish_step(run, loop.train_step(run, run.loader.step(0)))["loss"],
+        gradients=gradients,
+        seen=arguments_seen,
     )
 
 
@@ -148,18 +150,18 @@ def test_a_share_that_drops_no_token_changes_no_bit(start, kind) -> None:
 
 def kept_in_steps(run: loop.TrainState, steps: int) -> list[torch.Tensor]:
     """(B, K) of each micro-batch, for the first route."""
-    kept, around = [], run.methods["tread"].around
+    positions, around = [], run.methods["tread"].around
 
     @contextmanager
     def noting(step):
         with around(step):
-            kept.append(step.kept_tokens[0])
+            positions.append(step.kept_tokens[0])
             yield
 
     run.methods["tread"].around = noting
     for step in range(steps):
         loop.train_step(run, run.loader.step(step))
-    return kept
+    return positions
 
 
 @pytest.mark.slow
@@ -169,10 +171,10 @@ def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
     by_four = kept_in_steps(start("i2v", ROUTES, batch_size=4), 2)
     assert torch.equal(torch.cat(by_two), torch.cat(by_four)) and len(by_two) == 4
     first = range(24)  # tokens of frame 0
-    assert len({tuple(kept) for part in by_two for kept in part.tolist()}) == 8
-    assert all({*first} <= {*kept} for part in by_two for kept in part.tolist())
+    assert len({tuple(positions) for part in by_two for positions in part.tolist()}) == 8
+    assert all({*first} <= {*positions} for part in by_two for positions in part.tolist())
     dropping = kept_in_steps(start("i2v", ROUTES, tread={"drop_first_frame": True}), 1)[0]
-    assert dropping.shape == (2, 36) and not any({*first} <= {*kept} for kept in dropping.tolist())
+    assert dropping.shape == (2, 36) and not any({*first} <= {*positions} for positions in dropping.tolist())
 
 
 # --- refused configurations ---

@@ -19,12 +19,12 @@ NABLA = {"attention_type": "nabla", "attention_P": 0.2, "attention_wT": 3, "atte
 NABLA |= {"attention_method": "topcdf", "attention_add_sta": True}
 
 
-def kept_by_hand(identity: str, route: int, groups: int, given: int, must: set[int], fewest: int) -> list[int]:
+def kept_by_hand(identity: str, route: int, groups: int, clean_groups: int, must: set[int], fewest: int) -> list[int]:
     """The kept groups: the groups with the lowest draws are dropped, except for groups that must stay."""
     ratio = ROUTES[route]["selection_ratio"]
     draws = (np.random.Philox(key=derive_seed(identity, f"tread {route}")).random_raw(groups) >> 40).tolist()
-    free = sorted((draw, number) for number, draw in enumerate(draws) if number >= given and number not in must)
-    dropped = {number for _, number in free[: min(int(ratio * (groups - given)), fewest)]}
+    free = sorted((draw, number) for number, draw in enumerate(draws) if number >= clean_groups and number not in must)
+    dropped = {number for _, number in free[: min(int(ratio * (groups - clean_groups)), fewest)]}
     return [number for number in range(groups) if number not in dropped]
 
 
@@ -51,14 +51,14 @@ def kandinsky_by_hand(model, arguments: dict, kept_tokens: list[list[int]]) -> t
         ropes = model.visual_rope_embeddings(shape, arguments["visual_rope_pos"], arguments["scale_factor"])
         x = torch.stack([visual[(0, *place)] for place in places])
         rope = torch.stack([ropes[(0, *place)] for place in places])
-        whole = [*range(len(x))]
+        all_tokens = [*range(len(x))]
         for number, block in enumerate(model.visual_transformer_blocks):
-            tokens = kept_tokens[ROUTED[number]] if number in ROUTED else whole
+            tokens = kept_tokens[ROUTED[number]] if number in ROUTED else all_tokens
             near = None
             if sparse is not None:
                 near = [(t, y // 8, x // 8) for t, y, x in (places[token] for token in tokens[::64])]
-            new = block(x[tokens][None], text, time, rope[tokens][None], near)[0]
-            x = put_back(x, tokens, new)
+            hidden = block(x[tokens][None], text, time, rope[tokens][None], near)[0]
+            x = put_back(x, tokens, hidden)
     grid = torch.stack([x[places.index(place)] for place in sorted(places)]).view(visual.shape)
     return model.out_layer(grid, text, time).movedim(-1, 1)
 
@@ -100,12 +100,12 @@ def sana_by_hand(model, noisy_CHW, sigma, text_LD, kept_tokens: list[list[int]])
     for number, block in enumerate(model.transformer_blocks):
         tokens = kept_tokens[ROUTED[number]] if number in ROUTED else [*range(len(x))]
         shift, scale, gate, shift_ff, scale_ff, gate_ff = block.scale_shift_table + time.view(6, -1)
-        new = x[tokens]
-        new = new + gate * block.attn1((block.norm1(new) * (1 + scale) + shift)[None])[0]
-        new = new + block.attn2(new[None], encoder_hidden_states=text)[0]
-        grid = block.norm2(put_back(x, tokens, new)) * (1 + scale_ff) + shift_ff
+        hidden = x[tokens]
+        hidden = hidden + gate * block.attn1((block.norm1(hidden) * (1 + scale) + shift)[None])[0]
+        hidden = hidden + block.attn2(hidden[None], encoder_hidden_states=text)[0]
+        grid = block.norm2(put_back(x, tokens, hidden)) * (1 + scale_ff) + shift_ff
         forward = block.ff(grid.T.unflatten(1, (height, width))[None])[0].flatten(1).T
-        x = put_back(x, tokens, new + gate_ff * forward[tokens])
+        x = put_back(x, tokens, hidden + gate_ff * forward[tokens])
     out = model.proj_out(model.norm_out(x[None], embedded, model.scale_shift_table))
     return out[0].T.unflatten(1, (height, width))[:, None]
 
@@ -150,17 +150,17 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
     must = [masked_places(mask, places, patch * square) for mask in masks]
     fewest = min(len({*range(clean_frames, len(places))} - forced) for forced in must)
     for number, identity in enumerate(part.identities):
-        kept = []
+        kept_tokens = []
         for route in range(len(ROUTES)):
             groups = kept_by_hand(identity, route, len(places), clean_frames, must[number], fewest)
-            kept.append([group * square**2 + inside for group in groups for inside in range(square**2)])
+            kept_tokens.append([group * square**2 + offset for group in groups for offset in range(square**2)])
         single = alone(batch, number)
         if kind == "sana":
-            predicted = sana_by_hand(run.model, noisy[number, :, 0], sigma[number], single.text_BLD[0], kept)
+            predicted = sana_by_hand(run.model, noisy[number, :, 0], sigma[number], single.text_BLD[0], kept_tokens)
         else:
             task = run.config.model.task
             arguments = Kandinsky5().model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
-            predicted = kandinsky_by_hand(run.model, arguments, kept)
+            predicted = kandinsky_by_hand(run.model, arguments, kept_tokens)
         target = part.noise_BCTHW[[number]] - single.latents_BCTHW
         weight = OUTSIDE + (1 - OUTSIDE) * masks[number] if "mask" in batch.extras else torch.ones(())
         losses.append((weight * (predicted.view_as(target) - target).square())[:, :, run.skip_frames :].mean())

@@ -119,8 +119,8 @@ def test_what_is_exported_bit_for_bit_is_written_once(tmp_path: Path) -> None:
 
     def export(folder: Path) -> dict:
         (folder / "part").mkdir()
-        written = {"x": parameters["a.weight"], "y": parameters["a.bias"] / 2, "z": parameters["b.weight"].bfloat16()}
-        checkpoint.write_tensors({key: value.detach() for key, value in written.items()}, folder / "part/model.st")
+        exported = {"x": parameters["a.weight"], "y": parameters["a.bias"] / 2, "z": parameters["b.weight"].bfloat16()}
+        checkpoint.write_tensors({key: value.detach() for key, value in exported.items()}, folder / "part/model.st")
         return {"part/model.st": {key: name for name, key in names.items()}}
 
     saved = saved_at(tmp_path, 2, parameters, optimizer, export=export)
@@ -138,8 +138,8 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     for number in (1, 2, 30, 999_999, 1_000_000):
         saved_at(tmp_path, number, parameters, optimizer)
     checkpoint.prune(tmp_path, 2, 15, [2])
-    kept = ["step-000002", "step-000030", "step-1000000", "step-999999"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    names = ["step-000002", "step-000030", "step-1000000", "step-999999"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     checkpoint.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
     assert newest(tmp_path).step == 1_000_000
@@ -156,10 +156,10 @@ def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
     result = newest(tmp_path)
     resume.check_signature(result, {**saved, "data": {**data, "set": "b"}})
     resume.check_signature(result, {"seed": 1})
-    other = {"seed": 2, "transformer": "xyz", "betas": (0.9, 0.95), "adapter": {"rank": 4, "alpha": 2.0, "type": "x"}}
-    other |= {"methods": {"masked_loss": {"weight": 0.5}}}
+    changed = {"seed": 2, "transformer": "xyz", "betas": (0.9, 0.95), "adapter": {"rank": 4, "alpha": 2.0, "type": "x"}}
+    changed |= {"methods": {"masked_loss": {"weight": 0.5}}}
     with pytest.raises(resume.ResumeError) as caught:
-        resume.check_signature(result, {**other, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
+        resume.check_signature(result, {**changed, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
     lines = caught.value.message.splitlines()
     assert lines[0].endswith("can't be continued with this configuration:") and sorted(lines[1:]) == [
         "  the transformer has a different shape",
@@ -243,9 +243,9 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, name: str) -> None:
 def test_other_weights_are_refused(tmp_path: Path) -> None:
     parameters, optimizer, _ = trained(1)
     saved_at(tmp_path, 1, parameters, optimizer)
-    other = {"c": torch.nn.Parameter(torch.zeros(1))}
+    changed = {"c": torch.nn.Parameter(torch.zeros(1))}
     with pytest.raises(resume.ResumeError, match=r"other weights.*a\.bias"):
-        checkpoint.restore(newest(tmp_path), other, make_optimizer(other, Optimizer()))
-    other = {**model(0), "a.bias": torch.nn.Parameter(torch.zeros(1))}
+        checkpoint.restore(newest(tmp_path), changed, make_optimizer(changed, Optimizer()))
+    changed = {**model(0), "a.bias": torch.nn.Parameter(torch.zeros(1))}
     with pytest.raises(resume.ResumeError, match=r"a\.bias has the shape \(3,\).*expected \(1,\)"):
-        checkpoint.restore(newest(tmp_path), other, make_optimizer(other, Optimizer()))
+        checkpoint.restore(newest(tmp_path), changed, make_optimizer(changed, Optimizer()))

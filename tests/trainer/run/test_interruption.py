@@ -142,16 +142,16 @@ def test_while_the_model_is_loaded_it_ends_at_once(ready, program, monkeypatch) 
         tell(signal.SIGTERM)
         pause(60)
 
-    for done, expected in (
+    for step, expected in (
         (0, "no step was completed"),
         (1, "nothing is lost: the checkpoint at step 1 has all steps"),
     ):
         with monkeypatch.context() as during:
             during.setattr(loop, "prepare_training", interrupted)
             code, report, _ = program(config)
-        assert (code, report["done"], report["skipped"], report["remaining"]) == (INCOMPLETE, 0, done, 2 - done)
-        assert report["details"]["stopped"].startswith(f"by SIGTERM; {expected}") and checkpoints(config) == [1][:done]
-        if not done:
+        assert (code, report["done"], report["skipped"], report["remaining"]) == (INCOMPLETE, 0, step, 2 - step)
+        assert report["details"]["stopped"].startswith(f"by SIGTERM; {expected}") and checkpoints(config) == [1][:step]
+        if not step:
             with monkeypatch.context() as during:
                 at_step(during, 1, lambda: tell(signal.SIGTERM))
                 program(config)
@@ -202,19 +202,19 @@ def test_max_time_is_a_limit_of_training_too(ready, make_config, program, monkey
     assert (code, report["done"]) == (OK, 1) and "stopped" not in report["details"]
 
 
-@pytest.mark.parametrize("told", [long(0), long(1)])
-def test_all_ranks_stop_after_the_same_step(ready, tmp_path, told) -> None:
+@pytest.mark.parametrize("ranks", [long(0), long(1)])
+def test_all_ranks_stop_after_the_same_step(ready, tmp_path, ranks) -> None:
     """One rank receives the signal; the second rank can't name it. Then one process continues."""
     config = ready("t2i", batch_size=2, accumulate=1, **ENDLESS)
 
     def signal_one(children: list[int]) -> None:
         wait_for_step(config, 2)
-        os.kill(children[told], signal.SIGTERM)
+        os.kill(children[ranks], signal.SIGTERM)
 
     report = on_two_ranks(write(config, tmp_path), signal_one, INCOMPLETE)
     last_step = report["done"]
     assert checkpoints(config) == [last_step] and max(lines(config)) == last_step >= 2
-    reason = "a signal to another rank" if told else "SIGTERM"
+    reason = "a signal to another rank" if ranks else "SIGTERM"
     assert report["details"]["stopped"].startswith(
         f"by {reason}; nothing is lost: the checkpoint at step {last_step} has"
     )
@@ -230,21 +230,21 @@ def start_run(path: Path) -> subprocess.Popen:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("whom", ["the program", long("its group")])
-def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forked_programs, whom) -> None:
+@pytest.mark.parametrize("receiver", ["the program", long("its group")])
+def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forked_programs, receiver) -> None:
     """SIGTERM only to `latentpress run`, as from a scheduler; SIGINT to its whole group, as from a terminal."""
     config = ready("t2i", **ENDLESS)
     started = start_run(write(config, tmp_path))
     try:
         wait_for_step(config, 2)
-        if whom == "the program":
+        if receiver == "the program":
             started.terminate()
         else:
             os.killpg(started.pid, signal.SIGINT)
         report = json.loads(started.communicate()[0])
     finally:
         started.kill()
-    name = "SIGTERM" if whom == "the program" else "SIGINT"
+    name = "SIGTERM" if receiver == "the program" else "SIGINT"
     (step,) = checkpoints(config)
     assert started.returncode == INCOMPLETE and step == max(lines(config)) and report["remaining"] == 1
     assert report["details"]["stopped"] == (

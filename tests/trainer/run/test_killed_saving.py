@@ -27,13 +27,13 @@ CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod",
 def kill_at_operation(number: int, folder: Path) -> None:
     """Kill this process before file operation `number` (from 0) below `folder`. fsync has no event, and written data is
     not lost with the process."""
-    taken = iter(range(10**9))
+    numbers = iter(range(10**9))
 
-    def seen(event: str, arguments: tuple) -> None:
-        if event in CHANGES and str(folder) in str(arguments[0]) and next(taken) == number:
+    def audit(event: str, arguments: tuple) -> None:
+        if event in CHANGES and str(folder) in str(arguments[0]) and next(numbers) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(seen)
+    sys.addaudithook(audit)
 
 
 def kill_at_size(size: int) -> None:
@@ -57,10 +57,10 @@ def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> N
             checkpoint.prune(folder, 3)
             loop.save_checkpoint(run, step)
         if step == 2:
-            old = {name: value.detach().clone() for name, value in run.trainable.items()}
+            old_weights = {name: value.detach().clone() for name, value in run.trainable.items()}
             shutil.copytree(folder, folder.with_name("before"))
-    new = {name: value.detach().clone() for name, value in run.trainable.items()}
-    assert any(not torch.equal(old[name], new[name]) for name in new)
+    new_weights = {name: value.detach().clone() for name, value in run.trainable.items()}
+    assert any(not torch.equal(old_weights[name], new_weights[name]) for name in new_weights)
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     assert [path.name for path in folder.iterdir()] == ["step-000003"], "one is kept"
 
@@ -68,7 +68,7 @@ def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> N
         newest, damaged = resume.newest_checkpoint(folder, verify=True)
         assert newest is not None and not damaged and newest.step in (2, 3)
         checkpoint.restore(newest, run.trainable, run.optimizer)
-        expected = old if newest.step == 2 else new
+        expected = old_weights if newest.step == 2 else new_weights
         assert all(torch.equal(value, expected[name]) for name, value in run.trainable.items())
         return newest.step
 
@@ -80,7 +80,7 @@ def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> N
         def work() -> None:
             with torch.no_grad():
                 for name, value in run.trainable.items():
-                    value.copy_(new[name])
+                    value.copy_(new_weights[name])
             prepare()
             loop.save_checkpoint(run, 3)
 
@@ -92,11 +92,11 @@ def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> N
             assert {path.name for path in folder.iterdir()} == {"step-000003"}
         return newest if died else 0
 
-    seen, number = [], 0
+    audit, number = [], 0
     while step := attempt(lambda number=number: kill_at_operation(number, folder)):
-        seen.append(step)
+        audit.append(step)
         number += every
-    assert number > 20 and seen == sorted(seen) and set(seen) == {2, 3}
-    for size in {byte for written in sizes for byte in (written // 2, written - 1)}:
+    assert number > 20 and audit == sorted(audit) and set(audit) == {2, 3}
+    for size in {byte for size_written in sizes for byte in (size_written // 2, size_written - 1)}:
         died = attempt(lambda size=size: kill_at_size(size))
         assert died in (0, 2) and (died or size == max(sizes) - 1 or size >= max(sizes) // 2)

@@ -39,20 +39,20 @@ def test_without_a_terminal_there_is_a_line_every_n_steps() -> None:
 
 
 def test_speed_leaves_out_what_is_done_between_steps_and_the_time_left_has_it() -> None:
-    now = 100.0
-    timer = StepTimer(10, 20, global_batch=4, clock=lambda: now)
+    clock = 100.0
+    timer = StepTimer(10, 20, global_batch=4, clock=lambda: clock)
 
     def read() -> Any:
-        nonlocal now
+        nonlocal clock
         for waited in (0.5, 1.5):  # seconds of reading
-            now += waited
+            clock += waited
             yield None
 
     result = []
     for number, _ in enumerate(timer.time_waits(read()), 11):
-        now += 1.5  # seconds of computing
+        clock += 1.5  # seconds of computing
         result.append(timer.rates(number))
-        now += 6.0  # seconds of validation
+        clock += 6.0  # seconds of validation
     first = {"samples_per_s": 2.0, "step_s": 2.0, "data_wait_s": 0.5, "data_wait_share": 0.25, "seconds_left": 18.0}
     second = {"samples_per_s": 1.6, "step_s": 3.0, "data_wait_s": 1.5, "data_wait_share": 0.4}
     assert result == [first, second | {"seconds_left": 8 * (2.5 + 6.0 / 2)}]

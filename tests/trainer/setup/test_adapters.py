@@ -155,8 +155,8 @@ def test_ranks_and_alphas_by_module(tiny):
 def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
     kind = "sana"
     model = Sana().load(str(tiny(kind)))
-    chosen = Adapter(type="full", targets=[r"transformer_blocks\.\d+\.attn1", "scale_shift_table"])
-    make_trainable(model, Sana(), chosen)
+    settings = Adapter(type="full", targets=[r"transformer_blocks\.\d+\.attn1", "scale_shift_table"])
+    make_trainable(model, Sana(), settings)
     named = adapters.trainable_parameters(model)
     assert named and all(".attn1." in name or name == "scale_shift_table" for name in named)
     assert sum(".attn1." in name for name in named) == sum(".attn1." in name for name, _ in model.named_parameters())

@@ -22,9 +22,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_taken_is_named(launched: None) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-        taken.listen()
+    with socket.socket() as busy_socket:
+        busy_socket.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        busy_socket.listen()
         with pytest.raises(RankLostError) as caught:
             connect_ranks("cpu", Parallel(timeout=30))
     assert f"rank 0 can't listen at port {os.environ['MASTER_PORT']}" in caught.value.message

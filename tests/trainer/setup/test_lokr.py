@@ -94,16 +94,16 @@ def test_it_computes_what_pefts_layer_does_without_the_product(tiny, settings):
     options = model.peft_config["default"].to_dict()
     stock.requires_grad_(False)
     stock.add_adapter(LoKrConfig(**{**options, "inference_mode": False}))
-    own = adapters.trainable_parameters(stock)
-    assert own.keys() == adapters.trainable_parameters(model).keys()
+    weights = adapters.trainable_parameters(stock)
+    assert weights.keys() == adapters.trainable_parameters(model).keys()
     for name, weight in adapters.trainable_parameters(model).items():
-        own[name].data = weight.data.clone()
+        weights[name].data = weight.data.clone()
     path = "visual_transformer_blocks.0.feed_forward.in_layer"
     x = random(2, 5, model.get_submodule(path).in_features)
     results = [each.get_submodule(path)(x) for each in (model, stock)]
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     for result in results:
         result.square().sum().backward()
-    for name, weight in own.items():
+    for name, weight in weights.items():
         if name.startswith(path):
             torch.testing.assert_close(model.get_parameter(name).grad, weight.grad, rtol=1e-4, atol=1e-4)

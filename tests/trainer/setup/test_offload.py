@@ -48,8 +48,8 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
 
 def frozen(model: Any) -> dict[str, torch.nn.Parameter]:
     """Frozen weights of the blocks."""
-    kept = {id(weight) for block in blocks_of(model) for weight in block.parameters() if not weight.requires_grad}
-    return {name: weight for name, weight in model.named_parameters() if id(weight) in kept}
+    frozen_ids = {id(weight) for block in blocks_of(model) for weight in block.parameters() if not weight.requires_grad}
+    return {name: weight for name, weight in model.named_parameters() if id(weight) in frozen_ids}
 
 
 def settle(model: Any, blocks_per_group: int, prefetch: bool = False) -> GroupScheduler:
@@ -95,8 +95,8 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
         # The hook of a part of the block is called after the block's weights are on the device.
         next(part for part in block.children() if not [*part.children()]).register_forward_pre_hook(look)
     step(KIND, model)
-    there = ["".join(str(number) for number, here in enumerate(row) if here) for row in states]
-    changes = [now for now, before in zip(there, ["", *there], strict=False) if now != before]
+    positions = ["".join(str(number) for number, parts in enumerate(row) if parts) for row in states]
+    changes = [position for position, before in zip(positions, ["", *positions], strict=False) if position != before]
     assert changes == (["01", "12", "2", "01", "0"] if prefetch else ["0", "1", "2", "1", "0"])
     at_home(model, home, names)
     with torch.no_grad():
@@ -121,10 +121,10 @@ def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_kee
     group.onload()
     moved = dict(model.named_parameters())
     for key, before in host.items():
-        here = take_apart(moved[key])[0]
-        assert [part.device.type for part in here] == ["meta"] * len(before), key
+        parts = take_apart(moved[key])[0]
+        assert [part.device.type for part in parts] == ["meta"] * len(before), key
         assert moved[key].device.type == "meta" and not moved[key].requires_grad
-        assert [(part.shape, part.dtype) for part in here] == [(part.shape, part.dtype) for part in before]
+        assert [(part.shape, part.dtype) for part in parts] == [(part.shape, part.dtype) for part in before]
     assert {type(moved[key]) for key in host} == kinds
     assert all(weight.device.type == "cpu" for weight in trainable_parameters(model).values())
     group.offload()

@@ -86,14 +86,14 @@ def test_groups_follow_the_schedule_from_their_own_rates() -> None:
 
 
 def test_bad_steps_are_counted_and_end_the_run() -> None:
-    bad = BadStepCounter(2)
-    assert bad.check(0, 1.0, 1.0)
-    assert not bad.check(1, float("nan"), 1.0)
-    assert not bad.check(2, 1.0, float("inf"))
-    assert not bad.check(150, float("nan"), 1.0), "those of long ago are forgiven"
-    assert bad.total == 3
-    bad.check(151, float("nan"), 1.0)
+    counter = BadStepCounter(2)
+    assert counter.check(0, 1.0, 1.0)
+    assert not counter.check(1, float("nan"), 1.0)
+    assert not counter.check(2, 1.0, float("inf"))
+    assert not counter.check(150, float("nan"), 1.0), "those of long ago are forgiven"
+    assert counter.total == 3
+    counter.check(151, float("nan"), 1.0)
     with pytest.raises(DivergedError, match=r"3 of the last 100.*max_bad_steps is 2"):
-        bad.check(152, float("nan"), 1.0)
+        counter.check(152, float("nan"), 1.0)
     with pytest.raises(DivergedError, match=r"learning rate|train\.optimizer\.lr"):
         BadStepCounter(0).check(0, float("nan"), 1.0)

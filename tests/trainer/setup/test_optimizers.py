@@ -57,14 +57,14 @@ class Run:
             self.optimizer.zero_grad(set_to_none=True)
 
     def bits(self) -> tuple[dict[str, Any], str]:
-        tensors, rest = optimizer_state.collect(self.weights, self.optimizer)
+        tensors, description = optimizer_state.collect(self.weights, self.optimizer)
         values = {**self.weights, **tensors}
-        return {name: value.detach().clone() for name, value in values.items()}, json.dumps(rest, sort_keys=True)
+        return {name: value.detach().clone() for name, value in values.items()}, json.dumps(description, sort_keys=True)
 
 
-def assert_equal(one: Run, other: Run) -> None:
-    (ours, rest), (theirs, other_rest) = one.bits(), other.bits()
-    assert rest == other_rest and ours.keys() == theirs.keys()
+def assert_equal(one: Run, second: Run) -> None:
+    (ours, description), (theirs, other_rest) = one.bits(), second.bits()
+    assert description == other_rest and ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
 
@@ -88,13 +88,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: tor
             averaged = weights_name == "schedule-free average"
             assert averaged == ("schedulefree" in name.lower())
         saved_at(tmp_path, 5, cut.weights, cut.optimizer)
-        other = Run(settings(name), dtype)
-        other.steps(0, 1)  # its existing state is replaced
+        second = Run(settings(name), dtype)
+        second.steps(0, 1)  # its existing state is replaced
         newest, _ = resume.newest_checkpoint(tmp_path, verify=True)
-        checkpoint.restore(newest, other.weights, other.optimizer)
-        assert_equal(other, cut)
-        other.steps(5, STEPS)
-        assert_equal(other, full_run)
+        checkpoint.restore(newest, second.weights, second.optimizer)
+        assert_equal(second, cut)
+        second.steps(5, STEPS)
+        assert_equal(second, full_run)
     assert {path.suffix for path in (tmp_path / "step-000005").iterdir()} == {".json", ".safetensors"}
 
 
@@ -157,9 +157,9 @@ def test_groups_by_regular_expression() -> None:
         (["b.lora_A", "c.bias"], 0.1, 0.0),
         (["a.lora_A"], 0.1, 0.5),
     ]
-    for match, why in (("lora_B", "no trained parameter"), ("a.lora_B", "an earlier group")):
+    for match, reason in (("lora_B", "no trained parameter"), ("a.lora_B", "an earlier group")):
         config = Optimizer.model_validate({"groups": [*groups, {"match": match}]})
-        with pytest.raises(RunError, match=rf"groups: '{match}' matches .*{why}.*a\.lora_A.*5 in all"):
+        with pytest.raises(RunError, match=rf"groups: '{match}' matches .*{reason}.*a\.lora_A.*5 in all"):
             make_optimizer(weights, config)
 
 
@@ -168,9 +168,9 @@ def test_other_groups_than_those_of_a_checkpoint_are_refused(tmp_path: Path) -> 
     run.steps(0, 2)
     saved_at(tmp_path, 2, run.weights, run.optimizer)
     newest, _ = resume.newest_checkpoint(tmp_path)
-    other = Run(settings("prodigy").model_copy(update={"groups": ()}), torch.float32)
+    second = Run(settings("prodigy").model_copy(update={"groups": ()}), torch.float32)
     with pytest.raises(resume.ResumeError, match="2 parameter groups, and the optimizer has 1") as caught:
-        checkpoint.restore(newest, other.weights, other.optimizer)
+        checkpoint.restore(newest, second.weights, second.optimizer)
     assert "train.optimizer.groups" in caught.value.next_step
 
 
@@ -225,20 +225,20 @@ def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, tr
 def test_state_that_json_and_safetensors_can_hold_is_saved_and_other_state_refused() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    shared = torch.arange(6.0)
-    state = {"a": shared, "b": [shared, (shared[2:], None)], "c": {"d": float("inf"), "e": True, "f": 3, "g": "text"}}
+    values = torch.arange(6.0)
+    state = {"a": values, "b": [values, (values[2:], None)], "c": {"d": float("inf"), "e": True, "f": 3, "g": "text"}}
     optimizer.state[weight] = state
     optimizer.param_groups[0]["best"] = float("-inf")
-    tensors, rest = optimizer_state.collect({"w": weight}, optimizer)
+    tensors, description = optimizer_state.collect({"w": weight}, optimizer)
     assert sorted(tensors) == ["w/a", "w/b/1/0"], "what is shared is kept once"
     second = torch.optim.SGD([weight], lr=1.0)
-    optimizer_state.restore({"w": weight}, second, tensors, json.loads(json.dumps(rest)))
+    optimizer_state.restore({"w": weight}, second, tensors, json.loads(json.dumps(description)))
     result = second.state[weight]
     assert (
         result["c"] == state["c"] and type(result["c"]["e"]) is bool and second.param_groups[0]["best"] == float("-inf")
     )
     assert result["a"] is result["b"][0] and result["b"][1][1] is None and isinstance(result["b"][1], tuple)
-    assert torch.equal(result["b"][1][0], shared[2:])
+    assert torch.equal(result["b"][1][0], values[2:])
     optimizer.state[weight] = {"a": object()}
     with pytest.raises(optimizer_state.OptimizerStateError, match="object at 'w/a'"):
         optimizer_state.collect({"w": weight}, optimizer)

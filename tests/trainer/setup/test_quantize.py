@@ -102,9 +102,9 @@ def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquanti
         for dtype, values in (("float32", result), ("bfloat16", half), ("bfloat16 unquantized", rounding)):
             print(f"{kind}, {name}, {label}, {dtype}: " + ", ".join(f"{value:.4f}" for value in values))
         assert result[1] > 1e-4, "it is quantized"
-        for value, own, base, bound in zip(result, half, rounding, BOUNDS[name], strict=True):
+        for value, half_error, base, bound in zip(result, half, rounding, BOUNDS[name], strict=True):
             assert value <= bound
-            assert own <= bound + 2 * base
+            assert half_error <= bound + 2 * base
         if not plain and not is_long:
             continue
         checkpointed = adapted(kind, wide(kind), name, torch.float32, **adapter).train()
@@ -144,12 +144,14 @@ def test_only_attention_and_feed_forward_are_quantized_and_the_place_makes_no_di
     assert sum(packed_bytes(part, name) for part in matrices.values()) == pytest.approx(measured, rel=0.03)
     assert log.startswith(f"{len(matrices)} matrices of the base quantized ({name})")
     assert count_numbers(model.parameters()) == sum(weight.numel() for weight in plain.parameters())
-    kept = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
-    changed = {path for path, part in kept.items() if type(model.get_submodule(path).weight) is not type(part.weight)}
+    plain_parts = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
+    changed = {
+        path for path, part in plain_parts.items() if type(model.get_submodule(path).weight) is not type(part.weight)
+    }
     assert changed == set(matrices)
-    assert "visual_transformer_blocks.0.visual_modulation.out_layer" in kept.keys() - changed
-    for path in kept.keys() - changed:
-        for first, second in zip(kept[path].parameters(), model.get_submodule(path).parameters(), strict=True):
+    assert "visual_transformer_blocks.0.visual_modulation.out_layer" in plain_parts.keys() - changed
+    for path in plain_parts.keys() - changed:
+        for first, second in zip(plain_parts[path].parameters(), model.get_submodule(path).parameters(), strict=True):
             assert first.dtype == second.dtype and torch.equal(first, second)
     repeated = family.load(str(wide(kind)), dtype=torch.bfloat16)
     quantize_base(repeated, family, name, "cpu", torch.device("cpu"))

@@ -76,15 +76,15 @@ class Case:
 
     def check(self, expected: tuple[torch.Tensor, ...]) -> None:
         model, family, dtypes = self.make(), KINDS[self.kind][0], set()
-        whole = sum(map(stored_bytes, model.parameters()))
+        total = sum(map(stored_bytes, model.parameters()))
         if self.compiled:
-            compile_blocks(family.blocks(model), "eager", lambda said: None)
+            compile_blocks(family.blocks(model), "eager", lambda text: None)
         gathered = torch.bfloat16 if self.half else None
-        hosted, kept = self.base == "nf4-bnb", self.base == "int8-quanto"
-        parallel = Parallel(strategy="fsdp2", cpu_offload=hosted, reshard_after_forward=not kept)
+        hosted, is_quanto = self.base == "nf4-bnb", self.base == "int8-quanto"
+        parallel = Parallel(strategy="fsdp2", cpu_offload=hosted, reshard_after_forward=not is_quanto)
         wrap.shard_model(model, family, {}, parallel, torch.device("cpu"), gathered)
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
-        assert sum(stored_bytes(local(weight)) for weight in model.parameters()) < 0.51 * whole
+        assert sum(stored_bytes(local(weight)) for weight in model.parameters()) < 0.51 * total
 
         def look(part: torch.nn.Module, _: object) -> None:
             for weight in part.parameters(recurse=False):

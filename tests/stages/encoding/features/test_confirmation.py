@@ -83,7 +83,7 @@ def test_pictures_with_few_keypoints_are_copies_only_where_fine_detail_agrees() 
         ImageDraw.Draw(image).ellipse((*place, *(place + 60)), fill=(240, 240, 200))
         return image
 
-    one, same, other = shown(plain(0)), shown(compress(plain(0).resize((200, 200)))), shown(plain(1))
-    assert are_copies(one, same) and not are_copies(one, other)
+    one, compressed, second = shown(plain(0)), shown(compress(plain(0).resize((200, 200)))), shown(plain(1))
+    assert are_copies(one, compressed) and not are_copies(one, second)
     gray = [shown(Image.new("RGB", (400, 400), (value,) * 3)) for value in (100, 101)]
     assert not are_copies(*gray)

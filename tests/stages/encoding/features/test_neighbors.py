@@ -30,11 +30,11 @@ def unit(values: np.ndarray) -> np.ndarray:
 @pytest.fixture
 def layouts() -> np.ndarray:
     """Layouts of 40 items; 1 is a copy of 0, 3 a mirrored copy of 2, 5 a part of 4."""
-    made = unit(np.random.default_rng(0).normal(size=(40, PARTS, NUMBERS)))
-    made[1, 0] = unit(made[0, 0] + 0.05 * made[9, 0])
-    made[3, 0] = mirror_layouts(made[2, 0])
-    made[5, 0] = made[4, 2]
-    return made.astype(np.float16)
+    values = unit(np.random.default_rng(0).normal(size=(40, PARTS, NUMBERS)))
+    values[1, 0] = unit(values[0, 0] + 0.05 * values[9, 0])
+    values[3, 0] = mirror_layouts(values[2, 0])
+    values[5, 0] = values[4, 2]
+    return values.astype(np.float16)
 
 
 def test_copies_mirrored_ones_and_parts_are_candidates_and_others_are_not(layouts: np.ndarray) -> None:
@@ -51,9 +51,9 @@ def test_by_the_models_vectors_they_are_alike_beyond_what_all_have_in_common() -
 
 
 def test_an_item_has_a_limited_number_of_candidates_and_their_group_still_holds_together() -> None:
-    same = np.repeat(unit(np.random.default_rng(2).normal(size=(1, PARTS, NUMBERS))), 60, axis=0)
-    noise = 0.01 * np.random.default_rng(3).normal(size=same.shape)
-    pairs = find_layout_candidates(unit(same + noise).astype(np.float16)).pairs
+    equal_layouts = np.repeat(unit(np.random.default_rng(2).normal(size=(1, PARTS, NUMBERS))), 60, axis=0)
+    noise = 0.01 * np.random.default_rng(3).normal(size=equal_layouts.shape)
+    pairs = find_layout_candidates(unit(equal_layouts + noise).astype(np.float16)).pairs
     assert 60 <= len(pairs) <= 60 * comparison.NEIGHBORS
     linked, before = {0}, 0
     while len(linked) > before:
@@ -82,8 +82,8 @@ def vectors() -> np.ndarray:
     """Three groups around different directions, and the last item alone."""
     rng = np.random.default_rng(0)
     middles = np.repeat(np.eye(16)[: len(SIZES)], SIZES, axis=0)
-    made = np.concatenate([middles + 0.05 * rng.normal(size=middles.shape), -np.ones((1, 16))])
-    return (made / np.linalg.norm(made, axis=1, keepdims=True)).astype(np.float32)
+    values = np.concatenate([middles + 0.05 * rng.normal(size=middles.shape), -np.ones((1, 16))])
+    return (values / np.linalg.norm(values, axis=1, keepdims=True)).astype(np.float32)
 
 
 def groups(centers: np.ndarray) -> set[frozenset[int]]:
@@ -110,7 +110,7 @@ def test_clusters_are_the_same_for_any_number_of_threads(vectors: np.ndarray) ->
             result.append(find_clusters(many, None))
     finally:
         faiss.omp_set_num_threads(before)
-    assert all(np.array_equal(result[0], other) for other in result)
+    assert all(np.array_equal(result[0], second) for second in result)
     assert len(np.unique(result[0])) == default_clusters(3000) == 39
     assert find_clusters(vectors[:2], 9).tolist() == [0, 1] and find_clusters(vectors[:1], None).tolist() == [0]
 
@@ -122,5 +122,5 @@ def test_the_distance_from_the_rest_is_the_mean_cosine_distance_to_the_nearest(v
     np.testing.assert_allclose(np.array(outliers, float), expected, atol=1e-5)
     assert int(np.argmax(outliers)) == len(vectors) - 1
     assert find_outliers(find_neighbors(vectors[:1]), 1) == [None]
-    [same, _] = find_outliers(find_neighbors(vectors[[0, 0]]), 2)
-    assert same == pytest.approx(0, abs=1e-6)
+    [equal_layouts, _] = find_outliers(find_neighbors(vectors[[0, 0]]), 2)
+    assert equal_layouts == pytest.approx(0, abs=1e-6)

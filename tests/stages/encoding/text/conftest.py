@@ -48,9 +48,11 @@ def make(tiny) -> Callable[..., Any]:
         family, task = FAMILIES[SETTINGS[kind]["family"]], kind.rpartition("-")[2]
         template = family.templates[task if task in family.templates else "t2i"]
         module = {"sana": gemma, "wan2.1-t2v": umt5}.get(kind, kandinsky5)
-        where, shared = str(folder or tiny(kind)), options.pop("share_prefix", True)
+        folder_path, share_prefix = str(folder or tiny(kind)), options.pop("share_prefix", True)
         cpu = torch.device("cpu")
-        return module.Encoder(where, None, template, template.max_length, dtype, cpu, Text(**options), shared)
+        return module.Encoder(
+            folder_path, None, template, template.max_length, dtype, cpu, Text(**options), share_prefix
+        )
 
     return encoder
 
@@ -61,8 +63,8 @@ def encoded() -> Callable[..., list[TextResult]]:
 
     def run(encoder: Any, captions: list[str], image: Image.Image | None = None, negative: bool = False) -> list:
         template: Template = encoder.template
-        shown = (image or gradient(),) if template.with_image else ()
-        requests = [TextRequest(template.cleaner.text(caption), negative, shown) for caption in captions]
+        images = (image or gradient(),) if template.with_image else ()
+        requests = [TextRequest(template.cleaner.text(caption), negative, images) for caption in captions]
         return encoder.encode([encoder.prepare(request) for request in requests])
 
     return run

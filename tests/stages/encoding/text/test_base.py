@@ -23,9 +23,9 @@ from tests.forms import long
 CAPTIONS = ["", "A small grey cat looks at the camera with green eyes.", "words that go on " * 20]
 
 
-def relative(results, others) -> float:
+def relative(results, expected) -> float:
     """|difference| / |value| over all embeddings."""
-    first, second = (torch.cat([result.embeds.float() for result in batch]) for batch in (results, others))
+    first, second = (torch.cat([result.embeds.float() for result in batch]) for batch in (results, expected))
     return ((first - second).norm() / second.norm()).item()
 
 
@@ -53,8 +53,8 @@ def by_unpacking(A, B, out=None, state=None):
     # A private function: bitsandbytes has no public function to unpack matrices.
     matrix, as_before = bitsandbytes.functional._convert_weight_packed_for_cpu_inverse(B, copy(state))
     as_before.absmax = state.absmax.T.reshape(-1).float()  # bitsandbytes leaves them transposed
-    whole = bitsandbytes.functional.dequantize_4bit(matrix.reshape(-1, 1), as_before)
-    return torch.nn.functional.linear(A, whole.to(A.dtype))
+    matrix_whole = bitsandbytes.functional.dequantize_4bit(matrix.reshape(-1, 1), as_before)
+    return torch.nn.functional.linear(A, matrix_whole.to(A.dtype))
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "packed"])
@@ -94,9 +94,9 @@ def test_matrices_that_nf4_can_not_pack_stay_as_they_are_and_this_is_said_once(p
         home.run(program.run)
     report = home.run(encode_text.run, "text.quantization=nf4-bnb")
     assert report.exit_code == 0 and report.done == 4
-    [said] = report.details["remarks"]
-    assert "nf4-bnb can't pack" in said["remark"] and (said["items"], said["of"]) == (4, 4)
-    assert said["remark"].endswith(": mlp.down_proj, mlp.gate_proj, mlp.up_proj")
+    [remark] = report.details["remarks"]
+    assert "nf4-bnb can't pack" in remark["remark"] and (remark["items"], remark["of"]) == (4, 4)
+    assert remark["remark"].endswith(": mlp.down_proj, mlp.gate_proj, mlp.up_proj")
 
 
 @pytest.mark.parametrize("kind", ["sana", long("kandinsky5-image-i2i"), long("wan2.1-t2v")])
@@ -138,10 +138,11 @@ def test_what_gives_the_same_numbers_has_the_same_fingerprint(
     home.settings["datasets"][0] |= {"conditioning_data": "media"} if kind.endswith("i2i") else {}
     precision = f"text.precision={dtype}"
     assert parts(home.config(precision, f"text.{option}={value}")) == parts(home.config(precision))
-    results, others = (
-        encoded(make(kind, getattr(torch, dtype), **{option: given}), CAPTIONS) for given in (value, default)
+    results, expected = (
+        encoded(make(kind, getattr(torch, dtype), **{option: option_value}), CAPTIONS)
+        for option_value in (value, default)
     )
-    for first, second in zip(results, others, strict=True):
+    for first, second in zip(results, expected, strict=True):
         assert torch.equal(first.embeds, second.embeds)
         assert first.pooled is second.pooled is None or torch.equal(first.pooled, second.pooled)
 

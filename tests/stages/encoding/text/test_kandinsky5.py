@@ -122,8 +122,8 @@ def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
     images = [picture() if encoder.template.with_image else None for _ in captions]
     results = encoded(encoder, [request(encoder.template, *pair) for pair in zip(captions, images, strict=True)])
     assert (encoder.stats.prefixed_texts, encoder.stats.full_texts) == (5, 1)
-    given = list(zip(captions, images, strict=True))
-    theirs, exact = ([reference(one, *pair) for pair in given] for one in (half, pipe))
+    pairs = list(zip(captions, images, strict=True))
+    theirs, exact = ([reference(one, *pair) for pair in pairs] for one in (half, pipe))
     ours = [(result.embeds, result.pooled) for result in results]
     for part, name in enumerate(("embeds", "pooled")):
         near(f"{kind} {name}", [tuple(one[part] for one in row) for row in zip(ours, theirs, exact, strict=True)])
@@ -154,8 +154,8 @@ def test_overlong_i2i_captions_lose_their_end_and_keep_the_image(loaded):
     # The same caption cut by hand fits, and gives the same embeddings in the pipeline.
     ids = pipe.tokenizer.tokenizer(encoder.template.text.split("{}")[0] + words)["input_ids"]
     suffix = len(reference(pipe, "", image)[0])
-    kept = pipe.tokenizer.tokenizer.decode(ids[encoder.crop : encoder.crop + 256 - suffix])
-    embeds, _ = reference(pipe, kept, image)
+    cut_caption = pipe.tokenizer.tokenizer.decode(ids[encoder.crop : encoder.crop + 256 - suffix])
+    embeds, _ = reference(pipe, cut_caption, image)
     assert (result.embeds - embeds).abs().max() <= LIMIT
 
 

@@ -145,13 +145,13 @@ def test_embeddings_equal_the_pipelines(tiny, case: Case, record_property) -> No
     """All captions are in one batch, after a shared prefix if the model has one; the last caption is cut. Alone, and
     without the shared prefix, a caption has the same embeddings."""
     folder, largest = tiny(case.kind), 0.0
-    pipe, encoder, whole = case.pipe(folder), case.encoder(folder), case.encoder(folder, share=False)
+    pipe, encoder, unshared = case.pipe(folder), case.encoder(folder), case.encoder(folder, share=False)
     results = case.encoded(encoder, CAPTIONS)
-    for result, other, caption in zip(results, case.encoded(whole, CAPTIONS), CAPTIONS, strict=True):
+    for result, unshared_result, caption in zip(results, case.encoded(unshared, CAPTIONS), CAPTIONS, strict=True):
         expected, [alone] = case.wanted(pipe, caption), case.encoded(encoder, [caption])
         assert result.pooled is None and result.embeds.shape == expected.shape and result.kept == len(expected)
         assert result.tokens > result.kept or caption != CAPTIONS[-1]
-        gaps = [(result.embeds - each).abs().max().item() for each in (expected, alone.embeds, other.embeds)]
+        gaps = [(result.embeds - each).abs().max().item() for each in (expected, alone.embeds, unshared_result.embeds)]
         largest = max(largest, *gaps)
     record_property("largest difference", largest)
     print(f"{case.family}, negative={case.negative}: largest difference {largest:.2e}")

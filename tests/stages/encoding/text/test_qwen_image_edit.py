@@ -49,11 +49,11 @@ def tell_images(model, _, named):
 
 def asked(encoder, caption, images) -> TextRequest:
     """A request with references resized like the reader does."""
-    shown = []
+    images_resized = []
     for image in images:
         width, height, _ = encoder.template.image_size.fit(np.array([image.width]), np.array([image.height]))
-        shown.append(image.resize((int(width[0]), int(height[0])), Image.Resampling.LANCZOS))
-    return TextRequest(caption, negative=caption == " ", images=tuple(shown))
+        images_resized.append(image.resize((int(width[0]), int(height[0])), Image.Resampling.LANCZOS))
+    return TextRequest(caption, negative=caption == " ", images=tuple(images_resized))
 
 
 @torch.no_grad()
@@ -99,8 +99,8 @@ def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts, pos
     assert largest <= LIMIT
     assert encoder.stats.prefixed_texts == len(pairs) and encoder.stats.images == max(counts)
     [alone] = encoder.encode([encoder.prepare(asked(encoder, *pairs[2]))])
-    made = encoder_of(folder, kind, share_prefix=False, positions=positions)
-    [whole] = made.encode([made.prepare(asked(made, *pairs[2]))])
+    unshared = encoder_of(folder, kind, share_prefix=False, positions=positions)
+    [whole] = unshared.encode([unshared.prepare(asked(unshared, *pairs[2]))])
     assert max((each.embeds - results[2].embeds).abs().max() for each in (alone, whole)) <= LIMIT
 
 

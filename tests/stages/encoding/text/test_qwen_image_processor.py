@@ -64,13 +64,13 @@ def folder(tiny) -> Path:
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> list[Path]:
     """Noise, the hardest input for a resize, and edges at full contrast, where bicubic interpolation overshoots."""
-    made = []
+    paths = []
     for seed, (width, height) in enumerate(SIZES):
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
         pixels[: height // 2] = np.where(pixels[: height // 2] > 127, 255, 0)
-        made.append(tmp_path_factory.mktemp("images") / f"{width}x{height}.png")
-        Image.fromarray(pixels).save(made[-1])
-    return made
+        paths.append(tmp_path_factory.mktemp("images") / f"{width}x{height}.png")
+        Image.fromarray(pixels).save(paths[-1])
+    return paths
 
 
 def with_torchvision(torchvision: Path, folder: Path, images: list[Path], out: Path) -> None:
@@ -83,8 +83,8 @@ def with_torchvision(torchvision: Path, folder: Path, images: list[Path], out: P
     processor = module.Qwen2VLImageProcessor.from_pretrained(folder)
     assert processor.backend == "torchvision"
     result = [processor(images=[Image.open(path)], return_tensors="np") for path in images]
-    grids = np.concatenate([made["image_grid_thw"] for made in result])
-    np.savez(out, *[made["pixel_values"] for made in result], grids=grids)
+    grids = np.concatenate([paths["image_grid_thw"] for paths in result])
+    np.savez(out, *[paths["pixel_values"] for paths in result], grids=grids)
 
 
 def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -> None:
@@ -99,10 +99,10 @@ def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -
     ours = QwenImageProcessor.from_pretrained(folder)
     levels = []
     for path, expected, grid in zip(images, theirs, grids, strict=True):
-        made = ours(images=[Image.open(path)], return_tensors="np")
-        assert made["image_grid_thw"].tolist() == [grid.tolist()]
-        assert made["pixel_values"].dtype == expected.dtype == np.float32
-        assert np.array_equal(made["pixel_values"], expected), path.name
+        prepared = ours(images=[Image.open(path)], return_tensors="np")
+        assert paths["image_grid_thw"].tolist() == [grid.tolist()]
+        assert prepared["pixel_values"].dtype == expected.dtype == np.float32
+        assert np.array_equal(prepared["pixel_values"], expected), path.name
         pillow = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[Image.open(path)], return_tensors="np")
         levels.append(np.abs(pillow["pixel_values"] - expected) * 0.2689 * 255)  # in 8-bit levels, about
     gap = np.concatenate([each.ravel() for each in levels])

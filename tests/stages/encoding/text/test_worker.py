@@ -93,11 +93,11 @@ def read(monkeypatch) -> list:
     result: list = []
     begin = SandboxPool.begin
 
-    def begun(self, request):
+    def begin_counted(self, request):
         result.append(request)
         return begin(self, request)
 
-    monkeypatch.setattr(SandboxPool, "begin", begun)
+    monkeypatch.setattr(SandboxPool, "begin", begin_counted)
     return result
 
 
@@ -139,8 +139,8 @@ def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
     assert report.details["remarks"] == [{"items": longer, "of": 5, "remark": CLIP_TRUNCATED_REMARK}]
     assert report.truncated == []
     assert CLIP_TRUNCATED_REMARK in report.summary()
-    other = project("sana")
-    other.image("0.png", (64, 64), "cat " * 100)
+    sana = project("sana")
+    sana.image("0.png", (64, 64), "cat " * 100)
     for program in (discover.run, bucket.run):
-        other.run(program)
-    assert "remarks" not in other.run(encode_text.run).details
+        sana.run(program)
+    assert "remarks" not in sana.run(encode_text.run).details

@@ -48,18 +48,18 @@ def test_encoded_conditions_equal_the_pipelines(project, tiny, record_property, 
     gaps = []
     for number in range(2):
         sample = data.sample(number)
-        planned = plan.samples[sample.id]
-        frames = read_sample_frames(home.media / planned["path"], planned, "pyav")
+        sample_row = plan.samples[sample.id]
+        frames = read_sample_frames(home.media / sample_row["path"], sample_row, "pyav")
         assert sample.tensors["condition"].shape == sample.tensors["latent"].shape == (16, 3, 8, 8)
-        stored = torch.from_numpy(sample.tensors["condition"].numpy().copy())
-        gaps.append((stored - expected(frames[0], 9)).abs().max().item())
+        condition = torch.from_numpy(sample.tensors["condition"].numpy().copy())
+        gaps.append((condition - expected(frames[0], 9)).abs().max().item())
         clip = torch.from_numpy(sample.tensors["latent"].numpy().copy())
-        assert (stored - clip)[:, 1:].abs().max() > 1e-2, "it is not the clip"
+        assert (condition - clip)[:, 1:].abs().max() > 1e-2, "it is not the clip"
     with Image.open(photo) as image:
         middle = np.asarray(image.convert("RGB").crop((16, 0, 80, 64)))
-    given, taken = data.validation
-    assert given.condition.shape == taken.condition.shape == (16, 2, 8, 8)
-    gaps.append((torch.from_numpy(given.condition.numpy().copy()) - expected(middle, 5)).abs().max().item())
+    with_image, without_image = data.validation
+    assert with_image.condition.shape == without_image.condition.shape == (16, 2, 8, 8)
+    gaps.append((torch.from_numpy(with_image.condition.numpy().copy()) - expected(middle, 5)).abs().max().item())
     record_property("largest difference", max(gaps))
     print(f"conditions: largest difference {max(gaps):.2e}")
     assert max(gaps) <= 1e-5

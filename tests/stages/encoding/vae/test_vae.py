@@ -71,8 +71,8 @@ def statistics(name: str, vae) -> tuple[torch.Tensor, torch.Tensor]:
 class Sampled:
     """An autoencoder whose posterior's mode is the drawn sample."""
 
-    def __init__(self, vae, drawn: torch.Tensor) -> None:
-        self.bn, self.config, self.drawn = vae.bn, vae.config, drawn
+    def __init__(self, vae, sample: torch.Tensor) -> None:
+        self.bn, self.config, self.drawn = vae.bn, vae.config, sample
 
     def encode(self, pixels_BCHW: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: self.drawn))
@@ -141,8 +141,8 @@ def test_what_a_sample_starts_from_equals_the_pipelines(loaded, tiny, name, reco
     random = generator(5)
     handle = vae.encoder.register_forward_pre_hook(lambda *_: random.manual_seed(5) and None)
     try:
-        shared = {"width": 96, "height": 64, "dtype": torch.float32, "device": CPU, "generator": random}
-        latents_BTHWC = pipe.prepare_latents(Image.fromarray(clip[0]), 1, 16, **shared, **options)
+        arguments = {"width": 96, "height": 64, "dtype": torch.float32, "device": CPU, "generator": random}
+        latents_BTHWC = pipe.prepare_latents(Image.fromarray(clip[0]), 1, 16, **arguments, **options)
     finally:
         handle.remove()
     channels = slice(16, 32) if name == "flux" else slice(16)

@@ -45,8 +45,8 @@ def reference(folder: Path, kind: str, frames_FHWC: np.ndarray, grid: tuple[int,
     )
     pixels = processor(list(frames_FHWC), return_tensors="pt")["pixel_values"]
     model = CLASSES[kind].from_pretrained(folder).eval()
-    others = {"dinov2": 1, "registers": 5}[kind]
-    return model(pixels).last_hidden_state[:, others:].unflatten(1, grid)
+    leading_tokens = {"dinov2": 1, "registers": 5}[kind]
+    return model(pixels).last_hidden_state[:, leading_tokens:].unflatten(1, grid)
 
 
 @pytest.mark.parametrize("kind", ["dinov2", "registers"])
@@ -77,10 +77,10 @@ def test_batch_mates_and_the_size_of_a_pass_change_nothing_beyond_rounding(folde
     encoder = Encoder(folders["dinov2"], torch.float32, CPU)
     clips = [resize_frames(clip(5, 64, 96, seed), (5, 9)) for seed in range(3)]
     together = encoder.clips(clips, (4, 6), 4, limit=15)
-    for frames, beside in zip(clips, together, strict=True):
+    for frames, second in zip(clips, together, strict=True):
         for limit in (1, 2, 5):
             (alone,) = encoder.clips([frames], (4, 6), 4, limit)
-            torch.testing.assert_close(alone.float(), beside.float(), rtol=2**-7, atol=1e-4)
+            torch.testing.assert_close(alone.float(), second.float(), rtol=2**-7, atol=1e-4)
 
 
 def test_damaged_weights_are_refused(folders, tmp_path: Path) -> None:
