@@ -145,14 +145,14 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
         for size, divisor in zip(batch.latents_BCTHW.shape[2:], (1, patch * square, patch * square), strict=True)
     )
     places = [(t, y, x) for t in range(frames) for y in range(rows) for x in range(columns)]
-    clean_frames = rows * columns * run.skip_frames
+    clean_groups = rows * columns * run.skip_frames
     masks = batch.extras.get("mask", torch.zeros(len(batch), *batch.latents_BCTHW.shape[2:]))
     must = [masked_places(mask, places, patch * square) for mask in masks]
-    fewest = min(len({*range(clean_frames, len(places))} - forced) for forced in must)
+    fewest = min(len({*range(clean_groups, len(places))} - forced) for forced in must)
     for number, identity in enumerate(part.identities):
         kept_tokens = []
         for route in range(len(ROUTES)):
-            groups = kept_by_hand(identity, route, len(places), clean_frames, must[number], fewest)
+            groups = kept_by_hand(identity, route, len(places), clean_groups, must[number], fewest)
             kept_tokens.append([group * square**2 + offset for group in groups for offset in range(square**2)])
         single = alone(batch, number)
         if kind == "sana":

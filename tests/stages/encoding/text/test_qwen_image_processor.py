@@ -100,7 +100,7 @@ def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -
     levels = []
     for path, expected, grid in zip(images, theirs, grids, strict=True):
         prepared = ours(images=[Image.open(path)], return_tensors="np")
-        assert paths["image_grid_thw"].tolist() == [grid.tolist()]
+        assert prepared["image_grid_thw"].tolist() == [grid.tolist()]
         assert prepared["pixel_values"].dtype == expected.dtype == np.float32
         assert np.array_equal(prepared["pixel_values"], expected), path.name
         pillow = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[Image.open(path)], return_tensors="np")
