@@ -106,7 +106,7 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
     assert home.shards("latents") == expected
     counts = [int(path.read_text()) for path in tmp_path.glob("done-*")]
     assert len(counts) == 3 and sum(map(bool, counts)) >= 2, counts
-    assert sum(counts) < 2 * 30, "a process does not see what the others have in work"
+    assert sum(counts) < 2 * 30, "a process does not see the units in progress elsewhere"
     assert home.run(encode_latents.run).done == 0
 
 

@@ -95,7 +95,7 @@ class JointBlock(torch.nn.Module):
     def forward(self, hidden_states, encoder_hidden_states=None, marks=None):
         image = hidden_states if encoder_hidden_states is not None else hidden_states[:, TEXT:]
         text = hidden_states[:, :TEXT] if encoder_hidden_states is None else encoder_hidden_states
-        assert image.shape[1] == marks.shape[1], "what belongs to a token goes with it"
+        assert image.shape[1] == marks.shape[1], "the values of a token are selected with it"
         text, image = text + image.mean(1, keepdim=True), 2 * image + marks[..., None]
         return (text, image) if encoder_hidden_states is not None else torch.cat([text, image], 1)
 

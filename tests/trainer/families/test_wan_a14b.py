@@ -148,7 +148,7 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, hel
     pipe = make_trained(task, config)
     folders = [run.run_folder / "validation" for run in experts.values()]
     first, second = (load_file(folder / "step-000000" / "one.safetensors")["latent"] for folder in folders)
-    assert (first - second).abs().max() > 1e-4, "the second one's samples begin with what the first one has learned"
+    assert (first - second).abs().max() > 1e-4, "the second run's samples use the first run's adapter"
     [prompt], path = data.validation, experts["low"].run_folder / "validation" / "step-000002" / "one.safetensors"
     with safe_open(path, "pt") as file:
         about, latent = json.loads(file.metadata()["latentpress"]), file.get_tensor("latent")

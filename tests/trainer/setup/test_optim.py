@@ -90,7 +90,7 @@ def test_bad_steps_are_counted_and_end_the_run() -> None:
     assert counter.check(0, 1.0, 1.0)
     assert not counter.check(1, float("nan"), 1.0)
     assert not counter.check(2, 1.0, float("inf"))
-    assert not counter.check(150, float("nan"), 1.0), "those of long ago are forgiven"
+    assert not counter.check(150, float("nan"), 1.0), "old steps do not count"
     assert counter.total == 3
     counter.check(151, float("nan"), 1.0)
     with pytest.raises(DivergedError, match=r"3 of the last 100.*max_bad_steps is 2"):

@@ -230,7 +230,7 @@ def test_state_that_json_and_safetensors_can_hold_is_saved_and_other_state_refus
     optimizer.state[weight] = state
     optimizer.param_groups[0]["best"] = float("-inf")
     tensors, description = optimizer_state.collect({"w": weight}, optimizer)
-    assert sorted(tensors) == ["w/a", "w/b/1/0"], "what is shared is kept once"
+    assert sorted(tensors) == ["w/a", "w/b/1/0"], "a shared tensor is stored once"
     second = torch.optim.SGD([weight], lr=1.0)
     optimizer_state.restore({"w": weight}, second, tensors, json.loads(json.dumps(description)))
     result = second.state[weight]

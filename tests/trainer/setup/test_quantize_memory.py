@@ -63,7 +63,7 @@ def test_the_host_never_holds_two_copies(make_config, large, name):
                     weight.data.add_(0)  # until they are written, they are pages of the file
         print(f"{name}: model {size / 1e6:.0f} MB, peak {memory.peak / 1e6:.0f} MB")
         # Less than all of it if the heap had free memory that was not returned.
-        assert 0.5 * size < memory.peak < 1.1 * size + 6 * WIDEST, "one copy, and what one matrix needs in float32"
+        assert 0.5 * size < memory.peak < 1.1 * size + 6 * WIDEST, "one copy, and one matrix in float32"
 
     assert in_child(load) == 0
 
