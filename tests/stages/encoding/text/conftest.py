@@ -93,12 +93,12 @@ def near(record_testsuite_property) -> Callable[..., None]:
             for gap, pair in zip(gaps, pairs, strict=True):
                 gap.append((pair / scale).flatten())
         ours, theirs, between = (torch.cat(gap) for gap in gaps)
-        mean, their_mean, difference = (gap.square().mean().sqrt().item() for gap in (ours, theirs, between))
+        mean, their_mean, spread = (gap.square().mean().sqrt().item() for gap in (ours, theirs, between))
         most, their_most = (gap.abs().max().item() for gap in (ours, theirs))
-        figures = f"{mean:.2f} (the pipeline {their_mean:.2f}), at most {most:.1f} ({their_most:.1f}); difference {difference:.2f}"
+        figures = f"{mean:.2f} (the pipeline {their_mean:.2f}), at most {most:.1f} ({their_most:.1f}); gap {spread:.2f}"
         record_testsuite_property(f"bfloat16 roundings, {name}", figures)
         print(f"{name}: {figures}")
         assert mean <= 1.1 * their_mean and most <= 1.25 * their_most
-        assert mean <= 5 and most <= limit and difference <= their_mean
+        assert mean <= 5 and most <= limit and spread <= their_mean
 
     return check

@@ -239,7 +239,7 @@ def test_the_posterior_is_part_of_the_caches_name_if_there_is_one(project) -> No
         home = project(kind)
         configs = [home.config(f"latents.posterior={posterior}") for posterior in ("sample", "mode", "moments")]
         assert len(set(map(encode_latents.STAGE.fingerprint, configs))) == count
-    assert home.config().latents.precision == "float32", "of Sana, unless told otherwise"
+    assert home.config().latents.precision == "float32", "the default for Sana"
 
 
 @pytest.mark.parametrize("name", ["hunyuan_video", "dc_ae"])
