@@ -39,13 +39,13 @@ KINDS = {
     "edit-i2i": ("qwen-image-edit", None, "qwen-image-edit"),
     "edit-plus-i2i": ("qwen-image-edit-plus", None, "qwen-image-edit-plus"),
 }
-WIDTHS = {"flux2-klein": 96}  # of a text's token, where it is not 64
+WIDTHS = {"flux2-klein": 96}  # width of a text token, if it is not 64
 
 
 def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[Item], Tensors, list[Prompt]]:
-    """Samples of two buckets, captions of unequal lengths (one or two each), null prompt, one validation prompt."""
+    """Samples of two buckets, captions of unequal lengths (one or two each), a null prompt, one validation prompt."""
     rng, task, pooled = np.random.default_rng(seed), config.model.task, "pooled" in config.model.family_spec.text_widths
-    width, given = WIDTHS.get(config.model.family, 64), config.model.family_spec.condition_frames(task)
+    width, clean_frames = WIDTHS.get(config.model.family, 64), config.model.family_spec.condition_frames(task)
     kind = config.model.condition.kind if config.model.condition else ""
     buckets = {"t2v": ("64x64@5", "96x64@5"), "i2v": ("64x64@5", "96x64@5")}.get(task, ("64x64", "96x64"))
     if kind == "references":
@@ -57,15 +57,15 @@ def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[It
         x0 = latent(rng, config, buckets[number % 3 == 2])
         texts = [caption(rng, int(rng.integers(2, 9)), pooled, width) for _ in range(1 + number % 2)]
         bucket = buckets[number % 3 == 2]
-        conditions = {"first-frame": x0[:, :given]}
+        conditions = {"first-frame": x0[:, :clean_frames]}
         if kind == "source":
             conditions["source"] = rng.normal(size=x0.shape).astype(np.float32)
         sizes = Bucket.parse(bucket).references
         references = [latent(rng, config, f"{width}x{height}") for width, height in sizes]
         items.append(Item(bucket, x0, texts, conditions.get(kind), references=references))
-    shown = {"first-frame": items[0].latent[:, :given], "source": items[0].latent}.get(kind)
+    condition = {"first-frame": items[0].latent[:, :clean_frames], "source": items[0].latent}.get(kind)
     text = caption(rng, 5, pooled, width)
-    prompt = Prompt("one", buckets[0].partition("+")[0], text, shown, items[0].references)
+    prompt = Prompt("one", buckets[0].partition("+")[0], text, condition, items[0].references)
     return items, caption(rng, 2, pooled, width), [prompt]
 
 
@@ -74,14 +74,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     """kind -> folder with a tiny transformer and scheduler in diffusers layout, built once."""
     from examples.tiny_models import build
 
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
-        if kind not in made:
+        if kind not in folders:
             out = tmp_path_factory.mktemp("models") / kind
             parts = [*FAMILIES[KINDS[kind][0]].components, "scheduler"]
-            made[kind] = build(KINDS[kind][2], out, only=parts)
-        return made[kind]
+            folders[kind] = build(KINDS[kind][2], out, only=parts)
+        return folders[kind]
 
     return get
 
@@ -145,7 +145,7 @@ def ready(make_config, make_set) -> Callable[..., Config]:
 
 @pytest.fixture
 def program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict, str]]:
-    """program(config, values of the program's own options, **Options): exit code, report, and what was said."""
+    """program(config, values of the program's own options, **Options): exit code, report, and output."""
     from tests.trainer.runs import program_run, write
 
     def run(config: Config, values: dict | None = None, **options: Any) -> tuple[int, dict, str]:
@@ -157,7 +157,7 @@ def program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 @pytest.fixture
-def made() -> Any:
+def helpers() -> Any:
     """The classes and helpers above, for tests that make their own samples."""
     from types import SimpleNamespace
 
@@ -166,7 +166,7 @@ def made() -> Any:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Sums in the same order on any machine."""
+    """Sums have the same order on any machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,10 +1,10 @@
-"""The most memory that a training step takes, as the kernel counts it: python -m tests.trainer.peak_memory.
+"""The peak memory of a training step, as the kernel counts it: python -m tests.trainer.peak_memory.
 
-Reads configurations as lines of JSON, and prints for each what its second step takes at most and the bytes of a
-checkpoint's tensors. Nothing is lost, unlike with torch's profiler, and nothing is sampled: VmHWM is the highest number
-of pages that the process had since it was reset. For that, blocks of 64 KiB and more must go back to the system when
-they are freed. In a process that has done other work they would come from what that has left free in the heap, and stay
-there, so this is a program: a fork of the tests' process has such a heap.
+Reads configurations as lines of JSON, and prints for each the peak of its second step and the bytes of a checkpoint's
+tensors. Unlike with torch's profiler, nothing is lost, and nothing is sampled: VmHWM is the largest number of pages of
+the process since it was reset. For that, blocks of 64 KiB and more must return to the system when they are freed. In a
+process that has done other work they would come from free blocks in the heap, and stay there, so this is a program: a
+fork of the tests' process has such a heap.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from trainer import train as loop
 from trainer.setup.prepare import TrainState
 from trainer.setup.quantize import take_apart
 
-#: Freed memory goes back at once.
+#: Freed memory returns to the system at once.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
@@ -47,7 +47,7 @@ def skip_without_peaks() -> None:
 
 
 def peak_growth(work: Callable[[], object]) -> int:
-    """Bytes that the process has more at most, while it does `work`."""
+    """The largest growth of the process, in bytes, during `work`."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = read_status("VmRSS")
@@ -57,27 +57,28 @@ def peak_growth(work: Callable[[], object]) -> int:
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of tensors with their scales, if they are quantized."""
+    """Bytes of tensors with their scales, if they are quantized."""
     return sum(each.untyped_storage().nbytes() for tensor in tensors for each in take_apart(tensor)[0])
 
 
 def measure(run: TrainState) -> tuple[int, int]:
-    """Bytes of what stays between steps and what the second one takes beyond it at most; of a checkpoint's tensors."""
+    """Bytes that stay between steps, the peak of the second step above them, and the bytes of a checkpoint's
+    tensors."""
     loop.train_step(run, run.loader.step(0))
     state = [value for values in run.optimizer.state.values() for value in values.values()]
     averages = run.average.averages.values() if run.average else ()
-    tables = [value for module in run.denoiser.modules() for value in vars(module).values()]  # of positions
-    others = [value for value in (*state, *tables) if isinstance(value, torch.Tensor)]
-    kept = [*run.denoiser.parameters(), *averages, *others]
+    tables = [value for module in run.denoiser.modules() for value in vars(module).values()]  # tables of positions
+    state_tensors = [value for value in (*state, *tables) if isinstance(value, torch.Tensor)]
+    tensors = [*run.denoiser.parameters(), *averages, *state_tensors]
     data = run.loader.step(1)
-    most = count_bytes(kept) + peak_growth(lambda: loop.train_step(run, data))
+    most = count_bytes(tensors) + peak_growth(lambda: loop.train_step(run, data))
     loop.save_checkpoint(run, 2)
     files = (run.folder / "checkpoints" / "step-000002").rglob("*.safetensors")
     return most, sum(path.stat().st_size - header_bytes(path) for path in files)
 
 
 def header_bytes(path: Path) -> int:
-    """Of a safetensors file: a number and the JSON of so many bytes."""
+    """Bytes of a safetensors file's header: a number, and JSON of this length."""
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
 
@@ -87,7 +88,7 @@ def main() -> None:
     processors = sorted(os.sched_getaffinity(0))  # the kernel counts pages in batches for each
     os.sched_setaffinity(0, {processors[os.getpid() % len(processors)]})
     for line in sys.stdin:
-        if os.fork() == 0:  # a heap that no other configuration has left its blocks in
+        if os.fork() == 0:  # a heap without blocks of another configuration
             measure_line(line)
             os._exit(0)
         if os.wait()[1]:

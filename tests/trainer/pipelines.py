@@ -1,4 +1,4 @@
-"""The pipelines' own transformers beside trained ones, on one fixed batch."""
+"""The pipelines' own transformers, compared with trained transformers on one fixed batch."""
 
 import inspect
 import json
@@ -63,7 +63,7 @@ def make_batch(kind: str) -> Batch:
 
 
 def output(kind: str, model) -> torch.Tensor:
-    """The velocity of a fixed batch; `model` may be a pipeline's own transformer, which takes no mask."""
+    """The velocity of a fixed batch; `model` may be a pipeline's own transformer, which has no mask."""
     family, task = KINDS[kind]
     batch, sigma = make_batch(kind), torch.tensor([0.3, 0.8])
     arguments = family.model_inputs(model, batch.latents_BCTHW, sigma, batch, task)
@@ -75,7 +75,7 @@ def output(kind: str, model) -> torch.Tensor:
 
 
 def denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps: int, guidance: float) -> torch.Tensor:
-    """The latents that one model makes of noise."""
+    """The latents that a model makes from noise."""
     denoising = Denoising(model, family, task, batch, negative, noise_BCTHW, scheduler, steps)
     denoising.take_steps(model, guidance)
     return denoising.finish()
@@ -92,15 +92,15 @@ def pipeline(kind: str, folder: Path):
     return pipeline_class(kind)(transformer=transformer, **absent_parts(pipeline_class(kind)))
 
 
-def absent_parts(wanted: type) -> dict[str, None]:
-    """None for every component that a pipeline class must be given, but for the transformer."""
-    parameters = inspect.signature(wanted).parameters.values()
+def absent_parts(pipeline_class: type) -> dict[str, None]:
+    """None for every component that a pipeline class requires, except for the transformer."""
+    parameters = inspect.signature(pipeline_class).parameters.values()
     required = {parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty}
     return dict.fromkeys(required - {"transformer"})
 
 
 def trained(kind: str, folder: Path, moved: float = 0.1, **options):
-    """A model with an adapter, a LoRA of rank 4 by default, that has moved away from its start."""
+    """A model with an adapter, by default a LoRA of rank 4, with changed weights."""
     family, _ = KINDS[kind]
     model = family.load(str(folder))
     torch.manual_seed(0)
@@ -112,21 +112,22 @@ def trained(kind: str, folder: Path, moved: float = 0.1, **options):
 
 
 def exact_output(kind: str, model: torch.nn.Module) -> torch.Tensor:
-    """Without the stock rounding of rotary embeddings to bfloat16, which turns differences of 1e-7 into 1e-4."""
+    """The output without the stock rounding of rotary embeddings to bfloat16, which turns differences of 1e-7 into
+    1e-4."""
     for module in model.modules() if isinstance(KINDS[kind][0], Kandinsky5) else ():
         if hasattr(module, "set_processor"):
-            module.set_processor(MaskedAttnProcessor(None, float32_rotary=True))  # no text is padded here
+            module.set_processor(MaskedAttnProcessor(None, float32_rotary=True))  # no text has padding
     return output(kind, model)
 
 
 def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
-    """What ComfyUI's keys of a module begin with (comfy/lora.py, model_lora_keys_unet). Its models of Wan and FLUX.2
-    have the original names (comfy/ldm), and of Wan it maps no others. It maps diffusers' names of FLUX.2, too, behind
-    other prefixes (comfy/utils.py), and those of q, k and v to parts of its own weight."""
+    """Start of ComfyUI's keys of a module (comfy/lora.py, model_lora_keys_unet). Its models of Wan and FLUX.2 have the
+    original names (comfy/ldm), and for Wan it maps no other names. It also maps diffusers' names of FLUX.2, after other
+    prefixes (comfy/utils.py), and maps q, k and v to parts of its own weight."""
     flat = f"lycoris_{name.replace('.', '_')}"
     if isinstance(model, WanTransformer3DModel):
-        name = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda found: f".self_attn.{found[1] or 'o'}", name)
-        name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda found: f".cross_attn.{found[1] or 'o'}", name)
+        name = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda match: f".self_attn.{match[1] or 'o'}", name)
+        name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda match: f".cross_attn.{match[1] or 'o'}", name)
         name = re.sub(r"\.ffn\.net\.(\d)(?:\.proj)?$", r".ffn.\1", name)
         return [f"diffusion_model.{name}"]
     if isinstance(model, Flux2Transformer2DModel):
@@ -136,7 +137,7 @@ def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
 
 
 def lycoris_names(_: torch.nn.Module, name: str) -> list[str]:
-    """Likewise of the LyCORIS library."""
+    """Start of the LyCORIS library's keys of a module."""
     return [f"lycoris_{name.replace('.', '_')}"]
 
 
@@ -148,35 +149,35 @@ def apply_as_comfyui(model: torch.nn.Module, path: Path, names=comfyui_names) ->
     """Add a file to a model's weights by ComfyUI's rule (comfy/weight_adapter/lora.py, lokr.py); returns the change of
     each module's weight.
 
-    Alpha is divided by the rank; without alpha, and for two whole matrices of a LoKr, the strength is 1. Keys that no
-    weight asks for are left out with a warning.
+    Alpha is divided by the rank; without alpha, and for two whole matrices of a LoKr, the strength is 1. Keys without a
+    weight are skipped with a warning.
     """
-    held, changes = load_file(path), dict[str, torch.Tensor]()
+    tensors, changes = load_file(path), dict[str, torch.Tensor]()
     for name, module in model.named_modules():
         for start in names(model, name) if isinstance(getattr(module, "weight", None), torch.nn.Parameter) else ():
-            found = {end: held.pop(key) for end in (*LORA, *LOKR, "alpha") if (key := f"{start}.{end}") in held}
-            if found:
-                changes[name] = _comfyui_change(found, module.weight).to(module.weight.dtype)
+            result = {end: tensors.pop(key) for end in (*LORA, *LOKR, "alpha") if (key := f"{start}.{end}") in tensors}
+            if result:
+                changes[name] = _comfyui_change(result, module.weight).to(module.weight.dtype)
                 module.weight.data += changes[name]
-    assert not held, f"keys that ComfyUI would not load: {[*held][:3]}"
+    assert not tensors, f"keys that ComfyUI would not load: {[*tensors][:3]}"
     return changes
 
 
-def _comfyui_change(found: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    alpha, rank = found.pop("alpha", None), None
-    if set(LORA) == found.keys():
-        up, down = (found[end].to(weight.dtype) for end in LORA)
+def _comfyui_change(result: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    alpha, rank = result.pop("alpha", None), None
+    if set(LORA) == result.keys():
+        up, down = (result[end].to(weight.dtype) for end in LORA)
         rank, product = down.shape[0], torch.mm(up.flatten(start_dim=1), down.flatten(start_dim=1))
     else:
         factors = []
         for side in ("lokr_w1", "lokr_w2"):
-            if side in found:
-                factors.append(found.pop(side))
+            if side in result:
+                factors.append(result.pop(side))
             else:
-                first, second = found.pop(f"{side}_a"), found.pop(f"{side}_b")
+                first, second = result.pop(f"{side}_a"), result.pop(f"{side}_b")
                 rank = second.shape[0]
                 factors.append(torch.mm(first, second))
-        assert not found
+        assert not result
         left, right = factors
         product = torch.kron(left[:, :, None, None] if right.ndim == 4 else left, right)
     strength = 1.0 if alpha is None or rank is None else alpha.item() / rank

@@ -1,4 +1,4 @@
-"""Runs of the trainer in the test's process, or in two forks of it, and what they leave."""
+"""Runs of the trainer in the test's process, or in two forks of it, and their results."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from trainer.batch import ABSENT, TOKENWISE, Batch, make_batch
 from trainer.data import to_tensor
 from trainer.run import metrics
 
-LOADS = "loading the transformer"  # what the program says before it does
+LOADS = "loading the transformer"  # message of the program before it loads
 
 
 def quiet() -> Console:
@@ -39,14 +39,14 @@ def opened(config) -> TrainSet:
 
 
 def write(config, path: Path) -> Path:
-    """The configuration as a file, in the folder `path` as pipeline.yaml."""
+    """Write the configuration to a file, in the folder `path` as pipeline.yaml."""
     file = path / "pipeline.yaml" if path.is_dir() else path
     file.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     return file
 
 
 def moved(config, checkpoint: Path):
-    """The configuration with the checkpoint at another place."""
+    """The configuration with the checkpoint at another path."""
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(checkpoint)})})
 
 
@@ -56,18 +56,18 @@ def train(config) -> dict:
 
 
 def plan_batches(config, data) -> BatchSchedule:
-    """Of one process."""
+    """The schedule of one process."""
     return data.make_schedule(config.train)
 
 
 def prepared(config, console: Console | None = None) -> loop.TrainState:
-    """A run of one process, its model loaded."""
+    """A run of one process with its model loaded."""
     data = opened(config)
     return loop.prepare_training(config, data, plan_batches(config, data), console or quiet(), config.train.device)
 
 
 def plain_batch(samples: Sequence[Sample], bucket: str = "") -> Batch:
-    """The batch of samples that were read one by one."""
+    """A batch of samples that were read one by one."""
     tensors = []
     for sample in samples:
         arrays = sample.tensors | {f"text.{name}": array for name, array in sample.text.items()}
@@ -82,7 +82,7 @@ def plain_batch(samples: Sequence[Sample], bucket: str = "") -> Batch:
 
 
 def move_adapter(run: loop.TrainState) -> None:
-    """Give the trained weights values as if they had been trained, always the same."""
+    """Set the trained weights to fixed values, as if they had been trained."""
     for seed, parameter in enumerate(run.trainable.values()):
         generator = torch.Generator().manual_seed(seed)
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -94,7 +94,7 @@ def lines(config, key: str = "loss") -> dict[int, float]:
 
 
 def trained_weights(config) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint, by the names in its files."""
+    """The weights of the last checkpoint, by the names in its files."""
     folder = config.run_folder / "checkpoints" / f"step-{config.train.steps:06d}"
     files = [*read_record(folder / "state.json")["weights"], "trainable.safetensors"]
     return {name: value for file in files for name, value in load_file(folder / file).items()}
@@ -108,21 +108,22 @@ def result(config) -> dict[str, torch.Tensor]:
 
 
 def check_result(config, reference) -> None:
-    """The adapter or model is that of one process, as far as AdamW lets roundings of small gradients grow."""
-    found, expected = result(config), result(reference)
-    assert found.keys() == expected.keys() and found
-    differences = torch.cat([(found[name] - value).flatten().abs() for name, value in expected.items()])
+    """Check that the adapter or model equals the result of one process, within AdamW's growth of rounding errors of
+    small gradients."""
+    actual, expected = result(config), result(reference)
+    assert actual.keys() == expected.keys() and actual
+    differences = torch.cat([(actual[name] - value).flatten().abs() for name, value in expected.items()])
     assert differences.mean() < 5e-5, "two steps move a weight by about 2e-3"
 
 
 def check_shown(config, reference, step: int, atol: float = 1e-3) -> None:
-    """The latents of the validation prompts after `step` steps are those of the other run."""
-    one, other = (Path(each.output) / f"run/validation/step-{step:06d}" for each in (config, reference))
-    names = sorted(path.name for path in other.iterdir())
-    assert names and sorted(path.name for path in one.iterdir()) == names
+    """Check that the latents of the validation prompts after `step` steps equal the latents of the second run."""
+    first, second = (Path(each.output) / f"run/validation/step-{step:06d}" for each in (config, reference))
+    names = sorted(path.name for path in second.iterdir())
+    assert names and sorted(path.name for path in first.iterdir()) == names
     for name in names:
-        found, expected = (load_file(folder / name)["latent"] for folder in (one, other))
-        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+        actual, expected = (load_file(folder / name)["latent"] for folder in (first, second))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 
 def on_ranks(
@@ -130,15 +131,15 @@ def on_ranks(
     codes: Sequence[int] = (OK, OK),
     signalled: Callable[[list[int]], object] | None = None,
 ) -> dict:
-    """The report of ranks with the environment that torchrun gives them, which end with these codes;
-    tests/test_importpath.py has torchrun itself. path: of the configuration, or one for each. signalled: called with
-    their process ids."""
+    """The report of ranks in the environment of torchrun, which end with these codes; tests/test_importpath.py uses
+    torchrun itself. path: path of the configuration, or one path for each rank. signalled: function called with their
+    process ids."""
     count = str(len(codes))
     paths = [path] * len(codes) if isinstance(path, Path) else [*path]
     port = free_port()
     output, children = paths[0].with_name("printed"), []
     output.unlink(missing_ok=True)
-    for rank, own in zip(map(str, range(len(codes))), paths, strict=True):
+    for rank, rank_path in zip(map(str, range(len(codes))), paths, strict=True):
         children.append(os.fork())
         if children[-1]:
             continue
@@ -146,9 +147,9 @@ def on_ranks(
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             prepare_fork()
-            AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
+            AccelerateTestCase("run").tearDown()  # clears the state of a single process
             sys.stdout = output.open("a")
-            ended = run_program("train", program_run, Options(own, json=True))
+            ended = run_program("train", program_run, Options(rank_path, json=True))
             sys.stdout.flush()
             os._exit(ended)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Attention backends: the same numbers as torch's own choice, by the kernels that were chosen, or refused."""
+"""Attention backends: the same numbers as torch's own choice, computed by the chosen kernels, or refused."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 class KernelCount(TorchDispatchMode):
-    """Operator -> how often it ran."""
+    """Operator -> number of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class KernelCount(TorchDispatchMode):
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("also_compiled", [False, long(True)])
 def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> None:
-    """Batches of two with padded texts, whose attention stays as it is; computed again, or compiled, too."""
-    found, kernels = {}, {}
+    """Batches of two with padded texts, whose attention does not change; also with recomputation or compilation."""
+    result, kernels = {}, {}
     torch.compiler.reset()
     ways = {
         "native": {},
@@ -54,16 +54,16 @@ def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> Non
         if "compile" in options:
             numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
         else:
-            # As if the environment variable DIFFUSERS_ATTN_BACKEND named another one.
-            with attention_backend("_native_math"), KernelCount() as counted:
+            # As if the environment variable DIFFUSERS_ATTN_BACKEND named another backend.
+            with attention_backend("_native_math"), KernelCount() as kernel_counts:
                 numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
-            kernels[name] = counted.calls[FLASH], counted.calls[f"{FLASH}_backward"]
-        found[name] = [numbers["loss"], numbers["grad_norm"]]
+            kernels[name] = kernel_counts.calls[FLASH], kernel_counts.calls[f"{FLASH}_backward"]
+        result[name] = [numbers["loss"], numbers["grad_norm"]]
     visual = len(run.family.visual_blocks(run.model))
-    assert kernels["native"] == kernels["_native_flash"]  # what torch chooses on a CPU
-    again, back = kernels["native"]
-    assert kernels["_native_math"] == (again - 2 * visual, back - visual)
-    assert all(numbers == pytest.approx(found["native"], rel=1e-5) for numbers in found.values()), found
+    assert kernels["native"] == kernels["_native_flash"]  # torch's choice on a CPU
+    forward_calls, backward_calls = kernels["native"]
+    assert kernels["_native_math"] == (forward_calls - 2 * visual, backward_calls - visual)
+    assert all(numbers == pytest.approx(result["native"], rel=1e-5) for numbers in result.values()), result
 
 
 @pytest.mark.slow
@@ -74,9 +74,9 @@ def test_the_backend_of_the_validation_prompts_is_theirs_alone(ready) -> None:
         validation = {"attention_backend": name, "prompts": prompts, "steps": 2, "eval_samples": 0}
         config = ready("t2i", name=str(name), validation=validation, steps=1, adapter={"rank": 2})
         run = prepared(config)
-        with KernelCount() as counted:
+        with KernelCount() as kernel_counts:
             loop.validate(run, lambda line: None, 0)
-        kernels[name] = counted.calls[FLASH]
+        kernels[name] = kernel_counts.calls[FLASH]
         latents[name] = load_file(run.folder / "validation/step-000000/one.safetensors")["latent"]
         backends = {
             block.self_attention.processor._attention_backend.value for block in run.family.visual_blocks(run.model)
@@ -113,35 +113,35 @@ def test_what_can_not_be_is_refused_before_a_model_is_loaded(
 
 @pytest.mark.slow
 def test_a_dry_run_says_whether_a_backend_can_be_used(ready, program, monkeypatch) -> None:
-    """And goes on, as it may be asked on a machine without the card."""
+    """A refused backend is not an error, because the dry run may be on a machine without the card."""
     validation = {"prompts": [{"name": "one", "prompt": "any"}], "attention_backend": "_native_flash"}
     config = ready("t2i", attention_backend="flash", validation=validation)
-    code, report, said = program(config, dry_run=True)
+    code, report, log = program(config, dry_run=True)
     keys = ("option", "backend", "device", "usable")
     expected = [("train.attention_backend", "flash", False), ("validation.attention_backend", "_native_flash", True)]
     rows = [dict(zip(keys, (option, backend, "cpu", usable), strict=True)) for option, backend, usable in expected]
     assert code == OK and report["details"]["attention"] == rows and report["details"]["memory"]
-    said = " ".join(said.split())
-    assert "warning: train.attention_backend: flash can't compute attention on cpu in float32 with heads of" in said
-    assert "Please install `flash-attn" in said and "training would end with this error. Install" in said
+    log = " ".join(log.split())
+    assert "warning: train.attention_backend: flash can't compute attention on cpu in float32 with heads of" in log
+    assert "Please install `flash-attn" in log and "training would end with this error. Install" in log
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda:7"})})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    code, report, said = program(config, dry_run=True)
+    code, report, log = program(config, dry_run=True)
     assert code == OK and report["details"]["attention"] == []
-    assert "not checked, nor are attention backends: device cuda:7 is not available" in " ".join(said.split())
+    assert "not checked: device cuda:7 was asked for and this torch" in " ".join(log.split())
 
 
 @pytest.mark.parametrize(("output", "gradient"), [(0.5, 1.0), (1.0, 0.5), (1.0, 0.0), (float("nan"), 1.0)])
 def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, output: float, gradient: float) -> None:
-    """As of a backend that leaves something out, or whose output has no gradient."""
+    """A backend that leaves a part out, or whose output has no gradient."""
     from trainer import attention
 
-    def wrong(query, key, value, backend):
-        found = attention.define_attention(query, key, value)
-        return output * (gradient * found + (1 - gradient) * found.detach()) if gradient else found.detach()
+    def scaled(query, key, value, backend):
+        result = attention.define_attention(query, key, value)
+        return output * (gradient * result + (1 - gradient) * result.detach()) if gradient else result.detach()
 
     cpu = torch.device("cpu")
     assert find_problem("_native_math", 16, torch.float32, cpu, has_gradient=True) is None
-    monkeypatch.setattr(attention, "dispatch_attention_fn", wrong)
+    monkeypatch.setattr(attention, "dispatch_attention_fn", scaled)
     problem = find_problem("_native_math", 16, torch.float32, cpu, has_gradient=True)
     assert problem is not None and ("relative error" in problem or "does not require grad" in problem)

@@ -1,4 +1,4 @@
-"""What training refuses is refused before a set is there: by `run`, and by the dry run of each stage."""
+"""Training refuses settings before a set exists: in `run`, and in the dry run of each stage."""
 
 import io
 import os
@@ -64,11 +64,11 @@ def home(project) -> Project:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("overrides", "said"), [*REFUSED, *WITH_TORCH])
-def test_what_run_checks_before_its_first_stage(home: Project, overrides, said) -> None:
+@pytest.mark.parametrize(("overrides", "message"), [*REFUSED, *WITH_TORCH])
+def test_what_run_checks_before_its_first_stage(home: Project, overrides, message) -> None:
     with pytest.raises(LatentpressError) as caught:
         home.run(checks.run, *overrides)
-    assert said in caught.value.message and caught.value.next_step
+    assert message in caught.value.message and caught.value.next_step
 
 
 def run_checks(config: Config, folder: Path) -> None:
@@ -94,46 +94,48 @@ def test_weights_that_are_not_the_models_are_found_by_their_headers(ready, progr
         os.truncate(file, file.stat().st_size - 1)
     elif change == "renamed":
         file.rename(file.with_suffix(".txt"))
-    said = {"missing": "lacks", "surplus": "has weights that", "larger": "is of shape", "cut": "deserializing"}
-    said = said.get(change, r"holds no \*.safetensors")
-    with pytest.raises(LatentpressError, match=said):
+    text = {"missing": "lacks", "surplus": "has weights that", "larger": "is of shape", "cut": "deserializing"}
+    text = text.get(change, r"holds no \*.safetensors")
+    with pytest.raises(LatentpressError, match=text):
         run_checks(moved(config, folder), tmp_path)
     code, report, _ = program(moved(config, folder), dry_run=True)
-    assert code in (INCOMPLETE, USAGE) and re.search(said, report["error"]["message"])
+    assert code in (INCOMPLETE, USAGE) and re.search(text, report["error"]["message"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"methods": {"masked_loss": {}}}, "masked_loss needs mask, which no sample of set set1 has"),
         ({}, "texts of set set1 are 48 wide (embeds), and the transformer"),
         ({"set": "set2"}, "no training set 'set2'"),
     ],
 )
-def test_a_named_set_is_checked_by_run_and_by_dry_runs(make_config, make_set, made, tmp_path, options, said) -> None:
+def test_a_named_set_is_checked_by_run_and_by_dry_runs(
+    make_config, make_set, helpers, tmp_path, options, message
+) -> None:
     """Its tensors, and the width of its texts."""
     config = make_config("t2i", **{"set": "set1", **options})
-    items, null, _ = made.mixed_items(config)
+    items, null, _ = helpers.mixed_items(config)
     for text in (null, *(text for item in items for text in item.texts)):
         text["embeds"] = text["embeds"][:, :48]
     make_set(config, items, null, [])
-    with pytest.raises(LatentpressError, match=re.escape(said)):
+    with pytest.raises(LatentpressError, match=re.escape(message)):
         run_checks(config, tmp_path)
-    with pytest.raises(LatentpressError, match=re.escape(said)):
+    with pytest.raises(LatentpressError, match=re.escape(message)):
         discover.run(config, Options(tmp_path / "none.yaml", dry_run=True), Console(stderr=io.StringIO()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("auto_shift", [False, True])
 def test_noise_levels_that_an_expert_does_not_have(ready, program, tmp_path, auto_shift) -> None:
-    """The buckets' own shifts are those that the datasets allow, as long as there is no set."""
+    """The shifts are for the buckets that the datasets allow, as long as no set exists."""
     levels = {"sampling": "logit_normal", "mean": -9.0, "std": 0.1, "auto_shift": auto_shift}
-    config, said = ready("wan-a14b", timesteps=levels), "almost no noise levels are in the range 0.875 to 1"
-    with pytest.raises(RunError, match=said):
+    config, message = ready("wan-a14b", timesteps=levels), "almost no noise levels are in the range 0.875 to 1"
+    with pytest.raises(RunError, match=message):
         run_checks(config, tmp_path)
     code, report, _ = program(config, dry_run=True)
-    assert code == USAGE and said in report["error"]["message"]
+    assert code == USAGE and message in report["error"]["message"]
 
 
 def test_weights_and_biases_without_a_key_is_refused(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +156,11 @@ def test_what_can_be_trained_passes(home: Project) -> None:
 
 
 @pytest.mark.parametrize("program", [discover, bucket, index, encode_text, encode_latents])
-@pytest.mark.parametrize(("overrides", "said"), REFUSED[1:2])
-def test_every_dry_run_checks_what_needs_no_torch(home: Project, program, overrides, said) -> None:
+@pytest.mark.parametrize(("overrides", "message"), REFUSED[1:2])
+def test_every_dry_run_checks_what_needs_no_torch(home: Project, program, overrides, message) -> None:
     with pytest.raises(LatentpressError) as caught:
         home.run(program.run, *overrides, dry_run=True)
-    assert said in caught.value.message
+    assert message in caught.value.message
 
 
 def test_regularization_of_a_model_that_is_trained_whole_is_refused_with_the_configuration(home: Project) -> None:
@@ -175,16 +177,16 @@ def test_a_folder_that_is_absent_or_damaged_ends_a_run_and_no_dry_run_of_discove
     broken = tmp_path / "broken"
     shutil.copytree(home.config().model.source, broken)
     (broken / "transformer" / "config.json").write_text("{")
-    for path, said in ((broken, "can't be read"), (tmp_path / "absent", "is neither a directory nor a repository")):
-        with pytest.raises(LatentpressError, match=said):
+    for path, message in ((broken, "can't be read"), (tmp_path / "absent", "is neither a directory nor a repository")):
+        with pytest.raises(LatentpressError, match=message):
             home.run(checks.run, f"model.path={path}")
         assert home.run(discover.run, f"model.path={path}", dry_run=True).exit_code in (OK, INCOMPLETE)
-        assert "the model is not checked before training" in home.said and said in home.said
+        assert "the model is not checked before training" in home.said and message in home.said
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_other_settings_ends_a_run_before_its_first_stage(ready, tmp_path) -> None:
-    """Also batch size, seed and methods; those of regularization data are the set's."""
+    """Also batch size, seed and methods; regularization is from the set's data."""
     config = ready("t2i", steps=1)
     train(config)
 
@@ -192,7 +194,7 @@ def test_a_checkpoint_of_other_settings_ends_a_run_before_its_first_stage(ready,
         run_checks(config.changed(train=config.train.changed(**options)), tmp_path)
 
     check(steps=2)
-    for options, said in (
+    for options, message in (
         ({"batch_size": 2}, "train.batch_size: 1 in the checkpoint, 2 now"),
         ({"seed": 5}, "train.seed: 0 in the checkpoint, 5 now"),
         (
@@ -200,5 +202,5 @@ def test_a_checkpoint_of_other_settings_ends_a_run_before_its_first_stage(ready,
             "input_perturbation: not used in the checkpoint",
         ),
     ):
-        with pytest.raises(ResumeError, match=said):
+        with pytest.raises(ResumeError, match=message):
             check(**options)

@@ -1,4 +1,4 @@
-"""Shards become batches: exact values, padding, randomness by position, a thread that hides nothing."""
+"""Shards become batches: exact values, padding, randomness by position, errors of the reading thread."""
 
 import threading
 from collections.abc import Iterator
@@ -36,19 +36,19 @@ def test_tensor_keeps_every_bit_and_is_writable() -> None:
 
 @pytest.mark.parametrize("form", ["arrow", "webdataset"])
 @pytest.mark.parametrize("kind", ["t2i", "i2i", "i2v", "sana"])
-def test_batches_hold_what_the_shards_hold(make_config, make_set, made, kind, form) -> None:
+def test_batches_hold_what_the_shards_hold(make_config, make_set, helpers, kind, form) -> None:
     config = make_config(kind)
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     make_set(config, items, null, prompts, form=form)
     ordered = sorted(items, key=lambda item: item.bucket)
-    seen = set()
+    known_ids = set()
     for step in range(6):
         for part in feed(config).step(step).micro_batches:
             batch = part.batch
             assert part.noise_BCTHW.shape == batch.latents_BCTHW.shape
             for i, id in enumerate(batch.ids):
                 item = ordered[int(id.removeprefix("set1-sample"))]
-                seen.add(id)
+                known_ids.add(id)
                 assert item.bucket == batch.bucket
                 assert np.array_equal(batch.latents_BCTHW[i].numpy(), item.latent)
                 length = int(batch.text_mask_BL[i].sum())
@@ -59,7 +59,7 @@ def test_batches_hold_what_the_shards_hold(make_config, make_set, made, kind, fo
                 assert (batch.condition_BCTHW is None) == (kind in ("t2i", "sana"))
                 if batch.condition_BCTHW is not None:
                     assert np.array_equal(batch.condition_BCTHW[i].numpy(), item.condition)
-    assert len(seen) == len(items)
+    assert len(known_ids) == len(items)
 
 
 def test_bfloat16_sets_are_read(make_config, make_set) -> None:
@@ -78,33 +78,33 @@ def test_ranks_share_the_micro_batches_of_a_step(ready) -> None:
 
     for step, world in enumerate((2, 4, 4)):
         drawing = {"dropout": 0.3, "low_discrepancy": step == 2}
-        whole = feed(config, 2, 8, **drawing).step(step)
+        full = feed(config, 2, 8, **drawing).step(step)
         ranks = [feed(config, 2, 8, **drawing, rank=rank, world=world).step(step) for rank in range(world)]
         assert [len(each.micro_batches) for each in ranks] == [4 // world] * world
         together = [part for parts in zip(*(each.micro_batches for each in ranks), strict=True) for part in parts]
-        assert [flat(part) for part in together] == [flat(part) for part in whole.micro_batches]
-        assert {each.buckets == whole.buckets for each in ranks} == {True} and sum(whole.buckets.values()) == 4
-    uniform = torch.cat([part.uniform_B for part in whole.micro_batches])
+        assert [flat(part) for part in together] == [flat(part) for part in full.micro_batches]
+        assert {each.buckets == full.buckets for each in ranks} == {True} and sum(full.buckets.values()) == 4
+    uniform = torch.cat([part.uniform_B for part in full.micro_batches])
     assert sorted((uniform * 8).long().tolist()) == list(range(8)), "one draw in each eighth of the last step"
 
 
 def test_only_a_long_wait_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_data, "SHOW_WAIT_AFTER_S", 60.0)
-    shown: list[int] = []
+    steps_read: list[int] = []
     arrive = threading.Event()
 
     @contextmanager
     def show() -> Iterator[None]:
-        shown.append(1)
+        steps_read.append(1)
         arrive.set()
         yield
-        shown.append(-1)
+        steps_read.append(-1)
 
     def read(number: int) -> int:
         assert number < 3 or arrive.wait(60)
         return number
 
     results = prefetch(read, range(5), depth=1, waiting=show)
-    assert [next(results) for _ in range(3)] == [0, 1, 2] and shown == []
+    assert [next(results) for _ in range(3)] == [0, 1, 2] and steps_read == []
     monkeypatch.setattr(trainer_data, "SHOW_WAIT_AFTER_S", 0.01)
-    assert [*results] == [3, 4] and shown == [1, -1]
+    assert [*results] == [3, 4] and steps_read == [1, -1]

@@ -1,4 +1,4 @@
-"""The program: what it writes applies as the adapter does, and what it refuses before it writes."""
+"""export-adapter: written files have the effect of the adapter, and errors come before anything is written."""
 
 import copy
 import json
@@ -36,7 +36,8 @@ FLAVOURS = {
 
 
 class Exported:
-    """A run's adapter in a project, and its program. options: of the LoRA, or with `type` of another adapter."""
+    """A run's adapter in a project, and its program. options: options of the LoRA, or with `type` of another
+    adapter."""
 
     def __init__(
         self, kind: str, checkpoint: Path, folder: Path, capsys: pytest.CaptureFixture[str], **options: Any
@@ -56,13 +57,20 @@ class Exported:
 
     def __call__(self, overrides: tuple[str, ...] = (), dry_run: bool = False, **own: Any) -> tuple[int, dict]:
         options = Options(self.config, overrides, dry_run, json=True)
-        given: dict[str, Any] = {"source": None, "form": None, "merge": False, "whole": False, "to": None, "scale": 1.0}
-        given["overwrite"] = False
-        code = run_program("export-adapter", run, options, given | own)
+        arguments: dict[str, Any] = {
+            "source": None,
+            "form": None,
+            "merge": False,
+            "whole": False,
+            "to": None,
+            "scale": 1.0,
+        }
+        arguments["overwrite"] = False
+        code = run_program("export-adapter", run, options, arguments | own)
         return code, json.loads(self.capsys.readouterr().out)
 
-    def refused(self, **own: Any) -> str:
-        code, report = self(**own)
+    def refused(self, **options: Any) -> str:
+        code, report = self(**options)
         assert code == USAGE and report["error"]["next_step"]
         return report["error"]["message"]
 
@@ -74,28 +82,28 @@ def exported(tiny, tmp_path, capsys):
 
 def merged_by_peft(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor]:
     """The adapted weights, by their keys in a checkpoint."""
-    model, found = copy.deepcopy(model), {}
+    model, result = copy.deepcopy(model), {}
     for name in adapters.list_adapted_modules(model):
         layer = model.get_submodule(name)
         layer.set_scale("default", scale)
         layer.merge()
-        found[f"{name}.weight"] = layer.get_base_layer().weight.data
-    return found
+        result[f"{name}.weight"] = layer.get_base_layer().weight.data
+    return result
 
 
-def check_weights(folder: Path, wanted: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    """The folder's weights are `wanted`, and the others those of the checkpoint."""
+def check_weights(folder: Path, expected: dict[str, torch.Tensor], checkpoint: Path) -> None:
+    """Check that the folder's weights are `expected`, and all other weights the checkpoint's."""
     [path], [before] = folder.glob("*.safetensors"), (checkpoint / "transformer").glob("*.safetensors")
-    found, wanted = load_file(path), load_file(before) | wanted
-    assert list(found) == list(load_file(before))
-    for key, weight in found.items():
+    result, expected = load_file(path), load_file(before) | expected
+    assert list(result) == list(load_file(before))
+    for key, weight in result.items():
         torch.testing.assert_close(
-            weight, wanted[key], rtol=1e-6, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}"
+            weight, expected[key], rtol=1e-6, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+def close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -105,24 +113,24 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     code, report = it(dry_run=True)
     assert code == OK and report["remaining"] > 0 and not (it.adapter.parent / target).exists()
     code, report = it()
-    made, about = it.adapter.parent / target, report["details"]
+    helpers, about = it.adapter.parent / target, report["details"]
     assert code == OK and report["done"] == about["modules"] == len(adapters.list_adapted_modules(it.model))
     assert (about["rank"], about["alpha"], about["format"], about["to_format"]) == ([4], [2.5], "diffusers", "comfyui")
-    assert about["written"] == [str(made)] and about["written_bytes"] == made.stat().st_size
+    assert about["written"] == [str(helpers)] and about["written_bytes"] == helpers.stat().st_size
     plain = pipeline(kind, it.checkpoint).transformer
-    apply_as_comfyui(plain, made)
+    apply_as_comfyui(plain, helpers)
     close(exact_output(kind, plain), it.wanted)
     merged = it.folder / "merged"
     assert it(merge=True, to=merged, dry_run=True)[0] == OK and not merged.exists()
-    left = temporary(merged) / "transformer"  # by a merge that was killed
-    left.mkdir(parents=True)
+    leftover = temporary(merged) / "transformer"  # from a merge that was killed
+    leftover.mkdir(parents=True)
     code, report = it(merge=True, to=merged)
-    assert not left.parent.exists()
+    assert not leftover.parent.exists()
     assert code == OK and report["details"]["written_bytes"] > about["written_bytes"]
     model = type(plain).from_pretrained(merged, use_safetensors=True)
     close(exact_output(kind, model), it.wanted)
     assert "not empty" in it.refused(merge=True, to=merged)
-    # A base in bfloat16 stays so: the update is added in float32 and rounded once.
+    # A base in bfloat16 keeps its dtype: the update is added in float32 and rounded once.
     half = it.folder / "half"
     shutil.copytree(it.checkpoint / "transformer", half / "transformer")
     [weights] = (half / "transformer").glob("*.safetensors")
@@ -139,7 +147,7 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
 
 LOKR = {
     "kandinsky5-video-t2v": {"rank": 2, "alpha": 3.5, "decompose_both": True, "decompose_factor": 16},
-    # Whole and in factors, with several ranks and strengths; convolutions too.
+    # Whole and factorized, with several ranks and strengths; also convolutions.
     "sana": {"rank_pattern": {r".*to_q": 64}, "alpha_pattern": {r".*\.0\..*": 3.0}, "decompose_factor": 4},
 }
 
@@ -147,44 +155,45 @@ LOKR = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(LOKR))
 def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
-    """As peft merges it, at any strength, from each of its files; converted, what training writes."""
+    """Merged as by peft, at any strength, from each of its files; converted files equal the files that training
+    writes."""
     it = exported(kind, type="lokr", **LOKR[kind])
-    both = it.folder / "both"
-    export.save_lora(it.model, both, it.family, {"steps": "3"}, ("diffusers", "comfyui"))
-    names = {path.name for path in both.iterdir()}
+    folder = it.folder / "both"
+    export.save_lora(it.model, folder, it.family, {"steps": "3"}, ("diffusers", "comfyui"))
+    names = {path.name for path in folder.iterdir()}
     assert names == {"pytorch_lora_weights.safetensors", "comfyui_lora.safetensors", "lycoris_weights.safetensors"}
     assert it.adapter.with_name("lycoris_weights.safetensors").exists()
     for source, form in (("pytorch_lora", "lycoris"), ("lycoris", "comfyui"), ("comfyui", "diffusers")):
-        [file] = both.glob(f"{source}*")
+        [file] = folder.glob(f"{source}*")
         code, report = it(source=file, form=form, to=it.folder / form)
         [made] = (it.folder / form).iterdir()
         assert code == OK and report["details"]["kind"] == "LoKr" and report["details"]["written"] == [str(made)]
-        theirs, ours = load_file(both / made.name), load_file(made)
+        theirs, ours = load_file(folder / made.name), load_file(made)
         assert theirs.keys() == ours.keys()
-        # diffusers' strength is in the header, ComfyUI's of two whole matrices in the first; nobody reads alpha then.
-        whole = {key.removesuffix("lokr_w2") + "alpha" for key in theirs if key.endswith("lokr_w2")}
-        for key in theirs.keys() - whole if form != "diffusers" else ():
+        # diffusers' strength is in the header, ComfyUI's for two whole matrices in the first; alpha is not read then.
+        whole_keys = {key.removesuffix("lokr_w2") + "alpha" for key in theirs if key.endswith("lokr_w2")}
+        for key in theirs.keys() - whole_keys if form != "diffusers" else ():
             torch.testing.assert_close(ours[key], theirs[key], rtol=1e-6, atol=0)
     model = pipeline(kind, it.checkpoint).transformer
     loader = {"prefix": "transformer", "weight_name": it.adapter.name}
     model.load_lora_adapter(it.folder / "diffusers", **loader)
     close(exact_output(kind, model), it.wanted)
     for number, (file, scale) in enumerate((("pytorch_lora", 1.0), ("comfyui", 1.0), ("lycoris", -0.5))):
-        [source], to = both.glob(f"{file}*"), it.folder / f"merged{number}"
-        whole = file == "lycoris"
-        code, report = it(source=source, merge=True, whole=whole, to=to, scale=scale)
+        [source], to = folder.glob(f"{file}*"), it.folder / f"merged{number}"
+        whole_keys = file == "lycoris"
+        code, report = it(source=source, merge=True, whole=whole_keys, to=to, scale=scale)
         about = report["details"]
         assert code == OK and report["done"] == about["modules"] == len(adapters.list_adapted_modules(it.model))
         assert (about["kind"], about["scale"], about["written"]) == ("LoKr", scale, [str(to)])
-        check_weights(to / "transformer" if whole else to, merged_by_peft(it.model, scale), it.checkpoint)
-        assert (to / "vae" / "config.json").exists() == whole
+        check_weights(to / "transformer" if whole_keys else to, merged_by_peft(it.model, scale), it.checkpoint)
+        assert (to / "vae" / "config.json").exists() == whole_keys
     merged = exact_output(kind, type(model).from_pretrained(it.folder / "merged0", use_safetensors=True))
     assert (merged - it.wanted).abs().mean() <= 1e-6 * it.wanted.abs().mean()
 
 
 @pytest.mark.slow
 def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
-    """Its magnitudes stay when the strength is another one. ComfyUI's format is refused; diffusers' takes it."""
+    """Its magnitudes do not depend on the strength. ComfyUI's format is refused; diffusers' format supports it."""
     kind, pattern = "sana", {"rank_pattern": {r".*to_q": 6}}
     it = exported(kind, dora=True, rslora=True, **pattern)
     for number, scale in enumerate((1.0, 0.25)):
@@ -195,8 +204,8 @@ def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
     base = pipeline(kind, it.checkpoint)
     merged = exact_output(kind, type(base.transformer).from_pretrained(it.folder / "merged0", use_safetensors=True))
     assert (merged - it.wanted).abs().mean() <= 1e-6 * it.wanted.abs().mean()
-    for own in ({}, {"form": "lycoris"}):
-        assert "can't store its magnitudes" in it.refused(**own)
+    for options in ({}, {"form": "lycoris"}):
+        assert "can't store its magnitudes" in it.refused(**options)
     assert it(form="diffusers", to=it.folder / "other")[0] == OK
     base.load_lora_weights(it.folder / "other")
     close(exact_output(kind, base.transformer), it.wanted)
@@ -204,7 +213,7 @@ def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
 
 @pytest.mark.slow
 def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(exported) -> None:
-    """The transformer as after twice the strength, from ComfyUI's file; the other components as they were."""
+    """The transformer has twice the strength, from ComfyUI's file; the other components do not change."""
     it = exported("sana")
     it()
     comfyui = it.adapter.with_name("comfyui_lora.safetensors")
@@ -221,8 +230,8 @@ def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(expor
     close(exact_output("sana", pipe.transformer), exact_output("sana", twice))
     rest = [path.relative_to(it.checkpoint) for path in it.checkpoint.rglob("*") if path.is_file()]
     for path in rest:
-        same = (it.folder / "whole" / path).read_bytes() == (it.checkpoint / path).read_bytes()
-        assert same == (path.suffix != ".safetensors" or path.parts[0] != "transformer"), path
+        is_equal = (it.folder / "whole" / path).read_bytes() == (it.checkpoint / path).read_bytes()
+        assert is_equal == (path.suffix != ".safetensors" or path.parts[0] != "transformer"), path
     (it.folder / "new").mkdir()
     (it.folder / "new" / "file").touch()
     for path in (it.folder / "whole", *(it.folder / "whole").rglob("*")):
@@ -237,7 +246,7 @@ def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(expor
 
 
 def loud(it: Exported) -> Path:
-    """The adapter with numbers that float16 can't hold once they are multiplied."""
+    """The adapter with numbers that exceed float16 after multiplication."""
     path = it.folder / "loud.safetensors"
     save_file({key: value * 1e3 for key, value in load_file(it.adapter).items()}, path)
     return path
@@ -245,7 +254,7 @@ def loud(it: Exported) -> Path:
 
 @pytest.mark.slow
 def test_a_lokr_of_another_program_is_refused_where_a_format_can_not_hold_it(exported, tmp_path) -> None:
-    """Sides divided unlike peft's, or factors of another rank than theirs; merged they can be."""
+    """Sides divided differently from peft, or factors of other ranks; they can be merged."""
     it = exported("sana", type="lokr")
     name = adapters.list_adapted_modules(it.model)[0]
     outputs, inputs = it.model.get_submodule(name).get_base_layer().weight.shape
@@ -254,19 +263,19 @@ def test_a_lokr_of_another_program_is_refused_where_a_format_can_not_hold_it(exp
     for number, tensors in enumerate((odd, factors)):
         source = tmp_path / f"{number}.safetensors"
         save_file({f"lycoris_{name.replace('.', '_')}.{key}": value for key, value in tensors.items()}, source)
-        own = {"source": source, "to": tmp_path / f"to{number}"}
+        options = {"source": source, "to": tmp_path / f"to{number}"}
         for dry_run in (True, False):
-            code, report = it(form="diffusers", dry_run=dry_run, **own)
-            assert code == USAGE and "--merge" in report["error"]["next_step"] and not own["to"].exists()
+            code, report = it(form="diffusers", dry_run=dry_run, **options)
+            assert code == USAGE and "--merge" in report["error"]["next_step"] and not options["to"].exists()
         assert f"the LoKr of {name} can't be written in diffusers' format" in report["error"]["message"]
-        assert it(merge=True, **own)[0] == OK
-        [weights] = own["to"].glob("*.safetensors")
+        assert it(merge=True, **options)[0] == OK
+        [weights] = options["to"].glob("*.safetensors")
         w2 = tensors.get("lokr_w2", factors["lokr_w2_a"] @ factors["lokr_w2_b"])
         base = load_file(it.checkpoint / "transformer" / weights.name)[f"{name}.weight"]
-        wanted = base + torch.kron(tensors["lokr_w1"], w2)
-        torch.testing.assert_close(load_file(weights)[f"{name}.weight"], wanted, rtol=1e-5, atol=1e-5)
-    said = it.refused(overrides=("model.path=owner/name",), source=source)
-    assert "module paths with underscores" in said and "on this machine" in said
+        expected = base + torch.kron(tensors["lokr_w1"], w2)
+        torch.testing.assert_close(load_file(weights)[f"{name}.weight"], expected, rtol=1e-5, atol=1e-5)
+    log = it.refused(overrides=("model.path=owner/name",), source=source)
+    assert "module paths with underscores" in log and "on this machine" in log
 
 
 class Foreign(Exported):
@@ -290,17 +299,17 @@ def foreign(tmp_path, capsys):
 
 
 def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> None:
-    """Links too; and never in a model's folder, however it is named."""
-    own = {"source": foreign.adapter, "to": tmp_path / "there.safetensors"}
+    """Also links; and never in a model's folder, for any path."""
+    options = {"source": foreign.adapter, "to": tmp_path / "there.safetensors"}
     (tmp_path / "kept").write_bytes(b"kept")
-    for make in (lambda: own["to"].write_bytes(b"kept"), lambda: own["to"].symlink_to(tmp_path / "kept")):
+    for make in (lambda: options["to"].write_bytes(b"kept"), lambda: options["to"].symlink_to(tmp_path / "kept")):
         make()
         for dry_run in (False, True):
-            code, report = foreign(**own, dry_run=dry_run)
-            assert code == USAGE and f"{own['to']} already exists" in report["error"]["message"]
-            assert "--overwrite" in report["error"]["next_step"] and own["to"].read_bytes() == b"kept"
-        assert foreign(**own, overwrite=True)[0] == OK and "diffusion_model.to_q.alpha" in load_file(own["to"])
-        own["to"].unlink()
+            code, report = foreign(**options, dry_run=dry_run)
+            assert code == USAGE and f"{options['to']} already exists" in report["error"]["message"]
+            assert "--overwrite" in report["error"]["next_step"] and options["to"].read_bytes() == b"kept"
+        assert foreign(**options, overwrite=True)[0] == OK and "diffusion_model.to_q.alpha" in load_file(options["to"])
+        options["to"].unlink()
     assert (tmp_path / "kept").read_bytes() == b"kept"
     transformer = tmp_path / "model" / "transformer"
     transformer.mkdir(parents=True)
@@ -310,8 +319,8 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> N
         marker.touch()
         for place in (transformer / "weights.safetensors", tmp_path / "link" / "new.safetensors"):
             for more in ({"overwrite": True}, {"merge": True}):
-                own["to"] = place.with_suffix("") if "merge" in more else place
-                assert "in a model's folder" in foreign.refused(**own, **more)
+                options["to"] = place.with_suffix("") if "merge" in more else place
+                assert "in a model's folder" in foreign.refused(**options, **more)
         marker.unlink()
     assert [path.read_bytes() for path in transformer.iterdir()] == [b"kept"]
     assert "--overwrite" in foreign.refused(merge=True, to=tmp_path / "new", overwrite=True)
@@ -328,8 +337,8 @@ def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
         tensors = {f"transformer.{name}.lora_{ab}.weight": torch.full((2, 2), number + 1.0) for ab in "AB"}
         save_file(tensors, files[expert], {"latentpress.family": "wan2.2-a14b", "latentpress.expert": expert})
     one = {"to": tmp_path / "low.safetensors"}
-    for own in (one, {"source": files["low"]}, {"merge": True, **one}):
-        assert "is for one adapter, and train.experts is both" in foreign.refused(**own)
+    for options in (one, {"source": files["low"]}, {"merge": True, **one}):
+        assert "is for one adapter, and train.experts is both" in foreign.refused(**options)
     assert [*tmp_path.rglob("comfyui*"), *tmp_path.glob("low*")] == []
     code, report = foreign()
     assert code == OK and report["done"] == 2 and {"high", "low"} <= report["details"].keys()
@@ -338,13 +347,13 @@ def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
         [path] = files[expert].parent.glob("comfyui*")
         assert load_file(path)["diffusion_model.blocks.0.self_attn.q.lora_A.weight"].unique() == number + 1
     assert one["to"].read_bytes() == path.read_bytes()
-    said = foreign.refused(overrides=("train.experts=low",), source=files["high"])
-    assert "was trained for the expert high, and train.experts is low" in said
+    log = foreign.refused(overrides=("train.experts=low",), source=files["high"])
+    assert "was trained for the expert high, and train.experts is low" in log
     foreign.save("transformer_2")
     for merge in (False, True):
-        own = {"source": foreign.adapter, "to": tmp_path / "new", "merge": merge}
-        said = foreign.refused(overrides=("train.experts=low",), **own)
-        assert "has keys of transformer_2" in said
+        options = {"source": foreign.adapter, "to": tmp_path / "new", "merge": merge}
+        log = foreign.refused(overrides=("train.experts=low",), **options)
+        assert "has keys of transformer_2" in log
 
 
 @pytest.mark.slow
@@ -352,7 +361,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
     it = exported("sana")
     merged = {"merge": True, "to": tmp_path / "merged"}
     assert "has no result yet" in it.refused(overrides=("train.run=other",))
-    for own, said in (
+    for options, message in (
         ({"form": "diffusers"}, "is the adapter itself"),
         ({"merge": True}, "--merge needs a new folder"),
         ({"form": "comfyui", **merged}, "no --format"),
@@ -362,12 +371,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
         ({"merge": True, "to": it.checkpoint}, "is not empty"),
         ({"form": "lycoris"}, "is a LoRA, and the format lycoris"),
     ):
-        assert said in it.refused(**own)
+        assert message in it.refused(**options)
     foreign = export.save_lora(trained("kandinsky5-video-t2v", tiny("kandinsky5-video-t2v")), tmp_path / "k", "k5")
     assert "was trained for k5, and model.family is sana" in it.refused(source=foreign, **merged)
     save_file(load_file(foreign), foreign)  # without a note of its family
-    for own in ({}, merged):
-        assert f"{it.checkpoint} lacks" in it.refused(source=foreign, **own)
+    for options in ({}, merged):
+        assert f"{it.checkpoint} lacks" in it.refused(source=foreign, **options)
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(it.adapter.read_bytes()[:-8])
     assert f"{damaged} is damaged" in it.refused(source=damaged, **merged)
@@ -378,16 +387,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
     assert "of type I8, and an adapter can't be merged" in it.refused(overrides=(f"model.path={packed}",), **merged)
     small = {key: value.half() for key, value in load_file(it.checkpoint / "transformer" / weights.name).items()}
     save_file(small, weights, {"format": "pt"})
-    said = it.refused(overrides=(f"model.path={packed}",), **merged | {"scale": 1e2, "source": loud(it)})
-    assert "with the adapter, " in said and "has numbers that are not finite in float16" in said
+    message = it.refused(overrides=(f"model.path={packed}",), **merged | {"scale": 1e2, "source": loud(it)})
+    assert "with the adapter, " in message and "has numbers that are not finite in float16" in message
     weights.write_bytes(b"none")
     assert f"{weights} is damaged" in it.refused(overrides=(f"model.path={packed}",), **merged)
-    # A full disk, and a place that is none: nothing is left behind.
+    # A full disk, and an invalid path: no files remain.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for own in (merged, {"to": tmp_path / "merged"}):
+    for options in (merged, {"to": tmp_path / "merged"}):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        code, report = it(**own)
+        code, report = it(**options)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert code == INCOMPLETE and "merged: the file would exceed" in report["error"]["message"]
     code, report = it(merge=True, to=damaged / "inside")

@@ -1,5 +1,5 @@
-"""Flow matching, its losses, the choice and the weights of noise levels, against diffusers, SciPy and the formulas in
-float64."""
+"""Flow matching, its losses, the choice and the weights of noise levels, compared with diffusers, SciPy and the
+formulas in float64."""
 
 import math
 
@@ -67,25 +67,27 @@ def test_loss_is_each_samples_own_mean_without_given_frames():
 SIGMA = torch.linspace(0, 1, 1001)
 
 
-def weights(**given) -> torch.Tensor:
-    return loss_weight(Loss(**given), SIGMA)
+def weights(**arguments) -> torch.Tensor:
+    return loss_weight(Loss(**arguments), SIGMA)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
 @pytest.mark.parametrize("name", ["mse", "huber", "smooth_l1"])
 def test_losses_are_their_formulas(name: str, schedule: str) -> None:
-    """2 c (sqrt(e^2 + c^2) - c), for smooth_l1 over c; of errors from 1e-4 to 1e3 at five noise levels."""
-    given = {} if name == "mse" else {"huber_c": 0.3, "huber_schedule": schedule}
+    """2 c (sqrt(e^2 + c^2) - c), for smooth_l1 divided by c; errors from 1e-4 to 1e3 at five noise levels."""
+    options = {} if name == "mse" else {"huber_c": 0.3, "huber_schedule": schedule}
     sigma = np.array([0.0, 0.2, 0.5, 0.9, 1.0], np.float32)
     errors = np.float32(10.0) ** np.linspace(-4, 3, 60, dtype=np.float32) * np.float32([[1], [-1], [1], [-1], [1]])
-    found = error_function(Loss(type=name, **given), torch.from_numpy(sigma))(torch.from_numpy(errors)[:, None])[:, 0]
+    result = error_function(Loss(type=name, **options), torch.from_numpy(sigma))(torch.from_numpy(errors)[:, None])[
+        :, 0
+    ]
     sigma, e = sigma.astype(np.longdouble), errors.astype(np.longdouble)
     with np.errstate(divide="ignore"):
-        ratio = sigma / (1 - sigma)  # noise to signal; infinite at noise
+        ratio = sigma / (1 - sigma)  # ratio of noise to signal; infinite at noise
     c = {"constant": 0.3 + 0 * sigma, "exponential": 0.3**sigma, "snr": 0.7 / (1 + ratio) ** 2 + 0.3}[schedule][:, None]
     c = np.float32(c).astype(np.longdouble)
     expected = {"mse": e**2, "huber": 2 * c * (np.sqrt(e**2 + c**2) - c), "smooth_l1": 2 * (np.sqrt(e**2 + c**2) - c)}
-    np.testing.assert_allclose(found.numpy(), expected[name].astype(np.float64), rtol=3e-6)
+    np.testing.assert_allclose(result.numpy(), expected[name].astype(np.float64), rtol=3e-6)
 
 
 @pytest.mark.parametrize("name", ["none", "cosmap", "sigma_sqrt"])
@@ -96,12 +98,12 @@ def test_weights_are_those_of_diffusers(name: str) -> None:
 
 
 def test_the_bell_is_that_of_a_table_of_1000_timesteps() -> None:
-    """As DiffSynth-Studio and ai-toolkit compute it: least 0, mean 1; the half bell is flat below its top."""
+    """As DiffSynth-Studio and ai-toolkit compute it: smallest 0, mean 1; the half bell is flat below its top."""
     x = torch.arange(1000, dtype=torch.float64)
     y = torch.exp(-2 * ((x - 500) / 1000) ** 2)
     table = (y - y.min()) * 1000 / (y - y.min()).sum()
-    found = weights(weighting="bell")[:1000].double()
-    torch.testing.assert_close(found, table, atol=2e-3, rtol=0)
+    result = weights(weighting="bell")[:1000].double()
+    torch.testing.assert_close(result, table, atol=2e-3, rtol=0)
     half = weights(weighting="half_bell").double()
     assert torch.equal(half[500:], weights(weighting="bell").double()[500:]) and bool((half[:500] == half.max()).all())
     assert half.max().item() == pytest.approx(table.max().item(), abs=2e-3) and half[-1].item() == pytest.approx(
@@ -113,23 +115,23 @@ def test_the_bell_is_that_of_a_table_of_1000_timesteps() -> None:
 def test_min_snr_is_that_of_the_predicted_x0(gamma: float) -> None:
     """min(SNR, gamma) times the squared error of x0, where x0 is computed from the predicted velocity."""
     generator = torch.Generator().manual_seed(0)
-    x0, noise, wrong = torch.randn(3, 9, 2, 1, 3, 3, dtype=torch.float64, generator=generator)
+    x0, noise, errors = torch.randn(3, 9, 2, 1, 3, 3, dtype=torch.float64, generator=generator)
     sigma = torch.linspace(0.05, 0.95, 9, dtype=torch.float64)
-    noisy, predicted = interpolate(x0, noise, sigma), velocity(x0, noise) + wrong
+    noisy, predicted = interpolate(x0, noise, sigma), velocity(x0, noise) + errors
     predicted_x0 = noisy - sigma.view(-1, 1, 1, 1, 1) * predicted
     snr = ((1 - sigma) / sigma).square()
     expected = snr.clamp(max=gamma) * (predicted_x0 - x0).square().flatten(1).mean(1)
     settings = Loss(weighting="min_snr", snr_gamma=gamma)
-    found = loss_weight(settings, sigma) * loss_per_sample(predicted, velocity(x0, noise))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    result = loss_weight(settings, sigma) * loss_per_sample(predicted, velocity(x0, noise))
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
     at = 1 / (1 + math.sqrt(gamma))
     assert loss_weight(settings, SIGMA).max().item() == pytest.approx((1 - at) ** 2, rel=2e-3)
 
 
 def cumulative(settings: Timesteps, sigma: np.ndarray) -> np.ndarray:
-    """The share of sigma below each, of evenly spread draws."""
-    drawn = sample_sigma((torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000, settings, 1.0)
-    return np.searchsorted(np.sort(drawn.double().numpy()), sigma) / len(drawn)
+    """The share of evenly spread draws whose sigma is below each value."""
+    draws = sample_sigma((torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000, settings, 1.0)
+    return np.searchsorted(np.sort(draws.double().numpy()), sigma) / len(draws)
 
 
 @pytest.mark.parametrize(
@@ -153,17 +155,17 @@ def test_the_distribution_is_that_of_diffusers(given: dict) -> None:
 
 def test_the_distribution_is_that_of_scipy() -> None:
     for alpha, beta in ((2.0, 2.0), (0.5, 3.0), (6.0, 1.0)):
-        found = cumulative(Timesteps(sampling="beta", alpha=alpha, beta=beta), SIGMAS)
-        np.testing.assert_allclose(found, stats.beta(alpha, beta).cdf(SIGMAS), atol=2e-5)
+        result = cumulative(Timesteps(sampling="beta", alpha=alpha, beta=beta), SIGMAS)
+        np.testing.assert_allclose(result, stats.beta(alpha, beta).cdf(SIGMAS), atol=2e-5)
     logit = np.log(SIGMAS / (1 - SIGMAS))
-    found = cumulative(Timesteps(mean=0.4, std=0.7), SIGMAS)
-    np.testing.assert_allclose(found, stats.norm(0.4, 0.7).cdf(logit), atol=2e-5)
+    result = cumulative(Timesteps(mean=0.4, std=0.7), SIGMAS)
+    np.testing.assert_allclose(result, stats.norm(0.4, 0.7).cdf(logit), atol=2e-5)
 
 
 def test_a_list_is_drawn_equally_often_and_is_not_shifted() -> None:
     settings = Timesteps(sampling="list", values=[0.25, 1.0, 0.25, 0.5])
-    drawn = sample_sigma(torch.tensor([0.0, 0.24, 0.25, 0.5, 0.75, 1.0]), settings, 3.0)
-    assert drawn.tolist() == [0.25, 0.25, 1.0, 0.25, 0.5, 0.5]
+    draws = sample_sigma(torch.tensor([0.0, 0.24, 0.25, 0.5, 0.75, 1.0]), settings, 3.0)
+    assert draws.tolist() == [0.25, 0.25, 1.0, 0.25, 0.5, 0.5]
     assert np.bincount((4 * sample_sigma(UNIFORM, settings, 3.0)).long()) / 20000 == pytest.approx(
         [0, 0.5, 0.25, 0, 0.25], abs=0.02
     )
@@ -218,21 +220,23 @@ def test_spread_draws_have_low_discrepancy_in_a_batch_and_over_steps() -> None:
 @pytest.mark.parametrize("within", [(0.875, 1.0), (0.0, 0.875), (0.3, 0.6)])
 @pytest.mark.parametrize("sampling", ["logit_normal", "uniform", "mode", "beta"])
 def test_a_restricted_distribution_is_the_whole_one_under_that_condition(sampling, within) -> None:
-    """Its quantiles are those of the draws of the whole one that fall into the range."""
+    """Its quantiles equal the quantiles of the unrestricted draws that are in the range."""
     settings, lowest, highest = Timesteps(sampling=sampling), *within
     every = (torch.arange(200_000) + 0.5) / 200_000
-    drawn = sample_sigma(every, settings, 3.0)
-    inside = drawn[(drawn >= lowest) & (drawn < highest)].sort().values
+    draws = sample_sigma(every, settings, 3.0)
+    in_range = draws[(draws >= lowest) & (draws < highest)].sort().values
     places = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99])
-    made = sample_sigma(places, settings, 3.0, within).sort().values
-    assert made.min() >= lowest and (made.max() < highest or highest == 1)
-    wanted = inside[(torch.sort(places if drawn[0] < drawn[-1] else 1 - places).values * (len(inside) - 1)).long()]
-    torch.testing.assert_close(made, wanted, rtol=0, atol=2e-4)
-    assert torch.equal(sample_sigma(every[::1000], settings, 3.0, (0.0, 1.0)), drawn[::1000])
+    sigma = sample_sigma(places, settings, 3.0, within).sort().values
+    assert sigma.min() >= lowest and (sigma.max() < highest or highest == 1)
+    expected = in_range[
+        (torch.sort(places if draws[0] < draws[-1] else 1 - places).values * (len(in_range) - 1)).long()
+    ]
+    torch.testing.assert_close(sigma, expected, rtol=0, atol=2e-4)
+    assert torch.equal(sample_sigma(every[::1000], settings, 3.0, (0.0, 1.0)), draws[::1000])
 
 
 def test_of_a_list_the_values_in_the_range_are_drawn() -> None:
     settings = Timesteps(sampling="list", values=(0.1, 0.875, 0.95, 1.0))
-    made = sample_sigma(torch.linspace(0, 1, 9), settings, 3.0, (0.875, 1.0))
-    assert sorted({*made.tolist()}) == pytest.approx([0.875, 0.95, 1.0])
+    sigma = sample_sigma(torch.linspace(0, 1, 9), settings, 3.0, (0.875, 1.0))
+    assert sorted({*sigma.tolist()}) == pytest.approx([0.875, 0.95, 1.0])
     assert (sample_sigma(torch.linspace(0, 1, 9), settings, 3.0, (0.0, 0.875)) == torch.tensor(0.1)).all()

@@ -1,8 +1,8 @@
-"""Learning is shown: what can only be known from the caption, or from the condition, is learned from it.
+"""Training learns outputs that only the caption, or only the condition, determines.
 
-Each set is made so that one input decides the latent: a picture per caption, or a function of the condition's
-latent under one caption for all. So a loss that falls, and that rises again when that input is exchanged for
-another sample's, says that this input is read.
+In each set, one input determines the latent: a picture per caption, or a function of the condition's latent under one
+caption for all samples. If the loss falls, and rises again when this input is exchanged for another sample's, the model
+reads this input.
 """
 
 from collections.abc import Callable
@@ -35,35 +35,40 @@ def picture(rng: np.random.Generator, channels: int, size: int, frames: int = 1)
     return np.repeat(latent[:, None], frames, 1)
 
 
-def captioned(made, config: Config, bucket: str, size: int, shift: int = 0) -> tuple:
-    """Eight samples, each with a picture and a caption of its own; the captions moved on by `shift` samples."""
+def captioned(helpers, config: Config, bucket: str, size: int, shift: int = 0) -> tuple:
+    """Eight samples, each with its own picture and caption; captions are shifted by `shift` samples."""
     rng = np.random.default_rng(11)
     pictures = [picture(rng, config.model.family_spec.latent_channels, size) for _ in range(8)]
-    texts = [made.caption(rng, 3 + i % 4) for i in range(8)]
-    items = [made.Item(bucket, pictures[i], [texts[(i + shift) % 8]]) for i in range(8)]
-    return items, made.caption(rng, 2), ()
+    texts = [helpers.caption(rng, 3 + i % 4) for i in range(8)]
+    items = [helpers.Item(bucket, pictures[i], [texts[(i + shift) % 8]]) for i in range(8)]
+    return items, helpers.caption(rng, 2), ()
 
 
 @pytest.fixture
-def learn(make_config, make_set, made):
+def learn(make_config, make_set, helpers):
     """learn(kind, make, size, seed=, **train): train on `make`'s samples; eval losses by name.
 
-    before, after: on the set that was trained on. swapped: after, with captions or conditions exchanged.
+    before, after: losses on the training set. swapped: loss after training, with captions or conditions exchanged.
     """
 
     def run(kind: str, make: Callable, size: int, *, seed: int = 0, **settings: Any) -> dict[str, float]:
         settings = {**FAST, **settings, "seed": seed}
         config = make_config(kind, name=f"right{seed}", validation=GRID, **settings)
-        other = make_config(kind, name=f"swapped{seed}", validation=GRID, **settings)
+        swapped_config = make_config(kind, name=f"swapped{seed}", validation=GRID, **settings)
         side = size * config.model.family_spec.spatial_stride
         bucket = f"{side}x{side}" + ("@9" if config.model.family_spec.video else "")
-        make_set(config, *make(made, config, bucket, size))
-        make_set(other, *make(made, config, bucket, size, 1))
+        make_set(config, *make(helpers, config, bucket, size))
+        make_set(swapped_config, *make(helpers, config, bucket, size, 1))
         trained = prepared(config)
         result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()
         swapped = validation.compute_eval_loss(
-            trained.denoiser, BatchReader(opened(other)), config.validation, 4, torch.device("cpu"), trained.skip_frames
+            trained.denoiser,
+            BatchReader(opened(swapped_config)),
+            config.validation,
+            4,
+            torch.device("cpu"),
+            trained.skip_frames,
         )
         return {"before": result["first"], "after": result["last"], "swapped": swapped["eval_loss"]}
 
@@ -72,7 +77,7 @@ def learn(make_config, make_set, made):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kandinsky_lora_learns_pictures_by_their_captions(learn, seed: int) -> None:
-    """At most 0.75 of the first loss; exchanged captions cost at least a quarter more."""
+    """At most 0.75 of the first loss; exchanged captions increase it by at least a quarter."""
     optimizer = {"lr": 1e-2, "warmup": 5}
     loss = learn("t2i", captioned, 4, seed=seed, steps=50, adapter={"rank": 16}, optimizer=optimizer)
     assert loss["after"] < 0.75 * loss["before"], loss

@@ -1,4 +1,4 @@
-"""The program: what it refuses before a model is loaded, and what it goes on from."""
+"""The program `train`: settings that it refuses before a model is loaded, and checkpoints from which it resumes."""
 
 import fcntl
 import io
@@ -16,17 +16,17 @@ from trainer.run import metrics
 from trainer.run.run_state import LOCK_NAME
 
 
-@pytest.mark.parametrize(("kind", "other"), [("i2v", "t2v"), ("i2i", "t2i"), ("t2i", "i2i"), ("t2v", "i2v")])
-def test_a_checkpoint_of_another_task_is_refused(ready, checkpoints, program, kind, other) -> None:
+@pytest.mark.parametrize(("kind", "second_kind"), [("i2v", "t2v"), ("i2i", "t2i"), ("t2i", "i2i"), ("t2v", "i2v")])
+def test_a_checkpoint_of_another_task_is_refused(ready, checkpoints, program, kind, second_kind) -> None:
     config = ready(kind)
-    code, report, said = program(moved(config, checkpoints(other)))
-    assert code == USAGE and LOADS not in said
-    assert f"is a checkpoint for {config.model.family} {other}" in report["error"]["message"]
+    code, report, log = program(moved(config, checkpoints(second_kind)))
+    assert code == USAGE and LOADS not in log
+    assert f"is a checkpoint for {config.model.family} {second_kind}" in report["error"]["message"]
     assert "model.flavour" in report["error"]["next_step"] and not config.run_folder.exists()
 
 
 @pytest.mark.parametrize(
-    ("kind", "other", "said"),
+    ("kind", "second_kind", "message"),
     [
         ("i2i", "t2i", "visual_cond = False"),
         ("t2i", "i2i", "visual_cond = True"),
@@ -39,21 +39,21 @@ def test_a_checkpoint_of_another_task_is_refused(ready, checkpoints, program, ki
     ],
 )
 def test_without_a_model_index_the_transformers_config_tells(
-    ready, checkpoints, program, tmp_path, kind, other, said
+    ready, checkpoints, program, tmp_path, kind, second_kind, message
 ) -> None:
     config = ready(kind)
-    folder, real = tmp_path / "model", checkpoints(other if other in ("t2i", "i2i", "sana") else kind)
+    folder, real = tmp_path / "model", checkpoints(second_kind if second_kind in ("t2i", "i2i", "sana") else kind)
     shutil.copytree(real, folder, ignore=shutil.ignore_patterns("model_index.json"))
     file = folder / "transformer" / "config.json"
-    if other is None:
+    if second_kind is None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"in_visual_dim": 4, "in_channels": 4}))
-    elif other == "nothing":
+    elif second_kind == "nothing":
         shutil.rmtree(folder / "transformer")
-    elif other in ("no JSON", "a list"):
-        file.write_text("[1]" if other == "a list" else "{")
+    elif second_kind in ("no JSON", "a list"):
+        file.write_text("[1]" if second_kind == "a list" else "{")
     code, report, log = program(moved(config, folder))
     assert code in (USAGE, INCOMPLETE) and LOADS not in log
-    assert said in report["error"]["message"] and report["error"]["next_step"]
+    assert message in report["error"]["message"] and report["error"]["next_step"]
 
 
 @pytest.mark.slow
@@ -114,7 +114,8 @@ def test_lines_that_cant_be_read_are_passed_over(ready, make_config, program) ->
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_costs_its_steps_alone(ready, make_config, program) -> None:
-    """The run goes on from the one before and says so; where none is whole it ends as damage does everywhere."""
+    """The run resumes from the previous checkpoint and reports it; if no checkpoint is intact, the damage is reported
+    as in all programs."""
     config = ready("t2i", steps=2, checkpoint_every=1)
     assert program(config)[0] == OK
     folder = config.run_folder / "checkpoints"
@@ -176,12 +177,12 @@ def test_files_have_the_permissions_of_the_umask(ready, program, kind, adapter) 
     ],
 )
 def test_a_learning_rate_for_another_optimizer_or_adapter_is_warned_of(make_config, adapter, optimizer, warned) -> None:
-    said = warnings_of(make_config("sana", adapter={"type": adapter}, optimizer=optimizer))
-    assert re.search(warned, said) if warned else "train.optimizer" not in said
+    log = warnings_of(make_config("sana", adapter={"type": adapter}, optimizer=optimizer))
+    assert re.search(warned, log) if warned else "train.optimizer" not in log
 
 
 def warnings_of(config) -> str:
-    """Of the learning rate."""
-    with io.StringIO() as said:
-        warn_of_learning_rate(config.train, Console(stderr=said))
-        return " ".join(said.getvalue().split())
+    """Warnings about the learning rate."""
+    with io.StringIO() as stream:
+        warn_of_learning_rate(config.train, Console(stderr=stream))
+        return " ".join(stream.getvalue().split())

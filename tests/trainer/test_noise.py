@@ -1,4 +1,4 @@
-"""Noise against numpy's generator and numbers computed one by one."""
+"""Noise, compared with numpy's generator and numbers computed one by one."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +20,14 @@ def names(count: int, step: int = 5) -> list[str]:
 
 
 def test_the_generator_gives_numpys_words() -> None:
-    """For random counters and keys, and those whose halves carry."""
+    """For random counters and keys, and for counters and keys whose halves carry."""
     rng = np.random.default_rng(0)
     edges = np.array([0, 1, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1], np.uint64)
     numbers = np.concatenate([rng.choice(edges, (6, 200)), rng.integers(0, 2**64, (6, 100), np.uint64)], 1)
     words = philox(bits(numbers[:4]), bits(numbers[4:]))
     for number, column in enumerate(numbers.T.tolist()):
         counter, key = (sum(word << 64 * place for place, word in enumerate(it)) for it in (column[:4], column[4:]))
-        stream = np.random.Philox(counter=(counter - 1) % 2**256, key=key)  # it counts before it computes
+        stream = np.random.Philox(counter=(counter - 1) % 2**256, key=key)  # numpy counts before it computes
         assert torch.equal(words[:, number], bits(stream.random_raw(4)))
 
 
@@ -55,23 +55,27 @@ def test_noise_is_the_definition() -> None:
 
 
 def test_a_number_depends_on_identity_purpose_and_place_alone() -> None:
-    """Not on batch mates, shape, parts, threads or torch's seed; nor do they move torch's generator."""
-    before, long = torch.get_rng_state(), (3, CPU_PART - 1)  # some parts, the last one cut
-    whole = seeded_noise(names(3), "noise", long)
-    assert torch.equal(whole[[2, 0]], seeded_noise([names(3)[2], names(3)[0]], "noise", long))
+    """They do not depend on the rest of the batch, the shape, parts, threads or torch's seed, and do not change torch's
+    generator."""
+    before, long = torch.get_rng_state(), (3, CPU_PART - 1)  # several parts, the last one shorter
+    full = seeded_noise(names(3), "noise", long)
+    assert torch.equal(full[[2, 0]], seeded_noise([names(3)[2], names(3)[0]], "noise", long))
     for shape in ((1,), (7,), (2, CPU_PART), (2 * CPU_PART + 1,)):
         part = seeded_noise(names(3), "noise", shape)
-        assert torch.equal(part.flatten(1), whole.flatten(1)[:, : math.prod(shape)])
+        assert torch.equal(part.flatten(1), full.flatten(1)[:, : math.prod(shape)])
     with ThreadPoolExecutor(3) as pool:
         assert all(
-            torch.equal(whole, other) for other in pool.map(lambda _: seeded_noise(names(3), "noise", long), range(6))
+            torch.equal(full, second_noise)
+            for second_noise in pool.map(lambda _: seeded_noise(names(3), "noise", long), range(6))
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
-    assert torch.equal(whole, seeded_noise(names(3), "noise", long))
+    assert torch.equal(full, seeded_noise(names(3), "noise", long))
     torch.set_num_threads(threads)
     assert torch.equal(before, torch.get_rng_state())
-    others = [seeded_noise(given, *purpose, (9,)) for given, *purpose in ((names(3), "n"), (names(3, 6), "noise"))]
-    assert not any((whole.flatten(1)[:, :9] == other).any() for other in others)
+    second_noises = [
+        seeded_noise(identities, *purpose, (9,)) for identities, *purpose in ((names(3), "n"), (names(3, 6), "noise"))
+    ]
+    assert not any((full.flatten(1)[:, :9] == second_noise).any() for second_noise in second_noises)
     uniform = seeded_uniform(names(3), "sigma", long)
     assert torch.equal(uniform[:, 0, 0], seeded_uniform(names(3), "sigma")) and uniform.max() < 1

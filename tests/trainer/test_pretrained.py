@@ -1,4 +1,4 @@
-"""The trainer reads no pickled weights either."""
+"""The trainer does not read pickled weights."""
 
 import ast
 import shutil
@@ -30,13 +30,13 @@ def test_a_pickled_transformer_is_refused(tiny, tmp_path, family, kind) -> None:
 
 @pytest.mark.slow
 def test_whatever_loads_weights_asks_for_safetensors() -> None:
-    """Also what is written later: only tokenizers, processors and configs are loaded without, which have no weights."""
-    found = []
+    """Also for future code: only tokenizers, processors and configs, which have no weights, are loaded without it."""
+    result = []
     for path in (path for top in ("cache", "stages", "trainer") for path in sorted((ROOT / top).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "from_pretrained":
                 continue
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if not any(word in ast.unparse(node.func) for word in ("Token", "Processor", "config_class", "AutoConfig")):
-                found.append((path.relative_to(ROOT).as_posix(), given.get("use_safetensors")))
-    assert found == [("cache/models/weights.py", "True")], "there is one place that loads weights"
+                result.append((path.relative_to(ROOT).as_posix(), options.get("use_safetensors")))
+    assert result == [("cache/models/weights.py", "True")], "there is one place that loads weights"

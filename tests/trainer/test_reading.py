@@ -1,4 +1,4 @@
-"""One copy gives the batches of samples read one by one."""
+"""Batches copied in one go equal batches of samples read one by one."""
 
 import threading
 from dataclasses import replace
@@ -14,9 +14,9 @@ from tests.trainer.runs import opened
 from trainer.data import BatchLoader, prefetch
 
 
-def test_samples_that_differ_are_converted_and_completed(make_config, make_set, made) -> None:
+def test_samples_that_differ_are_converted_and_completed(make_config, make_set, helpers) -> None:
     config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     mask = np.zeros(items[0].latent.shape[1:], np.float32)
     items = [
         replace(item, bucket="64x64", latent=items[0].latent, mask=mask if i % 2 else None)
@@ -24,8 +24,8 @@ def test_samples_that_differ_are_converted_and_completed(make_config, make_set, 
     ]
     make_set(config, items, null, prompts)
     data = opened(config)
-    found = BatchLoader(data, BatchSchedule(data.spans, 0, 4, 4), 0.0).step(0).micro_batches[0].batch
-    assert found.extras["mask"].sum((1, 2, 3)).unique().tolist() == [0.0, float(mask.size)]
+    result = BatchLoader(data, BatchSchedule(data.spans, 0, 4, 4), 0.0).step(0).micro_batches[0].batch
+    assert result.extras["mask"].sum((1, 2, 3)).unique().tolist() == [0.0, float(mask.size)]
 
 
 def flat(config, threads: int) -> list:
@@ -47,9 +47,9 @@ def flat(config, threads: int) -> list:
 def test_threads_change_nothing(make_config, make_set) -> None:
     config = make_config("t2i")
     make_set(config, dtype="bfloat16")
-    wanted = flat(config, 1)
-    assert len(wanted) == 24
-    assert flat(config, 3) == wanted
+    expected = flat(config, 1)
+    assert len(expected) == 24
+    assert flat(config, 3) == expected
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -59,11 +59,11 @@ def test_damage_arrives_at_its_place_with_any_threads(ready, threads) -> None:
     schedule = BatchSchedule(data.spans, 3, 2, 2)
     damaged = int(schedule.step(5)[0].rows[1])
     first = min(step for step in range(20) if damaged in schedule.step(step)[0].rows)
-    wanted = data.sample(damaged).tensors["latent"].numpy().tobytes()
+    expected = data.sample(damaged).tensors["latent"].numpy().tobytes()
     for path in Path(config.root).glob("latents/*/*.arrow"):
         raw = path.read_bytes()
-        if wanted in raw:
-            path.write_bytes(raw.replace(wanted, bytes([wanted[0] ^ 1]) + wanted[1:]))
+        if expected in raw:
+            path.write_bytes(raw.replace(expected, bytes([expected[0] ^ 1]) + expected[1:]))
     steps = BatchLoader(data, schedule, 0.0, reading=Reading(threads=threads)).steps(0, 20)
     read = []
     with pytest.raises(DamageError, match="latents") as caught:
@@ -88,20 +88,20 @@ def test_several_threads_read_at_once_in_order_and_end() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
-def test_numbers_that_are_not_finite_are_looked_for_after_the_copy(make_config, make_set, made) -> None:
+def test_numbers_that_are_not_finite_are_looked_for_after_the_copy(make_config, make_set, helpers) -> None:
     config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     items[0].latent[3, 0, 2, 1] = np.inf
     make_set(config, items, null, prompts)
     data = opened(config)
     data.text_widths = {}
     loader = BatchLoader(data, BatchSchedule(data.spans, 0, 12, 12), 0.0)
-    found = {}
+    result = {}
     for step in range(2):
         for part in loader.step(step).micro_batches:
-            found[step] = bool(part.batch.is_finite())
-    assert sorted(found.values()) == [False, True]
-    for step, finite in found.items():
+            result[step] = bool(part.batch.is_finite())
+    assert sorted(result.values()) == [False, True]
+    for step, finite in result.items():
         if finite:
             loader.check_step(step)
         else:

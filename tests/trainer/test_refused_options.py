@@ -1,4 +1,4 @@
-"""Options of training that have no effect or are inconsistent: the error names the option and the next step."""
+"""Training options without an effect or that can't be combined are errors with a next step."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ VALIDATION: dict[str, Any] = {"eval_samples": 3, "every": 4}
 
 
 class Remote:
-    """A set in the bucket and the same on a disk, and configurations that train on them."""
+    """A set in the bucket and the same set on a disk, and configurations that train on them."""
 
     def __init__(
         self, folder: Path, make_config: Callable[..., Config], make_set: Callable, form: str, parts: int
@@ -43,15 +43,15 @@ class Remote:
         self.shards = [name for name in local.list_names() if name.startswith(("text/", "latents/"))]
 
     def config(self, name: str, far: bool = True, **train: Any) -> Config:
-        """A run of its own, with the remote root or the local one."""
+        """The configuration of a separate run, with the remote root or the local root."""
         settings = {"steps": 8, "batch_size": 2, "caption_dropout": 0.3, "trackers": (), "shuffle_shards": 4}
         made = self._make("t2i", name=name, validation=VALIDATION, **(settings | train))
         return made.model_copy(update={"root": f"s3://{BUCKET}/work" if far else self._root})
 
     @property
     def copies(self) -> list[Path]:
-        found = (self.folder / "cache/latentpress/shards").glob("*/*/*/*")
-        return sorted(path for path in found if path.suffix in (".arrow", ".tar"))
+        result = (self.folder / "cache/latentpress/shards").glob("*/*/*/*")
+        return sorted(path for path in result if path.suffix in (".arrow", ".tar"))
 
 
 @pytest.fixture
@@ -65,22 +65,22 @@ def fetched(config: Config) -> float:
 
 
 def gets(s3: S3Server) -> list[str]:
-    """Shards and descriptions of tars that were read, one for each request."""
-    found = [request.key.removeprefix("work/") for request in s3.requests if request.operation == "GetObject"]
-    return sorted(name for name in found if name.startswith(("text/", "latents/")))
+    """Shards and descriptions of tars that were read, one entry per request."""
+    result = [request.key.removeprefix("work/") for request in s3.requests if request.operation == "GetObject"]
+    return sorted(name for name in result if name.startswith(("text/", "latents/")))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("remote", [("arrow", PARTS), long(("webdataset", PARTS))], indirect=True)
 def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, program) -> None:
-    """Eval losses and validation prompts are read from the store itself, before and while the shards come."""
+    """Eval losses and validation prompts are read from the store itself, before and while the shards are fetched."""
     assert program(remote.here)[0] == OK
-    wanted = lines(remote.here), lines(remote.here, "eval_loss")
-    assert len(wanted[0]) == 8 and len(wanted[1]) == 3
+    expected = lines(remote.here), lines(remote.here, "eval_loss")
+    assert len(expected[0]) == 8 and len(expected[1]) == 3
     far = remote.config("far")
     s3.reset()
     assert program(far)[0] == OK
-    assert (lines(far), lines(far, "eval_loss")) == wanted
+    assert (lines(far), lines(far, "eval_loss")) == expected
     assert fetched(far) == 2 * PARTS and set(gets(s3)) == set(remote.shards)
     assert remote.copies == [], "the copies end with the run"
 
@@ -92,10 +92,10 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
     config = remote.config("killed", checkpoint_every=1, local_cache={"downloads": 1})
 
     def notice(request: Request) -> str:
-        late = killing and request.operation == "GetObject" and len(remote.copies) == 2
-        if late:
+        is_late = killing and request.operation == "GetObject" and len(remote.copies) == 2
+        if is_late:
             arrived.release()
-        return "cut" if late else ""
+        return "cut" if is_late else ""
 
     killing, s3.answer = True, notice
     # Not a fork: the library of the store can't be used in a fork of a process that has used it.
@@ -104,17 +104,17 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
     process.kill()
     process.wait()
     killing = False
-    done = len(lines(config))
+    last_step = len(lines(config))
     code, report, _ = program(config)
-    assert code == OK and report["done"] >= 8 - done - 1
+    assert code == OK and report["done"] >= 8 - last_step - 1
     assert lines(config) == lines(remote.here) and remote.copies == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("remote", [("arrow", 12)], indirect=True)
 def test_epochs_within_a_limit(remote, s3, program) -> None:
-    """Four epochs with room for two thirds of the set, and with the same order on a disk. The folder is looked at all
-    the while; each shard is fetched about once in an epoch."""
+    """Four epochs with room for two thirds of the set, and with the same order on a disk. The folder is observed all
+    the time; each shard is fetched about once per epoch."""
     order = {"shuffle_shards": 2, "batch_size": 1, "steps": 48, "reading": {"threads": 1}}
     total = sum((Path(remote.here.root) / name).stat().st_size for name in remote.shards)
     local = remote.config("local-order", far=False, **order)
@@ -147,8 +147,8 @@ def test_epochs_within_a_limit(remote, s3, program) -> None:
 )
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_what_does_not_fit_is_refused_before_a_model_is_loaded(remote, program, settings, message, dry_run) -> None:
-    code, report, said = program(remote.config("small", **settings), dry_run=dry_run)
-    assert code == USAGE and "loading the transformer" not in said and message in report["error"]["message"]
+    code, report, log = program(remote.config("small", **settings), dry_run=dry_run)
+    assert code == USAGE and "loading the transformer" not in log and message in report["error"]["message"]
 
 
 def test_a_named_set_that_does_not_fit_is_refused_before_the_first_stage(remote, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""The loop: equal however it is cut, stopped by damage, complete in what it leaves behind."""
+"""The training loop: the same numbers for any division of the work, errors for damage, complete results."""
 
 import io
 import json
@@ -54,21 +54,21 @@ def test_a_run_leaves_what_it_promises(ready, kind) -> None:
     assert not [path for path in folder.rglob("*.bin")] + [path for path in folder.rglob("*.pt")]
     assert "set: set1" in (folder / "config.yaml").read_text()
     assert list((folder / "tensorboard").glob("events.*"))
-    shown = sorted(path.relative_to(folder).as_posix() for path in folder.glob("validation/*/*"))
-    assert shown == [f"validation/step-{step:06d}/one.safetensors" for step in (0, 2, 3)]
-    with safe_open(folder / shown[-1], framework="pt") as file:
+    paths = sorted(path.relative_to(folder).as_posix() for path in folder.glob("validation/*/*"))
+    assert paths == [f"validation/step-{step:06d}/one.safetensors" for step in (0, 2, 3)]
+    with safe_open(folder / paths[-1], framework="pt") as file:
         about = json.loads(file.metadata()["latentpress"])
         latent = file.get_tensor("latent")
     assert about["family"] == config.model.family and about["prompt"] == "one"
     length = 2 if config.model.family_spec.video else 1
     side = 64 // config.model.family_spec.spatial_stride
     assert latent.shape == (config.model.family_spec.latent_channels, length, side, side) and latent.isfinite().all()
-    assert not torch.equal(latent, load_file(folder / shown[0])["latent"])
+    assert not torch.equal(latent, load_file(folder / paths[0])["latent"])
 
 
 @pytest.mark.slow
 def test_accumulation_equals_one_large_batch(ready) -> None:
-    """The same loss within 1e-5 and the same gradient norm within 1e-3, however the global batch is cut."""
+    """The same loss within 1e-5 and the same gradient norm within 1e-3, for any division of the global batch."""
     runs = []
     for name, batch, accumulate in (("one", 4, 1), ("two", 2, 2), ("four", 1, 4)):
         config = ready("t2i", name=name, batch_size=batch, accumulate=accumulate, steps=2)
@@ -82,20 +82,20 @@ def test_accumulation_equals_one_large_batch(ready) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
 def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
-    found = []
+    result = []
     for precision in ("float32", "bfloat16"):
         config = ready(kind, name=precision, precision=precision, adapter=adapter, steps=3, batch_size=2)
         train(config)
         assert {value.dtype for value in trained_weights(config).values()} == {torch.float32}
-        shown = load_file(config.run_folder / "validation" / "step-000000" / "one.safetensors")["latent"]
-        found.append((lines(config), shown))
-    (losses, latent), (half_losses, half_latent) = found
+        sample = load_file(config.run_folder / "validation" / "step-000000" / "one.safetensors")["latent"]
+        result.append((lines(config), sample))
+    (losses, latent), (half_losses, half_latent) = result
     assert losses != half_losses and losses == pytest.approx(half_losses, rel=0.05)
     assert 0 < (latent - half_latent).abs().mean() < 0.1 * latent.abs().mean(), "it looks as it trains"
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monkeypatch) -> None:
+def test_two_processes_train_as_one(make_config, make_set, helpers, tmp_path, monkeypatch) -> None:
     """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both validate,
     each every second prompt, with the moving average, which is saved."""
     entered = tmp_path / "entered"
@@ -111,7 +111,7 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
     common |= {"ema": {"decay": 0.5, "warmup": "none", "validate": True}}
     alone = make_config("t2i", name="alone", accumulate=4, **common)
     two = make_config("t2i", name="two", accumulate=2, **common)
-    items, null, (prompt,) = made.mixed_items(alone)
+    items, null, (prompt,) = helpers.mixed_items(alone)
     prompts = [replace(prompt, name=name) for name in ("one", "two", "three")]
     make_set(alone, items, null, prompts)
     make_set(two, items, null, prompts)
@@ -136,25 +136,25 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
 
 @pytest.mark.slow
 def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path) -> None:
-    """What belongs to a machine may differ: here the number of threads."""
+    """Options of a machine may differ: here the number of threads."""
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
     for path, settings in zip(paths, ({}, {"threads": 1, "seed": 5}), strict=True):
         config = make_config("t2i", steps=1, **settings)
         write(config, path)
     make_set(config)
     message = on_ranks(paths, (USAGE, USAGE))["error"]["message"]
-    said = f"  rank 1 on {socket.gethostname()}: train.seed: 0 on rank 0, 5 on rank 1"
-    assert message.splitlines() == ["the ranks differ:", said]
+    log = f"  rank 1 on {socket.gethostname()}: train.seed: 0 on rank 0, 5 on rank 1"
+    assert message.splitlines() == ["the ranks differ:", log]
 
 
 @pytest.mark.slow
-def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, made, tmp_path) -> None:
-    """Their sets have the same samples to train on, and the second one more to measure the eval loss on."""
+def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, helpers, tmp_path) -> None:
+    """Their sets have the same training samples, and the second set one more sample for the eval loss."""
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
     for path, held_out in zip(paths, (1, 2), strict=True):
         config = make_config("t2i", name=path.stem, steps=1)
         config = config.model_copy(update={"output": str(tmp_path / "output")})
-        items, null, _ = made.mixed_items(config)
+        items, null, _ = helpers.mixed_items(config)
         items += [replace(item, role="eval") for item in items[:held_out]]
         make_set(config, items, null, [])
         write(config, path)
@@ -164,7 +164,7 @@ def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, m
 
 @pytest.mark.long
 def test_ranks_with_other_base_weights_do_not_train(ready, tmp_path) -> None:
-    """One bit of the second rank's copy differs; with a whole copy elsewhere both train."""
+    """One bit of the second rank's copy differs; with a complete copy at another path both ranks train."""
     config = ready("t2i", steps=1)
     copy = shutil.copytree(Path(config.model.path), tmp_path / "copy")
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
@@ -197,7 +197,7 @@ def furthest(config) -> float:
 
 @pytest.mark.slow
 def test_gradients_are_clipped(ready) -> None:
-    """Clipped to far below AdamW's eps they move next to nothing; the norm that is recorded is the one before."""
+    """Clipped to far below AdamW's eps, they move next to nothing; the recorded norm is the norm before clipping."""
     norms = []
     for name, norm in (("free", 1.0), ("clipped", 1e-10)):
         optimizer = {"lr": 1e-2, "warmup": 0, "max_grad_norm": norm}
@@ -210,49 +210,49 @@ def test_gradients_are_clipped(ready) -> None:
 
 @pytest.mark.slow
 def test_looking_leaves_dropout_off(ready) -> None:
-    """An adapter's dropout is no part of the eval loss, nor of the validation latents."""
-    found = []
+    """The eval loss and the validation latents have no dropout."""
+    result = []
     for dropout in (0.0, 0.9):
         look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
         config = ready("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
         run = prepared(config)
         move_adapter(run)
-        seen: list[dict] = []
+        calls: list[dict] = []
         run.denoiser.train()
-        loop.validate(run, lambda numbers, shown=True, seen=seen: seen.append(numbers), 1)
-        shown = load_file(run.folder / "validation" / "step-000001" / "one.safetensors")["latent"]
-        found.append((seen[0]["eval_loss"], shown))
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+        loop.validate(run, lambda numbers, latent=True, calls=calls: calls.append(numbers), 1)
+        latent = load_file(run.folder / "validation" / "step-000001" / "one.safetensors")["latent"]
+        result.append((calls[0]["eval_loss"], latent))
+    assert result[0][0] == result[1][0] and torch.equal(result[0][1], result[1][1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [0, 3])
-def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, make_set, made, held_out) -> None:
-    """And the run says so."""
+def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, make_set, helpers, held_out) -> None:
+    """The run logs it."""
     look = {"eval_samples": 5, "eval_sigmas": [0.5]}
     config = make_config("t2i", validation=look, steps=2)
-    items, null, _ = made.mixed_items(config)
+    items, null, _ = helpers.mixed_items(config)
     for item in items[:held_out]:
         item.role = "eval"
     make_set(config, items, null, [])
     data = opened(config)
     heard = io.StringIO()
     result = loop.train(config, data, BatchSchedule(data.spans, 0, 1, 1), Console(stderr=heard), "cpu")
-    where = "held-out samples" if held_out else "training samples"
-    assert result["eval_loss"]["on"] == where and set(lines(config, "eval_on").values()) == {where}
-    assert f"eval loss on {held_out or 5} {where}" in heard.getvalue()
+    source = "held-out samples" if held_out else "training samples"
+    assert result["eval_loss"]["on"] == source and set(lines(config, "eval_on").values()) == {source}
+    assert f"eval loss on {held_out or 5} {source}" in heard.getvalue()
     rows = data.eval_rows if held_out else range(12)
     read: list[int] = []
     reader = BatchReader(data)
     real = reader.read
-    reader.read = lambda rows, *rest: (read.extend(rows.tolist()), real(rows, *rest))[1]  # type: ignore[method-assign]
+    reader.read = lambda rows, *arguments: (read.extend(rows.tolist()), real(rows, *arguments))[1]  # type: ignore[method-assign]
     settings = Validation(eval_samples=5, eval_sigmas=(0.5,))
     validation.compute_eval_loss(lambda noisy, sigma, batch: noisy, reader, settings, 1, torch.device("cpu"))
     assert len(read) == (held_out or 5) and set(read) <= set(rows)
 
 
 def flip(config) -> None:
-    """One bit in the middle of every latent shard."""
+    """Flip one bit in the middle of every latent shard."""
     for path in Path(config.root).glob("latents/*/*.arrow"):
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 2] ^= 1
@@ -263,18 +263,18 @@ def flip(config) -> None:
 def test_damage_stops_training_before_a_gradient(ready, program, monkeypatch) -> None:
     config = ready("t2i", steps=12, checkpoint_every=1)
     flip(config)
-    seen: list[str] = []
+    calls: list[str] = []
     monkeypatch.setattr(
         loop,
         "backward",
         lambda run, number, part, share, real=loop.backward: (
-            seen.extend(part.batch.ids),
+            calls.extend(part.batch.ids),
             real(run, number, part, share),
         )[1],
     )
     with pytest.raises(DamageError) as caught:
         train(config)
-    assert caught.value.id is not None and caught.value.id not in seen
+    assert caught.value.id is not None and caught.value.id not in calls
     code, report, _ = program(config)
     assert code == DAMAGE
     damage = report["damage"][0]
@@ -285,42 +285,41 @@ def test_damage_stops_training_before_a_gradient(ready, program, monkeypatch) ->
 
 @pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_config, monkeypatch) -> None:
-    config = ready("t2i", steps=8, max_non_finite_steps=2)
-    bad = {1, 3}
+    config = ready("t2i", steps=8, max_bad_steps=2)
+    bad_steps = {1, 3}
     real = flow.loss_per_sample
     calls = iter(range(100))
     monkeypatch.setattr(
-        flow, "loss_per_sample", lambda *parts: real(*parts) * (float("nan") if next(calls) in bad else 1.0)
+        flow, "loss_per_sample", lambda *parts: real(*parts) * (float("nan") if next(calls) in bad_steps else 1.0)
     )
     assert train(config)["non_finite_steps"] == 2
     losses = lines(config)
     assert losses[2] is None and losses[4] is None and losses[8] is not None
     assert all(value.isfinite().all() for value in trained_weights(config).values())
-    counted = train(make_config("t2i", steps=9, max_non_finite_steps=2))["non_finite_steps"]
-    assert counted == 2, "counted before, and kept"
-    other = ready("t2i", name="other", steps=8, max_non_finite_steps=2)
-    bad |= set(range(100))
-    with pytest.raises(DivergedError, match=r"max_non_finite_steps is 2"):
-        train(other)
+    assert train(make_config("t2i", steps=9, max_bad_steps=2))["non_finite_steps"] == 2, "counted before, and kept"
+    second = ready("t2i", name="other", steps=8, max_bad_steps=2)
+    bad_steps |= set(range(100))
+    with pytest.raises(DivergedError, match=r"max_bad_steps is 2"):
+        train(second)
 
 
-def spoil(batch, wrong: bool):
-    return replace(batch, latents_BCTHW=batch.latents_BCTHW * torch.nan) if wrong else batch
+def spoil(batch, is_wrong: bool):
+    return replace(batch, latents_BCTHW=batch.latents_BCTHW * torch.nan) if is_wrong else batch
 
 
 @pytest.mark.long
 def test_every_rank_checks_its_local_cache_for_the_steps_that_remain(ready, make_config, tmp_path, monkeypatch) -> None:
-    seen = tmp_path / "seen"
+    calls = tmp_path / "seen"
 
     def note(settings, data, schedule, steps, ranks) -> None:
-        with seen.open("a") as file:
+        with calls.open("a") as file:
             file.write(f"{ranks.local} of {ranks.world}: {steps}\n")
 
     monkeypatch.setattr(prepare, "open_window", note)
     on_two_ranks(write(ready("t2i", steps=1), tmp_path))
     on_two_ranks(write(make_config("t2i", steps=2), tmp_path))
     expected = [f"{rank} of 2: {steps}" for rank in (0, 1) for steps in (range(1), range(1, 2))]
-    assert sorted(seen.read_text().splitlines()) == sorted(expected)
+    assert sorted(calls.read_text().splitlines()) == sorted(expected)
 
 
 def test_dry_run_says_what_would_be_trained(ready, program) -> None:
@@ -341,13 +340,13 @@ def test_the_program_trains_and_reports(ready, make_config, program) -> None:
     code, report, _ = program(config)
     assert code == OK and report["done"] == 2 and report["details"]["trainable_parameters"] > 0
     assert program(config)[1]["skipped"] == 2
-    missing = make_config("sana", name="work")
-    code, report, _ = program(missing)
+    config_without_model = make_config("sana", name="work")
+    code, report, _ = program(config_without_model)
     assert code == INCOMPLETE and "no training set for sana t2i" in report["error"]["message"]
 
 
 def test_what_may_not_be_meant_is_said(ready, program) -> None:
     config = ready("t2i", batch_size=5, validation={"prompts": [{"name": "new", "prompt": "x"}]})
-    said = program(config, dry_run=True)[2]
-    assert "96x64 (4)" in said and "train.batch_size: 4;" in said
-    assert "validation prompts new are not in set set1" in said and "latentpress run" in said
+    log = program(config, dry_run=True)[2]
+    assert "96x64 (4)" in log and "train.batch_size: 4;" in log
+    assert "validation prompts new are not in set set1" in log and "latentpress run" in log

@@ -1,4 +1,4 @@
-"""Validation samples in the trainer: divided among ranks, each with a file that says what it is."""
+"""Validation samples in the trainer: divided among ranks, each in a file with its metadata."""
 
 import itertools
 import json
@@ -19,8 +19,8 @@ def test_ranks_denoise_equally_often_and_every_sample_counts_once() -> None:
         samples = validation_samples(settings, FAMILIES["sana"])
         parts = [divide_samples(samples, (rank, ranks)) for rank in range(ranks)]
         assert len({len(part) for part in parts}) == 1
-        counted = [sample.name for part in parts for sample, counts in part if counts]
-        assert sorted(counted) == sorted(sample.name for sample in samples), (count, ranks)
+        names = [sample.name for part in parts for sample, counts in part if counts]
+        assert sorted(names) == sorted(sample.name for sample in samples), (count, ranks)
 
 
 @pytest.mark.slow
@@ -29,12 +29,12 @@ def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(ready) -> None
     prompt = {"name": "one", "prompt": "of the configuration", "seed": [4, 5]}
     config = ready("t2i", steps=1, validation={**look, "prompts": [prompt]})
     train(config)
-    found = {}
+    result = {}
     for path in (config.run_folder / "validation" / "step-000001").iterdir():
         with safe_open(path, framework="pt") as file:
-            found[path.stem] = json.loads(file.metadata()["latentpress"])
-    assert set(found) == {f"one_guidance{guidance}_seed{seed}" for guidance in ("1", "2.5") for seed in (4, 5)}
-    about = found["one_guidance2.5_seed4"]
+            result[path.stem] = json.loads(file.metadata()["latentpress"])
+    assert set(result) == {f"one_guidance{guidance}_seed{seed}" for guidance in ("1", "2.5") for seed in (4, 5)}
+    about = result["one_guidance2.5_seed4"]
     expected = {"name": "one_guidance2.5_seed4", "group": "one_guidance2.5", "prompt_name": "one", "seed": 4}
     expected |= {"steps": 2, "guidance": 2.5, "bucket": "64x64", "task": "t2i", "set": "set1"}
     assert about.items() >= expected.items()

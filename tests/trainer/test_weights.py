@@ -40,45 +40,45 @@ AVERAGES = {
 
 @pytest.mark.parametrize("weights", [name if name == "ema" else long(name) for name in AVERAGES])
 def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -> None:
-    """A resumed run and one that never validates end with the same weights and state; the result is the average, and
-    says so."""
+    """A resumed run and a run without validation end with the same weights and state; the result is the average, which
+    is recorded."""
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     settings = {"checkpoint_every": 2, "adapter": {"rank": 2}, **AVERAGES[weights]}
-    whole = ready("t2i", name="whole", steps=4, validation=look, **settings)
-    result = loop.train_loop(prepared(whole))
+    full_run = ready("t2i", name="whole", steps=4, validation=look, **settings)
+    result = loop.train_loop(prepared(full_run))
     cut = ready("t2i", name="cut", steps=2, **settings)
     loop.train_loop(prepared(cut))
     more = make_config("t2i", name="cut", steps=4, **settings)
     assert loop.train_loop(prepared(more))["skipped"] == 2
-    for one, other in zip(checkpoint(whole, 4), checkpoint(more, 4), strict=True):
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    for first, second in zip(checkpoint(full_run, 4), checkpoint(more, 4), strict=True):
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
-    trained, state = checkpoint(whole, 4)
+    trained, state = checkpoint(full_run, 4)
     with safe_open(Path(result["saved"]) / "pytorch_lora_weights.safetensors", framework="pt") as file:
         assert file.metadata()["latentpress.weights"] == weights
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert json.loads((whole.run_folder / "result.json").read_text())["weights"] == weights
+    assert json.loads((full_run.run_folder / "result.json").read_text())["weights"] == weights
     assert result["weights"] == weights
     for name, value in trained.items():
         z = state.get(f"{name}/z")
         average = state[f"ema/{name}"] if z is None else value + (1 - 1 / 0.9) * (z - value)
-        found = saved["transformer." + name.replace(".default", "")]
-        assert torch.allclose(found, average, atol=1e-6) and not torch.allclose(found, value, atol=1e-5)
+        actual = saved["transformer." + name.replace(".default", "")]
+        assert torch.allclose(actual, average, atol=1e-6) and not torch.allclose(actual, value, atol=1e-5)
     if weights == "ema":
         with pytest.raises(ResumeError, match=r"train\.ema"):
             loop.train_loop(prepared(more.model_copy(update={"train": more.train.model_copy(update={"ema": None})})))
         plain = ready("t2i", name="plain", steps=4, validation=look, **{**settings, "ema": {"decay": 0.6}})
         loop.train_loop(prepared(plain))
         assert all(torch.equal(value, checkpoint(plain, 4)[0][name]) for name, value in trained.items())
-        ours, theirs = eval_losses(whole), eval_losses(plain)
+        ours, theirs = eval_losses(full_run), eval_losses(plain)
         assert ours[0] == theirs[0] and ours[-1] != theirs[-1], "with the average, if that is asked for"
 
 
 @pytest.mark.long
 def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(ready) -> None:
-    """Weights and what they lost together move as the masters do, within 15 % (4 % seen);
-    without the summation, 9 in 10 weights don't move at all."""
-    moved, lost = {}, {}
+    """Weights together with their rounding errors move like the masters, within 15 % (4 % seen); without the summation,
+    9 in 10 weights do not move at all."""
+    moved, rounding = {}, {}
     for name, optimizer, precision in (
         ("masters", "adamw", "float32"),
         ("kahan", "optimi-adamw", "bfloat16"),
@@ -94,7 +94,7 @@ def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(ready) -> 
         start = {key: weight.detach().float().clone() for key, weight in run.trainable.items()}
         loop.train_loop(run)
         state = run.optimizer.state
-        lost[name] = {
+        rounding[name] = {
             key: state[weight].get("kahan_comp", torch.zeros(())).float() for key, weight in run.trainable.items()
         }
         moved[name] = {key: weight.detach().float() - start[key] for key, weight in run.trainable.items()}
@@ -102,9 +102,9 @@ def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(ready) -> 
     assert {value.dtype for value in load_file(result).values()} == {torch.bfloat16}
 
     def flat(values: dict[str, torch.Tensor], *more: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.cat([sum((other[key] for other in more), values[key]).flatten() for key in moved["kahan"]])
+        return torch.cat([sum((tensors[key] for tensors in more), values[key]).flatten() for key in moved["kahan"]])
 
     masters = flat(moved["masters"])
-    assert (flat(moved["kahan"], lost["kahan"]) - masters).norm() < 0.15 * masters.norm()
+    assert (flat(moved["kahan"], rounding["kahan"]) - masters).norm() < 0.15 * masters.norm()
     assert (flat(moved["plain"]) - masters).norm() > 0.8 * masters.norm()
     assert (flat(moved["plain"]) == 0).float().mean() > 0.9 > (flat(moved["kahan"]) == 0).float().mean()

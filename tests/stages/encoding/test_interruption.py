@@ -1,4 +1,4 @@
-"""Told to stop, an encoding stage drops its unit, says what remains, and goes on from there the next time."""
+"""A stopped encoding stage drops its unit, reports what remains, and continues from there in the next run."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.processes import ForkedProgram
 
 
 @pytest.fixture
-def planned(project, built):
+def home(project, built):
     return built(project(cache={"unit_mib": 0.004}), plan_eight)
 
 
@@ -43,7 +43,7 @@ def leftovers(root: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned, monkeypatch, number) -> None:
+def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(home, monkeypatch, number) -> None:
     encoded = []
     encode = LatentsWorker.encode
 
@@ -55,31 +55,32 @@ def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned,
 
     monkeypatch.setattr(LatentsWorker, "encode", interrupted)
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    report = planned.run(encode_latents.run)
+    report = home.run(encode_latents.run)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
-    before = planned.shards("latents")
+    before = home.shards("latents")
     assert 0 < len(before) < 8 and report.exit_code == INCOMPLETE
     assert report.remaining == 8 - len(before)
     assert report.details["stopped"].startswith(f"by {signal.Signals(number).name}; {report.remaining} units remain")
-    assert leftovers(planned.root) == []
-    again = planned.run(encode_latents.run)
-    assert (again.done, again.remaining, again.exit_code) == (report.remaining, 0, 0)
-    whole = planned.shards("latents")
-    assert before.items() <= whole.items()
-    for name in whole:
-        (planned.root / "latents" / name).unlink()
-    planned.run(encode_latents.run)
-    assert planned.shards("latents") == whole
+    assert leftovers(home.root) == []
+    second = home.run(encode_latents.run)
+    assert (second.done, second.remaining, second.exit_code) == (report.remaining, 0, 0)
+    expected = home.shards("latents")
+    assert before.items() <= expected.items()
+    for name in expected:
+        (home.root / "latents" / name).unlink()
+    home.run(encode_latents.run)
+    assert home.shards("latents") == expected
 
 
 @pytest.mark.parametrize("format", ["arrow", "webdataset"])
-def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, format) -> None:
-    """The disk is slower than the encoder: told to stop while one shard is written, it has another one encoded."""
+def test_a_unit_that_waits_to_be_written_leaves_nothing(home, monkeypatch, format) -> None:
+    """The disk is slower than the encoder: while one shard is written, another shard is encoded when the stage is
+    stopped."""
     kind = {"arrow": cache.shards.arrow, "webdataset": cache.shards.wds}[format].ShardWriter
     finish, encode, drop = kind.finish, LatentsWorker.encode, worker._UnitShard.drop
     encoded, dropped = [], threading.Event()
 
-    def counted(self, names, batch, limit):
+    def count_and_encode(self, names, batch, limit):
         yield from encode(self, names, batch, limit)
         encoded.append(names)
 
@@ -94,16 +95,16 @@ def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, fo
         dropped.wait()
         return finish(self)
 
-    monkeypatch.setattr(LatentsWorker, "encode", counted)
+    monkeypatch.setattr(LatentsWorker, "encode", count_and_encode)
     monkeypatch.setattr(worker._UnitShard, "drop", noted)
     monkeypatch.setattr(kind, "finish", slow)
-    report = planned.run(encode_latents.run, f"cache.format={format}")
-    assert len(planned.shards("latents")) == 1 and report.remaining == 7
-    assert leftovers(planned.root) == []
+    report = home.run(encode_latents.run, f"cache.format={format}")
+    assert len(home.shards("latents")) == 1 and report.remaining == 7
+    assert leftovers(home.root) == []
 
 
-def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) -> None:
-    """A shard's file was opened, and nobody has it yet."""
+def test_a_signal_between_two_steps_leaves_no_file_either(home, monkeypatch) -> None:
+    """The file of a shard is open and not yet in use."""
     opened = []
 
     open_temp = Folder.open_temp
@@ -115,33 +116,33 @@ def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) 
         return open_temp(self, rel)
 
     monkeypatch.setattr(Folder, "open_temp", interrupted)
-    report = planned.run(encode_latents.run)
+    report = home.run(encode_latents.run)
     assert report.details["stopped"].startswith("by SIGTERM") and len(opened) >= 3
-    assert leftovers(planned.root) == []
+    assert leftovers(home.root) == []
 
 
 def hold_the_third_unit() -> None:
-    encode, begun = LatentsWorker.encode, list[None]()
+    encode, calls = LatentsWorker.encode, list[None]()
 
-    def held(self, names, batch, limit):
-        begun.append(None)
-        if len(begun) == 3:
+    def wait(self, names, batch, limit):
+        calls.append(None)
+        if len(calls) == 3:
             pause(LIMIT_S)
         yield from encode(self, names, batch, limit)
 
-    LatentsWorker.encode = held  # type: ignore[method-assign]
+    LatentsWorker.encode = wait  # type: ignore[method-assign]
 
 
 @pytest.mark.long
-def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs, monkeypatch) -> None:
-    """The signal reaches the program alone, as with Docker and timeout; a terminal's Ctrl-C reaches the stage too."""
+def test_a_stage_under_run_is_told_to_stop_and_reports(home, forked_programs, monkeypatch) -> None:
+    """The signal reaches only the program, as with Docker and timeout; Ctrl-C in a terminal also reaches the stage."""
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(hold_the_third_unit))
-    planned.settings["stages"]["order"] = ["encode-latents"]
-    planned.config()
-    command = [sys.executable, "-m", "stages.cli", "run", "--config", str(planned.folder / "pipeline.yaml"), "--json"]
+    home.settings["stages"]["order"] = ["encode-latents"]
+    home.config()
+    command = [sys.executable, "-m", "stages.cli", "run", "--config", str(home.folder / "pipeline.yaml"), "--json"]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        while not planned.shards("latents"):
+        while not home.shards("latents"):
             assert started.poll() is None
             time.sleep(0.01)
         started.terminate()
@@ -152,23 +153,23 @@ def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs,
     assert report["details"]["stopped"].startswith("by SIGTERM")
     (row,) = report["details"]["stages"]
     assert row["stage"] == "encode-latents" and row["remaining"] > 0
-    assert leftovers(planned.root) == []
+    assert leftovers(home.root) == []
     with pytest.raises(ProcessLookupError):
-        while True:  # those that only ever wait for a parent see its end a little later
+        while True:  # processes that only wait for a parent detect its end a little later
             os.killpg(started.pid, 0)
             time.sleep(0.01)
 
 
 def hanging() -> Callable[[object], object]:
-    def read(wanted: object) -> object:
+    def read(request: object) -> object:
         time.sleep(600)
-        return wanted
+        return request
 
     return read
 
 
 @pytest.mark.slow
-def test_a_signal_is_obeyed_while_a_decoder_hangs(planned, monkeypatch) -> None:
+def test_a_signal_is_obeyed_while_a_decoder_hangs(home, monkeypatch) -> None:
     monkeypatch.setattr(member_reader, "make_member_reader", hanging)
     before = signal.getsignal(signal.SIGTERM)
 
@@ -180,6 +181,6 @@ def test_a_signal_is_obeyed_while_a_decoder_hangs(planned, monkeypatch) -> None:
 
     threading.Thread(target=tell, daemon=True).start()
     began = time.monotonic()
-    report = planned.run(encode_latents.run)
+    report = home.run(encode_latents.run)
     assert report.details["stopped"].startswith("by SIGTERM; 8 units remain")
-    assert time.monotonic() - began < 100 < planned.config().stages.item_timeout_s
+    assert time.monotonic() - began < 100 < home.config().stages.item_timeout_s

@@ -1,4 +1,5 @@
-"""The plans of item stages: what a grown dataset adds, what machines agree on, and what stands beside them."""
+"""Plans of item stages: the units that a larger dataset adds, equal plans on all machines, and the plans of
+`bucket`."""
 
 from typing import Any
 
@@ -62,17 +63,17 @@ def test_an_item_with_a_caption_of_its_own_leaves_the_plan(home: Project) -> Non
     assert sorted(find(home).active.column("path").to_pylist()) == ["0.png", "2.png", "3.png", "4.png"]
 
 
-def test_a_damaged_plan_of_items_is_moved_away_and_made_again(home: Project) -> None:
+def test_a_damaged_plan_of_items_is_quarantined_and_made_again(home: Project) -> None:
     before = find(home)
     path = home.root / "plans" / before.name / "units.arrow"
     path.write_bytes(path.read_bytes()[:-30])
-    said = list[str]()
+    log = list[str]()
     config = home.config()
-    again = find_item_plan(Store(home.root), config, caption_request(config), True, said.append)
-    assert "planned again" in said[0] and members(again) == {
-        name: ids for name, ids in members(plans.load_plan(Store(home.root), again.name)).items()
+    second = find_item_plan(Store(home.root), config, caption_request(config), True, log.append)
+    assert "planned again" in log[0] and members(second) == {
+        name: ids for name, ids in members(plans.load_plan(Store(home.root), second.name)).items()
     }
-    assert len(again.active) == 5 and (home.root / "damaged" / "plans").is_dir()
+    assert len(second.active) == 5 and (home.root / "damaged" / "plans").is_dir()
 
 
 def test_what_was_not_discovered_is_named(home: Project) -> None:

@@ -1,4 +1,4 @@
-"""Every job of a stage reports what it does; status merges the reports, and what a person reads fits the width."""
+"""Each job of a stage writes a report; `status` merges the reports into tables that fit the width."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ STAGE, CACHE = "encode-latents", "0" * 24
 
 
 @pytest.fixture
-def planned(project, built) -> Project:
+def home(project, built) -> Project:
     return built(project(cache={"unit_mib": 0.004}), plan_six)
 
 
@@ -39,7 +39,7 @@ def plan_six(home: Project) -> None:
 
 
 def rows(home: Project, **options: bool) -> tuple[dict, list[dict]]:
-    """The stage's row and those of its jobs."""
+    """The rows of the stage and of its jobs."""
     details = home.run(status.run, json=True, **options).details
     (row,) = [row for row in details["stages"] if row["stage"] == STAGE]
     return row, [row for row in details.get("jobs", []) if row["stage"] == STAGE]
@@ -50,46 +50,46 @@ def reporter(root: object, stopped_by: str = "", **counts: object):
     return reported(str(root), CACHE, about, lambda: counts, lambda: stopped_by)
 
 
-def reports(root: object, now: float | None = None) -> list[JobReport]:
-    return read_reports(Store(str(root)), {STAGE: CACHE}, time.time() if now is None else now)[STAGE]
+def reports(root: object, time_s: float | None = None) -> list[JobReport]:
+    return read_reports(Store(str(root)), {STAGE: CACHE}, time.time() if time_s is None else time_s)[STAGE]
 
 
 @pytest.mark.slow
-def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
-    row, jobs = rows(planned)
+def test_status_merges_the_jobs_of_a_stage(home, monkeypatch) -> None:
+    row, jobs = rows(home)
     assert (row["units"], row.get("jobs", ""), jobs) == ("0 of 6", "", [])
-    for shard, left in (("0/2", 3), ("1/2", 0)):
-        planned.run(encode_latents.run, shard=shard)
-        row, _ = rows(planned)
-        assert row["remaining"] == left and not row.get("left"), "nobody works on it"
-        path = next((planned.root / "jobs" / STAGE).glob("*/*.json")).with_name(f"{0:016x}.json")
+    for shard, remaining in (("0/2", 3), ("1/2", 0)):
+        home.run(encode_latents.run, shard=shard)
+        row, _ = rows(home)
+        assert row["remaining"] == remaining and not row.get("left"), "nobody works on it"
+        path = next((home.root / "jobs" / STAGE).glob("*/*.json")).with_name(f"{0:016x}.json")
         report = JobReport(program=STAGE, engine="local", workers=1, shard="1/2")
         path.write_bytes(format_record(report.model_dump(mode="json")))
-        row, _ = rows(planned)
+        row, _ = rows(home)
         path.unlink()
         assert "1 running" in row["jobs"] and not row.get("left"), "it loads its model"
-    made = planned.shards("latents")
-    row, jobs = rows(planned)
+    shards = home.shards("latents")
+    row, jobs = rows(home)
     assert (row["units"], row["jobs"]) == ("6 of 6", "2 ended")
     assert {job["shard"] for job in jobs} == {"0/2", "1/2"}
     for job in jobs:
         assert (job["state"], job["done"], job["units"], job["rejected"]) == ("ended", "3 of 3", "3 of 3", 0)
         assert job["where"] == f"{socket.gethostname()}, {os.getpid()}" and job["workers"] == "1"
-    assert [job for job in planned.run(status.run, everything=True).details["jobs"] if job["stage"] != STAGE] == []
+    assert [job for job in home.run(status.run, everything=True).details["jobs"] if job["stage"] != STAGE] == []
     # Nothing remains: no job, no report.
-    planned.run(encode_latents.run)
-    assert len(rows(planned)[1]) == 2
-    # A rejected file, a job that ends with an error, and one whose reports can't be written.
-    for name in made:
-        (planned.root / "latents" / name).unlink()
-    (planned.media / "0.png").write_bytes(b"no picture")
+    home.run(encode_latents.run)
+    assert len(rows(home)[1]) == 2
+    # A rejected file, a job that ends with an error, and a job whose reports can't be written.
+    for name in shards:
+        (home.root / "latents" / name).unlink()
+    (home.media / "0.png").write_bytes(b"no picture")
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
-        planned.run(encode_latents.run, "stages.max_reject_fraction=0")
-    job = rows(planned)[1][0]
+        home.run(encode_latents.run, "stages.max_reject_fraction=0")
+    job = rows(home)[1][0]
     assert job["state"] == "failed" and job["rejected"] == 1
-    monkeypatch.setattr(Store, "publish_bytes", lambda *given: (_ for _ in ()).throw(OSError("full")))
-    assert planned.run(encode_latents.run).exit_code == 0
-    assert len(rows(planned)[1]) == 3
+    monkeypatch.setattr(Store, "publish_bytes", lambda *arguments: (_ for _ in ()).throw(OSError("full")))
+    assert home.run(encode_latents.run).exit_code == 0
+    assert len(rows(home)[1]) == 3
 
 
 def test_a_job_runs_and_ends_or_is_lost(tmp_path: Path, monkeypatch) -> None:
@@ -101,10 +101,10 @@ def test_a_job_runs_and_ends_or_is_lost(tmp_path: Path, monkeypatch) -> None:
         assert [job.state for job in running] == ["running", "running"]
         assert {(job.units_done, job.units_failed) for job in running} == {(1, 0), (1, 1)}
         assert sum_rates(running) == 4
-        lost = reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)
-        assert [job.state for job in lost] == ["lost", "lost"] and "no sign of life for" in lost[0].reason
-        assert sum_rates(lost) == 0
-        assert status.count_states([*running, *lost]) == "2 running, 2 lost"
+        lost_jobs = reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)
+        assert [job.state for job in lost_jobs] == ["lost", "lost"] and "no sign of life for" in lost_jobs[0].reason
+        assert sum_rates(lost_jobs) == 0
+        assert status.count_states([*running, *lost_jobs]) == "2 running, 2 lost"
     assert [job.state for job in reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)] == ["ended", "ended"]
     assert reports(tmp_path, time.time() + 2 * job_reports.KEPT_S) == []
 
@@ -130,23 +130,23 @@ def test_how_a_job_ended_is_said(tmp_path: Path, error, stopped_by: str, state: 
 
 
 @pytest.mark.slow
-def test_gc_removes_reports_of_jobs_that_ended_long_ago(planned) -> None:
-    planned.run(encode_text.run)
-    (path,) = (planned.root / "jobs").rglob("*.json")
-    assert "nothing" in planned.run(gc.run, keep_days=0.0).details["unused"], "a job may run"
+def test_gc_removes_reports_of_jobs_that_ended_long_ago(home) -> None:
+    home.run(encode_text.run)
+    (path,) = (home.root / "jobs").rglob("*.json")
+    assert "nothing" in home.run(gc.run, keep_days=0.0).details["unused"], "a job may run"
     os.utime(path, (0, 0))
-    (row,) = planned.run(gc.run, yes=True).details["unused"]
+    (row,) = home.run(gc.run, yes=True).details["unused"]
     assert row["path"].startswith("jobs/encode-text") and not path.exists()
-    assert not (planned.root / "jobs" / "encode-text").exists()
+    assert not (home.root / "jobs" / "encode-text").exists()
 
 
 def test_programs_get_every_job_and_people_the_most_interesting() -> None:
     about = {"program": STAGE, "engine": "local", "workers": 1, "shard": "0/1", "host": "vm"}
     ended = [JobReport(**about, process=number + 1, exit_code=0) for number in range(MAX_SHOWN)]
     many = {STAGE: [*ended, JobReport(**about, process=21341, reason="gone")]}
-    found = list_jobs(many, for_people=True)
-    assert len(found["jobs"]) == MAX_SHOWN and found["jobs"][0]["state"] == "lost" and found["more_jobs"] == 1
-    assert found["why_jobs_stopped"] == [{"where": "vm, 21341", "reason": "gone"}]
+    result = list_jobs(many, for_people=True)
+    assert len(result["jobs"]) == MAX_SHOWN and result["jobs"][0]["state"] == "lost" and result["more_jobs"] == 1
+    assert result["why_jobs_stopped"] == [{"where": "vm, 21341", "reason": "gone"}]
     rows = list_jobs(many)["jobs"]
     assert len(rows) == MAX_SHOWN + 1 and rows[0]["state"] == "lost" and rows[0]["workers"] == "1"
     assert list_jobs({STAGE: []}) == {}

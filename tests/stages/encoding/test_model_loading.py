@@ -1,4 +1,4 @@
-"""What the encoding stages refuse to load: pickled weights, and checkpoints whose parts do not belong together."""
+"""Weights that the encoding stages do not load: pickled weights, and checkpoints whose parts do not fit together."""
 
 import json
 import shutil
@@ -23,42 +23,42 @@ TEXT, IMAGE = "kandinsky5-image-t2i", FAMILIES["kandinsky5-image"].templates["t2
 
 @pytest.fixture
 def altered(project, tiny, tmp_path):
-    """altered(kind) -> a planned project whose checkpoint is a copy of its own, and that folder."""
+    """altered(kind) -> a planned project with its own copy of the checkpoint, and the folder of the copy."""
 
     def make(kind: str):
-        made, folder = project(kind), tmp_path / "model"
+        home, folder = project(kind), tmp_path / "model"
         shutil.copytree(tiny(kind), folder)
-        made.settings["model"]["path"] = str(folder)
+        home.settings["model"]["path"] = str(folder)
         for number in range(2):
-            made.image(f"{number}.png", seed=number)
-        made.run(discover.run)
-        made.run(bucket.run)
-        return made, folder
+            home.image(f"{number}.png", seed=number)
+        home.run(discover.run)
+        home.run(bucket.run)
+        return home, folder
 
     return make
 
 
 def shorten(tokenizer: Path, text: str) -> None:
-    """Make one token of `text`."""
+    """Add `text` as one token."""
     changed = AutoTokenizer.from_pretrained(tokenizer)
     changed.add_tokens([text])
     changed.save_pretrained(tokenizer)
 
 
 def test_a_tokenizer_whose_template_is_shorter_than_the_crop_is_refused(altered):
-    made, folder = altered("kandinsky5-image-t2i")
+    home, folder = altered("kandinsky5-image-t2i")
     shorten(folder / "tokenizer", "Describe the image by detailing the color, shape, size, texture, quantity,")
     with pytest.raises(LatentpressError, match=r"template kandinsky5-t2i .* the first 40") as caught:
-        made.run(encode_text.run)
+        home.run(encode_text.run)
     assert "use tokenizer/ of" in caught.value.next_step
-    assert not made.shards("text")
+    assert not home.shards("text")
 
 
 FOREIGN, UNUSABLE = "take vae/ from the repository", "replace it"
 
 
 @pytest.mark.parametrize(
-    ("kind", "part", "values", "said", "step"),
+    ("kind", "part", "values", "message", "step"),
     [
         (TEXT, "vae", {"latent_channels": 4}, "latent_channels = 4", FOREIGN),
         ("sana", "vae", {"latent_channels": 16}, "latent_channels = 16", FOREIGN),
@@ -67,20 +67,20 @@ FOREIGN, UNUSABLE = "take vae/ from the repository", "replace it"
         (TEXT, "text_encoder_2", {"hidden_size": "x"}, "text_encoder_2/config.json has a value", UNUSABLE),
     ],
 )
-def test_a_part_that_does_not_fit_or_cant_be_made_is_refused_by_name(altered, kind, part, values, said, step):
+def test_a_part_that_does_not_fit_or_cant_be_made_is_refused_by_name(altered, kind, part, values, message, step):
     """Before anything is encoded."""
-    made, folder = altered(kind)
+    home, folder = altered(kind)
     file = folder / part / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
     with pytest.raises(LatentpressError) as caught:
-        made.run(encode_latents.run if part == "vae" else encode_text.run)
-    assert said in caught.value.message and step in caught.value.next_step and "\n" not in caught.value.message
-    assert not made.shards("latents") and not made.shards("text")
+        home.run(encode_latents.run if part == "vae" else encode_text.run)
+    assert message in caught.value.message and step in caught.value.next_step and "\n" not in caught.value.message
+    assert not home.shards("latents") and not home.shards("text")
 
 
 @pytest.fixture
 def pickled(tiny: Callable[[str], Path], tmp_path: Path) -> Callable[[str, str], Path]:
-    """pickled(kind, part): a copy in which that part's weights, the same ones, are a pickle; it is right otherwise."""
+    """pickled(kind, part): a copy of the checkpoint with the part's weights as a pickle."""
 
     def copy(kind: str, part: str) -> Path:
         for source in tiny(kind).iterdir():

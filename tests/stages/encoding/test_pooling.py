@@ -1,4 +1,4 @@
-"""Means over areas and frames, against loops over exact fractions."""
+"""Means over areas and frames, compared with loops over exact fractions."""
 
 from fractions import Fraction
 
@@ -17,7 +17,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def shared(fine: int, i: int, coarse: int, k: int) -> Fraction:
-    """The length that cell i of `fine` and cell k of `coarse` share of a line of length one."""
+    """The length of the overlap of cell i of `fine` and cell k of `coarse` on a line of length one."""
     low = max(Fraction(i, fine), Fraction(k, coarse))
     return max(Fraction(0), min(Fraction(i + 1, fine), Fraction(k + 1, coarse)) - low)
 
@@ -42,8 +42,8 @@ def test_space_is_pooled_by_area(height: int, width: int, data, seed: int) -> No
     features_BHWC = drawn(seed, 2, height, width, 3)
     pooled = pool_space(features_BHWC, grid)
     assert pooled.shape == (2, *grid, 3)
-    for features, found in zip(features_BHWC, pooled, strict=True):
-        assert (slow_space(features, grid) - found).abs().max() < 1e-5
+    for features, result in zip(features_BHWC, pooled, strict=True):
+        assert (slow_space(features, grid) - result).abs().max() < 1e-5
 
 
 @given(st.integers(1, 4), st.integers(1, 5), SEEDS)
@@ -53,14 +53,14 @@ def test_time_is_pooled_by_the_frames_of_each_latent_frame(stride: int, latent_f
     features_FHWC = drawn(seed, frames, 2, 2, 3)
     pooled = pool_time(features_FHWC, stride)
     assert len(pooled) == latent_frames
-    for index, found in enumerate(pooled):
+    for index, result in enumerate(pooled):
         covered = [frame for frame in range(frames) if -(-frame // stride) == index]
         expected = sum(features_FHWC[frame].double() for frame in covered) / len(covered)
-        assert (expected - found).abs().max() < 1e-6
+        assert (expected - result).abs().max() < 1e-6
 
 
 def test_a_number_that_is_none_stays_in_its_frame_group_and_clip() -> None:
-    """Pooling mixes nothing of one clip into another: the rejected item is the clip that has it."""
+    """Pooling does not mix clips: only the clip with the number is rejected."""
     features = drawn(3, 9, 4, 4, 2)
     features[6, 0, 0, 0] = torch.nan
     pooled = pool_time(pool_space(features, (2, 3)), 4)

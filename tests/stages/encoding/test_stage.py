@@ -1,5 +1,5 @@
-"""Processes that are started with the same command share the units; with --max-time what is begun is finished; how many
-workers a stage has if no number is given."""
+"""Processes with the same command share the units; with --max-time, a unit in progress is finished; default number of
+workers."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def plan(project, count: int):
 
 
 def whole(home) -> dict[str, bytes]:
-    """The shards of one process, which are then removed."""
+    """The shards of one process. Removes them afterwards."""
     home.run(encode_latents.run)
     shards = home.shards("latents")
     for name in shards:
@@ -41,7 +41,7 @@ def whole(home) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_time_that_is_up_ends_the_stage_between_two_units(project, monkeypatch) -> None:
-    """The unit in work is finished, and units that were read ahead remain."""
+    """The unit in progress is finished, and units that were read ahead remain."""
     home = plan(project, 8)
     expected, encode = whole(home), LatentsWorker.encode
 
@@ -80,7 +80,7 @@ def test_worker_processes_finish_one_unit_each_once_the_time_is_up(project, monk
 
 @pytest.mark.long
 def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, monkeypatch, tmp_path) -> None:
-    """Every unit is done, few are done twice, and the bytes are those of one process."""
+    """Every unit is encoded, few units are encoded twice, and the bytes equal the bytes of one process."""
     home = plan(project, 30)
     expected, encode = whole(home), LatentsWorker.encode
 
@@ -104,14 +104,14 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
     os.kill(children[0].pid, signal.SIGKILL)
     assert [child.wait() for child in children[1:]] == [0, 0, 0]
     assert home.shards("latents") == expected
-    done = [int(path.read_text()) for path in tmp_path.glob("done-*")]
-    assert len(done) == 3 and sum(map(bool, done)) >= 2, done
-    assert sum(done) < 2 * 30, "a process does not see what the others have in work"
+    counts = [int(path.read_text()) for path in tmp_path.glob("done-*")]
+    assert len(counts) == 3 and sum(map(bool, counts)) >= 2, counts
+    assert sum(counts) < 2 * 30, "a process does not see the units in progress elsewhere"
     assert home.run(encode_latents.run).done == 0
 
 
 @pytest.mark.parametrize(
-    ("cards", "given", "engine", "workers", "reason"),
+    ("cards", "options", "engine", "workers", "reason"),
     [
         (4, {}, "local", 4, "one for each accelerator"),
         (0, {}, "local", 1, "no accelerator"),
@@ -122,8 +122,8 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
     ],
 )
 def test_one_for_each_card_by_default(
-    monkeypatch, cards: int, given: dict[str, Any], engine: EngineName, workers: int, reason: str
+    monkeypatch, cards: int, options: dict[str, Any], engine: EngineName, workers: int, reason: str
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: cards)
-    found, why = choose_workers(engine, Encoding(**given))
-    assert found == workers and reason in why
+    result, text = choose_workers(engine, Encoding(**options))
+    assert result == workers and reason in text

@@ -1,4 +1,4 @@
-"""What the encoding stages' workers share: batches, memory that runs out, numbers that are none, reading ahead."""
+"""The common part of the workers: batches, out of memory, numbers that are not finite, reading ahead."""
 
 import io
 
@@ -21,7 +21,7 @@ PIXELS = 64 * 64
 
 
 @pytest.fixture
-def planned(project, built):
+def home(project, built):
     return built(project(cache={"unit_mib": 0.3}), plan_nine)
 
 
@@ -42,22 +42,22 @@ def recorded(home) -> list[int]:
 @pytest.fixture
 def batches(monkeypatch) -> list[int]:
     """Members of each forward pass."""
-    found: list[int] = []
+    result: list[int] = []
     encode = LatentsWorker.encode
 
-    def counted(self, names, batch, limit):
-        found.append(len(batch))
+    def count_members(self, names, batch, limit):
+        result.append(len(batch))
         return encode(self, names, batch, limit)
 
-    monkeypatch.setattr(LatentsWorker, "encode", counted)
-    return found
+    monkeypatch.setattr(LatentsWorker, "encode", count_members)
+    return result
 
 
 @pytest.mark.slow
-def test_batches_are_filled_to_the_budget_of_pixels(planned, batches) -> None:
-    assert planned.run(encode_latents.run, f"latents.batch_pixels={4 * PIXELS + 1}").done == 9
+def test_batches_are_filled_to_the_budget_of_pixels(home, batches) -> None:
+    assert home.run(encode_latents.run, f"latents.batch_pixels={4 * PIXELS + 1}").done == 9
     assert batches == [4, 4, 1]
-    assert recorded(planned) == [4 * PIXELS + 1]
+    assert recorded(home) == [4 * PIXELS + 1]
 
 
 @pytest.mark.parametrize(
@@ -76,55 +76,55 @@ def test_each_way_to_run_out_of_memory_is_known(error) -> None:
 
 
 @pytest.mark.long
-def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, batches, monkeypatch) -> None:
+def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(home, batches, monkeypatch) -> None:
     encode = flux.Autoencoder.encode
 
-    def fits_two(self, pixels_BCTHW, *rest):
+    def fits_two(self, pixels_BCTHW, *arguments):
         if len(pixels_BCTHW) > 2:
             raise torch.OutOfMemoryError("20 MiB")
-        return encode(self, pixels_BCTHW, *rest)
+        return encode(self, pixels_BCTHW, *arguments)
 
     monkeypatch.setattr(flux.Autoencoder, "encode", fits_two)
-    report = planned.run(encode_latents.run, f"latents.batch_pixels={8 * PIXELS}")
+    report = home.run(encode_latents.run, f"latents.batch_pixels={8 * PIXELS}")
     assert (report.done, report.remaining) == (9, 0)
     assert batches == [8, 4, 2, 2, 2, 2, 1]
-    assert recorded(planned) == [2 * PIXELS]
+    assert recorded(home) == [2 * PIXELS]
     assert report.details["units_in_smaller_batches"] == 1
-    assert f"it fits with latents.batch_pixels: {2 * PIXELS} instead of {8 * PIXELS}" in " ".join(planned.said.split())
-    with_room = planned.shards("latents")
+    assert f"it fits with latents.batch_pixels: {2 * PIXELS} instead of {8 * PIXELS}" in " ".join(home.said.split())
+    with_room = home.shards("latents")
     for name in with_room:
-        (planned.root / "latents" / name).unlink()
+        (home.root / "latents" / name).unlink()
     monkeypatch.undo()
-    planned.run(encode_latents.run, f"latents.batch_pixels={2 * PIXELS}")
-    assert planned.shards("latents") == with_room
+    home.run(encode_latents.run, f"latents.batch_pixels={2 * PIXELS}")
+    assert home.shards("latents") == with_room
 
 
 @pytest.mark.long
-def test_out_of_memory_where_rows_are_taken_is_of_their_batch(planned, batches, monkeypatch) -> None:
-    """The next batch, of one member, is queued then."""
+def test_out_of_memory_where_rows_are_taken_is_of_their_batch(home, batches, monkeypatch) -> None:
+    """The next batch, of one member, is already queued."""
     take = LatentsWorker._rows
 
-    def fits_four(self, names, *rest):
+    def fits_four(self, names, *arguments):
         if len(names) > 4:
             raise torch.OutOfMemoryError("20 MiB")
-        yield from take(self, names, *rest)
+        yield from take(self, names, *arguments)
 
     monkeypatch.setattr(LatentsWorker, "_rows", fits_four)
-    assert planned.run(encode_latents.run, f"latents.batch_pixels={8 * PIXELS}").done == 9
-    assert batches == [8, 1, 4, 4, 1] and recorded(planned) == [4 * PIXELS]
+    assert home.run(encode_latents.run, f"latents.batch_pixels={8 * PIXELS}").done == 9
+    assert batches == [8, 1, 4, 4, 1] and recorded(home) == [4 * PIXELS]
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_where_one_sample_does_not_fit_the_message_names_the_options(planned, monkeypatch) -> None:
+def test_where_one_sample_does_not_fit_the_message_names_the_options(home, monkeypatch) -> None:
     def never(*_):
         raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
 
     monkeypatch.setattr(flux.Autoencoder, "encode", never)
     with pytest.raises(LatentpressError, match="20 GiB") as caught:
-        planned.run(encode_latents.run)
+        home.run(encode_latents.run)
     assert "latents.chunk_frames" in caught.value.next_step
-    assert planned.shards("latents") == {}
+    assert home.shards("latents") == {}
 
 
 def test_processes_share_the_cards(monkeypatch) -> None:
@@ -138,33 +138,33 @@ def test_processes_share_the_cards(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_sample_whose_numbers_are_not_finite_is_rejected_alone(planned, monkeypatch) -> None:
+def test_a_sample_whose_numbers_are_not_finite_is_rejected_alone(home, monkeypatch) -> None:
     encode = flux.Autoencoder.encode
 
-    def once_infinite(self, *given):
-        latents = encode(self, *given)
+    def once_infinite(self, *arguments):
+        latents = encode(self, *arguments)
         latents[1, 0, 0, 0, 0] = torch.inf
         monkeypatch.setattr(flux.Autoencoder, "encode", encode)
         return latents
 
     monkeypatch.setattr(flux.Autoencoder, "encode", once_infinite)
-    report = planned.run(encode_latents.run, f"latents.batch_pixels={3 * PIXELS}")
+    report = home.run(encode_latents.run, f"latents.batch_pixels={3 * PIXELS}")
     assert report.done == 8
     (reject,) = report.rejects
     assert reject["reason"] == "not-finite" and "latents.precision: float32" in reject["message"]
-    (name,) = planned.shards("latents")
-    shard = open_reader(Store(planned.root), f"latents/{name}")
+    (name,) = home.shards("latents")
+    shard = open_reader(Store(home.root), f"latents/{name}")
     assert [member.id for member in shard.meta.rejects] == [reject["item"]] and len(shard) == 8
-    assert planned.run(encode_latents.run, retry_rejects=True).rejects == []
+    assert home.run(encode_latents.run, retry_rejects=True).rejects == []
 
 
 @pytest.mark.slow
-def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(planned, monkeypatch) -> None:
+def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(home, monkeypatch) -> None:
     encode, finish = flux.Autoencoder.encode, cache.shards.arrow.ShardWriter.finish
 
     def infinite(*places: int):
-        def encoded(self, *given):
-            latents = encode(self, *given)
+        def encoded(self, *arguments):
+            latents = encode(self, *arguments)
             latents[list(places)] = torch.inf
             return latents
 
@@ -174,23 +174,23 @@ def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(planned, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(flux.Autoencoder, "encode", infinite(1, 2))
-    first = planned.run(encode_latents.run, "stages.max_reject_fraction=1.0")
+    first = home.run(encode_latents.run, "stages.max_reject_fraction=1.0")
     monkeypatch.setattr(flux.Autoencoder, "encode", infinite(1))
     monkeypatch.setattr(cache.shards.arrow.ShardWriter, "finish", killed)
     with pytest.raises(KeyboardInterrupt):
-        planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_rejects=True)
-    listed = encode_latents.run(planned.config(), Options(dry_run=True), Console(stderr=io.StringIO())).rejects
+        home.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_rejects=True)
+    listed = encode_latents.run(home.config(), Options(dry_run=True), Console(stderr=io.StringIO())).rejects
     assert {row["item"] for row in listed} == {row["item"] for row in first.rejects} and len(listed) == 2
     monkeypatch.setattr(cache.shards.arrow.ShardWriter, "finish", finish)
-    assert len(planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_rejects=True).rejects) == 1
+    assert len(home.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_rejects=True).rejects) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [1, 100])
-def test_how_far_it_reads_ahead_changes_no_byte(planned, prefetch) -> None:
-    planned.run(encode_latents.run, "cache.unit_mib=0.05")
-    alone = planned.shards("latents")
+def test_how_far_it_reads_ahead_changes_no_byte(home, prefetch) -> None:
+    home.run(encode_latents.run, "cache.unit_mib=0.05")
+    alone = home.shards("latents")
     for name in alone:
-        (planned.root / "latents" / name).unlink()
-    planned.run(encode_latents.run, prefetch=prefetch, readers=3)
-    assert planned.shards("latents") == alone
+        (home.root / "latents" / name).unlink()
+    home.run(encode_latents.run, prefetch=prefetch, readers=3)
+    assert home.shards("latents") == alone

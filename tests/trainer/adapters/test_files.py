@@ -1,4 +1,4 @@
-"""An adapter file between its formats: ranks and strengths stay, and numbers that can't be held are named."""
+"""Conversion of adapter files between formats: ranks and strengths are kept, and values out of range are errors."""
 
 import json
 
@@ -14,29 +14,29 @@ from trainer.setup.adapters import choose_targets
 
 
 def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_path) -> None:
-    """Of a diffusers file without a header, converted to ComfyUI's format and back, at half the strength."""
+    """A diffusers file without a header, converted to ComfyUI's format and back, at half the strength."""
     kind = "sana"
     model = KINDS[kind][0].load(str(tiny(kind)))
     names = choose_targets(model, [r"transformer_blocks\.\d+\.(attn1\.to_q|ff\.conv_point)"])
     shapes = {name: model.get_submodule(name).weight.shape for name in names}
-    held = {}
+    tensors = {}
     for rank, (name, shape) in enumerate(shapes.items(), 2):
         kernel = (1,) * (len(shape) - 2)
-        held[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, shape[1], *kernel) * 0.1
-        held[f"transformer.{name}.lora_B.weight"] = torch.randn(shape[0], rank, *kernel) * 0.1
-    save_file(held, tmp_path / "theirs.safetensors")
+        tensors[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, shape[1], *kernel) * 0.1
+        tensors[f"transformer.{name}.lora_B.weight"] = torch.randn(shape[0], rank, *kernel) * 0.1
+    save_file(tensors, tmp_path / "theirs.safetensors")
     theirs = pipeline(kind, tiny(kind))
     theirs.load_lora_weights(tmp_path / "theirs.safetensors")
     wanted = output(kind, theirs.transformer)
     layers = load_layers(read_adapter(tmp_path / "theirs.safetensors"), 0.5)
     comfyui = write_file(*adapter_contents(layers, "comfyui", {}), tmp_path / "comfyui.safetensors")
-    back = read_adapter(comfyui)
-    assert back.format == "comfyui" and back.ranks == list(range(2, 2 + len(names)))
-    assert all(layer.scale == pytest.approx(0.5) for layer in back.layers.values())
+    adapter = read_adapter(comfyui)
+    assert adapter.format == "comfyui" and adapter.ranks == list(range(2, 2 + len(names)))
+    assert all(layer.scale == pytest.approx(0.5) for layer in adapter.layers.values())
     plain = pipeline(kind, tiny(kind)).transformer
     apply_as_comfyui(plain, comfyui)
     for folder, scale in (("whole", 2.0), ("half", 1.0)):
-        contents = adapter_contents(load_layers(back, scale), "diffusers", {"family": kind})
+        contents = adapter_contents(load_layers(adapter, scale), "diffusers", {"family": kind})
         write_file(*contents, tmp_path / folder / "a.safetensors")
     for folder, expected in (("whole", wanted), ("half", output(kind, plain))):
         pipe = pipeline(kind, tiny(kind))
@@ -47,19 +47,19 @@ def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_pa
 
 
 def test_numbers_that_are_not_finite_are_damage(tmp_path) -> None:
-    held = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
-    held["transformer.to_q.lora_B.weight"][1, 1] = torch.nan
-    save_file(held, tmp_path / "a.safetensors")
+    tensors = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
+    tensors["transformer.to_q.lora_B.weight"][1, 1] = torch.nan
+    save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(AdapterError, match=r"a\.safetensors: transformer\.to_q\.lora_B\.weight is damaged"):
         load_layers(read_adapter(tmp_path / "a.safetensors"))
 
 
 def test_numbers_beyond_float32_are_named(tmp_path) -> None:
-    """In a file of float64, and multiplied by the strength of a LoKr of whole matrices."""
-    held = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
-    held = {key: value.double() for key, value in held.items()}
-    held["transformer.to_q.lora_B.weight"][1, 1] = 1e39
-    save_file(held, tmp_path / "a.safetensors")
+    """In a file of float64, and after multiplication by the strength of a LoKr of whole matrices."""
+    tensors = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
+    tensors = {key: value.double() for key, value in tensors.items()}
+    tensors["transformer.to_q.lora_B.weight"][1, 1] = 1e39
+    save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(
         AdapterError, match=r"lora_B\.weight has 1e\+39, which float32 can't hold: its largest .* 3\.4e\+38"
     ):

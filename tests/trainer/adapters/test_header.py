@@ -1,4 +1,4 @@
-"""What is read of an adapter file: layers and strength; and what is said of files that can't be used."""
+"""Layers and strengths of adapter files, and errors for files that can't be used."""
 
 import json
 import math
@@ -43,22 +43,22 @@ def write(path: Path, tensors: dict, config: dict | None = None, **notes: str) -
     ],
 )
 def test_layers_are_found_whoever_wrote_the_keys(tmp_path, prefix, down, up) -> None:
-    found = read_adapter(write(tmp_path / "a.safetensors", pairs(prefix, 4, down, up)))
-    assert list(found.layers) == sorted(f"transformer.{module}" for module in MODULES)
-    assert found.ranks == [4] and found.alphas == [4.0]  # the strength is 1 where nothing else is said
-    assert found.format == ("comfyui" if prefix == "diffusion_model." else "diffusers")
+    result = read_adapter(write(tmp_path / "a.safetensors", pairs(prefix, 4, down, up)))
+    assert list(result.layers) == sorted(f"transformer.{module}" for module in MODULES)
+    assert result.ranks == [4] and result.alphas == [4.0]  # the default strength is 1
+    assert result.format == ("comfyui" if prefix == "diffusion_model." else "diffusers")
 
 
-@pytest.mark.parametrize("prefix", ["transformer.", ""])  # by a pipeline, and by the transformer itself
+@pytest.mark.parametrize("prefix", ["transformer.", ""])  # written by a pipeline, and by the transformer itself
 def test_the_strength_is_that_of_the_header(tmp_path, prefix) -> None:
     patterns = {"alpha_pattern": {"1.to_q": 6.0, "^blocks\\.0.*": 1.0}, "rank_pattern": {}}
     config = {"r": 4, "lora_alpha": 2.5, **patterns}
     file = write(tmp_path / "a.safetensors", pairs(prefix), {f"{prefix}{key}": it for key, it in config.items()})
-    found = read_adapter(file).layers
+    result = read_adapter(file).layers
     for module in MODULES:
-        wanted = patterns["alpha_pattern"].get(get_pattern_key(patterns["alpha_pattern"], module), 2.5)
-        assert found[f"transformer.{module}"].scale == wanted / 4
-    assert sorted(layer.alpha for layer in found.values()) == [1.0, 2.5, 6.0]
+        expected = patterns["alpha_pattern"].get(get_pattern_key(patterns["alpha_pattern"], module), 2.5)
+        assert result[f"transformer.{module}"].scale == expected / 4
+    assert sorted(layer.alpha for layer in result.values()) == [1.0, 2.5, 6.0]
     write(file, pairs(prefix), {f"{prefix}{key}": it for key, it in (config | {"use_rslora": True}).items()})
     assert read_adapter(file).layers["transformer.blocks.1.mid.to_q"].scale == 2.5 / math.sqrt(4)
 
@@ -78,11 +78,11 @@ def test_folders_of_an_adapter_a_run_and_a_checkpoint_are_found(tmp_path) -> Non
         assert read_adapter(place).path == file and read_adapter(place).notes == {"family": "sana", "steps": "3"}
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
-    save_file(pairs(""), checkpoint / "trainable.safetensors")  # what resuming needs says nothing of the strength
+    save_file(pairs(""), checkpoint / "trainable.safetensors")  # the files of a checkpoint do not contain the strength
     with pytest.raises(AdapterError, match=r"no pytorch_lora_weights\.safetensors .* trainable\.safe"):
         read_adapter(checkpoint)
-    inside = write(checkpoint / file.name, pairs(), {"r": 4, "lora_alpha": 2})
-    assert read_adapter(checkpoint).path == inside and read_adapter(checkpoint).alphas == [2.0]
+    file_in_checkpoint = write(checkpoint / file.name, pairs(), {"r": 4, "lora_alpha": 2})
+    assert read_adapter(checkpoint).path == file_in_checkpoint and read_adapter(checkpoint).alphas == [2.0]
 
 
 def without(tensors: dict, *keys: str) -> dict:
@@ -93,7 +93,7 @@ FIRST = "transformer.blocks.0.to_q"
 
 
 def lokr(start: str = FIRST, b: tuple[int, int] = (2, 3)) -> dict:
-    """Of a weight of 8 x 6."""
+    """A LoKr of a weight of 8 x 6."""
     shapes = {"w1": (2, 2), "w2_a": (4, 2), "w2_b": b}
     return {f"{start}.lokr_{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
 
@@ -107,20 +107,24 @@ CASES = {
     "a bare one, too": (pairs() | pairs(""), None, f"{FIRST} occurs twice, as blocks.0.to_q.lora_A.weight and tr"),
     "two names": (pairs() | pairs(down="lora.down.weight"), None, f"{FIRST} occurs twice"),
     "halves": (half("a", "lora_A") | half("transformer.a", "lora_B"), None, "transformer.a occurs twice, as a. and"),
-    "half a layer": (without(pairs(), f"{FIRST}.lora_A.weight"), None, "is damaged: of transformer.blocks.0.to_q it"),
+    "half a layer": (
+        without(pairs(), f"{FIRST}.lora_A.weight"),
+        None,
+        "is damaged: transformer.blocks.0.to_q is incomplete",
+    ),
     "shapes": (pairs() | {f"{FIRST}.lora_B.weight": np.ones((8, 3), np.float32)}, None, "don't belong together"),
-    "rank of the header": (pairs(), {"r": 8, "lora_alpha": 8}, "says rank 8 for blocks.0.to_q, and its tensors have 4"),
+    "rank of the header": (pairs(), {"r": 8, "lora_alpha": 8}, "blocks.0.to_q has rank 8 in the header, but 4"),
     "no alpha": (pairs(), {"r": 4}, "lora_alpha must be a number"),
     "a text": (pairs(), {"r": 4, "lora_alpha": "four"}, "lora_alpha must be a number"),
     "a bad pattern": (pairs(), {"r": 4, "lora_alpha": 4, "rank_pattern": {"(": 4}}, "rank_pattern has a pattern"),
     "alpha not finite": (pairs() | {f"{FIRST}.alpha": np.float32([np.nan])}, None, "alpha must be a number"),
-    "alpha without end": (pairs() | {f"{FIRST}.alpha": np.float64([1e308])}, None, "no number up to 1e+30: 1e+308"),
+    "alpha without end": (pairs() | {f"{FIRST}.alpha": np.float64([1e308])}, None, "a number up to 1e+30, not 1e+308"),
     "large alpha": (pairs(), {"r": 4, "lora_alpha": 1e308}, "lora_alpha must be a number up to 1e+30, not 1e+308"),
     "400 digits": (pairs(), {"r": 4, "lora_alpha": 10**400}, "lora_alpha must be a number up to 1e+30, not 1000"),
     "rank 0": (
         {f"{FIRST}.lokr_{w}": np.ones((2, 2), np.float32) for w in ("w1", "w2")},
         {"r": 0, "alpha": 4},
-        "says rank 0 for blocks.0.to_q",
+        "blocks.0.to_q has rank 0",
     ),
     "patterns": (pairs(), {"r": 4, "rank_pattern": {str(i): 4 for i in range(10_001)}}, "more than 10000"),
     "integers": (half("a", "lora_A") | {"a.lora_B.weight": np.ones((2, 2), int)}, None, "lora_B.weight is of type I64"),
@@ -132,10 +136,10 @@ CASES = {
     "half a LoKr": (
         {f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32)},
         None,
-        "is damaged: of transformer.blocks.0.to_q",
+        "is damaged: transformer.blocks.0.to_q",
     ),
     "ranks of a LoKr": (lokr(b=(3, 3)), None, "don't belong together: lokr_w1 [2, 2], lokr_w2_a [4, 2], lokr_w2_b [3"),
-    "header of a LoKr": (lokr(), {"r": 4, "alpha": 4}, "says rank 4 for blocks.0.to_q, and its tensors have 2"),
+    "header of a LoKr": (lokr(), {"r": 4, "alpha": 4}, "blocks.0.to_q has rank 4 in the header, but 2"),
     "Tucker's LoKr": (lokr() | {f"{FIRST}.lokr_t2": np.ones((2, 2, 1, 1))}, None, "a LoKr with a middle tensor"),
     "kinds": (lokr() | without(pairs(), f"{FIRST}.lora_A.weight", f"{FIRST}.lora_B.weight"), None, "kinds: LoKr, LoRA"),
     "text": ({"lora_te1_layers_0.lora_down.weight": np.ones((2, 2), np.float32)}, None, "an adapter of a text encoder"),
@@ -146,17 +150,17 @@ CASES = {
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_file_that_is_damaged_or_foreign_is_named_with_the_reason(tmp_path, case) -> None:
-    tensors, config, said = CASES[case]
+    tensors, config, message = CASES[case]
     file = write(tmp_path / "a.safetensors", tensors, config, steps="1")
     with pytest.raises(AdapterError) as caught:
         read_adapter(file)
-    assert str(file) in caught.value.message and said in caught.value.message
+    assert str(file) in caught.value.message and message in caught.value.message
     assert caught.value.next_step and caught.value.exit_code == 2
 
 
 def test_what_is_no_safetensors_file_is_refused(tmp_path) -> None:
-    whole = write(tmp_path / "a.safetensors", pairs()).read_bytes()
-    for data in (b"", b"\0" * 20, whole[:-4], whole[:50], b"\xff" * 40):
+    content = write(tmp_path / "a.safetensors", pairs()).read_bytes()
+    for data in (b"", b"\0" * 20, content[:-4], content[:50], b"\xff" * 40):
         (tmp_path / "a.safetensors").write_bytes(data)
         with pytest.raises(AdapterError, match=r"a\.safetensors is damaged"):
             read_adapter(tmp_path / "a.safetensors")
@@ -173,70 +177,70 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path) -> None:
 
 
 def test_a_file_for_another_model_is_refused(tmp_path) -> None:
-    found = read_adapter(write(tmp_path / "a.safetensors", pairs()))
+    result = read_adapter(write(tmp_path / "a.safetensors", pairs()))
     shapes = {f"transformer.{module}": (8, 6) for module in MODULES}
-    check_fits(found, shapes, "m")
-    check_fits(found, {name: (8, 6, 1, 1) for name in shapes}, "m")  # a convolution of one pixel
+    check_fits(result, shapes, "m")
+    check_fits(result, {name: (8, 6, 1, 1) for name in shapes}, "m")  # a convolution of one pixel
     with pytest.raises(AdapterError, match=r"m lacks 1 of the 3 modules .*: transformer\.blocks\.0\.to_q"):
-        check_fits(found, dict(list(shapes.items())[1:]), "m")
+        check_fits(result, dict(list(shapes.items())[1:]), "m")
     with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, but 8 x 12 in m"):
-        check_fits(found, shapes | {FIRST: (8, 12)}, "m")
+        check_fits(result, shapes | {FIRST: (8, 12)}, "m")
 
 
 def test_a_loras_kinds_and_a_lokrs_strength_and_size(tmp_path) -> None:
-    """A LoKr's scale is alpha / rank by the header with diffusers' keys, and by a tensor with the others, where it
-    counts only if a matrix is in factors."""
+    """A LoKr's scale is alpha / rank: by the header with diffusers' keys, by a tensor with other keys, where it only
+    counts if a matrix is factorized."""
     file, shapes = tmp_path / "a.safetensors", {FIRST: (8, 6)}
     assert read_adapter(write(file, pairs())).kind == "LoRA"
     magnitudes = {f"transformer.{module}.lora_magnitude_vector": np.ones(8, np.float32) for module in MODULES}
     assert read_adapter(write(file, pairs() | magnitudes)).kind == "DoRA"
-    whole = {f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32), f"{FIRST}.lokr_w2": np.ones((4, 3, 1, 1), np.float32)}
+    matrices = {f"{FIRST}.lokr_w1": np.ones((2, 2), np.float32), f"{FIRST}.lokr_w2": np.ones((4, 3, 1, 1), np.float32)}
     for tensors, header, rank, scale in (
         (lokr(), {"transformer.r": 2, "transformer.alpha": 3.0}, 2, 1.5),
         (lokr(), {"r": 8, "alpha": 8.0, "rank_pattern": {"to_q": 2}, "alpha_pattern": {"^blocks.*": 1.0}}, 2, 0.5),
-        (whole, {"r": 8, "alpha": 2.0}, 8, 0.25),
+        (matrices, {"r": 8, "alpha": 2.0}, 8, 0.25),
         (
             lokr("diffusion_model.blocks.0.to_q") | {"diffusion_model.blocks.0.to_q.alpha": np.float32([5])},
             None,
             2,
             2.5,
         ),
-        (whole | {f"{FIRST}.alpha": np.float32([5])}, None, None, 1.0),
+        (matrices | {f"{FIRST}.alpha": np.float32([5])}, None, None, 1.0),
     ):
-        found = read_adapter(write(file, tensors, header))
-        assert found.kind == "LoKr" and list(found.layers) == [FIRST]
-        assert (found.layers[FIRST].file_rank, found.layers[FIRST].scale) == (rank, scale)
-        check_fits(found, shapes, "m")
+        result = read_adapter(write(file, tensors, header))
+        assert result.kind == "LoKr" and list(result.layers) == [FIRST]
+        assert (result.layers[FIRST].file_rank, result.layers[FIRST].scale) == (rank, scale)
+        check_fits(result, shapes, "m")
     with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, but 6 x 8 in m"):
-        check_fits(found, {FIRST: (6, 8)}, "m")
+        check_fits(result, {FIRST: (6, 8)}, "m")
 
 
 def test_lycoris_names_are_those_of_the_models_modules(tmp_path) -> None:
     tensors = lokr("lycoris_blocks_0_to_q") | lokr("lycoris_transformer_2_blocks_0_to_q")
-    found = read_adapter(write(tmp_path / "a.safetensors", tensors))
+    result = read_adapter(write(tmp_path / "a.safetensors", tensors))
     model = [FIRST, "transformer_2.blocks.0.to_q", "transformer.blocks.1.to_q"]
-    assert found.format == "lycoris" and sorted(resolve_names(found, model, "m").layers) == sorted(model[:2])
+    assert result.format == "lycoris" and sorted(resolve_names(result, model, "m").layers) == sorted(model[:2])
     with pytest.raises(
         AdapterError, match=r"lycoris_blocks_0_to_q is ambiguous: in m, .* transformer\.blocks\.0\.to_q, tr"
     ):
-        resolve_names(found, [*model, "transformer.blocks_0.to_q"], "m")
-    both = read_adapter(write(tmp_path / "a.safetensors", tensors | lokr("transformer.blocks.0.to_q")))
+        resolve_names(result, [*model, "transformer.blocks_0.to_q"], "m")
+    ambiguous = read_adapter(write(tmp_path / "a.safetensors", tensors | lokr("transformer.blocks.0.to_q")))
     with pytest.raises(
         AdapterError, match=r"transformer\.blocks\.0\.to_q occurs twice, as .* and lycoris_blocks_0_to_q"
     ):
-        resolve_names(both, model, "m")
+        resolve_names(ambiguous, model, "m")
     with pytest.raises(AdapterError, match="m lacks 2 of the 2 modules"):
-        check_fits(resolve_names(found, model[2:], "m"), {model[2]: (8, 6)}, "m")
+        check_fits(resolve_names(result, model[2:], "m"), {model[2]: (8, 6)}, "m")
 
 
 def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_path) -> None:
-    """Given ones must be those of a module, the kind that of the configuration."""
+    """Configured ranks and alphas must occur in the file, and the kind must match the configuration."""
     header = {"r": 4, "lora_alpha": 2.5, "alpha_pattern": {"mid.to_q": 1}}
     file = write(tmp_path / "a.safetensors", pairs(), header)
     assert read_initial(Adapter()) is None
     for settings in ({}, {"rank": 4}, {"alpha": 2.5}, {"rank": 4, "alpha": 1.0}, {"rslora": True, "alpha": 0.5}):
-        assert read_initial(Adapter(init_from=str(file), **settings)).layers.keys() == read_adapter(file).layers.keys()
-    for settings, said in (
+        assert read_initial(Adapter(init=str(file), **settings)).layers.keys() == read_adapter(file).layers.keys()
+    for settings, message in (
         ({"rank": 16}, "has rank 4; the configuration has rank 16"),
         ({"rank": 4, "alpha": 4.0}, "has alpha 1, 2.5; the configuration has alpha 4"),
         ({"alpha": 2.5, "rslora": True}, "has alpha 0.5, 1.25 (with rslora: true); the configuration has alpha 2.5"),
@@ -244,8 +248,8 @@ def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_pat
         ({"dora": True}, "is a LoRA, but the configuration trains a DoRA"),
     ):
         with pytest.raises(AdapterError) as caught:
-            read_initial(Adapter(init_from=str(file), **settings))
-        assert said in caught.value.message and "rain.adapter" in caught.value.next_step
+            read_initial(Adapter(init=str(file), **settings))
+        assert message in caught.value.message and "rain.adapter" in caught.value.next_step
     write(file, lokr(), {"r": 2, "alpha": 2})
     with pytest.raises(AdapterError, match="is a LoKr, but the configuration trains a LoRA") as caught:
         read_initial(Adapter(init=str(file)))

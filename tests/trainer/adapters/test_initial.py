@@ -1,4 +1,4 @@
-"""Training that starts from an adapter: from its numbers, refused where it does not fit, and resumed with it alone."""
+"""Training that starts from an adapter: from its values, rejected if it does not fit, and resumed only with it."""
 
 import json
 from pathlib import Path
@@ -37,32 +37,32 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
         "pytorch_lora_weights.safetensors",
         "comfyui_lora.safetensors",
     }
-    # Ours by its run, and one without any header: both begin where the first run ended.
+    # Our adapter by its run, and a file without a header: both begin where the first run ended.
     bare = tmp_path / "bare.safetensors"
-    held = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
+    tensors = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
     # A file without a header does not have the strength, alpha / rank.
-    save_file({key: value * (3 / value.shape[1] if "lora_B" in key else 1) for key, value in held.items()}, bare)
+    save_file({key: value * (3 / value.shape[1] if "lora_B" in key else 1) for key, value in tensors.items()}, bare)
     for name, init in (("ours", run), ("bare", bare)):
         settings: dict = {"init_from": str(init)}
         config = make_config("t2i", run=name, steps=1, validation=look, adapter=settings)
         code, report, _ = program(config)
         assert code == OK and report["details"]["eval_loss"]["first"] == pytest.approx(ended, rel=1e-5)
         assert "rank" not in YAML(typ="safe").load(run.with_name(name) / "config.yaml")["train"]["adapter"]
-    # A dry run counts the file's ranks.
+    # A dry run counts the ranks of the file.
     shape = json.loads((Path(config.model.source) / "transformer" / "config.json").read_text())
-    predicted, wanted = (estimate_memory(one, shape, ["64x64"], 8) for one in (config, first))
-    assert (predicted.gradients, predicted.optimizer) == (wanted.gradients, wanted.optimizer)
-    # The same file elsewhere goes on; another one, or none, does not.
+    predicted, expected = (estimate_memory(one, shape, ["64x64"], 8) for one in (config, first))
+    assert (predicted.gradients, predicted.optimizer) == (expected.gradients, expected.optimizer)
+    # The same file at another path resumes; a different file, or none, does not.
     moved = bare.rename(tmp_path / "moved.safetensors")
     settings |= {"init_from": str(moved)}
     code, report, _ = program(make_config("t2i", run="bare", steps=2, validation=look, adapter=settings))
     assert code == OK and report["done"] == 1 and report["skipped"] == 1
-    save_file({key: value * 2 for key, value in held.items()}, moved)
+    save_file({key: value * 2 for key, value in tensors.items()}, moved)
     for init in (str(moved), None):
-        config = make_config("t2i", run="bare", steps=3, validation=look, adapter={**settings, "init_from": init})
-        code, report, said = program(config)
+        config = make_config("t2i", run="bare", steps=3, validation=look, adapter={**settings, "init": init})
+        code, report, log = program(config)
         assert code == USAGE and "train.adapter.init" in report["error"]["message"]
-        assert "loading the transformer" not in said and "train.adapter.init" in report["error"]["next_step"]
+        assert "loading the transformer" not in log and "train.adapter.init" in report["error"]["next_step"]
 
 
 @pytest.mark.slow
@@ -70,8 +70,8 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
     """Before a model is loaded."""
     make_set(make_config("sana"))
     name, file = "transformer.transformer_blocks.0.attn1.to_q", tmp_path / "a.safetensors"
-    held = {f"{name}.lora_A.weight": torch.ones(2, 3), f"{name}.lora_B.weight": torch.ones(3, 2)}
-    for header, settings, said in (
+    tensors = {f"{name}.lora_A.weight": torch.ones(2, 3), f"{name}.lora_B.weight": torch.ones(3, 2)}
+    for header, settings, message in (
         ({"latentpress.family": "kandinsky5-image"}, {}, "was trained for kandinsky5-image, and model.family is sana"),
         (
             None,
@@ -80,11 +80,11 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
         ),
         (None, {}, "attn1.to_q is 3 x 3, and in the transformer"),
     ):
-        save_file(held, file, header)
-        config = make_config("sana", adapter={"init_from": str(file), **settings})
+        save_file(tensors, file, header)
+        config = make_config("sana", adapter={"init": str(file), **settings})
         for dry in (True, False):
             code, report, log = program(config, dry_run=dry)
-            assert code == USAGE and said in report["error"]["message"] and LOADS not in log
+            assert code == USAGE and message in report["error"]["message"] and LOADS not in log
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ BY_MODULE = {"rank": 4, "rank_pattern": {r".*(to_q|to_query)": 6}, "alpha_patter
 FEW = r".*blocks\.0\.(attn1|self_attention)\.(to_q|to_query)"
 
 
-#: How the file was made, and what is set where training starts from it
+#: Options with which the file was made, and options of the training that starts from it
 HOW_MADE: dict[str, tuple[dict, dict]] = {
     "by module": (BY_MODULE, {}),
     "rslora": ({**BY_MODULE, "rslora": True}, {}),
@@ -113,17 +113,17 @@ HOW_MADE: dict[str, tuple[dict, dict]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "how"), in_turn(["kandinsky5-image-t2i", "sana"], HOW_MADE))
-def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, how) -> None:
-    """Without targets, rank and alpha, which are the file's; and what is saved then is the same adapter."""
-    made, settings = HOW_MADE[how]
-    first, model, pipe = trained(kind, tiny(kind), **made), load(kind, tiny), pipeline(kind, tiny(kind))
+@pytest.mark.parametrize(("kind", "case"), in_turn(["kandinsky5-image-t2i", "sana"], HOW_MADE))
+def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, case) -> None:
+    """Without targets, rank and alpha, which are from the file; the saved result is the same adapter."""
+    helpers, settings = HOW_MADE[case]
+    first, model, pipe = trained(kind, tiny(kind), **helpers), load(kind, tiny), pipeline(kind, tiny(kind))
     export.save_lora(first, tmp_path, kind)
     pipe.load_lora_weights(tmp_path)
     theirs, before = output(kind, pipe.transformer), output(kind, model)
     make_trainable(model, KINDS[kind][0], Adapter(init_from=str(tmp_path), **settings))
     assert (theirs - before).abs().max() > 1e-3
-    atol = 2e-6 if "dora" in made else 1e-6
+    atol = 2e-6 if "dora" in helpers else 1e-6
     torch.testing.assert_close(output(kind, model.eval()), theirs, rtol=0, atol=atol)
     export.save_lora(model, tmp_path / "again", kind)
     pipe.unload_lora_weights()
@@ -136,8 +136,8 @@ def test_training_starts_from_a_lokr_in_each_format(tiny, tmp_path, kind) -> Non
     family, _ = KINDS[kind]
     lokr: dict = {"type": "lokr", "decompose_factor": 4}
     first, pipe = load(kind, tiny), pipeline(kind, tiny(kind))
-    own = {"rank": 2, "alpha": 3.0, "rank_pattern": {".*(to_q|to_query)": 64}}
-    make_trainable(first, family, Adapter(**lokr, **own))
+    settings = {"rank": 2, "alpha": 3.0, "rank_pattern": {".*(to_q|to_query)": 64}}
+    make_trainable(first, family, Adapter(**lokr, **settings))
     for i, parameter in enumerate(adapters.trainable_parameters(first).values()):
         parameter.data += random(*parameter.shape, seed=i) * 0.1
     path = export.save_lora(first, tmp_path, kind, formats=["diffusers", "comfyui"])

@@ -1,4 +1,4 @@
-"""Module paths and the names that ComfyUI has for them."""
+"""Module paths and ComfyUI's names of them."""
 
 import re
 from dataclasses import replace
@@ -37,12 +37,12 @@ def test_every_linear_layer_has_a_name_and_it_means_the_layer(tiny):
 
 
 def test_a_module_by_both_of_its_names_is_refused(tmp_path):
-    held = {
+    tensors = {
         f"{COMFYUI_PREFIX}blocks.0.{name}.lora_{side}.weight": torch.ones(2, 2)
         for name in ("self_attn.q", "attn1.to_q")
         for side in "AB"
     }
-    save_file(held, tmp_path / "a.safetensors")
+    save_file(tensors, tmp_path / "a.safetensors")
     adapter = read_adapter(tmp_path / "a.safetensors")
     weights = ["transformer.blocks.0.attn1.to_q"]
     with pytest.raises(AdapterError, match=r"attn1\.to_q occurs twice"):

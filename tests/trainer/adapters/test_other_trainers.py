@@ -1,8 +1,8 @@
-"""train.adapter.init_from takes LoRAs as other trainers write them: kohya's and musubi-tuner's lora_unet_ names with
-alpha, and the original releases' names of ai-toolkit and diffusion-pipe, in which one module may be several here.
+"""train.adapter.init reads LoRAs of other trainers: kohya's and musubi-tuner's lora_unet_ names with alpha, and the
+original releases' names of ai-toolkit and diffusion-pipe, with modules that are one module there and several here.
 
-Files are written here from the models' own modules; diffusers' converters say what they mean, and the sum
-W + alpha / rank B A on the weights.
+The files are written here from the models' own modules; the expected modules are from diffusers' converters, and the
+expected weights from the sum W + alpha / rank B A.
 """
 
 import re
@@ -39,7 +39,7 @@ def wan(path: str) -> str:
 
 
 def layers(kind: str, model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Name in the original release, and the modules here whose outputs it has."""
+    """Name in the original release, and the modules of this model whose outputs it concatenates."""
     for path, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear):
             continue
@@ -48,29 +48,29 @@ def layers(kind: str, model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]
         )
         if block is None or "modulation" in path or "norm" in path or "_mod." in path:
             continue
-        number, rest = block[1], block[2]
+        number, tail = block[1], block[2]
         if kind == "wan2.1-t2v":
             yield wan(path), [path]
-        elif kind == "z-image fused" and rest.startswith("attention."):
-            if rest == "attention.to_q":
+        elif kind == "z-image fused" and tail.startswith("attention."):
+            if tail == "attention.to_q":
                 yield f"layers.{number}.attention.qkv", [path, path[:-1] + "k", path[:-1] + "v"]
-            elif rest == "attention.to_out.0":
+            elif tail == "attention.to_out.0":
                 yield f"layers.{number}.attention.out", [path]
         elif kind == "flux2-klein" and path.startswith("single_"):
             yield (
-                f"single_blocks.{number}." + {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}[rest],
+                f"single_blocks.{number}." + {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}[tail],
                 [path],
             )
         elif kind == "flux2-klein":
             names = {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj", "ff.linear_in": "img_mlp.0",
                      "ff.linear_out": "img_mlp.2", "ff_context.linear_in": "txt_mlp.0",
                      "ff_context.linear_out": "txt_mlp.2"}  # fmt: skip
-            start = path.removesuffix(rest)
-            if rest in names:
-                yield f"double_blocks.{number}.{names[rest]}", [path]
-            elif rest in ("attn.to_q", "attn.add_q_proj"):
-                joint = "img_attn" if rest == "attn.to_q" else "txt_attn"
-                yield f"double_blocks.{number}.{joint}.qkv", [start + rest.replace("q", side) for side in "qkv"]
+            start = path.removesuffix(tail)
+            if tail in names:
+                yield f"double_blocks.{number}.{names[tail]}", [path]
+            elif tail in ("attn.to_q", "attn.add_q_proj"):
+                joint = "img_attn" if tail == "attn.to_q" else "txt_attn"
+                yield f"double_blocks.{number}.{joint}.qkv", [start + tail.replace("q", side) for side in "qkv"]
         else:
             yield path, [path]
 
@@ -78,7 +78,7 @@ def layers(kind: str, model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]
 def write(
     path: Path, kind: str, model: torch.nn.Module, name: Callable[[str], str], alpha: bool
 ) -> dict[str, torch.Tensor]:
-    """A LoRA of every block's layers; returns the update of each module here."""
+    """Write a LoRA of every block's layers; returns the update of each module of this model."""
     tensors, updates = {}, {}
     down, up = ("lora_down", "lora_up") if alpha else ("lora_A", "lora_B")
     for seed, (theirs, ours) in enumerate(layers(kind, model)):
@@ -136,10 +136,10 @@ def test_training_starts_where_the_other_trainer_ended(
 
 def test_a_lokr_of_several_modules_is_refused(tmp_path: Path) -> None:
     shapes = {"w1": (3, 2), "w2": (4, 3)}
-    held = {
+    tensors = {
         f"diffusion_model.double_blocks.0.img_attn.qkv.lokr_{key}": torch.ones(shape) for key, shape in shapes.items()
     }
-    save_file(held, tmp_path / "a.safetensors")
+    save_file(tensors, tmp_path / "a.safetensors")
     modules = [f"transformer.transformer_blocks.0.attn.to_{side}" for side in "qkv"]
     with pytest.raises(AdapterError, match=r"img_attn\.qkv is for 3 modules of this model, and a LoKr"):
         resolve_names(read_adapter(tmp_path / "a.safetensors"), modules, "the transformer")

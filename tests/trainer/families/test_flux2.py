@@ -1,4 +1,4 @@
-"""Against the installed pipeline, on a tiny checkpoint in float32."""
+"""Compared with the installed pipeline, on a tiny checkpoint in float32."""
 
 from functools import partial
 
@@ -28,14 +28,14 @@ def make_batch(lengths, height=3, width=5, seed=0, references=()) -> Batch:
     """references: (height, width) of each, as latents."""
     text, mask = pad_text([random(length, 96, seed=seed + 100 + i) for i, length in enumerate(lengths)])
     latents = random(len(lengths), 128, 1, height, width, seed=seed)
-    given = {
+    options = {
         f"reference{number}": random(len(lengths), 128, 1, *sides, seed=seed + 200 + number)
         for number, sides in enumerate(references, 1)
     }
-    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "80x48@1", given)
+    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "80x48@1", options)
 
 
-TWO = ((4, 4), (6, 4))  # references; the pipeline takes none of less than 64 pixels
+TWO = ((4, 4), (6, 4))  # references; the pipeline requires at least 64 pixels
 
 
 def make_pipeline(folder, dtype=torch.float32):
@@ -51,14 +51,14 @@ def make_pipeline(folder, dtype=torch.float32):
 
 
 def last_latents(pipe, **arguments) -> torch.Tensor:
-    """(B, C, h, w) in the model's space, from which the pipeline goes on to the autoencoder's."""
-    seen = []
+    """(B, C, h, w) in the model's space, which the pipeline then converts to the autoencoder's."""
+    calls = []
     pipe(
         **arguments,
         output_type="latent",
-        callback_on_step_end=lambda _, step, time, found: seen.append(found["latents"]) or {},
+        callback_on_step_end=lambda _, step, time, result: calls.append(result["latents"]) or {},
     )
-    return seen[-1].transpose(1, 2).reshape(arguments["latents"].shape)
+    return calls[-1].transpose(1, 2).reshape(arguments["latents"].shape)
 
 
 @pytest.mark.slow
@@ -73,8 +73,8 @@ def last_latents(pipe, **arguments) -> torch.Tensor:
     ],
 )
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, shift, dtype, references):
-    """Texts of the whole length, padding included, from the noise to the last step; with images, which the pipeline
-    encodes itself."""
+    """Texts of full length, including padding, from the noise to the last step; with images, which the pipeline encodes
+    itself."""
     folder = tiny(KIND)
     pipe, batch, negative = make_pipeline(folder, dtype), make_batch([512], seed=1), make_batch([512], seed=2)
     images = []
@@ -88,7 +88,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
         fixed = {"shift": shift, "use_dynamic_shifting": False}
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, **fixed)
     noise = random(1, 128, 1, 3, 5, seed=5)
-    wanted = last_latents(
+    expected = last_latents(
         pipe,
         prompt_embeds=batch.text_BLD.to(dtype),
         negative_prompt_embeds=negative.text_BLD.to(dtype),
@@ -101,16 +101,16 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
     )
     model, scheduler = Flux2().load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
     task = "i2i" if references else "t2i"
-    made = denoise(model, Flux2(), task, batch, negative, noise, scheduler, 5, guidance)
-    assert made.shape == noise.shape and made.dtype == dtype and not made.requires_grad
-    assert wanted.std() > 0.1 and (wanted.float() - noise[:, :, 0]).std() > 0.1
-    difference = (made[:, :, 0] - wanted).abs().max().item()
+    latents = denoise(model, Flux2(), task, batch, negative, noise, scheduler, 5, guidance)
+    assert latents.shape == noise.shape and latents.dtype == dtype and not latents.requires_grad
+    assert expected.std() > 0.1 and (expected.float() - noise[:, :, 0]).std() > 0.1
+    difference = (latents[:, :, 0] - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= (2e-5 if dtype == torch.float32 else 0)
 
 
 def test_the_shift_by_tokens_and_steps_is_the_pipelines():
-    """On both sides of the number of tokens from which the steps count no more; training takes that of 50 steps."""
+    """On both sides of the number of tokens above which the steps do not count; training uses the shift of 50 steps."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     for tokens in (64, 1024, 4300, 4301, 9216):
         for steps in (4, 50, 200):
@@ -121,7 +121,7 @@ def test_the_shift_by_tokens_and_steps_is_the_pipelines():
 
 
 def test_a_scheduler_with_noise_levels_of_its_own_keeps_them():
-    """As the pipeline, which then gives the number of steps alone."""
+    """As in the pipeline, which then only passes the number of steps."""
     schedulers = [
         diffusers.UniPCMultistepScheduler(
             use_flow_sigmas=True, prediction_type="flow_prediction", use_dynamic_shifting=True
@@ -135,12 +135,12 @@ def test_a_scheduler_with_noise_levels_of_its_own_keeps_them():
 
 @pytest.mark.parametrize("references", [(), TWO])
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property, references):
-    """At fractional timesteps too, which training has and the scheduler has not; of texts of unequal lengths each by
-    itself, as the pipeline has no mask."""
+    """At fractional timesteps, too, which training has and the scheduler has not; texts of unequal lengths are compared
+    one by one, because the pipeline has no mask."""
     folder, task = tiny(KIND), "i2i" if references else "t2i"
     pipe, model = make_pipeline(folder), Flux2().load(str(folder))
     batch, sigma = make_batch([9, 5], references=references), torch.tensor([0.1234, 0.777])
-    wanted = []
+    expected = []
     with torch.no_grad():
         for row, length in enumerate(batch.lengths):
             latents, text = batch.latents_BCTHW[[row], :, 0], batch.text_BLD[[row], :length]
@@ -155,16 +155,16 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
                 txt_ids=pipe._prepare_text_ids(text),
                 return_dict=False,
             )[0][:, : latents[0, 0].numel()]
-            wanted.append(pipe._unpack_latents_with_ids(tokens, pipe._prepare_latent_ids(latents), 3, 5))
-        made = Flux2().predict(model, batch.latents_BCTHW, sigma, batch, task)[:, :, 0]
-    difference = (made - torch.cat(wanted)).abs().max().item()
+            expected.append(pipe._unpack_latents_with_ids(tokens, pipe._prepare_latent_ids(latents), 3, 5))
+        prediction = Flux2().predict(model, batch.latents_BCTHW, sigma, batch, task)[:, :, 0]
+    difference = (prediction - torch.cat(expected)).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
-    """Of one length, as texts are stored, and of several."""
+    """With texts of one length, as they are stored, and of several lengths."""
     model = Flux2().load(str(tiny(KIND)))
     if checkpointing:
         model.enable_gradient_checkpointing()
@@ -173,8 +173,9 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     check_batch_mates(Flux2(), model, make_batch([3, 8], references=TWO), record_property, task="i2i")
 
 
-def by_hand(model, latents_C1HW, sigma, text_LD, kept) -> torch.Tensor:
-    """(N, C) of one sample by blocks with the stock attention. kept: image tokens of the second and third block."""
+def by_hand(model, latents_C1HW, sigma, text_LD, kept_tokens) -> torch.Tensor:
+    """(N, C) of one sample by blocks with the stock attention. kept_tokens: image tokens of the second and third
+    block."""
     text, x = model.context_embedder(text_LD[None]), model.x_embedder(latents_C1HW.flatten(1).T[None])
     time = model.time_guidance_embed(1000 * sigma[None], None)
     image_mod, text_mod = model.double_stream_modulation_img(time), model.double_stream_modulation_txt(time)
@@ -182,7 +183,7 @@ def by_hand(model, latents_C1HW, sigma, text_LD, kept) -> torch.Tensor:
     places = (torch.arange(side) for side in (1, 1, 1, len(text_LD)))
     image, words = (model.pos_embed(torch.cartesian_prod(*each)) for each in (grid, places))
     for number, block in enumerate([*model.transformer_blocks, *model.single_transformer_blocks]):
-        tokens = kept if number in (1, 2) else [*range(x.shape[1])]
+        tokens = kept_tokens if number in (1, 2) else [*range(x.shape[1])]
         rotary = tuple(torch.cat([word, places[tokens]]) for word, places in zip(words, image, strict=True))
         if number < len(model.transformer_blocks):
             text, new = block(x[:, tokens], text, image_mod, text_mod, rotary)
@@ -195,17 +196,17 @@ def by_hand(model, latents_C1HW, sigma, text_LD, kept) -> torch.Tensor:
 
 
 def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, record_property):
-    """Each sample drops tokens of its own; of two texts one is padded."""
+    """Each sample drops its own tokens; one of the two texts is padded."""
     model, batch, sigma = Flux2().load(str(tiny(KIND))), make_batch([7, 4]), torch.tensor([0.3, 0.7])
     places = torch.tensor([[0, 3, 4, 9, 14], [1, 2, 7, 8, 13]])
-    kept, (first, last) = KeptTokens(places, 15), Flux2().blocks(model)[1:3]
+    kept_tokens, (first, last) = KeptTokens(places, 15), Flux2().blocks(model)[1:3]
     hooks = [
-        change_arguments(first, partial(begin, kept, Flux2().block_tokens(first))),
-        last.register_forward_hook(partial(end, kept, Flux2().block_tokens(last))),
-        *Flux2().route_blocks([first, last], kept),
+        change_arguments(first, partial(begin, kept_tokens, Flux2().block_tokens(first))),
+        last.register_forward_hook(partial(end, kept_tokens, Flux2().block_tokens(last))),
+        *Flux2().route_blocks([first, last], kept_tokens),
     ]
     with torch.no_grad():
-        made = flux2.pack(Flux2().predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
+        prediction = flux2.pack(Flux2().predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
         for hook in hooks:
             hook.remove()
         for block in model.transformer_blocks:
@@ -214,7 +215,7 @@ def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, recor
             block.attn.set_processor(Flux2ParallelSelfAttnProcessor())
         texts = [text[:length] for text, length in zip(batch.text_BLD, batch.lengths, strict=True)]
         rows = zip(batch.latents_BCTHW, sigma, texts, places.tolist(), strict=True)
-        wanted = torch.stack([by_hand(model, *row) for row in rows])
-    difference = (made - wanted).abs().max().item()
+        expected = torch.stack([by_hand(model, *row) for row in rows])
+    difference = (prediction - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5

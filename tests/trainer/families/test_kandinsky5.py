@@ -1,4 +1,4 @@
-"""Against the installed pipelines, on tiny checkpoints in float32."""
+"""Compared with the installed pipelines, on tiny checkpoints in float32."""
 
 from functools import partial
 
@@ -90,11 +90,11 @@ def test_model_input_equals_prepare_latents(tiny, task):
     sizes |= {"num_frames": 9} if task in VIDEO else {}
     sizes |= {"image": picture()} if task in ("i2i", "i2v") else {}
     generator = torch.Generator().manual_seed(5)
-    wanted = pipe.prepare_latents(**sizes, dtype=torch.float32, device=torch.device("cpu"), generator=generator)
+    expected = pipe.prepare_latents(**sizes, dtype=torch.float32, device=torch.device("cpu"), generator=generator)
     noise, condition = drawn_by(pipe, task, 3 if task in VIDEO else 1, 5)
-    made = kandinsky5.visual_input(noise, condition, task, pipe.transformer.visual_cond)
-    assert made.shape[-1] == (16 if task == "t2i" else 33)
-    assert torch.equal(made, wanted)
+    model_input = kandinsky5.visual_input(noise, condition, task, pipe.transformer.visual_cond)
+    assert model_input.shape[-1] == (16 if task == "t2i" else 33)
+    assert torch.equal(model_input, expected)
 
 
 def test_scale_factor_equals_the_pipelines(tiny):
@@ -108,7 +108,7 @@ def test_scale_factor_equals_the_pipelines(tiny):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("task", TASKS)
 def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property):
-    """In bfloat16 to the last bit: the timestep, the guidance and the steps are rounded where the pipeline's are."""
+    """In bfloat16 to the last bit: the timestep, the guidance and the steps are rounded as in the pipeline."""
     folder = tiny(KINDS[task])
     plain = stock.Kandinsky5Transformer3DModel.from_pretrained(folder / "transformer", torch_dtype=dtype)
     pipe, frames = make_pipeline(folder, task, plain), 5 if task in VIDEO else 1
@@ -125,7 +125,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property
         texts[f"{prefix}prompt_cu_seqlens"] = torch.tensor([0, part.text_BLD.shape[1]], dtype=torch.int32)
     options = {"num_frames": 17} if task in VIDEO else {}
     options |= {"image": picture()} if task in ("i2i", "i2v") else {}
-    wanted = pipe(
+    expected = pipe(
         **texts,
         **options,
         height=PIXELS[0],
@@ -138,11 +138,11 @@ def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property
     )[0].movedim(-1, 1)
     batch.condition_BCTHW = negative.condition_BCTHW = condition
     model, scheduler = Kandinsky5().load(str(folder), dtype=dtype), load_scheduler(str(folder))
-    made = denoise(model, Kandinsky5(), task, batch, negative, noise, scheduler, 4, 3.0)
-    assert made.shape == (1, 16, frames, 4, 6) and made.dtype == dtype
-    assert not made.requires_grad, "it would keep every step of it in memory"
-    assert wanted.std() > 0.1
-    difference = (made - wanted).abs().max().item()
+    latents = denoise(model, Kandinsky5(), task, batch, negative, noise, scheduler, 4, 3.0)
+    assert latents.shape == (1, 16, frames, 4, 6) and latents.dtype == dtype
+    assert not latents.requires_grad, "it would keep every step of it in memory"
+    assert expected.std() > 0.1
+    difference = (latents - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= (1e-4 if dtype == torch.float32 else 0)
 
@@ -170,7 +170,7 @@ def test_without_padding_every_bit_equals_the_stock_model(tiny, dtype, kind):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, task, record_property):
-    """With a rotary in float32: bfloat16 would make a last bit's difference 60,000 times larger."""
+    """With a float32 rotary: bfloat16 would make a last bit's difference 60,000 times larger."""
     model = Kandinsky5().load(str(tiny(KINDS[task])), float32_rotary=True)
     batch = make_batch([3, 17, 8], (16, 2 if task in VIDEO else 1, 4, 6), condition=task in ("i2i", "i2v"))
     check_batch_mates(Kandinsky5(), model, batch, record_property, task, least=1e-6)
@@ -180,10 +180,10 @@ def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
     model = Kandinsky5().load(str(tiny(KINDS["i2v"])))
     batch = make_batch([4], (16, 3, 4, 6), condition=True)
     noisy = random(1, 16, 3, 4, 6, seed=9)
-    other = noisy.clone()
-    other[:, :, 0] += 5
+    changed = noisy.clone()
+    changed[:, :, 0] += 5
     with torch.no_grad():
-        first, second = (Kandinsky5().predict(model, x, torch.tensor([0.5]), batch, "i2v") for x in (noisy, other))
+        first, second = (Kandinsky5().predict(model, x, torch.tensor([0.5]), batch, "i2v") for x in (noisy, changed))
         assert torch.equal(first, second)
         batch.condition_BCTHW = batch.condition_BCTHW + 1
         assert not torch.equal(first, Kandinsky5().predict(model, noisy, torch.tensor([0.5]), batch, "i2v"))
@@ -208,20 +208,20 @@ def test_checkpointing_gives_the_same_gradients_with_lora_and_padding(tiny):
     batch = make_batch([3, 17, 8], (16, 2, 4, 6))
     plain, saving = (with_lora(Kandinsky5().load(str(tiny("kandinsky5-video-t2v")))) for _ in range(2))
     saving.enable_gradient_checkpointing()
-    wanted = gradients_of(plain, batch)
-    # Another forward pass with another mask before this one's backward must not reach its recomputation.
+    expected = gradients_of(plain, batch)
+    # A second forward pass with a different mask before the first one's backward must not affect its recomputation.
     losses = run(saving, batch)
     run(saving, make_batch([9, 2, 17], (16, 2, 4, 6)))
     losses.sum().backward()
     for name, parameter in adapters.trainable_parameters(saving).items():
-        assert torch.equal(parameter.grad, wanted[name]), name
+        assert torch.equal(parameter.grad, expected[name]), name
 
 
 def test_bfloat16_keeps_time_embeddings_and_modulations_in_float32(tiny):
     model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")), dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
-        kept = "time_embeddings" in name or "modulation" in name
-        assert parameter.dtype == (torch.float32 if kept else torch.bfloat16), name
+        is_float32 = "time_embeddings" in name or "modulation" in name
+        assert parameter.dtype == (torch.float32 if is_float32 else torch.bfloat16), name
     assert Kandinsky5().compute_dtype(model) == torch.bfloat16
     assert torch.isfinite(run(with_lora(model), make_batch([3, 5], (16, 1, 4, 6)))).all()
 

@@ -1,4 +1,4 @@
-"""NABLA against its definition and the pipelines' parameters. Masking is tested with the family."""
+"""NABLA, compared with its definition and the pipelines' parameters. Masking is tested with the family."""
 
 from types import SimpleNamespace
 
@@ -44,9 +44,9 @@ class ByHand(stock.Kandinsky5AttnProcessor):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         if not self.keep_all:
-            chosen = self.flavour_spec(q.detach(), k.detach())
-            self.densities.append(chosen.float().mean().item())
-            scores = scores.masked_fill(~torch.kron(chosen, torch.ones(64, 64)).bool(), float("-inf"))
+            selection = self.flavour_spec(q.detach(), k.detach())
+            self.densities.append(selection.float().mean().item())
+            scores = scores.masked_fill(~torch.kron(selection, torch.ones(64, 64)).bool(), float("-inf"))
         return attn.out_layer((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2, -1))
 
     @staticmethod
@@ -58,13 +58,13 @@ class ByHand(stock.Kandinsky5AttnProcessor):
     def flavour_spec(q, k):
         q_mean, k_mean = (x.unflatten(2, (-1, 64)).mean(3) for x in (q, k))
         weights = (q_mean @ k_mean.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
-        chosen = torch.zeros_like(weights, dtype=torch.bool)
+        selection = torch.zeros_like(weights, dtype=torch.bool)
         for place in np.ndindex(*weights.shape[:-1]):
             left_out = 0.0
             for block in weights[place].argsort().tolist():
                 left_out += weights[place][block].item()
-                chosen[place][block] = left_out >= 1 - SPARSE["attention_P"]
-        return chosen | torch.eye(weights.shape[-1], dtype=torch.bool)  # a window of 1 is the block itself
+                selection[place][block] = left_out >= 1 - SPARSE["attention_P"]
+        return selection | torch.eye(weights.shape[-1], dtype=torch.bool)  # a window of 1 is the block itself
 
 
 def nabla_run(tiny, processor=None):
@@ -85,16 +85,16 @@ def nabla_run(tiny, processor=None):
 @pytest.mark.slow
 def test_nabla_equals_its_definition_and_differs_from_full_attention(tiny, record_property):
     by_hand = ByHand()
-    (ours, our_grads), (wanted, grads), (full, _) = (
+    (ours, our_grads), (expected, grads), (full, _) = (
         nabla_run(tiny, processor) for processor in (None, by_hand, ByHand(keep_all=True))
     )
     record_property("density", max(by_hand.densities))
     assert max(by_hand.densities) < 0.5
-    difference = (ours - wanted).abs().max().item()
+    difference = (ours - expected).abs().max().item()
     record_property("largest difference", difference)
-    record_property("from full attention", (full - wanted).abs().max().item())
+    record_property("from full attention", (full - expected).abs().max().item())
     assert difference <= 1e-5
-    assert (full - wanted).abs().max() > 100 * difference
+    assert (full - expected).abs().max() > 100 * difference
     assert our_grads.keys() == grads.keys()
     for name, grad in our_grads.items():
         assert (grad - grads[name]).norm() <= 1e-4 * grads[name].norm().clamp(min=1e-2), name
@@ -103,18 +103,18 @@ def test_nabla_equals_its_definition_and_differs_from_full_attention(tiny, recor
 def test_nabla_is_read_from_the_checkpoint_and_equals_get_sparse_params(tiny):
     transformer = stock.Kandinsky5Transformer3DModel.from_pretrained(tiny(NABLA) / "transformer")
     pipe = diffusers.Kandinsky5T2VPipeline(transformer=transformer, **dict.fromkeys(OTHERS))
-    wanted = pipe.get_sparse_params(torch.zeros(1, 5, 32, 48, 33), "cpu")
-    made = attention.sparse_params(Kandinsky5().load(str(tiny(NABLA))), 5, 32, 48)
-    assert made.keys() == wanted.keys()
-    assert torch.equal(made.pop("sta_mask"), wanted.pop("sta_mask"))
-    assert made == wanted
+    expected = pipe.get_sparse_params(torch.zeros(1, 5, 32, 48, 33), "cpu")
+    params = attention.sparse_params(Kandinsky5().load(str(tiny(NABLA))), 5, 32, 48)
+    assert params.keys() == expected.keys()
+    assert torch.equal(params.pop("sta_mask"), expected.pop("sta_mask"))
+    assert params == expected
     assert attention.sparse_params(Kandinsky5().load(str(tiny("kandinsky5-video-t2v"))), 5, 32, 48) is None
 
 
 @pytest.mark.parametrize("window", [(3, 3, 3), (1, 5, 3), (11, 3, 3)])
 def test_window_equals_fast_sta_nabla(window):
-    wanted = diffusers.Kandinsky5T2VPipeline.fast_sta_nabla(5, 4, 3, *window, device="cpu")
-    assert torch.equal(attention.window_mask((5, 4, 3), window), wanted)
+    expected = diffusers.Kandinsky5T2VPipeline.fast_sta_nabla(5, 4, 3, *window, device="cpu")
+    assert torch.equal(attention.window_mask((5, 4, 3), window), expected)
 
 
 def test_nabla_needs_whole_blocks():

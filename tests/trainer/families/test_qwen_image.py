@@ -1,4 +1,4 @@
-"""Against the installed pipeline, on a tiny checkpoint in float32."""
+"""Compared with the installed pipeline, on a tiny checkpoint in float32."""
 
 from functools import partial
 
@@ -55,7 +55,7 @@ def make_pipeline(folder, dtype=torch.float32):
     ],
 )
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, shift, dtype):
-    """With the shift by tokens or a fixed one, to the terminal noise level, and the guidance by token."""
+    """With the shift by tokens or a fixed shift, to the terminal noise level, and guidance for each token."""
     folder = tiny("qwen-image")
     pipe, batch, negative = make_pipeline(folder, dtype), make_batch([9], seed=1), make_batch([4], seed=2)
     if shift:
@@ -63,7 +63,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, **fixed)
     noise = random(1, 16, 1, 6, 8, seed=5)
     made_for = {"true_cfg_scale": guidance, "num_inference_steps": 5, "height": 48, "width": 64}
-    wanted = pipe(
+    expected = pipe(
         prompt_embeds=batch.text_BLD.to(dtype),
         prompt_embeds_mask=batch.text_mask_BL,
         negative_prompt_embeds=negative.text_BLD.to(dtype),
@@ -73,19 +73,19 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
         return_dict=False,
         **made_for,
     )[0]
-    wanted = pipe._unpack_latents(wanted, 48, 64, 8)
+    expected = pipe._unpack_latents(expected, 48, 64, 8)
     model, scheduler = QwenImage().load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
-    made = denoise(model, QwenImage(), "t2i", batch, negative, noise, scheduler, 5, guidance)
-    assert made.shape == (1, 16, 1, 6, 8) and made.dtype == dtype and not made.requires_grad
-    assert wanted.std() > 0.1 and (wanted.float() - noise).std() > 0.1
+    latents = denoise(model, QwenImage(), "t2i", batch, negative, noise, scheduler, 5, guidance)
+    assert latents.shape == (1, 16, 1, 6, 8) and latents.dtype == dtype and not latents.requires_grad
+    assert expected.std() > 0.1 and (expected.float() - noise).std() > 0.1
     assert scheduler.sigmas[-2] == pytest.approx(0.02, abs=1e-6)
-    difference = (made - wanted).abs().max().item()
+    difference = (latents - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= (2e-5 if dtype == torch.float32 else 0)
 
 
 def test_the_shift_by_tokens_is_the_pipelines():
-    """At 1328x1328 pixels and at both ends of the line, and beyond them."""
+    """At 1328x1328 pixels, at both ends of the line, and outside of them."""
     pipe = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192
     )
@@ -93,14 +93,14 @@ def test_the_shift_by_tokens_is_the_pipelines():
         QwenImage().set_timesteps(pipe, 4, tokens, torch.device("cpu"))
         shift, sigma = qwen_image.FAMILY.shift_by_tokens(tokens), 0.5
         assert pipe.sigmas[2].item() == pytest.approx(shift * sigma / (1 + (shift - 1) * sigma), abs=1e-6)
-    pipe.register_to_config(shift_terminal=0.02)  # which the installed scheduler makes NaN of one step
+    pipe.register_to_config(shift_terminal=0.02)  # the installed scheduler computes NaN for a single step
     QwenImage().set_timesteps(pipe, 1, 64, torch.device("cpu"))
     assert (pipe.sigmas.tolist(), pipe.timesteps.tolist()) == ([1, 0], [1000])
 
 
 @pytest.mark.parametrize(("kind", "references"), [("qwen-image", ()), (PLUS, TWO), long(EDIT, TWO[:1])])
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property, kind, references):
-    """At fractional timesteps too, which training has and the scheduler has not; of texts of unequal lengths."""
+    """At fractional timesteps, too, which training has and the scheduler has not; with texts of unequal lengths."""
     folder, task = tiny(kind), "i2i" if references else "t2i"
     pipe, model = make_pipeline(folder), QwenImage().load(str(folder))
     batch, sigma = make_batch([9, 5], references=references), torch.tensor([0.1234, 0.777])
@@ -109,7 +109,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
         for latents in (batch.latents_BCTHW, *batch.references)
     ]
     with torch.no_grad():
-        wanted = pipe.transformer(
+        expected = pipe.transformer(
             hidden_states=torch.cat(tokens, 1),
             timestep=1000 * sigma / 1000,
             encoder_hidden_states=batch.text_BLD,
@@ -117,15 +117,15 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
             img_shapes=[[(1, 3, 4), *((1, rows // 2, columns // 2) for rows, columns in references)]] * 2,
             return_dict=False,
         )[0][:, : tokens[0].shape[1]]
-        made = QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, task)
-    wanted = pipe._unpack_latents(wanted, 48, 64, 8)
-    record_property("largest difference", (made - wanted).abs().max().item())
-    torch.testing.assert_close(made, wanted, rtol=0, atol=1e-5)
+        prediction = QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, task)
+    expected = pipe._unpack_latents(expected, 48, 64, 8)
+    record_property("largest difference", (prediction - expected).abs().max().item())
+    torch.testing.assert_close(prediction, expected, rtol=0, atol=1e-5)
 
 
-def by_hand(model, single, noisy_BCTHW, sigma_B, kept) -> torch.Tensor:
-    """(N, 4 C) of one sample by blocks with the stock attention. kept: of the second and third block, of the N tokens
-    of the noisy image; they have all of those of the references, which have no noise."""
+def by_hand(model, single, noisy_BCTHW, sigma_B, kept_tokens) -> torch.Tensor:
+    """(N, 4 C) of one sample by blocks with the stock attention. kept_tokens: tokens of the second and third block,
+    among the N tokens of the noisy image; all tokens of the references, which have no noise, are computed."""
     latents = (noisy_BCTHW, *single.references)
     packed = [qwen_image.pack(each) for each in latents]
     count, x = packed[0].shape[1], model.img_in(torch.cat(packed, 1))
@@ -135,32 +135,32 @@ def by_hand(model, single, noisy_BCTHW, sigma_B, kept) -> torch.Tensor:
     rope, text_rope = model.pos_embed([shapes], max_txt_seq_len=text.shape[1], device=x.device)
     index = (torch.arange(x.shape[1]) >= count).int()[None]
     for number, block in enumerate(model.transformer_blocks):
-        tokens = [*(kept if number else range(count)), *range(count, x.shape[1])]
+        tokens = [*(kept_tokens if number else range(count)), *range(count, x.shape[1])]
         rotary = rope[tokens], text_rope
-        text, new = block(x[:, tokens], text, None, time, rotary, None, index[:, tokens])
+        text, image = block(x[:, tokens], text, None, time, rotary, None, index[:, tokens])
         x = x.clone()
-        x[:, tokens] = new
+        x[:, tokens] = image
     return model.proj_out(model.norm_out(x, time[:1]))[0, :count]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_route_past_references_equals_its_blocks_by_hand(tiny, record_property, checkpointing):
-    """Each sample drops tokens of its own, and no reference's: which have the noise level 0."""
+    """Each sample drops its own tokens, but no tokens of references, which have the noise level 0."""
     model, sigma = QwenImage().load(str(tiny(PLUS))), torch.tensor([0.3, 0.7])
     batch, places = make_batch([7, 4], references=TWO), torch.tensor([[0, 3, 4, 9, 11], [1, 2, 7, 8, 10]])
-    kept, (first, last) = KeptTokens(places, 12), QwenImage().blocks(model)[1:]
-    change_arguments(first, partial(begin, kept, QwenImage().block_tokens(first)))
-    last.register_forward_hook(partial(end, kept, QwenImage().block_tokens(last)))
-    QwenImage().route_blocks([first, last], kept)
+    kept_tokens, (first, last) = KeptTokens(places, 12), QwenImage().blocks(model)[1:]
+    change_arguments(first, partial(begin, kept_tokens, QwenImage().block_tokens(first)))
+    last.register_forward_hook(partial(end, kept_tokens, QwenImage().block_tokens(last)))
+    QwenImage().route_blocks([first, last], kept_tokens)
     if checkpointing:
         model.enable_gradient_checkpointing()
-    made = qwen_image.pack(QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, "i2i")).detach()
+    prediction = qwen_image.pack(QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, "i2i")).detach()
     stock = diffusers.QwenImageTransformer2DModel.from_pretrained(tiny(PLUS) / "transformer")
     with torch.no_grad():
         rows = [
             by_hand(stock, alone(batch, n), batch.latents_BCTHW[[n]], sigma[[n]], places[n].tolist()) for n in range(2)
         ]
-    difference = (made - torch.stack(rows)).abs().max().item()
+    difference = (prediction - torch.stack(rows)).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5
 
@@ -170,7 +170,7 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     model = QwenImage().load(str(tiny("qwen-image")))
     if checkpointing:
         model.enable_gradient_checkpointing()
-    # A key's bias that adds the same to all scores has a gradient of zero but for rounding: hence the floor.
+    # The bias of a key adds the same to all scores: its gradient is zero except for rounding, hence the floor.
     check_batch_mates(QwenImage(), model, make_batch([3, 17, 8]), record_property)
     for kind, references in ((PLUS, TWO), (EDIT, TWO[:1])) if not checkpointing else ():
         model = QwenImage().load(str(tiny(kind)))

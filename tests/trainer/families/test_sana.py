@@ -1,4 +1,4 @@
-"""Against the installed pipeline, on a tiny checkpoint in float32."""
+"""Compared with the installed pipeline, on a tiny checkpoint in float32."""
 
 import json
 
@@ -34,7 +34,7 @@ def make_pipeline(folder, dtype=torch.float32):
 
 
 def as_the_pipeline_has_it(batch: Batch, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The same text padded to the pipeline's 300 rows, the padding being anything but zero."""
+    """The same text padded to the pipeline's 300 rows, with padding that is not zero."""
     rows = batch.text_BLD.shape[1]
     embeds = torch.cat([batch.text_BLD, random(len(batch), 300 - rows, 64, seed=77)], 1)
     mask = torch.arange(300)[None] < batch.text_mask_BL.sum(1)[:, None]
@@ -42,7 +42,7 @@ def as_the_pipeline_has_it(batch: Batch, prefix: str = "") -> dict[str, torch.Te
 
 
 def row_by_row(transformer) -> None:
-    """Guidance makes a batch of two, which bfloat16 rounds otherwise than two batches of one."""
+    """Guidance makes a batch of two, which bfloat16 rounds differently from two batches of one."""
     whole = transformer.forward
 
     def forward(hidden_states, encoder_hidden_states, encoder_attention_mask, timestep, **options):
@@ -59,7 +59,7 @@ def row_by_row(transformer) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("shift", "dtype"), [(None, torch.float32), (5.0, torch.float32), (None, torch.bfloat16)])
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtype):
-    """In bfloat16 to the last bit, once its transformer is called as ours is: row by row, without padding."""
+    """In bfloat16 to the last bit, if its transformer is called like ours: row by row, without padding."""
     folder = tiny("sana")
     pipe = make_pipeline(folder, dtype)
     if dtype != torch.float32:
@@ -67,7 +67,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtyp
     if shift:
         pipe.scheduler = diffusers.DPMSolverMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=shift)
     batch, negative = make_batch([9], seed=1), make_batch([4], seed=2)
-    wanted = pipe(
+    expected = pipe(
         **as_the_pipeline_has_it(batch),
         **as_the_pipeline_has_it(negative, "negative_"),
         negative_prompt=None,
@@ -82,30 +82,30 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtyp
     )[0]
     noise = random(1, 32, 3, 4, seed=5)[:, :, None]
     scheduler = load_scheduler(str(folder), shift=shift)
-    made = denoise(Sana().load(str(folder), dtype=dtype), Sana(), "t2i", batch, negative, noise, scheduler, 5, 4.5)
-    assert made.shape == (1, 32, 1, 3, 4) and not made.requires_grad
-    assert wanted.std() > 0.1
-    difference = (made[:, :, 0] - wanted).abs().max().item()
+    latents = denoise(Sana().load(str(folder), dtype=dtype), Sana(), "t2i", batch, negative, noise, scheduler, 5, 4.5)
+    assert latents.shape == (1, 32, 1, 3, 4) and not latents.requires_grad
+    assert expected.std() > 0.1
+    difference = (latents[:, :, 0] - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= (1e-4 if dtype == torch.float32 else 0)
 
 
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny):
-    """At fractional timesteps too, which training has and the scheduler has not."""
+    """At fractional timesteps, too, which training has and the scheduler has not."""
     folder = tiny("sana")
     pipe, model = make_pipeline(folder), Sana().load(str(folder))
     batch, sigma = make_batch([9, 9]), torch.tensor([0.1234, 0.777])
     text = as_the_pipeline_has_it(batch)
     with torch.no_grad():
-        wanted = pipe.transformer(
+        expected = pipe.transformer(
             batch.latents_BCTHW[:, :, 0],
             encoder_hidden_states=text["prompt_embeds"],
             encoder_attention_mask=text["prompt_attention_mask"],
             timestep=1000 * sigma * pipe.transformer.config.timestep_scale,
             return_dict=False,
         )[0]
-        made = Sana().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
-    torch.testing.assert_close(made[:, :, 0], wanted, rtol=0, atol=1e-5)
+        prediction = Sana().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
+    torch.testing.assert_close(prediction[:, :, 0], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -114,7 +114,7 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     if checkpointing:
         model.enable_gradient_checkpointing()
     batch = make_batch([3, 17, 8])
-    # A cross-attention key's bias has a gradient of zero but for rounding: hence the floor.
+    # The bias of a cross-attention key has a gradient of zero except for rounding, hence the floor.
     check_batch_mates(Sana(), model, batch, record_property)
 
 

@@ -1,4 +1,4 @@
-"""Against the installed pipelines, on tiny checkpoints in float32."""
+"""Compared with the installed pipelines, on tiny checkpoints in float32."""
 
 import diffusers
 import numpy as np
@@ -36,7 +36,7 @@ def make_batch(kind, lengths, seed=0) -> Batch:
 
 
 def make_pipeline(kind, folder, dtype=torch.float32):
-    """As DiffusionPipeline.from_pretrained makes it of the folder, without encoders of text."""
+    """The pipeline, as DiffusionPipeline.from_pretrained makes it from the folder, without text encoders."""
     family, task = KINDS[kind]
     none = dict.fromkeys(("text_encoder", "tokenizer"))
     if task == "i2v":
@@ -62,7 +62,7 @@ def picture(family) -> Image.Image:
 @pytest.mark.parametrize("shift", [None, long(7.0)])
 @pytest.mark.parametrize("kind", FORMS)
 def test_denoised_latents_equal_the_pipelines(tiny, record_property, kind, shift):
-    """Of i2v with the first frame encoded by our autoencoder."""
+    """For i2v, our autoencoder encodes the first frame."""
     (family, task), folder = KINDS[kind], tiny(kind)
     pipe = make_pipeline(kind, folder)
     if shift:
@@ -74,7 +74,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, kind, shift
         ours = Autoencoder(str(folder), None, torch.float32, torch.device("cpu"), normalization=family.normalization)
         pixels = torch.from_numpy(normalize_pixels(np.asarray(image)[None]))[None]
         batch.condition_BCTHW = negative.condition_BCTHW = ours.encode(pixels, [0], family.conditions[task].posterior)
-    wanted = pipe(
+    expected = pipe(
         **options,
         prompt_embeds=padded(batch),
         negative_prompt_embeds=padded(negative),
@@ -89,24 +89,24 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, kind, shift
     )[0]
     noise = random(1, family.latent_channels, FRAMES, ROWS, COLUMNS, seed=5)
     scheduler = load_scheduler(str(folder), shift=shift)
-    made = denoise(Wan().load(str(folder)), Wan(), task, batch, negative, noise, scheduler, 5, 5.0)
-    assert made.shape == wanted.shape and not made.requires_grad and wanted.std() > 0.1
-    difference = (made - wanted).abs().max().item()
+    latents = denoise(Wan().load(str(folder)), Wan(), task, batch, negative, noise, scheduler, 5, 5.0)
+    assert latents.shape == expected.shape and not latents.requires_grad and expected.std() > 0.1
+    difference = (latents - expected).abs().max().item()
     record_property("largest difference", difference)
-    print(f"{kind}, denoised: largest difference {difference:.2e} of {wanted.abs().max():.2f}")
+    print(f"{kind}, denoised: largest difference {difference:.2e} of {expected.abs().max():.2f}")
     assert difference <= 2e-5
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property, kind):
-    """The inputs that the pipeline makes at its own timesteps: of 5B a timestep for each token."""
+    """The inputs that the pipeline makes at its own timesteps; for the 5B model a timestep for each token."""
     (family, task), folder = KINDS[kind], tiny(kind)
     pipe, batch = make_pipeline(kind, folder), make_batch(kind, [9])
-    seen = {}
+    calls = {}
 
     def keep(module, args, kwargs, output):
-        seen.setdefault("inputs", kwargs)
-        seen.setdefault("output", output[0])
+        calls.setdefault("inputs", kwargs)
+        calls.setdefault("output", output[0])
 
     pipe.transformer.register_forward_hook(keep, with_kwargs=True)
     options = {"image": picture(family)} if task == "i2v" else {}
@@ -120,12 +120,12 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
         num_inference_steps=3,
         output_type="latent",
     )
-    inputs = seen["inputs"]
+    inputs = calls["inputs"]
     sigma_B = inputs["timestep"].reshape(1, -1)[:, -1].double() / 1000
     batch.condition_BCTHW = inputs["hidden_states"][:, :, :1] if task == "i2v" else None
     with torch.no_grad():
-        made = Wan().predict(Wan().load(str(folder)), inputs["hidden_states"], sigma_B, batch, task)
-    difference = (made - seen["output"]).abs().max().item()
+        prediction = Wan().predict(Wan().load(str(folder)), inputs["hidden_states"], sigma_B, batch, task)
+    difference = (prediction - calls["output"]).abs().max().item()
     record_property("largest difference", difference)
     print(f"{kind}, prediction: largest difference {difference:.2e}")
     assert difference <= 1e-5
@@ -138,7 +138,7 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     model = Wan().load(str(tiny(kind)))
     if checkpointing:
         model.enable_gradient_checkpointing()
-    # A key's bias has a gradient of zero but for rounding: hence the floor.
+    # The bias of a key has a gradient of zero except for rounding, hence the floor.
     check_batch_mates(Wan(), model, make_batch(kind, [3, 17, 8]), record_property, KINDS[kind][1])
 
 
@@ -154,28 +154,28 @@ def test_what_cannot_be_predicted_is_refused(tiny):
 
 
 def test_what_stays_in_float32(tiny):
-    """As diffusers loads it, loaded and made from the config alone."""
+    """As diffusers loads it; both loaded and made from the config alone."""
     folder = tiny("wan2.1-t2v")
     theirs = diffusers.WanTransformer3DModel.from_pretrained(folder / "transformer", dtype=torch.bfloat16)
-    wanted = {name: weight.dtype for name, weight in theirs.named_parameters()}
-    loaded, made = Wan().load(str(folder), dtype=torch.bfloat16), Wan().untrained(theirs.config, torch.bfloat16)
-    assert {name: weight.dtype for name, weight in loaded.named_parameters()} == wanted
-    assert {name: weight.dtype for name, weight in made.named_parameters()} == wanted
-    assert wanted["blocks.0.scale_shift_table"] == torch.float32 != wanted["blocks.0.attn1.to_q.weight"]
+    expected = {name: weight.dtype for name, weight in theirs.named_parameters()}
+    loaded, untrained = Wan().load(str(folder), dtype=torch.bfloat16), Wan().untrained(theirs.config, torch.bfloat16)
+    assert {name: weight.dtype for name, weight in loaded.named_parameters()} == expected
+    assert {name: weight.dtype for name, weight in untrained.named_parameters()} == expected
+    assert expected["blocks.0.scale_shift_table"] == torch.float32 != expected["blocks.0.attn1.to_q.weight"]
     assert Wan().compute_dtype(loaded) == theirs.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_route_of_all_tokens_changes_nothing_and_one_of_some_equals_a_smaller_clip(tiny, kind):
-    """Kept tokens take their rotary embeddings, and their timesteps, with them."""
+    """Kept tokens keep their rotary embeddings and timesteps."""
     model, batch, task = Wan().load(str(tiny(kind))), make_batch(kind, [3]), KINDS[kind][1]
     grid = Wan().token_grid(model, batch)
     assert grid.tokens == FRAMES * ROWS * COLUMNS // 4
 
     def output(positions, blocks):
-        kept = KeptTokens(torch.tensor([positions]), grid.tokens)
-        handles = [blocks[0].register_forward_pre_hook(lambda _, inputs: (kept.take(inputs[0]), *inputs[1:]))]
-        handles += Wan().route_blocks(blocks, kept)
+        kept_tokens = KeptTokens(torch.tensor([positions]), grid.tokens)
+        handles = [blocks[0].register_forward_pre_hook(lambda _, inputs: (kept_tokens.take(inputs[0]), *inputs[1:]))]
+        handles += Wan().route_blocks(blocks, kept_tokens)
         last = {}
         handles.append(blocks[-1].register_forward_hook(lambda *call: last.setdefault("out", call[-1])))
         handles.append(blocks[-1].register_forward_hook(lambda *call: torch.zeros(1, grid.tokens, call[-1].shape[-1])))
@@ -185,12 +185,12 @@ def test_a_route_of_all_tokens_changes_nothing_and_one_of_some_equals_a_smaller_
         return last["out"]
 
     with torch.no_grad():
-        whole = {}
-        handle = model.blocks[0].register_forward_hook(lambda *call: whole.setdefault("out", call[-1]))
+        arguments = {}
+        handle = model.blocks[0].register_forward_hook(lambda *call: arguments.setdefault("out", call[-1]))
         Wan().predict(model, batch.latents_BCTHW, torch.tensor([0.4]), batch, task)
         handle.remove()
         everything = [*range(grid.tokens)]
-        torch.testing.assert_close(output(everything, Wan().blocks(model)[:1]), whole["out"], rtol=0, atol=1e-5)
-        # Rotary embeddings are relative: with the same distances, tokens of another place attend alike.
+        torch.testing.assert_close(output(everything, Wan().blocks(model)[:1]), arguments["out"], rtol=0, atol=1e-5)
+        # Rotary embeddings are relative: with the same distances, attention is the same at other positions.
         some = [token for token in everything if token % 3]
         assert output(some, Wan().blocks(model)[:2]).shape == (1, len(some), Wan().hidden_size(model))

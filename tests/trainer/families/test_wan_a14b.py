@@ -1,4 +1,4 @@
-"""Two experts, against the installed pipelines, on tiny checkpoints in float32."""
+"""Two experts, compared with the installed pipelines, on tiny checkpoints in float32."""
 
 import json
 from itertools import pairwise
@@ -49,7 +49,7 @@ def padded(text_BLD: torch.Tensor) -> torch.Tensor:
 
 
 def make_pipeline(task, folder):
-    """As DiffusionPipeline.from_pretrained makes it of the folder, without encoders of text."""
+    """The pipeline, as DiffusionPipeline.from_pretrained makes it from the folder, without text encoders."""
     none = dict.fromkeys(("text_encoder", "tokenizer", *(["image_encoder", "image_processor"] * (task == "i2v"))))
     pipe = getattr(diffusers, FAMILY.pipelines[task]).from_pretrained(folder, **none, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
@@ -78,7 +78,7 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
         pixels = torch.from_numpy(normalize_pixels(colors[None]))[None]
         clip = torch.nn.functional.pad(pixels, (0, 0, 0, 0, 0, 8))
         batch.condition_BCTHW = negative.condition_BCTHW = ours.encode(clip, [0], FAMILY.conditions[task].posterior)
-    wanted = pipe(
+    expected = pipe(
         **options,
         **SIZES,
         prompt_embeds=padded(batch.text_BLD),
@@ -97,8 +97,8 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
         if task == "i2v":
             assert (given - wan_a14b.given_frames(batch)).abs().max() <= 1e-5
         with torch.no_grad():
-            made = WanA14B().predict(models[part], noisy, inputs["timestep"].double() / 1000, batch, task)
-        gap = (made - output).abs().max().item()
+            prediction = WanA14B().predict(models[part], noisy, inputs["timestep"].double() / 1000, batch, task)
+        gap = (prediction - output).abs().max().item()
         record_property(f"prediction of {part}", gap)
         assert gap <= 1e-5
     noise = random(1, 16, FRAMES, ROWS, COLUMNS, seed=5)
@@ -106,10 +106,10 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
     denoising = Denoising(models["transformer"], WanA14B(), task, batch, negative, noise, scheduler, 6)
     for expert, scale in zip(experts.values(), (4.0, 3.0), strict=True):
         denoising.take_steps(models[expert.part], scale, expert.lowest)
-    gap = (denoising.finish() - wanted).abs().max().item()
+    gap = (denoising.finish() - expected).abs().max().item()
     record_property("denoised", gap)
-    print(f"{task}, denoised: largest difference {gap:.2e} of {wanted.abs().max():.2f}")
-    assert gap <= 2e-5 and wanted.std() > 0.1
+    print(f"{task}, denoised: largest difference {gap:.2e} of {expected.abs().max():.2f}")
+    assert gap <= 2e-5 and expected.std() > 0.1
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -123,15 +123,16 @@ def ended(config: Config, folder, *overrides: str) -> int:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_both_experts_are_trained_one_after_the_other(make_config, make_set, made, tmp_path, capsys, task):
-    """Runs of their own. The samples of the second have the first's adapter, too: they are the pipeline's with both
-    files loaded by its own loader. A run that was interrupted goes on as if it was not."""
+def test_both_experts_are_trained_one_after_the_other(make_config, make_set, helpers, tmp_path, capsys, task):
+    """Each expert has its own run. The samples of the second run have the first run's adapter, too: they equal the
+    samples of the pipeline with both files, loaded by its own loader. An interrupted run continues as if it was not
+    interrupted."""
     look = {"every": 2, "steps": 6, "guidance": 4.0, "guidance_low": 3.0, "seed": 7, "eval_samples": 2}
     kind = "wan-a14b" if task == "t2v" else "wan-a14b-i2v"
     settings = {"validation": look, "steps": 2, "experts": "both", "adapter": {"rank": 4}, "checkpoint_every": 1}
     settings["adapter"]["formats"] = ["diffusers", "comfyui"]
     config = make_config(kind, **settings)
-    make_set(config, *made.mixed_items(config))
+    make_set(config, *helpers.mixed_items(config))
     assert ended(config, tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["done"] == 4 and {"high", "low"} <= report["details"].keys()
@@ -141,13 +142,13 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
         lowest, highest = run.expert.range
         curve = runs.lines(run, "eval_by_sigma")[2]
         assert len(curve) == 4 and all(lowest <= float(sigma) < highest for sigma in curve)
-        again = load_config(run.run_folder / "config.yaml")
-        assert (again.train.experts, again.eval_sigmas) == (name, run.eval_sigmas)
+        saved_config = load_config(run.run_folder / "config.yaml")
+        assert (saved_config.train.experts, saved_config.eval_sigmas) == (name, run.eval_sigmas)
 
     pipe = make_trained(task, config)
-    shown = [run.run_folder / "validation" for run in experts.values()]
-    first, second = (load_file(folder / "step-000000" / "one.safetensors")["latent"] for folder in shown)
-    assert (first - second).abs().max() > 1e-4, "the second one's samples begin with what the first one has learned"
+    folders = [run.run_folder / "validation" for run in experts.values()]
+    first, second = (load_file(folder / "step-000000" / "one.safetensors")["latent"] for folder in folders)
+    assert (first - second).abs().max() > 1e-4, "the second run's samples use the first run's adapter"
     [prompt], path = data.validation, experts["low"].run_folder / "validation" / "step-000002" / "one.safetensors"
     with safe_open(path, "pt") as file:
         about, latent = json.loads(file.metadata()["latentpress"]), file.get_tensor("latent")
@@ -158,9 +159,9 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
     if task == "i2v":
         options["image"] = Image.new("RGB", (64, 64))
         condition = torch.from_numpy(prompt.condition.numpy())[None].float()
-        given = wan_a14b.given_frames(Batch(noise, condition, texts[0], torch.ones(1, 1), None, ["one"], ""))
-        pipe.prepare_latents = lambda *_, **__: (noise, given)
-    wanted = pipe(
+        condition_frames = wan_a14b.given_frames(Batch(noise, condition, texts[0], torch.ones(1, 1), None, ["one"], ""))
+        pipe.prepare_latents = lambda *_, **__: (noise, condition_frames)
+    expected = pipe(
         **options,
         prompt_embeds=padded(texts[0]),
         negative_prompt_embeds=padded(texts[1]),
@@ -174,13 +175,13 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
         output_type="latent",
         return_dict=False,
     )[0]
-    gap = (latent - wanted[0]).abs().max().item()
-    print(f"{task}, samples of both trained experts: largest difference {gap:.2e} of {wanted.abs().max():.2f}")
+    gap = (latent - expected[0]).abs().max().item()
+    print(f"{task}, samples of both trained experts: largest difference {gap:.2e} of {expected.abs().max():.2f}")
     assert gap <= 2e-5
 
 
 def make_trained(task, config):
-    """The pipeline with what was trained, loaded by its own loader, compared with ComfyUI's files by its rule."""
+    """The pipeline with the trained adapters, loaded by its own loader, compared with ComfyUI's files by its rule."""
     none = dict.fromkeys(("text_encoder", "tokenizer", *(["image_encoder", "image_processor"] * (task == "i2v"))))
     folder, cls = config.model.path, getattr(diffusers, FAMILY.pipelines[task])
     parts = {
@@ -192,10 +193,10 @@ def make_trained(task, config):
     pipe = cls(**none, **parts, scheduler=scheduler, vae=vae, boundary_ratio=boundary)
     pipe.set_progress_bar_config(disable=True)
     for run in config.expert_runs:
-        other, part = FAMILY.components[run.part == "transformer"], getattr(pipe, run.part)
-        before = {name: value.clone() for name, value in getattr(pipe, other).state_dict().items()}
+        second_part, part = FAMILY.components[run.part == "transformer"], getattr(pipe, run.part)
+        before = {name: value.clone() for name, value in getattr(pipe, second_part).state_dict().items()}
         load_trained(pipe, run)
-        after = getattr(pipe, other).state_dict()
+        after = getattr(pipe, second_part).state_dict()
         assert part.peft_config and all(torch.equal(value, before[name]) for name, value in after.items())
         plain = diffusers.WanTransformer3DModel.from_pretrained(folder, subfolder=run.part)
         apply_as_comfyui(plain, run.run_folder / "adapter" / "comfyui_lora.safetensors")
@@ -213,30 +214,32 @@ def make_trained(task, config):
 
 
 @pytest.mark.long
-def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(make_config, make_set, made, tmp_path, capsys):
-    """And `both` then goes on with the other one; what is finished is not done again."""
-    whole, parted = (
+def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(
+    make_config, make_set, helpers, tmp_path, capsys
+):
+    """`both` then continues with the second expert; a finished run is not trained again."""
+    full_run, parted = (
         make_config("wan-a14b", name=name, experts="both", steps=3, adapter={"rank": 2}) for name in ("a", "b")
     )
-    for config in (whole, parted):
-        make_set(config, *made.mixed_items(config))
-    assert ended(whole, tmp_path) == 0
+    for config in (full_run, parted):
+        make_set(config, *helpers.mixed_items(config))
+    assert ended(full_run, tmp_path) == 0
     assert ended(parted, tmp_path, "train.steps=2", "train.experts=high") == 0
     assert not parted.expert_runs[1].run_folder.exists()
     assert ended(parted, tmp_path) == 0
     capsys.readouterr()
-    for one, other in zip(whole.expert_runs, parted.expert_runs, strict=True):
-        assert runs.lines(one) == runs.lines(other) and list(runs.lines(one)) == [1, 2, 3]
-        found, expected = (
-            load_file(run.run_folder / "adapter" / "pytorch_lora_weights.safetensors") for run in (other, one)
+    for one, second in zip(full_run.expert_runs, parted.expert_runs, strict=True):
+        assert runs.lines(one) == runs.lines(second) and list(runs.lines(one)) == [1, 2, 3]
+        result, expected = (
+            load_file(run.run_folder / "adapter" / "pytorch_lora_weights.safetensors") for run in (second, one)
         )
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-    first = [path.stat().st_mtime_ns for path in sorted(whole.run_folder.rglob("*.safetensors"))]
-    assert ended(whole, tmp_path) == 0
+        assert all(torch.equal(result[name], value) for name, value in expected.items())
+    first = [path.stat().st_mtime_ns for path in sorted(full_run.run_folder.rglob("*.safetensors"))]
+    assert ended(full_run, tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["done"] == 0 and report["skipped"] == 6
-    assert [path.stat().st_mtime_ns for path in sorted(whole.run_folder.rglob("*.safetensors"))] == first
-    assert all(one < other for one, other in pairwise(sorted(runs.lines(whole))))
+    assert [path.stat().st_mtime_ns for path in sorted(full_run.run_folder.rglob("*.safetensors"))] == first
+    assert all(one < second for one, second in pairwise(sorted(runs.lines(full_run))))
 
 
 def test_what_does_not_go_with_the_experts_is_refused(make_config):

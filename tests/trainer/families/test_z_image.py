@@ -1,4 +1,4 @@
-"""Against the installed pipeline, on a tiny checkpoint in float32."""
+"""Compared with the installed pipeline, on a tiny checkpoint in float32."""
 
 import diffusers
 import pytest
@@ -40,7 +40,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, guid
     if shift:
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=shift)
     batch, negative = make_batch([9], seed=1), make_batch([4], seed=2)
-    wanted = pipe(
+    expected = pipe(
         prompt_embeds=[batch.text_BLD[0]],
         negative_prompt_embeds=[negative.text_BLD[0]],
         height=48,
@@ -53,29 +53,29 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, guid
     )[0]
     noise = random(1, 16, 6, 10, seed=5)[:, :, None]
     scheduler = load_scheduler(str(folder), shift=shift)
-    made = denoise(ZImage().load(str(folder)), ZImage(), "t2i", batch, negative, noise, scheduler, 5, guidance)
-    assert made.shape == (1, 16, 1, 6, 10) and not made.requires_grad
-    assert wanted.std() > 0.1
-    difference = (made[:, :, 0] - wanted).abs().max().item()
+    latents = denoise(ZImage().load(str(folder)), ZImage(), "t2i", batch, negative, noise, scheduler, 5, guidance)
+    assert latents.shape == (1, 16, 1, 6, 10) and not latents.requires_grad
+    assert expected.std() > 0.1
+    difference = (latents[:, :, 0] - expected).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 2e-5
 
 
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property):
-    """At fractional timesteps too, which training has and the scheduler has not."""
+    """At fractional timesteps, too, which training has and the scheduler has not."""
     folder = tiny("z-image")
     pipe, model = make_pipeline(folder), ZImage().load(str(folder))
     batch, sigma = make_batch([9, 40]), torch.tensor([0.1234, 0.777])
-    timestep = (1000 - 1000 * sigma) / 1000  # as the pipeline has it
+    timestep = (1000 - 1000 * sigma) / 1000  # as in the pipeline
     with torch.no_grad():
-        wanted = [
+        expected = [
             -pipe.transformer([latent], timestep[row : row + 1], [text[:length]], return_dict=False)[0][0]
             for row, (latent, text, length) in enumerate(
                 zip(batch.latents_BCTHW, batch.text_BLD, batch.lengths, strict=True)
             )
         ]
-        made = ZImage().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
-    difference = (made - torch.stack(wanted)).abs().max().item()
+        prediction = ZImage().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
+    difference = (prediction - torch.stack(expected)).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5
 

@@ -1,4 +1,4 @@
-"""The device of these tests: a CPU, where the same code runs as far as it can, and a CUDA device."""
+"""The device of these tests: a CPU, on which the same code runs as far as possible, and a CUDA device."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""Runs whose numbers must not depend on what the card is used for: offload, compilation, fused and paged optimizers,
-a kill."""
+"""Runs whose numbers must not depend on the use of the card: offload, compilation, fused and paged optimizers, a
+kill."""
 
 import signal
 import subprocess
@@ -28,11 +28,11 @@ def on(device: str, **settings: dict) -> dict:
 
 @pytest.mark.long
 def test_offload_and_compilation_change_no_loss(ready, device) -> None:
-    """On a CPU one of them, as tests/trainer/setup/ has each there."""
+    """On a CPU one case, because tests/trainer/setup/ has all cases there."""
     on_card = device == "cuda"
     compiled = {"compile": "blocks"}
     blocks = {"blocks": True, "streams": on_card}
-    found, options = {}, {"plain": {"gradient_checkpointing": False}}
+    result, options = {}, {"plain": {"gradient_checkpointing": False}}
     if on_card:
         options["blocks"] = {"offload": {"blocks": True}}
         options["blocks with streams"] = {"offload": blocks}
@@ -44,27 +44,28 @@ def test_offload_and_compilation_change_no_loss(ready, device) -> None:
     for name, each in options.items():
         config = ready("t2i", name=name, **on(device, **each))
         train(config)
-        found[name] = lines(config)
-    assert len(found["plain"]) == STEPS and len({*found["plain"].values()}) == STEPS
-    for name, losses in found.items():
+        result[name] = lines(config)
+    assert len(result["plain"]) == STEPS and len({*result["plain"].values()}) == STEPS
+    for name, losses in result.items():
         tolerance = 0.02 if "int8" in name else 1e-3 if "compiled" in name else 1e-4
-        assert losses == pytest.approx(found["plain"], rel=tolerance), name
+        assert losses == pytest.approx(result["plain"], rel=tolerance), name
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw-fused", "bnb-adamw8bit-paged", "bnb-lion8bit"])
 def test_an_optimizer_on_a_device_goes_on_after_a_stop(make_config, make_set, device, name) -> None:
-    """At a width where bitsandbytes keeps its states in 8 bits. On a CPU one of them, as test_optimizers.py has all."""
+    """At a width at which bitsandbytes keeps its states in 8 bits. On a CPU one case, because test_optimizers.py has
+    all cases."""
     if device == "cpu" and name != "bnb-adamw8bit-paged":
         pytest.skip("tests/trainer/setup/test_optimizers.py has it")
     settings = {"optimizer": {"name": name, "lr": 1e-3, "warmup": 1}, "adapter": {"rank": 64}, "checkpoint_every": 2}
-    whole, cut = (make_config("sana", name=run, **on(device, **settings)) for run in ("whole", "cut"))
-    for config in (whole, cut):
+    full_run, cut = (make_config("sana", name=run, **on(device, **settings)) for run in ("whole", "cut"))
+    for config in (full_run, cut):
         make_set(config)
-    train(whole)
+    train(full_run)
     train(cut.model_copy(update={"train": cut.train.model_copy(update={"steps": 2})}))
     train(cut)
-    assert lines(cut) == pytest.approx(lines(whole), rel=1e-4)
+    assert lines(cut) == pytest.approx(lines(full_run), rel=1e-4)
 
 
 @pytest.mark.long
@@ -92,18 +93,18 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(make_config, make_set
     finally:
         child.kill()
     assert child.wait() == -signal.SIGKILL
-    done = newest_checkpoint(folder)[0].step
-    after, whole = config("killed", done + 3), config("whole", done + 3)
-    make_set(whole)
+    last_step = newest_checkpoint(folder)[0].step
+    after, full_run = config("killed", last_step + 3), config("whole", last_step + 3)
+    make_set(full_run)
     train(after)
-    train(whole)
-    assert [*lines(after)] == [*lines(whole)] == [*range(1, done + 4)]
-    assert lines(after) == pytest.approx(lines(whole), rel=1e-4)
+    train(full_run)
+    assert [*lines(after)] == [*lines(full_run)] == [*range(1, last_step + 4)]
+    assert lines(after) == pytest.approx(lines(full_run), rel=1e-4)
 
 
 @pytest.mark.long
 def test_the_predicted_memory_is_within_15_percent_of_the_peak(device, tmp_path) -> None:
-    """Of a fifth of Sana 1.6B; on a CPU, where torch counts no memory, only that both are computed."""
+    """For a fifth of Sana 1.6B; on a CPU, where torch does not count memory, only checks that both are computed."""
     model = sana.model(tiny=True)
     if device == "cuda":
         model = Model("sana", model.flavour, SHAPES["true"]["sana"] | {"num_layers": 4}, "1024x1024", 300)
@@ -113,7 +114,7 @@ def test_the_predicted_memory_is_within_15_percent_of_the_peak(device, tmp_path)
     ):
         case = Case(name, settings)
         forget_models()
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0  # of other tests
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0  # memory of other tests
         measured = measure_steps(prepare(model, case, tmp_path / name, device))
         predicted = predict(model, case)
         assert measured.seconds > 0 and predicted.device > 0

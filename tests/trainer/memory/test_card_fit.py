@@ -1,4 +1,4 @@
-"""`train --dry-run --card`: what fits is known before anything is discovered, without a network."""
+"""`train --dry-run --card`: predicts what fits before anything is discovered, without a network."""
 
 import json
 import socket
@@ -78,7 +78,7 @@ def test_published_shapes_have_the_published_numbers_of_parameters(flavour: str,
     local = configured(family, tmp_path, flavour, model={"path": str(folder)})
     numbers = sum(weight.numel() for weight in empty_transformer(local.model, local.part).parameters()) / 1e9
     assert numbers == pytest.approx(billions, rel=0.03) and not assumed
-    if flavour not in ("t2i-lite-sft", "i2i-lite-sft", "sana-1.6b-1024px"):  # those of the others are the same
+    if flavour not in ("t2i-lite-sft", "i2i-lite-sft", "sana-1.6b-1024px"):  # all others have equal text encoders
         return
     half = config.model_copy(update={"text": config.text.model_copy(update={"precision": "bfloat16"})})
     with_image = 0.68 if config.model.template.with_image else 0  # the vision model
@@ -92,38 +92,40 @@ def test_published_shapes_have_the_published_numbers_of_parameters(flavour: str,
     [("kandinsky5-image", "flux_vae"), ("kandinsky5-video", "hunyuan_vae"), ("qwen-image", "qwen_image_vae")],
 )
 def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path) -> None:
-    """Of the tensors of a tiny one that encodes on a CPU."""
+    """The tensors of a tiny autoencoder that encodes on a CPU."""
     latents = {"precision": "float32", "batch_pixels": 2 * 9 * 64 * 96}
     config = configured(family, tmp_path, latents=latents)
     frames = 9 if config.model.family_spec.video else 1
-    found = card_fit.estimate_latents(config.model, config.latents, {"vae": SHAPES["tiny"][part]}, f"96x64@{frames}")
+    result = card_fit.estimate_latents(config.model, config.latents, {"vae": SHAPES["tiny"][part]}, f"96x64@{frames}")
     vae, meter = make_untrained(part).eval(), MemoryMeter()
-    assert found.weights == sum_bytes(vae.parameters())
+    assert result.weights == sum_bytes(vae.parameters())
     count = 2 * 9 // frames
     shape = (count, 3, 64, 96) if part == "flux_vae" else (count, 3, frames, 64, 96)
     with torch.no_grad(), meter:
         vae.encode(torch.zeros(shape))
-    assert meter.peak <= found.activations <= 1.5 * meter.peak
+    assert meter.peak <= result.activations <= 1.5 * meter.peak
     smaller = card_fit.estimate_latents(
         config.model,
         config.latents.model_copy(update={"slicing": True}),
         {"vae": SHAPES["tiny"][part]},
         f"96x64@{frames}",
     )
-    assert smaller.activations < found.activations
+    assert smaller.activations < result.activations
 
 
 def test_a_text_encoder_takes_no_more_than_is_predicted(tmp_path) -> None:
     config = configured("sana", tmp_path, text={"batch_tokens": 4096, "precision": "float32"})
     shape = SHAPES["tiny"]["gemma"] | {"vocab_size": 300}
-    found = card_fit.estimate_text(config.model, config.text, {"text_encoder": shape}, config.model.template.max_length)
+    result = card_fit.estimate_text(
+        config.model, config.text, {"text_encoder": shape}, config.model.template.max_length
+    )
     model, meter = make_untrained("gemma", vocab_size=300).eval(), MemoryMeter()
-    assert found.weights == sum_bytes(model.parameters())
+    assert result.weights == sum_bytes(model.parameters())
     longest = config.model.template.max_length
     ids = torch.ones(4096 // longest, longest, dtype=torch.long)
     with torch.no_grad(), meter:
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    assert meter.peak <= found.activations <= 6 * meter.peak
+    assert meter.peak <= result.activations <= 6 * meter.peak
 
 
 def test_references_in_prompts_are_counted_for_text_encoder_and_transformer(tmp_path) -> None:
@@ -131,16 +133,16 @@ def test_references_in_prompts_are_counted_for_text_encoder_and_transformer(tmp_
     text = {"batch_tokens": 256, "precision": "float32"}
     config = configured("qwen-image-edit-plus", tmp_path, text=text, dataset={"conditioning_data": ["b", "c"]})
     assert longest_text(config, None) == 512 + 2 * 237
-    found = card_fit.estimate_text(
+    result = card_fit.estimate_text(
         config.model, config.text, {"text_encoder": SHAPES["tiny"]["qwen"] | {"vocab_size": 300}}, 1
     )
     visual, meter = make_untrained("qwen").eval().model.visual, MemoryMeter()
     grid = torch.tensor([[1, 26, 28]])
     with torch.no_grad(), meter:
         visual(torch.zeros(int(grid.prod()), 1176), grid)
-    kept = card_fit.CACHED_IMAGES * 237 * 64 * 4
+    cache_bytes = card_fit.CACHED_IMAGES * 237 * 64 * 4
     assert card_fit.CACHED_IMAGES == MAX_CACHED_FEATURES
-    assert meter.peak <= found.activations - kept <= 6 * meter.peak
+    assert meter.peak <= result.activations - cache_bytes <= 6 * meter.peak
 
 
 def test_buckets_are_those_of_the_datasets_or_of_the_plan(project, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""The memory that is predicted from shapes is the memory that a step takes, as the kernel counts it."""
+"""The memory predicted from shapes equals the memory of a step, as the kernel counts it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from trainer.memory.card_fit import RESERVED, find_card
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 ROOT = Path(__file__).resolve().parents[3]
-#: Sides in multiples of 64, for nf4-bnb, and large enough that what a step allocates is not lost among small things.
+#: Sides in multiples of 64, for nf4-bnb, and large enough that a step's allocations stand out from small objects.
 MIDDLE = {
     "t2i": SHAPES["tiny"]["image"] | {"model_dim": 128, "ff_dim": 512, "num_visual_blocks": 2, "visual_cond": False},
     "sana": SHAPES["tiny"]["sana"]
@@ -34,7 +34,7 @@ SIZES["qwen-image"] = SIZES["t2i"]
 MIDDLE["edit-plus-i2i"] = MIDDLE["qwen-image"] | {"zero_cond_t": True}
 SIZES["edit-plus-i2i"] = ("256x256+256x192", "256x320+192x256+256x256")
 FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
-#: On a CPU: device and offloaded are one there. Of each kind of setting at least one.
+#: On a CPU, where device and offloaded memory are the same. At least one setting of each kind.
 GRID = {
     "t2i": [
         {"batch_size": 2, "offload": {"blocks": True, "activations": True}, "adapter": {"type": "lokr", "rank": 4}},
@@ -55,23 +55,26 @@ GRID = {
 
 @pytest.mark.slow
 def test_a_dry_run_shows_it_and_loads_nothing(ready, program) -> None:
-    shown = {}
+    reports = {}
     for name, options in (("less", {}), ("more", {"gradient_checkpointing": False, "batch_size": 4})):
         config = ready("i2v", name=name, **options)
-        code, report, said = program(config, dry_run=True)
+        code, report, log = program(config, dry_run=True)
         details = report["details"]
-        assert code == OK and "loading the transformer" not in said and details["memory_of_bucket"] == "96x64@5"
-        shown[name] = {row["part"]: row["mib"] for row in details["memory"]}
-        assert [*shown[name]] == [field.name for field in fields(MemoryEstimate)][:-1]
-    assert shown["more"]["activations"] > shown["less"]["activations"]
+        assert code == OK and "loading the transformer" not in log and details["memory_of_bucket"] == "96x64@5"
+        reports[name] = {row["part"]: row["mib"] for row in details["memory"]}
+        assert [*reports[name]] == [field.name for field in fields(MemoryEstimate)][:-1]
+    assert reports["more"]["activations"] > reports["less"]["activations"]
 
 
 @pytest.mark.long
 def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
-    """Of four: a quarter of everything, and two gathered blocks of four with what is outside of the blocks."""
-    plain, shared, hosted, kept, half = (
-        estimate_memory(make_config("t2i", **FULL, **others, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks)
-        for parallel, ranks, others in (
+    """With four ranks: a quarter of everything, and two gathered blocks of four with the weights outside of the
+    blocks."""
+    plain, sharded, hosted, kept, half = (
+        estimate_memory(
+            make_config("t2i", **FULL, **rank_counts, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks
+        )
+        for parallel, ranks, rank_counts in (
             ({}, 1, {}),
             ({"strategy": "fsdp2"}, 4, {}),
             ({"strategy": "fsdp2", "cpu_offload": True}, 4, {}),
@@ -79,9 +82,9 @@ def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
             ({"strategy": "fsdp2", "reshard_after_forward": False}, 4, {"precision": "bfloat16"}),
         )
     )
-    assert shared.optimizer == pytest.approx(plain.optimizer / 4, abs=4)
-    assert shared.gradients == pytest.approx(plain.gradients / 4, abs=4)
-    gathered = shared.weights - plain.weights / 4
+    assert sharded.optimizer == pytest.approx(plain.optimizer / 4, abs=4)
+    assert sharded.gradients == pytest.approx(plain.gradients / 4, abs=4)
+    gathered = sharded.weights - plain.weights / 4
     assert 0.5 * plain.weights < gathered < 0.9 * plain.weights
     assert kept.weights == pytest.approx(plain.weights * 1.25, abs=4)
     assert 0.5 * plain.weights < half.weights - plain.weights / 4 < 0.7 * plain.weights
@@ -90,7 +93,7 @@ def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
 
 
 @pytest.mark.long
-def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config, make_set, made, tmp_path) -> None:
+def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config, make_set, helpers, tmp_path) -> None:
     skip_without_peaks()
     rows = [(kind, settings) for kind in GRID for settings in GRID[kind]]
     shapes, configs = {}, []
@@ -104,10 +107,11 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config,
         source = config.model.model_copy(update={"path": str(tmp_path / kind)})
         configs.append(config.model_copy(update={"model": source}))
         rng, bucket = np.random.default_rng(0), SIZES[kind][number % 2]
-        captions = [made.caption(rng, 32, kind == "t2i") for _ in range(5)]
-        given = [made.latent(rng, config, f"{w}x{h}") for w, h in Bucket.parse(bucket).references]
+        captions = [helpers.caption(rng, 32, kind == "t2i") for _ in range(5)]
+        references = [helpers.latent(rng, config, f"{w}x{h}") for w, h in Bucket.parse(bucket).references]
         items = [
-            made.Item(bucket, made.latent(rng, config, bucket), [caption], references=given) for caption in captions[1:]
+            helpers.Item(bucket, helpers.latent(rng, config, bucket), [caption], references=references)
+            for caption in captions[1:]
         ]
         make_set(config, items, captions[0])
     lines = [json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)) for config in configs]
@@ -115,14 +119,14 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config,
     environment = {**os.environ, **MALLOC, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, input="\n".join(lines), stdout=subprocess.PIPE, text=True, env=environment)
     assert ended.returncode == 0
-    wrong = []
+    failures = []
     measured = [json.loads(line) for line in ended.stdout.splitlines()]
     for number, ((kind, settings), config, (most, saved)) in enumerate(zip(rows, configs, measured, strict=True)):
         predicted = estimate_memory(config, shapes[kind], [SIZES[kind][number % 2]], 32)
         share, on_disk = (predicted.device + predicted.offloaded) / most, predicted.checkpoint / saved
         print(f"{kind} {settings}: {share:.3f} of {most >> 10} KiB, {on_disk:.3f} of {saved >> 10} KiB on disk")
-        wrong += [] if 0.85 < share < 1.15 and 0.95 < on_disk < 1.05 else [(kind, settings, share, on_disk)]
-    assert len(measured) == len(rows) and not wrong, wrong
+        failures += [] if 0.85 < share < 1.15 and 0.95 < on_disk < 1.05 else [(kind, settings, share, on_disk)]
+    assert len(measured) == len(rows) and not failures, failures
 
 
 @pytest.mark.slow
@@ -137,22 +141,23 @@ def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> 
 
     shape = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
     length = config.text.max_length or config.model.template.max_length
-    whole = estimate_memory(config, shape, ["96x64"], length)
-    enough = said(whole.device + RESERVED - 1)
+    single = estimate_memory(config, shape, ["96x64"], length)
+    enough = said(single.device + RESERVED - 1)
     assert "on the device, 1 GiB of it for CUDA and its kernels, and a small card has 1.0 GiB" in enough
     assert "with train.gradient_checkpointing true of every block" in enough and "offload" not in enough
     much = said(RESERVED)
     assert "and with train.offload.activations true" in much and "smaller buckets" in much
     assert find_card("cuda:1") is find_card("cpu") is None and find_card("auto") == ("a small card", RESERVED)
-    assert "would need" not in said(whole.device + RESERVED)
+    assert "would need" not in said(single.device + RESERVED)
 
 
 @pytest.mark.slow
 def test_the_choice_of_sparse_attentions_blocks_is_counted(make_config) -> None:
-    """Most of a long clip in a narrow model: for each head a sort of (blocks of 64 tokens)^2 values and indices."""
+    """Most of the memory of a long clip in a narrow model: for each head a sort of (blocks of 64 tokens)^2 values and
+    indices."""
     shape, bucket = SHAPES["tiny"]["video"], ["1280x768@961"]
     plain = estimate_memory(make_config("t2v"), shape, bucket, 8)
-    found = estimate_memory(make_config("t2v"), shape | KINDS["kandinsky5-video-t2v-nabla"].transformer, bucket, 8)
+    result = estimate_memory(make_config("t2v"), shape | KINDS["kandinsky5-video-t2v-nabla"].transformer, bucket, 8)
     heads, blocks = 96 // 32, 241 * 48 * 80 // 64
-    assert 16 < found.activations / (heads * blocks**2) < 80
-    assert found.activations > 2 * plain.activations
+    assert 16 < result.activations / (heads * blocks**2) < 80
+    assert result.activations > 2 * plain.activations

@@ -1,4 +1,4 @@
-"""What optimizers keep of each trained number, and what their steps need besides."""
+"""Bytes that optimizers store for each trained number, and additional bytes of their steps."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("name", "dtype", "state", "working"),
     [
-        ("adamw", FLOAT32, 8, 4),  # two moments; the root of the second, of all parameters at once
+        ("adamw", FLOAT32, 8, 4),  # two moments; the root of the second moment, of all parameters at once
         ("adamw-fused", FLOAT32, 8, 0),
-        ("optimi-adamw", BFLOAT16, 6, 0),  # two moments and what the sums lose
+        ("optimi-adamw", BFLOAT16, 6, 0),  # two moments and the rounding errors of the sums
         ("optimi-lion", FLOAT32, 4, 0),
         ("bnb-adamw8bit-paged", FLOAT32, 2, 0),
         ("bnb-lion8bit", BFLOAT16, 1, 0),
@@ -27,12 +27,12 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
     ],
 )
 def test_of_each_number(name: str, dtype: torch.dtype, state: float, working: float | None) -> None:
-    """Scales of 8-bit states apart. The working memory is that of a GPU."""
-    found = measure_optimizer(Optimizer(name=name), dtype, is_cpu=False)
-    assert found.state == pytest.approx(state, rel=0.04)
-    assert working is None or found.working == pytest.approx(working, abs=1e-3)
-    assert found.averages == (name == "adamw-schedulefree")
-    assert 0 <= found.working_one <= 12
+    """Bytes of each trained number, without the scales of 8-bit states. The working memory is for a GPU."""
+    result = measure_optimizer(Optimizer(name=name), dtype, is_cpu=False)
+    assert result.state == pytest.approx(state, rel=0.04)
+    assert working is None or result.working == pytest.approx(working, abs=1e-3)
+    assert result.averages == (name == "adamw-schedulefree")
+    assert 0 <= result.working_one <= 12
 
 
 def test_arguments_count() -> None:

@@ -12,7 +12,8 @@ from trainer.families.base import TokenGrid
 
 
 def enlarge(grid_RCD: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Bilinear between the centers of cells, each axis for itself; beyond the outer centers the outer value."""
+    """Bilinear between the centers of cells, along each axis separately; outside of the outer centers, the outer
+    value."""
     for axis, fine in ((0, rows), (1, columns)):
         coarse = grid_RCD.shape[axis]
         lines = grid_RCD.movedim(axis, 0)
@@ -33,11 +34,12 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def loss_by_hand(
     hidden_BND: torch.Tensor, places_BN: torch.Tensor, grid: TokenGrid, batch: Batch, projector: Any, options: CREPA
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each sample, with the similarity of each, which no mask weighs. places_BN: of the tokens, row by row."""
+    """The loss of each sample, and the similarity of each sample, which masks do not weight. places_BN: positions of
+    the tokens, row by row."""
     (norm, linear), mask = projector, batch.extras.get("mask")
     losses, similarities = [], []
     for sample, (hidden_ND, features) in enumerate(zip(hidden_BND, batch.extras["vision"], strict=True)):
-        wanted = [enlarge(frame, grid.rows, grid.columns) for frame in features]
+        expected = [enlarge(frame, grid.rows, grid.columns) for frame in features]
         neighbors = {
             f: [(f, 1.0)]
             + [
@@ -49,16 +51,16 @@ def loss_by_hand(
             ]
             for f in range(grid.frames)
         }
-        found, factors = [], []
+        result, factors = [], []
         for h, place in zip(hidden_ND, places_BN[sample].tolist(), strict=True):
             f, r, c = (int(n) for n in np.unravel_index(place, (grid.frames, grid.rows, grid.columns)))
             h = (h - h.mean()) / (h.var(correction=0) + 1e-5).sqrt() * norm.weight + norm.bias
             h = linear.weight @ h + linear.bias
-            found.append(sum(share * cosine(h, wanted[k][r, c]) for k, share in neighbors[f]))
+            result.append(sum(share * cosine(h, expected[k][r, c]) for k, share in neighbors[f]))
             if mask is not None:
                 high, wide = mask.shape[-2] // grid.rows, mask.shape[-1] // grid.columns
                 factors.append(mask[sample, f, r * high : (r + 1) * high, c * wide : (c + 1) * wide].mean())
-        similarity = torch.stack(found)
+        similarity = torch.stack(result)
         weighed = similarity if mask is None else similarity * torch.stack(factors)
         losses.append(-options.weight * weighed.mean() * (1 if options.normalize_by_frames else grid.frames))
         similarities.append(similarity.mean())

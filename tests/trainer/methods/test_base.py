@@ -1,4 +1,4 @@
-"""What a method may do in a step: hold weights, span both passes, draw at random, weigh and add losses."""
+"""Capabilities of a method in a step: hold weights, span both passes, draw at random, weight and add losses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from trainer.setup import checks
 
 
 class Tapping(Method):
-    """Reads the output of the last block through weights of its own, and notes what happens in which order."""
+    """Reads the output of the last block through its own weights, and records the order of the calls."""
 
     def __init__(self) -> None:
         self.head = torch.nn.Linear(96, 1)  # the width of the tiny transformer
@@ -71,12 +71,12 @@ def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
     loop.train_loop(run)
     passes = ["block", "loss", "block", "left"] if checkpointing else ["block", "loss", "left"]
     assert tapping.noted == passes * 4, "a checkpointed block is computed again within the context"
-    kept = load_file(config.run_folder / "checkpoints/step-000002/trainable.safetensors")
-    assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight) and "methods.tapping.bias" in kept
+    tensors = load_file(config.run_folder / "checkpoints/step-000002/trainable.safetensors")
+    assert torch.equal(tensors["methods.tapping.weight"], tapping.head.weight) and "methods.tapping.bias" in tensors
     assert not torch.equal(before, tapping.head.weight)
-    again = prepared(make_config("t2i", steps=2, accumulate=2))
+    second = prepared(make_config("t2i", steps=2, accumulate=2))
     with torch.no_grad():
         tapping.head.weight.zero_()
-    resumed = loop.resume_run(again)
+    resumed = loop.resume_run(second)
     assert resumed is not None and resumed.step == 2
-    assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight)
+    assert torch.equal(tensors["methods.tapping.weight"], tapping.head.weight)

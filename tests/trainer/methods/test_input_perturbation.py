@@ -1,4 +1,4 @@
-"""Input perturbation against its formula, and what other methods make of the input that it changes."""
+"""Input perturbation, compared with its formula, and the effect of the changed input on other methods."""
 
 from typing import Any
 
@@ -21,17 +21,17 @@ CLEAN = {"t2i": 0, "i2i": 0, "t2v": 0, "i2v": 1}  # leading latent frames that a
 
 
 def make_step(task: Any, number: int = 0, rows: tuple[int, ...] = tuple(range(COUNT))) -> MethodStep:
-    """Random samples, always the same; `rows` of them."""
+    """Random samples, the same in each call; `rows`: number of samples."""
     generator, frames = torch.Generator().manual_seed(0), 4 if task.endswith("v") else 1
     x0, noise, condition = (torch.randn(COUNT, 4, frames, 24, 16, generator=generator) for _ in range(3))
-    text, chosen = torch.ones(COUNT, 1, 1), list(rows)
+    text, selection = torch.ones(COUNT, 1, 1), list(rows)
     batch = Batch(x0, None if task.startswith("t") else condition, text, text[..., 0].bool(), None, ["id"] * COUNT, "")
-    sigma_B = torch.tensor([0.1, 0.4, 0.7, 1.0])[chosen]
+    sigma_B = torch.tensor([0.1, 0.4, 0.7, 1.0])[selection]
     return MethodStep(
         number=number, steps=1000, model=None, task=task, predict=None, most_passes=int, shift=1.0,
         family=module_of(FAMILIES["kandinsky5-video" if frames > 1 else "kandinsky5-image"]),
-        batch=batch.select(torch.tensor(chosen)), noise_BCTHW=noise[chosen],
-        sigma_B=sigma_B, host_sigma_B=sigma_B, identities=[f"{number}/{row}" for row in chosen],
+        batch=batch.select(torch.tensor(selection)), noise_BCTHW=noise[selection],
+        sigma_B=sigma_B, host_sigma_B=sigma_B, identities=[f"{number}/{row}" for row in selection],
     )  # fmt: skip
 
 
@@ -49,12 +49,12 @@ def drawn(step: MethodStep, gamma: float) -> np.ndarray:
 
 @pytest.mark.parametrize("task", CLEAN)
 def test_the_input_has_more_noise_of_its_own_and_nothing_else_changes(task) -> None:
-    given = CLEAN[task]
+    clean_frames = CLEAN[task]
     before, step = make_step(task), prepare(make_step(task), strength=GAMMA)
-    xi, noise = drawn(step, GAMMA), step.noise_BCTHW.numpy()[:, :, given:]
-    assert np.abs(xi[:, :, :given]).max(initial=0) < 1e-4, "given frames"
-    assert torch.equal(step.noisy_BCTHW[:, :, :given], before.noisy_BCTHW[:, :, :given])
-    xi = xi[:, :, given:]
+    xi, noise = drawn(step, GAMMA), step.noise_BCTHW.numpy()[:, :, clean_frames:]
+    assert np.abs(xi[:, :, :clean_frames]).max(initial=0) < 1e-4, "given frames"
+    assert torch.equal(step.noisy_BCTHW[:, :, :clean_frames], before.noisy_BCTHW[:, :, :clean_frames])
+    xi = xi[:, :, clean_frames:]
     for mine, row in zip(xi, noise, strict=True):  # at least 1536 numbers
         assert abs(mine.mean()) < 0.1 and mine.std() == pytest.approx(1, abs=0.07), "standard normal"
         assert np.mean(np.abs(mine) < 1) == pytest.approx(0.683, abs=0.05)
@@ -81,7 +81,8 @@ def test_it_falls_linearly_to_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_loss_is_that_of_the_perturbed_input(ready) -> None:
-    """With the blocks computed again in the backward pass; sigma stays the same for the model and in the metrics."""
+    """With blocks that are computed again in the backward pass; sigma stays the same for the model and in the
+    metrics."""
     config = ready(
         "i2v",
         steps=1,
@@ -100,7 +101,7 @@ def test_the_loss_is_that_of_the_perturbed_input(ready) -> None:
             predicted = run.family.predict(run.model, noisy, torch.full((4,), 0.7), step.batch, config.model.task)
         error = predicted - (part.noise_BCTHW - part.batch.latents_BCTHW)
         losses[name] = error[:, :, CLEAN["i2v"] :].square().mean().item()
-    found = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
-    assert found["loss"] == pytest.approx(losses["perturbed"], rel=1e-5)
-    assert found["loss"] != pytest.approx(losses["plain"], rel=1e-4)
-    assert found["loss_by_sigma"].keys() == {"0.5-0.75"}
+    result = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
+    assert result["loss"] == pytest.approx(losses["perturbed"], rel=1e-5)
+    assert result["loss"] != pytest.approx(losses["plain"], rel=1e-4)
+    assert result["loss_by_sigma"].keys() == {"0.5-0.75"}

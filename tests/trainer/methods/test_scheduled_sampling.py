@@ -1,4 +1,4 @@
-"""Scheduled sampling against rollouts that diffusers' scheduler takes, sample by sample."""
+"""Scheduled sampling, compared with rollouts by diffusers' scheduler, sample by sample."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ def draw(identity: str, purpose: str) -> float:
 
 @torch.no_grad()
 def roll_out(run, x0, noise, sigma, batch, steps: int, shift: float, of: int):
-    """(x, sigma of its start) after that many steps of diffusers' scheduler on the way from noise to data."""
+    """(x, sigma of its start) after this number of steps of diffusers' scheduler from noise towards data."""
     u = sigma / (shift - (shift - 1) * sigma)
     sigmas = [min(1.0, u + number / of) for number in range(steps, 0, -1)]
     sigmas = [shift * it / (1 + (shift - 1) * it) for it in sigmas]
@@ -41,8 +41,10 @@ ADAPTERS = {"t2i": {"rank": 2, "dropout": 0.5, "init_weights": "olora"}, "i2v": 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "correction"), [("t2i", 1.0), ("i2v", 0.5), ("sana", 0.0)])
-def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(make_config, make_set, made, kind, correction) -> None:
-    """Of samples of several lengths in one batch, some of which are not rolled out; with masks for Sana."""
+def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(
+    make_config, make_set, helpers, kind, correction
+) -> None:
+    """Samples of several lengths in one batch, some of which are not rolled out; with masks for Sana."""
     settings = {"probability": 0.7, "max_step_offset": 3, "schedule_steps": 10, "correction": correction}
     config = make_config(
         kind,
@@ -54,7 +56,7 @@ def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(make_config, mak
         adapter=ADAPTERS[kind],
         methods={"scheduled_sampling": settings, **({"masked_loss": {}} if kind == "sana" else {})},
     )
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     for number, item in enumerate(items if kind == "sana" else ()):
         item.mask = np.random.default_rng(number).random(item.latent.shape[1:], dtype=np.float32)
     make_set(config, items, null, prompts)
@@ -67,7 +69,7 @@ def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(make_config, mak
     before = torch.get_rng_state()
     run.methods["scheduled_sampling"].prepare(step)
     assert torch.equal(before, torch.get_rng_state()), "dropout was off"
-    lengths, given = [], run.skip_frames
+    lengths, clean_frames = [], run.skip_frames
     run.model.eval()
     for row, identity in enumerate(part.identities):
         one = torch.tensor([row])
@@ -79,11 +81,11 @@ def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(make_config, mak
         x, target = line_BCTHW[one], straight_BCTHW[one]
         if lengths[-1]:
             x, start = roll_out(run, x0, noise, sigma, batch, lengths[-1], 3.0, 10)
-            x[:, :, :given] = line_BCTHW[one, :, :given]
+            x[:, :, :clean_frames] = line_BCTHW[one, :, :clean_frames]
             leading_to_x0 = (x - x0) / sigma - target
             target = target + correction * min(1.0, sigma / (start - sigma)) * leading_to_x0
             torch.testing.assert_close(step.noisy_BCTHW[one], x, atol=2e-3, rtol=0)
-            assert (x - line_BCTHW[one])[:, :, given:].abs().max() > 0.02, "it is off the line"
+            assert (x - line_BCTHW[one])[:, :, clean_frames:].abs().max() > 0.02, "it is off the line"
         else:
             assert torch.equal(step.noisy_BCTHW[one], x)
         torch.testing.assert_close(step.target_BCTHW[one], target, atol=1e-2, rtol=1e-3)
@@ -93,7 +95,7 @@ def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(make_config, mak
     with torch.no_grad():
         predicted = run.family.predict(run.model, step.noisy_BCTHW, step.sigma_B, step.batch, config.model.task)
     weight = part.batch.extras["mask"][:, None] if kind == "sana" else 1.0
-    expected = (weight * (predicted - step.target_BCTHW)[:, :, given:].square()).mean().item()
+    expected = (weight * (predicted - step.target_BCTHW)[:, :, clean_frames:].square()).mean().item()
     assert loop.finish_step(run, loop.train_step(run, run.loader.step(0)))["loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -109,7 +111,7 @@ def test_the_share_ramps_up_and_lengths_follow_the_strategy() -> None:
     ones = torch.ones(count, 1, 1, 1, 1)
     batch = Batch(ones, None, ones, ones.bool(), None, ["id"] * count, "8x8")
     u_B = torch.full((count,), 0.5)
-    found = {}
+    result = {}
     for strategy in ("uniform", "biased_early", "biased_late"):
         method = ScheduledSamplingMethod(ScheduledSampling(probability=0.5, max_step_offset=4, strategy=strategy))
         step = MethodStep(
@@ -120,12 +122,12 @@ def test_the_share_ramps_up_and_lengths_follow_the_strategy() -> None:
         lengths_B = method.draw_lengths(step)
         assert {*lengths_B.tolist()} == {0, 1, 2, 3, 4}
         assert (lengths_B > 0).double().mean() == pytest.approx(0.5, abs=0.05)
-        found[strategy] = Counter(lengths_B.tolist())
+        result[strategy] = Counter(lengths_B.tolist())
         step.host_sigma_B = torch.linspace(0.95, 1.0, count)
         near = method.draw_lengths(step)
         assert near.max() == 3 and near[-1] == 0, "50 steps from noise to data: none before the noise itself"
-    assert found["biased_early"][1] > found["uniform"][1] > found["biased_late"][1] > 0
-    assert found["biased_early"][4] < found["uniform"][4] < found["biased_late"][4]
+    assert result["biased_early"][1] > result["uniform"][1] > result["biased_late"][1] > 0
+    assert result["biased_early"][4] < result["uniform"][4] < result["biased_late"][4]
 
 
 def module_of_sana():

@@ -17,9 +17,9 @@ from trainer.setup.optimizers import make_optimizer
 
 
 def newest(folder: Path) -> resume.Checkpoint:
-    found, damaged = resume.newest_checkpoint(folder, verify=True)
-    assert found is not None and not damaged
-    return found
+    result, damaged = resume.newest_checkpoint(folder, verify=True)
+    assert result is not None and not damaged
+    return result
 
 
 def saved_at(folder: Path, step: int, trainable, optimizer, terms: dict | None = None, **parts) -> Path:
@@ -52,7 +52,7 @@ def trained(steps: int) -> tuple:
 
 @pytest.mark.parametrize("moment", ["write_tensors", "replace"])
 def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypatch) -> None:
-    """A process that ends in the middle of writing: the one before stays the newest, and the rest is swept."""
+    """A process that ends while it writes: the previous checkpoint stays the newest, and the rest is removed."""
     parameters, optimizer, _ = trained(2)
     saved_at(tmp_path, 2, parameters, optimizer)
     child = os.fork()
@@ -72,7 +72,7 @@ def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypa
 
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
 def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
-    """The run goes on from the checkpoint before. A few flips change no meaning: white space of the manifest."""
+    """The run resumes from the previous checkpoint. A few flips have no effect: white space of the manifest."""
     parameters, optimizer, _ = trained(2)
     for number in (1, 2):
         last = saved_at(tmp_path, number, parameters, optimizer, {"seed": 0})
@@ -82,9 +82,9 @@ def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         raw = bytearray(content)
         raw[bit // 8] ^= 1 << bit % 8
         (last / name).write_bytes(raw)
-        found, _ = resume.newest_checkpoint(tmp_path, verify=True)
-        harmless = name == "manifest.json" and content[bit // 8 : bit // 8 + 1].isspace() and found == before
-        assert found is not None and (found.step == 1 or harmless), (bit, raw)
+        result, _ = resume.newest_checkpoint(tmp_path, verify=True)
+        harmless = name == "manifest.json" and content[bit // 8 : bit // 8 + 1].isspace() and result == before
+        assert result is not None and (result.step == 1 or harmless), (bit, raw)
 
 
 def test_a_checkpoint_without_its_manifest_or_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -113,21 +113,21 @@ def test_equal_tensors_and_metadata_give_equal_files(tmp_path: Path) -> None:
 
 
 def test_what_is_exported_bit_for_bit_is_written_once(tmp_path: Path) -> None:
-    """Of three weights the export holds one as it is, another halved and one in another dtype."""
+    """The export contains one of three weights unchanged, one halved and one in another dtype."""
     parameters, optimizer, _ = trained(2)
     names = {"a.weight": "x", "a.bias": "y", "b.weight": "z"}
 
     def export(folder: Path) -> dict:
         (folder / "part").mkdir()
-        written = {"x": parameters["a.weight"], "y": parameters["a.bias"] / 2, "z": parameters["b.weight"].bfloat16()}
-        checkpoint.write_tensors({key: value.detach() for key, value in written.items()}, folder / "part/model.st")
+        exported = {"x": parameters["a.weight"], "y": parameters["a.bias"] / 2, "z": parameters["b.weight"].bfloat16()}
+        checkpoint.write_tensors({key: value.detach() for key, value in exported.items()}, folder / "part/model.st")
         return {"part/model.st": {key: name for name, key in names.items()}}
 
     saved = saved_at(tmp_path, 2, parameters, optimizer, export=export)
     assert load_file(saved / "trainable.safetensors").keys() == {"a.bias", "b.weight"}
-    again = model(9)
-    checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer()))
-    assert all(torch.equal(again[name], parameters[name]) for name in names)
+    second = model(9)
+    checkpoint.restore(newest(tmp_path), second, make_optimizer(second, Optimizer()))
+    assert all(torch.equal(second[name], parameters[name]) for name in names)
     (saved / "part/model.st").unlink()
     with pytest.raises(resume.NoUsableCheckpoint, match=r"it has no part/model\.st"):
         resume.newest_checkpoint(tmp_path)
@@ -138,8 +138,8 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     for number in (1, 2, 30, 999_999, 1_000_000):
         saved_at(tmp_path, number, parameters, optimizer)
     checkpoint.prune(tmp_path, 2, 15, [2])
-    kept = ["step-000002", "step-000030", "step-1000000", "step-999999"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    names = ["step-000002", "step-000030", "step-1000000", "step-999999"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     checkpoint.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
     assert newest(tmp_path).step == 1_000_000
@@ -147,19 +147,19 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
 
 
 def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
-    """Old and new value of each; a hash is no value. Terms that are not asked for are not compared."""
+    """Old and new value of each term; a hash has no value to show. Terms that are not requested are not compared."""
     parameters, optimizer, _ = trained(1)
     saved = {"seed": 1, "transformer": "abc", "betas": (0.9, 0.95), "adapter": {"rank": 8, "alpha": None, "type": "x"}}
     saved |= {"methods": {}}
     data = {"digest": "d1", "set": "a", "samples": 3, "captions": 4}
     saved_at(tmp_path, 1, parameters, optimizer, {**saved, "data": data})
-    found = newest(tmp_path)
-    resume.check_signature(found, {**saved, "data": {**data, "set": "b"}})
-    resume.check_signature(found, {"seed": 1})
-    other = {"seed": 2, "transformer": "xyz", "betas": (0.9, 0.95), "adapter": {"rank": 4, "alpha": 2.0, "type": "x"}}
-    other |= {"methods": {"masked_loss": {"weight": 0.5}}}
+    result = newest(tmp_path)
+    resume.check_signature(result, {**saved, "data": {**data, "set": "b"}})
+    resume.check_signature(result, {"seed": 1})
+    changed = {"seed": 2, "transformer": "xyz", "betas": (0.9, 0.95), "adapter": {"rank": 4, "alpha": 2.0, "type": "x"}}
+    changed |= {"methods": {"masked_loss": {"weight": 0.5}}}
     with pytest.raises(resume.ResumeError) as caught:
-        resume.check_signature(found, {**other, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
+        resume.check_signature(result, {**changed, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
     lines = caught.value.message.splitlines()
     assert lines[0].endswith("can't be continued with this configuration:") and sorted(lines[1:]) == [
         "  the transformer has a different shape",
@@ -185,7 +185,7 @@ def flip(path: Path, name: str) -> None:
 
 
 def change_state(path: Path, **values) -> None:
-    """Other values, with checksums that match."""
+    """Change values, with checksums that match."""
     (path / "state.json").write_bytes(format_record(read_record(path / "state.json") | values))
     resume.write_manifest(path)
 
@@ -209,16 +209,16 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_checkpoint_before_a_damaged_one_is_found(tmp_path: Path, damage: str) -> None:
-    """And the damaged one is put aside, where it counts no more and nothing removes it; where there is none before, the
-    run is damaged."""
+    """The damaged checkpoint is renamed, so that it is not counted or removed; without a previous checkpoint, the run
+    is damaged."""
     parameters, optimizer, _ = trained(2)
     for number in (1, 2):
         last = saved_at(tmp_path, number, parameters, optimizer)
     DAMAGES[damage](last)
-    found, damaged = resume.newest_checkpoint(tmp_path, verify=True)
-    assert found is not None and found.step == 1
+    result, damaged = resume.newest_checkpoint(tmp_path, verify=True)
+    assert result is not None and result.step == 1
     assert [path for path, _ in damaged] == [last] and damaged[0][1]
-    assert "is kept as damaged-step-000002.1" in checkpoint.quarantine(*damaged[0], found)
+    assert "is kept as damaged-step-000002.1" in checkpoint.quarantine(*damaged[0], result)
     checkpoint.prune(tmp_path, 1)
     assert newest(tmp_path).step == 1
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "damaged-step-000002.1"}
@@ -243,9 +243,9 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, name: str) -> None:
 def test_other_weights_are_refused(tmp_path: Path) -> None:
     parameters, optimizer, _ = trained(1)
     saved_at(tmp_path, 1, parameters, optimizer)
-    other = {"c": torch.nn.Parameter(torch.zeros(1))}
+    changed = {"c": torch.nn.Parameter(torch.zeros(1))}
     with pytest.raises(resume.ResumeError, match=r"other weights.*a\.bias"):
-        checkpoint.restore(newest(tmp_path), other, make_optimizer(other, Optimizer()))
-    other = {**model(0), "a.bias": torch.nn.Parameter(torch.zeros(1))}
+        checkpoint.restore(newest(tmp_path), changed, make_optimizer(changed, Optimizer()))
+    changed = {**model(0), "a.bias": torch.nn.Parameter(torch.zeros(1))}
     with pytest.raises(resume.ResumeError, match=r"a\.bias has the shape \(3,\).*expected \(1,\)"):
-        checkpoint.restore(newest(tmp_path), other, make_optimizer(other, Optimizer()))
+        checkpoint.restore(newest(tmp_path), changed, make_optimizer(changed, Optimizer()))

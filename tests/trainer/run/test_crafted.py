@@ -1,4 +1,4 @@
-"""Shards whose checksums are right and whose tensors can't be trained on: each is named, before a gradient."""
+"""Shards with correct checksums whose tensors can't be trained on: each is an error before a gradient."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from trainer.run import metrics
 
 
 def craft(items, null, part: str, change) -> None:
-    """Change a tensor of the first sample, or "wide": the latent of the first of bucket 96x64, "null": the null
+    """Change a tensor of the first sample, or "wide": the latent of the first sample of bucket 96x64, "null": the null
     prompt's text. change: array -> array; None removes the tensor."""
     wide = next(item for item in items if item.bucket.startswith("96x64"))
     texts = {"null": null, "embeds": items[0].texts[0], "pooled": items[0].texts[0]}
@@ -26,7 +26,7 @@ def craft(items, null, part: str, change) -> None:
 
 
 def put(place: tuple[int, ...], value: float):
-    """Give a function that sets one number."""
+    """Returns a function that sets one number."""
 
     def change(array: np.ndarray) -> np.ndarray:
         array[place] = value
@@ -60,10 +60,10 @@ CASES = [
 @pytest.mark.parametrize(
     ("case", "form"), [(number, ("arrow", "webdataset")[number % 2]) for number in range(len(CASES))]
 )
-def test_what_cant_be_trained_on_is_named(make_config, make_set, made, case, form) -> None:
-    kind, part, change, said = CASES[case]
+def test_what_cant_be_trained_on_is_named(make_config, make_set, helpers, case, form) -> None:
+    kind, part, change, message = CASES[case]
     config = make_config(kind)
-    items, null, _ = made.mixed_items(config)
+    items, null, _ = helpers.mixed_items(config)
     craft(items, null, part, change)
     make_set(config, items, null, [], form=form)
     data = find_set(config.root, "current", config.model.family, config.model.task)
@@ -76,14 +76,14 @@ def test_what_cant_be_trained_on_is_named(make_config, make_set, made, case, for
             damages.append(damage)
     assert len(damages) == (12 if part == "null" else 1)
     damage = damages[0]
-    assert said in damage.reason and Path(damage.path).exists()
+    assert message in damage.reason and Path(damage.path).exists()
     assert damage.id.startswith("set1-") and damage.row is not None and f"row {damage.row}" in str(damage)
 
 
 @pytest.mark.parametrize("part", ["text", "condition"])
-def test_a_crafted_validation_prompt_is_named(make_config, make_set, made, part) -> None:
+def test_a_crafted_validation_prompt_is_named(make_config, make_set, helpers, part) -> None:
     config = make_config("i2v")
-    items, null, prompts = made.mixed_items(config)
+    items, null, prompts = helpers.mixed_items(config)
     if part == "text":
         prompts[0].text["embeds"][0, 0] = np.nan
     else:
@@ -96,10 +96,10 @@ def test_a_crafted_validation_prompt_is_named(make_config, make_set, made, part)
 
 
 @pytest.mark.slow
-def test_training_ends_as_damage_does(make_config, make_set, made, program) -> None:
-    """Not one step was taken on it."""
+def test_training_ends_as_damage_does(make_config, make_set, helpers, program) -> None:
+    """No step was taken on the tensor."""
     config = make_config("t2i", steps=40, caption_dropout=0.0, validation={"eval_samples": 0})
-    items, null, _ = made.mixed_items(config)
+    items, null, _ = helpers.mixed_items(config)
     craft(items, null, *NOT_A_NUMBER)
     make_set(config, items, null, [])
     code, report, _ = program(config)

@@ -1,4 +1,4 @@
-"""What the machine can't give ends training with a message, and what was saved before stays."""
+"""A full disk or too little memory ends training with a message, and earlier checkpoints stay."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_a_config_that_diffusers_cant_use_is_named(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["checkpoint", long("result")])
 def test_a_full_disk_is_said_and_the_checkpoint_before_stays(ready, monkeypatch, victim) -> None:
-    """A file-size limit during the second checkpoint, or during the result; later training goes on to its end."""
+    """A file-size limit during the second checkpoint, or during the result; a later run continues to the end."""
     config = ready("t2i", steps=4, checkpoint_every=2)
     owner, name = (checkpoint, "save") if victim == "checkpoint" else (loop, "save_result")
     real, calls = getattr(owner, name), iter(range(9))
@@ -64,19 +64,19 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(ready, monkeypatch,
 
     assert in_child(work) == 0
     folder = config.run_folder
-    done = 2 if victim == "checkpoint" else 4
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == f"step-{done:06d}"
+    last_step = 2 if victim == "checkpoint" else 4
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == f"step-{last_step:06d}"
     assert not list(folder.glob("checkpoints/.*")) and not (folder / "result.json").exists()
     assert not list(folder.glob("adapter/*.safetensors"))
     result = train(config)
-    assert (result["skipped"], result["done"]) == (done, 4 - done)
+    assert (result["skipped"], result["done"]) == (last_step, 4 - last_step)
     assert (folder / "adapter" / "pytorch_lora_weights.safetensors").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), long("sana", {"type": "full"})])
 def test_killed_while_the_result_is_saved(ready, program, monkeypatch, kind, adapter) -> None:
-    """The next start saves it, trains nothing again, and the one after that does nothing."""
+    """The next start saves the result and trains nothing again; a second start does nothing."""
     config = ready(kind, steps=2, adapter=adapter)
 
     def work() -> None:

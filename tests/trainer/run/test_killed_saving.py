@@ -25,19 +25,19 @@ CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod",
 
 
 def kill_at_operation(number: int, folder: Path) -> None:
-    """Kill this process before the file operation `number` (from 0) below `folder`. fsync has no event, and none of
-    what was written is lost with the process."""
-    taken = iter(range(10**9))
+    """Kill this process before file operation `number` (from 0) below `folder`. fsync has no event, and written data is
+    not lost with the process."""
+    numbers = iter(range(10**9))
 
-    def seen(event: str, arguments: tuple) -> None:
-        if event in CHANGES and str(folder) in str(arguments[0]) and next(taken) == number:
+    def audit(event: str, arguments: tuple) -> None:
+        if event in CHANGES and str(folder) in str(arguments[0]) and next(numbers) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(seen)
+    sys.addaudithook(audit)
 
 
 def kill_at_size(size: int) -> None:
-    """Kill this process by the write that would make any file larger than so many bytes; libraries write in Rust."""
+    """Kill this process by the write that would make any file larger than the limit; libraries write in Rust."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
@@ -46,8 +46,8 @@ def kill_at_size(size: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "adapter", "every"), [("t2i", {"rank": 2}, 3), *(long(*case, 1) for case in CASES)])
 def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> None:
-    """Whenever it dies, the newest checkpoint is the old one or the new one, whole, and pruning takes none too many.
-    every: how many file operations are between two deaths."""
+    """After any kill, the newest checkpoint is the old or the new one, complete, and pruning does not remove too many.
+    every: number of file operations between two kills."""
     config = ready(kind, steps=9, adapter=adapter, keep_checkpoints=1)
     run = prepared(config)
     folder = run.folder / "checkpoints"
@@ -57,46 +57,46 @@ def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> N
             checkpoint.prune(folder, 3)
             loop.save_checkpoint(run, step)
         if step == 2:
-            old = {name: value.detach().clone() for name, value in run.trainable.items()}
+            old_weights = {name: value.detach().clone() for name, value in run.trainable.items()}
             shutil.copytree(folder, folder.with_name("before"))
-    new = {name: value.detach().clone() for name, value in run.trainable.items()}
-    assert any(not torch.equal(old[name], new[name]) for name in new)
+    new_weights = {name: value.detach().clone() for name, value in run.trainable.items()}
+    assert any(not torch.equal(old_weights[name], new_weights[name]) for name in new_weights)
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     assert [path.name for path in folder.iterdir()] == ["step-000003"], "one is kept"
 
     def check() -> int:
-        found, damaged = resume.newest_checkpoint(folder, verify=True)
-        assert found is not None and not damaged and found.step in (2, 3)
-        checkpoint.restore(found, run.trainable, run.optimizer)
-        expected = old if found.step == 2 else new
+        newest, damaged = resume.newest_checkpoint(folder, verify=True)
+        assert newest is not None and not damaged and newest.step in (2, 3)
+        checkpoint.restore(newest, run.trainable, run.optimizer)
+        expected = old_weights if newest.step == 2 else new_weights
         assert all(torch.equal(value, expected[name]) for name, value in run.trainable.items())
-        return found.step
+        return newest.step
 
     def attempt(prepare: Callable[[], None]) -> int:
-        """The newest step after a death, 0 where it did not die."""
+        """The newest step after a kill, 0 if the process was not killed."""
         shutil.rmtree(folder)
         shutil.copytree(folder.with_name("before"), folder)
 
         def work() -> None:
             with torch.no_grad():
                 for name, value in run.trainable.items():
-                    value.copy_(new[name])
+                    value.copy_(new_weights[name])
             prepare()
             loop.save_checkpoint(run, 3)
 
         died = in_child(work)
         assert died in (0, -signal.SIGKILL, -signal.SIGXFSZ)
-        found = check()
+        newest = check()
         if died:
-            loop.save_checkpoint(run, 3)  # the next process sweeps what was left
+            loop.save_checkpoint(run, 3)  # the next process removes the rest
             assert {path.name for path in folder.iterdir()} == {"step-000003"}
-        return found if died else 0
+        return newest if died else 0
 
-    seen, number = [], 0
+    audit, number = [], 0
     while step := attempt(lambda number=number: kill_at_operation(number, folder)):
-        seen.append(step)
+        audit.append(step)
         number += every
-    assert number > 20 and seen == sorted(seen) and set(seen) == {2, 3}
-    for size in {byte for written in sizes for byte in (written // 2, written - 1)}:
+    assert number > 20 and audit == sorted(audit) and set(audit) == {2, 3}
+    for size in {byte for size_written in sizes for byte in (size_written // 2, size_written - 1)}:
         died = attempt(lambda size=size: kill_at_size(size))
         assert died in (0, 2) and (died or size == max(sizes) - 1 or size >= max(sizes) // 2)

@@ -1,4 +1,4 @@
-"""What a person sees of a run's steps, and the figures behind it."""
+"""The metrics of a run's steps on the console and in the trackers."""
 
 import io
 import sys
@@ -39,23 +39,23 @@ def test_without_a_terminal_there_is_a_line_every_n_steps() -> None:
 
 
 def test_speed_leaves_out_what_is_done_between_steps_and_the_time_left_has_it() -> None:
-    now = 100.0
-    timer = StepTimer(10, 20, global_batch=4, clock=lambda: now)
+    clock = 100.0
+    timer = StepTimer(10, 20, global_batch=4, clock=lambda: clock)
 
     def read() -> Any:
-        nonlocal now
-        for waited in (0.5, 1.5):  # of reading
-            now += waited
+        nonlocal clock
+        for waited in (0.5, 1.5):  # seconds of reading
+            clock += waited
             yield None
 
-    found = []
+    result = []
     for number, _ in enumerate(timer.time_waits(read()), 11):
-        now += 1.5  # of computing
-        found.append(timer.rates(number))
-        now += 6.0  # of validation
+        clock += 1.5  # seconds of computing
+        result.append(timer.rates(number))
+        clock += 6.0  # seconds of validation
     first = {"samples_per_s": 2.0, "step_s": 2.0, "data_wait_s": 0.5, "data_wait_share": 0.25, "seconds_left": 18.0}
     second = {"samples_per_s": 1.6, "step_s": 3.0, "data_wait_s": 1.5, "data_wait_share": 0.4}
-    assert found == [first, second | {"seconds_left": 8 * (2.5 + 6.0 / 2)}]
+    assert result == [first, second | {"seconds_left": 8 * (2.5 + 6.0 / 2)}]
 
 
 def written_to_wandb(folder: Path) -> list[bytes]:
@@ -66,19 +66,19 @@ def written_to_wandb(folder: Path) -> list[bytes]:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(ready, make_config, program, wandb_offline) -> None:
-    """Weights & Biases offline. A resumed run continues the same one."""
+    """Weights & Biases offline. A resumed run continues the same run there."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     config = ready("t2i", steps=2, validation=look, trackers=["tensorboard", "wandb"])
     folder = config.run_folder
-    code, report, said = program(config)
-    assert code == OK and "loading the transformer" in said and "done, after 0:00:" in said
-    assert "step 0: eval loss: 2/2 samples" in said and "step 2: validation: 2/2 denoising steps" in said
+    code, report, log = program(config)
+    assert code == OK and "loading the transformer" in log and "done, after 0:00:" in log
+    assert "step 0: eval loss: 2/2 samples" in log and "step 2: validation: 2/2 denoising steps" in log
     details = report["details"]
     [curve] = details["eval_by_sigma"]
     assert (curve["sigma"], curve["last"]) == (0.5, details["eval_loss"]["last"])
-    assert f"eval loss {curve['first']:.4g} (0.5: {curve['first']:.4g})" in said
+    assert f"eval loss {curve['first']:.4g} (0.5: {curve['first']:.4g})" in log
     best = best_evaluation(read_metrics(folder / "metrics.jsonl"))
     assert (details["best_steps"][0]["step"], details["best_steps"][0]["value"]) == best
     assert "eval_fraction: 0.05" in details["nothing_held_out"]
@@ -117,11 +117,11 @@ def test_wandb_that_cant_be_used_is_said_before_a_model_is_loaded(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    sys.modules["wandb"].teardown()  # what it read of the environment before
-    code, report, said = program(config)
-    assert code == 2 and "loading the transformer" not in said
+    sys.modules["wandb"].teardown()  # its earlier copy of the environment
+    code, report, log = program(config)
+    assert code == 2 and "loading the transformer" not in log
     assert "WANDB_MODE=offline" in report["error"]["next_step"]
     monkeypatch.setitem(sys.modules, "wandb", None)
-    code, report, said = program(config)
+    code, report, log = program(config)
     assert code == 2 and "not installed" in report["error"]["message"]
     assert "pip install -e '.[wandb]'" in report["error"]["next_step"]

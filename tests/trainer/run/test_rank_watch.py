@@ -1,4 +1,4 @@
-"""A rank that dies, stops or hangs ends the run on the others, which name it."""
+"""A rank that dies, stops or hangs ends the run on all other ranks, which name it."""
 
 import os
 import signal
@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reas
 
 @pytest.fixture
 def run_ranks(ready, tmp_path):
-    """run_ranks(timeout, codes, signals) -> what rank 0 reports. signals: rank -> signal that it gets after a step."""
+    """run_ranks(timeout, codes, signals) -> the report of rank 0. signals: rank -> signal that the rank gets after a
+    step."""
 
     def run(timeout: float, codes: tuple[int, int], signals: dict[int, int], strategy: str = "ddp") -> dict:
         config = ready("t2i", steps=100_000, parallel={"timeout": timeout, "strategy": strategy})
@@ -59,7 +60,7 @@ def test_a_rank_that_fails(run_ranks, monkeypatch) -> None:
     assert "rank 1 (process " in report["error"]["message"] and "the disk has gone" in report["error"]["message"]
 
 
-@pytest.mark.long  # it waits out train.parallel.timeout
+@pytest.mark.long  # waits for train.parallel.timeout
 def test_a_rank_that_is_stopped(run_ranks) -> None:
     """Most of it is waiting: 2 s of processor time."""
     report = run_ranks(20, (INCOMPLETE, -signal.SIGKILL), {1: signal.SIGSTOP})
@@ -68,7 +69,7 @@ def test_a_rank_that_is_stopped(run_ranks) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_hangs(run_ranks, monkeypatch) -> None:
-    """In a read that never returns; the other waits for it."""
+    """In a read that never returns; the second rank waits for it."""
 
     def step(self, number: int, real=BatchLoader.step):
         while self.rank == 1 and number == 3:
@@ -84,7 +85,7 @@ def test_a_rank_that_hangs(run_ranks, monkeypatch) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_fails_while_the_other_loads(run_ranks, monkeypatch) -> None:
-    """Which would never end."""
+    """The second rank would never finish loading."""
 
     def load(*args):
         while os.environ["RANK"] == "0":
@@ -96,9 +97,9 @@ def test_a_rank_that_fails_while_the_other_loads(run_ranks, monkeypatch) -> None
     assert message.startswith("rank 1 (") and message.endswith("failed: FileNotFoundError: the checkpoint is not here")
 
 
-@pytest.mark.long  # it waits out train.parallel.timeout
+@pytest.mark.long  # waits for train.parallel.timeout
 def test_a_rank_that_hangs_in_its_turn_to_load(run_ranks, monkeypatch) -> None:
-    """The other has loaded and waits: it is not the one that is behind."""
+    """The second rank has loaded and waits: it is not behind."""
 
     def make_trainable(*args, real=prepare.make_trainable):
         while os.environ["RANK"] == "1":
@@ -113,13 +114,13 @@ def test_a_rank_that_hangs_in_its_turn_to_load(run_ranks, monkeypatch) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_can_not_read_its_shards(run_ranks, monkeypatch, tmp_path) -> None:
-    """While it resumes; torch.distributed.checkpoint raises the same on both."""
+    """While the run resumes; torch.distributed.checkpoint raises the same error on both ranks."""
     weights = {"weight": torch.ones(2)}
     checkpoint.save(weights, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "0")), no_dist=True)
 
-    def find(files, found, real=RunFiles.checkpoint):
+    def find(files, newest, real=RunFiles.checkpoint):
         checkpoint.load(weights, storage_reader=HuggingFaceStorageReader(str(tmp_path / os.environ["RANK"])))
-        return real(files, found)
+        return real(files, newest)
 
     monkeypatch.setattr(RunFiles, "checkpoint", find)
     message = run_ranks(600, (INCOMPLETE, 1), {})["error"]["message"]

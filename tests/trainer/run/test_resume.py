@@ -1,4 +1,5 @@
-"""Runs that stop and go on: exact, told once, with the checkpoints that are asked for, refused on other terms."""
+"""Runs that stop and resume: exact, each step recorded once, with the configured checkpoints, refused for other
+settings."""
 
 import os
 import shutil
@@ -34,13 +35,13 @@ def kill_at(config, step: int) -> None:
     """Train in a forked child and SIGKILL it once it has recorded `step`, and before it begins the last step."""
     real = loop.train_step
 
-    def held(run, batches, *earlier):
+    def wait(run, batches, *earlier):
         if batches.step + 1 == config.train.steps:
             signal.pause()
         return real(run, batches, *earlier)
 
     def work() -> None:
-        loop.train_step = held
+        loop.train_step = wait
         train(config)
 
     child = Child(work)
@@ -51,20 +52,20 @@ def kill_at(config, step: int) -> None:
 def test_killed_and_resumed_gives_the_same_losses(ready) -> None:
     """Bit for bit, with dropout in the adapter and of captions, in the order of shards."""
     torch.set_num_threads(1)
-    whole = killable(ready, "whole", shuffle_shards=2)
-    train(whole)
+    full_run = killable(ready, "whole", shuffle_shards=2)
+    train(full_run)
     cut = killable(ready, "cut", shuffle_shards=2)
     kill_at(cut, 4)
     assert max(lines(cut)) < 9, "work was really cut off"
     result = train(cut)
     assert 0 < result["skipped"] < 9 and result["done"] == 9 - result["skipped"]
-    assert lines(cut) == lines(whole) and list(lines(cut)) == list(range(1, 10))
-    for name, value in trained_weights(whole).items():
+    assert lines(cut) == lines(full_run) and list(lines(cut)) == list(range(1, 10))
+    for name, value in trained_weights(full_run).items():
         assert torch.equal(value, trained_weights(cut)[name])
 
 
 def scalars(config) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run: name -> (step, value)."""
+    """TensorBoard's values of a run: name -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(config.run_folder / "tensorboard"))
@@ -75,31 +76,31 @@ def scalars(config) -> dict[str, list[tuple[int, float]]]:
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_resumed_run_tells_every_step_once(ready) -> None:
-    """In metrics.jsonl and in TensorBoard alike, though steps after the checkpoint had been told before."""
+    """In metrics.jsonl and in TensorBoard, although steps after the checkpoint were recorded before."""
     torch.set_num_threads(1)
     look = {"eval_samples": 1, "eval_sigmas": [0.5], "every": 2}
     config = killable(ready, "told", validation=look)
     kill_at(config, 5)
-    time.sleep(1.1)  # TensorBoard reads its files in the order of the second they were begun in
+    time.sleep(1.1)  # TensorBoard reads its files in the order of the second in which they were created
     with (config.run_folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     assert train(config)["skipped"] == 3
-    told = metrics.read_metrics(config.run_folder / "metrics.jsonl")
-    assert [line["step"] for line in told if "loss" in line] == list(range(1, 10))
-    assert [line["step"] for line in told if "eval_loss" in line] == [0, 2, 4, 6, 8, 9]
-    shown = scalars(config)
-    assert {"loss", "grad_norm", "lr", "eval_loss"} <= shown.keys()
-    assert {"eval_by_sigma/0.5", "loss_by_bucket/64x64"} <= shown.keys()
+    lines_told = metrics.read_metrics(config.run_folder / "metrics.jsonl")
+    assert [line["step"] for line in lines_told if "loss" in line] == list(range(1, 10))
+    assert [line["step"] for line in lines_told if "eval_loss" in line] == [0, 2, 4, 6, 8, 9]
+    values = scalars(config)
+    assert {"loss", "grad_norm", "lr", "eval_loss"} <= values.keys()
+    assert {"eval_by_sigma/0.5", "loss_by_bucket/64x64"} <= values.keys()
     for name in ("loss", "grad_norm", "lr", "eval_loss"):
-        assert dict(shown[name]) == pytest.approx(lines(config, name), rel=1e-6), name
-        assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
+        assert dict(values[name]) == pytest.approx(lines(config, name), rel=1e-6), name
+        assert len(values[name]) == len(dict(values[name])), f"{name}: a step stands twice"
 
 
 def test_a_disk_without_room_for_checkpoints_is_warned_of(ready, program, monkeypatch) -> None:
     config = ready("t2i", steps=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
-    said = " ".join(program(config)[2].split())
-    assert "has 1.0 KiB, so saving a checkpoint may fail; free space, or set `output`" in said
+    log = " ".join(program(config)[2].split())
+    assert "has 1.0 KiB, so saving a checkpoint may fail; free space, or set `output`" in log
 
 
 def test_settings_that_changed_are_named_where_a_run_goes_on(ready, program) -> None:
@@ -113,7 +114,7 @@ def test_settings_that_changed_are_named_where_a_run_goes_on(ready, program) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept"),
+    ("settings", "steps_kept"),
     [
         long({"checkpoint_every": 1, "keep_checkpoints": 2}, [1, 5, 6]),
         ({"checkpoint_every": 4, "keep_checkpoints": 1, "keep_every": 3}, [3, 4, 6]),  # 2.5, 2.3, 2.4
@@ -121,20 +122,20 @@ def test_settings_that_changed_are_named_where_a_run_goes_on(ready, program) -> 
     ],
 )
 def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
-    ready, monkeypatch, settings, kept
+    ready, monkeypatch, settings, steps_kept
 ) -> None:
-    """With eval losses of which that of step 1 is the lowest."""
-    given = iter([3.0, 1.0, 2.0, 2.5, 2.3, 2.2, 2.4])
-    monkeypatch.setattr(validation, "compute_eval_loss", lambda *_: {"eval_loss": next(given), "eval_id": "one"})
+    """With eval losses of which the loss of step 1 is the lowest."""
+    eval_losses = iter([3.0, 1.0, 2.0, 2.5, 2.3, 2.2, 2.4])
+    monkeypatch.setattr(validation, "compute_eval_loss", lambda *_: {"eval_loss": next(eval_losses), "eval_id": "one"})
     config = ready("t2i", steps=6, validation={"eval_samples": 2, "every": 1}, **settings)
     result, folder = train(config), config.run_folder / "checkpoints"
-    assert [int(path.name[5:]) for path in sorted(folder.iterdir())] == kept
-    best, *others = result["best_steps"]
-    assert (best["step"], best["value"]) == (1, 1.0) and (not others) == (1 in kept)
-    named = others[0] if others else best
+    assert [int(path.name[5:]) for path in sorted(folder.iterdir())] == steps_kept
+    best, *tail = result["best_steps"]
+    assert (best["step"], best["value"]) == (1, 1.0) and (not tail) == (1 in steps_kept)
+    named = tail[0] if tail else best
     assert (
         named["checkpoint"] == str(folder / f"step-{named['step']:06d}")
-        and named["step"] == kept[0 if 1 in kept else -2]
+        and named["step"] == steps_kept[0 if 1 in steps_kept else -2]
     )
 
 
@@ -143,36 +144,40 @@ def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_conf
     config = ready("t2i", steps=3)
     train(config)
     saved = config.run_folder / "adapter" / "pytorch_lora_weights.safetensors"
-    for lost in (False, True):  # the note of the result: with it nothing is to do, without it the result is saved anew
-        if lost:
+    for is_note_missing in (
+        False,
+        True,
+    ):  # with the note of the result the run is finished, without it the result is saved again
+        if is_note_missing:
             (config.run_folder / "result.json").unlink()
         code, report, _ = program(make_config("t2i", steps=2))
         assert (code, report["done"], report["remaining"]) == (OK, 0, 0)
         with safe_open(saved, "pt") as file:
             assert file.metadata()["latentpress.steps"] == "3"
-    said = program(make_config("t2i", steps=2), dry_run=True)[2]
-    assert "has done 3 steps, more than train.steps (2)" in said
+    log = program(make_config("t2i", steps=2), dry_run=True)[2]
+    assert "has done 3 steps, more than train.steps (2)" in log
 
 
 def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
-    """Those of another checkpoint of the same shape; a copy of the same, elsewhere and in bfloat16, is none."""
+    """The weights of another checkpoint of the same shape; a copy of the same weights, at another path and in bfloat16,
+    is valid."""
     from examples.tiny_models import build
 
     config = ready("t2i", steps=1)
     train(config)
 
-    def other(path: Path, **settings):
+    def changed_config(path: Path, **settings):
         changed = make_config("t2i", steps=2, **settings)
         return moved(changed, path)
 
     build("kandinsky5-image-t2i", tmp_path / "other", seed=1, only=["transformer", "scheduler"])
     with pytest.raises(ResumeError, match=r"the base weights are different\n.*model\.path"):
-        train(other(tmp_path / "other"))
+        train(changed_config(tmp_path / "other"))
     shutil.copytree(Path(config.model.path), tmp_path / "same")
-    assert train(other(tmp_path / "same", precision="bfloat16"))["done"] == 1
+    assert train(changed_config(tmp_path / "same", precision="bfloat16"))["done"] == 1
     weights = tmp_path / "same" / "transformer" / "diffusion_pytorch_model.safetensors"
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
     with pytest.raises(ResumeError, match=r"the base weights are different\n.*model\.path"):
-        train(other(tmp_path / "same"))
+        train(changed_config(tmp_path / "same"))

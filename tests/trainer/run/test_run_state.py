@@ -1,4 +1,4 @@
-"""The hash of the rows that are trained on, which checkpoints record, computed value by value."""
+"""The hash of the training rows in checkpoints, compared with a hash computed value by value."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from trainer.run import run_state
 
 
 def reference_digest(data: TrainSet, block: int) -> str:
-    """Of `run_state.data_signature`, `block` rows at a time."""
+    """The digest of `run_state.data_signature`, `block` rows at a time."""
     rows = data.tables["index"].to_pylist()[: len(data)]
     names = data.tables["texts"].column("text_id").to_pylist()
-    found = xxhash.xxh3_128(canonical_json({kind: data.fingerprints[kind] for kind in ("latents", "text")}))
+    result = xxhash.xxh3_128(canonical_json({kind: data.fingerprints[kind] for kind in ("latents", "text")}))
     for first in range(0, len(rows), block):
         part = rows[first : first + block]
         columns = [[row[key] for row in part] for key in ("sample_id", "bucket", "dataset")]
@@ -25,12 +25,12 @@ def reference_digest(data: TrainSet, block: int) -> str:
         nulls = [data.meta.null_text if row["null_text"] is None else row["null_text"] for row in part]
         columns.append([None if number is None else names[number] for number in nulls])
         for column in columns:
-            found.update(np.array([-1 if value is None else len(value) for value in column], "<i8").tobytes())
-            found.update("".join(value or "" for value in column).encode())
+            result.update(np.array([-1 if value is None else len(value) for value in column], "<i8").tobytes())
+            result.update("".join(value or "" for value in column).encode())
         for key in ("repeats", "weight", "regularization"):
-            found.update(np.array([row[key] for row in part], "<f8").tobytes())
-        found.update(np.array([len(row["texts"]) for row in part], "<f8").tobytes())
-    return found.hexdigest()
+            result.update(np.array([row[key] for row in part], "<f8").tobytes())
+        result.update(np.array([len(row["texts"]) for row in part], "<f8").tobytes())
+    return result.hexdigest()
 
 
 @pytest.mark.parametrize("block", [3, run_state.HASH_ROWS])
@@ -40,5 +40,5 @@ def test_the_digest_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     if not null:
         data.meta = data.meta.model_copy(update={"null_text": None})
     monkeypatch.setattr(run_state, "HASH_ROWS", block)
-    found = run_state.data_signature(data)
-    assert found["digest"] == reference_digest(data, block) and found["samples"] == len(data) > 3
+    result = run_state.data_signature(data)
+    assert result["digest"] == reference_digest(data, block) and result["samples"] == len(data) > 3

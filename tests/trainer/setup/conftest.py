@@ -26,14 +26,14 @@ WIDE = {
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory, tiny):
     """kind -> a checkpoint's folder with a tiny transformer that nf4-bnb can quantize."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
-        if kind not in made:
+        if kind not in folders:
             part, overrides = WIDE[kind]
-            made[kind] = tmp_path_factory.mktemp("wide")
-            make_model(part, overrides=overrides).save_pretrained(made[kind] / "transformer")
-            shutil.copytree(tiny(kind) / "scheduler", made[kind] / "scheduler")
-        return made[kind]
+            folders[kind] = tmp_path_factory.mktemp("wide")
+            make_model(part, overrides=overrides).save_pretrained(folders[kind] / "transformer")
+            shutil.copytree(tiny(kind) / "scheduler", folders[kind] / "scheduler")
+        return folders[kind]
 
     return get

@@ -1,4 +1,4 @@
-"""What training saves loads with the pipelines' own loaders and gives the output that training had."""
+"""The saved result loads with the pipelines' own loaders and gives the output of training."""
 
 import json
 from itertools import cycle
@@ -51,15 +51,15 @@ LINEAR_TARGETS = (
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "variant"), first(6, [*zip(KINDS, cycle(VARIANTS))]))
 def test_every_variant_of_lora_is_the_same_in_the_pipeline_and_in_comfyui(tiny, tmp_path, kind, variant):
-    """It starts at the base; then the pipeline loads diffusers' file, and ComfyUI's rule adds the other to the weights.
-    Of each kind of checkpoint one variant."""
+    """The output is the base model's at first; then the pipeline loads diffusers' file, and ComfyUI's rule adds the
+    second file to the weights. One variant for each kind of checkpoint."""
     options, family = VARIANTS[variant], SETTINGS[kind]["family"]
     if options.get("init_weights", "default") not in ("default", "gaussian"):
         options = {**options, "targets": [LINEAR_TARGETS]}
     pipe = pipeline(kind, tiny(kind))
     base = KINDS[kind][0].load(str(tiny(kind)))
     start = trained(kind, tiny(kind), moved=0.0, **options)
-    # A product that is taken from the base weights leaves differences of 1e-7.
+    # A product subtracted from the base weights leaves differences of 1e-7.
     torch.testing.assert_close(exact_output(kind, start), exact_output(kind, base), rtol=0, atol=1e-5)
     model = trained(kind, tiny(kind), **options)
     export.save_lora(model, tmp_path, family)
@@ -86,13 +86,13 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
         assert sorted(ours.keys()) == sorted(theirs.keys())
         header, stock_header = ours.metadata(), theirs.metadata()
     assert header["latentpress.family"] == kind and header["latentpress.step"] == "12"
-    made, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
-    # Theirs are peft's suffixes, which mean the same modules in this model; ours are the modules.
-    assert made.pop("transformer.target_modules") == sorted(
+    helpers, expected = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
+    # peft's suffixes select the same modules in this model; our names are the modules.
+    assert helpers.pop("transformer.target_modules") == sorted(
         adapters.choose_targets(Kandinsky5().load(str(tiny(kind))), [Kandinsky5().LORA_TARGETS])
     )
-    assert wanted.pop("transformer.target_modules")
-    assert made == wanted
+    assert expected.pop("transformer.target_modules")
+    assert helpers == expected
 
 
 @pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", "sana"])
@@ -119,8 +119,8 @@ def test_adapters_are_float32_and_everything_else_is_frozen_in_its_dtype(tiny, k
     make_trainable(model, family, Adapter(rank=4))
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
-        wanted = torch.float32 if "lora_" in name else before[name.replace(".base_layer", "")]
-        assert parameter.dtype == wanted, name
+        expected = torch.float32 if "lora_" in name else before[name.replace(".base_layer", "")]
+        assert parameter.dtype == expected, name
     assert torch.isfinite(output(kind, model)).all()
 
 
@@ -155,8 +155,8 @@ def test_ranks_and_alphas_by_module(tiny):
 def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
     kind = "sana"
     model = Sana().load(str(tiny(kind)))
-    chosen = Adapter(type="full", targets=[r"transformer_blocks\.\d+\.attn1", "scale_shift_table"])
-    make_trainable(model, Sana(), chosen)
+    settings = Adapter(type="full", targets=[r"transformer_blocks\.\d+\.attn1", "scale_shift_table"])
+    make_trainable(model, Sana(), settings)
     named = adapters.trainable_parameters(model)
     assert named and all(".attn1." in name or name == "scale_shift_table" for name in named)
     assert sum(".attn1." in name for name in named) == sum(".attn1." in name for name, _ in model.named_parameters())

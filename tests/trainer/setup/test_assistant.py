@@ -1,4 +1,4 @@
-"""An assistant counts in training and in the eval loss, and nowhere else."""
+"""An assistant affects training and the eval loss, and nothing else."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def assisted(config: Config, path) -> Config:
 
 
 def merged(config: Config, path, folder) -> Config:
-    """The configuration with a checkpoint whose weights have the adapter."""
+    """The configuration with a checkpoint into whose weights the adapter is merged."""
     base = Path(config.model.source)
     layers = {name.partition(".")[2]: layer for name, layer in load_layers(read_adapter(path)).items()}
     merge_component(base / "transformer", folder / "transformer", layers, lambda: None)
@@ -54,12 +54,14 @@ def test_a_run_trains_as_on_merged_weights_and_shows_as_on_the_base(ready, assis
     for key in ("loss", "eval_loss", "grad_norm"):
         assert lines(ours, key) == pytest.approx(lines(on_merged, key), rel=1e-5), key
         assert lines(ours, key) != pytest.approx(lines(plain, key), rel=1e-4), key
-    shown = [
+    latents = [
         load_file(config.run_folder / "validation/step-000000/one.safetensors")["latent"] for config in (plain, ours)
     ]
-    assert torch.equal(*shown), "before the first step both are the base"
-    kept, own = result(plain), result(ours)
-    assert kept.keys() == own.keys() and any(not torch.equal(kept[key], own[key]) for key in kept)
+    assert torch.equal(*latents), "before the first step both are the base"
+    plain_result, own_result = result(plain), result(ours)
+    assert plain_result.keys() == own_result.keys() and any(
+        not torch.equal(plain_result[key], own_result[key]) for key in plain_result
+    )
 
 
 def test_over_a_quantized_base_it_adds_the_same(ready, wide, tmp_path) -> None:
@@ -71,17 +73,17 @@ def test_over_a_quantized_base_it_adds_the_same(ready, wide, tmp_path) -> None:
         with_it = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
         with assistant_off(run.model):
             without = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
-        again = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
-    assert torch.equal(with_it, again) and (with_it - without).norm() > 0.01 * without.norm()
+        second = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
+    assert torch.equal(with_it, second) and (with_it - without).norm() > 0.01 * without.norm()
 
 
 @pytest.mark.long
 def test_another_assistant_does_not_continue_a_run(ready, assistant, tiny, tmp_path) -> None:
     config = ready(KIND, steps=1, adapter={"rank": 2})
     train(assisted(config, assistant))
-    other = export.save_lora(trained(KIND, tiny(KIND), alpha=5.0), tmp_path / "other", KIND)
+    second = export.save_lora(trained(KIND, tiny(KIND), alpha=5.0), tmp_path / "other", KIND)
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
-    for changed in (longer, assisted(longer, other)):
+    for changed in (longer, assisted(longer, second)):
         with pytest.raises(ResumeError, match=r"model\.assistant is a different adapter"):
             train(changed)
     train(assisted(longer, assistant.rename(tmp_path / "moved.safetensors")))
@@ -99,17 +101,17 @@ def test_the_prediction_of_memory_has_it(ready, assistant) -> None:
 def test_what_can_be_no_assistant_is_named(ready, tiny, tmp_path, capsys) -> None:
     model = ready(KIND).model
     dora = export.save_lora(trained(KIND, tiny(KIND), dora=True), tmp_path / "dora", KIND)
-    others = export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "others", "sana")
+    sana_adapter = export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "others", "sana")
     for path, words in (
         (dora, "is a DoRA"),
-        (others, "was trained for sana, and model.family is z-image"),
+        (sana_adapter, "was trained for sana, and model.family is z-image"),
         (tmp_path / "absent", "absent does not exist"),
     ):
         with pytest.raises(AdapterError, match=rf"model\.assistant: .*{words}"):
             read_assistant(model.model_copy(update={"assistant": str(path)}))
     assert read_assistant(model) is None
-    held = load_file(export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "loud", KIND))
-    save_file({key: torch.full_like(value, 3.4e38) for key, value in held.items()}, tmp_path / "loud.safetensors")
+    tensors = load_file(export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "loud", KIND))
+    save_file({key: torch.full_like(value, 3.4e38) for key, value in tensors.items()}, tmp_path / "loud.safetensors")
     loud = assisted(ready(KIND, precision="bfloat16"), tmp_path / "loud.safetensors")
     with pytest.raises(AdapterError, match=r"model\.assistant: .*lora_A\.weight has 3\.4e\+38, which bfloat16 can't"):
         prepared(loud)

@@ -1,5 +1,4 @@
-"""Checkpointing, offload and compilation change where and how a step computes and keeps its tensors, and not one number
-of it."""
+"""Checkpointing, offload and compilation change the place and time of computation and memory, and no numbers."""
 
 import re
 from functools import partial
@@ -31,8 +30,8 @@ def train(config) -> dict:
     loop.train_loop(run)
     folder = config.run_folder
     losses = [line["loss"] for line in metrics.read_metrics(folder / "metrics.jsonl") if "loss" in line]
-    shown = load_file(folder / "validation" / f"step-{STEPS:06d}" / "one.safetensors")["latent"]
-    return {"losses": losses, "shown": shown, "trained": trained}
+    latent = load_file(folder / "validation" / f"step-{STEPS:06d}" / "one.safetensors")["latent"]
+    return {"losses": losses, "shown": latent, "trained": trained}
 
 
 OPTIONS = {
@@ -50,7 +49,7 @@ OPTIONS = {
     "kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "edit-plus-i2i"))]
 )
 def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -> None:
-    # The steps of AdamW with its usual eps depend on the sign of gradients that are rounding alone.
+    # The steps of AdamW with its usual eps depend on the sign of gradients that are only rounding.
     optimizer = {"eps": 1e-3}
     train_options = {
         "batch_size": 1 if kind == "sana" else 2,
@@ -62,15 +61,15 @@ def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -
     expected = train(plain)
     for name, options in OPTIONS.items():
         config = ready(kind, name=name, **train_options, **options)
-        found = train(config)
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
-        # A last bit in the weights shows in a picture of several steps.
-        torch.testing.assert_close(found["shown"], expected["shown"], rtol=1e-4, atol=5e-5)
-        assert len(found["trained"]) == STEPS
-        for before, after in zip(found["trained"], found["trained"][1:], strict=False):
+        result = train(config)
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
+        # A different last bit in the weights is visible in a picture of several steps.
+        torch.testing.assert_close(result["shown"], expected["shown"], rtol=1e-4, atol=5e-5)
+        assert len(result["trained"]) == STEPS
+        for before, after in zip(result["trained"], result["trained"][1:], strict=False):
             assert all(not torch.equal(before[key], after[key]) for key in before if "lora_B" in key), name
         for key, value in expected["trained"][-1].items():
-            torch.testing.assert_close(found["trained"][-1][key], value, rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
+            torch.testing.assert_close(result["trained"][-1][key], value, rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
 
 
 @pytest.mark.slow
@@ -107,9 +106,9 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_c
     ],
 )
 def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, kind, expected, capsys) -> None:
-    """Also where their weights are on the host. A class of blocks is one graph, or two where the first block's input
-    has no gradient, however many blocks there are, and computing them again needs no other."""
-    found = []
+    """Also with weights on the host. A class of blocks has one graph, or two if the first block's input has no
+    gradient, for any number of blocks; the recomputation needs no further graph."""
+    result = []
     for name, options in (
         ("plain", {}),
         ("compiled", {"compile": "blocks", "compile_backend": "eager", "offload": {"blocks": True}}),
@@ -118,8 +117,8 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, 
         torch.compiler.reset()
         run = prepared(config, Console())
         numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
-        said = capsys.readouterr().err
-        graphs = [int(number) for number in re.findall(r"torch.compile: graph (\d+) of the blocks", said)]
+        log = capsys.readouterr().err
+        graphs = [int(number) for number in re.findall(r"torch.compile: graph (\d+) of the blocks", log)]
         assert len(graphs) == (0 if name == "plain" else expected), "two blocks of images, one of text; three of Sana"
-        found.append((numbers["loss"], numbers["grad_norm"]))
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+        result.append((numbers["loss"], numbers["grad_norm"]))
+    assert result[1] == pytest.approx(result[0], rel=1e-4)

@@ -1,4 +1,4 @@
-"""What is checked before weights are loaded."""
+"""Checks before weights are loaded."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ def configured(kind: str, folder: Path, **validation) -> Config:
 
 @pytest.mark.parametrize("kind", ["z-image", "flux2-klein", "qwen-image", "sana", "wan2.1-t2v", "kandinsky5-image-t2i"])
 def test_a_scheduler_of_another_family_is_refused(tiny, tmp_path, kind) -> None:
-    """By its class, or as its noise levels can't be set as the family's pipeline sets them."""
+    """By its class, or because its noise levels can't be set as in the family's pipeline."""
     config = configured(kind, tiny(kind))
     family = module_of(config.model.family_spec)
     check_scheduler(config.model, None, family)
@@ -40,6 +40,6 @@ def test_a_scheduler_of_another_family_is_refused(tiny, tmp_path, kind) -> None:
     assert "Take scheduler/" in caught.value.next_step
     diffusers.FlowMatchHeunDiscreteScheduler().save_pretrained(folder / "scheduler")
     check_class(configured(kind, folder).model, ask_hub=False)
-    if kind in ("z-image", "flux2-klein", "qwen-image"):  # whose pipelines give the noise levels
+    if kind in ("z-image", "flux2-klein", "qwen-image"):  # their pipelines set the noise levels
         with pytest.raises(RunError, match="can't denoise validation prompts"):
             check_scheduler(configured(kind, folder).model, None, family)

@@ -1,4 +1,4 @@
-"""Ranks that do not come, and output folders that machines do not share; two processes on one machine."""
+"""Ranks that do not connect, and output folders that machines do not share; two processes on one machine."""
 
 import os
 import socket
@@ -14,17 +14,17 @@ from trainer.setup.wrap import connect_ranks
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first of two ranks."""
-    found = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in found.items():
+    """The environment of the first of two ranks."""
+    result = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in result.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
 
 def test_a_port_that_is_taken_is_named(launched: None) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-        taken.listen()
+    with socket.socket() as busy_socket:
+        busy_socket.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        busy_socket.listen()
         with pytest.raises(RankLostError) as caught:
             connect_ranks("cpu", Parallel(timeout=30))
     assert f"rank 0 can't listen at port {os.environ['MASTER_PORT']}" in caught.value.message

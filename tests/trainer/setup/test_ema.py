@@ -1,4 +1,4 @@
-"""The moving average of the weights, against diffusers' EMAModel."""
+"""The moving average of the weights, compared with diffusers' EMAModel."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_the_average_is_that_of_diffusers(warmup: str, options: dict, device: st
 
 
 def test_the_average_of_bfloat16_weights_loses_no_small_steps() -> None:
-    """1000 updates of 1e-3 of the difference; in bfloat16 each would round to nothing."""
+    """1000 updates of 1e-3 of the difference; in bfloat16 each update would round to nothing."""
     trained = {"a": torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))}
     ours = MovingAverage(trained, EMA(decay=0.999, warmup="none"))
     ours.update(trained)
@@ -57,12 +57,12 @@ def test_the_average_takes_the_weights_place_and_leaves_it(dtype: torch.dtype) -
         ours.update(trained)
     before = {name: weight.detach().clone() for name, weight in trained.items()}
     averages = {name: average.clone() for name, average in ours.averages.items()}
-    with pytest.raises(RuntimeError, match="stops"), inference_weights(trained, optimizer, ours) as which:
-        assert which == "ema"
+    with pytest.raises(RuntimeError, match="stops"), inference_weights(trained, optimizer, ours) as weights_name:
+        assert weights_name == "ema"
         assert all(torch.equal(weight, averages[name].to(dtype)) for name, weight in trained.items())
         assert not torch.equal(trained["a"], before["a"])
         raise RuntimeError("stops")
     assert all(torch.equal(weight, before[name]) for name, weight in trained.items())
     assert all(torch.equal(average, averages[name]) for name, average in ours.averages.items())
-    with inference_weights(trained, optimizer, None) as which:
-        assert which == "trained"
+    with inference_weights(trained, optimizer, None) as weights_name:
+        assert weights_name == "trained"

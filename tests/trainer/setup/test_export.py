@@ -1,4 +1,4 @@
-"""Every checkpoint is what a pipeline loads, straight from its folder."""
+"""Every checkpoint can be loaded by a pipeline, directly from its folder."""
 
 from pathlib import Path
 
@@ -44,15 +44,15 @@ def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(ready, k
         with safe_open(path / FILE, "pt") as file:
             assert file.metadata()["latentpress.steps"] == str(checkpoint_step(path))
     with safe_open(path / "trainable.safetensors", "pt") as file:
-        # Once, but for an adapter that is converted on saving and can't be trained on.
+        # Once, except for an adapter that is converted on saving and can't be trained further.
         assert bool(list(file.keys())) == ("init_weights" in adapter)
     checkpoint.restore(resume.read_checkpoint(path, verify=True), run.trainable, run.optimizer)
-    measure = exact_output if "init_weights" in adapter else output  # what is converted is rounded
+    measure = exact_output if "init_weights" in adapter else output  # converted values are rounded
     ours, theirs = measure(name, run.model.eval()), measure(name, pipe.transformer)
     assert (ours - before).abs().max() > 1e-3
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
     if adapter.get("type") == "lokr":
-        apart = exact_output(name, pipe.transformer)
+        gap = exact_output(name, pipe.transformer)
         pipe.transformer.fuse_lora()
         merged = exact_output(name, pipe.transformer)
-        assert (merged - apart).abs().mean() <= 1e-6 * apart.abs().mean()
+        assert (merged - gap).abs().mean() <= 1e-6 * gap.abs().mean()

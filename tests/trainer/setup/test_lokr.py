@@ -1,4 +1,4 @@
-"""LoKr: as peft computes it, saved for diffusers, ComfyUI and LyCORIS, merged."""
+"""LoKr: computed as by peft, saved for diffusers, ComfyUI and LyCORIS, merged."""
 
 from itertools import cycle
 
@@ -38,13 +38,13 @@ SETTINGS = {
 
 
 def load(kind: str, folder):
-    """The stock rotary rounds to bfloat16, which would hide small errors."""
+    """Load a model without the stock rotary's rounding to bfloat16, which would hide small errors."""
     family, _ = KINDS[kind]
     return family.load(str(folder), **({"float32_rotary": True} if isinstance(family, Kandinsky5) else {}))
 
 
 def trained(kind: str, folder, settings: str, model=None):
-    """A model with a LoKr that has moved away from its start."""
+    """A model with a LoKr with changed weights."""
     family, _ = KINDS[kind]
     model = model or load(kind, folder)
     torch.manual_seed(0)
@@ -94,16 +94,16 @@ def test_it_computes_what_pefts_layer_does_without_the_product(tiny, settings):
     options = model.peft_config["default"].to_dict()
     stock.requires_grad_(False)
     stock.add_adapter(LoKrConfig(**{**options, "inference_mode": False}))
-    own = adapters.trainable_parameters(stock)
-    assert own.keys() == adapters.trainable_parameters(model).keys()
+    weights = adapters.trainable_parameters(stock)
+    assert weights.keys() == adapters.trainable_parameters(model).keys()
     for name, weight in adapters.trainable_parameters(model).items():
-        own[name].data = weight.data.clone()
+        weights[name].data = weight.data.clone()
     path = "visual_transformer_blocks.0.feed_forward.in_layer"
     x = random(2, 5, model.get_submodule(path).in_features)
     results = [each.get_submodule(path)(x) for each in (model, stock)]
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     for result in results:
         result.square().sum().backward()
-    for name, weight in own.items():
+    for name, weight in weights.items():
         if name.startswith(path):
             torch.testing.assert_close(model.get_parameter(name).grad, weight.grad, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Block offload: which weights are where, whatever holds them, and that not one number changes."""
+"""Block offload: the place of each weight, for any kind of weight, with unchanged numbers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ ADAPTERS = {"lora": {"type": "lora"}, "dora": {"type": "lora", "dora": True}, "l
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One block of text and four of images, whose sides nf4-bnb can quantize."""
+    """One text block and four image blocks, whose sides nf4-bnb can quantize."""
     folder = tmp_path_factory.mktemp("deep")
     shape = {"model_dim": 128, "visual_cond": False, "num_visual_blocks": 4}
     make_model("image", overrides=shape).save_pretrained(folder / "transformer")
@@ -47,14 +47,14 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
 
 
 def frozen(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Of the blocks."""
-    kept = {id(weight) for block in blocks_of(model) for weight in block.parameters() if not weight.requires_grad}
-    return {name: weight for name, weight in model.named_parameters() if id(weight) in kept}
+    """Frozen weights of the blocks."""
+    frozen_ids = {id(weight) for block in blocks_of(model) for weight in block.parameters() if not weight.requires_grad}
+    return {name: weight for name, weight in model.named_parameters() if id(weight) in frozen_ids}
 
 
 def settle(model: Any, blocks_per_group: int, prefetch: bool = False) -> GroupScheduler:
     scheduler = offload_blocks(model, blocks_of(model), CPU, blocks_per_group)
-    scheduler.prefetch = prefetch  # as streams do, which a CPU has none of: here copying is done at once
+    scheduler.prefetch = prefetch  # like with streams, which a CPU does not have: copies are synchronous here
     return scheduler
 
 
@@ -68,8 +68,8 @@ def test_loss_prediction_and_gradients_are_those_without_offload(make, is_long, 
         for blocks_per_group in (1, 2, 5) if adapter == "lora" and is_long else (2,):
             model = make(name, adapter)
             scheduler = settle(model, blocks_per_group, prefetch=blocks_per_group == 2)
-            for one, other in zip(step(KIND, model), expected, strict=True):
-                assert torch.equal(one, other), (adapter, blocks_per_group)
+            for first, second in zip(step(KIND, model), expected, strict=True):
+                assert torch.equal(first, second), (adapter, blocks_per_group)
             assert len(scheduler.groups) == {1: 5, 2: 3, 5: 1}[blocks_per_group]
 
 
@@ -80,23 +80,23 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
     home, trained = frozen(model), trainable_parameters(model)
     names = dict(model.named_parameters()).keys()
     scheduler = settle(model, 2, prefetch)
-    seen: list[list[bool]] = []
+    states: list[list[bool]] = []
     blocks = blocks_of(model)
     numbers = {id(weight): number for number, block in enumerate(blocks) for weight in block.parameters()}
     group_of = {name: numbers[id(weight)] // 2 for name, weight in home.items()}
 
     def look(block: torch.nn.Module, *_: object) -> None:
-        seen.append([group.is_on_device for group in scheduler.groups])
+        states.append([group.is_on_device for group in scheduler.groups])
         copied = {name for name, weight in model.named_parameters() if name in home and weight is not home[name]}
         assert copied == {name for name in home if scheduler.groups[group_of[name]].is_on_device}
         assert all(dict(model.named_parameters())[name] is weight for name, weight in trained.items())
 
     for block in blocks:
-        # The hook of a part of the block: it is called after the block's weights have come.
+        # The hook of a part of the block is called after the block's weights are on the device.
         next(part for part in block.children() if not [*part.children()]).register_forward_pre_hook(look)
     step(KIND, model)
-    there = ["".join(str(number) for number, here in enumerate(row) if here) for row in seen]
-    changes = [now for now, before in zip(there, ["", *there], strict=False) if now != before]
+    positions = ["".join(str(number) for number, parts in enumerate(row) if parts) for row in states]
+    changes = [position for position, before in zip(positions, ["", *positions], strict=False) if position != before]
     assert changes == (["01", "12", "2", "01", "0"] if prefetch else ["0", "1", "2", "1", "0"])
     at_home(model, home, names)
     with torch.no_grad():
@@ -106,14 +106,14 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
 
 
 def at_home(model: Any, home: dict[str, torch.nn.Parameter], names: Any) -> None:
-    """Every frozen weight is the host's, under its name."""
-    found = dict(model.named_parameters())
-    assert found.keys() == names and all(found[name] is weight for name, weight in home.items())
+    """Whether every frozen weight is the host's, under its name."""
+    result = dict(model.named_parameters())
+    assert result.keys() == names and all(result[name] is weight for name, weight in home.items())
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_keeps_its_own(make, name) -> None:
-    """To torch's meta device, so that a part that stays behind shows."""
+    """On torch's meta device, so that a part that stays on the host is detected."""
     model = make(name)
     host = {key: [part.clone() for part in take_apart(weight)[0]] for key, weight in frozen(model).items()}
     group = BlockGroup(blocks_of(model), torch.device("meta"), None)
@@ -121,21 +121,23 @@ def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_kee
     group.onload()
     moved = dict(model.named_parameters())
     for key, before in host.items():
-        here = take_apart(moved[key])[0]
-        assert [part.device.type for part in here] == ["meta"] * len(before), key
+        parts = take_apart(moved[key])[0]
+        assert [part.device.type for part in parts] == ["meta"] * len(before), key
         assert moved[key].device.type == "meta" and not moved[key].requires_grad
-        assert [(part.shape, part.dtype) for part in here] == [(part.shape, part.dtype) for part in before]
+        assert [(part.shape, part.dtype) for part in parts] == [(part.shape, part.dtype) for part in before]
     assert {type(moved[key]) for key in host} == kinds
     assert all(weight.device.type == "cpu" for weight in trainable_parameters(model).values())
     group.offload()
     for key, weight in frozen(model).items():
-        assert all(torch.equal(one, other) for one, other in zip(take_apart(weight)[0], host[key], strict=True)), key
+        assert all(
+            torch.equal(first, second) for first, second in zip(take_apart(weight)[0], host[key], strict=True)
+        ), key
 
 
 def test_a_copy_outlives_its_group(make) -> None:
-    """What the backward pass keeps of bitsandbytes' weights is no copy that torch's checkpointing knows of."""
+    """torch's checkpointing does not copy the tensors that the backward pass keeps of bitsandbytes' weights."""
     weight = next(weight for weight in frozen(make("nf4-bnb")).values() if hasattr(weight, "quant_state"))
     moved = copy_weight(weight, torch.device("meta"))
-    again = copy_weight(weight, CPU)
-    assert moved.quant_state.absmax.is_meta and not again.quant_state.absmax.is_meta
+    second = copy_weight(weight, CPU)
+    assert moved.quant_state.absmax.is_meta and not second.quant_state.absmax.is_meta
     assert not weight.quant_state.absmax.is_meta

@@ -1,4 +1,4 @@
-"""Learning rates, against the schedulers of torch, diffusers and transformers; steps that are not finite."""
+"""Learning rates, compared with the schedulers of torch, diffusers and transformers; steps that are not finite."""
 
 import diffusers.optimization
 import pytest
@@ -17,14 +17,14 @@ def rates(**settings) -> list[float]:
 
 
 def of_library(scheduler, *arguments, **options) -> list[float]:
-    """What a scheduler sets for each of STEPS steps."""
+    """The rates that a scheduler sets for each of STEPS steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    made, found = scheduler(optimizer, *arguments, **options), []
+    helpers, result = scheduler(optimizer, *arguments, **options), []
     for _ in range(STEPS):
-        found.append(optimizer.param_groups[0]["lr"])
+        result.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        made.step()
-    return found
+        helpers.step()
+    return result
 
 
 def warm_up(optimizer):
@@ -51,25 +51,25 @@ def warm_up(optimizer):
     ],
 )
 def test_schedules_are_those_of_diffusers_and_transformers(library, settings, name, options) -> None:
-    """From the end of the warm-up; theirs begins with a step at rate 0, so it is one step behind."""
-    found, theirs = rates(**settings), of_library(getattr(library, name), WARMUP, **options)
-    assert found[WARMUP:] == pytest.approx(theirs[WARMUP:], rel=1e-9)
-    assert found[: WARMUP - 1] == pytest.approx(theirs[1:WARMUP], rel=1e-9)
+    """From the end of the warm-up; the libraries begin with a step at rate 0, so they are one step behind."""
+    result, theirs = rates(**settings), of_library(getattr(library, name), WARMUP, **options)
+    assert result[WARMUP:] == pytest.approx(theirs[WARMUP:], rel=1e-9)
+    assert result[: WARMUP - 1] == pytest.approx(theirs[1:WARMUP], rel=1e-9)
 
 
 def test_schedules_are_those_of_torch() -> None:
     schedulers = torch.optim.lr_scheduler
     assert rates()[:WARMUP] == pytest.approx(of_library(warm_up)[:WARMUP])
-    left = STEPS - WARMUP
-    cosine = of_library(schedulers.CosineAnnealingLR, left, eta_min=0.02)
-    assert rates(schedule="cosine", lr_end=0.02)[WARMUP:] == pytest.approx(cosine[:left])
-    linear = of_library(schedulers.LinearLR, 1.0, 0.2, left)
-    assert rates(schedule="linear", lr_end=0.1)[WARMUP:] == pytest.approx(linear[:left])
+    remaining = STEPS - WARMUP
+    cosine = of_library(schedulers.CosineAnnealingLR, remaining, eta_min=0.02)
+    assert rates(schedule="cosine", lr_end=0.02)[WARMUP:] == pytest.approx(cosine[:remaining])
+    linear = of_library(schedulers.LinearLR, 1.0, 0.2, remaining)
+    assert rates(schedule="linear", lr_end=0.1)[WARMUP:] == pytest.approx(linear[:remaining])
     restarts = of_library(schedulers.CosineAnnealingWarmRestarts, 20, eta_min=0.02)
     config = Optimizer(lr=0.5, warmup=0, schedule="cosine", cycles=2, lr_end=0.02)
     assert [learning_rate(config, step, 40) for step in range(40)] == pytest.approx(restarts[:40])
-    polynomial = of_library(schedulers.PolynomialLR, left, 3.0)
-    assert rates(schedule="polynomial", power=3.0)[WARMUP:] == pytest.approx(polynomial[:left])
+    polynomial = of_library(schedulers.PolynomialLR, remaining, 3.0)
+    assert rates(schedule="polynomial", power=3.0)[WARMUP:] == pytest.approx(polynomial[:remaining])
 
 
 def test_groups_follow_the_schedule_from_their_own_rates() -> None:
@@ -86,14 +86,14 @@ def test_groups_follow_the_schedule_from_their_own_rates() -> None:
 
 
 def test_bad_steps_are_counted_and_end_the_run() -> None:
-    bad = BadStepCounter(2)
-    assert bad.check(0, 1.0, 1.0)
-    assert not bad.check(1, float("nan"), 1.0)
-    assert not bad.check(2, 1.0, float("inf"))
-    assert not bad.check(150, float("nan"), 1.0), "those of long ago are forgiven"
-    assert bad.total == 3
-    bad.check(151, float("nan"), 1.0)
-    with pytest.raises(DivergedError, match=r"3 of the last 100.*max_non_finite_steps is 2"):
-        bad.check(152, float("nan"), 1.0)
+    counter = BadStepCounter(2)
+    assert counter.check(0, 1.0, 1.0)
+    assert not counter.check(1, float("nan"), 1.0)
+    assert not counter.check(2, 1.0, float("inf"))
+    assert not counter.check(150, float("nan"), 1.0), "old steps do not count"
+    assert counter.total == 3
+    counter.check(151, float("nan"), 1.0)
+    with pytest.raises(DivergedError, match=r"3 of the last 100.*max_bad_steps is 2"):
+        counter.check(152, float("nan"), 1.0)
     with pytest.raises(DivergedError, match=r"learning rate|train\.optimizer\.lr"):
         BadStepCounter(0).check(0, float("nan"), 1.0)

@@ -1,4 +1,5 @@
-"""Every named optimizer, and others by dotted path: made as configured, resumed bit for bit, refused in words."""
+"""Every named optimizer, and optimizers by dotted path: created as configured, resumed bit for bit, refused with a
+reason."""
 
 import contextlib
 import json
@@ -29,7 +30,7 @@ STEPS = 9
 
 
 def settings(name: str) -> Optimizer:
-    """Weight decay, two groups and a warm-up, where the optimizer has them."""
+    """Settings with weight decay, two groups and a warm-up, if the optimizer supports them."""
     groups = [{"match": "small.*", "weight_decay": 0.0}]
     rate = {"lr": 1.0 if name == "prodigy" else 1e-3, "warmup": 2, "weight_decay": 0.01, "groups": groups}
     return Optimizer.model_validate({"name": name, "arguments": OTHERS.get(name, {}), **rate})
@@ -41,8 +42,8 @@ class Run:
     def __init__(self, config: Optimizer, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         shapes = {"large": (64, 80), "small.weight": (3, 64), "small.bias": (3,)}
-        drawn = {name: torch.nn.Parameter(torch.randn(shape) / 8) for name, shape in shapes.items()}
-        self.weights = {name: torch.nn.Parameter(weight.detach().to(dtype)) for name, weight in drawn.items()}
+        draws = {name: torch.nn.Parameter(torch.randn(shape) / 8) for name, shape in shapes.items()}
+        self.weights = {name: torch.nn.Parameter(weight.detach().to(dtype)) for name, weight in draws.items()}
         self.config, self.optimizer = config, make_optimizer(self.weights, config)
 
     def steps(self, first: int, last: int) -> None:
@@ -56,14 +57,14 @@ class Run:
             self.optimizer.zero_grad(set_to_none=True)
 
     def bits(self) -> tuple[dict[str, Any], str]:
-        tensors, rest = optimizer_state.collect(self.weights, self.optimizer)
+        tensors, description = optimizer_state.collect(self.weights, self.optimizer)
         values = {**self.weights, **tensors}
-        return {name: value.detach().clone() for name, value in values.items()}, json.dumps(rest, sort_keys=True)
+        return {name: value.detach().clone() for name, value in values.items()}, json.dumps(description, sort_keys=True)
 
 
-def assert_equal(one: Run, other: Run) -> None:
-    (ours, rest), (theirs, other_rest) = one.bits(), other.bits()
-    assert rest == other_rest and ours.keys() == theirs.keys()
+def assert_equal(one: Run, second: Run) -> None:
+    (ours, description), (theirs, other_rest) = one.bits(), second.bits()
+    assert description == other_rest and ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
 
@@ -73,40 +74,40 @@ def assert_equal(one: Run, other: Run) -> None:
     [*((name, torch.float32) for name in NAMES), ("optimi-adamw", torch.bfloat16), ("optimi-lion", torch.bfloat16)],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """Weights and all state are equal, and looking at the averaged weights in between changes nothing."""
+    """Weights and all state are equal, and reading the averaged weights in between changes nothing."""
     if name.startswith("pytorch_optimizer"):
         pytest.importorskip("pytorch_optimizer")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
-        whole, cut = Run(settings(name), dtype), Run(settings(name), dtype)
-        start = {key: weight.detach().clone() for key, weight in whole.weights.items()}
-        whole.steps(0, STEPS)
-        assert all(not torch.equal(start[key], weight) for key, weight in whole.weights.items())
+        full_run, cut = Run(settings(name), dtype), Run(settings(name), dtype)
+        start = {key: weight.detach().clone() for key, weight in full_run.weights.items()}
+        full_run.steps(0, STEPS)
+        assert all(not torch.equal(start[key], weight) for key, weight in full_run.weights.items())
         cut.steps(0, 5)
-        with inference_weights(cut.weights, cut.optimizer, None) as which:
-            averaged = which == "schedule-free average"
+        with inference_weights(cut.weights, cut.optimizer, None) as weights_name:
+            averaged = weights_name == "schedule-free average"
             assert averaged == ("schedulefree" in name.lower())
         saved_at(tmp_path, 5, cut.weights, cut.optimizer)
-        other = Run(settings(name), dtype)
-        other.steps(0, 1)  # what it has already is replaced
-        found, _ = resume.newest_checkpoint(tmp_path, verify=True)
-        checkpoint.restore(found, other.weights, other.optimizer)
-        assert_equal(other, cut)
-        other.steps(5, STEPS)
-        assert_equal(other, whole)
+        second = Run(settings(name), dtype)
+        second.steps(0, 1)  # its existing state is replaced
+        newest, _ = resume.newest_checkpoint(tmp_path, verify=True)
+        checkpoint.restore(newest, second.weights, second.optimizer)
+        assert_equal(second, cut)
+        second.steps(5, STEPS)
+        assert_equal(second, full_run)
     assert {path.suffix for path in (tmp_path / "step-000005").iterdir()} == {".json", ".safetensors"}
 
 
 def test_settings_of_the_configuration_are_in_force_after_a_resume(tmp_path: Path) -> None:
-    """State is restored, arguments are not: a lower weight decay or another beta counts from the next step on."""
+    """State is restored, arguments are not: a lower weight decay or another beta applies from the next step on."""
     for name in ("adamw", "optimi-adamw", "prodigy", "adamw-schedulefree"):
         first = Run(settings(name), torch.float32)
         first.steps(0, 3)
         saved_at(tmp_path / name, 3, first.weights, first.optimizer)
         changed = settings(name).model_copy(update={"weight_decay": 0.5, "betas": (0.5, 0.6)})
         second = Run(changed, torch.float32)
-        found, _ = resume.newest_checkpoint(tmp_path / name)
-        checkpoint.restore(found, second.weights, second.optimizer)
+        newest, _ = resume.newest_checkpoint(tmp_path / name)
+        checkpoint.restore(newest, second.weights, second.optimizer)
         groups = {len(group["params"]): group for group in second.optimizer.param_groups}
         assert groups[1]["weight_decay"] == 0.5 and groups[2]["weight_decay"] == 0.0
         assert groups[1].get("betas", (groups[1].get("beta1"), groups[1].get("beta2"))) == (0.5, 0.6)
@@ -114,7 +115,7 @@ def test_settings_of_the_configuration_are_in_force_after_a_resume(tmp_path: Pat
 
 
 def test_schedule_free_weights_are_the_average_only_within() -> None:
-    """x = y + (1 - 1 / beta1) (z - y), as its paper has it; y comes back bit for bit."""
+    """x = y + (1 - 1 / beta1) (z - y), as in its paper; y is restored bit for bit."""
     run = Run(settings("adamw-schedulefree"), torch.float32)
     run.steps(0, 4)
     before = run.bits()
@@ -147,14 +148,18 @@ def test_groups_by_regular_expression() -> None:
     groups = [{"match": r".*lora_B", "lr": 0.4}, {"match": r"[bc]\..*", "weight_decay": 0.0}]
     optimizer = make_optimizer(weights, Optimizer.model_validate({"lr": 0.1, "weight_decay": 0.5, "groups": groups}))
     by_id = {id(weight): name for name, weight in weights.items()}
-    found = [
+    result = [
         ([by_id[id(weight)] for weight in group["params"]], group["lr"], group["weight_decay"])
         for group in optimizer.param_groups
     ]
-    assert found == [(["a.lora_B", "b.lora_B"], 0.4, 0.5), (["b.lora_A", "c.bias"], 0.1, 0.0), (["a.lora_A"], 0.1, 0.5)]
-    for match, why in (("lora_B", "no trained parameter"), ("a.lora_B", "an earlier group")):
+    assert result == [
+        (["a.lora_B", "b.lora_B"], 0.4, 0.5),
+        (["b.lora_A", "c.bias"], 0.1, 0.0),
+        (["a.lora_A"], 0.1, 0.5),
+    ]
+    for match, reason in (("lora_B", "no trained parameter"), ("a.lora_B", "an earlier group")):
         config = Optimizer.model_validate({"groups": [*groups, {"match": match}]})
-        with pytest.raises(RunError, match=rf"groups: '{match}' matches .*{why}.*a\.lora_A.*5 in all"):
+        with pytest.raises(RunError, match=rf"groups: '{match}' matches .*{reason}.*a\.lora_A.*5 in all"):
             make_optimizer(weights, config)
 
 
@@ -162,10 +167,10 @@ def test_other_groups_than_those_of_a_checkpoint_are_refused(tmp_path: Path) -> 
     run = Run(settings("prodigy"), torch.float32)
     run.steps(0, 2)
     saved_at(tmp_path, 2, run.weights, run.optimizer)
-    found, _ = resume.newest_checkpoint(tmp_path)
-    other = Run(settings("prodigy").model_copy(update={"groups": ()}), torch.float32)
+    newest, _ = resume.newest_checkpoint(tmp_path)
+    second = Run(settings("prodigy").model_copy(update={"groups": ()}), torch.float32)
     with pytest.raises(resume.ResumeError, match="2 parameter groups, and the optimizer has 1") as caught:
-        checkpoint.restore(found, other.weights, other.optimizer)
+        checkpoint.restore(newest, second.weights, second.optimizer)
     assert "train.optimizer.groups" in caught.value.next_step
 
 
@@ -183,7 +188,7 @@ def test_every_optimizer_passes_its_trial_before_a_model_is_loaded(make_config, 
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("train", "message"),
     [
         (
             {"optimizer": {"name": "nosuchpackage.Adam"}},
@@ -211,8 +216,8 @@ def test_every_optimizer_passes_its_trial_before_a_model_is_loaded(make_config, 
         ),
     ],
 )
-def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, train, said) -> None:
-    with pytest.raises(RunError, match=f"(?s){said}") as caught:
+def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, train, message) -> None:
+    with pytest.raises(RunError, match=f"(?s){message}") as caught:
         check_optimizer(configured(make_config, **train).train, CPU)
     assert caught.value.next_step
 
@@ -220,18 +225,20 @@ def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, tr
 def test_state_that_json_and_safetensors_can_hold_is_saved_and_other_state_refused() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    shared = torch.arange(6.0)
-    state = {"a": shared, "b": [shared, (shared[2:], None)], "c": {"d": float("inf"), "e": True, "f": 3, "g": "text"}}
+    values = torch.arange(6.0)
+    state = {"a": values, "b": [values, (values[2:], None)], "c": {"d": float("inf"), "e": True, "f": 3, "g": "text"}}
     optimizer.state[weight] = state
     optimizer.param_groups[0]["best"] = float("-inf")
-    tensors, rest = optimizer_state.collect({"w": weight}, optimizer)
-    assert sorted(tensors) == ["w/a", "w/b/1/0"], "what is shared is kept once"
-    again = torch.optim.SGD([weight], lr=1.0)
-    optimizer_state.restore({"w": weight}, again, tensors, json.loads(json.dumps(rest)))
-    found = again.state[weight]
-    assert found["c"] == state["c"] and type(found["c"]["e"]) is bool and again.param_groups[0]["best"] == float("-inf")
-    assert found["a"] is found["b"][0] and found["b"][1][1] is None and isinstance(found["b"][1], tuple)
-    assert torch.equal(found["b"][1][0], shared[2:])
+    tensors, description = optimizer_state.collect({"w": weight}, optimizer)
+    assert sorted(tensors) == ["w/a", "w/b/1/0"], "a shared tensor is stored once"
+    second = torch.optim.SGD([weight], lr=1.0)
+    optimizer_state.restore({"w": weight}, second, tensors, json.loads(json.dumps(description)))
+    result = second.state[weight]
+    assert (
+        result["c"] == state["c"] and type(result["c"]["e"]) is bool and second.param_groups[0]["best"] == float("-inf")
+    )
+    assert result["a"] is result["b"][0] and result["b"][1][1] is None and isinstance(result["b"][1], tuple)
+    assert torch.equal(result["b"][1][0], values[2:])
     optimizer.state[weight] = {"a": object()}
     with pytest.raises(optimizer_state.OptimizerStateError, match="object at 'w/a'"):
         optimizer_state.collect({"w": weight}, optimizer)

@@ -24,7 +24,7 @@ WIDEST = 4 * 1024 * 4096  # bytes of the largest matrix in float32
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> tuple[Path, int]:
-    """A checkpoint's folder with a float32 transformer, and how many weights it has."""
+    """A checkpoint's folder with a float32 transformer, and the number of its weights."""
     folder = tmp_path_factory.mktemp("large")
     options = {"model_dim": 1024, "ff_dim": 4096, "num_visual_blocks": 4, "visual_cond": False}
     model = make_model("image", overrides=options)
@@ -52,7 +52,7 @@ def test_the_host_never_holds_two_copies(make_config, large, name):
     def load() -> None:
         if config.train.quantized:
             QUANTIZERS[name](torch.nn.Linear(64, 64, dtype=torch.bfloat16))  # imports its library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory would be used again, and not be counted
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # otherwise freed memory would be used again, and not be counted
         with PeakMemory() as memory:
             model, _ = load_transformer(config, family, torch.device("cpu"))
             if config.train.quantized:
@@ -62,14 +62,14 @@ def test_the_host_never_holds_two_copies(make_config, large, name):
                 for weight in model.parameters():
                     weight.data.add_(0)  # until they are written, they are pages of the file
         print(f"{name}: model {size / 1e6:.0f} MB, peak {memory.peak / 1e6:.0f} MB")
-        # Less than it all where the heap had free memory that was not given back.
-        assert 0.5 * size < memory.peak < 1.1 * size + 6 * WIDEST, "one copy, and what one matrix needs in float32"
+        # Less than all of it if the heap had free memory that was not returned.
+        assert 0.5 * size < memory.peak < 1.1 * size + 6 * WIDEST, "one copy, and one matrix in float32"
 
     assert in_child(load) == 0
 
 
 class PeakMemory:
-    """The highest growth of this process' anonymous memory, in bytes, looked at every 2 ms."""
+    """The largest growth of this process' anonymous memory, in bytes, sampled every 2 ms."""
 
     def __enter__(self):
         self.start, self.highest, self.stop = self.now(), 0, threading.Event()

@@ -1,4 +1,4 @@
-"""FSDP2: two processes that share a model train as one process that has it."""
+"""FSDP2: two processes that share a model train like one process with the whole model."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +27,8 @@ FSDP = {"strategy": "fsdp2"}
 
 @pytest.mark.long
 def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
-    """Quantized bases, of which each process has half the bytes, under each adapter; linear layers gathered in
-    bfloat16, norms not; blocks that are compiled. With gradient checkpointing, one pair of processes for all."""
+    """Quantized bases, of which each process has half the bytes, with each adapter; linear layers gathered in bfloat16,
+    norms not; compiled blocks. With gradient checkpointing, one pair of processes for all cases."""
     kandinsky = "kandinsky5-image-t2i"
     adapters = [{"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}, {"type": "lora"}]
     cases = [Case("sana", wide("sana"), adapter, name) for name, adapter in zip(NAMES, adapters, strict=True)]
@@ -46,8 +46,8 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
         prepare_fork()
         options = {"rank": rank, "world_size": 2, "timeout": timedelta(minutes=5)}
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", **options)
-        for case, found in zip(cases, expected, strict=True):
-            case.check(found)
+        for case, result in zip(cases, expected, strict=True):
+            case.check(result)
         torch.distributed.barrier()
 
     in_two_forks(check)
@@ -55,7 +55,8 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
 
 @dataclass
 class Case:
-    """A model whose loss, prediction and gradients are those of a whole one. half: full rank under autocast."""
+    """A model whose loss, prediction and gradients equal the whole model's. half: whether full rank runs under
+    autocast."""
 
     kind: str
     folder: Path
@@ -74,27 +75,27 @@ class Case:
             return step(self.kind, model)
 
     def check(self, expected: tuple[torch.Tensor, ...]) -> None:
-        model, family, seen = self.make(), KINDS[self.kind][0], set()
-        whole = sum(map(stored_bytes, model.parameters()))
+        model, family, dtypes = self.make(), KINDS[self.kind][0], set()
+        total = sum(map(stored_bytes, model.parameters()))
         if self.compiled:
-            compile_blocks(family.blocks(model), "eager", lambda said: None)
+            compile_blocks(family.blocks(model), "eager", lambda text: None)
         gathered = torch.bfloat16 if self.half else None
-        hosted, kept = self.base == "nf4-bnb", self.base == "int8-quanto"
-        parallel = Parallel(strategy="fsdp2", cpu_offload=hosted, reshard_after_forward=not kept)
+        hosted, is_quanto = self.base == "nf4-bnb", self.base == "int8-quanto"
+        parallel = Parallel(strategy="fsdp2", cpu_offload=hosted, reshard_after_forward=not is_quanto)
         wrap.shard_model(model, family, {}, parallel, torch.device("cpu"), gathered)
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
-        assert sum(stored_bytes(local(weight)) for weight in model.parameters()) < 0.51 * whole
+        assert sum(stored_bytes(local(weight)) for weight in model.parameters()) < 0.51 * total
 
         def look(part: torch.nn.Module, _: object) -> None:
             for weight in part.parameters(recurse=False):
-                seen.add((isinstance(part, wrap.AUTOCAST), weight.dtype))
+                dtypes.add((isinstance(part, wrap.AUTOCAST), weight.dtype))
 
         for part in family.blocks(model)[0].modules():
             if self.half:
                 part.register_forward_pre_hook(look)
         errors_found = errors(self.step(model), expected)
         assert errors_found == pytest.approx([0, 0, 0], abs=2**-8 if self.half else 1e-5), self
-        assert not self.half or seen == {(True, torch.bfloat16), (False, torch.float32)}
+        assert not self.half or dtypes == {(True, torch.bfloat16), (False, torch.float32)}
 
 
 @pytest.mark.parametrize(
@@ -144,11 +145,11 @@ def test_one_process_has_nothing_to_share(make_config, make_set, program) -> Non
     common = {"steps": 1, "validation": {"eval_samples": 0, "every": 2}}
     plain, offloaded = (make_config(parallel=FSDP | more, **common) for more in ({}, {"cpu_offload": True}))
     make_set(plain)
-    code, report, said = program(offloaded)
-    assert code == USAGE and LOADS not in said and "train.parallel.cpu_offload" in report["error"]["message"]
+    code, report, log = program(offloaded)
+    assert code == USAGE and LOADS not in log and "train.parallel.cpu_offload" in report["error"]["message"]
     assert "train.offload.blocks" in report["error"]["next_step"]
-    code, _, said = program(plain)
-    assert code == OK and "the model is whole and not sharded" in said
+    code, _, log = program(plain)
+    assert code == OK and "the model is whole and not sharded" in log
 
 
 FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2})
@@ -163,7 +164,7 @@ FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gra
 def test_a_run_goes_on_with_another_number_of_processes(
     ready, make_config, make_set, tmp_path, kind, adapter, settings, last
 ) -> None:
-    """2, 1 and 4 (of those that share a model 2, in the long form 4), with the samples and noise of one process."""
+    """2, 1 and 4 processes (for a shared model 2, in the long form 4), with the samples and noise of one process."""
     plan = [2, 1, last]
     path = tmp_path / "pipeline.yaml"
     common = {"adapter": adapter, "caption_dropout": 0.3, "checkpoint_every": 2, **settings}

@@ -1,4 +1,4 @@
-"""Words that are drawn by the item."""
+"""Sampled words depend on the item."""
 
 import numpy as np
 import torch
@@ -17,17 +17,17 @@ def test_bits_are_those_of_the_host() -> None:
 
 
 def test_noise_is_of_the_item_its_place_and_the_token_alone() -> None:
-    both = gumbel_noise([3, 4], 7, 100, CPU)
-    assert torch.equal(both[1:], gumbel_noise([4], 7, 100, CPU))
-    assert torch.equal(both[:, :50], gumbel_noise([3, 4], 7, 50, CPU))
-    others = gumbel_noise([3], 8, 100, CPU), both[1:], both[:1].roll(1, 1)
-    assert all((both[:1] == other).float().mean() < 0.05 for other in others)
+    pair = gumbel_noise([3, 4], 7, 100, CPU)
+    assert torch.equal(pair[1:], gumbel_noise([4], 7, 100, CPU))
+    assert torch.equal(pair[:, :50], gumbel_noise([3, 4], 7, 50, CPU))
+    noises = gumbel_noise([3], 8, 100, CPU), pair[1:], pair[:1].roll(1, 1)
+    assert all((pair[:1] == noise).float().mean() < 0.05 for noise in noises)
 
 
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
-    wanted, count = torch.softmax(logits, 0), 20_000
-    drawn = (logits + gumbel_noise(range(count), 0, 5, CPU)).argmax(1)
-    shares = torch.bincount(drawn, minlength=5) / count
-    # Five deviations of a binomial share.
-    assert ((shares - wanted).abs() <= 5 * (wanted * (1 - wanted) / count).sqrt() + 1e-6).all()
+    expected, count = torch.softmax(logits, 0), 20_000
+    draws = (logits + gumbel_noise(range(count), 0, 5, CPU)).argmax(1)
+    shares = torch.bincount(draws, minlength=5) / count
+    # five standard deviations of a binomial share
+    assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1e-6).all()

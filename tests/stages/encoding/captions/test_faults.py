@@ -1,4 +1,4 @@
-"""What is wrong with a caption that a model wrote."""
+"""Faults of captions that a model wrote."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which pictures are copies of each other, of real photographs and without candidates."""
+"""Pictures that are copies of each other, tested on real photographs without a search for candidates."""
 
 import io
 from collections.abc import Callable
@@ -60,8 +60,8 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 def test_a_changed_copy_is_one_whichever_comes_first(change: str) -> None:
     for name in DISTINCT[:3]:
         image = photograph(name)
-        one, other = shown(image), shown(CHANGES[change](image))
-        assert are_copies(one, other) and are_copies(other, one), name
+        first, second = shown(image), shown(CHANGES[change](image))
+        assert are_copies(first, second) and are_copies(second, first), name
 
 
 @pytest.mark.long
@@ -72,7 +72,7 @@ def test_different_photographs_are_none_and_a_common_mark_makes_them_none() -> N
         image = photograph(name).resize((600, 500))
         image.paste(mark, (380, 330))
         marked.append(shown(image))
-    assert not any(are_copies(one, other) for one, other in combinations(marked, 2))
+    assert not any(are_copies(first, second) for first, second in combinations(marked, 2))
 
 
 @pytest.mark.long
@@ -83,7 +83,7 @@ def test_pictures_with_few_keypoints_are_copies_only_where_fine_detail_agrees() 
         ImageDraw.Draw(image).ellipse((*place, *(place + 60)), fill=(240, 240, 200))
         return image
 
-    one, same, other = shown(plain(0)), shown(compress(plain(0).resize((200, 200)))), shown(plain(1))
-    assert are_copies(one, same) and not are_copies(one, other)
+    one, compressed, second = shown(plain(0)), shown(compress(plain(0).resize((200, 200)))), shown(plain(1))
+    assert are_copies(one, compressed) and not are_copies(one, second)
     gray = [shown(Image.new("RGB", (400, 400), (value,) * 3)) for value in (100, 101)]
     assert not are_copies(*gray)

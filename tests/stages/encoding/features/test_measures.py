@@ -66,14 +66,14 @@ def layouts_of(image: Image.Image) -> np.ndarray:
 
 def test_those_of_a_copy_are_alike_and_of_a_mirrored_one_after_mirroring() -> None:
     images = [photograph(name) for name in NAMES]
-    whole = np.array([layouts_of(image)[0] for image in images])
-    assert whole.shape == (len(NAMES), LAYOUT_NUMBERS)
-    np.testing.assert_allclose((whole**2).sum(1), 1)
+    pictures = np.array([layouts_of(image)[0] for image in images])
+    assert pictures.shape == (len(NAMES), LAYOUT_NUMBERS)
+    np.testing.assert_allclose((pictures**2).sum(1), 1)
     small = np.array([layouts_of(image.resize((160, 120)))[0] for image in images])
-    assert (whole * small).sum(1).min() > 0.97
+    assert (pictures * small).sum(1).min() > 0.97
     flipped = np.array([layouts_of(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT))[0] for image in images])
-    assert (mirror_layouts(whole) * flipped).sum(1).min() > 0.99
-    assert (whole @ whole.T - 2 * np.eye(len(whole))).max() < 0.5
+    assert (mirror_layouts(pictures) * flipped).sum(1).min() > 0.99
+    assert (pictures @ pictures.T - 2 * np.eye(len(pictures))).max() < 0.5
 
 
 @pytest.mark.parametrize("side", [0.8, 0.65])

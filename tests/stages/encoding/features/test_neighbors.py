@@ -1,4 +1,4 @@
-"""Which pairs are worth a closer look; clusters and distances from the rest, of vectors with known groups."""
+"""Candidate pairs, clusters and outliers of vectors with known groups."""
 
 from itertools import pairwise
 
@@ -29,12 +29,12 @@ def unit(values: np.ndarray) -> np.ndarray:
 
 @pytest.fixture
 def layouts() -> np.ndarray:
-    """Of 40 items; 1 is a copy of 0, 3 a mirrored copy of 2, 5 a part of 4."""
-    made = unit(np.random.default_rng(0).normal(size=(40, PARTS, NUMBERS)))
-    made[1, 0] = unit(made[0, 0] + 0.05 * made[9, 0])
-    made[3, 0] = mirror_layouts(made[2, 0])
-    made[5, 0] = made[4, 2]
-    return made.astype(np.float16)
+    """Layouts of 40 items; 1 is a copy of 0, 3 a mirrored copy of 2, 5 a part of 4."""
+    values = unit(np.random.default_rng(0).normal(size=(40, PARTS, NUMBERS)))
+    values[1, 0] = unit(values[0, 0] + 0.05 * values[9, 0])
+    values[3, 0] = mirror_layouts(values[2, 0])
+    values[5, 0] = values[4, 2]
+    return values.astype(np.float16)
 
 
 def test_copies_mirrored_ones_and_parts_are_candidates_and_others_are_not(layouts: np.ndarray) -> None:
@@ -51,9 +51,9 @@ def test_by_the_models_vectors_they_are_alike_beyond_what_all_have_in_common() -
 
 
 def test_an_item_has_a_limited_number_of_candidates_and_their_group_still_holds_together() -> None:
-    same = np.repeat(unit(np.random.default_rng(2).normal(size=(1, PARTS, NUMBERS))), 60, axis=0)
-    noise = 0.01 * np.random.default_rng(3).normal(size=same.shape)
-    pairs = find_layout_candidates(unit(same + noise).astype(np.float16)).pairs
+    equal_layouts = np.repeat(unit(np.random.default_rng(2).normal(size=(1, PARTS, NUMBERS))), 60, axis=0)
+    noise = 0.01 * np.random.default_rng(3).normal(size=equal_layouts.shape)
+    pairs = find_layout_candidates(unit(equal_layouts + noise).astype(np.float16)).pairs
     assert 60 <= len(pairs) <= 60 * comparison.NEIGHBORS
     linked, before = {0}, 0
     while len(linked) > before:
@@ -69,9 +69,9 @@ def test_many_are_found_by_an_index(layouts: np.ndarray, monkeypatch: pytest.Mon
 
 
 def test_each_pair_is_there_once_and_the_likeliest_first(layouts: np.ndarray) -> None:
-    found = find_layout_candidates(layouts)
-    assert sorted(found.pairs[:2].tolist()) == [[2, 3], [4, 5]] and found.pairs[2:].tolist() == [[0, 1]]
-    assert (np.diff(found.likeness) <= 0).all() and found.likeness[2] < 0.9999  # 1 differs a little from 0
+    result = find_layout_candidates(layouts)
+    assert sorted(result.pairs[:2].tolist()) == [[2, 3], [4, 5]] and result.pairs[2:].tolist() == [[0, 1]]
+    assert (np.diff(result.likeness) <= 0).all() and result.likeness[2] < 0.9999  # 1 differs a little from 0
 
 
 SIZES = (30, 12, 5)
@@ -79,11 +79,11 @@ SIZES = (30, 12, 5)
 
 @pytest.fixture
 def vectors() -> np.ndarray:
-    """Three groups around directions of their own, and the last item alone."""
+    """Three groups around different directions, and the last item alone."""
     rng = np.random.default_rng(0)
     middles = np.repeat(np.eye(16)[: len(SIZES)], SIZES, axis=0)
-    made = np.concatenate([middles + 0.05 * rng.normal(size=middles.shape), -np.ones((1, 16))])
-    return (made / np.linalg.norm(made, axis=1, keepdims=True)).astype(np.float32)
+    values = np.concatenate([middles + 0.05 * rng.normal(size=middles.shape), -np.ones((1, 16))])
+    return (values / np.linalg.norm(values, axis=1, keepdims=True)).astype(np.float32)
 
 
 def groups(centers: np.ndarray) -> set[frozenset[int]]:
@@ -103,15 +103,15 @@ def test_each_group_is_a_cluster_named_by_the_item_nearest_to_its_center(vectors
 def test_clusters_are_the_same_for_any_number_of_threads(vectors: np.ndarray) -> None:
     many = np.random.default_rng(1).normal(size=(3000, 24)).astype(np.float32)
     many /= np.linalg.norm(many, axis=1, keepdims=True)
-    before, found = faiss.omp_get_max_threads(), []
+    before, result = faiss.omp_get_max_threads(), []
     try:
         for threads in (1, 2, 4):
             faiss.omp_set_num_threads(threads)
-            found.append(find_clusters(many, None))
+            result.append(find_clusters(many, None))
     finally:
         faiss.omp_set_num_threads(before)
-    assert all(np.array_equal(found[0], other) for other in found)
-    assert len(np.unique(found[0])) == default_clusters(3000) == 39
+    assert all(np.array_equal(result[0], second) for second in result)
+    assert len(np.unique(result[0])) == default_clusters(3000) == 39
     assert find_clusters(vectors[:2], 9).tolist() == [0, 1] and find_clusters(vectors[:1], None).tolist() == [0]
 
 
@@ -122,5 +122,5 @@ def test_the_distance_from_the_rest_is_the_mean_cosine_distance_to_the_nearest(v
     np.testing.assert_allclose(np.array(outliers, float), expected, atol=1e-5)
     assert int(np.argmax(outliers)) == len(vectors) - 1
     assert find_outliers(find_neighbors(vectors[:1]), 1) == [None]
-    [same, _] = find_outliers(find_neighbors(vectors[[0, 0]]), 2)
-    assert same == pytest.approx(0, abs=1e-6)
+    [equal_layouts, _] = find_outliers(find_neighbors(vectors[[0, 0]]), 2)
+    assert equal_layouts == pytest.approx(0, abs=1e-6)

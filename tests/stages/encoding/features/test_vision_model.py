@@ -1,4 +1,4 @@
-"""Vectors of any vision model are those of transformers' own image processor and model."""
+"""Vectors of any vision model equal the output of transformers' own image processor and model."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ VISION = {"image_size": 32, "patch_size": 8, **SMALL}
 TEXT = {"vocab_size": 9, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, **SMALL}
 SQUARE = {"height": 32, "width": 32}
 CROPPED = {"size": {"shortest_edge": 40}, "crop_size": SQUARE}
-#: name -> class of the checkpoint, its configuration, processor, what it is given, and the vector of the output.
+#: name -> class of the checkpoint, its configuration, processor, input, and the vector of the output
 MODELS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], Any]] = {
     "clip": ("CLIP", {"text_config": TEXT, "vision_config": VISION}, CLIPImageProcessorPil, CROPPED, "vision_model"),
     "siglip": (
@@ -58,12 +58,12 @@ FRAMES[1] //= 2
 
 
 def save(folder: Path, name: str) -> transformers.PreTrainedModel:
-    family, values, processor, shown, _ = MODELS[name]
+    family, values, processor, processor_settings, _ = MODELS[name]
     torch.manual_seed(3)
     model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**values)).eval()
     model.save_pretrained(folder)
-    made = {"image_processor_type": processor.__name__.removesuffix("Pil"), **shown}
-    (folder / "preprocessor_config.json").write_text(json.dumps(made))
+    settings = {"image_processor_type": processor.__name__.removesuffix("Pil"), **processor_settings}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return model
 
 
@@ -72,16 +72,16 @@ def load(folder: Path) -> AutoModel:
 
 
 @torch.no_grad()
-def pooled(model: Any, processor: Any, shown: dict[str, Any]) -> torch.Tensor:
-    made = processor(**{key: value for key, value in shown.items() if key != "image_processor_type"})
-    return model(pixel_values=made(images=list(FRAMES), return_tensors="pt")["pixel_values"]).pooler_output
+def pooled(model: Any, processor: Any, processor_settings: dict[str, Any]) -> torch.Tensor:
+    settings = processor(**{key: value for key, value in processor_settings.items() if key != "image_processor_type"})
+    return model(pixel_values=settings(images=list(FRAMES), return_tensors="pt")["pixel_values"]).pooler_output
 
 
 @pytest.mark.parametrize("name", [name if name in ("clip", "siglip", "convnext") else long(name) for name in MODELS])
 def test_a_vector_is_what_transformers_gives(tmp_path: Path, name: str) -> None:
-    *_, processor, shown, part = MODELS[name]
+    *_, processor, processor_settings, part = MODELS[name]
     model = save(tmp_path, name)
-    expected = pooled(getattr(model, part) if part else model, processor, shown)
+    expected = pooled(getattr(model, part) if part else model, processor, processor_settings)
     ours = load(tmp_path)
     input = ours.prepare(FRAMES, Bucket(140, 98, 2))
     torch.testing.assert_close(ours.vectors(input), expected, rtol=1e-5, atol=1e-6)
@@ -98,10 +98,10 @@ def test_a_classifier_without_pooling_weights_gives_its_class_token(tmp_path: Pa
     classifier = transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)).eval()
     classifier.save_pretrained(tmp_path)
     ours = load(tmp_path)
-    shown = ours.prepare(FRAMES, Bucket(140, 98, 2))
+    inputs = ours.prepare(FRAMES, Bucket(140, 98, 2))
     with torch.no_grad():
-        expected = classifier.vit(pixel_values=torch.from_numpy(shown)).last_hidden_state[:, 0]
-    torch.testing.assert_close(ours.vectors(shown), expected)
+        expected = classifier.vit(pixel_values=torch.from_numpy(inputs)).last_hidden_state[:, 0]
+    torch.testing.assert_close(ours.vectors(inputs), expected)
 
 
 @pytest.mark.long

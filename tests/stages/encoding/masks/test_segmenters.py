@@ -1,4 +1,4 @@
-"""Masks of each kind of model, beside what transformers' own processor makes of the model's answer to one picture."""
+"""Masks of each kind of model, compared with transformers' own post-processing of one picture."""
 
 import json
 import re
@@ -26,12 +26,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    made: dict[tuple[str, int], Path] = {}
+    folders: dict[tuple[str, int], Path] = {}
 
     def get(kind: str, seed: int = 0) -> Path:
-        if (kind, seed) not in made:
-            made[kind, seed] = build_segmenter(kind, tmp_path_factory.mktemp(kind), seed)
-        return made[kind, seed]
+        if (kind, seed) not in folders:
+            folders[kind, seed] = build_segmenter(kind, tmp_path_factory.mktemp(kind), seed)
+        return folders[kind, seed]
 
     return get
 
@@ -49,7 +49,7 @@ def load(folder: Path, **masks) -> Segmenter:
 
 @torch.no_grad()
 def found(segmenter: Segmenter, pictures: list[np.ndarray], boxes: list[Box] | None = None) -> list[np.ndarray]:
-    """Of each picture alone; and of all at once it is the same but for the last bits of float32."""
+    """Masks of each picture alone; a batch gives the same masks except for the last bits of float32."""
     boxes = boxes or [(0, 0, SIZE[1], SIZE[0])] * len(pictures)
     together = segmenter.find(pictures, boxes).numpy()
     alone = [segmenter.find([picture], [box]).numpy()[0] for picture, box in zip(pictures, boxes, strict=True)]
@@ -63,8 +63,8 @@ def test_semantic(checkpoint, pictures) -> None:
     model = transformers.SegformerForSemanticSegmentation.from_pretrained(folder).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     likeliest = found(load(folder, classes=("Cat", "person")), pictures)
-    above = found(load(folder, classes=("person",), threshold=0.4), pictures)
-    for picture, mask, probable in zip(pictures, likeliest, above, strict=True):
+    threshold_masks = found(load(folder, classes=("person",), threshold=0.4), pictures)
+    for picture, mask, probable in zip(pictures, likeliest, threshold_masks, strict=True):
         with torch.no_grad():
             outputs = model(**processor(picture, return_tensors="pt"))
         (labels,) = processor.post_process_semantic_segmentation(outputs, target_sizes=[SIZE])
@@ -89,8 +89,8 @@ def test_universal(checkpoint, pictures, kind, seed, threshold) -> None:
         (result,) = processor.post_process_panoptic_segmentation(
             outputs, threshold=threshold or 0.5, target_sizes=[SIZE], label_ids_to_fuse=set()
         )
-        chosen = [segment["id"] for segment in result["segments_info"] if segment["label_id"] in (1, 3)]
-        assert (mask == np.isin(result["segmentation"].numpy(), chosen)).all()
+        ids = [segment["id"] for segment in result["segments_info"] if segment["label_id"] in (1, 3)]
+        assert (mask == np.isin(result["segmentation"].numpy(), ids)).all()
 
 
 def test_words(checkpoint, pictures) -> None:
@@ -116,8 +116,8 @@ def test_boxes(checkpoint, pictures) -> None:
     processor = transformers.SamProcessor(transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"))
     boxes = [(3.0 * number, 2.0, 40.0 + number, 30.0) for number in range(len(pictures))]
     masks = found(load(folder), pictures, boxes)
-    whole = found(load(folder), pictures)
-    assert any((mask != other).any() for mask, other in zip(masks, whole, strict=True))
+    default_masks = found(load(folder), pictures)
+    assert any((mask != default).any() for mask, default in zip(masks, default_masks, strict=True))
     for picture, mask, box in zip(pictures, masks, boxes, strict=True):
         inputs = processor(picture, input_boxes=[[list(box)]], return_tensors="pt")
         sizes = inputs["original_sizes"], inputs["reshaped_input_sizes"]

@@ -19,7 +19,7 @@ from tests.project import SETTINGS
 
 @pytest.fixture
 def edited(tiny, tmp_path) -> Callable[..., Path]:
-    """edited(kind, part, old, new): a copy in whose part every JSON file has the string `new` for `old`."""
+    """edited(kind, part, old, new): a copy of the checkpoint in which `new` replaces `old` in the part's JSON files."""
 
     def copy(kind: str, part: str, old: str, new: str) -> Path:
         for source in tiny(kind).iterdir():
@@ -48,21 +48,23 @@ def make(tiny) -> Callable[..., Any]:
         family, task = FAMILIES[SETTINGS[kind]["family"]], kind.rpartition("-")[2]
         template = family.templates[task if task in family.templates else "t2i"]
         module = {"sana": gemma, "wan2.1-t2v": umt5}.get(kind, kandinsky5)
-        where, shared = str(folder or tiny(kind)), options.pop("share_prefix", True)
+        folder_path, share_prefix = str(folder or tiny(kind)), options.pop("share_prefix", True)
         cpu = torch.device("cpu")
-        return module.Encoder(where, None, template, template.max_length, dtype, cpu, Text(**options), shared)
+        return module.Encoder(
+            folder_path, None, template, template.max_length, dtype, cpu, Text(**options), share_prefix
+        )
 
     return encoder
 
 
 @pytest.fixture(scope="session")
 def encoded() -> Callable[..., list[TextResult]]:
-    """encoded(encoder, captions, image=None, negative=False): one batch; an image where the template has one."""
+    """encoded(encoder, captions, image=None, negative=False): one batch; an image if the template has one."""
 
     def run(encoder: Any, captions: list[str], image: Image.Image | None = None, negative: bool = False) -> list:
         template: Template = encoder.template
-        shown = (image or gradient(),) if template.with_image else ()
-        requests = [TextRequest(template.cleaner.text(caption), negative, shown) for caption in captions]
+        images = (image or gradient(),) if template.with_image else ()
+        requests = [TextRequest(template.cleaner.text(caption), negative, images) for caption in captions]
         return encoder.encode([encoder.prepare(request) for request in requests])
 
     return run
@@ -73,14 +75,14 @@ def gradient() -> Image.Image:
     return Image.merge("RGB", [ramp, ramp.transpose(Image.Transpose.ROTATE_180), ramp.rotate(90)])
 
 
-ROUNDING = 2.0**-8  # of a number to bfloat16, at most, relative to it
+ROUNDING = 2.0**-8  # largest relative error of rounding a number to bfloat16
 
 
 @pytest.fixture(scope="session")
 def near(record_testsuite_property) -> Callable[..., None]:
-    """near(name, rows): rows of (ours, theirs, exact), two results in bfloat16 of which `exact` is in float32. Ours is
-    as near to it as theirs is, and both are as near as roundings to bfloat16 in a few layers leave them; limit: on the
-    largest one."""
+    """near(name, rows): rows of (ours, theirs, exact), where `exact` is in float32 and the other two are in bfloat16.
+    Checks that ours is as near to `exact` as theirs, and that both errors are roundings of a few layers; limit: largest
+    error."""
 
     def check(name: str, rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], limit: float = 25) -> None:
         gaps: list[list[torch.Tensor]] = [[], [], []]
@@ -91,14 +93,12 @@ def near(record_testsuite_property) -> Callable[..., None]:
             for gap, pair in zip(gaps, pairs, strict=True):
                 gap.append((pair / scale).flatten())
         ours, theirs, between = (torch.cat(gap) for gap in gaps)
-        mean, their_mean, apart = (gap.square().mean().sqrt().item() for gap in (ours, theirs, between))
+        mean, their_mean, spread = (gap.square().mean().sqrt().item() for gap in (ours, theirs, between))
         most, their_most = (gap.abs().max().item() for gap in (ours, theirs))
-        figures = (
-            f"{mean:.2f} (the pipeline {their_mean:.2f}), at most {most:.1f} ({their_most:.1f}); apart {apart:.2f}"
-        )
+        figures = f"{mean:.2f} (the pipeline {their_mean:.2f}), at most {most:.1f} ({their_most:.1f}); gap {spread:.2f}"
         record_testsuite_property(f"bfloat16 roundings, {name}", figures)
         print(f"{name}: {figures}")
         assert mean <= 1.1 * their_mean and most <= 1.25 * their_most
-        assert mean <= 5 and most <= limit and apart <= their_mean
+        assert mean <= 5 and most <= limit and spread <= their_mean
 
     return check

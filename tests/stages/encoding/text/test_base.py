@@ -1,5 +1,5 @@
-"""Quantization and offload: each option loads, runs and stays within its error; unsupported ones say what to do. And
-passes of neighboring lengths."""
+"""Quantization and offload: each option loads, runs and stays within its error; unsupported options are errors with a
+next step. Also passes of neighboring lengths."""
 
 import shutil
 from copy import copy
@@ -23,10 +23,10 @@ from tests.forms import long
 CAPTIONS = ["", "A small grey cat looks at the camera with green eyes.", "words that go on " * 20]
 
 
-def relative(results, others) -> float:
-    """|difference| / |value| of all embeddings together."""
-    one, other = (torch.cat([result.embeds.float() for result in batch]) for batch in (results, others))
-    return ((one - other).norm() / other.norm()).item()
+def relative(results, expected) -> float:
+    """|difference| / |value| over all embeddings."""
+    first, second = (torch.cat([result.embeds.float() for result in batch]) for batch in (results, expected))
+    return ((first - second).norm() / second.norm()).item()
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +49,17 @@ def test_quantised_weights_stay_within_their_error(
 
 
 def by_unpacking(A, B, out=None, state=None):
-    """What the CPU's kernel computes of matrices that bitsandbytes packed for AVX512-BF16, for any CPU."""
-    # A private function: bitsandbytes has no public way to unpack them.
+    """The result of the CPU kernel for matrices that bitsandbytes packed for AVX512-BF16, on any CPU."""
+    # A private function: bitsandbytes has no public function to unpack matrices.
     matrix, as_before = bitsandbytes.functional._convert_weight_packed_for_cpu_inverse(B, copy(state))
-    as_before.absmax = state.absmax.T.reshape(-1).float()  # which bitsandbytes leaves transposed
-    whole = bitsandbytes.functional.dequantize_4bit(matrix.reshape(-1, 1), as_before)
-    return torch.nn.functional.linear(A, whole.to(A.dtype))
+    as_before.absmax = state.absmax.T.reshape(-1).float()  # bitsandbytes leaves them transposed
+    matrix_whole = bitsandbytes.functional.dequantize_4bit(matrix.reshape(-1, 1), as_before)
+    return torch.nn.functional.linear(A, matrix_whole.to(A.dtype))
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "packed"])
 def packing(request, monkeypatch) -> bool:
-    """bitsandbytes' own switch: where the CPU has AVX512-BF16, a layer's matrix is packed when it is first used."""
+    """bitsandbytes' own switch: on a CPU with AVX512-BF16, a layer's matrix is packed when it is first used."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: request.param)
     monkeypatch.setattr("bitsandbytes.functional.gemv_4bit", by_unpacking)
     return request.param
@@ -94,15 +94,15 @@ def test_matrices_that_nf4_can_not_pack_stay_as_they_are_and_this_is_said_once(p
         home.run(program.run)
     report = home.run(encode_text.run, "text.quantization=nf4-bnb")
     assert report.exit_code == 0 and report.done == 4
-    [said] = report.details["remarks"]
-    assert "nf4-bnb can't pack" in said["remark"] and (said["items"], said["of"]) == (4, 4)
-    assert said["remark"].endswith(": mlp.down_proj, mlp.gate_proj, mlp.up_proj")
+    [remark] = report.details["remarks"]
+    assert "nf4-bnb can't pack" in remark["remark"] and (remark["items"], remark["of"]) == (4, 4)
+    assert remark["remark"].endswith(": mlp.down_proj, mlp.gate_proj, mlp.up_proj")
 
 
 @pytest.mark.parametrize("kind", ["sana", long("kandinsky5-image-i2i"), long("wan2.1-t2v")])
 def test_offload_by_blocks_gives_the_same_numbers(make, encoded, plain, kind):
-    for result, wanted in zip(encoded(make(kind, offload="blocks"), CAPTIONS), plain(kind), strict=True):
-        assert torch.equal(result.embeds, wanted.embeds)
+    for result, expected in zip(encoded(make(kind, offload="blocks"), CAPTIONS), plain(kind), strict=True):
+        assert torch.equal(result.embeds, expected.embeds)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +133,18 @@ def test_what_cannot_be_had_is_refused(make, kind, options, message):
 def test_what_gives_the_same_numbers_has_the_same_fingerprint(
     make, encoded, project, kind, dtype, option, value, default
 ):
-    """An option that says what is done anyway."""
+    """An option whose value equals the default behavior."""
     home = project(kind)
     home.settings["datasets"][0] |= {"conditioning_data": "media"} if kind.endswith("i2i") else {}
     precision = f"text.precision={dtype}"
     assert parts(home.config(precision, f"text.{option}={value}")) == parts(home.config(precision))
-    results, others = (
-        encoded(make(kind, getattr(torch, dtype), **{option: given}), CAPTIONS) for given in (value, default)
+    results, expected = (
+        encoded(make(kind, getattr(torch, dtype), **{option: option_value}), CAPTIONS)
+        for option_value in (value, default)
     )
-    for one, other in zip(results, others, strict=True):
-        assert torch.equal(one.embeds, other.embeds)
-        assert one.pooled is other.pooled is None or torch.equal(one.pooled, other.pooled)
+    for first, second in zip(results, expected, strict=True):
+        assert torch.equal(first.embeds, second.embeds)
+        assert first.pooled is second.pooled is None or torch.equal(first.pooled, second.pooled)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(0, 300))

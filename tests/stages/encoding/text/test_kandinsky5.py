@@ -1,4 +1,4 @@
-"""Stored embeddings of Kandinsky 5 against the installed pipelines' `encode_prompt`, one prompt at a time."""
+"""Stored embeddings of Kandinsky 5, compared with the installed pipelines' `encode_prompt`, one prompt at a time."""
 
 from functools import cache
 
@@ -23,7 +23,7 @@ def kind_of(family: str, task: Task) -> tuple[str, Template]:
 KINDS = {
     "kandinsky5-image-t2i": kind_of("kandinsky5-image", "t2i"),
     "kandinsky5-image-i2i": kind_of("kandinsky5-image", "i2i"),
-    # Qwen's own vocabulary gives this template's prefix 49 tokens, and the pipeline crops 54 all the same.
+    # With Qwen's own vocabulary this template's prefix has 49 tokens, and the pipeline still crops 54.
     "kandinsky5-image-i2i-prefix49": kind_of("kandinsky5-image", "i2i"),
     "kandinsky5-video-t2v": kind_of("kandinsky5-video", "t2v"),
     "kandinsky5-video-i2v": kind_of("kandinsky5-video", "i2v"),
@@ -43,7 +43,7 @@ LIMIT = 1e-5
 def loaded(tiny):
     """kind, max_length, dtype, folder -> (encoder, pipeline), each made once."""
     torch.set_num_threads(1)
-    diffusers.utils.logging.set_verbosity_error()  # it prints what it truncates, thousands of words here
+    diffusers.utils.logging.set_verbosity_error()  # the pipeline prints the truncated text, thousands of words here
 
     @cache
     def pipeline(kind, folder, dtype):
@@ -87,7 +87,7 @@ def reference(pipe, caption, image=None, **options):
 
 
 def differences(encoder, pipe, captions, images, **options) -> float:
-    """Encodes all captions in one batch and compares each with the pipeline; the largest difference."""
+    """Encode all captions in one batch and compare each with the pipeline; returns the largest difference."""
     requests = [request(encoder.template, *pair) for pair in zip(captions, images, strict=True)]
     largest = 0.0
     for result, caption, image in zip(encoded(encoder, requests), captions, images, strict=True):
@@ -114,7 +114,7 @@ def test_embeddings_equal_the_pipelines(loaded, kind, record_property):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", long("kandinsky5-video-t2v"), long("kandinsky5-image-t2i")])
 def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
-    """A batch, with a caption that merges with the template, against the pipeline's own float32 and bfloat16."""
+    """A batch with a caption that merges with the template, compared with the pipeline in float32 and bfloat16."""
     folder = edited(kind, "tokenizer", "<|quad_start|>", "userzebra" if "i2i" in kind else "user\\nzebra")
     encoder, half = loaded(kind, None, torch.bfloat16, folder)
     _, pipe = loaded(kind, folder=folder)
@@ -122,8 +122,8 @@ def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
     images = [picture() if encoder.template.with_image else None for _ in captions]
     results = encoded(encoder, [request(encoder.template, *pair) for pair in zip(captions, images, strict=True)])
     assert (encoder.stats.prefixed_texts, encoder.stats.full_texts) == (5, 1)
-    given = list(zip(captions, images, strict=True))
-    theirs, exact = ([reference(one, *pair) for pair in given] for one in (half, pipe))
+    pairs = list(zip(captions, images, strict=True))
+    theirs, exact = ([reference(one, *pair) for pair in pairs] for one in (half, pipe))
     ours = [(result.embeds, result.pooled) for result in results]
     for part, name in enumerate(("embeds", "pooled")):
         near(f"{kind} {name}", [tuple(one[part] for one in row) for row in zip(ours, theirs, exact, strict=True)])
@@ -134,7 +134,7 @@ def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
 def test_overlong_captions_are_cut_as_by_the_pipeline(loaded, kind, record_property):
     max_length = 512
     encoder, pipe = loaded(kind, max_length)
-    # The pipeline cuts characters: where tokens are long, it leaves a part of a word at the end.
+    # The pipeline cuts characters: of a long token, it leaves a part of a word at the end.
     captions = ["relationships " * 1200, "A small grey cat, 猫 and schön; " * 120, "short"]
     largest = differences(encoder, pipe, captions, [None] * 3, max_sequence_length=max_length)
     record_property("largest_difference", largest)
@@ -151,11 +151,11 @@ def test_overlong_i2i_captions_lose_their_end_and_keep_the_image(loaded):
     result = encoded(encoder, [request(encoder.template, words, image)])[0]
     assert result.kept == 256 < result.tokens
 
-    # The same caption cut by hand fits, and gives the same embeddings by the pipeline.
+    # The same caption cut by hand fits, and gives the same embeddings in the pipeline.
     ids = pipe.tokenizer.tokenizer(encoder.template.text.split("{}")[0] + words)["input_ids"]
     suffix = len(reference(pipe, "", image)[0])
-    kept = pipe.tokenizer.tokenizer.decode(ids[encoder.crop : encoder.crop + 256 - suffix])
-    embeds, _ = reference(pipe, kept, image)
+    cut_caption = pipe.tokenizer.tokenizer.decode(ids[encoder.crop : encoder.crop + 256 - suffix])
+    embeds, _ = reference(pipe, cut_caption, image)
     assert (result.embeds - embeds).abs().max() <= LIMIT
 
 

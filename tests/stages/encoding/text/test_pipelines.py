@@ -1,6 +1,6 @@
-"""Stored embeddings against the installed pipelines' `encode_prompt`, one prompt at a time.
+"""Stored embeddings, compared with the installed pipelines' `encode_prompt`, one prompt at a time.
 
-test_kandinsky5.py and test_qwen_image_edit.py have the encoders whose prompts hold images.
+test_kandinsky5.py and test_qwen_image_edit.py test the encoders whose prompts have images.
 """
 
 import inspect
@@ -37,8 +37,8 @@ LIMIT = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """module: of the encoder. pipeline, model: names in diffusers and transformers. embeds: (pipe, caption) ->
-    embeds_LD that the pipeline hands to its transformer, without padding that is not stored."""
+    """module: module of the encoder. pipeline, model: names in diffusers and transformers. embeds: (pipe, caption) ->
+    embeds_LD that the pipeline passes to its transformer, without padding that is not stored."""
 
     family: str
     module: Any
@@ -47,7 +47,7 @@ class Case:
     embeds: Callable[[Any, str], torch.Tensor]
     negative: bool = False
     task: str = "t2i"
-    most_roundings: float = 25  # of the largest one in bfloat16
+    most_roundings: float = 25  # of the largest value, in bfloat16
     length: int | None = None
 
     @property
@@ -100,9 +100,9 @@ def wan(negative: bool, length: int = 512) -> Callable[[Any, str], torch.Tensor]
 
 def qwen(length: int) -> Callable[[Any, str], torch.Tensor]:
     def embeds(pipe: Any, caption: str) -> torch.Tensor:
-        found, mask = pipe.encode_prompt(caption, device=CPU, max_sequence_length=length)
+        result, mask = pipe.encode_prompt(caption, device=CPU, max_sequence_length=length)
         assert mask is None, "one prompt has no padding"
-        return found[0]
+        return result[0]
 
     return embeds
 
@@ -142,16 +142,16 @@ def one_thread() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_embeddings_equal_the_pipelines(tiny, case: Case, record_property) -> None:
-    """All captions in one batch, behind a shared prefix if the model has one; the last one is cut. Alone, and without
-    the shared prefix, a caption has the same embeddings."""
+    """All captions are in one batch, after a shared prefix if the model has one; the last caption is cut. Alone, and
+    without the shared prefix, a caption has the same embeddings."""
     folder, largest = tiny(case.kind), 0.0
-    pipe, encoder, whole = case.pipe(folder), case.encoder(folder), case.encoder(folder, share=False)
+    pipe, encoder, unshared = case.pipe(folder), case.encoder(folder), case.encoder(folder, share=False)
     results = case.encoded(encoder, CAPTIONS)
-    for result, other, caption in zip(results, case.encoded(whole, CAPTIONS), CAPTIONS, strict=True):
-        wanted, [alone] = case.wanted(pipe, caption), case.encoded(encoder, [caption])
-        assert result.pooled is None and result.embeds.shape == wanted.shape and result.kept == len(wanted)
+    for result, unshared_result, caption in zip(results, case.encoded(unshared, CAPTIONS), CAPTIONS, strict=True):
+        expected, [alone] = case.wanted(pipe, caption), case.encoded(encoder, [caption])
+        assert result.pooled is None and result.embeds.shape == expected.shape and result.kept == len(expected)
         assert result.tokens > result.kept or caption != CAPTIONS[-1]
-        gaps = [(result.embeds - each).abs().max().item() for each in (wanted, alone.embeds, other.embeds)]
+        gaps = [(result.embeds - each).abs().max().item() for each in (expected, alone.embeds, unshared_result.embeds)]
         largest = max(largest, *gaps)
     record_property("largest difference", largest)
     print(f"{case.family}, negative={case.negative}: largest difference {largest:.2e}")
@@ -173,7 +173,7 @@ def test_bfloat16_is_as_near_as_the_pipelines(tiny, near, case: Case) -> None:
 
 @pytest.mark.slow
 def test_an_instruction_longer_than_the_sliding_window(edited) -> None:
-    """Every second layer sees 64 of the instruction's 210 tokens, and long captions outgrow the window too. A caption
+    """Every second layer sees 64 of the instruction's 210 tokens, and long captions exceed the window, too. A caption
     that merges with the instruction's end is computed from its first token."""
     folder = edited("sana", "text_encoder", '"sliding_window": 4096', '"sliding_window": 64')
     encoder, pipe = SANA.encoder(folder), SANA.pipe(folder)
@@ -193,17 +193,18 @@ def test_captions_that_merge_with_the_instruction(edited) -> None:
 
 @pytest.mark.slow
 def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(tiny) -> None:
-    """With each attention, at a length of its own, alone as in a batch; and `text.positions: real` stores none."""
+    """With each attention and its own length, alone and in a batch; with `text.positions: real`, no padding is
+    stored."""
     folder, pipe, largest = tiny("flux2-klein"), KLEIN.pipe(tiny("flux2-klein")), 0.0
     for attention in ("sdpa", "eager"):
         pipe.text_encoder.set_attn_implementation(attention)
         with torch.no_grad():
-            wanted = [klein(pipe, caption, max_sequence_length=48) for caption in CAPTIONS[:2]]
+            expected = [klein(pipe, caption, max_sequence_length=48) for caption in CAPTIONS[:2]]
         encoder = KLEIN.encoder(folder, max_length=48, attention=attention)
         together = [result.embeds for result in KLEIN.encoded(encoder, CAPTIONS[:2])]
         alone = KLEIN.encoded(encoder, CAPTIONS[1:2])[0].embeds
-        pairs = [*zip(together, wanted, strict=True), (together[1], alone)]
-        largest = max([largest, *((one - other).abs().max().item() for one, other in pairs)])
+        pairs = [*zip(together, expected, strict=True), (together[1], alone)]
+        largest = max([largest, *((first - second).abs().max().item() for first, second in pairs)])
     assert (together[0][-1] - together[1][-1]).abs().max() > 1e-2 < (alone[-1] - alone[-2]).abs().max()
     assert largest <= LIMIT
     with pytest.raises(OptionError, match=r"text\.attention: flash_attention_2"):

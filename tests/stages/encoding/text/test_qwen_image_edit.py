@@ -1,4 +1,4 @@
-"""Stored embeddings of Qwen-Image-Edit, with one reference and with several, against the installed pipelines."""
+"""Stored embeddings of Qwen-Image-Edit, with one and with several references, compared with the installed pipelines."""
 
 import importlib
 
@@ -43,23 +43,22 @@ def pipe_of(folder, kind):
 
 
 def tell_images(model, _, named):
-    """A hook by which the model is told which tokens are images', as the processor knows and the pipelines do not
-    say."""
+    """A hook that marks the image tokens, which the processor does and the pipelines do not."""
     return (), named | {"mm_token_type_ids": (named["input_ids"] == model.config.image_token_id).int()}
 
 
 def asked(encoder, caption, images) -> TextRequest:
-    """With references as the reader resizes them."""
-    shown = []
+    """A request with references resized like the reader does."""
+    images_resized = []
     for image in images:
         width, height, _ = encoder.template.image_size.fit(np.array([image.width]), np.array([image.height]))
-        shown.append(image.resize((int(width[0]), int(height[0])), Image.Resampling.LANCZOS))
-    return TextRequest(caption, negative=caption == " ", images=tuple(shown))
+        images_resized.append(image.resize((int(width[0]), int(height[0])), Image.Resampling.LANCZOS))
+    return TextRequest(caption, negative=caption == " ", images=tuple(images_resized))
 
 
 @torch.no_grad()
 def reference(pipe, kind, caption, images):
-    """As the pipeline's call prepares images and encodes one prompt."""
+    """The embeddings of one prompt, with images prepared as in the pipeline's call."""
     sizes = importlib.import_module(pipe.__module__)
     area = getattr(sizes, "CONDITION_IMAGE_SIZE", 1024 * 1024)
     resized = []
@@ -82,8 +81,8 @@ def reference(pipe, kind, caption, images):
     ],
 )
 def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts, positions):
-    """All captions with each number of references in one batch; each picture goes through the vision model once. grid:
-    of a pipeline that tells the model where the images are."""
+    """All captions with each number of references in one batch; the vision model encodes each picture once. grid:
+    whether the pipeline marks the image tokens."""
     torch.set_num_threads(1)
     folder, largest = tiny(kind), 0.0
     pipe, encoder = pipe_of(folder, kind), encoder_of(folder, kind, positions=positions)
@@ -92,16 +91,16 @@ def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts, pos
     pairs = [(caption, PICTURES[:count]) for count in counts for caption in CAPTIONS]
     results = encoder.encode([encoder.prepare(asked(encoder, *pair)) for pair in pairs])
     for result, pair in zip(results, pairs, strict=True):
-        wanted = reference(pipe, kind, *pair)
-        assert result.pooled is None and result.embeds.shape == wanted.shape
-        assert result.tokens == result.kept == len(wanted)
-        largest = max(largest, (result.embeds - wanted).abs().max().item())
+        expected = reference(pipe, kind, *pair)
+        assert result.pooled is None and result.embeds.shape == expected.shape
+        assert result.tokens == result.kept == len(expected)
+        largest = max(largest, (result.embeds - expected).abs().max().item())
     record_property("largest difference", largest)
     assert largest <= LIMIT
     assert encoder.stats.prefixed_texts == len(pairs) and encoder.stats.images == max(counts)
     [alone] = encoder.encode([encoder.prepare(asked(encoder, *pairs[2]))])
-    made = encoder_of(folder, kind, share_prefix=False, positions=positions)
-    [whole] = made.encode([made.prepare(asked(made, *pairs[2]))])
+    unshared = encoder_of(folder, kind, share_prefix=False, positions=positions)
+    [whole] = unshared.encode([unshared.prepare(asked(unshared, *pairs[2]))])
     assert max((each.embeds - results[2].embeds).abs().max() for each in (alone, whole)) <= LIMIT
 
 

@@ -1,7 +1,7 @@
-"""The image processor against the installed Qwen2VLImageProcessor, which computes with torchvision.
+"""The image processor, compared with the installed Qwen2VLImageProcessor, which uses torchvision.
 
-torchvision need not be installed: the few functions of it that are called stand here as it has them. The rest is
-transformers' own code, imported again in a fork, as it looks for torchvision once.
+torchvision need not be installed: this file contains the few functions of torchvision that are called. All other code
+is transformers' own, imported again in a fork, because transformers looks for torchvision only once.
 """
 
 import importlib
@@ -20,8 +20,8 @@ from tests.processes import in_child
 
 pytestmark = pytest.mark.slow
 
-# What torchvision 0.28 does for uint8 tensors (C, H, W) on a CPU: transforms/v2/functional/_geometry.py (resize_image),
-# _misc.py (normalize_image).
+# torchvision 0.28's operations on uint8 tensors (C, H, W) on a CPU: transforms/v2/functional/_geometry.py
+# (resize_image), _misc.py (normalize_image).
 TORCHVISION = {
     "__init__.py": "__version__ = '0.28.0'\n",
     "io.py": "",
@@ -63,18 +63,18 @@ def folder(tiny) -> Path:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> list[Path]:
-    """Noise, which is the hardest for a resize, and edges at full contrast, where bicubic overshoots."""
-    made = []
+    """Noise, the hardest input for a resize, and edges at full contrast, where bicubic interpolation overshoots."""
+    paths = []
     for seed, (width, height) in enumerate(SIZES):
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
         pixels[: height // 2] = np.where(pixels[: height // 2] > 127, 255, 0)
-        made.append(tmp_path_factory.mktemp("images") / f"{width}x{height}.png")
-        Image.fromarray(pixels).save(made[-1])
-    return made
+        paths.append(tmp_path_factory.mktemp("images") / f"{width}x{height}.png")
+        Image.fromarray(pixels).save(paths[-1])
+    return paths
 
 
 def with_torchvision(torchvision: Path, folder: Path, images: list[Path], out: Path) -> None:
-    """Write the pixels of the installed processor and its grids, in a process that has imported it without."""
+    """Write the pixels and grids of the installed processor, in a process that has imported it without torchvision."""
     for name in [*sys.modules]:
         if name.partition(".")[0] in ("transformers", "torchvision"):
             del sys.modules[name]
@@ -82,9 +82,9 @@ def with_torchvision(torchvision: Path, folder: Path, images: list[Path], out: P
     module = importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     processor = module.Qwen2VLImageProcessor.from_pretrained(folder)
     assert processor.backend == "torchvision"
-    found = [processor(images=[Image.open(path)], return_tensors="np") for path in images]
-    grids = np.concatenate([made["image_grid_thw"] for made in found])
-    np.savez(out, *[made["pixel_values"] for made in found], grids=grids)
+    result = [processor(images=[Image.open(path)], return_tensors="np") for path in images]
+    grids = np.concatenate([paths["image_grid_thw"] for paths in result])
+    np.savez(out, *[paths["pixel_values"] for paths in result], grids=grids)
 
 
 def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -> None:
@@ -94,20 +94,20 @@ def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -
         path.write_text(text)
     out = tmp_path / "theirs.npz"
     assert in_child(lambda: with_torchvision(tmp_path / "torchvision", folder, images, out)) == 0
-    with np.load(out) as found:
-        theirs, grids = [found[f"arr_{number}"] for number in range(len(images))], found["grids"]
+    with np.load(out) as result:
+        theirs, grids = [result[f"arr_{number}"] for number in range(len(images))], result["grids"]
     ours = QwenImageProcessor.from_pretrained(folder)
     levels = []
     for path, expected, grid in zip(images, theirs, grids, strict=True):
-        made = ours(images=[Image.open(path)], return_tensors="np")
-        assert made["image_grid_thw"].tolist() == [grid.tolist()]
-        assert made["pixel_values"].dtype == expected.dtype == np.float32
-        assert np.array_equal(made["pixel_values"], expected), path.name
+        prepared = ours(images=[Image.open(path)], return_tensors="np")
+        assert prepared["image_grid_thw"].tolist() == [grid.tolist()]
+        assert prepared["pixel_values"].dtype == expected.dtype == np.float32
+        assert np.array_equal(prepared["pixel_values"], expected), path.name
         pillow = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[Image.open(path)], return_tensors="np")
         levels.append(np.abs(pillow["pixel_values"] - expected) * 0.2689 * 255)  # in 8-bit levels, about
-    apart = np.concatenate([each.ravel() for each in levels])
-    print(f"Pillow's: {(apart > 0.5).mean():.1%} of the values, at most {apart.max():.2f} levels apart")
-    assert (apart > 0.5).any(), "they are the same, and this file is not needed"
+    gap = np.concatenate([each.ravel() for each in levels])
+    print(f"Pillow's: {(gap > 0.5).mean():.1%} of the values, at most {gap.max():.2f} levels apart")
+    assert (gap > 0.5).any(), "they are the same, and this file is not needed"
 
 
 @pytest.mark.parametrize(("key", "value"), [("resample", 2), ("do_normalize", False), ("do_rescale", False)])

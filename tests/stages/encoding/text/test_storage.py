@@ -1,4 +1,4 @@
-"""Embeddings in 8 bits: how near they come back, what is said of the error, and that a scale is always there."""
+"""Embeddings in 8 bits: their error, the reported error, and scales that always exist."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ TEXTS = st.lists(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS, st.sampled_from(sorted(DTYPES)), st.sampled_from(["arrow", "webdataset"]), st.booleans())
 def test_numbers_come_back_within_half_a_step_of_their_token(tmp_path, embeds, storage, format, half) -> None:
-    """Through a shard and a batch, whatever the numbers, of which a token may have none but zeros."""
+    """Through a shard and a batch, for any numbers; a token may have only zeros."""
     dtype, precision = DTYPES[storage], torch.bfloat16 if half else torch.float32
     texts = [torch.from_numpy(text).clamp(-1e38, 1e38).to(precision) for text in embeds]
     columns = {"embeds": str(dtype).removeprefix("torch."), "embeds_scale": "float32"}
@@ -51,8 +51,8 @@ def test_numbers_come_back_within_half_a_step_of_their_token(tmp_path, embeds, s
     ids = [str(number) for number in range(len(texts))]
     batch = make_batch(ids, "", stack(ids, samples), [len(text) for text in texts])
     assert batch.is_finite()
-    back = batch.to("cpu", torch.float32)
-    assert not back.extras and not back.text_BLD[~back.text_mask_BL].any()
+    restored = batch.to("cpu", torch.float32)
+    assert not restored.extras and not restored.text_BLD[~restored.text_mask_BL].any()
     for row, text in enumerate(texts):
         exact, largest_L1 = text.float(), text.float().abs().amax(1, keepdim=True)
         steps = (
@@ -60,11 +60,11 @@ def test_numbers_come_back_within_half_a_step_of_their_token(tmp_path, embeds, s
             if storage == "int8"
             else (exact.abs() / 16).maximum(largest_L1 / 448 / 1024)
         )
-        assert ((back.text_BLD[row, : len(text)] - exact).abs() <= steps * 1.0001 + 1e-35).all()
+        assert ((restored.text_BLD[row, : len(text)] - exact).abs() <= steps * 1.0001 + 1e-35).all()
 
 
 def rewrite(home, cache: str, change) -> None:
-    """Write the text shards of a cache again, with correct checksums, after `change(tensors)` of each row."""
+    """Rewrite the text shards of a cache with correct checksums, after `change(tensors)` of each row."""
     store = Store(home.root)
     for name in [name for name in home.shards("text") if name.startswith(cache)]:
         with open_reader(store, f"text/{name}") as shard:
@@ -92,23 +92,23 @@ def make_nan(tensors: dict) -> None:
     ],
 )
 def test_training_reads_what_is_stored_in_8_bits(project, kind, storage, format, more) -> None:
-    """From a store, an export and an import; the loss is near that of exact texts, and wrong scales are named."""
+    """After an export and an import, the loss is near the loss with exact texts, and wrong scales are errors."""
     prompts = {"prompts": [{"name": "cat", "prompt": "a cat"}], "size": "64x64", "steps": 1}
     home = project(kind, cache={"format": format, "unit_mib": 1}, validation=prompts)
     home.settings["train"] = {"steps": 2, "batch_size": 2, "device": "cpu", "adapter": {"rank": 2}}
     for number in range(3):
         home.image(f"{number}.png", (64, 64), f"picture number {number} {'of several ' * number}", number)
-    losses, said = {}, {}
-    for chosen in ("exact", storage):
-        options = (f"text.storage={chosen}", f"output={chosen}", *more)
+    losses, errors = {}, {}
+    for option in ("exact", storage):
+        options = (f"text.storage={option}", f"output={option}", *more)
         for program in (discover, bucket, encode_text, encode_latents, index):
             report = home.run(program.run, *options)
             assert report.exit_code == 0
-            said[program] = report.details.get("storage_error")
+            errors[program] = report.details.get("storage_error")
         config = home.config(*options)
         train(config)
-        losses[chosen] = torch.tensor([lines(config)[step] for step in (1, 2)])
-    assert 0 < said[encode_text]["rms_share"] < MOST[storage] and said[encode_text]["largest"] > 0
+        losses[option] = torch.tensor([lines(config)[step] for step in (1, 2)])
+    assert 0 < errors[encode_text]["rms_share"] < MOST[storage] and errors[encode_text]["largest"] > 0
     assert not torch.equal(*losses.values())
     assert (losses[storage] - losses["exact"]).abs().max() < 0.01 * losses["exact"].max()
     data = opened(config)
@@ -117,11 +117,11 @@ def test_training_reads_what_is_stored_in_8_bits(project, kind, storage, format,
     assert {text["embeds"].dtype for text in texts} == {str(DTYPES[storage]).removeprefix("torch.")}
     assert home.run(verify.run, *options).exit_code == 0
 
-    there = str(home.folder / "there")
-    assert home.run(export.run, *options, to=there).exit_code == 0
-    back = opened(home.config(*options, f"root={there}"))
-    assert [back.sample(row) for row in range(3)] == [data.sample(row) for row in range(3)]
-    assert home.run(verify.run, *options, f"root={there}").exit_code == 0
+    root = str(home.folder / "there")
+    assert home.run(export.run, *options, to=root).exit_code == 0
+    restored = opened(home.config(*options, f"root={root}"))
+    assert [restored.sample(row) for row in range(3)] == [data.sample(row) for row in range(3)]
+    assert home.run(verify.run, *options, f"root={root}").exit_code == 0
 
     broken, cache = home.config(*options, "output=broken"), encode_text.STAGE.fingerprint(config)
     for change, message in (

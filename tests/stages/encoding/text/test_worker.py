@@ -1,5 +1,5 @@
-"""What encode-text stores, against the encoders (which equal the pipelines): the right text, path and image; and that
-nothing is computed or read twice, or waited for."""
+"""Rows of encode-text, compared with the encoders (which equal the pipelines): the right text, path and image; nothing
+is computed or read twice, and the device never waits."""
 
 from pathlib import Path
 
@@ -30,17 +30,18 @@ def stored(home) -> list[dict[str, np.ndarray]]:
 
 
 def same(row: dict[str, np.ndarray], result) -> bool:
-    wanted = {"embeds": result.embeds} | ({} if result.pooled is None else {"pooled": result.pooled})
-    return row.keys() == wanted.keys() and all(
+    expected = {"embeds": result.embeds} | ({} if result.pooled is None else {"pooled": result.pooled})
+    return row.keys() == expected.keys() and all(
         row[name].shape == value.shape and np.abs(row[name] - value.numpy()).max() <= 1e-5
-        for name, value in wanted.items()
+        for name, value in expected.items()
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sana", "kandinsky5-image-i2i"])
 def test_shards_hold_what_the_encoder_gives(project, kind) -> None:
-    """Each caption, and the null prompt by the negative path; i2i: each with its source image, cut to its bucket."""
+    """Each caption, and the null prompt by the negative path; i2i: each caption with its source image, cropped to its
+    bucket."""
     home = project(kind)
     family, image = home.settings["model"]["family"], kind.endswith("i2i")
     for number, caption in enumerate(CAPTIONS):
@@ -75,34 +76,34 @@ def rows_of(home, kind: str):
 @pytest.fixture
 def encoders(monkeypatch) -> list:
     """The encoders that were loaded."""
-    found: list = []
+    result: list = []
     load = base.load_text_encoder
 
-    def loaded(*given):
-        found.append(load(*given))
-        return found[-1]
+    def loaded(*arguments):
+        result.append(load(*arguments))
+        return result[-1]
 
     monkeypatch.setattr(base, "load_text_encoder", loaded)
-    return found
+    return result
 
 
 @pytest.fixture
 def read(monkeypatch) -> list:
-    """What was asked of the processes that read files."""
-    found: list = []
+    """The requests to the processes that read files."""
+    result: list = []
     begin = SandboxPool.begin
 
-    def begun(self, wanted):
-        found.append(wanted)
-        return begin(self, wanted)
+    def begin_counted(self, request):
+        result.append(request)
+        return begin(self, request)
 
-    monkeypatch.setattr(SandboxPool, "begin", begun)
-    return found
+    monkeypatch.setattr(SandboxPool, "begin", begin_counted)
+    return result
 
 
 @pytest.mark.slow
 def test_an_image_is_read_and_seen_once_whatever_its_captions(project, monkeypatch, encoders, read) -> None:
-    """More images than features are kept of; texts in several batches and units."""
+    """More images than the cache of features holds; texts in several batches and units."""
     monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_FEATURES", 1)
     monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_IMAGES", 1)
     home = project("kandinsky5-image-i2i", cache={"unit_mib": 0.5}, text={"batch_tokens": 100})
@@ -125,7 +126,7 @@ def test_an_image_is_read_and_seen_once_whatever_its_captions(project, monkeypat
 
 @pytest.mark.slow
 def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
-    """The pipeline cuts there as well, and the other encoder reads the whole caption."""
+    """The pipeline truncates the caption, too, and the second encoder reads the whole caption."""
     home = project("kandinsky5-image-t2i")
     for number, words in enumerate((3, 70, 100, 200)):
         home.image(f"{number}.png", (64, 64), "cat " * words, number)
@@ -138,8 +139,8 @@ def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
     assert report.details["remarks"] == [{"items": longer, "of": 5, "remark": CLIP_TRUNCATED_REMARK}]
     assert report.truncated == []
     assert CLIP_TRUNCATED_REMARK in report.summary()
-    other = project("sana")
-    other.image("0.png", (64, 64), "cat " * 100)
+    sana = project("sana")
+    sana.image("0.png", (64, 64), "cat " * 100)
     for program in (discover.run, bucket.run):
-        other.run(program)
-    assert "remarks" not in other.run(encode_text.run).details
+        sana.run(program)
+    assert "remarks" not in sana.run(encode_text.run).details

@@ -24,7 +24,8 @@ LIMIT = 1e-5
 
 
 class Kind(NamedTuple):
-    """stride: in space. frames: to try. takes_time: whether diffusers' class knows an axis of time."""
+    """stride: stride in space. frames: numbers of frames to test. takes_time: whether diffusers' class has an axis of
+    time."""
 
     checkpoint: str
     reference: Any
@@ -50,7 +51,7 @@ AUTOENCODERS = {
 
 
 def open_autoencoder(tiny, name: str, **memory_options) -> Any:
-    """Ours, in float32."""
+    """Our autoencoder, in float32."""
     torch.set_num_threads(1)
     kind = AUTOENCODERS[name]
     module = importlib.import_module(f"stages.encoding.vae.{kind.family.autoencoder}")
@@ -64,7 +65,7 @@ def open_reference(tiny, name: str) -> Any:
 
 
 def frames(count: int = 1, seed: int = 0, width: int = 96, height: int = 64) -> np.ndarray:
-    """uint8 (T, H, W, 3): coarse colored forms that drift, with grain."""
+    """uint8 (T, H, W, 3): coarse colored shapes that drift, with grain."""
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (5, 7, 3), dtype=np.uint8)
     picture = np.asarray(Image.fromarray(coarse).resize((width, height)))

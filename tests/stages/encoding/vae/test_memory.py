@@ -1,4 +1,4 @@
-"""Memory options: what equals the plain result, what does not, and that they are in force."""
+"""Memory options: options that give the plain result, options that do not, and that options are in effect."""
 
 from functools import cache, partial
 
@@ -29,13 +29,13 @@ def opened(tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("frames_at_once", [long(1), long(2), 3, long(17)])
 def test_chunked_frames_give_the_plain_result(opened, frames_at_once, record_property) -> None:
-    """One frame, one window and several, chunks that do and do not divide them."""
+    """One frame, one window and several windows, with chunks that do and do not divide them."""
     plain, encoder = opened("hunyuan_video"), opened("hunyuan_video", chunk_frames=frames_at_once)
     for count in (1, 5, 17, 29):
-        wanted, found = (each.encode(clip(count), [0], "moments") for each in (plain, encoder))
-        gap = (found - wanted).abs().max().item()
+        expected, result = (each.encode(clip(count), [0], "moments") for each in (plain, encoder))
+        gap = (result - expected).abs().max().item()
         record_property(f"largest_difference_{count}_frames", gap)
-        assert found.shape == wanted.shape and gap <= LIMIT
+        assert result.shape == expected.shape and gap <= LIMIT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,7 +50,8 @@ def test_slicing_is_encoding_one_by_one(opened, name) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened, name, record_property) -> None:
-    """Another result than without; the difference is recorded. A picture no larger than a tile has none."""
+    """The result differs from the result without tiles; the difference is recorded. A picture that is not larger than a
+    tile has no tiles."""
     kind, family = AUTOENCODERS[name], AUTOENCODERS[name].family
     side, stride = family.tile
     assert stride % family.spatial_stride == 0 and side % family.spatial_stride == 0
@@ -58,27 +59,27 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
     frames = 5 if family.video else 1
     small, large = clip(frames, 64, 96), clip(frames, side // 2, side + stride // 2)
     assert torch.equal(plain.encode(small, [0], "mode"), tiled.encode(small, [0], "mode"))
-    untiled, found = plain.encode(large, [0], "mode"), tiled.encode(large, [0], "mode")
+    untiled, result = plain.encode(large, [0], "mode"), tiled.encode(large, [0], "mode")
     vae = open_reference(tiny, name)
     if name in ("flux", "flux2"):
         vae.enable_tiling()
         vae.tile_sample_min_size, vae.tile_latent_min_size = side, side // 8
     elif name.startswith("wan"):
-        vae.enable_tiling()  # our tiles are its own by default, which it counts in squares of pixels
+        vae.enable_tiling()  # our tiles are its default, which it counts in squares of pixels
     else:
         vae.enable_tiling(side, side, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
     with torch.no_grad():
         encoded = vae.encode(large if kind.takes_time else large[:, :, 0])
     z = encoded.latent if name == "dc_ae" else encoded.latent_dist.mode()
-    wanted = plain._normalizer.apply(z[:, :, None] if name == "flux2" else z)
-    assert (found - wanted.reshape(found.shape)).abs().max() <= LIMIT
-    gap = ((found - untiled).abs().mean() / untiled.std()).item()
+    expected = plain._normalizer.apply(z[:, :, None] if name == "flux2" else z)
+    assert (result - expected.reshape(result.shape)).abs().max() <= LIMIT
+    gap = ((result - untiled).abs().mean() / untiled.std()).item()
     record_property("mean_difference_in_deviations", gap)
-    assert found.shape == untiled.shape and 1e-3 < gap < 1.0
+    assert result.shape == untiled.shape and 1e-3 < gap < 1.0
 
 
 def test_memory_options_are_in_the_caches_name_and_in_force(project) -> None:
-    """As the stage loads it; slicing changes no value and is no part of the name."""
+    """As the stage loads it; slicing changes no value and is not a part of the name."""
     home, name = project("kandinsky5-video-t2v"), encode_latents.STAGE.fingerprint
     plain = encode_latents.STAGE.fingerprint_inputs(home.config())
     assert encode_latents.STAGE.fingerprint_inputs(home.config("latents.slicing=true")) == plain
@@ -87,7 +88,7 @@ def test_memory_options_are_in_the_caches_name_and_in_force(project) -> None:
     assert encode_latents.STAGE.fingerprint_inputs(config)["settings"] == {**plain["settings"], **memory_options}
     loaded = base.load_autoencoder(config.model, config.latents, CPU)
     assert loaded._vae.use_slicing and loaded._vae.use_tiling and loaded._vae.tile_sample_min_height == 256
-    for kind in ("wan2.1-t2v", "kandinsky5-image-t2i"):  # it takes a few frames at a time anyway, or has one
+    for kind in ("wan2.1-t2v", "kandinsky5-image-t2i"):  # it already computes a few frames at a time, or has one frame
         other = project(kind)
         assert name(other.config("latents.chunk_frames=3")) == name(other.config())
     assert name(other.config("latents.tiling=true")) != name(other.config())

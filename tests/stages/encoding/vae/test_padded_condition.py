@@ -1,4 +1,4 @@
-"""A condition over all frames: the first one and zeros behind it, of clips and of validation prompts."""
+"""A condition over all frames: the first frame followed by zeros, for clips and for validation prompts."""
 
 import diffusers
 import numpy as np
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("form", ["arrow", long("webdataset")])
 def test_encoded_conditions_equal_the_pipelines(project, tiny, record_property, form) -> None:
-    """And a clip of the data that a prompt without an image starts from; then they are trained on."""
+    """Also a clip of the data from which a prompt without an image starts; then the conditions are trained on."""
     home = project("wan2.2-a14b-i2v", cache={"unit_mib": 1.0, "format": form})
     home.video("a.mp4", frames=24, size=(64, 64))
     home.video("b.mp4", frames=24, size=(64, 64))
@@ -41,25 +41,25 @@ def test_encoded_conditions_equal_the_pipelines(project, tiny, record_property, 
     vae = diffusers.AutoencoderKLWan.from_pretrained(tiny("wan2.2-a14b-i2v") / "vae")
     pipe = diffusers.WanImageToVideoPipeline(None, None, vae, None)
 
-    def wanted(frame: np.ndarray, frames: int) -> torch.Tensor:
+    def expected(frame: np.ndarray, frames: int) -> torch.Tensor:
         image = pipe.video_processor.preprocess(Image.fromarray(frame), height=64, width=64)
         return pipe.prepare_latents(image, 1, 16, 64, 64, frames, torch.float32, torch.device("cpu"))[1][0, 4:]
 
     gaps = []
     for number in range(2):
         sample = data.sample(number)
-        planned = plan.samples[sample.id]
-        frames = read_sample_frames(home.media / planned["path"], planned, "pyav")
+        sample_row = plan.samples[sample.id]
+        frames = read_sample_frames(home.media / sample_row["path"], sample_row, "pyav")
         assert sample.tensors["condition"].shape == sample.tensors["latent"].shape == (16, 3, 8, 8)
-        stored = torch.from_numpy(sample.tensors["condition"].numpy().copy())
-        gaps.append((stored - wanted(frames[0], 9)).abs().max().item())
+        condition = torch.from_numpy(sample.tensors["condition"].numpy().copy())
+        gaps.append((condition - expected(frames[0], 9)).abs().max().item())
         clip = torch.from_numpy(sample.tensors["latent"].numpy().copy())
-        assert (stored - clip)[:, 1:].abs().max() > 1e-2, "it is not the clip"
+        assert (condition - clip)[:, 1:].abs().max() > 1e-2, "it is not the clip"
     with Image.open(photo) as image:
         middle = np.asarray(image.convert("RGB").crop((16, 0, 80, 64)))
-    given, taken = data.validation
-    assert given.condition.shape == taken.condition.shape == (16, 2, 8, 8)
-    gaps.append((torch.from_numpy(given.condition.numpy().copy()) - wanted(middle, 5)).abs().max().item())
+    with_image, without_image = data.validation
+    assert with_image.condition.shape == without_image.condition.shape == (16, 2, 8, 8)
+    gaps.append((torch.from_numpy(with_image.condition.numpy().copy()) - expected(middle, 5)).abs().max().item())
     record_property("largest difference", max(gaps))
     print(f"conditions: largest difference {max(gaps):.2e}")
     assert max(gaps) <= 1e-5

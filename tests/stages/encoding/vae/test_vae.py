@@ -1,5 +1,5 @@
-"""Stored latents against the installed autoencoders and pipelines, for the same pixels and seeds; and what is stored of
-a posterior: a sample, its mean, or its moments."""
+"""Stored latents, compared with the installed autoencoders and pipelines for the same pixels and seeds; stored
+posteriors: a sample, the mean, or the moments."""
 
 import math
 from functools import cache
@@ -42,7 +42,7 @@ def loaded(tiny):
 
     def both(name: str):
         ours, vae = open_autoencoder(tiny, name), open_reference(tiny, name)
-        if name == "flux2":  # the tiny one's variances are equal
+        if name == "flux2":  # the variances of the tiny autoencoder are equal
             for model in (ours._vae, vae):
                 model.bn.running_var.mul_(torch.linspace(0.5, 2, 128))
             ours._normalizer = ours._make_normalizer(AUTOENCODERS[name].family.normalization)
@@ -56,7 +56,8 @@ def generator(seed: int) -> torch.Generator:
 
 
 def statistics(name: str, vae) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and factor of each channel, or of all, as the families' pipelines compute them; they broadcast to BCTHW."""
+    """Mean and factor of each channel, or of all channels, as the families' pipelines compute them; they broadcast to
+    BCTHW."""
     if name == "flux2":
         mean, factor = vae.bn.running_mean, 1 / torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
     elif name.startswith(("wan", "qwen")):
@@ -68,10 +69,10 @@ def statistics(name: str, vae) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Sampled:
-    """An autoencoder whose posterior's mode is what was drawn."""
+    """An autoencoder whose posterior's mode is the drawn sample."""
 
-    def __init__(self, vae, drawn: torch.Tensor) -> None:
-        self.bn, self.config, self.drawn = vae.bn, vae.config, drawn
+    def __init__(self, vae, sample: torch.Tensor) -> None:
+        self.bn, self.config, self.drawn = vae.bn, vae.config, sample
 
     def encode(self, pixels_BCHW: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: self.drawn))
@@ -80,14 +81,14 @@ class Sampled:
 @torch.no_grad()
 def reference_latents(name, vae, pixels_BCTHW, seed) -> torch.Tensor:
     """latents_BCTHW by the autoencoder itself."""
-    if name == "qwen_image":  # as its image-to-image pipeline
+    if name == "qwen_image":  # as in its image-to-image pipeline
         pipe = diffusers.QwenImageImg2ImgPipeline(*[None] * 5)
         pipe.vae = vae
         return pipe._encode_vae_image(pixels_BCTHW, generator(seed))
     takes_time = AUTOENCODERS[name].takes_time
     encoded = vae.encode(pixels_BCTHW if takes_time else pixels_BCTHW[:, :, 0])
     z = encoded.latent if name == "dc_ae" else encoded.latent_dist.sample(generator(seed))
-    if name == "flux2":  # as its pipeline, which takes the mode of its references
+    if name == "flux2":  # as in its pipeline, which uses the mode for references
         pipe = Flux2KleinPipeline(*[None] * 5)
         pipe.vae = Sampled(vae, z)
         return pipe._encode_vae_image(pixels_BCTHW[:, :, 0], None).unsqueeze(2)
@@ -118,7 +119,7 @@ def test_latents_do_not_depend_on_what_they_are_batched_with(loaded, name, recor
     clips = [frames(AUTOENCODERS[name].frames[-1], seed) for seed in range(2)]
     together = ours.encode(pixels(*clips), [11, 12], "sample")
     alone = ours.encode(pixels(clips[1]), [12], "sample")
-    # Kernels round otherwise at another batch size: float32's rounding, relative to the largest value.
+    # Kernels round differently at another batch size: rounding of float32, relative to the largest value.
     gap = ((together[1] - alone[0]).abs().max() / alone.abs().max()).item()
     record_property("largest_relative_difference", gap)
     assert gap <= LIMIT
@@ -140,8 +141,8 @@ def test_what_a_sample_starts_from_equals_the_pipelines(loaded, tiny, name, reco
     random = generator(5)
     handle = vae.encoder.register_forward_pre_hook(lambda *_: random.manual_seed(5) and None)
     try:
-        shared = {"width": 96, "height": 64, "dtype": torch.float32, "device": CPU, "generator": random}
-        latents_BTHWC = pipe.prepare_latents(Image.fromarray(clip[0]), 1, 16, **shared, **options)
+        arguments = {"width": 96, "height": 64, "dtype": torch.float32, "device": CPU, "generator": random}
+        latents_BTHWC = pipe.prepare_latents(Image.fromarray(clip[0]), 1, 16, **arguments, **options)
     finally:
         handle.remove()
     channels = slice(16, 32) if name == "flux" else slice(16)
@@ -169,7 +170,7 @@ def test_wans_first_frame_equals_the_pipelines(loaded, record_property):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_decoded_pictures_equal_the_pipelines(loaded, name):
-    """Of a posterior's mean; stored moments are decoded as it."""
+    """Latents and stored moments, whose mean is decoded."""
     ours, vae = loaded(name)
     clips = [frames(AUTOENCODERS[name].frames[-1], seed) for seed in range(2)]
     latents = ours.encode(pixels(*clips), [0, 1], "mode")
@@ -186,9 +187,9 @@ def test_decoded_pictures_equal_the_pipelines(loaded, name):
         else:
             images = vae.decode(z).sample[:, :, 0] if name == "qwen_image" else vae.decode(z[:, :, 0]).sample
             videos = [[image] for image in VaeImageProcessor().postprocess(images, output_type="pil")]
-    wanted = np.stack([np.stack([*map(np.asarray, video)]) for video in videos])
-    apart = np.abs(decoded.numpy().astype(int) - wanted)
-    assert apart.max() <= 1 and apart.mean() < 1e-3  # roundings, as kernels depend on where memory begins
+    expected = np.stack([np.stack([*map(np.asarray, video)]) for video in videos])
+    gap = np.abs(decoded.numpy().astype(int) - expected)
+    assert gap.max() <= 1 and gap.mean() < 1e-3  # roundings, because kernels depend on the memory alignment
 
 
 def to_squares(values_BCHW: torch.Tensor) -> torch.Tensor:
@@ -197,7 +198,7 @@ def to_squares(values_BCHW: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", WITH_POSTERIOR)
 def test_moments_are_the_pipelines_mean_and_deviation(loaded, name, record_property) -> None:
-    """A sample is the mean, and the deviation times the seed's noise in the shape in which diffusers draws it."""
+    """A sample is the mean plus the deviation times the seed's noise, in the shape in which diffusers draws it."""
     ours, vae = loaded(name)
     kind = AUTOENCODERS[name]
     inputs = pixels(*(frames(min(5, kind.frames[-1]), seed, 64) for seed in range(2)))
@@ -219,8 +220,8 @@ def test_moments_are_the_pipelines_mean_and_deviation(loaded, name, record_prope
     assert torch.allclose(mean, ours.encode(inputs, [3, 4], "mode"), atol=1e-6)
     sampled = ours.encode(inputs, [3, 4], "sample")
     for i, seed in enumerate((3, 4)):
-        drawn = shown(torch.randn(posterior.mean[:1].shape, generator=generator(seed)))
-        mine = mean[i] + (logvar[i] / 2).exp() * drawn[0]
+        draws = shown(torch.randn(posterior.mean[:1].shape, generator=generator(seed)))
+        mine = mean[i] + (logvar[i] / 2).exp() * draws[0]
         assert (mine - sampled[i]).abs().max() <= 2e-6 and (mine - mean[i]).abs().max() > 0.1
     assert torch.equal(moments, ours.encode(inputs, [5, 6], "moments")), "no seed is used"
 
@@ -238,7 +239,7 @@ def test_the_posterior_is_part_of_the_caches_name_if_there_is_one(project) -> No
         home = project(kind)
         configs = [home.config(f"latents.posterior={posterior}") for posterior in ("sample", "mode", "moments")]
         assert len(set(map(encode_latents.STAGE.fingerprint, configs))) == count
-    assert home.config().latents.precision == "float32", "of Sana, unless told otherwise"
+    assert home.config().latents.precision == "float32", "the default for Sana"
 
 
 @pytest.mark.parametrize("name", ["hunyuan_video", "dc_ae"])

@@ -1,4 +1,4 @@
-"""What encode-latents stores, against diffusers' own autoencoder on the files themselves."""
+"""Rows of encode-latents, compared with diffusers' own autoencoder on the files themselves."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def tensor(row: ShardRow, name: str) -> torch.Tensor:
 
 
 def pixels(path: Path) -> torch.Tensor:
-    """(1, 3, T, H, W) in [-1, 1]: a picture, or the first nine frames of a clip, which are at the rate asked for."""
+    """(1, 3, T, H, W) in [-1, 1]: a picture, or the first nine frames of a clip at the configured rate."""
     if path.suffix == ".mp4":
         frames = list(read_frames(path, [number / 12 for number in range(9)]))
     else:
@@ -52,11 +52,11 @@ def reference(home, pixels_BCTHW: torch.Tensor, name: str, purpose: str) -> torc
 
 
 def differences(home, row: ShardRow, files: list[Path], conditions: list[Path]) -> tuple[float, float]:
-    """Of the stored latent and its condition from those of the file that it is nearest to."""
+    """Differences of the stored latent and its condition from the latents of the nearest file."""
 
     def least(name: str, purpose: str, clips: list[torch.Tensor]) -> float:
-        found = [reference(home, clip, row.id, purpose) for clip in clips]
-        return min((tensor(row, name) - latents).abs().max().item() for latents in found)
+        result = [reference(home, clip, row.id, purpose) for clip in clips]
+        return min((tensor(row, name) - latents).abs().max().item() for latents in result)
 
     latent = least("latent", "latent", [pixels(path) for path in files])
     if not conditions:
@@ -68,7 +68,7 @@ def differences(home, row: ShardRow, files: list[Path], conditions: list[Path]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["t2i", long("i2i"), long("t2v"), "i2v"])
 def test_shards_hold_what_diffusers_encodes(project, task, record_property) -> None:
-    """Drawn from the posterior, seeded by the sample and by what is encoded of it; i2v's first frame alone."""
+    """Drawn from the posterior, seeded by the sample and the purpose; for i2v, the first frame is encoded alone."""
     home = project(f"kandinsky5-{'video' if task.endswith('v') else 'image'}-{task}")
     if task.endswith("v"):
         files = [home.video(f"{number}.mp4", 12, (64, 64)) for number in range(2)]
@@ -97,17 +97,17 @@ def test_masks_are_stored_as_means_over_each_latent_s_area(project) -> None:
         home.image(f"{number}.png", (64, 64), "a picture", number)
         Image.fromarray(random // (number + 1)).save(home.media.parent / "masks" / f"{number}.png")
     rows = stored(home)
-    wanted = [(random // (number + 1)).reshape(8, 8, 8, 8).mean((1, 3)) / 255 for number in range(2)]
+    expected = [(random // (number + 1)).reshape(8, 8, 8, 8).mean((1, 3)) / 255 for number in range(2)]
     masks = [row.tensors["mask"].numpy() for row in rows]
     assert [mask.shape for mask in masks] == [(1, 8, 8)] * 2
-    assert max(min(np.abs(mask[0] - one).max() for one in wanted) for mask in masks) < 1e-6
+    assert max(min(np.abs(mask[0] - one).max() for one in expected) for mask in masks) < 1e-6
     assert not np.allclose(masks[0], masks[1])
 
 
 @pytest.mark.parametrize("frames", [1, 9])
 def test_masks_of_clips_follow_the_latents_frames(frames: int) -> None:
     mask_THW = np.random.default_rng(0).integers(0, 256, (frames, 16, 24), dtype=np.uint8)
-    found = mask_to_latent_grid(mask_THW, (3, 2, 3), 4).numpy()
+    result = mask_to_latent_grid(mask_THW, (3, 2, 3), 4).numpy()
     cells = mask_THW.reshape(frames, 2, 8, 3, 8).mean((2, 4)) / 255
     slow = [cells[0], cells[1:5].mean(0), cells[5:9].mean(0)] if frames == 9 else [cells[0]] * 3
-    np.testing.assert_allclose(found, slow, atol=1e-6)
+    np.testing.assert_allclose(result, slow, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Which weights are taken, what names them, what is refused; which patches DINOv2 gives, which grid is stored."""
+"""Weights and their fingerprint, refused models, DINOv2's patch grids and the stored grids."""
 
 import json
 import shutil
@@ -72,7 +72,7 @@ def test_patches_of_usual_buckets(bucket: str, size: int, patches: tuple[int, in
 
 @given(BUCKETS, SIZES, st.sampled_from([16, 32]))
 def test_what_is_stored_is_never_finer_than_patches_or_tokens(bucket: Bucket, size: int, side: int) -> None:
-    patches, tokens, stored = patch_grid(bucket, size), token_grid(bucket, side), stored_grid(bucket, size, side)
+    patches, tokens, stored_size = patch_grid(bucket, size), token_grid(bucket, side), stored_grid(bucket, size, side)
     for axis in range(2):
-        assert stored[axis] <= min(patches[axis], tokens[axis])
-        assert stored[axis] in (patches[axis], tokens[axis])
+        assert stored_size[axis] <= min(patches[axis], tokens[axis])
+        assert stored_size[axis] in (patches[axis], tokens[axis])
