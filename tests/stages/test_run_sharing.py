@@ -92,5 +92,5 @@ def test_a_stage_that_fails_is_told_with_its_reason(
         given = ["--set", "datasets.photos.instance_data_dir=absent", "--set", "notify.webhooks=[{url_env: LIVE_HOOK}]"]
         code, report, said = run(home, *given)
         (text,) = live.texts()
-    assert code == 3 and "failed in discover" in text and "there is no folder" in text, said
+    assert code == 3 and "failed in discover" in text and "does not exist" in text, said
     assert report["error"]["message"].removeprefix("discover: ") in text

@@ -154,7 +154,7 @@ def test_other_media_under_the_same_id_are_discovered_and_planned(photos, change
         with pytest.raises(Exception, match="does not have a plan") as caught:
             photos.run(program.run, other)
         assert "latentpress discover" in caught.value.next_step
-    with pytest.raises(Exception, match=f"discovered with other settings: {change.partition('=')[0]} was"):
+    with pytest.raises(Exception, match=f"discovered with different settings: {change.partition('=')[0]} was"):
         photos.run(bucket.run, other)
     photos.run(discover.run, other)
     assert photos.run(bucket.run, other).exit_code == 0

@@ -27,7 +27,7 @@ def test_discover_asks_before_most_of_what_it_knew_leaves_the_table(project) -> 
         path.rename(away / path.name)
     stops(home, discover.run, "0 items", "found 5")
     home.media.rmdir()
-    stops(home, discover.run, "there is no folder", "media_root")
+    stops(home, discover.run, "does not exist", "media_root")
     away.rename(home.media)
     (home.media / "0.png").unlink()
     assert home.run(discover.run).details["datasets"][0]["removed"] == 1
@@ -55,7 +55,7 @@ def test_discover_asks_before_companions_leave_the_table(project, role: str) -> 
         home.image(f"../beside/{number}.png", (64, 64), "", 10 + number)
     prepared(home, 2)
     (home.folder / "beside").rename(home.folder / "away")
-    stops(home, discover.run, f"datasets.photos.{role}", "there is no folder")
+    stops(home, discover.run, f"datasets.photos.{role}", "does not exist")
     (home.folder / "beside").mkdir()
     stops(home, discover.run, f"datasets.photos.{role}", "0 ", "found 2", "--accept-removed")
     home.run(discover.run, "stages.max_reject_fraction=1.0", accept_removed=True)
@@ -122,7 +122,13 @@ def test_rehash_finds_what_size_and_time_hide(project, built) -> None:
 def test_a_place_that_is_not_there_stops_the_stage_and_changes_nothing(project, count: int) -> None:
     home = prepared(project(), count)
     home.media.rename(home.folder / "elsewhere")
-    words = ("datasets.photos.instance_data_dir", str(home.media), "is not there", f"{count} of {count}", "media_root")
+    words = (
+        "datasets.photos.instance_data_dir",
+        str(home.media),
+        "does not exist",
+        f"{count} of {count}",
+        "media_root",
+    )
     stops(home, unloaded(encode_latents), *words)
     assert home.run(encode_latents.run, "datasets.photos.media_root=elsewhere").done == count
 

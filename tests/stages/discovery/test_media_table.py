@@ -127,9 +127,9 @@ def test_a_face_detector_is_known_by_its_content(invented, tmp_path: Path) -> No
     home.settings["datasets"][0]["face_detector"] = str(detector.rename(tmp_path / "other.onnx"))
     assert read(home.run(discover.run)) == 0
     (tmp_path / "other.onnx").write_bytes(b"two")
-    with pytest.raises(OtherSettings, match="discovered with other settings: faces was"):
+    with pytest.raises(OtherSettings, match="discovered with different settings: faces was"):
         media_table.read_configured_media(Store(home.root), home.config().datasets[0])
     assert read(home.run(discover.run)) == 20
     (tmp_path / "other.onnx").unlink()
-    with pytest.raises(LatentpressError, match=r"datasets\.photos\.face_detector: .*other\.onnx is not there"):
+    with pytest.raises(LatentpressError, match=r"datasets\.photos\.face_detector: .*other\.onnx does not exist"):
         home.run(discover.run)

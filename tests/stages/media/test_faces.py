@@ -87,7 +87,7 @@ def test_the_crop_is_around_the_face_and_without_one_in_the_middle(project: Any)
     assert (crops["wall.png"]["x"], crops["wall.png"]["y"]) == (128, 0)
     assert home.run(discover.run).details["datasets"][0]["files_read"] == 0
 
-    with pytest.raises(LatentpressError, match="discovered with other settings"):
+    with pytest.raises(LatentpressError, match="discovered with different settings"):
         home.run(bucket.run, "datasets.people.crop_style=center")
     report = home.run(discover.run, "datasets.people.crop_style=center")
     assert report.details["datasets"][0]["files_read"] == 0

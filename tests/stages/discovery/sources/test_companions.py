@@ -37,7 +37,7 @@ def test_the_companion_has_the_very_name_of_its_item(tmp_path: Path) -> None:
     found = found_by(finder(where), *items)
     assert found["source"] == ["one.jpg", "deep/two.v2.PNG", None, None, None, None, None]
     assert found["reason"] == [None, None, "no-source", "no-source", "several-sources", "no-source", "no-source"]
-    assert found["advice"][3:5] == [f"put one at {where}/deep/two.png", "keep one source image"]
+    assert found["advice"][3:5] == [f"add {where}/deep/two.png", "keep one source image"]
     assert found["advice"][0] is None and "mask_kind" not in found
 
 
@@ -60,9 +60,9 @@ def test_a_changed_companion_has_another_version_and_the_place_is_listed_once(tm
 
 def test_an_absent_place_is_named_with_its_option(tmp_path: Path) -> None:
     dataset = Dataset(id="d", instance_data_dir="x", conditioning_data=str(tmp_path / "no"))
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.conditioning_data: there is no folder .*no"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.conditioning_data: .*no does not exist"):
         found_by(companion_finders(dataset)["source"], "a.png")
-    with pytest.raises(LatentpressError, match=r"holds nothing|is not there"):
+    with pytest.raises(LatentpressError, match=r"holds nothing|does not exist"):
         found_by(finder("memory://nowhere-at-all", "mask"), "a.png")
 
 
@@ -80,7 +80,7 @@ def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
     rows = listing_table(columns).to_pylist()
     problems = [None, "no-caption: has no caption", "no-source: has no source image"]
     assert [row["problem"] for row in rows] == problems
-    assert [row["advice"] for row in rows] == [None, "write one", f"put one at {where}/c.png"]
+    assert [row["advice"] for row in rows] == [None, "write one", f"add {where}/c.png"]
     known = {"source": "a.png", "mask": "a.png", "mask_kind": "image", "extra.score": 1}
     assert known.items() <= rows[0].items()
 

@@ -12,7 +12,7 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.folder import FolderSource
-from stages.discovery.sources.walk import BACK, OUTSIDE
+from stages.discovery.sources.walk import BACK_LINK, OUTSIDE_LINK
 from stages.media.files import IMAGE_EXTENSIONS
 from tests.stages.discovery import listings
 from tests.stages.discovery.listings import Row, put, reason
@@ -62,7 +62,7 @@ def test_two_files_of_one_name_share_a_caption_and_the_exact_extension_comes_fir
 def test_a_missing_caption_says_where_to_write_it(tmp_path: Path) -> None:
     put(tmp_path, "x/a.b.png")
     (row,) = listed(tmp_path).values()
-    assert (row["problem"], row["advice"]) == ("no-caption: has no caption", "write one into a.b.txt next to it")
+    assert (row["problem"], row["advice"]) == ("no-caption: has no caption", "write it into a.b.txt in the same folder")
     assert row["captions_at"] is None and row["captions_version"] is None
 
 
@@ -112,14 +112,14 @@ def linked(tmp_path: Path) -> Path:
 def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
     where = source(linked(tmp_path))
     assert set(listed(where)) == {"real/one.png", "link/one.png", "file.png"}
-    assert dict(where.ignored) == {OUTSIDE: 4, BACK: 1}
+    assert dict(where.ignored) == {OUTSIDE_LINK: 4, BACK_LINK: 1}
 
 
 def test_links_are_followed_anywhere_on_request_but_never_round_in_circles(tmp_path: Path) -> None:
     where = source(linked(tmp_path), follow_links=True)
     found = set(listed(where))
     assert {"real/one.png", "link/one.png", "file.png", "out.png", "out/two.png", "out/back/one.png"} <= found
-    assert where.ignored[BACK] >= 3
+    assert where.ignored[BACK_LINK] >= 3
     assert all(path.count("/") < 12 for path in found)
 
 
@@ -166,9 +166,9 @@ def test_what_is_removed_while_it_is_listed_is_left_out(tmp_path: Path, monkeypa
 
 
 def test_an_absent_folder_is_named_with_its_option(tmp_path: Path) -> None:
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.instance_data_dir: there is no folder .*none"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.instance_data_dir: .*none does not exist"):
         listed(tmp_path / "none")
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: there is no folder .*none"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: .*none does not exist"):
         listed(tmp_path, media_root=str(tmp_path / "none"))
     (tmp_path / "one.tsv").write_bytes(b"x")
     with pytest.raises(LatentpressError, match=r"instance_data_dir: .*one\.tsv is a file, not a folder") as caught:

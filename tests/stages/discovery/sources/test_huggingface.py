@@ -226,9 +226,9 @@ def test_imagefolder(tmp_path: Path, metadata: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("metadata", "text", "says"),
     [
-        ("metadata.csv", CSV + 'x.png,"open,1\ny.png,"x",2\n', r"metadata\.csv, line 5: the quotes are wrong"),
+        ("metadata.csv", CSV + 'x.png,"open,1\ny.png,"x",2\n', r"metadata\.csv, line 5: a quote is wrong"),
         ("metadata.csv", CSV.replace(",", ";"), r"metadata\.csv, line 1: the cells are separated by ';'"),
-        ("set.csv", "text,n\na,1\nb\n", r"set\.csv, line 3: has 1 cell, and the header has 2"),
+        ("set.csv", "text,n\na,1\nb\n", r"set\.csv, line 3: has 1 cell, but the header has 2"),
         ("set.json", '[{"a": 1},\n{"b": %s}]\n' % ("[" * 3000 + "]" * 3000), r"line 2: is nested more than 100"),
         ("set.jsonl", '{"a": 1}\n{"a" 2}\n', r"set\.jsonl, line 2: is not JSON"),
     ],

@@ -122,7 +122,7 @@ def test_captions_in_text_files(tmp_path: Path) -> None:
     assert found["a.png"]["captions_version"] == f"{status.st_size}:{status.st_mtime_ns}"
     assert where.read_captions("a.txt") == ["a.txt"]
     assert found["red_fox-2.png"]["problem"] == "no-caption: has no caption"
-    assert found["red_fox-2.png"]["advice"] == "write one into red_fox-2.txt"
+    assert found["red_fox-2.png"]["advice"] == "write it into red_fox-2.txt"
 
 
 def test_companions_by_column_and_by_name(tmp_path: Path) -> None:
@@ -139,12 +139,12 @@ def test_companions_by_column_and_by_name(tmp_path: Path) -> None:
         "m/1.mp4",
         "video",
     )
-    assert (found["b.png"]["problem"], found["b.png"]["source"]) == ("no-source: its source image is not there", None)
+    assert (found["b.png"]["problem"], found["b.png"]["source"]) == ("no-source: its source image does not exist", None)
     assert read(where.open_companion("source", "s/1.png")) == b"s/1.png"
     only = listed(source(table, mask_column="where"))
     assert (only["b.png"]["problem"], only["b.png"]["advice"]) == (
         "no-mask: has no mask",
-        f"fill in column 'where' of {table}",
+        f"add it in column 'where' of {table}",
     )
     assert only["a.png"]["extra.before"] == "s/1.png"
     where = source(table, mask_data=str(tmp_path / "masks"))
@@ -187,7 +187,7 @@ def test_text_files_beside_urls_but_not_beside_signed_ones(tmp_path: Path, serve
     rows = list(listed(where).values())
     assert [row["captions_at"] for row in rows] == [f"{url}/a.txt", None, None]
     assert [reason(row) for row in rows] == [None, "no-caption", "no-caption"]
-    assert rows[1]["advice"] == "put captions into the table"
+    assert rows[1]["advice"] == "write captions into the table"
     assert where.read_captions(f"{url}/a.txt") == ["a.txt"]
 
 

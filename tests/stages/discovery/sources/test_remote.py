@@ -87,7 +87,7 @@ def test_tars_in_s3(media, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_prefix_that_is_not_there(media) -> None:
     for place in ("s3://media/none", "s3://no-such-bucket/x"):
-        with pytest.raises(LatentpressError, match="is not there") as caught:
+        with pytest.raises(LatentpressError, match="does not exist") as caught:
             scan(open_source(dataset(place)))
         assert SECRET not in str(caught.value)
 

@@ -55,7 +55,7 @@ def test_a_damaged_header(tmp_path: Path) -> None:
         ("s.tar", "unreadable"),
         ("s.tar/000.jpg", ""),
     ]
-    assert "is no tar from byte" in rows[0]["problem"]
+    assert "is not a valid tar after byte" in rows[0]["problem"]
     assert read(source.open("s.tar/000.jpg")) == picture(0)
     with pytest.raises(MediaError, match="not in the tar"):
         source.open("s.tar/002.jpg")
@@ -95,8 +95,8 @@ def test_members_that_mean_harm_are_left_out(tmp_path: Path) -> None:
     assert read(source.open(row["path"])) == b"good"
     assert source.ignored == {
         "member with an unsafe name": 3,
-        "member that is no plain file": 3,
-        "second member of one name": 1,
+        "member that is not a regular file": 3,
+        "second member with the same name": 1,
         "member without a key": 2,
     }
     for path in ("s.tar/../secret.jpg", "../secret.jpg", "s.tar/link.jpg", str(tmp_path / "secret.jpg")):

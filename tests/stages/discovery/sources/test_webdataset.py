@@ -151,7 +151,7 @@ def test_items_with_a_dot_in_their_name_do_not_vanish(tmp_path: Path) -> None:
         *((f"s.tar/cat.{number}.jpg", "dotted-name") for number in range(3)),
         ("s.tar/dog.jpg", ""),
     ]
-    assert "0.jpg is its extension" in rows[0]["problem"] and "one dot" in rows[0]["advice"]
+    assert "0.jpg is its extension" in rows[0]["problem"] and "single dot" in rows[0]["advice"]
     assert source.ignored == {".v2.jpg": 1}
 
 
@@ -169,7 +169,7 @@ def test_records_of_several_kinds(tmp_path: Path) -> None:
     assert [row["extra.m"] for row in rows] == ["1", "two", None, None]
     assert (rows[0]["extra.b"], rows[1]["extra.big"], rows[0]["extra.h"]) == (True, 1e20, "?")
     assert "extra.l" not in rows[0]
-    assert source.ignored["member .json that is no JSON object"] == 2
+    assert source.ignored["member .json that is not a JSON object"] == 2
 
 
 # -- companions ------------------------------------------------------------------------------------------------------
@@ -226,13 +226,13 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str,
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("none", "there is no folder"),
+        ("none", "does not exist"),
         ("empty", "no tar"),
         ("empty/x.tar", "No such file"),
-        ("s.tar.gz", "there is no folder"),
+        ("s.tar.gz", "does not exist"),
         ("{0..1.tar", "00000"),
-        ("{0..999999999}.tar", "stands for more than 1,000,000 names"),
-        ("{0..900000}{0..900000}.tar", "stands for more than 1,000,000 names"),
+        ("{0..999999999}.tar", "more than 1,000,000 names"),
+        ("{0..900000}{0..900000}.tar", "more than 1,000,000 names"),
         ("{" * 1200 + "a,b" + "}" * 1200, "recursion depth"),
         ("{{0..9999},{20000..29999}}.tar", "No such file"),
     ],
@@ -257,7 +257,7 @@ def test_tars_at_a_url(tmp_path: Path) -> None:
         assert read(blob) == picture(10002)
     with pytest.raises(MediaError, match="identity: content"):
         open_source(dataset("memory://wds", identity="store")).open(rows[0]["path"]).media_id()
-    with pytest.raises(LatentpressError, match="is not there"):
+    with pytest.raises(LatentpressError, match="does not exist"):
         scan(open_source(dataset("memory://wds/{00007..00008}.tar")))
     fs.store.clear()
 
@@ -300,4 +300,4 @@ def test_a_field_of_one_kind_here_and_another_there(tmp_path: Path) -> None:
     table = pa.concat_tables(source.scan(None), promote_options="permissive")
     assert table["extra.score"].to_pylist() == [1, 2.5, None, None]
     assert table["extra.tag"].to_pylist() == ["x", "7", "true", None]
-    assert source.ignored == {"score of another kind than in the first tar that has it": 1}
+    assert source.ignored == {"score of another type than in the first tar with it": 1}
