@@ -108,6 +108,6 @@ def test_what_can_not_find_faces_is_named(project: Any, tmp_path: Path, monkeypa
         home.run(discover.run, f"datasets.people.face_detector={tmp_path / 'yunet.onnx'}")
     faces.open_detector.cache_clear()
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(LatentpressError, match="crop_style: face can't be used here") as caught:
+    with pytest.raises(LatentpressError, match="crop_style: face is not available") as caught:
         faces.open_detector(None)
     assert "faces" in caught.value.next_step

@@ -266,4 +266,4 @@ def test_the_default_track_is_read_or_else_the_largest(tmp_path, suffix, marks, 
         assert numbers(path, [0.6], decord_backend) == [15]
     else:
         problem = refusal(lambda p: numbers(p, [0.6], decord_backend), path).problem
-        assert f"of which number {track} is the main one" in problem
+        assert f"main track has number {track}" in problem

@@ -76,7 +76,7 @@ def test_tars_in_s3(media, tmp_path: Path) -> None:
     assert files.compute_media_id(first) != files.compute_media_id(second)
     files.require_unchanged(second, files.compute_media_id(second))
     media.put("wds/00000.tar", data.getvalue() + bytes(512), bucket="media")
-    with pytest.raises(MediaError, match="not the file that was discovered"):
+    with pytest.raises(MediaError, match="differs from the discovered file"):
         files.require_unchanged(second, second.media_id() and files.compute_media_id(first))
     media = pa.concat_tables(source.scan(None)).sort_by("path")
     with pytest.MonkeyPatch.context() as patch:
