@@ -67,7 +67,7 @@ def _find(store: Store, config: Config, request: ItemRequest, publish: bool, war
     if publish:
         plans.quarantine_damaged(store, warn)
     with activity(f"planning {request.stage}"):
-        if request.whole:  # `features` makes the columns that `read_media` adds
+        if request.has_whole_items:  # `features` makes the columns that `read_media` adds
             used = [dataset for dataset in config.datasets if not dataset.disabled]
             media = {dataset.id: read_configured_media(store, dataset) for dataset in used}
         else:

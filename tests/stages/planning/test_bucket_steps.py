@@ -114,16 +114,16 @@ def test_advice_is_true_when_it_is_followed(sizes, resolution, step, kind, more)
     excluded = set(buckets(fine)) - set(buckets(plan))
     report = plan.notes["a"].step
     assert report is not None and report.dropped == len(excluded)
-    assert (said is None) == (report.more < LARGE_LOSS and len(excluded) <= LARGE_LOSS * len(buckets(fine)))
+    assert (said is None) == (report.extra_loss < LARGE_LOSS and len(excluded) <= LARGE_LOSS * len(buckets(fine)))
     if said is None:
         return
     assert report.advised is not None and f"bucket_step: {report.advised}, " in said
     followed, better = tried(report.advised)
     found = better.notes["a"].step
     assert warning(followed, better) is None and found is not None
-    assert excluded or found.more < report.more
+    assert excluded or found.extra_loss < report.extra_loss
     assert len(set(buckets(fine)) - set(buckets(better))) <= LARGE_LOSS / 2 * len(buckets(fine))
     if more != {"crop": False}:
         cut = lost(better)
         kept = [cut[path] for path in cut if path in buckets(fine)]
-        assert found.lost == pytest.approx(np.mean(kept) if kept else 0)
+        assert found.loss == pytest.approx(np.mean(kept) if kept else 0)
