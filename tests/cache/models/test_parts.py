@@ -105,7 +105,7 @@ def test_bucket_and_encoding_refuse_another_size_of_text_encoder(tiny: Tiny, pro
 
 
 def test_parts_of_a_repository(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared by the encoding stages, which ask the hub; `bucket` asks nothing."""
+    """The encoding stages, which use the hub, compare them; `bucket` does not use the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     commit, repository = "1" * 40, tmp_path / "hub" / "models--someone--mixed"
@@ -118,5 +118,5 @@ def test_parts_of_a_repository(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.M
     check_parts(config, ask_hub=False)
     with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, and transformer/config\.json has cap_feat_dim"):
         check_parts(config, ask_hub=True)
-    (folder / "transformer" / "config.json").unlink()  # as where only the encoders were downloaded
+    (folder / "transformer" / "config.json").unlink()  # as if only the encoders were downloaded
     check_parts(config, ask_hub=True)

@@ -88,7 +88,7 @@ def test_what_is_neither_directory_nor_repository_is_refused(source):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A Hugging Face cache with one repository: `main` is COMMIT, and OTHER is there as well."""
+    """A Hugging Face cache with one repository: `main` is COMMIT, and OTHER is cached, too."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     repo = tmp_path / "hub/models--someone--something"

@@ -68,7 +68,7 @@ def micro_batch(plan: BatchSchedule, number: int) -> MicroBatchRows:
 @given(spans(), st.integers(0, 40), st.integers(0, 12))
 def test_an_order_may_begin_with_a_later_step(members: list[Span], begun: int, step: int) -> None:
     plan, moved = (BatchSchedule(members, 7, 2, 4) for _ in range(2))
-    moved.step(step)  # which must not be taken for those of the order that begins later
+    moved.step(step)  # they are not the steps of the order that begins later
     moved.first_step = begun
     assert moved.step_buckets(begun + step) == plan.step_buckets(step)
     for one, other in zip(moved.step(begun + step, 1, 2), plan.step(step, 1, 2), strict=True):
@@ -84,7 +84,7 @@ sizes = st.tuples(st.integers(1, 9), st.integers(1, 6))  # batch size, micro-bat
 @settings(max_examples=15, deadline=None)
 @given(spans(weight=st.sampled_from([1.0, 2.0, 3.0])), st.integers(0, 2**40), st.integers(0, 5), sizes)
 def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoch, size) -> None:
-    """Where weights are whole numbers: exactly, in every epoch; what is over fills a bucket's last micro-batch."""
+    """Exactly, in every epoch, if weights are whole numbers; extra draws fill a bucket's last micro-batch."""
     batch_size, count = size
     plan = BatchSchedule(plan_spans, seed, batch_size, batch_size * count)
     batches = epoch_of(plan, epoch)

@@ -48,7 +48,7 @@ shuffles = st.integers(2, 9)
 @settings(max_examples=12, deadline=None)
 @given(sharded(), st.integers(0, 2**40), st.integers(0, 3), sizes, shuffles)
 def test_an_epoch_draws_what_the_order_over_the_whole_set_draws(given, seed, epoch, size, shuffle) -> None:
-    """The same rows in the same passes, each draw once; what is over fills a bucket's last micro-batch."""
+    """The same rows in the same passes, each draw once; extra draws fill a bucket's last micro-batch."""
     (members, shards), (batch_size, count) = given, size
     plan = by_shards(members, shards, seed, batch_size, batch_size * count, shuffle)
     whole = BatchSchedule(members, seed, 1, 1)
@@ -70,7 +70,7 @@ def test_an_epoch_draws_what_the_order_over_the_whole_set_draws(given, seed, epo
 @settings(max_examples=12, deadline=None)
 @given(sharded(), st.integers(0, 99), st.sampled_from([1, 2, 3, 6]), shuffles, st.integers(0, 40), st.integers(1, 5))
 def test_any_step_of_any_number_of_ranks(given, seed, batch_size, shuffle, first, steps) -> None:
-    """What a step is depends neither on the steps asked for before, nor on the ranks that share it."""
+    """A step does not depend on earlier requests for steps, or on the number of ranks."""
     schedule = by_shards(*given, seed, batch_size, 12, shuffle)
     *_, rows, passes = schedule.plan(first, first + steps)
     for step in reversed(range(first, first + steps)):
@@ -119,8 +119,8 @@ def shards_by_step(plan: BatchSchedule, shards: np.ndarray, steps: int) -> list[
 )
 @pytest.mark.parametrize("shuffle", [4, 24])
 def test_steps_need_few_shards(counts, rows, generations, batch, shuffle) -> None:
-    """The steps of a section need its shards, one more of each bucket, and those of a step that it shares; and each
-    shard is needed in one section, or two that follow each other."""
+    """The steps of a section need its shards, one more shard of each bucket, and the shards of a shared step. Each
+    shard is needed in one section, or in two consecutive sections."""
     members, shards = large_set(counts, rows, generations)
     plan = by_shards(members, shards, 7, 4, batch, shuffle)
     bounds = [0, *itertools.takewhile(lambda step: step <= 2 * int(plan.steps_per_epoch), plan.section_ends(0))]

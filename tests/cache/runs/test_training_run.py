@@ -83,7 +83,7 @@ def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
         }
     stopped = read_progress(config)
     assert (stopped.state, stopped.seconds_left, stopped.step) == ("stopped", None, 120)
-    # Gone on from the checkpoint, it is at the checkpoint's step; what had been done after it is lost.
+    # A resumed run is at the checkpoint's step; later steps are lost.
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 100, "resumed": true}\n')
     assert read_progress(config).step == 100
@@ -117,14 +117,14 @@ def test_without_its_lock_a_trainer_of_another_machine_may_be_running(
     write_steps(folder, 1, 5)
     monkeypatch.setattr(socket, "gethostname", lambda: "first")
     with noting_failure(folder, "train", KeyError):
-        assert is_running(folder) is False, "killed, as its lock is free on this machine"
+        assert is_running(folder) is False, "killed, because its lock is free on this machine"
         monkeypatch.setattr(socket, "gethostname", lambda: "second")
         assert is_running(folder) is None and read_progress(config).state == "unknown"
         _written_before(folder, training_run.SILENT_S + 60)
         assert is_running(folder) is False, "it has written nothing for so long"
         (folder / "validation/step-000005").mkdir(parents=True)
         assert is_running(folder) is None
-    assert is_running(folder) is False and read_progress(config).state == "stopped", "it said that it ended"
+    assert is_running(folder) is False and read_progress(config).state == "stopped", "its record has an end"
 
 
 def test_where_there_are_no_locks_the_files_tell(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_a_draw_has_the_rows_of_its_sample_and_text(tmp_path: Path, form, place)
 
 
 def flip(store: Store, name: str, value: float) -> tuple[Path, os.stat_result]:
-    """Change a bit of the tensor that holds `value`; the file and what it was."""
+    """Change a bit of the tensor that contains `value`. Returns the file and its original bytes."""
     (path,) = [p for p in Path(store.url).glob(f"*/*/{name}.*") if p.suffix in (".arrow", ".tar")]
     about = path.stat()
     with open(path, "r+b") as file:

@@ -43,7 +43,7 @@ def make_two(home) -> None:
 
 
 def indexed(home) -> str:
-    """The id of the set that is there."""
+    """The id of the only set."""
     report = home.run(index.run)
     assert report.done == 0
     return report.details["set"].removeprefix("sets/")
@@ -71,7 +71,7 @@ def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, t
     first, second = indexed(photos), made(photos, f"model.path={copy}")
     assert (trained_on(photos), trained_on(photos, f"model.path={copy}")) == (first, second)
 
-    # Where the autoencoder is not at hand, both fit, and one has to be named.
+    # Without the autoencoder, both sets fit, and train.set must name one.
     alone = tmp_path / "alone"
     for part in ("transformer", "scheduler"):
         shutil.copytree(copy / part, alone / part)
@@ -80,7 +80,7 @@ def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, t
     assert "train.set" in caught.value.next_step
     assert trained_on(photos, f"model.path={alone}", f"train.set={second}") == second
 
-    # Named, the set of the other autoencoder is refused where the checkpoint shows that it is another.
+    # A named set of another autoencoder is refused if the checkpoint shows the difference.
     with pytest.raises(Exception, match="another autoencoder") as caught:
         trained_on(photos, f"train.set={second}")
     assert caught.value.exit_code == USAGE
@@ -145,7 +145,7 @@ def test_the_trainer_needs_neither_media_nor_datasets_nor_encoders(photos, tiny,
 
 @pytest.mark.parametrize("change", ["instance_data_dir=other", long("mask_data=other"), long("follow_links=true")])
 def test_other_media_under_the_same_id_are_discovered_and_planned(photos, change: str) -> None:
-    """Every program said "done" before."""
+    """Earlier, every program reported "done"."""
     first = indexed(photos)
     for number in range(2):
         photos.image(f"../other/{number}.png", (64, 64), f"other {number}", 7 + number)

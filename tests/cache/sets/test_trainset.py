@@ -203,7 +203,7 @@ def chosen(data: TrainSet, count: int) -> list[str]:
 
 @pytest.mark.parametrize("compared", [7, trainset.COMPARED_ROWS])
 def test_held_out_samples_are_chosen_by_identity(tmp_path: Path, monkeypatch, compared: int) -> None:
-    """The same whatever else is in the set, but for what is displaced; no sample twice."""
+    """The same rows for any other samples in the set, except for replaced rows; no sample twice."""
     monkeypatch.setattr(trainset, "COMPARED_ROWS", compared)
     ids = [hashlib.md5(str(i).encode()).hexdigest() for i in range(60)]
     few = held_out(Store(tmp_path), [*ids[:40], ids[0]])

@@ -1,4 +1,4 @@
-"""The window of a remote set's shards: what it holds, fetches and removes; limits, damage, processes, errors."""
+"""The window of a remote set's shards: its shards, fetched and removed; limits, damage, processes, errors."""
 
 import os
 import resource
@@ -143,8 +143,8 @@ def test_waiting_ends(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_processes_of_a_machine_share_a_window(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one fetches and removes; another waits for it. What a step needs stays until the next step is done, as
-    another process may still read it."""
+    """The first process fetches and removes; the second process waits for it. The shards of a step stay until the next
+    step is finished, because another process may still read them."""
     first, other = (place.window([(0, 1), (2,), (3,)], world=2, local=local, token="t") for local in range(2))
     other.follow(0)
     reader = threading.Thread(target=read, args=(other, 1))
@@ -170,7 +170,7 @@ def test_the_processes_of_a_machine_share_a_window(place: Place, monkeypatch: py
 
 
 def test_folders_of_runs_that_were_killed_are_removed(place: Place) -> None:
-    """By the next run, while a run that goes on keeps its own."""
+    """By the next run; a running run keeps its folder."""
     child = os.fork()
     if child == 0:
         window = place.window([(2, 3)])
@@ -233,7 +233,7 @@ def opened_by_reading(data: TrainSet, schedule: BatchSchedule, steps: range) -> 
 @pytest.mark.parametrize(("form", "shuffle_shards"), [("arrow", None), ("webdataset", 2)])
 def test_needs_are_what_reading_opens(tmp_path: Path, form: str, shuffle_shards: int | None) -> None:
     """Latents, vision features, captions that take turns, null prompts of the set and of a sample; and the sections of
-    a run that goes on from any step, on other data, too."""
+    a run that resumes at any step, also on other data."""
     store = make_source(Store(tmp_path / "root"), form)
     add_vision(store, form)
     data = opened(store)

@@ -39,7 +39,7 @@ def format(request) -> str:
 
 @pytest.fixture
 def folder(tmp_path, format) -> Path:
-    """The shard, written by the project; where its files lie."""
+    """The path of a shard that the project wrote, and the folder of its files."""
     from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
     from cache.shards.shard_io import open_writer
     from cache.shards.tensors import Array

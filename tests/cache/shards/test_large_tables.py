@@ -1,4 +1,4 @@
-"""What is computed of the tables of a large set, slice by slice, is what a plain loop finds."""
+"""Values computed from the tables of a large set, slice by slice, equal the results of a plain loop."""
 
 from itertools import groupby, pairwise
 

@@ -1,4 +1,4 @@
-"""Both formats: what either stands, the other stands too."""
+"""Both formats: they survive the same faults."""
 
 import os
 import pickle

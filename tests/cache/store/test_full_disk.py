@@ -1,4 +1,4 @@
-"""A disk that refuses: each way of writing says why, and leaves nothing behind."""
+"""A disk that fails: each way of writing reports the reason, and leaves no file."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def try_all(root):
 
 
 def refusals(code: str) -> dict[str, str]:
-    """What each way of writing said; asserts that none left a file behind."""
+    """The message of each way of writing; asserts that none left a file."""
     done = run(WRITE_ALL + textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
     *lines, left = done.stdout.splitlines()
@@ -102,7 +102,7 @@ def test_a_full_disk_and_a_read_only_one(small_disk):
 
 @pytest.mark.slow
 def test_no_permission():
-    """Root may do anything, so the process becomes another user where it can."""
+    """Root has all permissions, so the process becomes another user if it can."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as readable:
         Store(readable).publish_bytes("a/b", b"1")
         for name, mode in (("a/b", 0), ("a", 0o300), ("", 0o755)):

@@ -1,5 +1,4 @@
-"""Roots on S3 and Google Cloud Storage: what is asked of the server, and what happens when it is in trouble, or answers
-wrongly."""
+"""Roots on S3 and Google Cloud Storage: requests to the server, and the results of failures and wrong answers."""
 
 import os
 import re
@@ -48,7 +47,7 @@ def either(request: pytest.FixtureRequest) -> Store:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No retries, where none helps."""
+    """No retries, if they do not help."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 5.0)
 
@@ -180,12 +179,12 @@ def test_a_store_in_trouble_for_a_while(either: Store, s3: S3Server, trouble: st
 
 
 def row_of(reader: BaseShardReader) -> bytes:
-    reader.file.forget()  # what is kept of it, so that it is requested again
+    reader.file.forget()  # its cached bytes, so that they are requested again
     return reader.read(2).tensors["x"].raw()
 
 
 def asks(store: Store) -> dict[str, Callable[[], object]]:
-    """What is read of files of each kind, by name: True if it is what was written."""
+    """Kind of file -> whether the bytes read equal the bytes written."""
     store.write_table("large.arrow", TABLE)
     store.write_table("small.arrow", TABLE[:10])
     store.publish_record("j.json", SetPointer(id="x"))
@@ -211,7 +210,7 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.long
 def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After so many wrong answers and no more, damage is damage. What is missing is asked for once."""
+    """After the last wrong answer, it is damage. A missing file is requested only once."""
     monkeypatch.setattr("cache.store.object_store.MAPPED_BYTES", 1 << 12)  # larger tables are copied to this machine
     for name, ask in asks(store).items():
         for wrong in WRONG:
@@ -271,9 +270,9 @@ def test_trouble_that_stays_is_explained(impatient: None, store: Store, s3: S3Se
         "open": lambda: shard_io.open_reader(store, rel),
         "verify": lambda: shard_io.verify(store, rel),
     }
-    if trouble != "cut":  # what is cut is an answer's body; a put has none
+    if trouble != "cut":  # only an answer's body can be cut; a put has none
         attempts |= {"put": lambda: store.publish_bytes("new", b"x"), "exists": lambda: store.exists("new")}
-    if trouble == "no bucket":  # a HEAD does not say what is missing
+    if trouble == "no bucket":  # an answer to HEAD has no reason
         for name in ("exists", "open", "table", "verify"):
             del attempts[name]
     for name, attempt in attempts.items():
@@ -330,7 +329,7 @@ def test_credentials_of_a_profile(store: Store, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_shard_that_is_replaced_while_it_is_read(either: Store) -> None:
-    """As by a worker on other hardware. What was opened is never mixed with what is there now."""
+    """As by a worker on other hardware. Bytes of the opened object are never mixed with bytes of the new object."""
     rel = write_shard(either)
     with shard_io.open_reader(either, rel) as shard:
         write_shard(either, size=30_001)

@@ -148,7 +148,7 @@ def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
 
 
 def test_only_its_own_temporaries_are_swept(store, tmp_path):
-    """What others call .tmp is theirs, however old."""
+    """Files .tmp of other programs are not removed, at any age."""
     ours = ".kept.arrow.0123456789abcdef.tmp"
     others = [
         ".mine.tmp",

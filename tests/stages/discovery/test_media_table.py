@@ -105,7 +105,7 @@ def test_what_a_stop_left_is_used_with_the_table_that_was_there(invented, monkey
     home.run(discover.run)
     Invented.captions |= {number: f"caption {number}" for number in range(100, 300)} | {5: "corrected"}
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        # Further on than what two processes have in hand, of which nothing may have been taken yet.
+        # Beyond the items that two processes may be reading, whose results may not be collected yet.
         patch.setattr("stages.discovery.item_reader.ItemReader", FailingReader)
         home.run(discover.run, "stages.discover.workers=2")
     assert len(rows_of(home)) == 100

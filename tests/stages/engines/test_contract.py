@@ -1,4 +1,4 @@
-"""What every engine does, by processes of this machine and by actors on a Ray cluster of two nodes."""
+"""The contract of every engine, with processes on this machine and with actors on a Ray cluster of two nodes."""
 
 import os
 import signal

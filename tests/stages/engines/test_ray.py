@@ -1,4 +1,4 @@
-"""The Ray engine without a cluster: what is refused before one is asked, and what a node checks."""
+"""The Ray engine without a cluster: refusals before a connection, and the checks on a node."""
 
 from dataclasses import replace
 from pathlib import Path

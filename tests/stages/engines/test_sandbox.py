@@ -52,7 +52,7 @@ def test_a_process_that_dies_costs_its_item_alone(item: str, reason: str, words:
 
 @pytest.mark.slow
 def test_an_item_that_hangs_is_given_up_and_the_others_go_on() -> None:
-    with sandbox(timeout_s=3) as pool:  # a busy machine takes seconds for none of the others
+    with sandbox(timeout_s=3) as pool:  # even a busy machine does not take seconds for the remaining items
         results = dict(pool.map(["a", "hang", *range(50)]))
     assert isinstance(results["hang"], WorkerFailure) and results["hang"].reason == "timed-out"
     assert [item for item, result in results.items() if item != result] == ["hang"]
@@ -153,7 +153,7 @@ def alive(process: int) -> bool:
 
 
 def wait_until_gone(*processes: int) -> None:
-    """For as long as it takes: where one stays, the time of the whole test runs out."""
+    """Without a limit: if a process stays, the test times out."""
     while any(map(alive, processes)):
         time.sleep(0.02)
 

@@ -14,7 +14,7 @@ OPTIONS = {"gif": {}, "webp": {"lossless": True}, "png": {}}
 
 
 def pictures(count=7):
-    """A white bar that moves down, on blue; what has not moved is left out of the file by the encoders."""
+    """A white bar that moves down, on blue; the encoders omit unchanged regions from the file."""
     for number in range(count):
         pixels = np.full((32, 48, 3), (0, 0, 255), np.uint8)
         pixels[number * 4 : number * 4 + 4] = 255
@@ -60,7 +60,7 @@ def test_transparent_frames_are_laid_over_white_and_replace_what_was_there(tmp_p
     for left in (0, 16):
         frame = Image.new("RGBA", (32, 16), (0, 0, 0, 0))
         frame.paste((255, 0, 0, 255), (left, 0, left + 16, 16))
-        for corner in ((0, 0), (31, 15)):  # so that the encoders keep the whole frame, with what is clear in it
+        for corner in ((0, 0), (31, 15)):  # so that the encoders keep the whole frame, including its transparent part
             frame.putpixel(corner, (255, 0, 0, 255))
         frames.append(frame)
     for suffix, options in (("gif", {"disposal": 2}), ("webp", {"lossless": True}), ("png", {"blend": 0})):

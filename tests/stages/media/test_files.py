@@ -1,4 +1,4 @@
-"""Files and Blobs: opened, measured, named by content, and held against what was planned."""
+"""Files and Blobs: opened, measured, named by content, and compared with the plan."""
 
 import io
 import os

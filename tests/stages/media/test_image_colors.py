@@ -130,7 +130,7 @@ def av_transfer(path):
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "avif"])
 def test_a_profile_of_high_dynamic_range_is_refused(tmp_path, suffix):
-    """The tag cicp of ICC.1:2022, in place of one that does not matter."""
+    """The tag cicp of ICC.1:2022, in place of an unused tag."""
     profile = bytearray(display_p3())
     entry = profile.index(b"cprt")
     (start,) = struct.unpack_from(">I", profile, entry + 4)

@@ -1,4 +1,4 @@
-"""Images as collections have them: each gives what a person expects, or a MediaError that says why not."""
+"""Images as in collections: each gives the expected picture, or a MediaError with the reason."""
 
 import random
 import sys

@@ -54,7 +54,7 @@ def test_an_image_mask_applies_to_all_frames(tmp_path):
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_a_made_mask_has_a_frame_for_each_of_its_sample(tmp_path, alike):
-    """Also where all are equal, which Pillow writes as one; some of them are read by their numbers."""
+    """Also if all frames are equal, which Pillow writes as one frame; some frames are read by their numbers."""
     masks = np.stack([half(10 if alike else 5 + number) for number in (0, 0, 0, 3, 4)])[..., 0]
     (tmp_path / "made").write_bytes(write_png(masks))
     where = geometry(Bucket(64, 32, 5), 64, 32)

@@ -1,4 +1,4 @@
-"""Frames that are shown are counted, whatever the header counts: of files trimmed without reencoding, and others."""
+"""Shown frames are counted, for any count in the header: in files trimmed without reencoding, and in other files."""
 
 from fractions import Fraction
 

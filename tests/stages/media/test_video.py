@@ -23,7 +23,7 @@ def numbers(path, times, **options):
 
 
 def write_video(path, frames=50, rate=25, codec="libx264", container=None, stamps=None, prepare=None, **options):
-    """Numbered frames above noise; `stamps` are in milliseconds where the rate varies."""
+    """Numbered frames above noise; `stamps` are in milliseconds if the rate varies."""
     draw = np.random.default_rng(0)
     options = {"g": "10", "preset": "ultrafast", **options} if codec == "libx264" else options
 

@@ -1,5 +1,4 @@
-"""Videos as collections have them, for both decoders: each gives what a person expects, or a MediaError that says why
-not."""
+"""Videos as in collections, for both decoders: each gives the expected frames, or a MediaError with the reason."""
 
 import sys
 from fractions import Fraction

@@ -1,5 +1,5 @@
-"""Frames with transparency, with samples of more than 8 bits, of another size than the header's, and of one of several
-tracks: each comes as a person sees it, or a MediaError says why not."""
+"""Frames with transparency, with samples of more than 8 bits, of another size than in the header, and of one of several
+tracks: each is read as players show it, or gives a MediaError with the reason."""
 
 from fractions import Fraction
 
@@ -28,7 +28,7 @@ VP9, H264 = ("libvpx-vp9", "yuv420p", {"cpu-used": "8", "deadline": "realtime"})
 
 
 def see_through(path, codec, *, frames=30, hidden=0):
-    """Red on the left; what is hidden on the right is `hidden` on all channels, its alpha included."""
+    """Red on the left; on the right, all channels including alpha are `hidden`."""
     pixels = np.full((64, 96, 4), (*RED, 255), np.uint8)
     pixels[:, 48:] = hidden
     return media_files.video(
@@ -194,7 +194,7 @@ def test_a_frame_of_another_size_is_refused_with_its_number(tmp_path, name, back
     codec, sizes, options = JOINED[name]
     path = joined(tmp_path / name, codec, sizes, options=options)
     assert (probe_video(path).width, probe_video(path).height) == sizes[0]
-    if backend is video:  # what precedes the change is read
+    if backend is video:  # frames before the change are read
         assert numbers(path, [0.0, 0.4, 0.76], backend) == [0, 10, 19]
     for times in ([0.0, 0.8], [1.0]):
         error = refusal(lambda p, times=times: numbers(p, times, backend), path)
@@ -255,7 +255,7 @@ def several(path, tracks):
 def test_the_default_track_is_read_or_else_the_largest(tmp_path, suffix, marks, heights, track):
     tracks = [(height, 100 * index, mark) for index, (height, mark) in enumerate(zip(heights, marks, strict=True))]
     path = several(tmp_path / f"a.{suffix}", tracks)
-    if suffix == "mp4" and not any(marks):  # FFmpeg marks the first track of an MP4 where none is marked
+    if suffix == "mp4" and not any(marks):  # FFmpeg marks the first track of an MP4 if no track is marked
         track = track and 0
     columns = probe_media(path, "video")
     chosen = track or 0

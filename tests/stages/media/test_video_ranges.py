@@ -1,4 +1,4 @@
-"""Videos that are no file: read by ranges of bytes, whoever decodes, with errors of the item alone."""
+"""Videos that are not files: read by ranges of bytes with any decoder; errors affect only the item."""
 
 import io
 
@@ -13,7 +13,7 @@ from tests.stages.media_files import number_of, numbered, reason, video
 
 
 class Bytes(Blob):
-    """A file in memory that counts what is read of it."""
+    """A file in memory that counts the bytes read."""
 
     def __init__(self, content, name="clips.tar/a.mp4"):
         self.content, self.name, self.read = content, name, 0

@@ -1,4 +1,5 @@
-"""The buckets of a dataset are in steps of `bucket_step`; what that costs, and the smaller step that costs less."""
+"""The buckets of a dataset are in steps of `bucket_step`; the cost of the step, and a smaller step with a lower
+cost."""
 
 from typing import Any
 

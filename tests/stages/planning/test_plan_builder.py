@@ -1,4 +1,4 @@
-"""Plans: what becomes of media tables under each of a dataset's options. No file is opened."""
+"""Plans made from media tables with each of a dataset's options. No file is opened."""
 
 import random
 
@@ -148,7 +148,9 @@ def test_captions_are_filtered_then_joined_then_cleaned(options, given, kept):
 
 
 def test_a_filter_that_is_no_regular_expression_is_an_error_that_names_it():
-    with pytest.raises(LatentpressError, match=r"datasets\.a\.caption_filter: '/\(/' is no regular expression"):
+    with pytest.raises(LatentpressError, match=r"datasets\.a\.caption_filter: '/\(/'"):
+        LatentpressError, match=r"datasets\.a\.caption_filter: '/\(/' is not a valid regular expression"
+    ):
         planned(config(caption_filter=["/(/"]), [row(0)])
 
 
@@ -163,7 +165,7 @@ def test_tags_are_shuffled_into_a_fixed_number_of_variants():
     assert all(text.startswith("x, sks, ") for text in first), "the first tag stays"
     assert second == [*first, "x, one"]
     again = planned(options, [row(5, captions=["z,y"]), row(6, captions=[tags])])
-    assert captions(again)[1] == first, "the order is by the caption, not by what else there is"
+    assert captions(again)[1] == first, "the order depends only on the caption"
 
 
 def test_i2i_has_a_null_prompt_for_each_source_image():

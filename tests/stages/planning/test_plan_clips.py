@@ -51,7 +51,7 @@ SELECTIONS = [
 @pytest.mark.parametrize("selection", SELECTIONS, ids=lambda selection: selection["clip"])
 @pytest.mark.parametrize(("rate", "own"), [(FILM, FILM), (2 * FILM, 2 * FILM / 2), (24.1, 24.1), (96.2, 96.2 / 4)])
 def test_a_video_of_nearly_the_rate_has_clips_of_its_own_frames(selection, rate, own):
-    """All clips at its own rate, or all at 24 where none of them repeats or skips a frame, which are what they were."""
+    """All clips at the video's rate, or all at 24 if no clip repeats or skips a frame; the latter do not change."""
     plan = at_24(rate, num_frames=245, **selection)
     found = plan.samples.to_pylist()
     assert found and plan.notes["a"].repeating == 0
@@ -69,7 +69,7 @@ def test_a_video_of_nearly_the_rate_repeats_nothing():
     assert reasons(at_24(FILM, max_repeated_frames=0.0)) == {}
     assert reasons(at_24(FILM, constant=False, max_repeated_frames=0.0)) == {"001.jpg": "repeats-frames"}
     assert reasons(at_24(23.0, max_repeated_frames=0.0)) == {"001.jpg": "repeats-frames"}
-    # 60 frames are no clip of 61, though they last 61 twenty-fourths of a second.
+    # 60 frames are not a clip of 61, although they last 61 twenty-fourths of a second.
     short = at_24(FILM * 0.9965, duration=60 / (FILM * 0.9965), bucket_strategy="aspect_ratio")
     assert reasons(short) == {"001.jpg": "too-short"} and "is 60 frames" in short.rejects["message"][0].as_py()
 

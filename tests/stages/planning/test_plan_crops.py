@@ -1,4 +1,4 @@
-"""Buckets, crops, and what is laid over a sample, in the plan."""
+"""Buckets, crops and masks in the plan."""
 
 from typing import Any
 

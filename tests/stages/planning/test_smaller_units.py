@@ -1,4 +1,4 @@
-"""cache.unit_mib is lowered for short jobs: what is planned from then on, and what is divided again."""
+"""cache.unit_mib is lowered for short jobs: later plans, and the division of existing units."""
 
 import pytest
 

@@ -19,7 +19,7 @@ SIZES = ["64x64@1", "96x64@1", "64x96@1"]
 
 
 def text(image: int, size: int, shift: int, length: int) -> dict[str, Any]:
-    """A caption of an image, or its null prompt. shift: where the image is cut."""
+    """A caption of an image, or its null prompt. shift: offset of the image's crop."""
     cut = {"bucket": SIZES[size], "resize_w": 96, "resize_h": 96, "x": shift, "y": 0}
     row = {"template": "i2i", "text": "w" * length, "negative": not length, "image_dataset": "a", "image_path": "p"}
     row |= {"image_id": hash_json(["image", image]), "image_geometry": cut}

@@ -270,7 +270,7 @@ def test_videofolder(tmp_path: Path) -> None:
         scan(open_source(dataset(folder)))
 
 
-# -- what is not there ------------------------------------------------------------------------------------------------
+# -- missing parts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["/none/such/folder", "./none", "a/b/c"])

@@ -68,7 +68,7 @@ def test_an_object_put_in_parts_has_an_identity_too(media) -> None:
 
 
 class Stated(RemoteFile):
-    """An object whose store states another ETag than that of what is read, as KMS does or damage on the way."""
+    """An object with an ETag that does not match the bytes read, because of KMS or damage on the way."""
 
     def __init__(self, url: str, contents: list[bytes], stated: dict) -> None:
         super().__init__(url, identity="store")

@@ -1,5 +1,5 @@
-"""The same pictures, captions, source images and masks from every source: equal media tables and shards, and what a
-change costs."""
+"""The same pictures, captions, source images and masks from every source: equal media tables and shards, and the
+cost of a change."""
 
 import csv
 import io
@@ -52,7 +52,7 @@ def items(photo) -> list[Item]:
     return [*found[:2], replace(found[2], captions=("picture 2", "the second, said otherwise")), found[3]]
 
 
-# -- where it is offered --------------------------------------------------------------------------------------------
+# -- the forms of the data ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -100,7 +100,7 @@ def by_name(root: str) -> dict:
 
 
 def table(items: list[Item], name: Callable[[str], str]) -> dict[str, list]:
-    """Columns of a table: files, and a caption column of text and, for what has a second one, another."""
+    """Columns of a table: files, and a caption column; items with a second caption have a second column."""
     columns: dict[str, list] = {
         role: [name(f"{folder}/{item.stem}.jpg") for item in items]
         for role, folder in (("path", "media"), ("source", "sources"), ("mask", "masks"))
@@ -149,7 +149,7 @@ def offer_tars(place: Place, items: list[Item]) -> dict:
 
 
 def offer_cells(place: Place, items: list[Item]) -> dict:
-    """Images as bytes in a parquet file, as the hub has them."""
+    """Images as bytes in a parquet file, as on the hub."""
     columns = table(items, str)
     for role, part in (("path", "target"), ("source", "source"), ("mask", "mask")):
         columns[role] = [{"bytes": getattr(item, part), "path": f"{item.stem}.jpg"} for item in items]
@@ -170,7 +170,7 @@ def offer_csv(place: Place, items: list[Item]) -> dict:
 
 
 def offer_urls(place: Place, items: list[Item]) -> dict:
-    """Pictures in S3, source images behind a URL with a password, masks behind one that is signed."""
+    """Pictures in S3, source images behind a URL with a password, masks behind a signed URL."""
     place.remote(files_of(items))
     bucket = Store(f"s3://{place.prefix}").place
 

@@ -33,7 +33,7 @@ NAMES = ("a b.png", "a b.txt", "a?#1.JPG", "sub/deep/c.png", "sub/deep/c.txt", "
 def test_a_prefix_in_s3(media) -> None:
     for name in NAMES:
         media.put(f"set/{name}", name.encode(), bucket="media")
-    media.put("set/empty/", bucket="media")  # what consoles make for a folder
+    media.put("set/empty/", bucket="media")  # consoles create this object for a folder
     source = pickle.loads(pickle.dumps(open_source(dataset("s3://media/set/"))))
     rows = scan(source)
     assert [row["path"] for row in rows] == ["a b.png", "a?#1.JPG", "sub/deep/c.png"]
@@ -119,7 +119,7 @@ def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_page_of_links(tmp_path: Path, serve) -> None:
-    """A web server's listing says only names: size and version are asked of it."""
+    """A web server's listing has only names: sizes and versions are requested."""
     (tmp_path / "set/sub").mkdir(parents=True)
     for name in ("a.png", "a.txt", "sub/b.png"):
         (tmp_path / "set" / name).write_bytes(name.encode())

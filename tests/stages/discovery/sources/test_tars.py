@@ -1,4 +1,4 @@
-"""Tars that are damaged or hostile, and where members lie in those that are whole."""
+"""Damaged and hostile tars, and the offsets of members in intact tars."""
 
 import gzip
 import io

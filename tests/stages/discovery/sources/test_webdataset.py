@@ -21,13 +21,13 @@ wds = pytest.importorskip("webdataset")
 
 
 def record(number: int, **more: Any) -> dict:
-    """What img2dataset writes into the .json of a sample."""
+    """The content of the .json that img2dataset writes for a sample."""
     common = {"url": f"https://example.org/{number}.jpg", "key": f"{number:09d}", "status": "success"}
     return common | {"error_message": None, "width": 20, "height": 10, "exif": "{}"} | more
 
 
 def img2dataset(folder: Path, shards: int = 2, each: int = 3) -> Path:
-    """img2dataset's layout: tars, and beside each a table of what was downloaded and its counts."""
+    """img2dataset's layout: tars, and next to each a table of its downloads and its counts."""
     folder.mkdir(exist_ok=True)
     for shard in range(shards):
         samples = []
@@ -57,7 +57,7 @@ def as_known(source: WebDatasetSource) -> pa.Table:
     return table.append_column("media_id", pa.repeat("0" * 32, len(table)))
 
 
-# -- what img2dataset and video2dataset write ------------------------------------------------------------------------
+# -- tars of img2dataset and video2dataset ---------------------------------------------------------------------------
 
 
 def test_img2dataset(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_other_settings_or_items_rejected_open_it_again(tmp_path: Path) -> None:
 
 
 def test_a_field_of_one_kind_here_and_another_there(tmp_path: Path) -> None:
-    """The first tar that has a field settles its kind; what later ones have of another is null, and counted."""
+    """The first tar with a field determines its type; values of another type in later tars are null, and counted."""
     fields: list[dict] = [{"score": 1, "tag": "x"}, {"score": "2.5", "tag": 7}, {"score": "good", "tag": True}, {}]
     for number, more in enumerate(fields):
         sample = {"__key__": "0", "jpg": picture(number), "txt": "x", "json": record(number, **more)}
