@@ -149,8 +149,6 @@ def test_captions_are_filtered_then_joined_then_cleaned(options, given, kept):
 
 def test_a_filter_that_is_no_regular_expression_is_an_error_that_names_it():
     with pytest.raises(LatentpressError, match=r"datasets\.a\.caption_filter: '/\(/'"):
-        LatentpressError, match=r"datasets\.a\.caption_filter: '/\(/' is not a valid regular expression"
-    ):
         planned(config(caption_filter=["/(/"]), [row(0)])
 
 
