@@ -99,8 +99,8 @@ def draw_caption_dropout(seed: int, steps: int | Ints, positions: Ints, share: f
     """Return (..., B) whether the null prompt replaces the caption at each position of a step's global batch. steps:
     the step of all positions, or (M,) the step of each micro-batch."""
     keys = np.array([derive_seed(f"{seed}/{step}", "dropout") for step in np.atleast_1d(steps).tolist()], np.uint64)
-    uniform = to_unit_interval(mix_bits(positions.astype(np.uint64) ^ keys[:, None])) < share
-    return uniform.reshape(positions.shape)
+    is_dropped = to_unit_interval(mix_bits(positions.astype(np.uint64) ^ keys[:, None])) < share
+    return is_dropped.reshape(positions.shape)
 
 
 class SetError(LatentpressError):
@@ -301,8 +301,8 @@ class TrainSet:
         """
         locations = self.draw_locations(row, text, bucket)
         draw = {part: self.read_row(location) for part, location in locations.items()}
-        for part, row in draw.items() if self.text_widths is not None else ():
-            if problem := find_shape_problems(part, row.tensors, bucket, self._task, self.text_widths or {}):
+        for part, part_row in draw.items() if self.text_widths is not None else ():
+            if problem := find_shape_problems(part, part_row.tensors, bucket, self._task, self.text_widths or {}):
                 raise self.damage(locations[part], problem)
         if len(draw) > 2:
             names = {part: [own_name(part, name) for name in part_row.tensors] for part, part_row in draw.items()}

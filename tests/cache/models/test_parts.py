@@ -29,8 +29,8 @@ def configured(folder: Path, kind: str, **sections: Any) -> Config:
 
 def small_files(tiny: Tiny, kind: str, folder: Path) -> Path:
     """A copy of a tiny checkpoint without its weights."""
-    whole, ignored = tiny(CHECKPOINTS.get(kind, kind)), shutil.ignore_patterns("*.safetensors", "tokenizer.json")
-    return shutil.copytree(whole, folder, ignore=ignored)
+    model_folder, ignored = tiny(CHECKPOINTS.get(kind, kind)), shutil.ignore_patterns("*.safetensors", "tokenizer.json")
+    return shutil.copytree(model_folder, folder, ignore=ignored)
 
 
 def change(file: Path, **values: Any) -> None:
@@ -57,22 +57,22 @@ def test_parts_of_every_family(tiny: Tiny, tmp_path: Path, kind: str) -> None:
         hidden.rename(part)
     for tensor, key in family.text_widths.items():
         for part in family.components:
-            kept = (folder / part / "config.json").read_text()
+            original = (folder / part / "config.json").read_text()
             change(folder / part / "config.json", **{key: 4000})
             encoder = {"embeds": "text_encoder", "pooled": "text_encoder_2"}[tensor]
             step = refused(folder, kind, rf"{encoder}/config.json has .*{part}/config.json has {key} = 4000: the trans")
             assert f"take {encoder}/" in step and config.model.flavour_spec.repo in step
-            (folder / part / "config.json").write_text(kept)
-    kept = (folder / "vae/config.json").read_text()
+            (folder / part / "config.json").write_text(original)
+    original = (folder / "vae/config.json").read_text()
     key = next(iter(family.autoencoder_config))
     change(folder / "vae/config.json", **{key: 7})
     refused(folder, kind, f"vae/config.json has {key} = 7")
-    (folder / "vae/config.json").write_text(kept)
-    for part, own in family.tokenizers.items():
+    (folder / "vae/config.json").write_text(original)
+    for part, class_name in family.tokenizers.items():
         file = folder / part / "tokenizer_config.json"
-        other = "T5TokenizerFast" if own != "T5Tokenizer" else "Qwen2Tokenizer"
-        change(file, tokenizer_class=other)
-        refused(folder, kind, f"{part} is a {other.removesuffix('Fast')}, and {family.name} has a {own}")
+        wrong_class = "T5TokenizerFast" if class_name != "T5Tokenizer" else "Qwen2Tokenizer"
+        change(file, tokenizer_class=wrong_class)
+        refused(folder, kind, f"{part} is a {wrong_class.removesuffix('Fast')}, and {family.name} has a {class_name}")
         change(file, tokenizer_class="TokenizersBackend")
         check()
     change(folder / "scheduler/scheduler_config.json", _class_name="DDIMScheduler", prediction_type="epsilon")

@@ -102,9 +102,9 @@ def test_a_run_that_loads_has_no_speed_of_before(config: Config, what: str) -> N
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 120, "resumed": true}\n' * (what != "just started"))
             file.write('{"step": 120, "eval_loss": 0.5}\n' * (what == "validated"))
-        found = read_progress(config)
-        assert (found.state, found.step) == ("running", 120)
-        assert found.samples_per_s is found.data_wait_share is found.seconds_left is None
+        progress = read_progress(config)
+        assert (progress.state, progress.step) == ("running", 120)
+        assert progress.samples_per_s is progress.data_wait_share is progress.seconds_left is None
         write_steps(folder, 121, 121)
         assert (read_progress(config).samples_per_s, read_progress(config).seconds_left) == (2.0, 3.0 * 279)
 
@@ -149,8 +149,8 @@ def _written_before(folder: Path, seconds: float) -> None:
 def test_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_run, "TAIL_BYTES", 1000)
     write_steps(tmp_path, 1, 300)
-    found, path = read_last_metrics(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
-    assert 5 < len(found) < 20 and found == read_metrics(path)[-len(found) :]
+    lines, path = read_last_metrics(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    assert 5 < len(lines) < 20 and lines == read_metrics(path)[-len(lines) :]
 
 
 def test_skipped_steps_have_no_part_in_the_smoothed_loss() -> None:

@@ -84,5 +84,5 @@ def test_a_new_file_never_replaces_one_that_appeared(tmp_path: Path) -> None:
 
 def test_a_folder_that_does_not_exist_is_on_the_disk_of_one_above_it(tmp_path: Path) -> None:
     assert find_shortage(tmp_path / "a/b", 1) is None and find_shortage("s3://bucket/work", 1 << 80) is None
-    said = find_shortage(tmp_path / "a/b", 1 << 80)
-    assert said is not None and f"the disk of {tmp_path}/a/b has " in said and not (tmp_path / "a").exists()
+    warning = find_shortage(tmp_path / "a/b", 1 << 80)
+    assert warning is not None and f"the disk of {tmp_path}/a/b has " in warning and not (tmp_path / "a").exists()

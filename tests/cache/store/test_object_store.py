@@ -157,12 +157,12 @@ def test_every_operation(either: Store) -> None:
 @pytest.mark.parametrize("trouble", ["throttled", "cut", "broken", "dropped"])
 def test_a_store_in_trouble_for_a_while(either: Store, s3: S3Server, trouble: str, large: bytes) -> None:
     """Every operation succeeds in the end, with the same bytes."""
-    asked, store = set(), either
+    requested, store = set(), either
 
     def twice(request: Request) -> str:
         """The first time that something is asked."""
-        first = request not in asked and request.operation != "CompleteMultipartUpload"
-        asked.add(request)
+        first = request not in requested and request.operation != "CompleteMultipartUpload"
+        requested.add(request)
         return trouble if first and (trouble != "cut" or request.operation in ("GetObject", "ListObjectsV2")) else ""
 
     s3.answer = twice
@@ -190,7 +190,7 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
     store.publish_record("j.json", SetPointer(id="x"))
     for number in range(2):
         rejects.write_rejects(store, "discover", f"d{number}", [rejects.make_reject("discover", "a", "b", "c", "d")])
-    made: dict[str, Callable[[], object]] = {
+    readers: dict[str, Callable[[], object]] = {
         "large table": lambda: Store(store.url).read_table("large.arrow").equals(TABLE),
         "small table": lambda: Store(store.url).read_table("small.arrow").equals(TABLE[:10]),
         "json": lambda: store.read_record("j.json", SetPointer).id == "x",
@@ -200,12 +200,12 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
         place = Store(f"s3://{BUCKET}/{form}")
         rel = write_shard(place, form)
         reader = shard_io.open_reader(place, rel)
-        made |= {
+        readers |= {
             f"{form} shard": lambda place=place, rel=rel: len(shard_io.open_reader(place, rel)) == 40,
             f"{form} row": lambda reader=reader: row_of(reader) == content(2, 30_000),
             f"{form} verified": lambda place=place, rel=rel: shard_io.verify(place, rel) == [],
         }
-    return made
+    return readers
 
 
 @pytest.mark.long
@@ -213,10 +213,10 @@ def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, monkeypat
     """After the last wrong answer, it is damage. A missing file is requested only once."""
     monkeypatch.setattr("cache.store.object_store.MAPPED_BYTES", 1 << 12)  # larger tables are copied to this machine
     for name, ask in asks(store).items():
-        for wrong in WRONG:
+        for fault in WRONG:
             s3.reset()
-            s3.fail(wrong, ANSWERS - 1, "GetObject")
-            assert ask() is True, (name, wrong)
+            s3.fail(fault, ANSWERS - 1, "GetObject")
+            assert ask() is True, (name, fault)
         s3.reset()
         s3.fail("damaged", 100, "GetObject")
         if "verified" in name:
@@ -224,8 +224,8 @@ def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, monkeypat
         else:
             with pytest.raises(DamageError):
                 ask()
-        asked = Counter(request.key for request in s3.requests if request.operation == "GetObject")
-        assert ANSWERS <= max(asked.values()) <= ANSWERS * (6 if "verified" in name else 2), (name, asked)
+        requested = Counter(request.key for request in s3.requests if request.operation == "GetObject")
+        assert ANSWERS <= max(requested.values()) <= ANSWERS * (6 if "verified" in name else 2), (name, requested)
     s3.reset()
     with pytest.raises(DamageError, match="missing"):
         shard_io.open_reader(store, f"{CACHE}/none.arrow")
@@ -279,8 +279,8 @@ def test_trouble_that_stays_is_explained(impatient: None, store: Store, s3: S3Se
         with pytest.raises(StoreError) as caught:
             attempt()
         reason, step = STAYING[trouble]
-        said = f"{caught.value.message}; {caught.value.next_step}"
-        assert re.search(f"://{BUCKET}/work.*({reason}).*({step})", said) and "\n" not in said, (name, said)
+        message = f"{caught.value.message}; {caught.value.next_step}"
+        assert re.search(f"://{BUCKET}/work.*({reason}).*({step})", message) and "\n" not in message, (name, message)
     s3.answer = lambda request: ""
     assert not store.exists("new")
 
@@ -372,9 +372,9 @@ def test_a_full_scratch_folder_is_named(store: Store, s3: S3Server) -> None:
             except StoreError as error:
                 print(error.message, error.next_step)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2, done.stderr
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    lines = process.stdout.splitlines()
+    assert len(lines) == 2, process.stderr
     for line in lines:
         assert "TMPDIR): the file would exceed" in line, line
     assert s3.counts()["PutObject"] == 0

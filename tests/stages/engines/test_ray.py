@@ -69,8 +69,8 @@ def test_a_call_that_never_returns_ends_the_program_in_a_bounded_time(tmp_path: 
 def test_the_options_choose_engine_and_address(project) -> None:
     home = project()
     config, options = home.config(), Options(home.folder / "pipeline.yaml")
-    chosen = choose_engine(config, options, None, "first:6379").stages
-    assert (chosen.engine, chosen.ray.address) == ("ray", "first:6379")
+    stages = choose_engine(config, options, None, "first:6379").stages
+    assert (stages.engine, stages.ray.address) == ("ray", "first:6379")
     assert choose_engine(config, options, "ray", None).stages.ray.address == "auto"
     assert choose_engine(config, options, None, None) is config
     with pytest.raises(UsageError, match="--engine is local"):

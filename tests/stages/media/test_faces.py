@@ -30,10 +30,10 @@ def found(path: Path, kind: str = "image") -> list[int]:
 
 def overlap(box: list[int], seen: tuple[int, ...]) -> float:
     """Intersection over union."""
-    left, upper, right, lower = box[0], box[1], box[0] + box[2], box[1] + box[3]
-    sides = [max(0, min(right, seen[2]) - max(left, seen[0])), max(0, min(lower, seen[3]) - max(upper, seen[1]))]
-    shared = sides[0] * sides[1]
-    return shared / (box[2] * box[3] + (seen[2] - seen[0]) * (seen[3] - seen[1]) - shared)
+    x_start, upper, x_end, lower = box[0], box[1], box[0] + box[2], box[1] + box[3]
+    sides = [max(0, min(x_end, seen[2]) - max(x_start, seen[0])), max(0, min(lower, seen[3]) - max(upper, seen[1]))]
+    common_area = sides[0] * sides[1]
+    return common_area / (box[2] * box[3] + (seen[2] - seen[0]) * (seen[3] - seen[1]) - common_area)
 
 
 def test_a_face_is_found_where_a_person_sees_it(tmp_path: Path) -> None:

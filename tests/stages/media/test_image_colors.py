@@ -73,8 +73,8 @@ def quarters():
 def assert_narrowed(picture, tolerance):
     expected = encode(np.clip(decode(COLORS / 255) @ (np.linalg.inv(SRGB) @ P3).T, 0, 1)) * 255
     assert np.abs(expected - COLORS).max() > 10
-    found = np.asarray(picture).astype(float)
-    parts = [found[8:24, 8:24], found[8:24, 40:56], found[40:56, 8:24], found[40:56, 40:56]]
+    pixels = np.asarray(picture).astype(float)
+    parts = [pixels[8:24, 8:24], pixels[8:24, 40:56], pixels[40:56, 8:24], pixels[40:56, 40:56]]
     for part, color in zip(parts, expected, strict=True):
         assert np.abs(part.mean((0, 1)) - color).max() <= tolerance
 

@@ -212,8 +212,8 @@ def test_an_animation_whose_frames_leave_its_canvas_is_refused(tmp_path):
     place = content.rindex(b"\x2c")
     content[place + 1 : place + 5] = (16).to_bytes(2, "little") + (0).to_bytes(2, "little")  # 16 pixels to the right
     (tmp_path / "a.gif").write_bytes(content)
-    found = probe_media(tmp_path / "a.gif", "image", animations="video")
-    assert (found["kind"], found["width"], found["height"]) == ("video", 32, 16)
+    probed = probe_media(tmp_path / "a.gif", "image", animations="video")
+    assert (probed["kind"], probed["width"], probed["height"]) == ("video", 32, 16)
     mask = geometry(Bucket(32, 16, 2), 32, 16)
     with pytest.raises(MediaError, match="48x16 pixels in frame 1"):
         read_sample_mask(tmp_path / "a.gif", "video", mask, [0.0, 0.1])
@@ -258,9 +258,9 @@ def test_the_default_track_is_read_or_else_the_largest(tmp_path, suffix, marks, 
     if suffix == "mp4" and not any(marks):  # FFmpeg marks the first track of an MP4 if no track is marked
         track = track and 0
     columns = probe_media(path, "video")
-    chosen = track or 0
-    assert (columns["track"], columns["height"]) == (track, heights[chosen])
-    assert [number_of(frame) for frame in read_frames(path, [0.0, 0.6])] == [100 * chosen, 100 * chosen + 15]
+    main = track or 0
+    assert (columns["track"], columns["height"]) == (track, heights[main])
+    assert [number_of(frame) for frame in read_frames(path, [0.0, 0.6])] == [100 * main, 100 * main + 15]
     pytest.importorskip("decord")
     if track is None:
         assert numbers(path, [0.6], decord_backend) == [15]

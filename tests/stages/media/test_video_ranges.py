@@ -26,9 +26,9 @@ class Bytes(Blob):
 
         class Reader(io.BytesIO):
             def read(self, size=-1):
-                found = super().read(size)
-                owner.read += len(found)
-                return found
+                data = super().read(size)
+                owner.read += len(data)
+                return data
 
         return Reader(self.content)
 
@@ -75,6 +75,9 @@ def test_errors_of_what_is_no_file_are_media_errors(action, heavy):
             reader.error = self.error
             return reader
 
-    lost = Lost(heavy)
-    for lost.error, expected in ((ConnectionResetError(104, "reset"), "unreadable"), (MemoryError(), "out-of-memory")):
-        assert reason(action, lost) == expected
+    lost_blob = Lost(heavy)
+    for lost_blob.error, expected in (
+        (ConnectionResetError(104, "reset"), "unreadable"),
+        (MemoryError(), "out-of-memory"),
+    ):
+        assert reason(action, lost_blob) == expected

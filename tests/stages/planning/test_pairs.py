@@ -28,8 +28,8 @@ def planned(target: tuple[int, int], source: tuple[int, int], **dataset: Any) ->
 def window(geometry: dict[str, Any]) -> np.ndarray:
     """left, top, right and bottom of the cut region, as shares of the picture."""
     size = Bucket.parse(geometry["bucket"])
-    left, top = geometry["x"] / geometry["resize_w"], geometry["y"] / geometry["resize_h"]
-    return np.array([left, top, left + size.width / geometry["resize_w"], top + size.height / geometry["resize_h"]])
+    x, top = geometry["x"] / geometry["resize_w"], geometry["y"] / geometry["resize_h"]
+    return np.array([x, top, x + size.width / geometry["resize_w"], top + size.height / geometry["resize_h"]])
 
 
 @pytest.mark.slow
@@ -84,8 +84,8 @@ def test_bucket_names_the_pairs_of_different_aspects_and_uses_them(project) -> N
         home.image(f"../sources/{name}.png", size, seed=10 + seed)
     home.run(discover.run)
     report = home.run(bucket.run, dry_run=True)
-    said = " ".join(home.said.split())
-    assert "photos: 2 of 3 sources have another aspect than their target" in said
-    assert "tall.png (64x48, its source 50x90), wide.png (64x48, its source 120x48)" in said
+    text = " ".join(home.said.split())
+    assert "photos: 2 of 3 sources have another aspect than their target" in text
+    assert "tall.png (64x48, its source 50x90), wide.png (64x48, its source 120x48)" in text
     [row] = report.details["datasets"]
     assert (row["samples"], row["sources_of_other_aspect"]) == (3, 2)

@@ -50,8 +50,8 @@ def embedded(count: int = 4, names: list[str | None] | None = None, **columns: l
     names = names or [None] * count
     images = [{"bytes": picture(number), "path": name} for number, name in enumerate(names)]
     content = {"image": images, "caption": [f"picture {n}" for n in range(count)], **columns}
-    made = hf.Dataset.from_dict(content)
-    return made.cast_column("image", hf.Image(decode=False))
+    rows = hf.Dataset.from_dict(content)
+    return rows.cast_column("image", hf.Image(decode=False))
 
 
 def tree(folder: Path) -> set[str]:
@@ -97,11 +97,11 @@ def test_blobs_are_opened_in_other_processes(tmp_path: Path) -> None:
     state = pickle.dumps(blob)
     assert picture(2) not in state and picture(2) not in pickle.dumps(source)
     huggingface.load_rows.cache_clear()
-    again = pickle.loads(state)
-    assert read(again) == picture(2) and files.media_size(again) == len(picture(2))
-    with again.open() as file, Image.open(file) as image:
+    copy = pickle.loads(state)
+    assert read(copy) == picture(2) and files.media_size(copy) == len(picture(2))
+    with copy.open() as file, Image.open(file) as image:
         assert image.size == (20, 10)
-    files.require_unchanged(again, files.compute_media_id(blob))
+    files.require_unchanged(copy, files.compute_media_id(blob))
 
 
 def test_rows_are_named_by_their_files(tmp_path: Path) -> None:

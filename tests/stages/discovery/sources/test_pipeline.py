@@ -48,8 +48,8 @@ class Item:
 def items(photo) -> list[Item]:
     sizes = [(64, 64), (96, 64)]
     parts = [(photo(n, sizes[n % 2]), photo(20 + n), photo(40 + n)) for n in range(4)]
-    found = [Item(f"p{n}", *part, (f"picture {n}",), n) for n, part in enumerate(parts)]
-    return [*found[:2], replace(found[2], captions=("picture 2", "the second, said otherwise")), found[3]]
+    items = [Item(f"p{n}", *part, (f"picture {n}",), n) for n, part in enumerate(parts)]
+    return [*items[:2], replace(items[2], captions=("picture 2", "the second, said otherwise")), items[3]]
 
 
 # -- the forms of the data ------------------------------------------------------------------------------------------
@@ -153,11 +153,11 @@ def offer_cells(place: Place, items: list[Item]) -> dict:
     columns = table(items, str)
     for role, part in (("path", "target"), ("source", "source"), ("mask", "mask")):
         columns[role] = [{"bytes": getattr(item, part), "path": f"{item.stem}.jpg"} for item in items]
-    made = hf.Dataset.from_dict(columns)
+    rows = hf.Dataset.from_dict(columns)
     for role in ("path", "source", "mask"):
-        made = made.cast_column(role, hf.Image(decode=False))
+        rows = rows.cast_column(role, hf.Image(decode=False))
     out = io.BytesIO()
-    made.to_parquet(out)
+    rows.to_parquet(out)
     return {
         "source": "huggingface",
         "instance_data_dir": str(place.local({"train.parquet": out.getvalue()})),
@@ -211,8 +211,10 @@ def run(home: Any, program: Any, *overrides: str) -> Any:
 
 
 def offered(home: Any, name: str, place: Place, items: list[Item]) -> Any:
-    kept = {key: home.settings["datasets"][0][key] for key in ("id", "resolution", "bucket_step", "allow_upscale")}
-    home.settings["datasets"] = [kept | OFFERS[name](place, items)]
+    dataset_options = {
+        key: home.settings["datasets"][0][key] for key in ("id", "resolution", "bucket_step", "allow_upscale")
+    }
+    home.settings["datasets"] = [dataset_options | OFFERS[name](place, items)]
     return home
 
 
@@ -228,14 +230,14 @@ def test_the_media_table_is_the_same_and_a_change_costs_itself(
 ) -> None:
     home = offered(project("kandinsky5-image-i2i"), name, place, items)
     assert run(home, discover).rejects == []
-    found = facts(home)
+    results = facts(home)
     assert run(home, discover).details["datasets"][0]["files_read"] == 0
-    written = b"".join(path.read_bytes() for path in home.root.rglob("*") if path.is_file())
+    content = b"".join(path.read_bytes() for path in home.root.rglob("*") if path.is_file())
     for secret in (PASSWORD, "Signature=", "wJalrXUtnFEMI"):
-        assert secret.encode() not in written and secret not in home.said
+        assert secret.encode() not in content and secret not in home.said
     reference = offered(project("kandinsky5-image-i2i"), "folder", place, items)
     run(reference, discover)
-    assert facts(reference) == found
+    assert facts(reference) == results
 
     changed = [replace(items[0], captions=("said otherwise",)), *items[2:]]  # items[1] is gone
     changed.insert(2, Item("added", photo(77), photo(78), photo(79), ("added",)))
@@ -282,9 +284,9 @@ def test_captions_from_elsewhere(name: str, tmp_path: Path, place: Place, items:
     assert len(prompt) == 4 and set(map(tuple, prompt.values())) == {("the one",)}
     words = captions(caption_strategy="filename")
     assert {words[path][0] for path in prompt} == {path.rpartition("/")[2].partition(".")[0] for path in prompt}
-    said = [[f"{number}, said in a table", f"{number}, said otherwise"] for number in range(len(prompt))]
+    texts = [[f"{number}, said in a table", f"{number}, said otherwise"] for number in range(len(prompt))]
     file = tmp_path / "captions.jsonl"
-    rows = pa.table({"path": list(prompt), "caption": said}).to_pylist()
+    rows = pa.table({"path": list(prompt), "caption": texts}).to_pylist()
     file.write_text("\n".join(map(json.dumps, rows)))
-    found = captions(caption_strategy="jsonl", caption_file=str(file), media_column=None)
-    assert found == dict(zip(prompt, said, strict=True))
+    results = captions(caption_strategy="jsonl", caption_file=str(file), media_column=None)
+    assert results == dict(zip(prompt, texts, strict=True))

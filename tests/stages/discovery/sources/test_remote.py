@@ -48,9 +48,9 @@ def test_a_prefix_in_s3(media) -> None:
         assert read(source.open(row["path"])) == row["path"].encode()
     assert str(source.open("a?#1.JPG").name) == "s3://media/set/a?#1.JPG"
     media.put("set/a b.txt", b"corrected", bucket="media")
-    again = scan(source)
-    assert again[0]["captions_version"] != rows[0]["captions_version"]
-    assert [row["version"] for row in again] == [row["version"] for row in rows]
+    second_scan = scan(source)
+    assert second_scan[0]["captions_version"] != rows[0]["captions_version"]
+    assert [row["version"] for row in second_scan] == [row["version"] for row in rows]
 
 
 @pytest.mark.slow
@@ -148,12 +148,12 @@ def test_a_server_that_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatc
         for name, value in (environment | {"AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "*"}).items():
             monkeypatch.setenv(name, value)
         Buckets.clear_instance_cache()
-        where = "s3://media" if scheme == "s3" else f"http://{place}"
+        base_url = "s3://media" if scheme == "s3" else f"http://{place}"
         with pytest.raises(LatentpressError, match="can't be read"):
-            scan(open_source(dataset(f"{where}/set", source="remote")))
+            scan(open_source(dataset(f"{base_url}/set", source="remote")))
         with pytest.raises(MediaError, match="can't be read"):
-            RemoteFile(f"{where}/a.jpg").size()
-        (tmp_path / "all.csv").write_text(f"path,caption\n{where}/a.jpg,x\n")
+            RemoteFile(f"{base_url}/a.jpg").size()
+        (tmp_path / "all.csv").write_text(f"path,caption\n{base_url}/a.jpg,x\n")
         [row] = scan(open_source(dataset(str(tmp_path / "all.csv"))))
         assert row["problem"].startswith("unreadable: can't be read")
         Buckets.clear_instance_cache()

@@ -135,13 +135,13 @@ def test_csv_is_read_as_a_strict_reader_does_or_refused(tmp_path_factory: pytest
     path = tmp_path_factory.getbasetemp() / "any.csv"
     path.write_bytes(b"f,c\n" + text.encode())
     try:
-        found = read_table(str(path), text=["f", "c"])
+        read_values = read_table(str(path), text=["f", "c"])
     except LatentpressError as error:
         assert "any.csv, line " in str(error) and error.next_step
         return
     with path.open(newline="") as file:
         expected = [row for row in csv.reader(file, strict=True) if row][1:]
-    assert [[row["f"] or "", row["c"] or ""] for row in found.to_pylist()] == expected
+    assert [[row["f"] or "", row["c"] or ""] for row in read_values.to_pylist()] == expected
 
 
 def test_an_absent_table_is_named_and_a_url_without_its_secrets(tmp_path: Path) -> None:
@@ -176,10 +176,10 @@ def test_a_column_of_bytes_is_named_as_that(tmp_path: Path) -> None:
     path = str(tmp_path / "t.parquet")
     pq.write_table(pa.table({"id": ["1"], "image": image, "caption": [b"words"]}), path)
     table = read_table(path)
-    for wanted in (None, "image"):
-        with pytest.raises(LatentpressError, match=r"column 'image' contains binary, not file names") as said:
-            find_media_column(table, wanted, path)
-        assert "source: huggingface" in said.value.next_step
+    for column in (None, "image"):
+        with pytest.raises(LatentpressError, match=r"column 'image' contains binary, not file names") as caught:
+            find_media_column(table, column, path)
+        assert "source: huggingface" in caught.value.next_step
     with pytest.raises(LatentpressError, match=r"'caption' holds binary, not captions"):
         captions_of(table, "caption")
     pq.write_table(pa.table({"file_name": ["a.png"], "image": image}), path)

@@ -32,7 +32,7 @@ def whole_tar(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, di
 
 @given(st.integers(0, 15000))
 def test_a_tar_cut_anywhere_lists_what_is_whole(whole_tar: tuple[Path, bytes, dict[str, int]], cut: int) -> None:
-    tar, data, whole = whole_tar
+    tar, data, intact = whole_tar
     end = max(i for i, byte in enumerate(data) if byte) // 512 * 512 + 512
     tar.write_bytes(data[: min(cut, end)])
     source = open_source(dataset(tar.parent))
@@ -40,7 +40,7 @@ def test_a_tar_cut_anywhere_lists_what_is_whole(whole_tar: tuple[Path, bytes, di
     assert rows[0]["path"] == "s.tar" and rows[0]["problem"].partition(":")[0] in ("truncated", "empty-file")
     assert problems(rows)[1:] in ([], [(rows[-1]["path"], "no-caption")])  # its text is behind the cut
     for row in rows[1:]:
-        assert row["size"] == whole[row["path"]] == len(read(source.open(row["path"])))
+        assert row["size"] == intact[row["path"]] == len(read(source.open(row["path"])))
 
 
 def test_a_damaged_header(tmp_path: Path) -> None:

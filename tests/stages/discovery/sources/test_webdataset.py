@@ -268,7 +268,7 @@ def test_tars_at_a_url(tmp_path: Path) -> None:
 def test_only_the_changed_tar_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = img2dataset(tmp_path / "shards", shards=3)
     place = dataset(folder)
-    known = as_known(open_source(place))
+    known_rows = as_known(open_source(place))
     write(folder / "00001.tar", [{"__key__": "new", "jpg": b"new", "txt": "new"}])
     write(folder / "00003.tar", [{"__key__": "added", "jpg": b"new", "txt": "new"}])
     (folder / "00002.tar").unlink()
@@ -277,17 +277,17 @@ def test_only_the_changed_tar_is_opened(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "stages.discovery.sources.webdataset.open_media", lambda path: opened.append(str(path)) or real(path)
     )
-    paths = [row["path"] for row in scan(open_source(place), known)]
+    paths = [row["path"] for row in scan(open_source(place), known_rows)]
     assert paths[3:] == ["00001.tar/new.jpg", "00003.tar/added.jpg"] and len(paths) == 5
     assert [os.path.basename(path) for path in opened] == ["00001.tar", "00003.tar"]
 
 
 def test_other_settings_or_items_rejected_open_it_again(tmp_path: Path) -> None:
     folder = img2dataset(tmp_path / "shards", shards=1)
-    known = as_known(open_source(dataset(folder)))
-    (first, *_) = scan(open_source(dataset(folder, caption_column=["url"])), known)
+    known_rows = as_known(open_source(dataset(folder)))
+    (first, *_) = scan(open_source(dataset(folder, caption_column=["url"])), known_rows)
     assert first["captions"] == ["https://example.org/0.jpg"]
-    assert len(scan(open_source(dataset(folder)), known.slice(1))) == 3
+    assert len(scan(open_source(dataset(folder)), known_rows.slice(1))) == 3
 
 
 def test_a_field_of_one_kind_here_and_another_there(tmp_path: Path) -> None:
