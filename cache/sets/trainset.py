@@ -45,7 +45,7 @@ NO_TEXT = -1  # in place of a text's number: a null prompt that the set does not
 class RowTexts:
     """The texts of a set's rows, as row numbers of the set's table "texts".
 
-    index: the set's table "index". null_text: number of the null prompt for rows without a null prompt of their own;
+    index: the set's table "index". null_text: number of the null prompt for rows without a separate null prompt;
     None if the set has no such null prompt.
     """
 
@@ -179,7 +179,7 @@ class TrainSet:
 
     def _check_file(self, file: str, check: Callable[..., object], *values: Any) -> None:
         """Call `check`; raises DamageError about a file of the set if the check fails."""
-        with as_damage(self.store.path(f"sets/{self.id}/{file}"), "its values can't be right"):
+        with as_damage(self.store.path(f"sets/{self.id}/{file}"), "it has invalid values"):
             check(*values)
 
     @property
