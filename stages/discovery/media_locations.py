@@ -60,7 +60,7 @@ class MadeMask(Blob):
 
     def media_id(self) -> str:
         """An id computed from item, model and settings, which determine the mask."""
-        return self.planned
+        return self.planned_id
 
     def refresh(self) -> None:
         self.__dict__.pop("_content", None)

@@ -175,8 +175,8 @@ class CompanionFinder:
         problems = pc.if_else(several, f"several-{self.role}s: has {name}s of several extensions", problems)
         add_problems(columns, problems, pc.if_else(several, f"keep one {name}", step))
         if self._number and self._number == self._max_number:
-            _, further = lookup.count(pc.binary_join_element_wise(items, f"_{self._most + 1}", ""))
-            problem = f"many-sources: has more than conditioning_count ({self._most}) source images"
+            _, further = lookup.count(pc.binary_join_element_wise(items, f"_{self._max_number + 1}", ""))
+            problem = f"many-sources: has more than conditioning_count ({self._max_number}) source images"
             step = "raise conditioning_count, or remove the surplus images"
             add_problems(columns, pc.if_else(pa.array(further > 0), problem, None), step)
 
