@@ -83,7 +83,7 @@ def _find_trainer(name: str | None, parsed_files: Sequence[Parsed]) -> Trainer:
             raise ImportConfigError(f"--from {name}: unknown trainer; choose from {', '.join(TRAINERS)}")
         return TRAINERS[name.lower()]
     for trainer in TRAINERS.values():
-        if any(trainer.claims(file.content) for file in parsed_files):
+        if any(trainer.find_role(file.content) for file in parsed_files):
             return trainer
     raise ImportConfigError(
         f"{', '.join(str(file.path) for file in parsed_files)}: not the configuration of a supported trainer",
@@ -95,7 +95,7 @@ def _find_roles(trainer: Trainer, parsed_files: Sequence[Parsed]) -> dict[str, A
     """Returns role of a file in the trainer's configuration -> its content."""
     roles: dict[str, Any] = {}
     for file in parsed_files:
-        role = trainer.claims(file.content) or ("arguments" if isinstance(file.content, dict) else "")
+        role = trainer.find_role(file.content) or ("arguments" if isinstance(file.content, dict) else "")
         if not role:
             raise ImportConfigError(
                 f"{file.path} is not a configuration of {trainer.name}",

@@ -224,7 +224,7 @@ def test_an_error_is_one_json_document_on_standard_output(tmp_path: Path, monkey
     (tmp_path / "pipeline.yaml").write_text(ABSENT)
     monkeypatch.chdir(tmp_path)
     assert import_module("stages.discover").app(["--json"], standalone_mode=False) == 3
-    assert "there is no folder" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "does not exist" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 @pytest.mark.slow

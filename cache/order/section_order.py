@@ -5,9 +5,9 @@ an epoch consists of sections:
 
 1. Each epoch has a different random order of the shards of all buckets. Up to NEIGHBORS consecutive shards of a bucket
    stay together, because they share shards of texts. Each n shards are a section.
-2. A section lists its micro-batches bucket after bucket, in the order of their cost, as the order over the whole set
-   does for an epoch. The steps that are completely within the section are permuted, and so are the draws of each bucket
-   in these steps.
+2. A section lists its micro-batches bucket after bucket, in the order of their cost. The order over the whole set
+   does the same for an epoch. The steps that are completely within the section are permuted, and so are the draws of
+   each bucket in these steps.
 3. Draws of a bucket's last shard in a section that do not fill a micro-batch belong to the bucket's next section. A
    step that a section shares with the next section has draws of the section's last shards.
 

@@ -3,7 +3,7 @@ schemas.tables.CAPTION_EDITS_SCHEMA. Edited captions take precedence over captio
 are not changed.
 
 Each change writes the whole table under the next number; if several writers use the same number, one succeeds and the
-others try again. The newest table is valid. The last KEPT_TABLES tables stay, so that damage loses only the last
+other writers try again. The newest table is valid. The last KEPT_TABLES tables stay, so that damage loses only the last
 change.
 """
 

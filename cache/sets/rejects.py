@@ -1,7 +1,7 @@
 """rejects/<stage>/<name>.arrow: every rejected item, with its reason and the way to fix it.
 
-Each writer (discover for a dataset, an encoding stage for a unit) has a file of its own and replaces all of it, so a
-mended item leaves the list at the next run and no two machines write the same file.
+Each writer (discover for a dataset, an encoding stage for a unit) replaces one separate file as a whole, so a
+corrected item leaves the list at the next run and no two machines write the same file.
 """
 
 from concurrent.futures import ThreadPoolExecutor

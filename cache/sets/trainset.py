@@ -45,7 +45,7 @@ NO_TEXT = -1  # in place of a text's number: a null prompt that the set does not
 class RowTexts:
     """The texts of a set's rows, as row numbers of the set's table "texts".
 
-    index: the set's table "index". null_text: number of the null prompt for rows without a null prompt of their own;
+    index: the set's table "index". null_text: number of the null prompt for rows without a separate null prompt;
     None if the set has no such null prompt.
     """
 
@@ -99,8 +99,8 @@ def draw_caption_dropout(seed: int, steps: int | Ints, positions: Ints, share: f
     """Return (..., B) whether the null prompt replaces the caption at each position of a step's global batch. steps:
     the step of all positions, or (M,) the step of each micro-batch."""
     keys = np.array([derive_seed(f"{seed}/{step}", "dropout") for step in np.atleast_1d(steps).tolist()], np.uint64)
-    uniform = to_unit_interval(mix_bits(positions.astype(np.uint64) ^ keys[:, None])) < share
-    return uniform.reshape(positions.shape)
+    is_dropped = to_unit_interval(mix_bits(positions.astype(np.uint64) ^ keys[:, None])) < share
+    return is_dropped.reshape(positions.shape)
 
 
 class SetError(LatentpressError):
@@ -179,7 +179,7 @@ class TrainSet:
 
     def _check_file(self, file: str, check: Callable[..., object], *values: Any) -> None:
         """Call `check`; raises DamageError about a file of the set if the check fails."""
-        with as_damage(self.store.path(f"sets/{self.id}/{file}"), "its values can't be right"):
+        with as_damage(self.store.path(f"sets/{self.id}/{file}"), "it has invalid values"):
             check(*values)
 
     @property

@@ -114,7 +114,7 @@ class ShardReader(shard.BaseShardReader):
     """Reads an Arrow shard. Opening reads only the end of the file; a row takes one read."""
 
     def _open(self) -> None:
-        with as_damage(self.path, "it is not a whole Arrow file"):
+        with as_damage(self.path, "it is not a complete Arrow file"):
             self._schema, self._spans = arrow_ipc.read_batch_index(self.file)
         metadata = self._schema.metadata or {}
         described = metadata.get(DESCRIPTION_KEY, b"")

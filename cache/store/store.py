@@ -153,7 +153,7 @@ class Store:
             with self.place.open_whole(rel, about.size) as file:
                 with as_damage(path, "it is not an undamaged table"):
                     table = arrow_ipc.read_table(file)
-                with as_damage(path, "its values can't be right"):
+                with as_damage(path, "it has invalid values"):
                     if check is not None:
                         check(table)
         self._tables[rel] = (about.version, check, table)
@@ -172,7 +172,7 @@ class Store:
             raise DamageError(self.path(rel), reason) from error
         if kind.version is not None and (version := values.get("format_version")) != kind.version:
             raise UnknownVersion(self.path(rel), version, kind.version)
-        with as_damage(self.path(rel), "its values can't be right"):
+        with as_damage(self.path(rel), "it has invalid values"):
             return kind.model_validate(values)
 
     def open_temp(self, rel: str) -> BinaryIO:

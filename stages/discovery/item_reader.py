@@ -1,9 +1,9 @@
 """Reads one item for discover, in a sandbox process: headers, content for its id, captions, companions.
 
 For a media file it finds the columns of the media table that a listing lacks: from the header, and from the packets of
-a video if the header does not suffice. A whole file is decoded only for `scenes` and for animated images that become
-videos, a few frames for face detection. `scenes` runs PySceneDetect's detector on frames of our own readers, so that
-its times agree with the times of these frames.
+a video if the header is not sufficient. The whole file is decoded only for `scenes` and for animated images that become
+videos, and a few frames for face detection. `scenes` runs PySceneDetect's detector on frames of our own readers, so
+that its times agree with the times of these frames.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from stages.media.files import MediaError, MediaPath, media_size, unreadable_err
 from stages.media.image import ImageInfo, probe_image
 from stages.media.video import VideoInfo, probe_video
 
-# Large enough to detect a cut, with a sixtieth of the pixels of 1080p.
+# Large enough to detect a cut, and a sixtieth of the pixels of 1080p.
 _THUMBNAIL_EDGE = 240
 
 
@@ -57,23 +57,23 @@ def _probe_file(path: MediaPath, kind: str, animations: str) -> dict[str, Any]:
 def find_scenes(path: MediaPath) -> list[float]:
     """Seconds from the first shown frame at which a new scene begins, ascending; [] for a single scene.
 
-    Finds hard cuts: frames that differ from the previous one far more than their neighbors do, so not a pan or fast
-    motion, and a fade or dissolve only if it is fast. Decodes the whole file, with a few small frames in memory. Raises
-    MediaError, and ValueError if PySceneDetect is not installed.
+    Finds hard cuts: frames that differ from the previous frame far more than the neighboring frames do. A pan or fast
+    motion is not a cut; a fade or dissolve is a cut only if it is fast. Decodes the whole file, with a few small frames
+    in memory. Raises MediaError, and ValueError if PySceneDetect is not installed.
     """
     try:
         import scenedetect
     except ImportError as error:
         raise ValueError(
-            f"video.scenes can't be used here ({error}); set it to false, or pip install 'latentpress[scenes]'"
+            f"video.scenes needs PySceneDetect ({error}); set it to false, or pip install 'latentpress[scenes]'"
         ) from error
-    # Scenes may have any length: a clip across a short one would contain its cuts as well.
+    # Scenes may have any length, because a clip across a short scene would contain its cuts.
     detector = scenedetect.AdaptiveDetector(min_scene_len=1)
     thumbnails = animation.iter_thumbnails if animation.is_animation(path) else video.iter_thumbnails
     times, cuts = [], []
     for index, (time, picture) in enumerate(thumbnails(path, _THUMBNAIL_EDGE)):
         times.append(time)
-        # The detector needs only the order of the frames: any rate will do.
+        # The detector only uses the order of the frames, so the rate is arbitrary.
         timecode = scenedetect.FrameTimecode(index, fps=25.0)
         cuts += detector.process_frame(timecode, picture[..., ::-1].copy())
     if times:

@@ -1,9 +1,9 @@
 """The locations of the files of a plan's members on this machine, and whether the files exist. Needs no media library,
-so any program may use it.
+so that any program may use it.
 
 Missing media is not bad media: if a disk is not mounted or `media_root` was forgotten, every file would be rejected,
-and training would continue with the rest. So before a stage opens media, and again when a unit lacks files, it looks
-for some files of each location; if most of them are missing, the stage stops and changes nothing.
+and training would continue with the rest. So before a stage opens media, and again when a unit lacks files, it checks
+some files of each location; if most of them are missing, the stage stops and changes nothing.
 
 discover makes the same check of its listings (`RemovalCheck`): an item that it does not find leaves the media table,
 and with the next plan the training set. This is right for deleted files, and wrong for a disk that is not mounted.
@@ -37,20 +37,20 @@ from stages.discovery.sources.walk import extensions_of_dataset
 from stages.media.files import VIDEO_EXTENSIONS, Blob, MediaError, MediaPath, media_size, require_unchanged
 
 MAX_PROBED_FILES = 16  # of each dataset
-MADE_MASKS = "made masks"  # used like a dataset's id; real ids contain no space
+MADE_MASKS = "made masks"  # used like a dataset's id; ids of datasets contain no space
 
 
 @dataclass(frozen=True, repr=False)
 class MadeMask(Blob):
-    """A mask that `masks` made, read from a row of the mask cache like a mask file of the user: a PNG in gray. For a
-    clip with several frames the PNG is animated, and frame k is shown from k x FRAME_S seconds on.
+    """A mask that `masks` made, read from a row of the mask cache like a mask file of the user: a gray PNG. For a clip
+    with several frames the PNG is animated, and frame k begins at k x FRAME_S seconds.
 
     root: folder of the caches. name: path of the mask below `root`, from `cache.sets.item_rows.list_masks`. planned:
     media id of the mask in the plan."""
 
     root: str
     name: str
-    planned: str
+    planned_id: str
 
     def open(self) -> BinaryIO:
         return io.BytesIO(self._content)
@@ -60,7 +60,7 @@ class MadeMask(Blob):
 
     def media_id(self) -> str:
         """An id computed from item, model and settings, which determine the mask."""
-        return self.planned
+        return self.planned_id
 
     def refresh(self) -> None:
         self.__dict__.pop("_content", None)
@@ -71,7 +71,7 @@ class MadeMask(Blob):
             return read_mask(self.root, self.name)
         except FileNotFoundError as error:
             step = "run `latentpress masks`, then `latentpress bucket`"
-            raise MediaError("missing", self.name, "is not there", step) from error
+            raise MediaError("missing", self.name, "does not exist", step) from error
         except DamageError as error:
             step = "run `latentpress verify --repair`, then the same command again"
             raise MediaError("missing", self.name, f"is damaged: {error.reason}", step) from error
@@ -87,7 +87,7 @@ class RequiredFile(NamedTuple):
 
 
 class MediaLocations:
-    """The files of samples and of the images inside prompts, at the paths that this plan has."""
+    """The files of samples and of the images in prompts, at the paths in the plan."""
 
     def __init__(self, config: Config, plan: Plan) -> None:
         self._config, self._plan = config, plan
@@ -99,9 +99,9 @@ class MediaLocations:
         return [(self.open(file), file.content) for file in self.required_files(kind, name)]
 
     def required_files(self, kind: str, name: str) -> list[RequiredFile]:
-        """The files of a member, depending on `kind`. For "text": the images inside an i2i prompt, nothing for other
-        prompts. For "vision": only the media. For "latents": the media, for i2i the source image, and the mask if the
-        sample has one. For an item plan: the media, and the source image if the plan includes it."""
+        """The files of a member, depending on `kind`. For "text": the images in an i2i prompt; other prompts have none.
+        For "vision": only the media. For "latents": the media, for i2i the source image, and the mask if the sample has
+        one. For an item plan: the media, and the source image if the plan includes it."""
         if kind == "text":
             text = self._plan.texts[name]
             if text.get("references"):
@@ -140,23 +140,23 @@ class MediaLocations:
         return True
 
     def open(self, file: RequiredFile) -> MediaPath:
-        """A file, ready to be opened. For a validation prompt: its own image, or the image chosen from the data."""
-        planned = self._resolve(file)
-        if not isinstance(planned, RequiredFile):
-            return planned
-        source = self._source(planned.dataset)
-        return (
-            source.open(planned.path) if planned.role == "media" else source.open_companion(planned.role, planned.path)
-        )
+        """A file, ready to be opened. For a validation prompt: the image in its options, or the image chosen from the
+        data."""
+        resolved = self._resolve(file)
+        if not isinstance(resolved, RequiredFile):
+            return resolved
+        source = self._source(resolved.dataset)
+        path = resolved.path
+        return source.open(path) if resolved.role == "media" else source.open_companion(resolved.role, path)
 
     def backing_file(self, file: RequiredFile) -> MediaPath:
         """The file itself (a MadeMask for a made mask), or the archive that holds it. Raises MediaError if the file is
         missing, LatentpressError if its whole location is missing."""
-        planned = self._resolve(file)
-        if not isinstance(planned, RequiredFile):
-            return planned
-        role = "" if planned.role == "media" else planned.role
-        return self._source(planned.dataset).backing_file(role, planned.path)
+        resolved = self._resolve(file)
+        if not isinstance(resolved, RequiredFile):
+            return resolved
+        role = "" if resolved.role == "media" else resolved.role
+        return self._source(resolved.dataset).backing_file(role, resolved.path)
 
     def _resolve(self, file: RequiredFile) -> MediaPath | RequiredFile:
         """Return a MadeMask, the path of a validation prompt's image, or the file of the data chosen for the prompt;
@@ -173,7 +173,7 @@ class MediaLocations:
             if entry.name == name and (image := entry.image):
                 image = image[int(number or 1) - 1] if isinstance(image, list) else image
                 return RequiredFile(image.dataset, image.role, image.path, file.content)
-        raise MediaError("missing", name, "is no validation prompt with an image", "run `latentpress bucket`")
+        raise MediaError("missing", name, "is not a validation prompt with an image", "run `latentpress bucket`")
 
     def _source(self, dataset: str) -> Source:
         if dataset not in self._sources:
@@ -183,24 +183,24 @@ class MediaLocations:
     def _dataset(self, name: str) -> Dataset:
         datasets = {dataset.id: dataset for dataset in self._config.datasets}
         if name not in datasets:
-            problem = f"is no dataset of this configuration ({', '.join(datasets)})"
+            problem = f"is not a dataset of this configuration ({', '.join(datasets)})"
             raise MediaError("missing", name, problem, "run `latentpress bucket`")
         return datasets[name]
 
     @cached_property
     def _images(self) -> RowLookup:
-        """text_id -> dataset and source_path of a sample whose source image is in that text."""
+        """text_id -> dataset and source_path of a sample whose source image is in the text."""
         active = self._plan.active.select(["dataset", "source_path", "texts", "null_text"])
         active = active.filter(pc.greater(pc.fill_null(pc.utf8_length(active["source_path"]), 0), 0)).combine_chunks()
         owners = active.select(["dataset", "source_path"])
         captions = owners.take(pc.list_parent_indices(active["texts"]))
         captions = captions.append_column("text_id", pc.list_flatten(active["texts"]))
-        both = pa.concat_tables([captions, owners.append_column("text_id", active["null_text"])])
-        return RowLookup(both.filter(pc.is_valid(both["text_id"])), "text_id")
+        images = pa.concat_tables([captions, owners.append_column("text_id", active["null_text"])])
+        return RowLookup(images.filter(pc.is_valid(images["text_id"])), "text_id")
 
 
 def location_option(dataset: Dataset, role: str) -> tuple[str, str]:
-    """The option that sets where a dataset's files of a role are on this machine, and the option's value."""
+    """The option with the location of a dataset's files of a role on this machine, and its value."""
     option = {"mask": "mask_data", "media": ""}.get(role, "conditioning_data")
     if not option or not getattr(dataset, option):
         option = "media_root" if dataset.media_root else "instance_data_dir"
@@ -212,15 +212,15 @@ def location_option(dataset: Dataset, role: str) -> tuple[str, str]:
 
 
 class MissingMediaError(LatentpressError):
-    """Most of the files that were looked for in a location are missing."""
+    """Most of the checked files of a location are missing."""
 
 
 # -- before a stage opens media --------------------------------------------------------------------------------------
 
 
-def spread_evenly(names: pa.Array | pa.ChunkedArray, most: int = MAX_PROBED_FILES) -> list[str]:
-    """At most `most` of the names, evenly spaced from the first to the last."""
-    rows = np.linspace(0, len(names) - 1, min(most, len(names))).astype(np.int64)
+def spread_evenly(names: pa.Array | pa.ChunkedArray, max_count: int = MAX_PROBED_FILES) -> list[str]:
+    """At most `max_count` of the names, evenly spaced from the first to the last name."""
+    rows = np.linspace(0, len(names) - 1, min(max_count, len(names))).astype(np.int64)
     return names.take(pa.array(rows)).to_pylist()
 
 
@@ -253,24 +253,24 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
         else:
             option = key.rpartition(".")[2].replace("instance_data_dir", "media_root")
             step = (
-                f"mount the disk, restore the files, or say where they are: --set datasets.{dataset}.{option}=PLACE; "
-                "nothing was rejected. Files deleted for good leave the plan by `latentpress discover`, then "
+                f"mount the disk, restore the files, or set their place: --set datasets.{dataset}.{option}=PLACE; "
+                "nothing was rejected. To remove deleted files from the plan, run `latentpress discover`, then "
                 "`latentpress bucket`"
             )
         try:
             with ThreadPoolExecutor(MAX_PROBED_FILES) as pool:
-                missing = [error for error in pool.map(partial(_absence_error, places), needs.values()) if error]
+                missing_errors = [error for error in pool.map(partial(_absence_error, places), needs.values()) if error]
         except LatentpressError as error:
             raise MissingMediaError(f"{key}: {error.message}", step) from error
-        if 2 * len(missing) > len(needs):
-            first = f"{escape_unprintable(str(missing[0].path))}: {missing[0].problem}"
+        if 2 * len(missing_errors) > len(needs):
+            first = f"{escape_unprintable(str(missing_errors[0].path))}: {missing_errors[0].problem}"
             place = f"{display_location(location)}: " if location else ""
-            problem = f"{place}{len(missing)} of {len(needs)} files that were looked for are missing"
+            problem = f"{place}{len(missing_errors)} of {len(needs)} checked files are missing"
             raise MissingMediaError(f"{key}: {problem}; the first: {first}", step)
 
 
 def _absence_error(places: MediaLocations, need: RequiredFile) -> MediaError | None:
-    """The error for a missing file; None if it exists. Objects of a store that fails or denies access are missing."""
+    """The error for a missing file; None if it exists. Objects count as missing if the store fails or denies access."""
     file: MediaPath | None = None
     try:
         file = places.backing_file(need)
@@ -305,43 +305,45 @@ class RemovalCheck:
             self.listed[role] += len(chunk) - chunk[role].null_count
 
     def require_media(self, missing: int, fraction: float, accept_removed: bool, ignored: Counter[str]) -> None:
-        """Raise MissingMediaError if most items or companions are missing, LatentpressError if nothing was ever found.
+        """Raise MissingMediaError if most items or companions are missing, LatentpressError if the dataset never had an
+        item.
 
         missing: number of listed items whose files do not exist. fraction: accepted share of missing items if above
         0.5 (max_reject_fraction). accept_removed: check only `missing`. ignored: numbers of ignored files."""
         listed = self.listed["media"]
         if missing > max(0.5, fraction) * listed:
-            step = "or raise stages.max_reject_fraction, if they are gone for good and you want to go on without them"
-            raise self._error("media", f"{missing} of {listed} items that are listed are not there", step)
+            step = "or raise stages.max_reject_fraction to continue without the missing items"
+            raise self._error("media", f"{missing} of {listed} listed items do not exist", step)
         if accept_removed:
             return
         dataset, before = self.dataset, self.before or MEDIA_SCHEMA.empty_table()
         if not listed and not len(before):
             key, location = location_option(dataset, "media")
             video = dataset.dataset_type == "video"
-            problem = f"{key}: {display_location(location)} holds no {'images or videos' if video else 'images'}"
+            kinds = "images or videos" if video else "images"
+            problem = f"{key}: {display_location(location)} does not contain {kinds}"
             if not ignored:
                 step = "mount the disk, correct the place or media_root, or set disabled: true for this dataset"
                 raise LatentpressError(f"{problem}: it is empty", step)
             formats = ", ".join(sorted(ending[1:] for ending in extensions_of_dataset(dataset)))
-            step = f"convert them to a format that is read ({formats}), or correct the place"
+            step = f"convert the files to a supported format ({formats}), or correct the place"
             if not video and any(ending in VIDEO_EXTENSIONS for ending in ignored):
                 step = f"set dataset_type: video for the videos; {step}"
-            raise LatentpressError(f"{problem}; left alone: {describe_ignored(ignored)}", step)
+            raise LatentpressError(f"{problem}; ignored files: {describe_ignored(ignored)}", step)
         companions = [*dataset.source_roles, *(["mask"] if dataset.mask_data or dataset.mask_column else [])]
         for role in ("media", *companions):
             column, name = ("path", "items") if role == "media" else (role, f"{companion_name(role)}s")
-            was = len(before) - before[column].null_count if column in before.schema.names else 0
-            now = self.listed[role] - (missing if role == "media" else 0)
-            if 2 * now < was:
-                others = f"; other files: {describe_ignored(ignored)}" if ignored and not now else ""
-                problem = f"{now} {name} are there, and the last discovery found {was}{others}"
-                step = "if they were removed on purpose: `latentpress discover --accept-removed`"
+            earlier = len(before) - before[column].null_count if column in before.schema.names else 0
+            count = self.listed[role] - (missing if role == "media" else 0)
+            if 2 * count < earlier:
+                further = f"; other files: {describe_ignored(ignored)}" if ignored and not count else ""
+                problem = f"{count} {name} exist, but the last discovery found {earlier}{further}"
+                step = "if you removed them on purpose, run `latentpress discover --accept-removed`"
                 raise self._error(role, problem, step)
 
     def _error(self, role: str, problem: str, step: str) -> MissingMediaError:
         key, location = location_option(self.dataset, role)
-        option = "media_root (where the media are on this machine)" if role == "media" else key.rpartition(".")[2]
+        option = "media_root (the place of the media on this machine)" if role == "media" else key.rpartition(".")[2]
         return MissingMediaError(
             f"{key}: {display_location(location)}: {problem}. Nothing was changed",
             f"mount the disk, or correct {option}; {step}",

@@ -1,5 +1,5 @@
-"""The media table of a dataset: its file, the settings it was made with, the changes in it, and how a listing is
-compared with its rows: which rows are unchanged, which files must be read, and how the new table is assembled.
+"""The media table of a dataset: its file, its settings, its changes, and the comparison of a listing with its rows:
+unchanged rows, files that must be read, and the assembly of the new table.
 
 Listings are compared in columns, without a loop over items. A known row keeps the columns whose version is unchanged;
 all remaining columns get the values that were read from the files.
@@ -79,7 +79,7 @@ def settings_of(dataset: Dataset) -> dict[str, Any]:
             settings["faces"] = hash_file(dataset.face_detector) if dataset.face_detector else "cascade"
         except MediaError as error:
             problem = f"datasets.{dataset.id}.face_detector: {error.path} {error.problem}"
-            raise LatentpressError(problem, "restore it, or leave the option out for OpenCV's cascade") from error
+            raise LatentpressError(problem, "restore the file, or remove the option to use OpenCV's cascade") from error
     return settings
 
 
@@ -95,8 +95,8 @@ class RandomAccessTable:
         """The columns `names` at `rows`, (n,) int64 row numbers of the table; null for row -1."""
         order = np.argsort(rows, kind="stable")
         cuts = np.searchsorted(rows[order], self._starts)
-        back = np.empty(len(rows), np.int64)
-        back[order] = np.arange(len(rows)) - cuts[0]
+        positions = np.empty(len(rows), np.int64)
+        positions[order] = np.arange(len(rows)) - cuts[0]
         parts = [
             (batch, pa.array(rows[order[first:last]] - start))
             for batch, start, first, last in zip(self._batches, self._starts[:-1], cuts[:-1], cuts[1:], strict=True)
@@ -107,8 +107,8 @@ class RandomAccessTable:
             pa.chunked_array([batch[field.name].take(indices) for batch, indices in parts], field.type)
             for field in schema
         )
-        positions = pa.array(back, mask=rows < 0)
-        return pa.table([column.combine_chunks().take(positions) for column in ordered], schema=schema)
+        position_array = pa.array(positions, mask=rows < 0)
+        return pa.table([column.combine_chunks().take(position_array) for column in ordered], schema=schema)
 
 
 class KnownRows(RandomAccessTable):
@@ -119,7 +119,7 @@ class KnownRows(RandomAccessTable):
         self._paths = TextLookup(table["path"])
 
     def find(self, paths: pa.ChunkedArray, names: list[str]) -> tuple[np.ndarray, pa.Table]:
-        """Returns (n,) int64, the row number of each path (-1 if not found), and the columns `names` at these rows."""
+        """Return (n,) int64, the row number of each path (-1 if not found), and the columns `names` at these rows."""
         rows = self._paths.find(paths)
         return rows, self.take(rows, names)
 
@@ -137,7 +137,7 @@ def read_media_table(store: Store, dataset: str) -> pa.Table:
     try:
         table = store.read_table(media_table_path(dataset), check_media_table)
     except FileNotFoundError as error:
-        raise LatentpressError(f"dataset {dataset} has not been discovered yet", step) from error
+        raise LatentpressError(f"dataset {dataset} is not discovered yet", step) from error
     if not _is_current_version(table):
         raise LatentpressError(f"{store.path(media_table_path(dataset))} was written by another version", step)
     return table
@@ -146,17 +146,17 @@ def read_media_table(store: Store, dataset: str) -> pa.Table:
 def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
     """The media table of a dataset. Raises OtherSettings if it was discovered with settings other than `dataset`'s."""
     table = read_media_table(store, dataset.id)
-    made = _settings_in(table)
+    recorded = _settings_in(table)
     differ = [
-        f"{name} was {made.get(name)!r} and is {value!r}"
-        for name, value in (dict.fromkeys(made) | settings_of(dataset)).items()
-        if made.get(name, ...) != value
+        f"{name} was {recorded.get(name)!r} and is now {value!r}"
+        for name, value in (dict.fromkeys(recorded) | settings_of(dataset)).items()
+        if recorded.get(name, ...) != value
     ]
     if differ:
-        how = "set skip_file_discovery: false for it, and run" if dataset.skip_file_discovery else "run"
+        advice = "set skip_file_discovery: false for it, and run" if dataset.skip_file_discovery else "run"
         raise OtherSettings(
-            f"dataset {dataset.id} was discovered with other settings: {escape_unprintable('; '.join(differ))}",
-            f"{how} `latentpress discover`, then `latentpress bucket`",
+            f"dataset {dataset.id} was discovered with different settings: {escape_unprintable('; '.join(differ))}",
+            f"{advice} `latentpress discover`, then `latentpress bucket`",
         )
     return table
 
@@ -166,7 +166,7 @@ def check_media_table(table: pa.Table) -> None:
     if _is_current_version(table):
         table_checks.check_media(table)
         if not isinstance(_settings_in(table), dict):
-            raise ValueError("the settings it was made with are no object")
+            raise ValueError("its settings are not an object")
 
 
 def _is_current_version(table: pa.Table) -> bool:
@@ -178,7 +178,7 @@ def _settings_in(table: pa.Table) -> Any:
 
 
 def find_media_table(store: Store, dataset: str) -> pa.Table | None:
-    """The media table, whatever its settings; None if it does not exist or has another version."""
+    """The media table, with any settings; None if it does not exist or has another version."""
     try:
         table = store.read_table(media_table_path(dataset), check_media_table)
     except FileNotFoundError:
@@ -194,8 +194,8 @@ def load_known_rows(
     rehash: bool = False,
     discovered: Iterable[Dataset] = (),
 ) -> tuple[pa.Table | None, KnownRows]:
-    """The last media table (None if it does not exist) and the known rows: rows of datasets of the same files, of an
-    unfinished discovery, and of the last table. Versions of columns that changed settings affect are null.
+    """Return the last media table (None if it does not exist) and the known rows: rows of datasets of the same files,
+    of an unfinished discovery, and of the last table. Versions of columns that changed settings affect are null.
 
     warn: called for each damaged file, whose rows are then ignored. rehash: drop all versions, so that everything is
     read again. discovered: datasets whose tables are up to date."""
@@ -212,26 +212,26 @@ def load_known_rows(
             tables[rel] = table
     schema = dataset_schema(dataset)
     newest_first = [_drop_stale_versions(table, settings) for table in reversed(tables.values())]
-    known = KnownRows(concat_media(newest_first, schema))
+    known_rows = KnownRows(concat_media(newest_first, schema))
     if rehash:
-        known = KnownRows(_drop_versions(known.table, _VERSIONS))
-    for other in discovered:
-        rows = _rows_of_same_files(store, dataset, other, settings)
-        _, versions = known.find(rows["path"], ["version"])
+        known_rows = KnownRows(_drop_versions(known_rows.table, _VERSIONS))
+    for other_dataset in discovered:
+        rows = _rows_of_same_files(store, dataset, other_dataset, settings)
+        _, versions = known_rows.find(rows["path"], ["version"])
         rows = rows.filter(pa.array(~equal_mask(rows["version"], versions["version"])))
-        known = KnownRows(concat_media([rows, known.table], schema)) if len(rows) else known
-    return tables.get(media_table_path(dataset.id)), known
+        known_rows = KnownRows(concat_media([rows, known_rows.table], schema)) if len(rows) else known_rows
+    return tables.get(media_table_path(dataset.id)), known_rows
 
 
-def _rows_of_same_files(store: Store, dataset: Dataset, other: Dataset, settings: dict[str, Any]) -> pa.Table:
-    """Rows of the media table of `other` that are also valid for `dataset`, with versions of the columns that need not
-    be read again; an empty table if `other` has different files."""
-    table = find_media_table(store, other.id) if other.root == dataset.root else None
-    if table is None or any(settings[name] != settings_of(other)[name] for name in _LOCATION_OPTIONS):
+def _rows_of_same_files(store: Store, dataset: Dataset, other_dataset: Dataset, settings: dict[str, Any]) -> pa.Table:
+    """Rows of the media table of `other_dataset` that are also valid for `dataset`, with versions of the columns that
+    need not be read again; an empty table if `other_dataset` has different files."""
+    table = find_media_table(store, other_dataset.id) if other_dataset.root == dataset.root else None
+    if table is None or any(settings[name] != settings_of(other_dataset)[name] for name in _LOCATION_OPTIONS):
         return MEDIA_SCHEMA.empty_table()
     table = _drop_stale_versions(table, settings)
     for role, keys in _COMPANION_OPTIONS.items():
-        if any(getattr(dataset, key) != getattr(other, key) for key in keys):
+        if any(getattr(dataset, key) != getattr(other_dataset, key) for key in keys):
             table = _drop_versions(table, [f"{role}_version"])
     return table
 
@@ -263,7 +263,7 @@ def _drop_stale_versions(table: pa.Table, settings: dict[str, Any]) -> pa.Table:
     if changed & {*_CAPTION_OPTIONS}:
         table = _drop_versions(table, ["captions_version"])
     if "faces" in changed and FACE in table.schema.names:
-        table = table.drop_columns([FACE])  # found by another detector
+        table = table.drop_columns([FACE])  # another detector found it
     if "identity" in changed:
         return _drop_versions(table, ["version"])
     if "animations" in changed:
@@ -288,13 +288,14 @@ def concat_media(tables: list[pa.Table], schema: pa.Schema | None = None) -> pa.
     """All rows of media tables, with the columns of `schema` (default: columns of any table) and the extra columns."""
     schema = schema or media_schema_of({name for table in tables for name in table.schema.names})
     further = {*media_schema(MOST_REFERENCES, faces=True).names} - {*schema.names}
-    kept = (table.select([name for name in table.schema.names if name not in further]) for table in tables)
-    return pa.concat_tables([schema.empty_table(), *kept], promote_options="permissive")
+    selected = (table.select([name for name in table.schema.names if name not in further]) for table in tables)
+    return pa.concat_tables([schema.empty_table(), *selected], promote_options="permissive")
 
 
 def write_media_table(store: Store, dataset: str, table: pa.Table, settings: dict[str, Any]) -> pa.Table:
-    """Write the rows, sorted by path, as the media table and return it; an equal table is not written again. The
-    bytes depend only on the rows and settings. Rows are written in slices, so that memory holds no second copy."""
+    """Write the rows, sorted by path, as the media table and return it. A table that did not change is not written
+    again. The bytes depend only on the rows and settings. Rows are written in slices, so that memory does not hold a
+    second copy."""
     table = with_table_metadata(table, settings)
     with suppress(DamageError):
         before = find_media_table(store, dataset)
@@ -311,14 +312,14 @@ def count_changes(before: pa.Table, table: pa.Table) -> dict[str, int]:
     """The numbers of items that are new, removed, changed in content, or changed in captions since `before`."""
     if table.equals(before):
         return dict.fromkeys(("new", "removed", "changed", "captions_changed"), 0)
-    rows, old = KnownRows(before).find(table["path"], ["media_id", "captions"])
-    known = pa.array(rows >= 0)
-    now, old = table.filter(known), old.filter(known)
-    captions = [pc.binary_join(rows["captions"], "\0") for rows in (now, old)]
+    rows, earlier = KnownRows(before).find(table["path"], ["media_id", "captions"])
+    is_known = pa.array(rows >= 0)
+    current, earlier = table.filter(is_known), earlier.filter(is_known)
+    captions = [pc.binary_join(rows["captions"], "\0") for rows in (current, earlier)]
     return {
-        "new": len(table) - len(now),
-        "removed": len(before) - len(now),
-        "changed": int((~equal_mask(now["media_id"], old["media_id"])).sum()),
+        "new": len(table) - len(current),
+        "removed": len(before) - len(current),
+        "changed": int((~equal_mask(current["media_id"], earlier["media_id"])).sum()),
         "captions_changed": int((~equal_mask(*captions)).sum()),
     }
 
@@ -343,30 +344,30 @@ def dataset_schema(dataset: Dataset) -> pa.Schema:
     return media_schema(len(dataset.roles) - 1, dataset.crop_style == "face")
 
 
-def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> ListingDiff:
+def diff_listing(listing: pa.Table, known_rows: KnownRows, dataset: Dataset) -> ListingDiff:
     usable = pc.is_null(listing["problem"])
     rejects = rejects_of_listing(listing.filter(pc.invert(usable)), dataset.id)
     listing = listing.filter(usable).drop_columns(["problem", "advice"]).combine_chunks()
     schema, extra = dataset_schema(dataset), _extra_columns(listing)
-    listed = [*_listed_columns(dataset), *(name for name in extra if name in known.table.schema.names)]
+    listed = [*_listed_columns(dataset), *(name for name in extra if name in known_rows.table.schema.names)]
     listed += ["captions"] if listing["captions_at"].null_count else []
     compared = [*listed, "size", "kind", "scenes", *(f"{role}_id" for role in dataset.roles)]
-    rows, before = known.find(listing["path"], compared + ([FACE] if FACE in schema.names else []))
-    needs = _required_reads(listing, before, dataset)
+    rows, before = known_rows.find(listing["path"], compared + ([FACE] if FACE in schema.names else []))
+    needs = _find_required_reads(listing, before, dataset)
     todo = np.logical_or.reduce([*needs.values()])
     listing = listing.append_column(_KNOWN_ROW, pa.array(rows))
     for group, need in needs.items():
         listing = listing.append_column(f"read {group}", pa.array(need))
-    left, rest = listing.filter(pa.array(todo)), listing.filter(pa.array(~todo))
-    before, unchanged, none = before.filter(pa.array(~todo)), rows[~todo], np.empty(0, np.int64)
-    now = rest.select([*listed])
+    to_read, complete = listing.filter(pa.array(todo)), listing.filter(pa.array(~todo))
+    before, unchanged, no_rows = before.filter(pa.array(~todo)), rows[~todo], np.empty(0, np.int64)
+    new_rows = complete.select([*listed])
     if "captions" in listed:
-        captions = pc.if_else(pc.is_valid(rest["captions_at"]), before["captions"], rest["captions"])
-        now = now.set_column(listed.index("captions"), "captions", captions)
-    same = {*known.table.schema.names} == {*schema.names, *extra}
-    if same and now.equals(before.select(listed)):
-        return ListingDiff(unchanged, schema.empty_table(), left, rejects)
-    return ListingDiff(none, assemble_rows(rest, [], known, dataset), left, rejects)
+        captions = pc.if_else(pc.is_valid(complete["captions_at"]), before["captions"], complete["captions"])
+        new_rows = new_rows.set_column(listed.index("captions"), "captions", captions)
+    has_same_columns = {*known_rows.table.schema.names} == {*schema.names, *extra}
+    if has_same_columns and new_rows.equals(before.select(listed)):
+        return ListingDiff(unchanged, schema.empty_table(), to_read, rejects)
+    return ListingDiff(no_rows, assemble_rows(complete, [], known_rows, dataset), to_read, rejects)
 
 
 def _listed_columns(dataset: Dataset) -> list[str]:
@@ -387,34 +388,36 @@ def _extra_columns(table: pa.Table) -> list[str]:
     return [name for name in table.schema.names if name.startswith(EXTRA_PREFIX)]
 
 
-def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> dict[str, np.ndarray]:
-    """Group of COLUMN_GROUPS -> (n,) bool, whether the group must be read for a row of the listing."""
-    same = equal_mask(listing["version"], before["version"])
-    same &= ~_valid_mask(listing["size"]) | equal_mask(listing["size"], before["size"])
+def _find_required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> dict[str, np.ndarray]:
+    """Group of COLUMN_GROUPS -> (n,) bool, whether the group must be read for each row of the listing."""
+    is_same = equal_mask(listing["version"], before["version"])
+    is_same &= ~_valid_mask(listing["size"]) | equal_mask(listing["size"], before["size"])
     was_video = to_mask(pc.equal(before["kind"], "video"))
     same_kind = equal_mask(listing["kind"], before["kind"])
-    same &= same_kind | was_video if dataset.animations == "video" else same_kind
+    is_same &= same_kind | was_video if dataset.animations == "video" else same_kind
     if dataset.video.scenes:
-        same &= ~was_video | _valid_mask(before["scenes"])
+        is_same &= ~was_video | _valid_mask(before["scenes"])
     if dataset.crop_style == "face":
-        same &= _valid_mask(before[FACE])
+        is_same &= _valid_mask(before[FACE])
     captions = _valid_mask(listing["captions_at"])
     captions &= ~equal_mask(listing["captions_version"], before["captions_version"])
-    needs = {"media": ~same, "captions": captions}
+    needs = {"media": ~is_same, "captions": captions}
     for role in dataset.roles:
-        same = equal_mask(listing[role], before[role]) & _valid_mask(before[f"{role}_id"])
-        same &= equal_mask(listing[f"{role}_version"], before[f"{role}_version"])
-        needs[role] = _valid_mask(listing[role]) & ~same
+        is_same = equal_mask(listing[role], before[role]) & _valid_mask(before[f"{role}_id"])
+        is_same &= equal_mask(listing[f"{role}_version"], before[f"{role}_version"])
+        needs[role] = _valid_mask(listing[role]) & ~is_same
     return needs
 
 
-def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: KnownRows, dataset: Dataset) -> pa.Table:
+def assemble_rows(
+    listing: pa.Table, results: list[dict[str, Any]], known_rows: KnownRows, dataset: Dataset
+) -> pa.Table:
     """Rows of the media table from rows of `ListingDiff.todo` and their results.
 
     results: columns that were read for each row, or [] if nothing was read. If a companion or a caption file was
     removed, its columns become null."""
     schema = dataset_schema(dataset)
-    before = known.take(listing[_KNOWN_ROW].to_numpy(), schema.names)
+    before = known_rows.take(listing[_KNOWN_ROW].to_numpy(), schema.names)
     columns: dict[str, Any] = {name: listing[name] for name in _listed_columns(dataset)}
     for group in ("media", "captions", *dataset.roles):
         for name in COLUMN_GROUPS[group]:

@@ -67,9 +67,9 @@ def _find(store: Store, config: Config, request: ItemRequest, publish: bool, war
     if publish:
         plans.quarantine_damaged(store, warn)
     with activity(f"planning {request.stage}"):
-        if request.whole:  # `features` makes the columns that `read_media` adds
-            datasets = [dataset for dataset in config.datasets if not dataset.disabled]
-            media = {dataset.id: read_configured_media(store, dataset) for dataset in datasets}
+        if request.has_whole_items:  # `features` makes the columns that `read_media` adds
+            used = [dataset for dataset in config.datasets if not dataset.disabled]
+            media = {dataset.id: read_configured_media(store, dataset) for dataset in used}
         else:
             media, _ = read_media(store, config)
         samples, active = plan_items(config.model.family_spec, config.datasets, request, media)

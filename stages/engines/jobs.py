@@ -23,11 +23,11 @@ from schemas.errors import UsageError
 
 @dataclass(frozen=True)
 class Job:
-    """The job that each worker receives, pickled, so it is small.
+    """The job that each worker receives. It is small, because it is pickled.
 
     process_index: number of the worker's process, from 0. probed_members: members whose files are read to check that
-    the media are available. stage: name of the stage, for messages. again: ids of units that are encoded although they
-    have a shard. until: time.monotonic() after which workers of this machine begin no more units.
+    the media are available. stage: name of the stage, for messages. reencode: ids of units that are encoded although
+    they have a shard. until: time.monotonic() after which workers of this machine begin no more units.
     """
 
     config: Config
@@ -37,14 +37,14 @@ class Job:
     process_index: int = 0
     probed_members: tuple[str, ...] = ()
     stage: str = ""
-    again: frozenset[str] = frozenset()
+    reencode: frozenset[str] = frozenset()
     until: float = math.inf
 
     def find_shard(self, store: Store, kind: str, unit: Unit) -> str | None:
         """The path of a unit's shard if it exists, so that the unit need not be encoded; else None. Makes one
         request."""
         path = f"{kind}/{self.fingerprint}/{unit.unit_id}{SUFFIXES[self.config.cache.format]}"
-        return path if unit.unit_id not in self.again and store.exists(path) else None
+        return path if unit.unit_id not in self.reencode and store.exists(path) else None
 
 
 @dataclass(frozen=True)
@@ -118,18 +118,18 @@ class Engine(Protocol):
         retries its unit, a few times, and `warn` is called for each death. If the generator is closed before its end,
         it ends the workers, which drop their units.
 
-        units: units to run, taken one at a time when a worker has room. advance: called with the number of members that
-        are done."""
+        units: units to run, taken one at a time when a worker has room. advance: called with the number of finished
+        members."""
 
 
 def load_engine(name: EngineName) -> Engine:
-    """Import the engine. UsageError if Ray is not installed."""
+    """Import the engine. Raises UsageError if Ray is not installed."""
     try:
         return cast(Engine, import_module(f"stages.engines.{name}"))
     except ModuleNotFoundError as error:
         if name != "ray" or (error.name or "").partition(".")[0] != "ray":
             raise
         raise UsageError(
-            "stages.engine is ray, and the library 'ray' was not found",
-            f"install it: {install_command('ray')}, on every machine of the cluster; or choose --engine local",
+            "stages.engine is ray, but the library 'ray' is not installed",
+            f"install it on every machine of the cluster: {install_command('ray')}; or choose --engine local",
         ) from error

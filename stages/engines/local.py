@@ -1,7 +1,7 @@
 """Run units on this machine: in this process for one worker, in spawned processes for several workers
 (`stages/engines/pool.py`).
 
-Each process loads the model once and holds a few units, so that it can read ahead.
+Each process loads the model once and has a few units at a time, so that it can read in advance.
 """
 
 import multiprocessing
@@ -52,14 +52,14 @@ class _Process(WorkerProcess):
 
 
 class _LocalPool(WorkerPool[_Process]):
-    most_units = 3  # one unit is being written, one encoded, one read
+    max_units = 3  # one unit is being written, one encoded, one read
     advice = (
-        "the output of the processes is in the log. Exit code -9 is a kill from outside, by the system when memory ran "
-        "out (use fewer --workers) or by a person; any other is a crash"
+        "see the output of the processes in the log. Exit code -9 means that the system (when memory is full: use "
+        "fewer --workers) or a person killed the process; any other exit code means a crash"
     )
 
-    def __init__(self, load: Load, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, load: Load, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._load, self._ending = load, list[_Process]()
         self._context = multiprocessing.get_context("spawn")
 
@@ -122,7 +122,7 @@ def _run_worker(load: Load, job: Job, pipe: Connection) -> None:
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(TERMINATE_TIMEOUT_S)
-            os.kill(os.getpid(), signal.SIGKILL)  # it hangs, and the program that would kill it may have ended
+            os.kill(os.getpid(), signal.SIGKILL)  # this process hangs, and the program may no longer be running
 
     def take(wait: bool) -> Unit | None:
         while True:

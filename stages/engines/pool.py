@@ -2,9 +2,9 @@
 units of a process that dies.
 
 A process is started for each waiting unit, up to the number of workers, and gets its first unit after it has loaded its
-model. If a process dies while it loads, it had no unit yet: it is started again, and its place is given up after
-MAX_LOAD_TRIES deaths in a row. The units of a process that dies later are retried, each in a process that has no other
-unit. A unit whose process dies MAX_UNIT_TRIES times is reported as failed.
+model. A process that dies while it loads is started again, but not after MAX_LOAD_TRIES consecutive deaths. The units
+of a process that dies later are retried, each in a process without other units. A unit whose process dies
+MAX_UNIT_TRIES times is reported as failed.
 """
 
 import time
@@ -21,10 +21,10 @@ from schemas.errors import LatentpressError
 from schemas.interruption import check_stop
 from stages.engines.jobs import Job, UnitResult
 
-MAX_UNIT_TRIES = 3  # deaths of processes that had only this unit; a lost node counts as a death
-MAX_LOAD_TRIES = 3  # deaths of a process before it is ready, in a row
+MAX_UNIT_TRIES = 3  # deaths of processes with only this unit; a lost node counts as a death
+MAX_LOAD_TRIES = 3  # consecutive deaths of a process before it is ready
 
-#: A message from a worker's process: the number of members done since the last such message (the first number, 0, means
+#: A message from a worker's process: the number of members finished since the last number (the first number, 0, means
 #: that the process is ready); an announcement; a unit's result; an error for the user.
 Message = int | str | UnitResult | LatentpressError
 
@@ -38,13 +38,13 @@ class Death:
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """One process of a pool. number: index of the worker, from 0. units: units that the process has and has not
-    finished. counted: number of their members that were counted as done. is_ready: whether the process has loaded its
+    """One process of a pool. number: index of the worker, from 0. units: unfinished units of the process.
+    counted_members: number of their members that were counted as finished. is_ready: whether the process has loaded its
     model."""
 
     number: int
     units: list[Unit] = field(default_factory=list, init=False)
-    counted: int = field(default=0, init=False)
+    counted_members: int = field(default=0, init=False)
     is_ready: bool = field(default=False, init=False)
 
     def __str__(self) -> str:
@@ -55,10 +55,10 @@ P = TypeVar("P", bound=WorkerProcess)
 
 
 class WorkerPool(ABC, Generic[P]):
-    """Distributes units to processes. most_units: number of units that a process may have at once. advice: next step in
+    """Distributes units to processes. max_units: number of units that a process may have at once. advice: next step in
     the error if no process gets ready."""
 
-    most_units = 1
+    max_units = 1
     advice: str
 
     def __init__(
@@ -69,7 +69,7 @@ class WorkerPool(ABC, Generic[P]):
         self._waiting = deque[Unit]()  # units that wait for a process; units of dead processes come first
         self._processes = list[P]()
         self._numbers = set(range(job.resources.worker_count))  # numbers of processes that may be started
-        self._load_failures = Counter[int]()  # number of a process -> failures in a row
+        self._load_failures = Counter[int]()  # number of a process -> consecutive failures
         self._deaths = Counter[str]()  # unit id -> deaths of its process
         self._suspects = set[str]()  # ids of units whose process died
 
@@ -98,11 +98,11 @@ class WorkerPool(ABC, Generic[P]):
 
     def run(self) -> Iterator[UnitResult]:
         loading = ExitStack()
-        shown = loading.enter_context(activity(self._describe_loading()))
+        task = loading.enter_context(activity(self._describe_loading()))
         try:
             while True:
                 self._hand_out()
-                shown.description = self._describe_loading()
+                task.description = self._describe_loading()
                 if any(process.is_ready for process in self._processes):
                     loading.close()
                 if not self._processes:
@@ -154,8 +154,8 @@ class WorkerPool(ABC, Generic[P]):
             process
             for process in self._processes
             if process.is_ready
-            and len(process.units) < self.most_units
-            and not any(other.unit_id in self._suspects for other in process.units)
+            and len(process.units) < self.max_units
+            and not any(process_unit.unit_id in self._suspects for process_unit in process.units)
         ]
         best = min(roomy, key=lambda process: len(process.units), default=None)
         if best is None or not best.units:
@@ -174,43 +174,43 @@ class WorkerPool(ABC, Generic[P]):
         elif isinstance(message, int):
             process.is_ready = True
             self._load_failures.pop(process.number, None)
-            process.counted += message
+            process.counted_members += message
             self._advance(message)
         else:
             [unit] = [unit for unit in process.units if unit.unit_id == message.unit_id]
             process.units.remove(unit)
-            process.counted -= 0 if message.elsewhere else len(unit.members)
+            process.counted_members -= 0 if message.elsewhere else len(unit.members)
             yield message
 
     def _lose(self, process: P, reason: str) -> Iterator[UnitResult]:
-        """Remove a process that has died, and queue its units to be retried, each alone."""
+        """Remove a process that has died, and queue its units to be retried separately."""
         self._processes.remove(process)
         self._drop(process)
-        self._advance(-process.counted)
+        self._advance(-process.counted_members)
         if self._is_late:  # its units remain for the next job
             return
         if not process.is_ready:
             self._lose_unready(process, reason)
             return
         names = ", ".join(unit.unit_id for unit in process.units) or "none"
-        self._warn(f"{process} was lost: {reason}. Units that it had, which are tried again alone: {names}")
+        self._warn(f"{process} was lost: {reason}. Its units are retried separately: {names}")
         for unit in reversed(process.units):
             self._suspects.add(unit.unit_id)
             self._deaths[unit.unit_id] += len(process.units) == 1  # any of several units may be the cause
             if self._deaths[unit.unit_id] < MAX_UNIT_TRIES:
-                self._waiting.appendleft(unit)  # as the next unit: at the end, all other processes would wait for it
+                self._waiting.appendleft(unit)  # the next unit, because all processes would wait for a unit at the end
             else:
-                problem = f"{MAX_UNIT_TRIES} workers were lost with it; the last: {reason}"
+                problem = f"{MAX_UNIT_TRIES} workers were lost while they encoded it; the last: {reason}"
                 yield UnitResult(unit.unit_id, None, error=problem)
 
     def _lose_unready(self, process: P, reason: str) -> None:
         self._load_failures[process.number] += 1
         problem = f"{process} was lost before it was ready: {reason}"
         if self._load_failures[process.number] < MAX_LOAD_TRIES:
-            self._warn(f"{problem}. Another takes its place")
+            self._warn(f"{problem}. Another worker is started")
             return
-        problem = f"{problem}, {MAX_LOAD_TRIES} times in a row"
+        problem = f"{problem}, {MAX_LOAD_TRIES} consecutive times"
         self._numbers.discard(process.number)
         if not self._numbers:
-            raise LatentpressError(f"{problem}; so were all others", self.advice)
-        self._warn(f"{problem}: its place is given up. {len(self._numbers)} others continue")
+            raise LatentpressError(f"{problem}; all other workers were lost too", self.advice)
+        self._warn(f"{problem}, and is not started again. {len(self._numbers)} workers continue")

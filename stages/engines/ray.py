@@ -1,12 +1,13 @@
 """Run units on a Ray cluster, in actors that hold the model and have one unit at a time (`stages/engines/pool.py`).
 
-Ray is set to restart no actor and to repeat no call; `WorkerPool` decides about a unit whose actor died. Only units,
-numbers and results go through Ray. The actors read media and write shards.
+Ray does not restart actors or repeat calls; `WorkerPool` decides about a unit whose actor died. Only units, numbers and
+results are sent through Ray. The actors read media and write shards.
 
 Ray places an actor on a node with room for it; the actor loads its model, and gets its first unit when it is ready. So
-a stage runs with as many actors as the cluster has room for, and an autoscaler sees the actors that wait. An actor ends
-when no unit is left for it. All calls to its worker run in one thread, because torch's number of threads belongs to the
-thread that sets it, and the bytes of a shard depend on that number. The actor answers other calls in another thread.
+a stage runs with as many actors as the cluster has room for, and an autoscaler receives the number of waiting actors.
+An actor ends when no unit remains. All calls to its worker run in one thread, because torch's number of threads is
+valid only in the thread that sets it, and the bytes of a shard depend on this number. The actor answers other calls in
+another thread.
 """
 
 import logging
@@ -43,12 +44,12 @@ from stages.engines.jobs import Job, Load, UnitResult
 from stages.engines.pool import Death, Message, WorkerPool, WorkerProcess
 
 POLL_S = 1.0  # shortest time between two requests for an actor's progress
-QUESTIONS_PER_S = 50  # requests to all actors together; with 1,000 actors an answer takes this program 4 ms
+QUESTIONS_PER_S = 50  # requests to all actors; with 1,000 actors, this program takes 4 ms for an answer
 ROOM_WARNING_S = 30.0  # time after which a warning reports that the cluster has no room for an actor
 STOP_TIMEOUT_S = 30.0  # an actor that should end is killed after this time
 OWNER_DIED = "its owner has died"  # part of Ray's message for the death of an actor whose program has ended
 CONNECT_TIMEOUT_S = 20.0
-HEAD_TIMEOUT_S = 45  # a cluster whose head does not answer is given up after this time; Ray ends programs after 60 s
+HEAD_TIMEOUT_S = 45  # limit for the time without an answer of the cluster's head; Ray ends programs after 60 s
 SOURCES = Path(schemas.__file__).resolve().parents[1]
 
 
@@ -63,13 +64,13 @@ def run_units(
     advance: Callable[[int], None],
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
-    """Run units on the cluster, see `stages.engines.jobs.Engine`. ClusterError if the cluster can't be reached, or has
-    no room for any actor."""
+    """Run units on the cluster, see `stages.engines.jobs.Engine`. Raises ClusterError if the cluster can't be reached,
+    or does not have room for any actor."""
     if ":" in job.resources.device:
         kind = job.resources.device.partition(":")[0]
         raise UsageError(
-            f"Ray chooses the cards of its workers, and the device is {job.resources.device}",
-            f"use --device {kind}; num_gpus of the stage says how many cards a worker has",
+            f"Ray chooses the cards of its workers, but the device is {job.resources.device}",
+            f"use --device {kind}; num_gpus of the stage sets the number of cards of a worker",
         )
     with _watching_head(job), _connected(job):
         yield from _RayPool(load, job, units, advance, warn).run()
@@ -77,37 +78,37 @@ def run_units(
 
 @dataclass(eq=False)
 class _Actor(WorkerProcess):
-    """One actor. call: its call in progress. question: the pending request for its progress. since: time at which the
+    """One actor. call: its call in progress. poll: the pending request for its progress. since: time at which the
     call began or last made progress. location: process and node; "" until the actor is placed."""
 
     handle: Any
     call: ray.ObjectRef | None
-    question: ray.ObjectRef | None = None
+    poll: ray.ObjectRef | None = None
     location: str = ""
 
     def __post_init__(self) -> None:
-        self.since = self.asked = time.monotonic()
+        self.since = self.polled = time.monotonic()
 
     def __str__(self) -> str:
         return f"worker {self.number} ({self.location or 'not placed yet'})"
 
     def begin(self, call: ray.ObjectRef | None) -> None:
         self.call = call
-        self.since = self.asked = time.monotonic()
+        self.since = self.polled = time.monotonic()
 
 
 class _RayPool(WorkerPool[_Actor]):
     advice = (
-        "Ray's logs on that node have its output (/tmp/ray/session_latest/logs/worker-*); every node needs the same "
-        "installation of latentpress, and room in memory for the model"
+        "see its output in Ray's logs on its node (/tmp/ray/session_latest/logs/worker-*); every node needs the same "
+        "installation of latentpress, and enough memory for the model"
     )
 
-    def __init__(self, load: Load, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, load: Load, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._load, self._settings, self._code = load, self._job.config.stages.ray, digest_code()
         self._options = actor_options(self._job.resources)
-        self._last_room = time.monotonic()  # time when an actor was last known to be placed
-        self._said_no_room = False
+        self._last_room = time.monotonic()  # last time at which an actor was placed
+        self._has_warned = False
 
     def _describe_loading(self) -> str:
         placed = sum(bool(actor.location) for actor in self._processes)
@@ -136,8 +137,8 @@ class _RayPool(WorkerPool[_Actor]):
             except RayError as error:
                 yield actor, self._explain_death(actor, error)
                 continue
-            if call == actor.question:
-                actor.question = None
+            if call == actor.poll:
+                actor.poll = None
             elif not actor.location:
                 actor.location = answer
                 load = actor.handle.load.options(name=f"{self._job.stage} {actor.number}: load")
@@ -152,49 +153,49 @@ class _RayPool(WorkerPool[_Actor]):
         yield from self._check_times()
 
     def _open_calls(self) -> dict[ray.ObjectRef, _Actor]:
-        now, calls = time.monotonic(), dict[ray.ObjectRef, _Actor]()
+        time_now, calls = time.monotonic(), dict[ray.ObjectRef, _Actor]()
         between = max(POLL_S, len(self._processes) / QUESTIONS_PER_S)
         for actor in self._processes:
-            if actor.units and actor.question is None and now - actor.asked >= between:
-                actor.question, actor.asked = actor.handle.progress.remote(), now
-            calls |= {call: actor for call in (actor.call, actor.question) if call is not None}
+            if actor.units and actor.poll is None and time_now - actor.polled >= between:
+                actor.poll, actor.polled = actor.handle.progress.remote(), time_now
+            calls |= {call: actor for call in (actor.call, actor.poll) if call is not None}
         return calls
 
     def _explain_death(self, actor: _Actor, error: RayError) -> Death:
-        """The death with its reason. ClusterError if the cluster assumes that this program is dead, which happens when
-        Ray ends on this machine: the cluster then creates no more actors for the program."""
+        """Return the death with its reason. Raises ClusterError if the cluster assumes that this program is dead, which
+        happens if Ray ends on this machine: the cluster then creates no more actors for the program."""
         reason = describe_death(error)
         if OWNER_DIED in reason:
             raise ClusterError(
-                f"{actor} was lost: {reason}. The cluster takes this program for dead",
-                "look whether Ray runs on this machine (`ray status`), start it there again, and run the same command "
-                "again; what is done is kept",
+                f"{actor} was lost: {reason}. The cluster assumes that this program has ended",
+                "check whether Ray runs on this machine (`ray status`), start it again, and run the same command "
+                "again; finished units are kept",
             )
         return Death(reason)
 
     def _check_times(self) -> Iterator[tuple[_Actor, Death]]:
-        """Yield the actors that hang. Warn if the cluster has no room for some actors; ClusterError if it has had no
+        """Yield the actors that hang. Warn if the cluster has no room for some actors. Raise ClusterError if it had no
         room for any actor for ready_timeout_s."""
-        now, settings = time.monotonic(), self._settings
+        time_now, settings = time.monotonic(), self._settings
         for actor in list(self._processes):
-            if actor.units and now - actor.since > settings.stall_timeout_s:
+            if actor.units and time_now - actor.since > settings.stall_timeout_s:
                 limit = f"{settings.stall_timeout_s:g} s (stages.ray.stall_timeout_s)"
                 yield actor, Death(f"it made no progress for {limit}")
-            elif actor.location and not actor.is_ready and now - actor.since > settings.ready_timeout_s:
+            elif actor.location and not actor.is_ready and time_now - actor.since > settings.ready_timeout_s:
                 limit = f"{settings.ready_timeout_s:g} s (stages.ray.ready_timeout_s)"
                 yield actor, Death(f"it was not ready after {limit}")
         unplaced = [actor for actor in self._processes if not actor.location]
         if len(unplaced) < len(self._processes):
-            self._last_room = now
-        if not self._said_no_room and any(now - actor.since > ROOM_WARNING_S for actor in unplaced):
-            self._said_no_room = True
-            what = f"{len(unplaced)} of {len(self._processes)} workers are not placed yet"
-            self._warn(f"{what}. {describe_room(self._options)}")
-        if unplaced and now - self._last_room > settings.ready_timeout_s:
+            self._last_room = time_now
+        if not self._has_warned and any(time_now - actor.since > ROOM_WARNING_S for actor in unplaced):
+            self._has_warned = True
+            problem = f"{len(unplaced)} of {len(self._processes)} workers are not placed yet"
+            self._warn(f"{problem}. {describe_room(self._options)}")
+        if unplaced and time_now - self._last_room > settings.ready_timeout_s:
             raise ClusterError(
                 f"no worker could be placed for {settings.ready_timeout_s:g} s (stages.ray.ready_timeout_s). "
                 + describe_room(self._options),
-                "add nodes, or lower num_cpus, num_gpus or memory_gib of the stage; what is done is kept",
+                "add nodes, or lower num_cpus, num_gpus or memory_gib of the stage; finished units are kept",
             )
 
     def _drop(self, actor: _Actor) -> None:
@@ -225,8 +226,8 @@ def _connected(job: Job) -> Iterator[None]:
 
 @contextmanager
 def _watching_head(job: Job) -> Iterator[None]:
-    """Context in which the cluster's head is asked for a sign of life. If it does not answer for HEAD_TIMEOUT_S, this
-    process ends with an error, since any call to Ray may wait forever, including connecting and disconnecting."""
+    """Context in which the cluster's head is polled. If it does not answer for HEAD_TIMEOUT_S, this process ends with
+    an error, because any call to Ray may wait forever, including connecting and disconnecting."""
     ended, silent_s = threading.Event(), 0
 
     def ask() -> None:
@@ -239,13 +240,13 @@ def _watching_head(job: Job) -> Iterator[None]:
 
     def watch() -> None:
         nonlocal silent_s
-        while not ended.wait(1.0):  # counts seconds, since this program itself may have been suspended
+        while not ended.wait(1.0):  # counts seconds, because this program may have been suspended
             silent_s += 1
             if silent_s > HEAD_TIMEOUT_S:
                 problem = f"the head of the Ray cluster at {_find_address(job)!r} has not answered for {silent_s} s"
                 advice = (
-                    "look whether its machine is reachable and its process gcs_server runs (`ray status`), or start "
-                    "another cluster; then run the same command again, as what is done is kept"
+                    "check whether its machine is reachable and its process gcs_server runs (`ray status`), or start "
+                    "another cluster; then run the same command again, because finished units are kept"
                 )
                 end_at_once(ClusterError(problem, advice))
 
@@ -273,7 +274,7 @@ def _connect(job: Job) -> None:
     about = {"job_name": job.stage, "plan": job.generation, "cache": job.fingerprint, "root": job.config.root}
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        if address != "auto":  # check first that the address answers, since Ray would try for minutes
+        if address != "auto":  # check that the address answers, because Ray would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         with chdir(SOURCES):
@@ -287,8 +288,8 @@ def _connect(job: Job) -> None:
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(
             f"the Ray cluster at {address!r} can't be used: {shorten(str(error).strip(), 400)}",
-            "start one (`ray start --head` on one machine, `ray start --address HOST:PORT` on the others), "
-            "or give its HOST:PORT with --address",
+            "start one (`ray start --head` on one machine, `ray start --address HOST:PORT` on each other "
+            "machine), or set --address to HOST:PORT",
         ) from error
     except SystemExit as error:  # raised by Ray's SIGTERM handler
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -300,7 +301,7 @@ def _connect(job: Job) -> None:
 
 
 def actor_options(resources: Encoding) -> dict[str, Any]:
-    """Ray's options of an actor: the resources that it takes from a node; no restarts, no repeated calls."""
+    """Return Ray's options for an actor: its resources on a node; no restarts and no repeated calls."""
     gpus = resources.num_gpus
     if gpus is None:
         wants = resources.device != "cpu" and (resources.device != "auto" or "GPU" in ray.cluster_resources())
@@ -320,25 +321,25 @@ def _cpus(resources: Encoding) -> float:
 
 def actor_settings(resources: Encoding) -> Encoding:
     """The settings of an actor: one worker and, unless readers are configured, one reader fewer than its CPUs (at least
-    1, at most MOST_READERS), since a node's other cores may belong to other actors."""
+    1, at most MOST_READERS), because a node's other cores may belong to other actors."""
     readers = resources.readers or max(1, min(MOST_READERS, int(_cpus(resources)) - 1))
     return resources.changed(workers=1, readers=readers)
 
 
 def describe_room(options: dict[str, Any]) -> str:
-    """A text with the resources that an actor needs, and the resources that are free now."""
+    """Return a text with the resources that an actor needs, and the currently free resources."""
     needs = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
     needs |= {"memory in GiB": options["memory"] / 2**30} if options["memory"] else {}
     free = ray.available_resources()
     room = {"CPU": free.get("CPU", 0.0), "GPU": free.get("GPU", 0.0), "memory in GiB": free.get("memory", 0) / 2**30}
     return (
-        f"A worker needs {', '.join(f'{value:g} {key}' for key, value in needs.items() if value)}; free, on all "
-        f"nodes together: {', '.join(f'{room[key]:g} {key}' for key in needs)}"
+        f"A worker needs {', '.join(f'{value:g} {key}' for key, value in needs.items() if value)}; free on all "
+        f"nodes: {', '.join(f'{room[key]:g} {key}' for key in needs)}"
     )
 
 
 def describe_death(error: RayError) -> str:
-    """The last line of the error's text, which is the reason; the lines before it name the actor."""
+    """Return the last line of the error's text, which is the reason; earlier lines name the actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return shorten(lines[-1].rstrip(".") if lines else type(error).__name__, 200)
 
@@ -348,8 +349,8 @@ class ActorStopped(Exception):
 
 
 class UnitActor:
-    """A worker on a node of the cluster. Errors for the user are returned instead of raised, since Ray would wrap
-    them."""
+    """A worker on a node of the cluster. Errors for the user are returned instead of raised, because Ray would
+    wrap them."""
 
     def __init__(self, load: Load, job: Job) -> None:
         remove_working_directory()  # from the import path, for the readers that this process starts
@@ -372,13 +373,13 @@ class UnitActor:
         try:
             if digest_code() != code:
                 raise ClusterError(
-                    f"the sources of latentpress there ({SOURCES}) are not those of this program",
-                    "install the same version, or check out the same commit, on all nodes, and restart Ray there",
+                    f"the sources of latentpress on this node ({SOURCES}) differ from the program's sources",
+                    "install the same version, or check out the same commit, on all nodes, and restart Ray on them",
                 )
             if not Store(self._job.config.root).exists(f"plans/{self._job.generation}/plan.json"):
                 raise ClusterError(
-                    f"there is no plan {self._job.generation} under {self._job.config.root} there",
-                    "the root must be the same place on all nodes: mount it at the same path, or give a URL",
+                    f"the root {self._job.config.root} on this node does not contain plan {self._job.generation}",
+                    "the root must be the same place on all nodes: mount it at the same path, or use a URL",
                 )
             self._thread.submit(self._start).result()
         except LatentpressError as error:
@@ -386,8 +387,8 @@ class UnitActor:
         return [*self._take_messages(), 0]
 
     def run_unit(self, unit: Unit) -> list[Message]:
-        """Run a unit. Returns the worker's messages; the last message is the result. A worker that is stopped returns
-        none."""
+        """Run a unit. Returns the worker's messages; the last message is the result. A stopped worker returns no
+        messages."""
         self._units.put(unit)
         try:
             result = self._thread.submit(next, self._results).result()
@@ -411,11 +412,11 @@ class UnitActor:
         self._thread.shutdown(wait=True)
 
     def _take_messages(self) -> list[Message]:
-        said = list[Message]()
+        messages = list[Message]()
         with suppress(Empty):
             while True:
-                said.append(self._messages.get(block=False))
-        return said
+                messages.append(self._messages.get(block=False))
+        return messages
 
     def _start(self) -> None:
         announce_by(self._messages.put)
@@ -438,7 +439,7 @@ class UnitActor:
 
 
 def digest_code() -> str:
-    """A hash of the sources that a worker runs."""
+    """Return a hash of the sources that a worker runs."""
     digest = xxhash.xxh3_128()
     for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""Run work that may crash, hang or take too much memory in other processes, so that a decoder that dies costs one item.
+"""Run work that may crash, hang or take too much memory in other processes, so that a crash affects a single item.
 
     with SandboxPool(partial(Reader, dataset), workers=4, timeout_s=300, memory_mib=8192) as pool:
         for item, result in pool.map(items):
@@ -48,14 +48,14 @@ R = TypeVar("R")
 
 MAX_ITEMS_PER_TASK = 16
 TARGET_TASK_S = 0.05  # duration of a task, from which its number of items is computed
-PRELOADED_MODULES = [  # imported once instead of by each process: readers, the programs' modules, and pandas, which
+PRELOADED_MODULES = [  # imported once instead of in each process: readers, the programs' modules, and pandas, which
     # Arrow imports with its first array
     *("stages.media.image", "stages.media.video", "stages.discovery.item_reader", "stages.encoding.member_reader"),
     *("stages.discovery.sources.folder", "stages.discovery.media_table", "stages.encoding.stage"),
     *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "pandas"),
 ]
 #: Libraries of data sources and of Ray's workers. A library is preloaded only if the program itself has imported it,
-#: since its import may take a second or two.
+#: because its import may take a second or two.
 SOURCE_LIBRARIES = ["datasets", "obstore", "aiohttp", "ray"]
 MAX_INLINE_BYTES = 1 << 20  # largest size of arrays that return through the pipe; larger arrays use a file
 SHARED_MEMORY_FOLDER = "/dev/shm"  # files in memory
@@ -65,7 +65,7 @@ MAX_QUEUED_PER_PROCESS = 3  # tasks, so that no process has to wait for a task
 READY_SUFFIX = ".ready"  # suffix of the file that a process creates once it has started
 KILL_GRACE_S = 2.0  # time between the alarm and the kill by this program
 START_TIMEOUT_S = 10.0
-MESSAGE_TIMEOUT_S, MAX_IDLE_DEATHS = 1.0, 10  # wait for a dead process' message; deaths in a row without a task
+MESSAGE_TIMEOUT_S, MAX_IDLE_DEATHS = 1.0, 10  # wait for a dead process' message; consecutive deaths without a task
 OUT_OF_MEMORY_EXIT_CODE = 77
 CONSTS.sleep_unit = 0.02  # seconds until pebble notices a dead process, or that it should stop; 0.1 by default
 
@@ -90,7 +90,7 @@ class WorkerFailure:
 
 class _PoolManager(PoolManager):
     """Waits for the message that a task has begun. If a process dies while no task is known to have begun, pebble's
-    manager breaks the pool and leaves tasks unfinished. This also happens if an item crashes at once, before that
+    manager breaks the pool and leaves tasks unfinished. This also happens if an item crashes at once, before this
     message has been read."""
 
     idle_deaths = 0
@@ -114,19 +114,19 @@ class SandboxPool(Generic[T, R]):
     A MediaError that the function raises is returned as the item's result. Any other exception is raised in this
     process, with its traceback.
 
-    make: function that is called once in each process and returns the function to run. It must be picklable, and so
-    must items and results.
+    make: function that is called once in each process and returns the function to run. It, the items and the results
+    must be picklable.
     """
 
     def __init__(
         self, make: Callable[[], Callable[[T], R]], *, workers: int, timeout_s: float, memory_mib: int
     ) -> None:
-        # This process is never forked, since it may have threads that hold locks, or a device.
+        # This process is never forked, because it may have threads that hold locks, or a device.
         context = multiprocessing.get_context("forkserver")
         libraries = [name for name in SOURCE_LIBRARIES if name in sys.modules]
         context.set_forkserver_preload([*PRELOADED_MODULES, *libraries, getattr(make, "func", make).__module__])
         resource_tracker.ensure_running()  # it would unblock signals
-        with signals_blocked(signal.SIGINT):  # Ctrl-C reaches the whole group; the program ends its processes
+        with signals_blocked(signal.SIGINT):  # Ctrl-C reaches the process group; the program ends its processes
             forkserver.ensure_running()
         self._workers, self._timeout, self._memory_mib = workers, timeout_s, memory_mib
         self._task_size = 1  # number of items in the next task
@@ -134,12 +134,12 @@ class SandboxPool(Generic[T, R]):
         _remove_stale_folders()
         parents = (None, SHARED_MEMORY_FOLDER if os.access(SHARED_MEMORY_FOLDER, os.W_OK) else None)
         prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
-        disk, shared = (tempfile.TemporaryDirectory(prefix=prefix, dir=parent) for parent in parents)
-        arguments = (make, memory_mib << 20, timeout_s, disk.name, shared.name)
+        disk, memory = (tempfile.TemporaryDirectory(prefix=prefix, dir=parent) for parent in parents)
+        arguments = (make, memory_mib << 20, timeout_s, disk.name, memory.name)
         self._pool = ProcessPool(max_workers=workers, context=context, initializer=_init_process, initargs=arguments)
         self._pool._pool_manager = _PoolManager(self._pool._context, context)
         self._tasks: weakref.WeakSet[Future] = weakref.WeakSet()
-        self._shut_down = partial(_shut_down, self._pool, (disk, shared), workers, self._tasks)
+        self._shut_down = partial(_shut_down, self._pool, (disk, memory), workers, self._tasks)
         self._finalizer = weakref.finalize(self, _shut_down_forgotten, self._shut_down)
 
     @classmethod
@@ -189,7 +189,7 @@ class SandboxPool(Generic[T, R]):
         # pebble's timeout comes after the alarm, for a process that is suspended and does not receive the alarm.
         timeout = self._timeout * len(items) + KILL_GRACE_S
         if not self._started:
-            with ThreadPoolExecutor(1) as starter:  # an interrupt must not leave a process half started
+            with ThreadPoolExecutor(1) as starter:  # an interrupt must not leave a partly started process
                 starter.submit(lambda: self._pool.active).result()
             self._started = True
         task = self._pool.schedule(_run_task, args=(list(items),), timeout=timeout)
@@ -217,7 +217,7 @@ class SandboxPool(Generic[T, R]):
         if code == OUT_OF_MEMORY_EXIT_CODE:
             return WorkerFailure("out-of-memory", f"takes more than {self._memory_mib} MiB of memory to read")
         cause = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
-        hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
+        hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
         return WorkerFailure("decoder-died", f"can't be read: its decoder crashed ({cause}{hint})")
 
 
@@ -237,7 +237,7 @@ def _shut_down(
 ) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     started = Path(folders[0].name)
-    # Wait until all processes have started, since a process that is ended while it starts prints a traceback.
+    # Wait until all processes have started, because a process that is ended while it starts prints a traceback.
     while pool.active and len(list(started.glob(f"*{READY_SUFFIX}"))) < workers and time.monotonic() < deadline:
         time.sleep(0.005)
     pool.stop()
@@ -264,11 +264,11 @@ _folders: tuple[str, str]
 
 
 def _init_process(
-    make: Callable[[], Callable[[Any], Any]], memory: int, timeout: float, disk: str, shared: str
+    make: Callable[[], Callable[[Any], Any]], memory: int, timeout: float, disk: str, memory_folder: str
 ) -> None:
     """Set up a new process of the pool."""
     global _make, _memory, _timeout, _folders
-    _make, _memory, _timeout, _folders = make, memory, timeout, (shared, disk)
+    _make, _memory, _timeout, _folders = make, memory, timeout, (memory_folder, disk)
     Path(disk, f"{os.getpid()}{READY_SUFFIX}").touch()
     os.dup2(2, 1)  # standard output is for the program's report
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -284,11 +284,11 @@ def _process_function() -> Callable[[Any], Any]:
     """
     function = _make()
     try:
-        used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+        used_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
     except FileNotFoundError:  # not Linux
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = used + _memory if hard == resource.RLIM_INFINITY else min(used + _memory, hard)
+    limit = used_bytes + _memory if hard == resource.RLIM_INFINITY else min(used_bytes + _memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     return function
 
@@ -304,7 +304,7 @@ class _OutOfBandResult:
 
 
 def _run_task(items: list[Any]) -> tuple[bytes | _OutOfBandResult, float]:
-    """The pickled results, and the seconds that they took."""
+    """Return the pickled results, and the time that they took in seconds."""
     start = time.monotonic()
     arrays: list[pickle.PickleBuffer] = []
     data = pickle.dumps([_run_item(item) for item in items], protocol=5, buffer_callback=arrays.append)
@@ -321,7 +321,7 @@ def _run_task(items: list[Any]) -> tuple[bytes | _OutOfBandResult, float]:
 
 
 def _write_arrays(arrays: Sequence[pickle.PickleBuffer], folder: str) -> Path:
-    """Write the arrays' bytes to a new file; returns its path."""
+    """Write the arrays' bytes to a new file and return its path."""
     handle, name = tempfile.mkstemp(dir=folder)
     try:
         with open(handle, "wb") as file:

@@ -1,5 +1,5 @@
-"""Run stages as separate processes, one at a time, and read their reports; and list the results of a run, and remove
-the temporary files that killed programs left."""
+"""Run stages as separate processes, one at a time, and read their reports. Also list the results of a run, and remove
+the temporary files of killed programs."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ class StageProcesses:
         self.is_stopped = False
 
     def run(self, stage: str, options: Options) -> tuple[int, dict]:
-        """Run a program; returns its exit code and its report. The report is {"error": {}} if the program prints no
+        """Run a program and return its exit code and its report. The report is {"error": {}} if the program prints no
         valid report, and empty after `stop`."""
         words = [word for word in options.argv() if word != "--json"]
         words += [*self._extra_options.get(stage, ()), "--json"]
@@ -84,13 +84,14 @@ class StageProcesses:
 
 
 class StageFailed(LatentpressError):
-    """Raised if a stage was ended by a signal, or by an error, which it has printed and the JSON report repeats."""
+    """Raised if a stage ended with a signal, or with an error that it has printed. The JSON report repeats the
+    error."""
 
     def __init__(self, stage: str, code: int, document: dict) -> None:
         error, by_signal = document.get("error", {}), code < 0
-        where = "" if by_signal else f"; its {'error' if error.get('message') else 'output'} is above"
-        super().__init__(f"{stage} {describe_exit(code)}{where}", RERUN_HINT if by_signal else "")
-        message = error.get("message", f"it {describe_exit(code)}{where}")
+        note = "" if by_signal else f"; its {'error' if error.get('message') else 'output'} is above"
+        super().__init__(f"{stage} {describe_exit(code)}{note}", RERUN_HINT if by_signal else "")
+        message = error.get("message", f"it {describe_exit(code)}{note}")
         self.stage, self.reason, self.advice = stage, message, error.get("next_step", self.next_step)
         exit_code = INTERRUPTED if code == -signal.SIGINT else document.get("exit_code", INCOMPLETE)
         self.exit_code = error.get("exit_code", exit_code)  # type: ignore[misc]
@@ -101,12 +102,12 @@ class StageFailed(LatentpressError):
 
 def sort_results(details: dict[str, Any]) -> dict[str, Any]:
     """The details of a report, with RESULTS last."""
-    others = {key: value for key, value in details.items() if key not in RESULTS}
-    return others | {key: details[key] for key in RESULTS if key in details}
+    further = {key: value for key, value in details.items() if key not in RESULTS}
+    return further | {key: details[key] for key in RESULTS if key in details}
 
 
 def find_folders(run_folder: Path) -> dict[str, str]:
-    """Name -> path of the folders of a run that no stage reports."""
+    """Name -> path of the folders of a run that are not in a stage's report."""
     folders = {"checkpoints": run_folder / CHECKPOINTS, "logs": run_folder / LOGS}
     return {name: str(folder) for name, folder in folders.items() if folder.is_dir() and any(folder.iterdir())}
 

@@ -1,7 +1,7 @@
 """Animated GIF, WebP and PNG as videos: each frame is shown for its own duration, as in browsers.
 
 A duration of 10 ms or less counts as 100 ms, as in browsers (old files were made for slow displays). The animation is
-read once, whatever its number of loops, without the still picture that a PNG may have for programs without animations.
+read once, for any number of loops, without the still picture that a PNG may have for programs without animations.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +32,12 @@ def is_animation(path: MediaPath) -> bool:
 def probe_animation(path: MediaPath) -> VideoInfo:
     """Size, number of frames, average rate and duration. Decodes the whole file. Raises MediaError."""
     if not is_animation(path):
-        raise MediaError("not-an-image", path, "is not an animation of a known format", "use GIF, WebP or PNG")
-    info, durations = probe_image(path), [shown.duration for shown in _decode_frames(path, lambda image: image.load())]
-    frames, total = len(durations), sum(durations)
+        raise MediaError("not-an-image", path, "is not an animation of a supported format", "use GIF, WebP or PNG")
+    info, frames = probe_image(path), _decode_frames(path, lambda image: image.load())
+    durations = [timed_frame.duration for timed_frame in frames]
+    count, total = len(durations), sum(durations)
     constant_rate = len(set(durations)) == 1
-    return VideoInfo(info.width, info.height, 0, frames, frames / total, total, constant_rate, info.format.lower())
+    return VideoInfo(info.width, info.height, 0, count, count / total, total, constant_rate, info.format.lower())
 
 
 def read_frames(path: MediaPath, times: Sequence[float], *, background: str = "white") -> Iterator[np.ndarray]:
@@ -47,21 +48,21 @@ def read_frames(path: MediaPath, times: Sequence[float], *, background: str = "w
         return
     info, frames = probe_image(path), _decode_frames(path, lambda image: to_srgb(image, path, background))
     last: TimedFrame | None = None
-    for shown in select_frames(frames, times, TIME_TOLERANCE, path):
-        if shown is not last:
-            require_size(path, shown, shown.frame.size, (info.width, info.height))
-            last, pixels = shown, np.asarray(shown.frame)
+    for timed_frame in select_frames(frames, times, TIME_TOLERANCE, path):
+        if timed_frame is not last:
+            require_size(path, timed_frame, timed_frame.frame.size, (info.width, info.height))
+            last, pixels = timed_frame, np.asarray(timed_frame.frame)
         yield pixels
 
 
 def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndarray]]:
     """Yield (time in seconds, uint8 (height, width, 3) RGB) for every frame, at most `edge` pixels wide and high."""
     info = probe_image(path)
-    for shown in _decode_frames(path, lambda image: to_srgb(image, path)):
-        picture: Image.Image = shown.frame
-        require_size(path, shown, picture.size, (info.width, info.height))
+    for timed_frame in _decode_frames(path, lambda image: to_srgb(image, path)):
+        picture: Image.Image = timed_frame.frame
+        require_size(path, timed_frame, picture.size, (info.width, info.height))
         picture.thumbnail((edge, edge))
-        yield shown.time, np.asarray(picture)
+        yield timed_frame.time, np.asarray(picture)
 
 
 def _decode_frames(path: MediaPath, decode: Callable[[Image.Image], Any]) -> Iterator[TimedFrame]:

@@ -7,8 +7,8 @@ More than 8 bits are rounded: by swscale for YUV, here for RGB and gray, to whic
 
 ICC profiles and wide primaries are converted as for pictures (stages/media/profiles.py). Primaries of
 standard-definition television differ little from sRGB's and are kept, as in players. High dynamic range (PQ, HLG, Dolby
-Vision) is refused: tone mapping is a matter of taste. Transparency is composited over a background, with straight
-alpha.
+Vision) is refused, because tone mapping has no single correct result. Transparency is composited over a background,
+with straight alpha.
 """
 
 from typing import Any, NamedTuple
@@ -53,10 +53,10 @@ class ColorTags(NamedTuple):
     def of(cls, header: VideoCodecContext | VideoFrame) -> "ColorTags":
         return cls(header.colorspace, header.color_primaries, header.color_trc, header.color_range)
 
-    def fill_from(self, other: "ColorTags") -> "ColorTags":
-        """These tags, with undeclared tags taken from `other`: ProRes declares some tags only in the container."""
-        tags = zip(self, other, (2, 2, 2, 0), strict=True)
-        return ColorTags(*(theirs if value == undeclared else value for value, theirs, undeclared in tags))
+    def fill_from(self, defaults: "ColorTags") -> "ColorTags":
+        """These tags, with undeclared tags taken from `defaults`: ProRes declares some tags only in the container."""
+        tags = zip(self, defaults, (2, 2, 2, 0), strict=True)
+        return ColorTags(*(default if value == undeclared else value for value, default, undeclared in tags))
 
 
 def is_assumed_bt709(header: VideoCodecContext) -> bool:
@@ -75,16 +75,16 @@ def require_convertible(
 ) -> None:
     """Raise MediaError ("hdr", "unsupported-color", "unsupported-samples") if a video can't be converted to sRGB.
 
-    pixels: format of the frames, None if unknown. profile: ICC profile, empty if there is none.
+    pixels: format of the frames, None if unknown. profile: ICC profile; empty if the video does not have one.
     """
     if tags.transfer in profiles.HDR_TRANSFERS or codec_tag in _DOLBY_TAGS or profiles.is_hdr_profile(profile):
         advice = "tone-map it to standard range (BT.709), for example with zscale and tonemap of FFmpeg"
         raise MediaError("hdr", path, "has high dynamic range (PQ, HLG or Dolby Vision)", advice)
     if tags.matrix not in (*_MATRICES, _RGB_MATRIX, *_UNSPECIFIED):
-        problem = f"has a color matrix that is not converted here (number {tags.matrix} of ITU-T H.273)"
+        problem = f"has an unsupported color matrix (number {tags.matrix} of ITU-T H.273)"
         raise MediaError("unsupported-color", path, problem, "convert it to BT.709")
     if pixels is not None and pixels.name.endswith(_FLOAT_ENDINGS):
-        problem = f"has samples without a fixed white ({pixels.name})"
+        problem = f"has samples without a fixed white level ({pixels.name})"
         raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
 
 
@@ -138,9 +138,9 @@ def to_rgb(
     else:
         picture = profiles.primaries_to_srgb(picture, tags.primaries, tags.transfer)
     if layered and not (may_lack_alpha and not pixels[..., 3].any()):
-        below = Image.new("RGB", picture.size, background)
-        below.paste(picture, mask=Image.fromarray(pixels[..., 3]))
-        picture = below
+        backdrop = Image.new("RGB", picture.size, background)
+        backdrop.paste(picture, mask=Image.fromarray(pixels[..., 3]))
+        picture = backdrop
     return np.asarray(picture)
 
 

@@ -88,7 +88,7 @@ def open_video(path: MediaPath, threads: int = 1) -> Iterator[OpenVideo]:
             container = stack.enter_context(_open_container(path, file))
             stream = main_track(video_tracks(container))
             if stream is None:
-                raise MediaError("no-video-stream", path, "has no video in it", "remove it from the dataset")
+                raise MediaError("no-video-stream", path, "has no video stream", "remove it from the dataset")
             if stream.codec_context is None:
                 problem = "has a codec that this FFmpeg can't decode, or its header is damaged"
                 raise MediaError("unknown-codec", path, problem, REMUX_ADVICE)
@@ -98,7 +98,7 @@ def open_video(path: MediaPath, threads: int = 1) -> Iterator[OpenVideo]:
             if threads > 1:
                 decoder.thread_type = "AUTO"
             yield OpenVideo(container, stream, decoder, (stream.width, stream.height), path, file)
-    except MemoryError as error:  # also FFmpeg's own
+    except MemoryError as error:  # also the MemoryError of PyAV
         raise out_of_memory_error(path, error) from error
     except av.error.FFmpegError as error:
         problem = f"can't be decoded ({error.strerror})"
@@ -111,11 +111,11 @@ def _open_container(path: MediaPath, file: BinaryIO | None) -> InputContainer:
     try:
         if file is not None:
             return av.open(file, "r", metadata_errors="replace", buffer_size=_BUFFER_BYTES)
-        # With "file:" a name that contains a colon is not taken as a protocol.
+        # With "file:", a colon in a name is not the end of a protocol.
         return av.open(f"file:{os.fspath(path)}", "r", metadata_errors="replace")
     except (av.error.InvalidDataError, av.error.EOFError) as error:
-        problem = "is not a video that FFmpeg knows, or its header or index is missing"
-        raise MediaError("not-a-video", path, problem, f"{REPLACE_ADVICE} or remove it") from error
+        problem = "is not a video that FFmpeg supports, or its header or index is missing"
+        raise MediaError("not-a-video", path, problem, f"{REPLACE_ADVICE}, or remove it") from error
     except av.error.MemoryError:
         raise
     except av.error.FFmpegError as error:
@@ -151,7 +151,7 @@ def decode_packets(packets: Iterable[Packet], reader: OpenVideo) -> Iterator[Vid
     start: int | None = None
     for packet in packets:
         if packet.is_corrupt:
-            raise MediaError("truncated", reader.path, "ends inside a frame or has lost data", REPLACE_ADVICE)
+            raise MediaError("truncated", reader.path, "ends within a frame, or has lost data", REPLACE_ADVICE)
         if start is None:
             start = packet.pts
         leading = packet.pts is not None and start is not None and packet.pts < start
@@ -205,17 +205,18 @@ def time_tolerance(stream: VideoStream) -> float:
 
 
 def select_frames(
-    shown: Iterator[TimedFrame], times: Sequence[float], tolerance: float, path: MediaPath
+    timed_frames: Iterator[TimedFrame], times: Sequence[float], tolerance: float, path: MediaPath
 ) -> Iterator[TimedFrame]:
-    """Yield, for each of the ascending times, the last frame at or before it. Reads one frame of `shown` ahead."""
-    current = next(shown, None)
+    """Yield, for each of the ascending times, the last frame at or before it. Reads one frame of `timed_frames` in
+    advance."""
+    current = next(timed_frames, None)
     if current is None:
-        raise MediaError("zero-frames", path, f"has no frame to decode at {times[0]:.3f} s", REPLACE_ADVICE)
-    ahead = next(shown, None)
+        raise MediaError("zero-frames", path, f"does not have a frame at {times[0]:.3f} s", REPLACE_ADVICE)
+    following = next(timed_frames, None)
     for time in times:
-        while ahead is not None and ahead.time <= time + tolerance:
-            current, ahead = ahead, next(shown, None)
-        if ahead is None:
+        while following is not None and following.time <= time + tolerance:
+            current, following = following, next(timed_frames, None)
+        if following is None:
             require_time_within(path, time, current.time + current.duration, tolerance)
         yield current
 
@@ -224,15 +225,15 @@ def require_time_within(path: MediaPath, time: float, end: float, tolerance: flo
     """Raise MediaError if `time` is at or after `end`, the end of the last decodable frame, both in seconds."""
     if time > end - min(tolerance, TIME_TOLERANCE):
         problem = f"ends at {end:.3f} s, before the frame at {time:.3f} s"
-        raise MediaError("truncated", path, problem, f"{REPLACE_ADVICE}, or run discover again if it changed")
+        raise MediaError("truncated", path, problem, f"{REPLACE_ADVICE}, or discover it again if it changed")
 
 
-def require_size(path: MediaPath, frame: TimedFrame, size: tuple[int, int], planned: tuple[int, int]) -> None:
+def require_size(path: MediaPath, frame: TimedFrame, size: tuple[int, int], expected: tuple[int, int]) -> None:
     """Raise MediaError ("variable-size") if a frame's (width, height) differs from the size in the file's header."""
-    if size != planned:
+    if size != expected:
         sizes = f"{size[0]}x{size[1]} pixels in frame {frame.number} ({frame.time:.3f} s)"
-        problem = f"has {sizes}, and {planned[0]}x{planned[1]} in its header"
-        raise MediaError("variable-size", path, problem, "cut it where the size changes, or encode it in one size")
+        problem = f"has {sizes}, but {expected[0]}x{expected[1]} in its header"
+        raise MediaError("variable-size", path, problem, "cut it at the change of size, or encode it in one size")
 
 
 # -- orientation -----------------------------------------------------------------------------------------------------

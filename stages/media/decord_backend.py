@@ -1,12 +1,12 @@
 """`read_frames` with decord, for clips of constant frame rate on x86-64.
 
-decord is unmaintained since 2022. Files that it decodes wrongly are refused: variable frame rate (it returns wrong
-frames), mirrored videos, wide primaries, ICC profiles and transparency (it ignores them), frames that change their size
-(it stretches them), several video tracks (it has its own choice), and high definition without a declared matrix (it
-assumes BT.601). After a seek, it returns wrong frames if a keyframe depends on earlier frames (open groups of pictures,
-x265's default; gradual refresh; MPEG-4 with B-frames): such files are decoded from their beginning. It applies
-rotations itself, and reads a Blob into memory completely. Its colors differ from PyAV's by a few levels, because it
-uses swscale's fast path; the decoder is therefore part of a cache's fingerprint.
+decord is unmaintained since 2022. Files that it does not decode correctly are refused: variable frame rate (it returns
+wrong frames), mirrored videos, wide primaries, ICC profiles and transparency (it ignores them), frames that change
+their size (it stretches them), several video tracks (it chooses a different track), and high definition without a
+declared matrix (it assumes BT.601). After a seek, it returns wrong frames if a keyframe depends on earlier frames (open
+groups of pictures, x265's default; gradual refresh; MPEG-4 with B-frames): such files are decoded from their beginning.
+It applies rotations itself, and reads a Blob into memory completely. Its colors differ from PyAV's by a few levels,
+because it uses swscale's fast path; the decoder is therefore part of a cache's fingerprint.
 """
 
 import os
@@ -50,8 +50,7 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
         import decord
     except ImportError as error:
         raise ValueError(
-            f"decoder 'decord' can't be used here ({error}); choose 'pyav', or install it where "
-            "there is a wheel (x86-64): pip install decord"
+            f"decoder 'decord' is not available ({error}); choose 'pyav', or on x86-64: pip install decord"
         ) from error
     decord.logging.set_level(decord.logging.QUIET)
     # decord can hang on a truncated file; probing the header with PyAV raises for such files.
@@ -59,14 +58,14 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
     with open_video(path) as reader:
         container = reader.container.format.name
         if container not in _CONTAINERS:
-            problem = f"is in a container that decord reads wrongly ({container})"
+            problem = f"is in a container that decord does not read correctly ({container})"
             raise MediaError("unreadable", path, problem, _ADVICE)
         if info.mirrored or info.wide:
             raise _ignored_error(path, "is shown mirrored" if info.mirrored else "has colors beyond sRGB")
         if info.track is not None:
-            raise _ignored_error(path, f"has several video tracks, of which number {info.track} is the main one")
+            raise _ignored_error(path, f"has several video tracks; the main track has number {info.track}")
         if color.is_assumed_bt709(reader.stream.codec_context):
-            problem = "is of high definition and names no color matrix; decord assumes BT.601, players assume BT.709"
+            problem = "has high definition without a color matrix; decord assumes BT.601, players assume BT.709"
             raise MediaError("unsupported-color", path, problem, _ADVICE)
         tolerance, can_seek = time_tolerance(reader.stream), _can_seek(reader)
     _check_frames(path, times[-1], info.rate)
@@ -106,9 +105,9 @@ def _check_frames(path: MediaPath, end: float, rate: float) -> None:
                 raise _ignored_error(path, "has an ICC profile")
             if not every and frame.pts is not None and stream.time_base:
                 number = round((frame.pts - (stream.start_time or 0)) * stream.time_base * rate)
-            shown = TimedFrame(number / rate, 1 / rate, number, frame)
-            require_size(path, shown, (frame.width, frame.height), reader.size)
-            if shown.time > end:
+            timed_frame = TimedFrame(number / rate, 1 / rate, number, frame)
+            require_size(path, timed_frame, (frame.width, frame.height), reader.size)
+            if timed_frame.time > end:
                 return
 
 
@@ -147,11 +146,11 @@ def _read_selected(
     decoder: Any, path: MediaPath, times: Sequence[float], info: VideoInfo, tolerance: float, can_seek: bool
 ) -> Iterator[np.ndarray]:
     stamps = np.asarray(decoder.get_frame_timestamp(range(len(decoder))), dtype=np.float64)
-    # decord also counts the frames that an edit list leaves out, but does not return them.
+    # decord also counts the frames that an edit list hides, but does not return them.
     starts = (stamps[:, 0] - stamps[0, 0])[: info.frames]
     wrong_length = abs(starts[-1] - (len(starts) - 1) / info.rate) > 0.5 / info.rate
     if wrong_length or np.abs(starts - np.linspace(0.0, starts[-1], len(starts))).max() > tolerance:
-        raise MediaError("variable-rate", path, "has no constant frame rate", "use the decoder pyav, which is exact")
+        raise MediaError("variable-rate", path, "has a variable frame rate", "use the decoder pyav, which supports it")
     end, at = float(starts[-1]) + 1 / info.rate, -1
     picture = np.empty(0, np.uint8)
     for time in times:
@@ -165,6 +164,7 @@ def _read_selected(
                     decoder.next()
                 picture = decoder.next().asnumpy()
             if picture.shape[-1] != 3:  # in some narrow frames decord treats the padding of lines as channels
-                raise MediaError("unreadable", path, f"has frames that decord garbles ({picture.shape})", _ADVICE)
+                problem = f"has frames that decord decodes incorrectly ({picture.shape})"
+                raise MediaError("unreadable", path, problem, _ADVICE)
             at = index
         yield picture

@@ -1,5 +1,6 @@
-"""The largest face of a picture or clip, for `crop_style: face`. OpenCV detects faces: with YuNet if the user names its
-file (https://github.com/opencv/opencv_zoo, face_detection_yunet), else with the Haar cascade that OpenCV includes.
+"""The largest face of a picture or clip, for `crop_style: face`. OpenCV detects faces: with YuNet if its file is
+configured (https://github.com/opencv/opencv_zoo, face_detection_yunet), else with the Haar cascade that OpenCV
+includes.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +21,11 @@ Box = tuple[float, float, float, float]  # x, y, width, height
 #: Function from uint8 RGB pixels_HWC to the boxes of all faces.
 Detector = Callable[[np.ndarray], list[Box]]
 CASCADE = "haarcascade_frontalface_alt2.xml"
-_EDGE = 480  # longer side, in pixels, of the picture that is searched
-_SMALLEST = 0.1  # of the shorter side; a smaller face is not the subject, or not a face
+_EDGE = 480  # longer side, in pixels, of the searched picture
+_MIN_SHARE = 0.1  # smallest share of the shorter side; a smaller face is not the subject, or not a face
 _NEIGHBORS, _SCALE = 4, 1.1  # for the cascade, chosen with benchmarks/faces.py
 _SCORE = 0.7  # threshold for YuNet
-_FRAMES = 5  # frames, evenly spaced, that are searched in a clip
+_FRAMES = 5  # evenly spaced frames of a clip that are searched
 
 
 def find_face(path: MediaPath, media: dict[str, Any], detector: str | None) -> list[int]:
@@ -51,7 +52,7 @@ def largest_face(picture: Image.Image, detect: Detector, size: tuple[int, int] |
     size = size or picture.size
     small = picture.copy()
     small.thumbnail((_EDGE, _EDGE), Image.Resampling.BILINEAR)
-    smallest = _SMALLEST * min(small.size)
+    smallest = _MIN_SHARE * min(small.size)
     faces = [face for face in detect(np.asarray(small)) if min(face[2:]) >= smallest]
     if not faces:
         return []
@@ -82,12 +83,12 @@ def open_detector(detector: str | None) -> Detector:
         if detector is None:
             cascade = cv2.CascadeClassifier(f"{Path(cv2.__file__).parent}/data/{CASCADE}")
     except (ImportError, AttributeError) as error:  # OpenCV 5 has no cascades
-        raise LatentpressError(f"crop_style: face can't be used here ({error})", install_command("faces")) from error
+        raise LatentpressError(f"crop_style: face is not available ({error})", install_command("faces")) from error
     if detector is None:
 
         def by_cascade(pixels_HWC: np.ndarray) -> list[Box]:
             gray = cv2.cvtColor(pixels_HWC, cv2.COLOR_RGB2GRAY)
-            side = int(_SMALLEST * min(gray.shape))
+            side = int(_MIN_SHARE * min(gray.shape))
             faces = cascade.detectMultiScale(gray, _SCALE, _NEIGHBORS, minSize=(side, side))
             return [(float(x), float(y), float(width), float(height)) for x, y, width, height in faces]
 
@@ -98,7 +99,7 @@ def open_detector(detector: str | None) -> Detector:
         problem = " ".join(error.err.split()).strip("> ")
         raise LatentpressError(
             f"face_detector: {detector} can't be read as a YuNet model: {problem}",
-            "name a file of opencv_zoo's face_detection_yunet, or leave it out for the cascade",
+            "set it to a file of opencv_zoo's face_detection_yunet, or remove it to use the cascade",
         ) from error
 
     def by_yunet(pixels_HWC: np.ndarray) -> list[Box]:

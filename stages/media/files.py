@@ -29,7 +29,7 @@ _MISSING_ERRNOS = (
 RESTORE_ADVICE = "restore it, mount its disk, or correct media_root"
 
 
-BACKSLASH_ADVICE = "write / in place of each backslash: paths of Windows are not read"
+BACKSLASH_ADVICE = "write / in place of each backslash: Windows paths are not supported"
 
 
 def extensions_of_kinds(kinds: Sequence[MediaKind]) -> dict[str, MediaKind]:
@@ -58,14 +58,14 @@ def unreadable_error(path: str | os.PathLike[str], error: OSError) -> MediaError
     "unreadable"."""
     if error.errno in _MISSING_ERRNOS and type(error).__module__ == "builtins":  # FFmpeg's errors use other numbers
         detail = "" if error.errno == errno.ENOENT else f" ({error.strerror})"
-        return MediaError("missing", path, f"is not there{detail}", RESTORE_ADVICE)
+        return MediaError("missing", path, f"does not exist{detail}", RESTORE_ADVICE)
     problem = f"can't be read ({error.strerror or error})"
     return MediaError("unreadable", path, problem, "check its permissions and the disk, then run again")
 
 
 def out_of_memory_error(path: str | os.PathLike[str], error: BaseException) -> MediaError:
-    """The MediaError for a file whose decoding needs, or claims to need, more than the available memory."""
-    problem = f"takes more memory than there is{f' ({error})' if str(error) else ''}"
+    """The MediaError for a file whose decoding needs, or seems to need, more than the available memory."""
+    problem = f"needs more memory than is available{f' ({error})' if str(error) else ''}"
     return MediaError("out-of-memory", path, problem, "scale it down, or give the workers more memory")
 
 
@@ -76,7 +76,7 @@ class Blob(os.PathLike[str]):
     """Media that are not a local file: a member of an archive, an object in a store, a row of a table.
 
     Accepted wherever the path of a media file is accepted. `os.fspath` returns its name for messages. Picklable: it has
-    the data that are needed to open it, but no open file.
+    the data to open it, but no open file.
     """
 
     name: str
@@ -175,7 +175,7 @@ def media_size(path: MediaPath) -> int:
         except OSError as error:
             raise unreadable_error(path, error) from error
         if not stat.S_ISREG(status.st_mode):
-            raise MediaError("unreadable", path, NOT_REGULAR, "point the dataset at files")
+            raise MediaError("unreadable", path, NOT_REGULAR, "replace it with a regular file")
         size = status.st_size
     if not size:
         raise MediaError("empty-file", path, "has no bytes", "copy it again or delete it")
@@ -199,17 +199,17 @@ def compute_media_id(path: MediaPath) -> str:
     return (path.media_id() if isinstance(path, Blob) else None) or hash_file(path)
 
 
-def require_unchanged(path: MediaPath, planned: str) -> None:
-    """Raise MediaError ("missing", "changed") unless the item still has the media id `planned`.
+def require_unchanged(path: MediaPath, planned_id: str) -> None:
+    """Raise MediaError ("missing", "changed") unless the item still has the media id `planned_id`.
 
     An id provided by the store (`identity: store`) is requested again, and then verified against the content.
     """
     if isinstance(path, Blob):
         path.refresh()
     media_size(path)
-    if compute_media_id(path) != planned:
-        rescan = "run `latentpress discover` (with --rehash, if its size and time are as they were)"
+    if compute_media_id(path) != planned_id:
+        rescan = "run `latentpress discover` (with --rehash, if its size and time did not change)"
         step = f"{rescan} and `latentpress bucket`"
-        raise MediaError("changed", path, "is not the file that was discovered", step)
+        raise MediaError("changed", path, "differs from the discovered file", step)
     if isinstance(path, Blob):
         path.verify()

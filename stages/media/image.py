@@ -23,9 +23,9 @@ from cache.runs.validations import Mark
 from stages.media import profiles
 from stages.media.files import MediaError, MediaPath, media_size, open_media, out_of_memory_error, unreadable_error
 
-# A fixed list, so that Pillow never tries its interpreter of programs (EPS) or its text formats (XPM) on a dataset.
+# A fixed list, so that Pillow never tries its interpreter of programs (EPS) or its text formats (XPM).
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
-# Pillow's own limit: it treats a larger image as a decompression bomb.
+# Pillow's limit: it treats a larger image as a decompression bomb.
 MAX_PIXELS = 178_956_970
 # Formats whose animations can be read as videos (stages/media/animation.py).
 ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
@@ -58,8 +58,8 @@ _INFO_COLORS = "declared colors"
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """width, height: pixels, with the orientation applied. format: Pillow's name. is_animated: whether the file has
-    several frames in one of ANIMATED_FORMATS."""
+    """width, height: pixels, with the orientation applied. format: its name in Pillow. is_animated: whether the file
+    has several frames in one of ANIMATED_FORMATS."""
 
     width: int
     height: int
@@ -91,7 +91,7 @@ def to_srgb(image: Image.Image, path: MediaPath, background: str = "white") -> I
     colors, profile, declared = image.info.get(_INFO_COLORS), image.info.get("icc_profile"), image.size
     image = _load_8_bits(image, path)
     if image.size != declared:
-        problem = f"has {image.width}x{image.height} pixels, and {declared[0]}x{declared[1]} in its header"
+        problem = f"has {image.width}x{image.height} pixels, but {declared[0]}x{declared[1]} in its header"
         raise MediaError("variable-size", path, problem, "replace it with an intact copy")
     if image.has_transparency_data:
         gray = image.mode in ("L", "LA", "La")
@@ -114,7 +114,7 @@ def open_image(path: MediaPath) -> Iterator[Image.Image]:
             colors = None if plugin else _read_code_points(file)
             file.seek(0)
             with warnings.catch_warnings():
-                # Pillow warns at half of its limit; here only the limit counts, and exceeding it is an error.
+                # Pillow warns at half of its limit. Here, only exceeding the limit is an error.
                 warnings.simplefilter("ignore")
                 with Image.open(file, formats=(*FORMATS, *plugin)) as image:
                     _correct_info(image, colors, path)
@@ -122,11 +122,11 @@ def open_image(path: MediaPath) -> Iterator[Image.Image]:
     except MemoryError as error:
         raise out_of_memory_error(path, error) from error
     except Image.DecompressionBombError as error:
-        problem = f"has more than {MAX_PIXELS // 10**6} million pixels, or claims to"
+        problem = f"has more than {MAX_PIXELS // 10**6} million pixels in its header"
         raise MediaError("too-large", path, problem, "scale it down or remove it") from error
     except Image.UnidentifiedImageError as error:
-        problem = "is not an image of a known format, or its header is damaged"
-        advice = f"use one of {', '.join(FORMATS)} or remove it"
+        problem = "is not an image of a supported format, or its header is damaged"
+        advice = f"convert it to one of {', '.join(FORMATS)}, or remove it"
         raise MediaError("not-an-image", path, problem, advice) from error
     except (OSError, *_DECODE_ERRORS) as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -148,8 +148,8 @@ def _required_plugin(file: BinaryIO, path: MediaPath) -> tuple[str, ...]:
     try:
         import pillow_heif
     except ImportError as error:
-        advice = "pip install 'latentpress[heif]' or convert it to JPEG"
-        raise MediaError("needs-extra", path, "is a HEIC image, and pillow-heif is not installed", advice) from error
+        advice = "pip install 'latentpress[heif]', or convert it to JPEG"
+        raise MediaError("needs-extra", path, "is a HEIC image, but pillow-heif is not installed", advice) from error
     pillow_heif.register_heif_opener()
     return ("HEIF",)
 
@@ -203,11 +203,11 @@ def _read_at(file: BinaryIO, at: int, size: int) -> bytes:
 
 def _read_avif_colors(file: BinaryIO) -> tuple[int, int]:
     """Primaries and transfer of the main picture, declared by the container, else by the bitstream."""
-    import av  # imported here, since only AVIF needs it
+    import av  # imported here, because only AVIF needs it
 
     from stages.media.container import main_track
 
-    # Without a decoder FFmpeg reads the container alone, in a thousandth of the time.
+    # Without a decoder, FFmpeg reads only the container, in a thousandth of the time.
     for options in ({"codec_whitelist": "none"}, {}):
         file.seek(0)
         try:
@@ -224,19 +224,19 @@ def _read_avif_colors(file: BinaryIO) -> tuple[int, int]:
 def _correct_info(image: Image.Image, colors: _CodePoints | None, path: MediaPath) -> None:
     """Add the declared colors to `image.info`, and scale the transparent gray of a PNG to 8 bits like its samples.
     Raises MediaError for high dynamic range."""
-    if (found := image.info.get("nclx_profile")) is not None:  # only HEIC has it
-        colors = _CodePoints(found["color_primaries"], found["transfer_characteristics"])
+    if (nclx := image.info.get("nclx_profile")) is not None:  # only HEIC has it
+        colors = _CodePoints(nclx["color_primaries"], nclx["transfer_characteristics"])
     profile = image.info.get("icc_profile") or b""
     if (colors is not None and colors.transfer in profiles.HDR_TRANSFERS) or profiles.is_hdr_profile(profile):
-        advice = "tone-map it to standard range (sRGB) or remove it"
+        advice = "tone-map it to standard range (sRGB), or remove it"
         raise MediaError("hdr", path, "has high dynamic range (PQ or HLG)", advice)
     if image.format == "PNG" and colors is not None:
         image.info.pop("icc_profile", None)  # cICP has precedence
     image.info[_INFO_COLORS] = colors
     key = image.info.get("transparency")
     if image.format == "PNG" and image.mode == "L" and isinstance(key, int):
-        most = {"L;2": 3, "L;4": 15}.get(_rawmode(image), 255)
-        image.info["transparency"] = (key & most) * (255 // most)
+        max_sample = {"L;2": 3, "L;4": 15}.get(_rawmode(image), 255)
+        image.info["transparency"] = (key & max_sample) * (255 // max_sample)
 
 
 def _colors_to_srgb(image: Image.Image, profile: bytes | None, colors: _CodePoints | None) -> Image.Image:
@@ -268,11 +268,11 @@ def _load_8_bits(image: Image.Image, path: MediaPath) -> Image.Image:
         image.load()
         return image
     mode = {1: "L", 2: "LA"}.get(samples.shape[-1], image.mode)
-    shown = Image.frombytes(mode, image.size, profiles.round_to_8_bits(samples).tobytes())
+    picture = Image.frombytes(mode, image.size, profiles.round_to_8_bits(samples).tobytes())
     if key is not None and mode in ("L", "RGB"):
         alpha = (samples != np.asarray(key)).any(-1)
-        shown.putalpha(Image.fromarray(alpha.astype(np.uint8) * 255))
-    return shown
+        picture.putalpha(Image.fromarray(alpha.astype(np.uint8) * 255))
+    return picture
 
 
 def _load_gray(image: Image.Image, rawmode: str, path: MediaPath) -> np.ndarray:
@@ -280,7 +280,7 @@ def _load_gray(image: Image.Image, rawmode: str, path: MediaPath) -> np.ndarray:
     image.load()
     samples = np.asarray(image)
     if image.mode == "F" or samples.min() < 0 or samples.max() > 65535:
-        problem = f"has samples without a fixed white ({image.mode}, 32 bits)"
+        problem = f"has samples without a fixed white level ({image.mode}, 32 bits)"
         raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
     samples = samples.astype(np.uint16)
     if rawmode == "I;12":
@@ -293,16 +293,16 @@ def _load_color(image: Image.Image, rawmode: str, path: MediaPath) -> np.ndarray
     """uint16 (H, W, bands), the samples of a 16-bit color image. Pillow keeps only a sample's upper byte; the lower
     byte is read by decoding the file a second time with the opposite byte order."""
     # Pillow does not support gray with alpha in the opposite order, so the four bytes are read as four bands.
-    other = "RGBA" if rawmode == "LA;16B" else rawmode[:-1] + _OTHER_ORDER[rawmode[-1]]
+    opposite = "RGBA" if rawmode == "LA;16B" else rawmode[:-1] + _OTHER_ORDER[rawmode[-1]]
     image.load()
     with open_image(path) as second:
         assert isinstance(second, ImageFile.ImageFile)
         second.tile = [
-            tile._replace(args=(other, *tile.args[1:]) if isinstance(tile.args, tuple) else other)
+            tile._replace(args=(opposite, *tile.args[1:]) if isinstance(tile.args, tuple) else opposite)
             for tile in second.tile
         ]
         low = np.asarray(second)
-    if other == "RGBA":
+    if opposite == "RGBA":
         return low[..., ::2].astype(np.uint16) << 8 | low[..., 1::2]
     return np.asarray(image).astype(np.uint16) << 8 | low
 

@@ -1,7 +1,7 @@
 """Declared colors of pictures and frames: ICC profiles, and the code points of ITU-T H.273 (FFmpeg's numbers).
 
 ICC profiles are converted to sRGB, and code points if they declare wide primaries of standard dynamic range (BT.2020,
-Display P3). High dynamic range (PQ, HLG) is refused wherever it is declared.
+Display P3). High dynamic range (PQ, HLG) is refused in both forms.
 """
 
 import io

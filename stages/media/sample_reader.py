@@ -1,4 +1,4 @@
-"""Reads the frames of a plan's samples, and resizes, crops and scales them like diffusers' pipelines."""
+"""Reads the frames of a plan's samples, and resizes, crops and scales them in the same way as diffusers' pipelines."""
 
 from collections.abc import Iterator, Sequence
 
@@ -28,7 +28,7 @@ def resize_and_crop(image: Image.Image, crop: Crop, bucket: Bucket, *, path: Med
 def resize_and_crop_mask(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "mask") -> np.ndarray:
     """Resize and crop a mask in gray. Returns uint8 (bucket.height, bucket.width).
 
-    The filter is bilinear: Lanczos would ring beyond the mask's edges, so that masked pixels would be trained a little.
+    The filter is bilinear: Lanczos would ring beyond the mask's edges, so that masked pixels would have a small weight.
     """
     return np.asarray(_resize_and_crop(image.convert("L"), crop, bucket, Image.Resampling.BILINEAR, path))
 
@@ -38,13 +38,13 @@ def _resize_and_crop(
 ) -> Image.Image:
     if crop.resize_width * crop.resize_height > MAX_PIXELS:
         problem = f"is so narrow that covering {bucket} takes {crop.resize_width}x{crop.resize_height} pixels"
-        raise MediaError("too-large", path, problem, "crop it to a more common shape or remove it")
+        raise MediaError("too-large", path, problem, "crop it to a less extreme aspect, or remove it")
     try:
         resized = image.resize((crop.resize_width, crop.resize_height), resample=resample)
     except MemoryError as error:
         raise out_of_memory_error(path, error) from error
     box = (crop.x, crop.y, crop.x + bucket.width, crop.y + bucket.height)
-    assert box[2] <= resized.width and box[3] <= resized.height, f"{crop} leaves no {bucket}"
+    assert box[2] <= resized.width and box[3] <= resized.height, f"{crop} is smaller than {bucket}"
     return resized.crop(box)
 
 

@@ -6,11 +6,11 @@ pixels are not square, `VideoInfo` has the display size, and the resize that fol
 transparency see stages/media/color.py. If a file has several video tracks, `container.main_track` chooses one.
 
 Interlaced videos are refused. The filter that restores full frames depends on how the material was made (filmed in
-fields, or film spread over fields), which headers do not declare, and its result depends on the neighboring frames.
+fields, or film spread over fields), which headers do not declare. Its result also depends on the neighboring frames.
 
-A header counts the frames in the file. Fewer may be shown: if a file was cut without re-encoding
+A header has the number of frames in the file. Fewer frames may be shown: if a file was cut without re-encoding
 (`ffmpeg -ss 1.09 -i IN -c copy OUT`), an edit list hides the frames before the cut, and a cut between two frames adds
-time before the first frame. If header and index do not suffice, the packets are read, without decoding.
+time before the first frame. If header and index are not sufficient, the packets are read, without decoding.
 """
 
 import math
@@ -90,7 +90,7 @@ def probe_video(path: MediaPath) -> VideoInfo:
     with open_video(path) as reader:
         stream, context = reader.stream, reader.stream.codec_context
         if any(entry.pos + entry.size > size for entry in stream.index_entries[-1:]):
-            raise MediaError("truncated", path, "is shorter than its own index says", REPLACE_ADVICE)
+            raise MediaError("truncated", path, "is shorter than its index declares", REPLACE_ADVICE)
         timing = _timing_from_header(reader)
         turned, (width, height), tags, *_ = _begin(reader)
         width = max(1, round(width * (stream.sample_aspect_ratio or 1)))
@@ -99,8 +99,8 @@ def probe_video(path: MediaPath) -> VideoInfo:
         _refuse_large(path, width, height)
         tracks = video_tracks(reader.container)
         if timing is None:
-            with open_video(path) as again:
-                timing = _timing_from_packets(again)
+            with open_video(path) as second_reader:
+                timing = _timing_from_packets(second_reader)
         return VideoInfo(
             width,
             height,
@@ -134,8 +134,8 @@ def read_frames(
                 yield picture
                 delivered += 1
         except MediaError as error:
-            # After a seek, an open group of pictures or a gradual refresh depends on frames that were skipped.
-            # Real damage fails again from the beginning, and a frame of another size is numbered from there.
+            # After a seek, an open group of pictures or a gradual refresh depends on skipped frames. Real damage fails
+            # again from the beginning, and a frame of another size gets its number from the beginning.
             if error.reason in _FINAL_REASONS:
                 raise
     if delivered < len(times):
@@ -149,9 +149,9 @@ def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndar
         to_rgb, video = _Converter(reader, "white"), _begin(reader)
         scale = min(1.0, edge / max(video.size))
         size = max(2, round(video.size[0] * scale)), max(2, round(video.size[1] * scale))
-        for shown in _iter_timed_frames(reader, video, None):
-            require_size(path, shown, (shown.frame.width, shown.frame.height), video.size)
-            yield shown.time, to_rgb(shown.frame, size)
+        for timed_frame in _iter_timed_frames(reader, video, None):
+            require_size(path, timed_frame, (timed_frame.frame.width, timed_frame.frame.height), video.size)
+            yield timed_frame.time, to_rgb(timed_frame.frame, size)
 
 
 class _Converter:
@@ -186,7 +186,7 @@ def _frame_tags(frame: VideoFrame, declared: ColorTags, path: MediaPath) -> Colo
 
 def _interlaced_error(path: MediaPath) -> MediaError:
     advice = "deinterlace it, for example with ffmpeg -i IN -vf bwdif OUT.mp4"
-    return MediaError("interlaced", path, "is interlaced: each frame holds halves of two moments", advice)
+    return MediaError("interlaced", path, "is interlaced: each frame has lines of two moments", advice)
 
 
 class _Frames(NamedTuple):
@@ -213,20 +213,20 @@ def _begin(reader: OpenVideo) -> _Frames:
     size = reader.size if all(reader.size) else (first.width, first.height)
     if reader.decoder is reader.stream.codec_context:
         turned = orientation_of_frame(first, reader.path)
-    else:  # only the stream's own decoder has the matrices of the container
-        with open_video(reader.path) as again:
-            own = _begin(again._replace(decoder=again.stream.codec_context))
-        turned = own.turned
+    else:  # only the stream's decoder has the matrices of the container
+        with open_video(reader.path) as second_reader:
+            stream_video = _begin(second_reader._replace(decoder=second_reader.stream.codec_context))
+        turned = stream_video.turned
     return _Frames(turned, size, tags, first, chain([first], frames))
 
 
 def _refuse_large(path: MediaPath, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it")
+        raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down, or remove it")
 
 
 def _no_frames_error(path: MediaPath) -> MediaError:
-    return MediaError("zero-frames", path, "has a video stream without a frame", "remove it from the dataset")
+    return MediaError("zero-frames", path, "has a video stream without frames", "remove it from the dataset")
 
 
 def _decode_at_times(
@@ -234,14 +234,14 @@ def _decode_at_times(
 ) -> Iterator[np.ndarray]:
     with open_video(path, threads) as reader:
         to_rgb, video = _Converter(reader, background), _begin(reader)
-        shown = _iter_timed_frames(reader, video, times[0] if seek else None)
+        timed_frames = _iter_timed_frames(reader, video, times[0] if seek else None)
         last: VideoFrame | None = None
-        for selected in select_frames(shown, times, time_tolerance(reader.stream), path):
+        for selected in select_frames(timed_frames, times, time_tolerance(reader.stream), path):
             frame: VideoFrame = selected.frame
             if frame is not last:
                 turned = orientation_of_frame(frame, path)
                 if turned != video.turned:
-                    problem = f"has another orientation in frame {selected.number} than in its first"
+                    problem = f"has another orientation in frame {selected.number} than in its first frame"
                     raise MediaError("odd-rotation", path, problem, REPLACE_ADVICE)
                 require_size(path, selected, (frame.width, frame.height), video.size)
                 last, picture = frame, turned.apply(to_rgb(frame))
@@ -281,8 +281,8 @@ def _seek_before(reader: OpenVideo, origin: int, target: int) -> Iterator[VideoF
     """
     stream = reader.stream
     second = max(1, round(1 / stream.time_base)) if stream.time_base else 1
-    for back in (0, 1, 4, 16):
-        reader.container.seek(max(origin, target - back * second), stream=stream, backward=True)
+    for seconds_back in (0, 1, 4, 16):
+        reader.container.seek(max(origin, target - seconds_back * second), stream=stream, backward=True)
         reader.decoder.flush_buffers()  # PyAV flushes only the stream's own decoder
         packets = packets_from_keyframe(reader)
         key = next(packets, None)
@@ -292,12 +292,12 @@ def _seek_before(reader: OpenVideo, origin: int, target: int) -> Iterator[VideoF
 
 
 def _unseekable_error(path: MediaPath) -> MediaError:
-    return MediaError("unreadable", path, "can't be searched by time", REMUX_ADVICE)
+    return MediaError("unreadable", path, "does not support seeking by time", REMUX_ADVICE)
 
 
 def _require_pts(frame: VideoFrame, path: MediaPath) -> int:
     if frame.pts is None:
-        raise MediaError("no-timestamps", path, "doesn't say when its frames are shown", REMUX_ADVICE)
+        raise MediaError("no-timestamps", path, "does not have timestamps for its frames", REMUX_ADVICE)
     return frame.pts
 
 
@@ -345,7 +345,7 @@ def _timing_from_packets(reader: OpenVideo) -> _Timing:
     if not stamps:
         raise _no_frames_error(reader.path)
     if end <= min(stamps) or not stream.time_base:
-        raise MediaError("no-timestamps", reader.path, "doesn't say when its frames are shown", REMUX_ADVICE)
+        raise MediaError("no-timestamps", reader.path, "does not have timestamps for its frames", REMUX_ADVICE)
     duration = (end - min(stamps)) * float(stream.time_base)
     _require_full_duration(reader.path, end * float(stream.time_base), _declared_end_s(reader))
     constant = _constant_rate(stamps, len(stamps), reader)
@@ -387,5 +387,5 @@ def _declared_end_s(reader: OpenVideo) -> float:
 
 def _require_full_duration(path: MediaPath, duration: float, declared: float) -> None:
     if duration < declared - max(0.2, 0.02 * declared):
-        problem = f"holds {duration:.1f} s of the {declared:.1f} s that its header declares"
+        problem = f"contains {duration:.1f} s of the {declared:.1f} s in its header"
         raise MediaError("truncated", path, problem, REPLACE_ADVICE)

@@ -1,4 +1,4 @@
-"""The items of a dataset while it is planned: the remaining items, and the items that a rule dropped."""
+"""The items of a dataset during planning: the remaining items, and the items that a rule dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,14 +62,14 @@ class CandidateItems:
         return pc.equal(self.table.column("kind"), "video").to_numpy()
 
     def take(self, rows: np.ndarray) -> "CandidateItems":
-        """A subset of the rows with their values. Rows that are dropped from it are recorded in this object's
-        `rejects`, too. rows: (m,) indices."""
-        taken = CandidateItems(self.dataset, self.table)
-        taken.values, taken.rejects = self.values, self.rejects
+        """A subset of the rows with their values. Rows that are dropped from the subset are also recorded in this
+        object's `rejects`. rows: (m,) indices."""
+        subset = CandidateItems(self.dataset, self.table)
+        subset.values, subset.rejects = self.values, self.rejects
         if not np.array_equal(rows, np.arange(len(self))):
-            taken.table = self.table.take(pa.array(rows))
-            taken.values = {name: values[rows] for name, values in self.values.items()}
-        return taken
+            subset.table = self.table.take(pa.array(rows))
+            subset.values = {name: values[rows] for name, values in self.values.items()}
+        return subset
 
     def drop(
         self, dropped: np.ndarray, reason: str, message: str | Callable[["CandidateItems"], pa.Array]
@@ -80,15 +80,15 @@ class CandidateItems:
             the dropped items to a column of texts.
         """
         if dropped.any():
-            gone = self.take(np.flatnonzero(dropped))
-            path = gone.column("path")
+            rejected = self.take(np.flatnonzero(dropped))
+            path = rejected.column("path")
             columns = {
-                "stage": pa.repeat("bucket", len(gone)),
+                "stage": pa.repeat("bucket", len(rejected)),
                 "item": message_column(f"{self.dataset}/", path),
                 "path": path,
-                "reason": pa.repeat(reason, len(gone)),
-                "message": message_column(path, ": ", message if isinstance(message, str) else message(gone)),
-                "retry": pa.repeat(False, len(gone)),
+                "reason": pa.repeat(reason, len(rejected)),
+                "message": message_column(path, ": ", message if isinstance(message, str) else message(rejected)),
+                "retry": pa.repeat(False, len(rejected)),
             }
             self.rejects.append(pa.table(columns, schema=REJECTS_SCHEMA))
             self.table = self.table.filter(pa.array(~dropped))

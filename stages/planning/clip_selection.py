@@ -19,8 +19,8 @@ SHORTEST_S = 1e-3  # least duration of a video; a video with a stated duration o
 
 class VideoClips(NamedTuple):
     """(m,) clips. item: index of the clip's item. start: in seconds. rate: in frames per second. frames: number of
-    frames. rounded: whether the clip lost frames to (frames - 1) % stride == 0. repeating: whether the clip shows a
-    frame twice, because its source is slower than the target rate."""
+    frames. rounded: whether the clip lost frames because of (frames - 1) % stride == 0. repeating: whether the clip
+    shows a frame twice, because its source is slower than the target rate."""
 
     item: np.ndarray
     start: np.ndarray
@@ -47,36 +47,36 @@ def drop_unusable_videos(family: Family, dataset: Dataset, task: Task, items: Ca
     if not items.videos.any():
         return
     if not family.video:
-        advice = "is a video, and this model is of images; set animations: first-frame, or remove it"
+        advice = "is a video, but the model is for images; set animations: first-frame, or remove it"
         items.drop(items.videos, "in-motion", advice)
         return
     if video.max_frames is not None:
-        limit = f" s, at {rate} more than max_frames = {video.max_frames}"
+        limit = f" s, which at {rate} is more than max_frames = {video.max_frames}"
         items.drop(
             items.videos & (frames_available(items.numbers("duration"), rates(items)) > video.max_frames),
             "too-long",
-            lambda gone: message_column("lasts ", gone.column("duration"), limit),
+            lambda rejected: message_column("lasts ", rejected.column("duration"), limit),
         )
     if video.max_repeated_frames is not None:
         repeats = (
-            f" frames per second, and at {rate} more than {video.max_repeated_frames:.0%} of them repeat; "
+            f" frames per second; at {rate}, more than {video.max_repeated_frames:.0%} of the frames repeat; "
             "lower frame_rate, raise max_repeated_frames, or remove it"
         )
         items.drop(
             items.videos & (_repeated_share(items, rates(items)) > video.max_repeated_frames),
             "repeats-frames",
-            lambda gone: message_column("has ", gone.column("rate"), repeats),
+            lambda rejected: message_column("has ", rejected.column("rate"), repeats),
         )
     too_short = items.videos.copy()
     too_short[_select_video_clips(family, dataset, items).item] = False
-    least = video.num_frames if video.bucket_strategy == "aspect_ratio" else video.min_frames
+    min_frames = video.num_frames if video.bucket_strategy == "aspect_ratio" else video.min_frames
     in_scene = " and less in a scene" if video.scenes else ""
 
-    def message(gone: CandidateItems) -> pa.Array:
-        own = match_frame_rates(_source_rates(gone), rates(gone))
-        frames = frames_available(gone.numbers("duration"), own)
-        needs = f" frames at {rate}{in_scene}; a clip needs {least}"
-        return message_column("lasts ", gone.column("duration"), " s, which is ", frames, needs)
+    def message(rejected: CandidateItems) -> pa.Array:
+        matched_rates = match_frame_rates(_source_rates(rejected), rates(rejected))
+        frames = frames_available(rejected.numbers("duration"), matched_rates)
+        needs = f" frames at {rate}{in_scene}; a clip needs {min_frames}"
+        return message_column("lasts ", rejected.column("duration"), " s, which is ", frames, needs)
 
     items.drop(too_short, "too-short", message)
 
@@ -86,8 +86,8 @@ def select_members(family: Family, dataset: Dataset, items: CandidateItems) -> C
     frame without start and rate."""
     clips = _select_video_clips(family, dataset, items)
     images = np.flatnonzero(~items.videos)
-    no_time, no = np.full(len(images), np.nan), np.zeros(len(images), bool)
-    pictures = VideoClips(images, no_time, no_time, np.ones(len(images), np.int64), no, no)
+    no_time, is_false = np.full(len(images), np.nan), np.zeros(len(images), bool)
+    pictures = VideoClips(images, no_time, no_time, np.ones(len(images), np.int64), is_false, is_false)
     order = np.argsort(np.concatenate([clips.item, images]), kind="stable")
     values = {name: np.concatenate([getattr(clips, name), getattr(pictures, name)])[order] for name in clips._fields}
     members = items.take(values["item"])
@@ -112,12 +112,12 @@ def _source_rates(items: CandidateItems) -> np.ndarray:
 
 
 def _target_rates(family: Family, dataset: Dataset, items: CandidateItems) -> np.ndarray:
-    """(n,) the configured frame_rate; if it is "source", the video's own rate, or the family's rate if the own rate is
-    not known."""
+    """(n,) the configured frame_rate; if it is "source", the video's own rate, or the family's rate if the video's
+    rate is unknown."""
     if dataset.video.frame_rate != "source":
         return np.full(len(items), dataset.video.frame_rate)
-    own = items.numbers("rate")
-    return np.where(np.isfinite(own) & (own > 0), own, family.frame_rate)
+    video_rates = items.numbers("rate")
+    return np.where(np.isfinite(video_rates) & (video_rates > 0), video_rates, family.frame_rate)
 
 
 def _repeated_share(items: CandidateItems, rates: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Make an item plan from media tables: the samples and units that a stage before `bucket` reads; and add the captions
-and masks that such stages made of these samples (members) to the plan of `bucket`. Pure, opens no file.
+"""Make an item plan from media tables: the samples and units that a stage before `bucket` reads. Also add the captions
+and masks that such stages made for these samples (members) to the plan of `bucket`. Opens no file.
 
 A member is a whole picture, or a few frames spread over a clip. The clips are those that the dataset's `video` options
 cut, so that a caption describes the clip that is trained on. A member is resized to the size that the model expects,
@@ -28,7 +28,7 @@ from stages.planning.candidates import CandidateItems, drop_duplicate_ids, passe
 from stages.planning.clip_selection import frame_strides, select_members, select_whole_items
 from stages.planning.samples import Geometries, active_rows, geometry_numbers, sample_table
 
-MOST_HALVINGS = 20  # times that the area is halved for small pictures, at most
+MAX_HALVINGS = 20  # maximum number of times that the area is halved for small pictures
 
 Ints = NDArray[np.int64]
 
@@ -40,8 +40,8 @@ class ItemRequest:
     stage: name of the stage. pixels: approximate area of a picture. multiple: number of pixels that divides the sides.
     frames: largest number of frames of a clip. sources: whether an item's first source image is read with the item.
     options: names of the dataset options on which `choose` depends. choose: function that returns (n,) whether each
-    row of a dataset's media table is wanted. whole: whether a member is a whole item (a video from beginning to end
-    instead of its clips), and a `where` that reads the stage's own features drops no items. box_column: extra column
+    row of a dataset's media table is read. has_whole_items: whether a member is a whole item (a video from beginning to
+    end instead of its clips), and a `where` that uses the stage's features drops no items. box_column: extra column
     of the media table with a box in each item; the box is a part of the member's id.
     """
 
@@ -52,7 +52,7 @@ class ItemRequest:
     sources: bool
     options: tuple[str, ...]
     choose: Callable[[Dataset, pa.Table], NDArray[np.bool_]]
-    whole: bool = False
+    has_whole_items: bool = False
     box_column: str | None = None
 
 
@@ -63,12 +63,12 @@ def item_plan_key(family: Family, datasets: Sequence[Dataset], request: ItemRequ
         for dataset in sorted(datasets, key=lambda dataset: dataset.id)
         if not dataset.disabled
     ]
-    if request.whole:
+    if request.has_whole_items:
         settings = [{key: row[key] for key in row if key not in ("video", "strides")} for row in settings]
-    of_model = {
+    request_values = {
         name: getattr(request, name) for name in ("stage", "pixels", "multiple", "frames", "sources", "box_column")
     }
-    return hash_json({"tables": TABLES_VERSION, "items": of_model, "datasets": settings})
+    return hash_json({"tables": TABLES_VERSION, "items": request_values, "datasets": settings})
 
 
 def plan_items(
@@ -81,11 +81,11 @@ def plan_items(
         if dataset.disabled:
             continue
         table = media[dataset.id]
-        wanted = request.choose(dataset, table)
-        if not (request.whole and feature_columns(dataset.where, table.column_names)):
-            wanted = wanted & passes_filter(dataset, "where", table)
-        items = CandidateItems(dataset.id, table.filter(pa.array(wanted)))
-        if request.whole:
+        is_chosen = request.choose(dataset, table)
+        if not (request.has_whole_items and feature_columns(dataset.where, table.column_names)):
+            is_chosen = is_chosen & passes_filter(dataset, "where", table)
+        items = CandidateItems(dataset.id, table.filter(pa.array(is_chosen)))
+        if request.has_whole_items:
             samples.append(item_samples(request, select_whole_items(items, request.frames)))
         else:
             samples.append(item_samples(request, select_members(family, dataset, items)))
@@ -123,10 +123,10 @@ def item_samples(request: ItemRequest, members: CandidateItems) -> pa.Table:
 
 
 def fit_sizes(width: Ints, height: Ints, pixels: int, multiple: int) -> tuple[Ints, Ints]:
-    """(n,) widths and (n,) heights, multiples of `multiple`, with an area of about `pixels` and each picture's own
-    aspect. If a half, a quarter and so on of this area holds all pixels of a picture, the smaller area is used."""
+    """(n,) widths and (n,) heights, multiples of `multiple`, with an area of about `pixels` and each picture's
+    aspect. If a half, a quarter and so on of this area contains all pixels of a picture, the smaller area is used."""
     area = width * height
-    halvings = sum((area << k) <= pixels for k in range(1, MOST_HALVINGS + 1))
+    halvings = sum((area << k) <= pixels for k in range(1, MAX_HALVINGS + 1))
     edge = np.sqrt(pixels / 2.0 ** np.asarray(halvings, np.float64))
     shape = np.sqrt(width / height)
     sides = (
@@ -137,8 +137,8 @@ def fit_sizes(width: Ints, height: Ints, pixels: int, multiple: int) -> tuple[In
 
 
 def read_boxes(items: CandidateItems, name: str) -> Geometries:
-    """(n, 7) geometries of each item's box: a crop of the picture in its own size, clipped to the picture; zeros for an
-    item without a valid box. name: extra column with texts "x, y, width, height"."""
+    """(n, 7) geometries of each item's box: a crop of the picture in its original size, clipped to the picture; zeros
+    for an item without a valid box. name: extra column with texts "x, y, width, height"."""
     boxes = np.zeros((len(items), 7), np.int64)
     if EXTRA_PREFIX + name not in items.table.column_names:
         return boxes
@@ -151,10 +151,10 @@ def read_boxes(items: CandidateItems, name: str) -> Geometries:
         np.asarray(pc.coalesce(pc.struct_field(parts, part), "0").cast(pa.float64())) for part in names
     )
     wide, tall = (items.numbers(side).astype(np.int64) for side in ("width", "height"))
-    left, right = (np.clip(np.rint(edge), 0, wide).astype(np.int64) for edge in (x, x + width))
+    box_left, box_right = (np.clip(np.rint(edge), 0, wide).astype(np.int64) for edge in (x, x + width))
     top, bottom = (np.clip(np.rint(edge), 0, tall).astype(np.int64) for edge in (y, y + height))
-    has &= (right > left) & (bottom > top)
-    return geometry_numbers(right - left, bottom - top, 1, Crop(wide, tall, left, top)) * has[:, None]
+    has &= (box_right > box_left) & (bottom > top)
+    return geometry_numbers(box_right - box_left, bottom - top, 1, Crop(wide, tall, box_left, top)) * has[:, None]
 
 
 # -- results of stages: captions, in addition to the captions of files or instead of them, and masks -----------------
@@ -172,23 +172,25 @@ class CaptionSet:
 @dataclass(frozen=True)
 class MadeCaptions:
     """The caption sets that a dataset uses; a sample has the captions of all sets as alternatives. edited: (m,) media
-    ids of items whose captions a person edited, which do not change."""
+    ids of items with captions that a person edited; these captions do not change."""
 
     sets: Sequence[CaptionSet]
     edited: pa.Array
 
     def captions(self, dataset: Dataset, members: CandidateItems) -> pa.ListArray:
         """(n,) lists of the captions of each picture and clip."""
-        own, made = members.column("captions"), list[pa.Array]()
-        for used in self.sets:
-            made.append(_find(used.table, "captions", item_samples(used.request, members).column("sample_id")))
-        has_made = np.any([captions.is_valid() for captions in made], axis=0)
-        has_own = np.asarray(pc.greater(pc.fill_null(pc.list_value_length(own), 0), 0))
+        file_captions, made_captions = members.column("captions"), list[pa.Array]()
+        for caption_set in self.sets:
+            ids = item_samples(caption_set.request, members).column("sample_id")
+            made_captions.append(_find(caption_set.table, "captions", ids))
+        has_made = np.any([captions.is_valid() for captions in made_captions], axis=0)
+        has_file_captions = np.asarray(pc.greater(pc.fill_null(pc.list_value_length(file_captions), 0), 0))
         edited = np.asarray(pc.is_in(members.column("media_id"), value_set=self.edited))
-        uses_made = {"fill": ~has_own, "add": has_made, "replace": has_made}[dataset.generated_captions] & ~edited
-        uses_own = ~uses_made | (dataset.generated_captions == "add")
-        parts = [pc.if_else(pa.array(uses_own), own, None)]
-        parts += [pc.if_else(pa.array(uses_made), captions, None) for captions in made]
+        uses_made = ~has_file_captions if dataset.generated_captions == "fill" else has_made
+        uses_made = uses_made & ~edited
+        uses_file_captions = ~uses_made | (dataset.generated_captions == "add")
+        parts = [pc.if_else(pa.array(uses_file_captions), file_captions, None)]
+        parts += [pc.if_else(pa.array(uses_made), captions, None) for captions in made_captions]
         # Concatenate the lists of several columns row by row.
         owner = np.concatenate([np.asarray(pc.list_parent_indices(part)) for part in parts])
         values = pa.concat_arrays([pc.list_flatten(part) for part in parts])

@@ -1,7 +1,7 @@
 """Join a plan with its shards: the shard rows and texts of each sample, as columns.
 
-A million samples are matched, sorted and numbered in arrays. Only samples that are left out are handled one at a time.
-Pure, except that `find_encoded` reads the shards' metadata.
+A million samples are matched, sorted and numbered in arrays. Only omitted samples are processed one at a time. Opens no
+file, except that `find_encoded` reads the shards' metadata.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,9 +66,9 @@ class EncodedMembers:
         return (members >= 0) & (self.shard[members] >= 0) if len(self.shard) else np.zeros(len(members), bool)
 
 
-def find_encoded(readers: ReaderPool, paths: Sequence[str], wanted: pa.Array) -> EncodedMembers:
-    """Find ids in the shards at `paths`. If several shards have an id, the first shard is used. wanted: (n,) distinct
-    ids."""
+def find_encoded(readers: ReaderPool, paths: Sequence[str], wanted_ids: pa.Array) -> EncodedMembers:
+    """Find ids in the shards at `paths`. If several shards have an id, the first shard is used. wanted_ids: (n,)
+    distinct ids."""
     names, rejects, truncated = [pa.array([], pa.string())], dict[str, RejectedMember](), dict[str, TruncatedText]()
     for path in paths:
         meta = readers.meta(path)
@@ -76,17 +76,20 @@ def find_encoded(readers: ReaderPool, paths: Sequence[str], wanted: pa.Array) ->
         rejects.update((member.id, member) for member in meta.rejects)
         truncated.update((row.id, row) for row in meta.truncated)
     ends = np.cumsum([len(ids) for ids in names])  # the first entry is for the empty array
-    at = find_ids(wanted, pa.concat_arrays(names))
+    at = find_ids(wanted_ids, pa.concat_arrays(names))
     shard = np.where(at >= 0, np.searchsorted(ends, at, side="right") - 1, -1)
-    missing = shard < 0
-    index = find_ids(pa.array(list(rejects), pa.string()), wanted)
+    is_missing = shard < 0
+    index = find_ids(pa.array(list(rejects), pa.string()), wanted_ids)
     rejects = {
-        name: member for (name, member), i in zip(rejects.items(), index.tolist(), strict=True) if i >= 0 and missing[i]
+        name: member
+        for (name, member), i in zip(rejects.items(), index.tolist(), strict=True)
+        if i >= 0 and is_missing[i]
     }
-    missing[index[index >= 0]] = False
-    known = find_ids(pa.array(list(truncated), pa.string()), wanted) >= 0
-    cut = [row for row, is_known in zip(truncated.values(), known.tolist(), strict=True) if is_known]
-    return EncodedMembers(wanted, list(paths), shard, at - ends[shard], rejects, cut, wanted.filter(pa.array(missing)))
+    is_missing[index[index >= 0]] = False
+    is_known_text = find_ids(pa.array(list(truncated), pa.string()), wanted_ids) >= 0
+    cut = [row for row, is_known in zip(truncated.values(), is_known_text.tolist(), strict=True) if is_known]
+    missing = wanted_ids.filter(pa.array(is_missing))
+    return EncodedMembers(wanted_ids, list(paths), shard, at - ends[shard], rejects, cut, missing)
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ class TrainingSetTables:
 
 
 def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMembers]) -> TrainingSetTables:
-    """The training set of a plan for which no shard is missing. LatentpressError if no sample remains to train on, or
-    if a prompt that every run needs was rejected.
+    """The training set of a plan without missing shards. Raises LatentpressError if no training sample remains, or if a
+    prompt that every run needs was rejected.
 
     texts: the encoded texts. samples: kind of shard ("latents" and further kinds) -> encoded members of this kind.
     """
@@ -121,11 +124,11 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     rows, left_out = _select_encoded(active, texts, samples)
     if not pc.any(pc.equal(rows.column("role"), "train")).as_py():
         if pc.any(pc.equal(active.column("role"), "train")).as_py():
-            why, advice = "every sample was rejected", "see the rejects of each stage: latentpress status"
+            cause, advice = "every sample was rejected", "see the reasons: latentpress status --rejects"
         else:
-            why = "every sample is held out for evaluation"
-            advice = "set `eval: false`, or a smaller eval_fraction, for some dataset, then run `latentpress bucket`"
-        raise LatentpressError(f"the training set would be empty: {why}", advice)
+            cause = "every sample is held out for evaluation"
+            advice = "set `eval: false`, or a smaller eval_fraction, for a dataset, then run `latentpress bucket`"
+        raise LatentpressError(f"the training set would be empty: {cause}", advice)
     rows = rows.take(_sort_order(rows))
     prompt_ids = [name for prompt in prompts for name in (prompt.text, prompt.negative)]
     prompt_texts = texts.find(pa.array(prompt_ids + ([null] if null else []), pa.string()))
@@ -146,33 +149,33 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     places = {part: find_shards(kind_of[part], at) for part, at in members.items()}
     text_shards = find_shards("text", text_numbers.used)
     images = [[prompt.condition] if prompt.condition else prompt.references for prompt in prompts]
-    shown = [latents.find(pa.array(ids, pa.string())) for ids in images]
-    shown_shards = [find_shards("latents", at) for at in shown]
-    conditions = [at for at, prompt in zip(shown_shards, prompts, strict=True) if prompt.condition]
-    used = [places["latents"], *conditions, text_shards, *places.values(), *shown_shards]
-    shards, used_texts = _Renumbering(len(files), used), text_numbers.used
-    text_columns = [texts.wanted_ids.take(pa.array(used_texts)), shards.of(text_shards), texts.row[used_texts]]
+    prompt_images = [latents.find(pa.array(ids, pa.string())) for ids in images]
+    prompt_shards = [find_shards("latents", at) for at in prompt_images]
+    conditions = [at for at, prompt in zip(prompt_shards, prompts, strict=True) if prompt.condition]
+    used_shards = [places["latents"], *conditions, text_shards, *places.values(), *prompt_shards]
+    shards, used_texts = _Renumbering(len(files), used_shards), text_numbers.used
+    text_columns = [texts.wanted_ids.take(pa.array(used_texts)), shards.renumber(text_shards), texts.row[used_texts]]
     columns = {name: rows.column(name) for name in ("sample_id", "role", *GROUP_COLUMNS, "regularization")}
     for part, at in members.items():
         encoded, prefix, absent = samples[kind_of[part]], "" if part == "latents" else f"{part}_", at < 0
-        columns[f"{prefix}shard"] = pa.array(shards.of(places[part]), pa.int32(), mask=absent)
+        columns[f"{prefix}shard"] = pa.array(shards.renumber(places[part]), pa.int32(), mask=absent)
         columns[f"{prefix}row"] = pa.array(encoded.row[at], pa.int32(), mask=absent)
         if part in REFERENCE_PARTS:
             columns[f"{prefix}id"] = encoded.wanted_ids.take(pa.array(at, mask=absent))
     offsets = pa.array(_list_offsets(rows.column("texts")), pa.int32())
-    columns["texts"] = pa.ListArray.from_arrays(offsets, pa.array(text_numbers.of(captions), pa.int32()))
+    columns["texts"] = pa.ListArray.from_arrays(offsets, pa.array(text_numbers.renumber(captions), pa.int32()))
     absent = null_texts < 0
-    columns["null_text"] = pa.array(np.where(absent, 0, text_numbers.of(null_texts)), mask=absent)
+    columns["null_text"] = pa.array(np.where(absent, 0, text_numbers.renumber(null_texts)), mask=absent)
     schema = index_schema(sorted(samples.keys() - {"latents"}), len(members) - len(samples))
     tables = {
         "index": pa.table([columns[name] for name in schema.names], names=schema.names).cast(schema),
         "texts": pa.table(text_columns, names=SET_TEXTS_SCHEMA.names).cast(SET_TEXTS_SCHEMA),
         "shards": pa.Table.from_pylist([files[i] for i in shards.used.tolist()], SET_SHARDS_SCHEMA),
     }
-    numbers = text_numbers.of(prompt_texts).tolist()
+    numbers = text_numbers.renumber(prompt_texts).tolist()
     entries = []
-    for i, (prompt, ids, at) in enumerate(zip(prompts, images, shown, strict=True)):
-        numbered = shards.of(shown_shards[i]).tolist()
+    for i, (prompt, ids, at) in enumerate(zip(prompts, images, prompt_images, strict=True)):
+        numbered = shards.renumber(prompt_shards[i]).tolist()
         located = [
             {"id": id, "shard": shard, "row": row}
             for id, shard, row in zip(ids, numbered, latents.row[at].tolist(), strict=True)
@@ -193,8 +196,8 @@ def _describe_prompt(prompt: PlannedPrompt, text: int, negative: int, places: li
 
 
 class _Renumbering:
-    """New numbers, from 0 in the order of first use, for those numbers in range(size) that are used; -1 stays -1. size:
-    end of the range. used: arrays of used numbers."""
+    """New numbers, from 0 in the order of first use, for the used numbers in range(size); -1 stays -1. size: end of the
+    range. used: arrays of used numbers."""
 
     def __init__(self, size: int, used: Sequence[IntArray]) -> None:
         values = np.concatenate(used)
@@ -205,7 +208,7 @@ class _Renumbering:
         self._number = np.full(size + 1, -1, np.int64)
         self._number[self.used] = np.arange(len(self.used))
 
-    def of(self, values: IntArray) -> IntArray:
+    def renumber(self, values: IntArray) -> IntArray:
         return self._number[values]
 
 
@@ -223,19 +226,19 @@ def _select_encoded(
     members = {kind: encoded.find(active.column("sample_id")) for kind, encoded in samples.items()}
     encoded = texts.is_encoded(captions)
     offsets = np.concatenate([[0], np.cumsum(encoded)])[_list_offsets(lists)]
-    kept = ((null_texts < 0) | texts.is_encoded(null_texts)) & (np.diff(offsets) > 0)
+    is_complete = ((null_texts < 0) | texts.is_encoded(null_texts)) & (np.diff(offsets) > 0)
     for kind, ids in members.items():
-        kept &= samples[kind].is_encoded(ids)
+        is_complete &= samples[kind].is_encoded(ids)
     references = _find_references(active, samples["latents"])
     for ids in references.values():
-        kept &= (ids < 0) | samples["latents"].is_encoded(ids)
+        is_complete &= (ids < 0) | samples["latents"].is_encoded(ids)
     names = ("role", *GROUP_COLUMNS)
     columns = {name: active.column(name).combine_chunks().dictionary_encode() for name in names}
     columns |= {name: active.column(name).combine_chunks() for name in ("sample_id", "regularization")}
     columns["texts"] = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(captions[encoded]))
     columns |= {name: pa.array(ids) for name, ids in {"null_text": null_texts, **members, **references}.items()}
     left_out = []
-    for row in active.filter(pa.array(~kept)).to_pylist():
+    for row in active.filter(pa.array(~is_complete)).to_pylist():
         causes = [encoded.rejects.get(row["sample_id"]) for encoded in samples.values()]
         causes += [samples["latents"].rejects.get(id) for id in row.get("references") or ()]
         causes.append(texts.rejects.get(row["null_text"]))
@@ -243,7 +246,7 @@ def _select_encoded(
         left_out.append(
             {"item": row["sample_id"], "path": row["path"], "reason": cause.reason, "message": cause.message}
         )
-    return pa.table(columns).filter(pa.array(kept)), left_out
+    return pa.table(columns).filter(pa.array(is_complete)), left_out
 
 
 def _find_references(active: pa.Table, latents: EncodedMembers) -> dict[str, IntArray]:
@@ -271,7 +274,7 @@ def _sort_order(rows: pa.Table) -> pa.Array:
 def _require_prompts(
     prompts: list[PlannedPrompt], null: str | None, texts: EncodedMembers, latents: EncodedMembers
 ) -> None:
-    """LatentpressError if the null prompt or a validation prompt was rejected, since every run needs them."""
+    """Raise LatentpressError if the null prompt or a validation prompt was rejected, because every run needs them."""
     needed: list[tuple[str, list[str], list[str]]] = [("the null prompt", [null], [])] if null else []
     for p in prompts:
         images = [p.condition] if p.condition else p.references
@@ -282,7 +285,7 @@ def _require_prompts(
         if rejects:
             raise LatentpressError(
                 f"{prompt} could not be encoded: {rejects[0].message}",
-                "correct it, then run `latentpress bucket` and the encoding stages with --retry-rejects",
+                "correct the prompt, then run `latentpress bucket` and the encoding stages with --retry-rejects",
             )
 
 

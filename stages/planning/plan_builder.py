@@ -1,7 +1,7 @@
 """Make the samples, texts and active rows of a plan from media tables: pure functions of tables and settings.
 
 Opens no file and has no loop over items, so that a plan of a million rows takes seconds. The same rows give the same
-plan, independent of the order in which they were listed.
+plan, in any order of their listing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ from stages.planning.items import MadeCaptions, MadeMasks
 from stages.planning.samples import drop_refused, list_ids, plan_references
 
 TableRow = dict[str, Any]
-NO_CAPTION = "has no caption, and none was made of it; `latentpress status --rejects` says why; or write one"
-NO_MASK = "has no mask, and none was made of it; `latentpress status --rejects` says why; or draw one (mask_data)"
+NO_CAPTION = "has no caption, and the model did not make one; see `latentpress status --rejects`, or write a caption"
+NO_MASK = "has no mask, and the model did not make one; see `latentpress status --rejects`, or add a mask (mask_data)"
 
 
 @dataclass
@@ -35,7 +35,7 @@ class DatasetNotes:
 
     items: int
     duplicates: int  # number of items with the same bytes as another item of the dataset
-    rounded: int  # number of clips that lost frames to (frames - 1) % stride == 0
+    rounded: int  # number of clips that lost frames because of (frames - 1) % stride == 0
     repeating: int  # number of clips that show a frame twice
     aspect_differs: pa.Array  # for i2i, descriptions of the pairs with different aspects
     step: crop_selection.StepCost | None  # None with `buckets: family`
@@ -64,28 +64,28 @@ def build_plan(
     datasets: Sequence[Dataset],
     media: Mapping[str, pa.Table],
     side_multiple: int,
-    made: Mapping[str, MadeCaptions] = MappingProxyType({}),
+    made_captions: Mapping[str, MadeCaptions] = MappingProxyType({}),
     masks: Mapping[str, MadeMasks] = MappingProxyType({}),
 ) -> DraftPlan:
     """Plan all datasets. media: dataset id -> table of schemas.tables.MEDIA_SCHEMA, sorted by path. made, masks:
     dataset id -> captions or masks made by a model, for the datasets that use them."""
-    used = sorted((dataset for dataset in datasets if not dataset.disabled), key=lambda dataset: dataset.id)
+    enabled = sorted((dataset for dataset in datasets if not dataset.disabled), key=lambda dataset: dataset.id)
     held_out = [pa.array([], pa.string())]  # content ids of held-out items; other datasets may not train on them
-    for dataset in used:
+    for dataset in enabled:
         if dataset.eval or dataset.eval_fraction:
             ids = samples.content_ids(media[dataset.id])
             held_out.append(ids.filter(pa.array(samples.held_out_mask(dataset, media[dataset.id]))))
     held_out_ids, parts, active, notes = pc.unique(pa.concat_arrays(held_out)), list[DraftPlan](), [], {}
-    for dataset in used:
+    for dataset in enabled:
         sizes = dataset.resolutions(model.family_spec.resolution)
-        inputs = media[dataset.id], made.get(dataset.id), masks.get(dataset.id), side_multiple, held_out_ids
+        inputs = media[dataset.id], made_captions.get(dataset.id), masks.get(dataset.id), side_multiple, held_out_ids
         plans = [_plan_dataset(model, dataset.changed(resolution=size), *inputs) for size in sizes]
         notes[dataset.id] = _join_notes([plan.notes[dataset.id] for plan in plans])
         rows = pa.concat_tables([plan.active for plan in plans])
         # If resolutions have a bucket in common, equal samples count once.
         active.append(first_rows(rows, "sample_id", "path") if len(plans) > 1 else rows)
         parts += plans
-    if any(dataset.eval or dataset.eval_fraction for dataset in used):
+    if any(dataset.eval or dataset.eval_fraction for dataset in enabled):
         roles, rows = ("eval", "train"), pa.concat_tables(active)
         active = [rows.filter(pc.equal(rows.column("role"), role)) for role in roles]
         active.append(rows.filter(pc.invert(pc.is_in(rows.column("role"), value_set=pa.array(roles)))))
@@ -107,7 +107,7 @@ def _join_notes(notes: Sequence[DatasetNotes]) -> DatasetNotes:
     """A dataset's notes, from its notes at each of its resolutions; `step` is the most costly bucket step."""
 
     def cost(notes: DatasetNotes) -> tuple[bool, float]:
-        return (False, 0.0) if notes.step is None else (notes.step.advised is not None, notes.step.more)
+        return (False, 0.0) if notes.step is None else (notes.step.advised is not None, notes.step.extra_loss)
 
     return replace(
         max(notes, key=cost),
@@ -122,14 +122,14 @@ def _plan_dataset(
     model: Model,
     dataset: Dataset,
     table: pa.Table,
-    made: MadeCaptions | None,
+    made_captions: MadeCaptions | None,
     masks: MadeMasks | None,
     side_multiple: int,
     held_out_ids: pa.Array,
 ) -> DraftPlan:
     items = CandidateItems(dataset.id, table.append_column("row", pa.array(np.arange(table.num_rows))))
     duplicates = _drop_unused(dataset, items, held_out_ids)
-    captions, rows = _select_captions(model, dataset, items, made)
+    captions, rows = _select_captions(model, dataset, items, made_captions)
     drop_unusable_videos(model.family_spec, dataset, model.task, items)
     condition = model.condition
     has_references = condition is not None and condition.kind == "references"
@@ -142,21 +142,21 @@ def _plan_dataset(
     sizes = (" (", differing.sizes(), ", its source ", differing.sizes("source_"), ")")
     members = select_members(model.family_spec, dataset, items)
     rounded, repeating = (int(members.values[name].sum()) for name in ("rounded", "repeating"))
-    captions = captions.of_items(np.isin(rows, items.numbers("row")))
+    captions = captions.select_items(np.isin(rows, items.numbers("row")))
     if masks is not None:
         masks.add(members)
         stay = _drop_members(members, ~np.asarray(members.column("mask_id").is_valid()), "no-mask", NO_MASK)
-        captions = captions.of_items(stay) if made is not None else captions
-    if made is not None:
+        captions = captions.select_items(stay) if made_captions is not None else captions
+    if made_captions is not None:
         lacking = np.bincount(captions.item, minlength=len(members)) == 0
-        captions = captions.of_items(_drop_members(members, lacking, "no-caption", NO_CAPTION))
+        captions = captions.select_items(_drop_members(members, lacking, "no-caption", NO_CAPTION))
     references = plan_references(condition, members) if condition is not None and has_references else None
-    planned = samples.plan_samples(
+    planned_samples = samples.plan_samples(
         dataset, condition, members, None if references is None else list_ids(references.ids)
     )
-    captioned_by = members.values["item"] if made is None else np.arange(len(members))
+    captioned_by = members.values["item"] if made_captions is None else np.arange(len(members))
     text_rows, text_lists, null_text = texts.plan_texts(model.template, members, captioned_by, captions, references)
-    buckets = pc.struct_field(planned.column("geometry"), "bucket")
+    buckets = pc.struct_field(planned_samples.column("geometry"), "bucket")
     columns: dict[str, Any] = {
         "repeats": pa.repeat(pa.scalar(dataset.repeats, pa.int32()), len(members)),
         "weight": pa.repeat(dataset.weight, len(members)),
@@ -168,7 +168,7 @@ def _plan_dataset(
         columns["references"] = references.ids
     if null_text is not None:
         columns["null_text"] = null_text
-    active = samples.active_rows(planned, active_schema(references is not None), bucket=buckets, **columns)
+    active = samples.active_rows(planned_samples, active_schema(references is not None), bucket=buckets, **columns)
     notes = DatasetNotes(
         items=table.num_rows,
         duplicates=duplicates,
@@ -180,9 +180,9 @@ def _plan_dataset(
     )
     rejects = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *items.rejects])
     if references is not None:
-        planned = pa.concat_tables([planned, references.samples])
+        planned_samples = pa.concat_tables([planned_samples, references.samples])
         active = pa.concat_tables([active, references.active])
-    return DraftPlan(planned, text_rows, active, rejects, {dataset.id: notes})
+    return DraftPlan(planned_samples, text_rows, active, rejects, {dataset.id: notes})
 
 
 def _drop_unused(dataset: Dataset, items: CandidateItems, held_out_ids: pa.Array) -> int:
@@ -197,52 +197,52 @@ def _drop_unused(dataset: Dataset, items: CandidateItems, held_out_ids: pa.Array
 
 
 def _select_captions(
-    model: Model, dataset: Dataset, items: CandidateItems, made: MadeCaptions | None
+    model: Model, dataset: Dataset, items: CandidateItems, made_captions: MadeCaptions | None
 ) -> tuple[texts.CleanedCaptions, np.ndarray]:
     """Cleaned captions of n items or, if a model described each clip, of n pictures and clips; and (n,) the "row" of
     each item, picture or clip. Items without a caption are dropped."""
     lists, owner, count = items.column("captions"), np.arange(len(items)), len(items)
     rows = items.numbers("row")
-    if made is not None:
+    if made_captions is not None:
         members = select_members(model.family_spec, dataset, items)
-        lists, owner = made.captions(dataset, members), members.values["item"]
+        lists, owner = made_captions.captions(dataset, members), members.values["item"]
     if dataset.default_caption:
         default = pa.array([[dataset.default_caption]], lists.type)
         has_caption = pc.fill_null(pc.greater(pc.list_value_length(lists), 0), False)
         lists = pc.if_else(has_caption, lists, default[0])
     captions = texts.clean_captions(dataset, model.template, lists)
-    # A video without clips is dropped later, for that reason.
+    # A video without clips is dropped later, with another reason.
     lacking = (np.bincount(owner[captions.item], minlength=count) == 0) & (np.bincount(owner, minlength=count) > 0)
-    if made is not None:
+    if made_captions is not None:
         listed = np.asarray(pc.greater(pc.list_value_length(lists), 0))
         lacking = lacking[
             items.drop(lacking & (np.bincount(owner[listed], minlength=count) == 0), "no-caption", NO_CAPTION)
         ]
-    advice = "nothing is left of its caption once it was filtered and cleaned as the pipeline does; write another"
+    advice = "has a caption that is empty after it was filtered and cleaned; write another caption"
     items.drop(lacking, "empty-caption", advice)
     return captions, rows[owner]
 
 
 def _drop_members(members: CandidateItems, lacking: np.ndarray, reason: str, problem: str) -> np.ndarray:
-    """Drop pictures and clips for which a model made no caption or mask; returns (n,) whether each remains. If no clip
-    of an item remains, the item is recorded as a whole.
+    """Drop pictures and clips for which a model made no caption or mask. Returns (n,) whether each remains. If no clip
+    of an item remains, the item is recorded instead.
 
     lacking: (n,) whether the caption or mask is missing. reason, problem: see `CandidateItems.drop`.
     """
     item = members.values["item"]
     has_others = np.bincount(item[~lacking], minlength=int(item.max(initial=0)) + 1) > 0
 
-    def message(gone: CandidateItems) -> pa.Array:
-        clips = message_column("has a clip at ", gone.values["start"], f" s that {problem}")
-        return pc.if_else(pa.array(has_others[gone.values["item"]]), clips, problem)
+    def message(rejected: CandidateItems) -> pa.Array:
+        clips = message_column("has a clip at ", rejected.values["start"], f" s that {problem}")
+        return pc.if_else(pa.array(has_others[rejected.values["item"]]), clips, problem)
 
     return members.drop(lacking, reason, message)
 
 
-def crop_statistics(buckets: pa.ChunkedArray, distortion: np.ndarray, lost: np.ndarray) -> list[TableRow]:
+def crop_statistics(buckets: pa.ChunkedArray, distortion: np.ndarray, cropped_share: np.ndarray) -> list[TableRow]:
     """One row for each bucket: number of "samples", largest "distortion", largest ("lost") and mean ("mean") share of
-    the area that is lost. buckets, distortion, lost: (n,) values of each sample."""
-    columns = {"bucket": buckets, "distortion": distortion, "lost": lost}
+    the area that is lost. buckets, distortion, cropped_share: (n,) values of each sample."""
+    columns = {"bucket": buckets, "distortion": distortion, "lost": cropped_share}
     groups = pa.table(columns).group_by("bucket", use_threads=False)
     table = groups.aggregate([([], "count_all"), ("distortion", "max"), ("lost", "max"), ("lost", "mean")])
     table = table.select(["bucket", "count_all", "distortion_max", "lost_max", "lost_mean"])

@@ -35,8 +35,8 @@ def content_ids(table: pa.Table) -> pa.Array:
 
 
 def held_out_mask(dataset: Dataset, table: pa.Table) -> np.ndarray:
-    """(n,) whether an item of a media table is held out. Its content decides, so that its role does not change when
-    data is added."""
+    """(n,) whether an item of a media table is held out. The content determines this, so that an item's role does not
+    change when data is added."""
     if dataset.eval or not dataset.eval_fraction:
         return np.full(len(table), dataset.eval)
     return to_unit_interval(identity.derive_seeds(content_ids(table), "eval")) < dataset.eval_fraction
@@ -131,7 +131,7 @@ def plan_samples(
         columns |= {"source_path": members.column("source"), "source_id": members.column("source_id")}
     masked = np.asarray(members.column("mask_id").is_valid())
     if masked.any():
-        # A mask of any size is laid over the media, so it gets the sample's crop.
+        # A mask of any size covers its media, so it gets the sample's crop.
         mask = np.where(masked[:, None], geometry, 0)
         masks = {"mask_path": "mask", "mask_id": "mask_id", "mask_kind": "mask_kind"}
         columns |= {name: members.column(column) for name, column in masks.items()}
@@ -158,16 +158,16 @@ def drop_refused(condition: Condition, items: CandidateItems) -> None:
     """Drop items with a reference of a size that the family's pipeline does not support."""
     assert condition.size is not None
     for role in (role for role in SOURCE_ROLES if role in items.table.column_names):
-        given = np.asarray(pc.is_valid(items.column(f"{role}_width")))
+        is_present = np.asarray(pc.is_valid(items.column(f"{role}_width")))
         width, height = (np.maximum(items.numbers(f"{role}_{side}"), 1) for side in ("width", "height"))
-        refused = given & condition.size.refused(width, height)
+        refused = is_present & condition.size.refused(width, height)
         sizes = items.sizes(f"{role}_").filter(pa.array(refused))
-        subject, limits = f"its {role.replace('_', ' image ')} is ", f"; the model takes {condition.size.limits}"
+        subject, limits = f"its {role.replace('_', ' image ')} is ", f"; the model supports {condition.size.limits}"
         message = message_column(subject, sizes, limits)
-        items.drop(refused, "reference-size", partial(_same, message))
+        items.drop(refused, "reference-size", partial(_ignore_items, message))
 
 
-def _same(message: pa.Array, dropped: CandidateItems) -> pa.Array:
+def _ignore_items(message: pa.Array, rejected: CandidateItems) -> pa.Array:
     return message
 
 
@@ -177,9 +177,9 @@ def plan_references(condition: Condition, items: CandidateItems) -> PlannedRefer
     for role in (role for role in SOURCE_ROLES if role in items.table.column_names):
         owner = np.flatnonzero(np.asarray(pc.is_valid(items.column(f"{role}_id"))))
         columns = {"path": role, "media_id": f"{role}_id", "width": f"{role}_width", "height": f"{role}_height"}
-        given = {name: items.column(column).take(pa.array(owner)) for name, column in columns.items()}
-        given |= {"role": pa.repeat(role, len(owner)), "dataset": pa.repeat(items.dataset, len(owner))}
-        tables.append(reference_rows(condition, pa.table(given)))
+        reference_columns = {name: items.column(column).take(pa.array(owner)) for name, column in columns.items()}
+        reference_columns |= {"role": pa.repeat(role, len(owner)), "dataset": pa.repeat(items.dataset, len(owner))}
+        tables.append(reference_rows(condition, pa.table(reference_columns)))
         owners.append(owner)
     table, owner = pa.concat_tables(tables), np.concatenate(owners)
     order = pa.array(np.argsort(owner, kind="stable"))  # an item's references stay in the order of their roles
@@ -205,5 +205,5 @@ def reference_rows(condition: Condition, media: pa.Table) -> pa.Table:
 
 
 def list_ids(references: pa.Array) -> np.ndarray:
-    """(n,) V16 hashes of lists of ids. In the hash of a sample's id, they take the place of the sample's source."""
+    """(n,) V16 hashes of lists of ids. In the hash of a sample's id, they replace the id of the sample's source."""
     return identity.id_bytes(identity.hash_values(pc.binary_join(references, "")))

@@ -1,4 +1,4 @@
-"""Facts about a plan before it is encoded: buckets, excluded items, sizes, changes. Pure."""
+"""Facts about a plan before it is encoded: buckets, excluded items, sizes, changes. Opens no file."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -90,27 +90,27 @@ def count_excluded(excluded: pa.Table) -> list[TableRow]:
     return counts.sort_by([("dataset", "ascending"), ("items", "descending"), ("rule", "ascending")]).to_pylist()
 
 
-def disk_row(what: str, plan_bytes: np.ndarray, new_bytes: np.ndarray) -> TableRow:
+def disk_row(name: str, plan_bytes: np.ndarray, new_bytes: np.ndarray) -> TableRow:
     """A row with the estimated MiB of latents or text embeddings of the whole plan, and of the samples or texts that no
-    earlier plan has. what: name of the row. plan_bytes, new_bytes: bytes of each sample or text."""
+    earlier plan has. name: name of the row. plan_bytes, new_bytes: bytes of each sample or text."""
     plan_mib, new_mib = (round(int(sizes.sum()) / 2**20, 2) for sizes in (plan_bytes, new_bytes))
-    return {"estimated": what, "plan_mib": plan_mib, "new_mib": new_mib}
+    return {"estimated": name, "plan_mib": plan_mib, "new_mib": new_mib}
 
 
-def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:
-    """The items that are new, removed and changed between two tables of ACTIVE_SCHEMA: their number, and "dataset/path"
-    of up to three."""
-    if before.equals(now):
+def diff_active(before: pa.Table, current: pa.Table) -> dict[str, TableRow]:
+    """The new, removed and changed items between two tables of ACTIVE_SCHEMA: their number, and "dataset/path" of up to
+    three items."""
+    if before.equals(current):
         return {}
     if not before.num_rows:
-        items = only_trained(now).group_by(["dataset", "path"]).aggregate([])
+        items = only_trained(current).group_by(["dataset", "path"]).aggregate([])
         return {"new": {"items": items.num_rows}}
-    old, new = _signatures(before), _signatures(now)
-    added = _difference(new["item"], old["item"])
-    removed = _difference(old["item"], new["item"])
+    earlier_rows, current_rows = _signatures(before), _signatures(current)
+    added = _difference(current_rows["item"], earlier_rows["item"])
+    removed = _difference(earlier_rows["item"], current_rows["item"])
     differing = [
-        these["item"].filter(pc.invert(pc.is_in(these["row"], value_set=other["row"])))
-        for these, other in ((new, old), (old, new))
+        rows["item"].filter(pc.invert(pc.is_in(rows["row"], value_set=other_rows["row"])))
+        for rows, other_rows in ((current_rows, earlier_rows), (earlier_rows, current_rows))
     ]
     changed = _difference(_difference(pa.concat_arrays(differing), added), removed)
     return {
@@ -126,14 +126,14 @@ def _signatures(active: pa.Table) -> dict[str, pa.Array]:
     active = only_trained(active)
     column = {name: active.column(name).combine_chunks() for name in ACTIVE_SCHEMA.names}
     item = pc.binary_join_element_wise(column["dataset"], column["path"], "/")
-    rest = [pc.binary_join(column["texts"], ","), pc.fill_null(column["null_text"], "")]
-    rest += [column[name].cast(pa.string()) for name in ("sample_id", "role", "repeats", "weight", "regularization")]
-    return {"item": item, "row": pc.binary_join_element_wise(item, *rest, "|")}
+    values = [pc.binary_join(column["texts"], ","), pc.fill_null(column["null_text"], "")]
+    values += [column[name].cast(pa.string()) for name in ("sample_id", "role", "repeats", "weight", "regularization")]
+    return {"item": item, "row": pc.binary_join_element_wise(item, *values, "|")}
 
 
-def _difference(names: pa.Array, others: pa.Array) -> pa.Array:
+def _difference(names: pa.Array, excluded: pa.Array) -> pa.Array:
     names = pc.unique(names)
-    return names.filter(pc.invert(pc.is_in(names, value_set=others)))
+    return names.filter(pc.invert(pc.is_in(names, value_set=excluded)))
 
 
 def dataset_table(model: Model, datasets: Sequence[Dataset], plan: DraftPlan) -> list[TableRow]:
@@ -141,12 +141,12 @@ def dataset_table(model: Model, datasets: Sequence[Dataset], plan: DraftPlan) ->
     table, crops = [], {dataset.id: dataset.crop for dataset in datasets}
     for name, notes in plan.notes.items():
         active = only_trained(plan.active.filter(pc.equal(plan.active.column("dataset"), name)))
-        used = pc.count_distinct(active.column("path")).as_py()
-        row: TableRow = {"dataset": name, "items": notes.items, "used": used, "samples": active.num_rows}
+        used_items = pc.count_distinct(active.column("path")).as_py()
+        row: TableRow = {"dataset": name, "items": notes.items, "used": used_items, "samples": active.num_rows}
         row["held_out"] = pc.sum(pc.equal(active.column("role"), "eval")).as_py() or 0
         row["duplicates"] = notes.duplicates
         row["bucket_step"] = "family" if notes.step is None else notes.step.step
-        more = notes.step.more if notes.step and crops[name] else 0.0
+        more = notes.step.extra_loss if notes.step and crops[name] else 0.0
         row["cut_off_percent_more"] = round(100 * max(0.0, more), 2)  # a coarser step may also cut off less
         if model.condition is not None and model.condition.kind == "source":
             row["sources_of_other_aspect"] = len(notes.aspect_differs)
@@ -157,16 +157,15 @@ def dataset_table(model: Model, datasets: Sequence[Dataset], plan: DraftPlan) ->
 
 
 def step_warning(dataset: Dataset, cost: StepCost | None) -> str | None:
-    """A warning if a dataset's bucket step is costly, with a smaller step that is not; else None."""
+    """A warning with a smaller step if a dataset's bucket step is costly; else None."""
     if cost is None or cost.advised is None:
         return None
-    what = "cut off" if dataset.crop else "lost by stretching"
+    kind_of_loss = "cut off" if dataset.crop else "lost by stretching"
     return (
-        f"{dataset.id}: in buckets in steps of {cost.step} pixels, {100 * cost.lost:.1f} % of a picture is {what} on "
-        f"average ({100 * (cost.lost - cost.more):.1f} % with the finest step), and {cost.dropped} of {cost.kept} "
-        "items are rejected that the finest step keeps. "
-        f"Set datasets.{dataset.id}.bucket_step: {cost.advised}, which has "
-        "more sizes and costs less"
+        f"{dataset.id}: with buckets in steps of {cost.step} pixels, {100 * cost.loss:.1f} % of a picture is "
+        f"{kind_of_loss} on average ({100 * (cost.loss - cost.extra_loss):.1f} % with the finest step), and "
+        f"{cost.dropped} of the {cost.finest_items} items of the finest step are rejected. "
+        f"Set datasets.{dataset.id}.bucket_step: {cost.advised}, which has more sizes and loses less"
     )
 
 
@@ -180,12 +179,12 @@ def scale_warning(model: Model, buckets: list[TableRow]) -> str | None:
     window = model.family_spec.scale_window
     if window is None or not model.flavour_spec.in_window:
         return None
-    inside = scale_name(window.inside)
-    outside = [row["bucket"] for row in buckets if row[SCALE_CLASS] != inside]
-    if not outside:
+    scale_class = scale_name(window.inside)
+    outside_buckets = [row["bucket"] for row in buckets if row[SCALE_CLASS] != scale_class]
+    if not outside_buckets:
         return None
     return (
-        f"{model.flavour_spec.name} was made for sides of {window.low} to {window.high} pixels, scale class {inside}; "
-        f"outside are {', '.join(outside)}. Choose a resolution, and a max_aspect of at most "
-        f"{math.floor(100 * window.high / window.low) / 100:g}, with which both sides of each are inside"
+        f"{model.flavour_spec.name} was made for sides of {window.low} to {window.high} pixels, scale class "
+        f"{scale_class}; buckets outside: {', '.join(outside_buckets)}. Choose a resolution, and a max_aspect of at "
+        f"most {math.floor(100 * window.high / window.low) / 100:g}, so that both sides of each bucket are inside"
     )

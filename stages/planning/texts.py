@@ -1,7 +1,7 @@
-"""Turn captions into texts: filter, shuffle, join and clean captions and compute their ids, for a whole table at once;
-and make the rows of a plan's table "texts", some of which have images in their prompts.
+"""Turn captions into texts: filter, shuffle, join and clean captions and compute their ids, for a whole table at once.
+Also make the rows of a plan's table "texts", some of which have images in their prompts.
 
-Every step works on distinct captions, so a caption that a million items share is processed once.
+Every step processes distinct captions, so a caption that a million items share is processed only once.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from schemas.tables import texts_schema
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids
 from stages.planning.samples import Geometries, PlannedReferences, geometry_column
 
-RENDER_CHUNK = 8192  # prompts rendered at a time; limits memory, since a template has hundreds of bytes
+RENDER_CHUNK = 8192  # prompts rendered at a time; limits memory, because a template has hundreds of bytes
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class CleanedCaptions:
     item: np.ndarray
     caption: np.ndarray
 
-    def of_items(self, stay: np.ndarray) -> "CleanedCaptions":
+    def select_items(self, stay: np.ndarray) -> "CleanedCaptions":
         """The captions of the remaining items, with renumbered items. stay: (n,) whether an item remains."""
-        kept = stay[self.item]
-        return CleanedCaptions(self.texts, (np.cumsum(stay) - 1)[self.item[kept]], self.caption[kept])
+        is_used = stay[self.item]
+        return CleanedCaptions(self.texts, (np.cumsum(stay) - 1)[self.item[is_used]], self.caption[is_used])
 
 
 def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> CleanedCaptions:
-    """Apply the dataset's options and the template's cleaner to a column of caption lists. Captions that are then empty
-    are left out. LatentpressError for an invalid pattern."""
+    """Apply the dataset's options and the template's cleaner to a column of caption lists. Captions that become
+    empty are omitted. Raises LatentpressError for an invalid pattern."""
     item = np.asarray(pc.list_parent_indices(captions)).astype(np.int64)
     coded = captions.flatten().dictionary_encode()
     variants, parent = coded.dictionary, np.arange(len(coded.dictionary))
@@ -53,8 +53,8 @@ def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> 
             else:
                 variants = pc.replace_substring(variants, pattern, "")
         except pa.ArrowInvalid as error:
-            problem = f"{pattern!r} is no regular expression: {error}"
-            raise LatentpressError(f"datasets.{dataset.id}.caption_filter: {problem}", "correct it") from error
+            problem = f"{pattern!r} is not a valid regular expression: {error}"
+            raise LatentpressError(f"datasets.{dataset.id}.caption_filter: {problem}", "correct the pattern") from error
     if dataset.tag_shuffle is not None:
         variants, parent = shuffle_tags(variants, dataset.tag_shuffle)
     if dataset.prepend or dataset.append or dataset.trigger:
@@ -75,9 +75,9 @@ def clean_captions(dataset: Dataset, template: Template, captions: pa.Array) -> 
     if not cleaned.equals(coded.dictionary):
         distinct = cleaned.dictionary_encode()
         cleaned, caption = distinct.dictionary, np.asarray(distinct.indices).astype(np.int64)[caption]
-    kept = np.asarray(pc.greater(pc.binary_length(cleaned), 0))[caption]
-    item, caption = item[kept], caption[kept]
-    # Keep each pair once. Only items with several captions are compared, since most items have one caption.
+    is_filled = np.asarray(pc.greater(pc.binary_length(cleaned), 0))[caption]
+    item, caption = item[is_filled], caption[is_filled]
+    # Keep each pair once. Only items with several captions are compared, because most items have one caption.
     first = np.ones(len(item), bool)
     several = np.flatnonzero(np.bincount(item)[item] > 1) if len(item) else item
     first[several] = False
@@ -169,8 +169,8 @@ def plan_texts(
     offsets = pa.array(np.concatenate([[0], np.cumsum(np.bincount(captions.item, minlength=count))]), pa.int32())
     if not template.with_image:
         ids = compute_text_ids(captions.texts, template)
-        used = pa.array(np.flatnonzero(np.bincount(captions.caption, minlength=1)))
-        rows = text_table(ids.take(used), captions.texts.take(used), template, negative=False)
+        used_rows = pa.array(np.flatnonzero(np.bincount(captions.caption, minlength=1)))
+        rows = text_table(ids.take(used_rows), captions.texts.take(used_rows), template, negative=False)
         lists = pa.ListArray.from_arrays(offsets, ids.take(pa.array(captions.caption)))
         return rows, lists.take(pa.array(captioned_by)), None
     assert count == len(members), "tasks with an image in the prompt have one sample for each item"
@@ -180,14 +180,14 @@ def plan_texts(
         images = prompt_image_columns(dataset, *sources)
     else:
         images = prompt_reference_columns(dataset, references.ids)
-    of_captions = {name: column.take(pa.array(captions.item)) for name, column in images.items()}
+    caption_images = {name: column.take(pa.array(captions.item)) for name, column in images.items()}
     captioned = captions.texts.take(pa.array(captions.caption))
-    ids = compute_text_ids(captioned, template, images=of_captions.pop("key"))
+    ids = compute_text_ids(captioned, template, images=caption_images.pop("key"))
     empty = pa.repeat("", len(members))
     null_ids = compute_text_ids(empty, template, negative=True, images=images.pop("key"))
     rows = pa.concat_tables(
         [
-            text_table(ids, captioned, template, negative=False, **of_captions),
+            text_table(ids, captioned, template, negative=False, **caption_images),
             text_table(null_ids, empty, template, negative=True, **images),
         ]
     )

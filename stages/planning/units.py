@@ -28,7 +28,7 @@ from stages.planning.candidates import drop_duplicate_ids
 from stages.planning.samples import list_ids
 
 TEXT_GROUP = 4  # units among which texts are sorted by length; for the cost of padding, see docs/internals.md
-MOST_MEMBERS = 256  # members of a unit of items, even of small pictures; a kill loses at most these
+MAX_MEMBERS = 256  # members of a unit of items, also for small pictures; a kill loses at most one unit
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -45,10 +45,10 @@ def sample_tensor_bytes(model: Model, latents: Latents, samples: pa.Table) -> np
     frames, height, width = np.array(shapes, np.int64).reshape(-1, 3)[np.asarray(buckets.indices)].T
     frame_bytes = height * width * _DTYPE_BYTES[latents.precision or model.precision]
     conditioned = np.asarray(pc.is_in(samples.column("condition"), value_set=pa.array(["source", "first-frame"])))
-    given = family.condition_frames(model.task)
-    condition_frames = conditioned * (frames if given is None else max(1, given))
+    condition_frames = family.condition_frames(model.task)
+    stored_frames = conditioned * (frames if condition_frames is None else max(1, condition_frames))
     mask_frames = np.asarray(pc.is_valid(samples.column("mask_id"))) * frames
-    return ((frames + condition_frames) * channels + mask_frames) * frame_bytes
+    return ((frames + stored_frames) * channels + mask_frames) * frame_bytes
 
 
 def text_tensor_bytes(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
@@ -75,14 +75,14 @@ def sample_units(samples: pa.Table, sizes: np.ndarray, limit: int) -> pa.Table:
 
 def item_units(samples: pa.Table, limit: int) -> pa.Table:
     """Divide the members of an item plan into units of pictures of one size, in the order of their ids. A unit has at
-    most `limit` bytes of pixels and at most MOST_MEMBERS members."""
+    most `limit` bytes of pixels and at most MAX_MEMBERS members."""
     buckets = pc.struct_field(samples.column("geometry"), "bucket")
     sources = pc.fill_null(pc.struct_field(samples.column("source_geometry"), "bucket"), "")
     group = pc.binary_join_element_wise(buckets, sources, "|")
     coded = group.combine_chunks().dictionary_encode()
     pictures = ([Bucket.parse(part) for part in name.split("|") if part] for name in coded.dictionary.to_pylist())
     pixels = [sum(picture.width * picture.height * picture.frames for picture in sizes) for sizes in pictures]
-    sizes = np.maximum(3 * np.array(pixels, np.int64), -(-limit // MOST_MEMBERS))[np.asarray(coded.indices)]
+    sizes = np.maximum(3 * np.array(pixels, np.int64), -(-limit // MAX_MEMBERS))[np.asarray(coded.indices)]
     return _divide_groups("items", samples, group, sizes, limit)
 
 
@@ -106,7 +106,7 @@ def text_units(texts: pa.Table, active: pa.Table, sizes: np.ndarray, limit: int)
     Texts without an image are in the order of the first of the `active` samples that use them, and sorted by length
     among about TEXT_GROUP units. Texts with an image are sorted by the image's size, or the number of references, and
     then in the order of the image's first sample. Texts with the same image share a unit if they fit, so that the image
-    is read and encoded once.
+    is read and encoded only once.
 
     active: rows of an `active_schema`. sizes: (n,) bytes of each text.
     """
@@ -129,17 +129,17 @@ def text_units(texts: pa.Table, active: pa.Table, sizes: np.ndarray, limit: int)
             for name in ("resize_w", "resize_h", "x", "y"):
                 values = pc.fill_null(pc.struct_field(texts.column("image_geometry"), name), 0)
                 image = mix_bits(image + np.asarray(values).astype(np.uint64))
-        which = np.unique(image, return_inverse=True)[1]
-        first = np.full(which.max() + 1, places.max())
-        np.minimum.at(first, which, places)
-        group = first[which]
+        image_number = np.unique(image, return_inverse=True)[1]
+        first = np.full(image_number.max() + 1, places.max())
+        np.minimum.at(first, image_number, places)
+        group = first[image_number]
     else:
-        # So few bytes that they fit TEXT_GROUP units of sorted texts, even if room for almost one text is left in each.
-        most = TEXT_GROUP * limit - (TEXT_GROUP - 1) * min(limit, int(sizes.max()))
+        # A group fits into TEXT_GROUP units of sorted texts, even if each unit has unused space for almost one text.
+        group_limit = TEXT_GROUP * limit - (TEXT_GROUP - 1) * min(limit, int(sizes.max()))
         order = np.lexsort((prefixes, places))
-        cuts = _cut(np.cumsum(sizes[order]), most)
+        cuts = _cut(np.cumsum(sizes[order]), group_limit)
         group[order] = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
-    # The ids are sorted as numbers, because sorting a million ids as text takes ten times as long.
+    # The ids are sorted as numbers, because sorting a million ids as text takes ten times longer.
     order = np.lexsort((prefixes, lengths, image, group, bucket))
     borders = np.diff(bucket[order]) != 0 if image.any() else np.diff(group[order]) != 0
     return split_into_units("text", "", ids.take(pa.array(order)), sizes[order], limit, image[order], borders)
@@ -177,7 +177,7 @@ def split_into_units(
     group: np.ndarray | None = None,
     borders: np.ndarray | None = None,
 ) -> pa.Table:
-    """Cut a list of ids into units of at most `limit` bytes. A larger member is a unit of its own.
+    """Cut a list of ids into units of at most `limit` bytes. A larger member has a separate unit.
 
     group: (n,) numbers; neighbors with the same number share a unit if they fit into one. borders: (n - 1,) whether a
     unit ends after a member.
@@ -198,24 +198,24 @@ def split_into_units(
 def _cut(
     ends: NDArray[np.int64],
     limit: int,
-    wanted: NDArray[np.bool_] | None = None,
+    preferred: NDArray[np.bool_] | None = None,
     required: NDArray[np.bool_] | None = None,
 ) -> list[int]:
-    """The places at which to cut a list into pieces of at most `limit` bytes, or of one member; from 0 to the list's
+    """The positions at which to cut a list into pieces of at most `limit` bytes, or of one member, from 0 to the list's
     length.
 
-    ends: (n,) cumulative bytes up to the end of each member. wanted: (n - 1,) whether a cut after the member is
+    ends: (n,) cumulative bytes up to the end of each member. preferred: (n - 1,) whether a cut after the member is
     preferred. required: (n - 1,) whether the list must be cut after the member.
     """
-    wished = np.append([] if wanted is None else np.flatnonzero(wanted) + 1, len(ends)).astype(np.int64)
+    preferred_cuts = np.append([] if preferred is None else np.flatnonzero(preferred) + 1, len(ends)).astype(np.int64)
     borders = np.append([] if required is None else np.flatnonzero(required) + 1, len(ends)).astype(np.int64)
     cuts = [0]
     while cuts[-1] < len(ends):
         before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
         cut = max(cuts[-1] + 1, int(np.searchsorted(ends, before + limit, side="right")))
         cut = min(cut, int(borders[np.searchsorted(borders, cuts[-1], side="right")]))
-        wish = int(wished[max(0, int(np.searchsorted(wished, cut, side="right")) - 1)])
-        cuts.append(wish if cuts[-1] < wish < cut else cut)
+        preferred_cut = int(preferred_cuts[max(0, int(np.searchsorted(preferred_cuts, cut, side="right")) - 1)])
+        cuts.append(preferred_cut if cuts[-1] < preferred_cut < cut else cut)
     return cuts
 
 
@@ -235,10 +235,10 @@ def find_open_members(plan: Plan | None, limit: int) -> OpenMembers:
     if plan is None:
         return OpenMembers(SAMPLES_SCHEMA.empty_table(), TEXTS_SCHEMA.empty_table(), [])
     names = [name.rpartition("/")[2] for kind in ENCODE_PROGRAMS for name in plan.store.list_names(kind)]
-    done = {unit_name(name) for name in names}
+    encoded_units = {unit_name(name) for name in names}
 
     def is_open(unit: Unit) -> bool:
-        return unit.estimated_bytes > limit and len(unit.members) > 1 and unit.unit_id not in done
+        return unit.estimated_bytes > limit and len(unit.members) > 1 and unit.unit_id not in encoded_units
 
     own_texts = texts_schema("references" in plan.own_table("texts").column_names)
     units = {kind: [unit for unit in plan.units(kind) if is_open(unit)] for kind in ("latents", "text")}

@@ -43,7 +43,7 @@ class DataImage(NamedTuple):
 
 def choose_sample(plan: DraftPlan, name: str) -> TableRow:
     """The active row of the sample from whose image the prompt `name` starts. If the plan has held-out samples, which
-    are not trained on, it is one of them."""
+    are not trained on, the sample is held out."""
     active = plan.active
     for role in TRAINED_ROLES:
         if pc.any(pc.equal(plan.active.column("role"), role)).as_py():
@@ -81,7 +81,7 @@ def choose_references(plan: DraftPlan, name: str) -> tuple[list[str], list[Promp
 
 
 def plan_references(plan: DraftPlan, model: Model, prompt: Prompt, probe: Callable[[Path, str], TableRow]) -> list[str]:
-    """Plan the references that a prompt names; returns their ids in order. probe: see `add_validation_prompts`."""
+    """Plan the references in a prompt, and return their ids in order. probe: see `add_validation_prompts`."""
     condition = model.condition
     assert condition is not None and condition.size is not None
     images = [probe(Path(image), "image") for image in listed(prompt.image)]
@@ -89,8 +89,8 @@ def plan_references(plan: DraftPlan, model: Model, prompt: Prompt, probe: Callab
         if condition.size.refused(np.array([image["width"]]), np.array([image["height"]]))[0]:
             raise LatentpressError(
                 f"validation prompt {prompt.name}: {path} has {image['width']}x{image['height']} pixels; "
-                f"{model.family} takes references with {condition.size.limits}",
-                "give another image",
+                f"{model.family} supports references with {condition.size.limits}",
+                "choose another image",
             )
     columns = {name: [image[name] for image in images] for name in ("media_id", "width", "height")}
     columns |= {
@@ -128,34 +128,36 @@ def add_validation_prompts(
     prompts = {prompt.name: prompt for prompt in config.validation.prompts}
     for name, size in sized_prompts(config.validation):
         prompt, bucket = prompts[name], validation_bucket(family, multiple, size)
-        shown: TableRow = {}  # references and image, if the prompt has them
-        condition, image, chosen = None, None, None
+        prompt_images: TableRow = {}  # references and image, if the prompt has them
+        condition, image, data_image = None, None, None
         if config.model.condition is not None and config.model.condition.kind == "references":
             if prompt.image is None:
-                shown["references"], shown["image"] = choose_references(plan, name)
+                prompt_images["references"], prompt_images["image"] = choose_references(plan, name)
             else:
-                shown["references"] = plan_references(plan, config.model, prompt, probe)
+                prompt_images["references"] = plan_references(plan, config.model, prompt, probe)
             if template.with_image:
-                dataset = shown["image"][0].dataset if "image" in shown else VALIDATION
+                dataset = prompt_images["image"][0].dataset if "image" in prompt_images else VALIDATION
                 image = prompt_reference_columns(
-                    pa.array([dataset]), pa.array([shown["references"]], pa.list_(pa.string()))
+                    pa.array([dataset]), pa.array([prompt_images["references"]], pa.list_(pa.string()))
                 )
         elif config.model.condition is not None:
-            given = Bucket(bucket.width, bucket.height, config.model.condition.frames)
+            condition_bucket = Bucket(bucket.width, bucket.height, config.model.condition.frames)
             if prompt.image is None:
-                chosen = choose_image(plan, media, config.model.condition, name)
+                data_image = choose_image(plan, media, config.model.condition, name)
             start = (
-                _probe_image(config.model, config.datasets, prompt, probe, given) if chosen is None else chosen.media
+                _probe_image(config.model, config.datasets, prompt, probe, condition_bucket)
+                if data_image is None
+                else data_image.media
             )
-            bucket_of = bucket if config.model.condition.padded else given
+            bucket_of = bucket if config.model.condition.padded else condition_bucket
             covering = cover_crop(start["width"], start["height"], bucket_of.width, bucket_of.height)
             geometry = geometry_numbers(bucket_of.width, bucket_of.height, bucket_of.frames, covering)
             sample = _condition_sample(prompt, start, geometry)
             condition = sample.column("sample_id")[0].as_py()
             plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, sample]), "sample_id")
             plan.active = pa.concat_tables([plan.active, active_rows(sample)])
-            if chosen is not None:
-                shown["image"] = chosen.described
+            if data_image is not None:
+                prompt_images["image"] = data_image.described
             if template.with_image:
                 dataset, path, media_id = (sample[name].combine_chunks() for name in ("dataset", "path", "media_id"))
                 image = prompt_image_columns(dataset, path, media_id, geometry)
@@ -166,7 +168,7 @@ def add_validation_prompts(
         )
         plan.texts = drop_duplicate_ids(pa.concat_tables([plan.texts, *rows]), "text_id")
         text, negative_text = (row.column("text_id")[0].as_py() for row in rows)
-        planned = PlannedPrompt(
+        planned_prompt = PlannedPrompt(
             name=prompt.name,
             prompt=prompt.prompt,
             negative_prompt=negative,
@@ -174,14 +176,14 @@ def add_validation_prompts(
             negative=negative_text,
             bucket=str(bucket),
             condition=condition,
-            **shown,
+            **prompt_images,
         )
-        plan.validation.append(planned)
+        plan.validation.append(planned_prompt)
 
 
 def validation_bucket(family: Family, multiple: int, size: str | None) -> Bucket:
-    """The bucket of a size of validation prompts. LatentpressError if the model does not support the size. multiple:
-    number of pixels that divides the sides. size: "WxH@F"; None: the family's default."""
+    """The bucket for a size of validation prompts. Raises LatentpressError if the model does not support the size.
+    multiple: number of pixels that divides the sides. size: "WxH@F"; None: the family's default."""
     if size is None:
         edge = max(multiple, round(family.resolution / multiple) * multiple)
         return Bucket(edge, edge, family.frames)
@@ -201,15 +203,15 @@ def _probe_image(
     (path,) = listed(prompt.image)
     clip: TableRow = {"kind": "image"}
     if bucket.frames > 1:
-        own = model.family_spec.frame_rate
-        rates = [dataset.video.rate_or(own) for dataset in datasets if dataset.dataset_type == "video"]
+        family_rate = model.family_spec.frame_rate
+        rates = [dataset.video.rate_or(family_rate) for dataset in datasets if dataset.dataset_type == "video"]
         clip = {"kind": "video", "start": 0.0, "rate": rates[0]}
     image = probe(Path(path), clip["kind"])
     if clip["kind"] == "video" and frames_available(image["duration"], clip["rate"]) < bucket.frames:
         raise LatentpressError(
             f"validation prompt {prompt.name}: {model.task} of {model.family} starts from "
-            f"{bucket.frames} frames, and {path} has fewer at {clip['rate']:g} per second",
-            "give a longer clip",
+            f"{bucket.frames} frames, but {path} has fewer at {clip['rate']:g} per second",
+            "choose a longer clip",
         )
     return {key: image[key] for key in ("media_id", "width", "height")} | clip
 
@@ -221,4 +223,4 @@ def _condition_sample(prompt: Prompt, image: TableRow, geometry: Geometries) -> 
     columns |= {name: image[name] for name in ("media_id", "kind")}
     times = {name: np.array([image[name]]) for name in ("start", "rate") if image.get(name) is not None}
     row = sample_table({name: pa.array([value]) for name, value in columns.items()}, geometry, **times).to_pylist()
-    return pa.Table.from_pylist(row, SAMPLES_SCHEMA)  # made anew, because a plan's file includes the bytes under nulls
+    return pa.Table.from_pylist(row, SAMPLES_SCHEMA)  # a plan's file includes the bytes under nulls

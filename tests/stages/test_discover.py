@@ -225,7 +225,7 @@ def test_other_settings_read_again_what_they_affect_and_no_more(project) -> None
 def test_a_table_can_be_taken_as_it_is(project) -> None:
     home = project()
     home.image("one.png")
-    with pytest.raises(LatentpressError, match="has not been discovered"):
+    with pytest.raises(LatentpressError, match="is not discovered"):
         home.run(discover.run, "datasets.photos.skip_file_discovery=true")
     home.run(discover.run)
     home.image("two.png")

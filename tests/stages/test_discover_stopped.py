@@ -21,8 +21,8 @@ def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
         home.image(f"bad{number}.png", caption="")
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
         home.run(discover.run)
-    with pytest.raises(LatentpressError, match="has not been discovered"):
-        rows_of(home)  # a partial table is not a media table
+    with pytest.raises(LatentpressError, match="is not discovered"):
+        rows_of(home)  # a part is no table
     report = home.run(discover.run, MANY)
     assert (read(report), report.done, report.skipped) == (4, 0, 4)
     assert report.details["datasets"][0]["new"] == 4

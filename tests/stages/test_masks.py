@@ -266,7 +266,7 @@ def test_masks_are_verified_repaired_and_kept_by_gc(masked: Project) -> None:
 
 def test_masks_that_are_gone_stop_a_stage_and_change_nothing(masked: Project) -> None:
     shutil.rmtree(masked.root / "masks")
-    with pytest.raises(LatentpressError, match="files that were looked for are missing") as caught:
+    with pytest.raises(LatentpressError, match="checked files are missing") as caught:
         masked.run(encode_latents.run)
     assert "latentpress masks" in caught.value.next_step and not (masked.root / "latents").exists()
 

@@ -114,7 +114,7 @@ def test_killed_it_goes_on_with_the_same_run_and_never_two_at_once(home: Project
     with queue.CardLock(None) as card:
         assert not card.acquire(), "the run that the killed queue had started holds the lock"
     assert calls(home) == ["long"]
-    with pytest.raises(QueueError, match="process"), runs.working(0):
+    with pytest.raises(QueueError, match="another program is processing this queue: process"), runs.working(0):
         pass
     (home.folder / "go").touch()  # the orphan ends, and the next run also ends
     assert end().done == 2

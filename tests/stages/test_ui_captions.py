@@ -28,7 +28,7 @@ def home(project: Callable[..., Project]) -> Project:
 
 
 def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
-    assert "has not been discovered yet" in server.get("/captions").text
+    assert "is not discovered yet" in server.get("/captions").text
     home.run(discover.run)
     text = server.get("/captions").text
     assert "2 of 2 items, 0 edited" in text and "a &lt;b&gt;bold" in text and "<b>bold" not in text

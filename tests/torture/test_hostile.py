@@ -302,7 +302,7 @@ def test_an_arrow_file_of_a_terabyte_of_nothing(tmp_path, shards) -> None:
     shards.write(store, "arrow")
     with open(tmp_path / ARROW, "r+b") as file:
         file.truncate(1 << 40)
-    refused(store, ARROW, "not a whole Arrow file")
+    refused(store, ARROW, "not a complete Arrow file")
 
 
 # -- names, and what no reader does --------------------------------------------------------------------------

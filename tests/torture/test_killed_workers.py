@@ -171,7 +171,7 @@ def test_a_text_that_always_kills_its_worker_is_named_and_the_rest_is_done(
         # Skipped: published by a worker that died before it had said so.
         assert (report.exit_code, report.remaining, report.done + report.skipped) == (INCOMPLETE, 1, 10)
         (failed,) = report.failed
-        assert "workers were lost with it" in failed["message"]
+        assert "workers were lost while" in failed["message"]
         lost = [name for name in expected if failed["item"] in name]
         assert stage.files().items() == {name: expected[name] for name in expected if name not in lost}.items()
 

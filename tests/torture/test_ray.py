@@ -84,7 +84,7 @@ def test_a_node_is_killed_and_the_cluster_is_smaller_than_the_pool_from_then_on(
         run.go_on()
 
     run.check_all_done(run.results(meanwhile))
-    lost = [line for line in run.said if "tried again alone: slow-" in line]
+    lost = [line for line in run.said if "retried separately: slow-" in line]
     assert len(lost) == 1
     assert sorted(len(run.tries(name)) for name in ("slow-0", "slow-1")) == [1, 2]
 

@@ -1,11 +1,11 @@
 """A source lists media with their captions and companions, and opens one item by its path.
 
 Each source is a class in this folder that lists its items and opens an item. This file has the code that sources
-share: captions in files next to the media or by path, companions in columns of their own or by name. Listing must be
+share: captions in files next to the media or by path, companions in separate columns or by name. Listing must be
 cheap: names, sizes and versions come from directories, tables and archive headers, and no item is opened. Listings are
 Arrow tables of bounded size, so a million items cost no more memory than their table.
 
-Source images and masks have the item's relative path in a folder of their own: "a/b.png" belongs to "a/b" with any
+Source images and masks have the item's relative path in a separate folder: "a/b.png" belongs to "a/b" with any
 image extension (a mask also with a video extension). With several references, the k-th reference is in the k-th folder,
 or all are in one folder, as "a/b_1.png", "a/b_2.png". A folder is listed once for all items; no file in it is opened.
 """
@@ -62,7 +62,8 @@ class Source(ABC):
     def __init__(self, dataset: Dataset, root: str | None = None) -> None:
         self._dataset, self.ignored = dataset, Counter[str]()
         strategy = dataset.resolved_caption_strategy
-        #: Whether captions are in text files, or in the source itself (a member of a tar, a column of its table).
+        #: Whether captions are in text files, and whether they are in the source (a member of a tar, a column of its
+        #: table).
         self._in_files = strategy == "textfile"
         self._own_captions = strategy in ("webdataset", "huggingface") or (
             strategy in TABLE_STRATEGIES and not dataset.caption_file
@@ -74,12 +75,12 @@ class Source(ABC):
         self._columns_by_role = columns | ({"mask": dataset.mask_column} if dataset.mask_column else {})
 
     @abstractmethod
-    def items(self, known: pa.Table | None) -> Iterator[Columns]:
+    def items(self, known_rows: pa.Table | None) -> Iterator[Columns]:
         """The items in chunks, in any order, each path once: columns of a listing, including "path". `scan` adds the
         companions and captions that are found by path.
 
-        known: media table of the last discovery (with "extra." columns), from which a source may copy the rows of an
-        unchanged archive. Raises LatentpressError if the dataset can't be listed.
+        known_rows: media table of the last discovery (with "extra." columns), from which a source may copy the rows of
+        an unchanged archive. Raises LatentpressError if the dataset can't be listed.
         """
 
     @abstractmethod
@@ -91,18 +92,18 @@ class Source(ABC):
         return self._companions[role].open(path)
 
     def backing_file(self, role: str, path: str) -> MediaPath:
-        """The file that holds the item at `path` (role: "") or the companion at `path`: the file itself or its archive.
-        Cheap, even if opening the item is expensive."""
+        """The file that contains the item at `path` (role: "") or the companion at `path`: the file itself or its
+        archive. Cheap, even if opening the item is expensive."""
         return self.open_companion(role, path) if role else self.open(path)
 
     def read_captions(self, path: str) -> list[str]:
         """The alternatives in the caption file at `captions_at`. Raises MediaError."""
         return read_caption_file(self.open(path), self._dataset.captions_per_file)
 
-    def scan(self, known: pa.Table | None = None) -> Iterator[pa.Table]:
+    def scan(self, known_rows: pa.Table | None = None) -> Iterator[pa.Table]:
         """The listing in chunks of at most CHUNK_ROWS rows (`columns.LISTING_SCHEMA`), in any order, each path once."""
         self.ignored.clear()
-        for columns in self.items(known):
+        for columns in self.items(known_rows):
             for start in range(0, len(columns["path"]), CHUNK_ROWS):
                 yield self._complete({name: column.slice(start, CHUNK_ROWS) for name, column in columns.items()})
 
@@ -151,14 +152,14 @@ class CompanionFinder:
         self._kinds = extensions_of_kinds(("image", "video") if role == "mask" else ("image",))
         index = 0 if role == "mask" else SOURCE_ROLES.index(role)
         # The number at the end of a name, and its maximum, if all source images are in one folder; else 0.
-        self._most = 0 if role == "mask" else dataset.conditioning_count or 0
-        self._number = index + 1 if self._most else 0
-        self.location = places[0 if self._most else index]
+        self._max_number = 0 if role == "mask" else dataset.conditioning_count or 0
+        self._number = index + 1 if self._max_number else 0
+        self.location = places[0 if self._max_number else index]
 
     def add(self, columns: Columns) -> None:
         """Add the companion of each item to the columns of a listing, which must have "path". A problem that a row
         already has is kept. Raises LatentpressError if the folder or URL can't be listed."""
-        table, lookup = self._listed_by._listed
+        table, lookup = self._listed_by._listing
         items = strip_extensions(columns["path"])
         stems = pc.binary_join_element_wise(items, f"_{self._number}", "") if self._number else items
         rows, counts = lookup.count(stems)
@@ -168,15 +169,15 @@ class CompanionFinder:
         if self.role == "mask":
             columns["mask_kind"] = take_rows(table.column("kind"), row)
         name, folder = companion_name(self.role), display_location(self.location).rstrip("/")
-        step = pc.binary_join_element_wise(f"put one at {folder}/", stems, ".png", "")
+        step = pc.binary_join_element_wise(f"add {folder}/", stems, ".png", "")
         several = pa.array(counts > 1)
         problems = pc.if_else(pa.array((counts == 0) & self._needed), f"no-{self.role}: has no {name}", None)
         problems = pc.if_else(several, f"several-{self.role}s: has {name}s of several extensions", problems)
         add_problems(columns, problems, pc.if_else(several, f"keep one {name}", step))
-        if self._number and self._number == self._most:
-            _, further = lookup.count(pc.binary_join_element_wise(items, f"_{self._most + 1}", ""))
-            problem = f"many-sources: has more than conditioning_count ({self._most}) source images"
-            step = "raise conditioning_count, or remove what is too many"
+        if self._number and self._number == self._max_number:
+            _, further = lookup.count(pc.binary_join_element_wise(items, f"_{self._max_number + 1}", ""))
+            problem = f"many-sources: has more than conditioning_count ({self._max_number}) source images"
+            step = "raise conditioning_count, or remove the surplus images"
             add_problems(columns, pc.if_else(pa.array(further > 0), problem, None), step)
 
     def open(self, path: str) -> MediaPath:
@@ -184,7 +185,7 @@ class CompanionFinder:
         return file_below(self.location, path)
 
     @cached_property
-    def _listed(self) -> tuple[pa.Table, TextLookup]:
+    def _listing(self) -> tuple[pa.Table, TextLookup]:
         """path, version and kind of all companions, and a lookup of their rows by path without extension."""
         parts = [pa.table({name: pa.array([], _text) for name in ("path", "version", "kind")})]
         for files in walk(self.location, self._kinds, Counter(), key=self._key, follow_links=self._follow_links):
@@ -209,15 +210,15 @@ def is_needed(dataset: Dataset, role: str) -> bool:
 
 
 def refuse_gaps(columns: Columns, roles: Sequence[str]) -> None:
-    """Add a problem to each row of a listing that lacks its first source image, or a source image that precedes one
-    that the row has. roles: roles of the source images, in order."""
+    """Add a problem to each row of a listing that lacks its first source image, or another source image before
+    its last source image. roles: roles of the source images, in order."""
     for number, role in enumerate(roles):
         lacking = pc.is_null(columns[role])
         name = companion_name(role)
         if number == 0:
-            add_problems(columns, pc.if_else(lacking, f"no-{role}: has no {name}", None), "add one, or remove it")
+            add_problems(columns, pc.if_else(lacking, f"no-{role}: has no {name}", None), "add one, or remove the item")
         if number + 1 < len(roles):
             after = roles[number + 1]
-            problem = f"no-{role}: has no {name}, and a {companion_name(after)}"
+            problem = f"no-{role}: has a {companion_name(after)}, but no {name}"
             gap = pc.and_(lacking, pc.is_valid(columns[after]))
-            add_problems(columns, pc.if_else(gap, problem, None), "add it, or move those after it forward")
+            add_problems(columns, pc.if_else(gap, problem, None), "add it, or renumber the later source images")

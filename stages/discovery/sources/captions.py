@@ -1,7 +1,7 @@
-"""Captions of items: from text files, from file names, from one prompt for all items, or from a table that names the
-files. Captions are never invented: an item without a caption is rejected, and so is a file name without a word.
+"""Captions of items: from text files, from file names, from one prompt for all items, or from a table with the names of
+the files. Captions are never invented: an item without a caption is rejected, and also a file name without words.
 
-The file also converts the paths in such a table to paths of a listing.
+This file also converts the paths in such a table to paths of a listing.
 """
 
 import os
@@ -36,7 +36,7 @@ from stages.media.files import MediaError, MediaPath, media_size, open_media, un
 
 #: Largest text file that is read as a caption, in bytes.
 MAX_CAPTION_BYTES = 1 << 20
-#: Increase it when a change of the code gives different captions for the same bytes.
+#: Increase it if a change of the code gives different captions for the same bytes.
 CAPTION_READER_VERSION = 1
 
 #: What to do about items without a caption.
@@ -54,19 +54,19 @@ PerFile = Literal["one", "lines"]
 def read_caption_file(path: MediaPath, per_file: PerFile = "lines") -> list[str]:
     """The alternatives in a caption file: its trimmed lines without empty and repeated lines, or the whole text.
 
-    per_file: "lines" for one alternative a line, "one" for a single caption. Raises MediaError: no-caption,
+    per_file: "lines" for one alternative per line, "one" for a single caption. Raises MediaError: no-caption,
     caption-too-long, unreadable, and the reasons of `parse_captions`.
     """
     try:
         size = media_size(path)
         if size > MAX_CAPTION_BYTES:
-            problem = f"has {size} bytes, more than a caption's {MAX_CAPTION_BYTES}"
+            problem = f"has {size} bytes; the maximum for a caption is {MAX_CAPTION_BYTES}"
             raise MediaError("caption-too-long", path, problem, "shorten it, or rename it")
         with open_media(path) as file:
             data = file.read()
     except MediaError as error:
         if error.reason == "missing":
-            raise MediaError("no-caption", path, "is not there", CAPTION_ADVICE) from error
+            raise MediaError("no-caption", path, "does not exist", CAPTION_ADVICE) from error
         if error.reason != "empty-file":
             raise
         data = b""
@@ -86,11 +86,11 @@ def parse_captions(data: bytes, path: MediaPath, per_file: PerFile = "lines") ->
     except UnicodeDecodeError as error:
         raise MediaError("caption-not-utf8", path, f"is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
     if not (lines := split_lines(text)):
-        raise MediaError("empty-caption", path, "holds no text", CAPTION_ADVICE)
+        raise MediaError("empty-caption", path, "contains no text", CAPTION_ADVICE)
     if b"\0" in data:
-        raise MediaError("caption-zero-bytes", path, "holds zero bytes", ZERO_BYTES_ADVICE)
-    whole = text.replace("\r\n", "\n").replace("\r", "\n").strip()
-    return [whole] if per_file == "one" else list(dict.fromkeys(lines))
+        raise MediaError("caption-zero-bytes", path, "contains zero bytes", ZERO_BYTES_ADVICE)
+    caption = text.replace("\r\n", "\n").replace("\r", "\n").strip()
+    return [caption] if per_file == "one" else list(dict.fromkeys(lines))
 
 
 def refuse_zero_bytes(columns: Columns) -> None:
@@ -100,7 +100,7 @@ def refuse_zero_bytes(columns: Columns) -> None:
     if zero_bytes.any():
         rows = pc.list_parent_indices(captions).filter(pa.array(zero_bytes))
         has = pc.is_in(pa.array(range(len(captions))), value_set=rows.cast(pa.int64()))
-        problem = pc.if_else(has, "caption-zero-bytes: has a caption that holds zero bytes", None)
+        problem = pc.if_else(has, "caption-zero-bytes: has a caption that contains zero bytes", None)
         add_problems(columns, problem, ZERO_BYTES_ADVICE)
 
 
@@ -151,7 +151,7 @@ class CaptionLookup:
     def _table(self) -> tuple[pa.Table, str, TextLookup]:
         """The table, the name of its column of file names, and a lookup of its rows by file name."""
         dataset, location = self._dataset, self._dataset.caption_file
-        assert location is not None, "captions of the source itself are not looked up"
+        assert location is not None, "captions in the source are not looked up"
         named = [dataset.media_column] if dataset.media_column else []
         texts = [*named, *dataset.caption_column, *table_reader.USUAL_MEDIA_COLUMNS]
         table = table_reader.read_table(location, text=texts, kind=dataset.resolved_caption_strategy)
@@ -161,18 +161,18 @@ class CaptionLookup:
         return table, media, TextLookup(pa.chunked_array(keys, _text))
 
     def _add_from_table(self, columns: Columns) -> None:
-        """All rows of a file are alternatives; extra columns come from the file's first row."""
+        """Add captions from all rows of an item's file, and extra columns from the first row."""
         table, media, lookup = self._table
         names, location = list(self._dataset.caption_column), display_location(self._dataset.caption_file or "")
         first = pa.array(lookup.find(columns["path"]))
         absent = pc.less(first, 0)
         root = display_location(self._root)
-        step = f"add a row for it to {location}, with / in its path and relative to {root}"
+        step = f"add its row to {location}, with a path that contains / and is relative to {root}"
         add_problems(columns, pc.if_else(absent, "no-caption: has no caption", None), step)
         add_table_captions(columns, table, lookup, names, location)
         first = pc.if_else(absent, None, first)
-        others = [name for name in table.column_names if name not in (media, *names)]
-        columns |= extra_columns(pa.table({name: take_rows(table[name], first) for name in others}), ())
+        further = [name for name in table.column_names if name not in (media, *names)]
+        columns |= extra_columns(pa.table({name: take_rows(table[name], first) for name in further}), ())
 
 
 def add_table_captions(
@@ -201,12 +201,12 @@ def normalize_paths(cells: pa.Array, root: str) -> pa.Array:
     A path below `root` (a folder or URL) becomes relative to it, without "./", "//" and "..". Any other path becomes
     absolute, and a URL is converted by `public_path`.
     """
-    below = root.rstrip("/") + "/"
+    prefix = root.rstrip("/") + "/"
 
     def normalize(cell: str | None) -> str | None:
         if not cell:
             return None
-        path = cell.removeprefix("file://").removeprefix(below)
+        path = cell.removeprefix("file://").removeprefix(prefix)
         if "://" not in path:
             path = posixpath.normpath(path)
         if path == ".." or path.startswith("../"):
@@ -246,8 +246,8 @@ def add_row_captions(columns: Columns, rows: pa.Table, owner: NDArray[np.int64],
         is_list = pa.types.is_list(field.type)
         if not is_scalar(field.type.value_type if is_list else field.type):
             raise LatentpressError(
-                f"{display_location(location)}: column {field.name!r} holds {field.type}, not captions",
-                "set caption_column to a column of text, or of lists of texts",
+                f"{display_location(location)}: column {field.name!r} contains {field.type}, not captions",
+                "set caption_column to a column of texts or lists of texts",
             )
         column = rows.column(field.name).cast(pa.list_(_text) if is_list else _text).to_pylist()
         cells.append(column if is_list else [[text] for text in column])

@@ -20,13 +20,14 @@ from stages.media.files import extensions_of_kinds
 CHUNK_ROWS = 16384
 _str, _long = pa.string(), pa.int64()
 
-#: One row an item. path, size, version, kind: as in schemas.tables.MEDIA_SCHEMA; size and version are null if they are
-#: unknown until the item is opened. captions: the alternatives if they are part of the listing (a table's column, the
-#: file's name, a member of the archive), else null. captions_at, captions_version: path and version of the caption file
-#: that must be read, else null. source, mask: paths of the companions below their own folder, with their versions; null
-#: if no companion is configured or found. Further source images follow as source_2, ... with their versions. problem:
-#: why the item is rejected without being opened, as "reason: description" ("no-caption: has no caption"), else null.
-#: advice: how to solve the problem. Extra columns follow as "extra.<name>" (schemas.tables.EXTRA_PREFIX).
+#: One row for each item. path, size, version, kind: as in schemas.tables.MEDIA_SCHEMA; size and version are null if
+#: they are unknown until the item is opened. captions: the alternatives if they are part of the listing (a table's
+#: column, the file's name, a member of the archive), else null. captions_at, captions_version: path and version of the
+#: caption file that must be read, else null. source, mask: paths of the companions below their folder, with their
+#: versions; null if no companion is configured or found. Further source images follow as source_2, ... with their
+#: versions. problem: reason to reject the item without opening it, as "reason: description" ("no-caption: has no
+#: caption"), else null. advice: how to solve the problem. Extra columns follow as "extra.<name>"
+#: (schemas.tables.EXTRA_PREFIX).
 LISTING_SCHEMA = pa.schema(
     [("path", _str), ("kind", _str), ("size", _long), ("version", _str)]
     + [("captions", pa.list_(_str)), ("captions_at", _str), ("captions_version", _str)]
@@ -56,12 +57,12 @@ def listing_table(columns: Mapping[str, pa.Array]) -> pa.Table:
 
 def require_columns(available: Collection[str], names: Sequence[str], option: str, location: str = "the table") -> None:
     """Raise LatentpressError, listing the `available` columns, unless they include all `names`."""
-    missing = [name for name in names if name not in available]
-    if missing:
+    missing_names = [name for name in names if name not in available]
+    if missing_names:
         raise LatentpressError(
-            f"{display_location(location)}: there is no column {', '.join(map(repr, missing))}; "
-            f"there are: {', '.join(available) or 'none'}",
-            f"set {option} to one of them",
+            f"{display_location(location)}: it has no column {', '.join(map(repr, missing_names))}; "
+            f"its columns: {', '.join(available) or 'none'}",
+            f"set {option} to one of its columns",
         )
 
 
@@ -76,20 +77,24 @@ def refuse_invalid_text(table: pa.Table, location: str) -> None:
             raise LatentpressError(problem, "write its text as UTF-8") from error
 
 
-def extra_columns(table: pa.Table, used: Sequence[str], ignored: Counter[str] | None = None) -> dict[str, pa.Array]:
-    """Every column not in `used` with texts (dates, after `simplify_column`), numbers or booleans, as "extra.<name>".
+def extra_columns(
+    table: pa.Table, used_names: Sequence[str], ignored: Counter[str] | None = None
+) -> dict[str, pa.Array]:
+    """Every column not in `used_names` with texts (dates, after `simplify_column`), numbers or booleans, as
+    "extra.<name>".
 
     Columns of other types (lists, records, bytes) are left out, and their number is set in `ignored`.
     """
-    others = [name for name in table.column_names if name not in used]
-    scalars = {name: table.column(name) for name in others if is_scalar(table.column(name).type)}
-    if ignored is not None and len(scalars) < len(others):
-        ignored["column that is neither text nor number"] = len(others) - len(scalars)
+    further_names = [name for name in table.column_names if name not in used_names]
+    scalars = {name: table.column(name) for name in further_names if is_scalar(table.column(name).type)}
+    if ignored is not None and len(scalars) < len(further_names):
+        ignored["column that is neither text nor number"] = len(further_names) - len(scalars)
     return {EXTRA_PREFIX + name: take_rows(column, None) for name, column in scalars.items()}
 
 
 class TextLookup:
-    """Finds rows of a text column by their text; null rows are never found. Takes 16 bytes a row, no Python objects."""
+    """Finds rows of a text column by their text; null rows are never found. Takes 16 bytes per row and no
+    Python objects."""
 
     def __init__(self, keys: pa.Array | pa.ChunkedArray) -> None:
         self.keys = take_rows(keys.cast(pa.large_string()), None)
@@ -104,27 +109,27 @@ class TextLookup:
 
     def count(self, texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Two (n,) int64: the first row with each text, and the number of rows with it; -1 and 0 if none has it."""
-        left, counts = self._ranges(texts)
-        rows = self._order[left] if len(self._order) else left
+        starts, counts = self._ranges(texts)
+        rows = self._order[starts] if len(self._order) else starts
         return np.where(counts > 0, rows, -1), counts
 
     def pairs(self, texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Two (pairs,) int64: the index of a text, and a row with this text; sorted by text index, then by row."""
-        left, counts = self._ranges(texts)
+        starts, counts = self._ranges(texts)
         owner = np.repeat(np.arange(len(texts)), counts)
         within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return owner, self._order[left[owner] + within]
+        return owner, self._order[starts[owner] + within]
 
     def _ranges(self, texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Two (n,) int64: start of each text's rows in the order by hash, and their number."""
-        wanted = _hash_texts(texts)
-        left = np.searchsorted(self._hashes, wanted, "left")
-        counts = np.searchsorted(self._hashes, wanted, "right") - left
+        text_hashes = _hash_texts(texts)
+        starts = np.searchsorted(self._hashes, text_hashes, "left")
+        counts = np.searchsorted(self._hashes, text_hashes, "right") - starts
         if len(self._order):
-            left = np.minimum(left, len(self._order) - 1)
-            found = self.keys.take(pa.array(self._order[left]))
-            counts = np.where(to_mask(pc.equal(found, texts.cast(found.type))), counts, 0)
-        return left, counts
+            starts = np.minimum(starts, len(self._order) - 1)
+            found_texts = self.keys.take(pa.array(self._order[starts]))
+            counts = np.where(to_mask(pc.equal(found_texts, texts.cast(found_texts.type))), counts, 0)
+        return starts, counts
 
 
 def _hash_texts(texts: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
@@ -138,8 +143,8 @@ def _hash_texts(texts: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
 
 def take_rows(column: pa.Array | pa.ChunkedArray, rows: NDArray[np.int64] | pa.Array | None) -> pa.Array:
     """`column` at the row numbers `rows` (None for all rows) as one array. A null row number gives null."""
-    taken = column if rows is None else column.take(rows if isinstance(rows, pa.Array) else pa.array(rows))
-    return taken.combine_chunks() if isinstance(taken, pa.ChunkedArray) else taken
+    column_rows = column if rows is None else column.take(rows if isinstance(rows, pa.Array) else pa.array(rows))
+    return column_rows.combine_chunks() if isinstance(column_rows, pa.ChunkedArray) else column_rows
 
 
 def to_mask(values: pa.Array | pa.ChunkedArray) -> NDArray[np.bool_]:
@@ -154,9 +159,9 @@ def extensions_of_paths(paths: pa.Array) -> pa.Array:
 
 
 def kinds_by_extension(paths: pa.Array, default: MediaKind) -> pa.Array:
-    known = extensions_of_kinds(("image", "video"))
-    rows = pc.index_in(extensions_of_paths(paths), value_set=pa.array(list(known)))
-    return pc.coalesce(pa.array(list(known.values()), _str).take(rows), pa.scalar(default, _str))
+    kinds_of_extensions = extensions_of_kinds(("image", "video"))
+    rows = pc.index_in(extensions_of_paths(paths), value_set=pa.array(list(kinds_of_extensions)))
+    return pc.coalesce(pa.array(list(kinds_of_extensions.values()), _str).take(rows), pa.scalar(default, _str))
 
 
 # -- types of columns ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A local folder, or the objects below a URL, as a source: media at any depth, with caption files next to them."""
+"""A source for a local folder or the objects below a URL: media at any depth, with caption files next to them."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from stages.media.files import MediaPath
 
 
 class FolderSource(Source):
-    def items(self, known: pa.Table | None) -> Iterator[Columns]:
+    def items(self, known_rows: pa.Table | None) -> Iterator[Columns]:
         dataset, kinds = self._dataset, extensions_of_dataset(self._dataset)
         key = f"datasets.{dataset.id}.{'media_root' if dataset.media_root else 'instance_data_dir'}"
         links = dataset.follow_links

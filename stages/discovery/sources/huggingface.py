@@ -1,10 +1,11 @@
-"""A Hugging Face dataset as a source, through the `datasets` library: local files, a saved dataset, or a Hub dataset.
+"""A source for a Hugging Face dataset, read with the `datasets` library: local files, a saved dataset, or a Hub
+dataset.
 
-Nothing is decoded here. An item's path is the file that its row names (below the folder, or "<split>/<name>" if the
+Images are not decoded. An item's path is the file in its row (below the folder, or "<split>/<name>" if the
 table contains the bytes), so that rows may be inserted. If a row has no name, or a name that is not unique, the path is
-"<split>/<row>". An item's version is the file's version if the row names a file. If the table contains the bytes, it is
-the dataset's fingerprint, so all rows are read again if any row changed. The library stores its copies in its own
-cache (HF_HOME) and reads HF_TOKEN from the environment.
+"<split>/<row>". An item's version is the file's version if the row names a file. If the table contains the bytes, the
+version is the dataset's fingerprint, so all rows are read again if any row changed. The library stores its copies in
+its cache (HF_HOME) and reads HF_TOKEN from the environment.
 """
 
 import io
@@ -59,7 +60,7 @@ class HuggingFaceSource(Source):
         super().__init__(dataset)
         self._place = DatasetLocation(dataset.root, dataset.split)
 
-    def items(self, known: pa.Table | None) -> Iterator[Columns]:
+    def items(self, known_rows: pa.Table | None) -> Iterator[Columns]:
         check_for_datasets(self._place.root)  # only when listing, not in each process that opens items
         rows, paths = load_rows(self._place), self._lookup.keys
         require_columns(list(rows.features), list(self._columns_by_role.values()), "the column of companions")
@@ -92,8 +93,8 @@ class HuggingFaceSource(Source):
             column = next(iter([*media, *binary, *usual]), None)
         if column is None:
             raise LatentpressError(
-                f"{dataset.root}: no column is of images, videos or bytes; there are: {', '.join(kinds)}",
-                "name the column of the media with media_column",
+                f"{dataset.root}: it has no column of images, videos or bytes; its columns: {', '.join(kinds)}",
+                "set media_column to the column of the media",
             )
         if kinds[column] == "Video" and dataset.dataset_type != "video":
             message = f"datasets.{dataset.id}.dataset_type: {column!r} is a column of videos"
@@ -121,12 +122,12 @@ class HuggingFaceSource(Source):
     def _cell(self, path: str, column: str) -> MediaPath:
         row = int(self._lookup.find(pa.array([path]))[0])
         if row < 0:
-            raise MediaError("missing", path, "is no row of the dataset", RESTORE_ADVICE)
+            raise MediaError("missing", path, "is not a row of the dataset", RESTORE_ADVICE)
         data, file = _bytes_and_files(load_rows(self._place)[row : row + 1].column(column))
         if data is not None and data[0].is_valid:
             return TableCell(self._place, column, row, path, len(data[0].as_buffer()))
         if file is None or not file[0].is_valid:
-            raise MediaError("missing", path, f"has nothing in column {column!r}", RESTORE_ADVICE)
+            raise MediaError("missing", path, f"has no value in column {column!r}", RESTORE_ADVICE)
         return _cell_file(self._place, file[0].as_py())
 
     def _columns(self, chunk: pa.Table, paths: pa.Array) -> Columns:
@@ -140,11 +141,13 @@ class HuggingFaceSource(Source):
             columns[f"{role}_version"] = pc.if_else(present, self._sizes_and_versions(chunk.column(column))[1], None)
             if role == "mask":
                 columns["mask_kind"] = pc.if_else(present, "image", None)
-        problem = f"no-media: has nothing in {self._media!r}"
-        add_problems(columns, pc.if_else(_has_media(media), None, problem), "fill it in, or leave the row out")
+        problem = f"no-media: has no value in {self._media!r}"
+        add_problems(columns, pc.if_else(_has_media(media), None, problem), "add the value, or remove the row")
         captions = dataset.caption_column if self._own_captions else []
-        used = [self._media, *self._columns_by_role.values(), *captions]
-        columns |= extra_columns(_other_columns(chunk, load_rows(self._place).features, used), used, self.ignored)
+        used_names = [self._media, *self._columns_by_role.values(), *captions]
+        columns |= extra_columns(
+            _other_columns(chunk, load_rows(self._place).features, used_names), used_names, self.ignored
+        )
         if self._own_captions:
             require_columns(chunk.column_names, captions, "caption_column", dataset.instance_data_dir)
             texts = _simplify_columns(chunk, captions)
@@ -190,7 +193,7 @@ class TableCell(Blob):
         data, _ = _bytes_and_files(load_rows(self._place)[self._row : self._row + 1].column(self._column))
         if data is None or not data[0].is_valid:
             step = "run `latentpress discover` and `latentpress bucket`"
-            raise MediaError("changed", self.name, "is not the row that was discovered", step)
+            raise MediaError("changed", self.name, "differs from the discovered row", step)
         return cast(BinaryIO, io.BytesIO(data[0].as_buffer()))
 
     def size(self) -> int:
@@ -213,7 +216,7 @@ def load_rows(location: DatasetLocation) -> Any:
         rows = _load_uncached(datasets, location)
     except LatentpressError:
         raise
-    except Exception as error:  # the library's builders and its HTTP client have exceptions of their own
+    except Exception as error:  # the library's builders and its HTTP client have their own exceptions
         raise _loading_error(location, error) from None
     return rows.with_format("arrow")
 
@@ -237,17 +240,17 @@ def _load_uncached(datasets: Any, location: DatasetLocation) -> Any:
     name, _, configuration = root.partition(":")
     if root.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         step = "correct instance_data_dir, or media_root; a hub name is user/name"
-        raise LatentpressError(f"{root}: is not there", step)
+        raise LatentpressError(f"{root}: does not exist", step)
     return datasets.load_dataset(name, configuration or None, split=split)
 
 
 def _loading_error(location: DatasetLocation, error: Exception) -> LatentpressError:
     message = scrub_secrets(f"{type(error).__name__}: {error}").strip().partition("\n")[0]
-    step = "check its files and split; a folder is one of parquet, arrow, images or videos with a metadata.csv"
+    step = "check its files and split; valid folders have parquet files, arrow files, or media with a metadata.csv"
     if not os.path.exists(location.root):
         step = (
             "check the name, the split, the configuration (user/name:configuration) and the network; a private or "
-            "gated dataset needs HF_TOKEN in the environment; without a network, name a downloaded folder"
+            "gated dataset needs HF_TOKEN in the environment; without a network, use a downloaded folder"
         )
     return LatentpressError(f"{location.root}: can't be loaded ({message})", step)
 
@@ -256,7 +259,7 @@ def _loading_error(location: DatasetLocation, error: Exception) -> LatentpressEr
 
 
 def _bytes_and_files(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray | None, pa.Array | None]:
-    """Returns (bytes, file names) of a media column; either is None if the column has none. The chunks of the bytes are
+    """Return (bytes, file names) of a media column; either is None if the column has none. The chunks of the bytes are
     not combined, because this would read them from disk."""
     kind = column.type
     if pa.types.is_struct(kind) and {"bytes", "path"} <= {kind.field(i).name for i in range(kind.num_fields)}:
@@ -265,8 +268,8 @@ def _bytes_and_files(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray | None, p
         return column, None
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return None, take_rows(column.cast(_text), None)
-    message = f"a column of {kind} holds no media"
-    raise LatentpressError(message, "name one of images, videos, bytes or file names")
+    message = f"a column of {kind} does not contain media"
+    raise LatentpressError(message, "choose a column of images, videos, bytes or file names")
 
 
 def _has_media(column: pa.ChunkedArray) -> pa.Array:
@@ -277,13 +280,13 @@ def _has_media(column: pa.ChunkedArray) -> pa.Array:
 
 def _other_columns(chunk: pa.Table, features: Any, used: list[str]) -> pa.Table:
     """The columns that are not in `used`, with simplified types; class labels become their names."""
-    rest = _simplify_columns(chunk, [name for name in chunk.column_names if name not in used])
-    for index, name in enumerate(rest.column_names):
-        names, column = getattr(features[name], "names", None), rest.column(name)
+    simplified = _simplify_columns(chunk, [name for name in chunk.column_names if name not in used])
+    for index, name in enumerate(simplified.column_names):
+        names, column = getattr(features[name], "names", None), simplified.column(name)
         if names and pa.types.is_integer(column.type):
             labels = pc.if_else(pc.less(column, 0), None, column)  # -1: no label
-            rest = rest.set_column(index, name, pa.chunked_array([pa.array(names, _text)]).take(labels))
-    return rest
+            simplified = simplified.set_column(index, name, pa.chunked_array([pa.array(names, _text)]).take(labels))
+    return simplified
 
 
 def _simplify_columns(table: pa.Table, names: Sequence[str]) -> pa.Table:
@@ -292,13 +295,14 @@ def _simplify_columns(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 def _item_names(files: pa.Array, location: DatasetLocation) -> pa.Array:
     """Item paths: the path below the folder, else "<split>/<name>" (for a file outside the folder, its base name)."""
-    below = files
+    relative = files
     for root in dict.fromkeys((os.path.abspath(location.root), os.path.realpath(location.root))):
-        below = normalize_paths(below, root)
-    elsewhere = pc.or_(pc.match_substring(below, "://"), pc.match_substring_regex(below, r"^/|^\.\.(/|$)"))
-    last = pc.replace_substring_regex(pc.replace_substring_regex(below, r"(?s)\?.*", ""), r"(?s)^.*/", "")
-    names = pc.if_else(elsewhere, last, below)
-    return pc.if_else(pc.not_equal(below, files), below, pc.binary_join_element_wise(f"{location.split}/", names, ""))
+        relative = normalize_paths(relative, root)
+    elsewhere = pc.or_(pc.match_substring(relative, "://"), pc.match_substring_regex(relative, r"^/|^\.\.(/|$)"))
+    last = pc.replace_substring_regex(pc.replace_substring_regex(relative, r"(?s)\?.*", ""), r"(?s)^.*/", "")
+    names = pc.if_else(elsewhere, last, relative)
+    named = pc.binary_join_element_wise(f"{location.split}/", names, "")
+    return pc.if_else(pc.not_equal(relative, files), relative, named)
 
 
 def _cell_file(location: DatasetLocation, name: str) -> MediaPath:

@@ -1,6 +1,6 @@
-"""A table of paths or URLs as a source: CSV, JSON lines or Parquet, with captions and any further columns.
+"""A source for a table of paths or URLs: CSV, JSON lines or Parquet, with captions and any further columns.
 
-Relative paths start at the table's own folder, or at `media_root`. An item below this base has a path relative to it,
+Relative paths start at the table's folder, or at `media_root`. An item below this base has a path relative to it,
 any other item an absolute path. The possibly secret parts of a URL (user information and query) are removed. If it had
 such parts, a hash of the URL is appended, with which the whole URL is found in the table again.
 """
@@ -51,7 +51,7 @@ class ManifestSource(Source):
         super().__init__(dataset, self._base)
         self._secrets: dict[str, tuple[pa.ChunkedArray, TextLookup]] = {}
 
-    def items(self, known: pa.Table | None) -> Iterator[Columns]:
+    def items(self, known_rows: pa.Table | None) -> Iterator[Columns]:
         if "://" not in self._base:
             require_folder(self._base, f"datasets.{self._dataset.id}.media_root")
         names, location = self._dataset.caption_column, self._dataset.instance_data_dir
@@ -74,8 +74,8 @@ class ManifestSource(Source):
                 stats = self._stats(columns["path"], rows.column(media), pool)
                 columns |= {"size": stats["size"], "version": stats["version"]}
                 add_problems(columns, stats["problem"], stats["advice"])
-                used = [media, *self._columns_by_role.values(), *self._dataset.caption_column]
-                columns |= extra_columns(rows, used, self.ignored)
+                used_names = [media, *self._columns_by_role.values(), *self._dataset.caption_column]
+                columns |= extra_columns(rows, used_names, self.ignored)
                 if self._in_files:
                     self._add_caption_files(columns, pool)
                 elif self._own_captions:
@@ -142,7 +142,7 @@ class ManifestSource(Source):
         paths = captions.normalize_paths(texts, self._base)
         stats = self._stats(paths, texts, pool)
         versions, name, absent = _versions(stats), companion_name(role), pc.is_null(paths)
-        missing = pc.and_(absent, is_needed(self._dataset, role))
+        is_missing = pc.and_(absent, is_needed(self._dataset, role))
         columns[role] = pc.if_else(pc.is_valid(versions), paths, None)
         columns[f"{role}_version"] = versions
         if role == "mask":
@@ -151,8 +151,8 @@ class ManifestSource(Source):
         location = display_location(self._dataset.instance_data_dir)
         add_problems(
             columns,
-            pc.if_else(missing, f"no-{role}: has no {name}", pc.if_else(absent, None, problems)),
-            pc.if_else(missing, f"fill in column {column!r} of {location}", stats["advice"]),
+            pc.if_else(is_missing, f"no-{role}: has no {name}", pc.if_else(absent, None, problems)),
+            pc.if_else(is_missing, f"add it in column {column!r} of {location}", stats["advice"]),
         )
 
     # -- files ---------------------------------------------------------------------------------------------------
@@ -213,11 +213,11 @@ def _stat(location: str, name: str | None, base: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
         if "\\" in location:  # the table is wrong, not the disk
             return {"problem": "backslash-path: has a path with backslashes", "advice": BACKSLASH_ADVICE}
-        step = f"restore it, or correct the table: its paths are relative to {base}"
-        return {"problem": "missing: is not there", "advice": step}
+        step = f"restore it, or correct the table; its paths are relative to {base}"
+        return {"problem": "missing: does not exist", "advice": step}
     except OSError as error:
         step = "check its permissions and the disk, then run again"
         return {"problem": f"unreadable: can't be read ({error.strerror})", "advice": step}
     if not stat.S_ISREG(status.st_mode):
-        return {"problem": f"unreadable: {NOT_REGULAR}", "advice": "name a file in the table"}
+        return {"problem": f"unreadable: {NOT_REGULAR}", "advice": "replace it with a regular file"}
     return {"size": status.st_size, "version": str(status.st_mtime_ns), "text": caption_version(status)}

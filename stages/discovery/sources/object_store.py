@@ -1,7 +1,7 @@
 """Objects at URLs, by fsspec's interface.
 
-Credentials come from the environment or the URL and appear in no message: user information and queries are removed from
-every URL in a message, including messages of libraries.
+Credentials come from the environment or the URL and never appear in messages: user information and queries are removed
+from every URL in a message, including messages of libraries.
 """
 
 import base64
@@ -22,12 +22,12 @@ from schemas.identity import hash_bytes
 from stages.discovery.sources.urls import join_url, open_filesystem, scrub_secrets, strip_secrets
 from stages.media.files import RESTORE_ADVICE, Blob, MediaError, MediaPath, SeekableReader
 
-#: Bytes that a request reads: one request suffices for an image of this size, a second for the index at a video's end.
+#: Bytes that a request reads: an image of this size takes one request, a video with its index at the end takes two.
 READ_AHEAD_BYTES = 1 << 20
 _SPOOL_BYTES = 1 << 26
 
 _ACCESS_ADVICE = (
-    "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), or the right to read"
+    "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), or permission to read"
 )
 _RETRY_ADVICE = "check the network and the place, then run again"
 
@@ -94,7 +94,7 @@ class RemoteFile(Blob):
         return hash_bytes(*(part.encode() for part in (checksum.kind, checksum.value, str(self.size()), scope)))
 
     def verify(self) -> None:
-        """Compare the content's MD5 with the store's checksum. An ETag may be something else than an MD5, so if an ETag
+        """Compare the content's MD5 with the store's checksum. An ETag may not be an MD5, so if an ETag
         differs, the content is read again: two equal MD5s mean that the ETag is not an MD5, different MD5s mean damage.
         """
         checksum = self._checksum() if self.identity == "store" else None
@@ -102,8 +102,8 @@ class RemoteFile(Blob):
             return
         computed = self._md5()
         if computed != checksum.md5 and (checksum.kind == "md5" or computed != self._md5()):
-            problem = f"does not have the content of which its store gives the checksum ({checksum.md5})"
-            raise MediaError("changed", self.name, problem, "upload it again, or read it over a better connection")
+            problem = f"does not match the checksum of its store ({checksum.md5})"
+            raise MediaError("changed", self.name, problem, "upload it again, or use a better connection")
 
     def _checksum(self) -> "StoreChecksum | None":
         return best_checksum(self.info(), self.url.startswith(("s3://", "s3a://")))
@@ -181,7 +181,7 @@ class _RemoteReader(SeekableReader):
 
 class StoreChecksum(NamedTuple):
     """A store's checksum of an object. kind: "md5", "sha256", "etag", "generation", "checksum" or "crc32c". md5:
-    `value` if it is, or for an ETag may be, the content's MD5 in hex. scoped_to_url: whether `value` identifies the
+    `value` if it is the content's MD5 in hex, or for an ETag may be. scoped_to_url: whether `value` identifies the
     content only together with the URL."""
 
     kind: str
@@ -242,7 +242,7 @@ def object_errors(url: str, name: str) -> Iterator[None]:
         status = getattr(error, "status", None)
         reason, problem, step = "unreadable", "can't be read (no answer in time)", _RETRY_ADVICE
         if isinstance(error, FileNotFoundError) or status in (404, 410) or error_code(error) == "NoSuchBucket":
-            reason, problem, step = "missing", "is not there", RESTORE_ADVICE
+            reason, problem, step = "missing", "does not exist", RESTORE_ADVICE
         elif type(error).__module__.startswith("obstore"):
             words, step = explain(error)
             problem = f"can't be read ({scrub_secrets(words, url)})"
@@ -262,6 +262,6 @@ def listing_errors(url: str) -> Iterator[None]:
         with object_errors(url, strip_secrets(url)):
             yield
     except MediaError as error:
-        missing = error.reason == "missing"
-        step = "correct the URL (media_root: where media are for this machine)" if missing else error.advice
+        is_missing = error.reason == "missing"
+        step = "correct the URL (on this machine: media_root)" if is_missing else error.advice
         raise LatentpressError(f"{error.path}: {error.problem}", step) from None

@@ -1,9 +1,10 @@
 """Tables of captions and paths: CSV, JSON lines and Parquet, at a path or a URL, read as columns.
 
-A table that can't be read completely is an error that names the file and the line: with half a table, half the training
-set would be missing unnoticed. All text is `string`, whatever text type the file has; empty cells of CSV are null.
+A table that can't be read completely is an error that names the file and the line, because with half a table, half the
+training set would be missing unnoticed. All text is `string`, for any text type of the file; empty cells of CSV are
+null.
 
-CSV and JSON lines are read by Python's own readers, which are strict and count lines; a million rows take seconds.
+CSV and JSON lines are read by Python's readers, which are strict and count lines; a million rows take seconds.
 pyarrow's readers seldom report the line of an error, and merge the rows after a wrong quote into a cell.
 """
 
@@ -62,7 +63,7 @@ def read_table(location: str, text: Sequence[str] = (), kind: str | None = None)
     except pa.ArrowInvalid as error:
         message = scrub_secrets(str(error).partition("\n")[0])
         problem = f"{display_location(location)}: can't be read as {kind} ({message})"
-        raise LatentpressError(problem, "correct it, or make the table again") from None
+        raise LatentpressError(problem, "correct the table, or write it again") from None
     except OSError as error:
         raise not_opened(location, error) from None
     columns = {name: simplify_column(table.column(name)) for name in table.column_names}
@@ -79,9 +80,9 @@ def find_media_column(table: pa.Table, configured: str | None, location: str) ->
     name = configured or next(iter([*texts, *present]), None)
     if name is None:
         raise LatentpressError(
-            f"{display_location(location)}: no column is called {', '.join(USUAL_MEDIA_COLUMNS)}; there are: "
-            f"{', '.join(table.column_names)}",
-            "name the column of the media files with media_column",
+            f"{display_location(location)}: the table has no column named {', '.join(USUAL_MEDIA_COLUMNS)}; its "
+            f"columns: {', '.join(table.column_names)}",
+            "set media_column to the column of the media files",
         )
     require_names(table, name, "media_column", location)
     return name
@@ -93,8 +94,8 @@ def require_names(table: pa.Table, name: str, option: str, location: str) -> Non
     kind = table.schema.field(name).type
     if not pa.types.is_string(kind) and not pa.types.is_null(kind):
         raise LatentpressError(
-            f"{display_location(location)}: column {name!r} holds {kind}, not names of files",
-            f"name another with {option}; for a table with the files in it: source: huggingface",
+            f"{display_location(location)}: column {name!r} contains {kind}, not file names",
+            f"set {option} to another column; for a table that contains the files, set source: huggingface",
         )
 
 
@@ -106,9 +107,9 @@ def _read_csv(location: str, text: Sequence[str]) -> pa.Table:
     rows = csv_rows(location, detect_delimiter(location))
     names = next(rows, None)
     if names is None:
-        raise LatentpressError(f"{display_location(location)}: is empty", "write a header and rows, or name another")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        problem = f"{display_location(location)}: two columns are called {twice[0]!r}"
+        raise LatentpressError(f"{display_location(location)}: is empty", "write a header and rows into it")
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        problem = f"{display_location(location)}: two columns are named {repeated[0]!r}"
         raise LatentpressError(problem, "rename one of them")
     chunks: dict[str, list[pa.Array]] = {name: [] for name in names}
     while part := list(islice(rows, CHUNK_ROWS)):
@@ -149,24 +150,24 @@ def csv_rows(location: str, delimiter: str) -> Iterator[list[str]]:
             if row and len(row) != count:
                 cells = f"{len(row)} cell{'' if len(row) == 1 else 's'}"
                 content = scrub_secrets(shorten(delimiter.join(row), 200))
-                step = "put a cell that holds the separator into quotes, or correct the row"
-                raise line_error(location, start, f"has {cells}, and the header has {count}: {content}", step)
+                step = "put a cell that contains the separator into quotes, or correct the row"
+                raise line_error(location, start, f"has {cells}, but the header has {count}: {content}", step)
             if reader.line_num > start and (line := _merged_line(row, delimiter)):
-                problem = f"a quoted cell continues over line {start + line}, which is a row of its own"
-                raise line_error(location, start, problem, 'close it; write a quote within quotes as ""')
+                problem = f"a quoted cell continues over line {start + line}, which looks like a separate row"
+                raise line_error(location, start, problem, 'close the cell; write a quote within quotes as ""')
             if row:
                 yield row
             start = reader.line_num + 1
     except csv.Error as error:
-        problem = f"the quotes are wrong between here and line {reader.line_num} ({error})"
+        problem = f"a quote is wrong between this line and line {reader.line_num} ({error})"
         step = 'close each quote, write a quote within quotes as "", and save the file with line ends of one kind'
         raise line_error(location, start, problem, step) from None
 
 
 def _merged_line(row: list[str], delimiter: str) -> int:
-    """The number of the line inside a multi-line cell that looks like a row, 0 if there is none. Such a line has as
+    """The number of the line in a multi-line cell that looks like a row; 0 if no line does. Such a line has as
     many cells as the row, and in the same column a file name with the same extension. This finds two rows that each
-    lack a quote: together they are one valid row, which every reader accepts."""
+    lack a quote; together they are one valid row for every reader."""
     for cell in row:
         for number, line in enumerate(cell.split("\n")[1:], 1):
             cells = line.split(delimiter)
@@ -197,14 +198,14 @@ def jsonl_rows(location: str) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             problem = f"is not JSON ({error})"
         if problem:
-            raise line_error(location, number, problem, "write one object a line")
+            raise line_error(location, number, problem, "write one object per line")
         for name, value in row.items():
             if value is None:
                 continue
             kind, since = kinds.setdefault(name, (_json_kind(value), number))
             if kind != _json_kind(value):
-                problem = f"{name!r} is {_json_kind(value)} here and {kind} on line {since}"
-                raise line_error(location, number, problem, "make every line of the column the same")
+                problem = f"{name!r} is {_json_kind(value)} in this line and {kind} in line {since}"
+                raise line_error(location, number, problem, "use the same type in every line")
         yield row
 
 
@@ -247,9 +248,9 @@ def _read_parquet(location: str) -> pa.Table:
 
     with open_location(location) as file, pq.ParquetFile(file) as parquet:
         has_bytes = {field.name: _has_bytes(field.type) for field in parquet.schema_arrow}
-        table = parquet.read([name for name, found in has_bytes.items() if not found])
+        table = parquet.read([name for name, is_binary in has_bytes.items() if not is_binary])
     refuse_invalid_text(table, location)
-    for name in (name for name, found in has_bytes.items() if found):  # bytes are not read, only the column's name
+    for name in (name for name, is_binary in has_bytes.items() if is_binary):  # only their names are read
         table = table.append_column(name, pa.nulls(len(table), pa.binary()))
     return table
 
@@ -269,7 +270,7 @@ def _table_format(location: str, default: str | None) -> str:
     if default is None:
         raise LatentpressError(
             f"{display_location(location)}: its format is unknown",
-            f"valid endings: {', '.join(TABLE_EXTENSIONS)}; or caption_strategy",
+            f"use a file with the ending {', '.join(TABLE_EXTENSIONS)}, or set caption_strategy",
         )
     return default
 
@@ -278,11 +279,11 @@ def _table_format(location: str, default: str | None) -> str:
 
 
 def check_for_datasets(root: str) -> None:
-    """Check a CSV or JSON file, or all in a folder, before the `datasets` library reads it. pandas assumes commas and
-    merges the rows after a wrong quote, and pyarrow crashes if values are deeply nested."""
+    """Check a CSV or JSON file, or all of them in a folder, before the `datasets` library reads it. pandas assumes
+    commas and merges the rows after a wrong quote, and pyarrow crashes if values are deeply nested."""
     for file in list_files(root, (".csv",)):
         if (delimiter := detect_delimiter(file)) != ",":
-            step = "separate them by commas, or use source: manifest, which takes the file as it is"
+            step = "separate them by commas, or use source: manifest, which reads the file unchanged"
             raise line_error(file, 1, f"the cells are separated by {delimiter!r}", step)
         deque(csv_rows(file, delimiter), 0)
     for file in list_files(root, (".jsonl",)):
@@ -306,14 +307,14 @@ def _refuse_depth(location: str) -> None:
             depth = max(0, depth + (match[0] in b"[{") - (match[0] in b"]}"))  # ignore surplus closing brackets
             if depth > MAX_DEPTH:
                 problem = f"is nested more than {MAX_DEPTH} levels deep"
-                raise line_error(location, number, problem, "keep what is nested so deep out of the table")
+                raise line_error(location, number, problem, "remove the deeply nested values from the table")
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
 
 
 def open_location(location: str) -> BinaryIO:
-    """A binary reader of a path or URL. Raises LatentpressError without secrets."""
+    """A binary reader of a path or URL. Raises LatentpressError; its message contains no secrets."""
     try:
         if "://" not in location:
             return open_regular(location)
@@ -321,16 +322,16 @@ def open_location(location: str) -> BinaryIO:
         return fs.open(path, "rb")
     except LatentpressError:
         raise
-    except Exception as error:  # each store's library has exceptions of its own
+    except Exception as error:  # each store's library has its own exceptions
         raise not_opened(location, error) from None
 
 
 def not_opened(location: str, error: Exception) -> LatentpressError:
     if isinstance(error, FileNotFoundError):
-        return LatentpressError(f"{display_location(location)}: is not there", "correct the path in the configuration")
+        return LatentpressError(f"{display_location(location)}: does not exist", "correct its path")
     reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
     reason = scrub_secrets(reason, location if "://" in location else "")
-    step = "check the place and the right to read it, then run again"
+    step = "check the place and its permissions, then run again"
     return LatentpressError(f"{display_location(location)}: can't be read ({reason})", step)
 
 
@@ -361,7 +362,7 @@ def refuse_encoding(location: str) -> None:
         data = file.read(1024)
     utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
     if utf_16 or b"\0" in data:
-        encoding = "UTF-16" if utf_16 else "UTF-16 or no text (it holds zero bytes)"
+        encoding = "UTF-16" if utf_16 else "UTF-16, or not text (it contains zero bytes)"
         raise line_error(location, 1, f"is {encoding}, not UTF-8", "save it as UTF-8")
 
 

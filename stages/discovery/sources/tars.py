@@ -1,7 +1,7 @@
-"""Local and remote tars: the tars that a dataset's settings name, and the offsets of their members.
+"""Local and remote tars: the tars in a dataset's settings, and the offsets of their members.
 
-Nothing is unpacked, and no tar is trusted: `tarfile` parses single headers, and `iter_members` finds the next header.
-With some headers, tarfile's own reader would loop for ever, or read any amount of data into memory.
+Tars are not unpacked and not trusted: `tarfile` parses single headers, and `iter_members` finds the next header. With
+some headers, the reader of tarfile would loop forever, or read any amount of data into memory.
 """
 
 import glob
@@ -39,7 +39,7 @@ _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}", re.ASCII)
 
 
 class DamagedTarError(MediaError):
-    """The tar itself is damaged; the members before the damage were read."""
+    """The tar is damaged; the members before the damage were read."""
 
 
 class MemberEntry(NamedTuple):
@@ -53,7 +53,7 @@ def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) ->
     files, absolute names and names with "..".
 
     After the readable members of a damaged tar it raises DamagedTarError with reason "truncated" or "unreadable" and
-    path `name`. Each step moves forward and reads at most _MAX_HEADER_BYTES, whatever size a header declares.
+    path `name`. Each step moves forward and reads at most _MAX_HEADER_BYTES, for any size in a header.
     """
     at = 0
     extended: dict[str, str] = {}  # fields of the next member, from extended headers
@@ -62,7 +62,7 @@ def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) ->
         if len(block) == _BLOCK and not block.strip(b"\0"):
             return
         if len(block) < _BLOCK:
-            raise _truncated_error(name, "in the middle of a header" if block else "without the mark of its end")
+            raise _truncated_error(name, "in the middle of a header" if block else "without an end mark")
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             is_extended = header.type in _EXTENDED_TYPES
@@ -78,7 +78,7 @@ def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) ->
             if is_extended and at + length <= size:
                 extended |= _parse_extended_header(header.type, _read_at(file, at, length))
         except (tarfile.HeaderError, ValueError) as error:
-            problem = f"is no tar from byte {start} on ({error})"
+            problem = f"is not a valid tar after byte {start} ({error})"
             step = "copy it again, or unpack it if it is compressed"
             raise DamagedTarError("unreadable", name, problem, step) from error
         has_data = header.isreg() or header.type not in tarfile.SUPPORTED_TYPES or is_extended
@@ -90,7 +90,7 @@ def iter_members(file: BinaryIO, size: int, name: str, ignored: Counter[str]) ->
         is_sparse = header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in extended)
         extended = {}
         if not header.isreg() or is_sparse:
-            ignored["member that is no plain file"] += header.type != tarfile.DIRTYPE
+            ignored["member that is not a regular file"] += header.type != tarfile.DIRTYPE
         elif path.startswith("/") or ".." in path.split("/") or "\0" in path:
             ignored["member with an unsafe name"] += 1
         elif printable(path) != path:
@@ -118,7 +118,7 @@ def _parse_extended_header(kind: bytes, content: bytes) -> dict[str, str]:
         space = content.find(b" ", at, at + 20)
         length = int(content[at:space]) if space > at else 0
         if space < 0 or length <= space - at + 1 or at + length > len(content):
-            raise ValueError("an extended header that is none")
+            raise ValueError("an invalid extended header")
         key, _, value = content[space + 1 : at + length - 1].partition(b"=")
         if key in (b"path", b"size") or key.startswith(b"GNU.sparse."):
             fields[key.decode(errors="replace")] = value.decode(errors="surrogateescape")
@@ -126,8 +126,8 @@ def _parse_extended_header(kind: bytes, content: bytes) -> dict[str, str]:
     return fields
 
 
-def _truncated_error(name: str, where: str) -> DamagedTarError:
-    return DamagedTarError("truncated", name, f"ends {where}", "copy it again; its whole members are used")
+def _truncated_error(name: str, position: str) -> DamagedTarError:
+    return DamagedTarError("truncated", name, f"ends {position}", "copy it again; its complete members are used")
 
 
 class TarMember(Blob):
@@ -176,15 +176,15 @@ def _member_offsets(location: str, version: str, name: str) -> dict[str, tuple[i
 
 
 def parse_patterns(dataset: Dataset) -> tuple[str, list[str]]:
-    """The folder or URL that tar names are relative to, and names or globs below it; an empty list stands for all tars.
+    """The folder or URL that tar names are relative to, and names or globs below it; an empty list means all tars.
 
     If media_root has no pattern, the pattern of instance_data_dir is used.
     """
     key = f"datasets.{dataset.id}.instance_data_dir"
     base, patterns = _split_pattern(dataset.instance_data_dir, key)
     if dataset.media_root:
-        base, others = _split_pattern(dataset.media_root, f"datasets.{dataset.id}.media_root")
-        patterns = others or patterns
+        base, root_patterns = _split_pattern(dataset.media_root, f"datasets.{dataset.id}.media_root")
+        patterns = root_patterns or patterns
     return base, patterns
 
 
@@ -203,8 +203,8 @@ def _split_pattern(root: str, key: str) -> tuple[str, list[str]]:
 
 
 def _expand_braces(pattern: str, key: str) -> list[str]:
-    """The names that a brace expression stands for, each once."""
-    shown = f"{key}: {shorten(pattern, 100)}"
+    """The names in a brace expression, each once."""
+    label = f"{key}: {shorten(pattern, 100)}"
     try:
         from braceexpand import braceexpand
 
@@ -213,12 +213,12 @@ def _expand_braces(pattern: str, key: str) -> list[str]:
         names = list(islice(braceexpand(pattern), MAX_TARS + 1)) if in_ranges < MAX_TARS else ()
     except ImportError:
         step = "pip install 'latentpress[webdataset]'"
-        raise LatentpressError(f"{shown}: needs the library braceexpand", step) from None
+        raise LatentpressError(f"{label}: needs the library braceexpand", step) from None
     except (ValueError, RecursionError) as error:
-        raise LatentpressError(f"{shown}: {error}", "write it as shards/{00000..00012}.tar") from None
+        raise LatentpressError(f"{label}: {error}", "use a form such as shards/{00000..00012}.tar") from None
     if not 0 < len(names) <= MAX_TARS:
-        problem = f"{shown} stands for more than {MAX_TARS:,} names"
-        raise LatentpressError(problem, f"name at most {MAX_TARS:,} tars, or the folder that they are in")
+        problem = f"{label} has more than {MAX_TARS:,} names"
+        raise LatentpressError(problem, f"use at most {MAX_TARS:,} tars, or the name of their folder")
     return list(dict.fromkeys(names))
 
 
@@ -253,18 +253,18 @@ def _find_matches(base: str, pattern: str) -> dict[str, str | None]:
     with listing_errors(base):
         fs, root = open_filesystem(base)
         fs.invalidate_cache()
-        found = fs.glob(f"{root.rstrip('/')}/{pattern}", detail=True)
+        matches = fs.glob(f"{root.rstrip('/')}/{pattern}", detail=True)
     start = len(root.rstrip("/")) + 1
-    return {path[start:]: object_version(info) for path, info in found.items() if info["type"] == "file"}
+    return {path[start:]: object_version(info) for path, info in matches.items() if info["type"] == "file"}
 
 
 def _tar_version(location: str) -> str:
     """The version of a tar for which the listing has no version. Raises LatentpressError if the tar is missing."""
     if "://" in location:
         with listing_errors(location):
-            return object_version(RemoteFile(location).info()) or f"{time.time_ns()}"  # else always new
+            return object_version(RemoteFile(location).info()) or f"{time.time_ns()}"  # else changed
     try:
         return file_version(location)
     except OSError as error:
-        step = "restore it; mount its disk, or correct instance_data_dir (media_root: on this machine)"
+        step = "restore it, mount its disk, or correct instance_data_dir (on this machine: media_root)"
         raise LatentpressError(f"{location}: {error.strerror}", step) from error

@@ -13,14 +13,14 @@ from schemas.errors import LatentpressError
 _HOST_AND_PORT = re.compile(r"[^:@]*(:\d*)?")
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _QUERY = re.compile(r"\?[^\s'\"<>?]*=[^\s'\"<>]*")
-#: Query parameters that signing adds: for S3 and Google Cloud by prefix, else by the parameter that has the signature.
+#: Query parameters of signatures: for S3 and Google Cloud by prefix, else by the parameter with the signature.
 _SIGNATURE_PARAMETER = re.compile(r"x-(amz|goog)-.*", re.IGNORECASE)
 _SIGNATURE_PARAMETERS = {
     "signature": {"signature", "expires", "policy", "key-pair-id", "awsaccesskeyid", "googleaccessid"},
     "sig": {"sig", "se", "st", "sp", "sr", "sv", "spr", "sip", "ske", "skt", "sks", "skv", "skoid", "sktid"},
 }
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|ACCESS_KEY|API_KEY|ACCOUNT_KEY|CREDENTIAL", re.IGNORECASE)
-#: An HTTP request fails after so many seconds without a connection, or without data.
+#: Limits for the time without a connection, and without data, of an HTTP request.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 15.0
 
 
@@ -28,16 +28,16 @@ def strip_secrets(url: str) -> str:
     """`url` without user information, query and fragment, in each part of a chain."""
     if "::" in url:
         return "::".join(map(strip_secrets, url.split("::")))
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, address = url.partition("://")
     if not separator:
         return url
-    host, slash, path = rest.partition("/")
+    host, slash, path = address.partition("/")
     if "@" in host:
-        rest = host.rpartition("@")[2] + slash + path
+        address = host.rpartition("@")[2] + slash + path
     elif "@" in path and not _HOST_AND_PORT.fullmatch(host):  # a password with a "/" that should have been escaped
-        rest = path.rpartition("@")[2]
-    rest = rest.partition("?")[0]
-    return f"{scheme}://{rest.partition('#')[0] if scheme.startswith('http') else rest}"
+        address = path.rpartition("@")[2]
+    address = address.partition("?")[0]
+    return f"{scheme}://{address.partition('#')[0] if scheme.startswith('http') else address}"
 
 
 def display_location(location: str) -> str:
@@ -50,8 +50,8 @@ def strip_signature(url: str) -> str:
     head, mark, query = url.partition("?")
     parameters = [(part.partition("=")[0].lower(), part) for part in query.split("&")] if mark else []
     signing = set().union(*(_SIGNATURE_PARAMETERS.get(name, ()) for name, _ in parameters))
-    rest = [part for name, part in parameters if name not in signing and not _SIGNATURE_PARAMETER.fullmatch(name)]
-    return strip_secrets(head) + ("?" + "&".join(rest) if rest else "")
+    unsigned = [part for name, part in parameters if name not in signing and not _SIGNATURE_PARAMETER.fullmatch(name)]
+    return strip_secrets(head) + ("?" + "&".join(unsigned) if unsigned else "")
 
 
 def scrub_secrets(text: str, url: str = "") -> str:
@@ -72,12 +72,12 @@ def scrub_secrets(text: str, url: str = "") -> str:
 
 def join_url(url: str, name: str) -> str:
     """The URL of `name` below `url`. In a chained URL ("::"), the first part is extended. A query stays at the end."""
-    head, separator, rest = url.partition("::")
+    head, separator, chain = url.partition("::")
     query = ""
     if head.startswith(("http://", "https://")):
         head, mark, query = head.partition("?")
         query = mark + query
-    return f"{head.rstrip('/')}/{name}{query}{separator}{rest}"
+    return f"{head.rstrip('/')}/{name}{query}{separator}{chain}"
 
 
 class UnknownLocation(LatentpressError):
@@ -86,7 +86,7 @@ class UnknownLocation(LatentpressError):
 
 def open_filesystem(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL, and the path within it. fsspec caches file systems for each process: after a
-    fork the child gets its own file system with its own event loop, so nothing here stores a file system.
+    fork, the child gets its own file system with its own event loop, so file systems are not stored.
 
     Raises UnknownLocation if fsspec can't open the URL, LatentpressError if the library for it is missing.
     """
@@ -105,13 +105,13 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
         name = extra.get(url.partition("://")[0])
-        step = f"pip install 'latentpress[{name}]'" if name else "install the library that it names"
+        step = f"pip install 'latentpress[{name}]'" if name else "install the library in this message"
         problem = f"a library is missing ({scrub_secrets(str(error), url)})"
     except (ValueError, TypeError, AttributeError, IsADirectoryError, FileNotFoundError) as error:  # needs arguments
         step = "choose a URL that fsspec opens without arguments, such as s3://bucket/folder, or a local folder"
         problem = f"{strip_secrets(url)}: can't be opened ({scrub_secrets(str(error), url)})"
         raise UnknownLocation(problem, step) from error
     except OSError as error:  # caused by the network or a system library, not by the URL
-        step = "check the network and what the library of this URL needs, then run again"
+        step = "check the network and the requirements of the library for this URL, then run again"
         problem = f"can't be opened ({scrub_secrets(str(error), url)})"
     raise LatentpressError(f"{strip_secrets(url)}: {problem}", step)

@@ -1,9 +1,9 @@
 """Listing a local folder, or the objects below a URL: media files at any depth, and the caption files next to them.
 
-Most of the time of a second scan of an unchanged tree is this walk, so it is written for speed: one `scandir` a folder,
-one `stat` a file. Memory is bounded by the largest single folder. Hidden names are left out. Symbolic links are
-followed inside the folder (with `follow_links` anywhere), but never back to a folder that contains them; links that
-are not followed are counted.
+Most of the time of a second scan of an unchanged tree is this walk, so it is written for speed: one `scandir` per
+folder, one `stat` per file. Memory is bounded by the largest single folder. Hidden names are skipped. Symbolic links
+are followed inside the folder (with `follow_links`, to any place), but never back to a folder that contains them; links
+that are not followed are counted.
 """
 
 import os
@@ -24,7 +24,7 @@ from stages.discovery.sources.urls import join_url, open_filesystem
 from stages.media.files import MediaError, extensions_of_kinds
 
 CAPTION_KIND = "text"
-OUTSIDE, BACK = "link that leads outside", "link that leads back"
+OUTSIDE_LINK, BACK_LINK = "link that leads outside", "link that leads back"
 MAX_CONNECTIONS = 16  # concurrent requests for sizes and versions
 
 
@@ -36,7 +36,7 @@ def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
 class FileList:
     """The files of some folders below a common folder or URL; a folder's files are always in one list.
 
-    paths (below the common folder), kinds, sizes (bytes), versions: one entry a file; sizes and versions are None if
+    paths (below the common folder), kinds, sizes (bytes), versions: one entry per file; sizes and versions are None if
     unknown. A version is the modification time in nanoseconds, for an object its size and ETag. texts: path without
     extension -> (path, version) of a caption file. problems: row -> (problem, advice) of a file that can't be used.
     """
@@ -88,7 +88,7 @@ class FileList:
 
 def caption_version(status: os.stat_result) -> str:
     """The version of a caption file: its modification time in nanoseconds and, if different, its change time (ctime),
-    which programs, unlike the modification time, can't set."""
+    which programs can't set."""
     modified, changed = status.st_mtime_ns, status.st_ctime_ns
     return str(modified) if modified == changed else f"{modified}:{changed}"
 
@@ -97,12 +97,15 @@ def require_folder(folder: str, key: str) -> None:
     """Raise LatentpressError, naming the option `key`, unless `folder` is an existing folder."""
     if os.path.isdir(folder):
         return
-    problem, step = f"there is no folder {folder}", "mount its disk, or correct the path (media_root: on this machine)"
+    problem, step = (
+        f"the folder {folder} does not exist",
+        "mount its disk, or correct the path (on this machine: media_root)",
+    )
     if os.path.exists(folder):
         problem = f"{folder} is a file, not a folder"
-        step = "name the folder that it is in; a table ends with .csv, .jsonl or .parquet"
+        step = "use its folder; the name of a table ends with .csv, .jsonl or .parquet"
     elif key.endswith(".instance_data_dir"):
-        step += "; for a dataset of the Hugging Face Hub set source: huggingface"
+        step += "; for a dataset on the Hugging Face Hub, set source: huggingface"
     raise LatentpressError(f"{key}: {problem}" if key else problem, step)
 
 
@@ -141,17 +144,17 @@ def walk(
 def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignored: Counter[str]) -> Iterator[FileList]:
     real_top = os.path.join(os.path.realpath(top), "")
     files = FileList()
-    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [(top, "", ())]  # (): ids of its parents
-    while todo:  # a single loop, because one more function call a file costs 3 %
-        path, prefix, above = todo.pop()
+    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [(top, "", ())]  # (folder, prefix, ids of its parents)
+    while todo:  # a single loop, because one more function call per file costs 3 %
+        path, prefix, ancestors = todo.pop()
         texts, is_ascii = files.texts, prefix.isascii()
         add_path, add_kind = files.paths.append, files.kinds.append
         add_size, add_version = files.sizes.append, files.versions.append
         try:
             status = os.stat(path)
             folder = status.st_dev, status.st_ino
-            if folder in above:
-                ignored[BACK] += 1
+            if folder in ancestors:
+                ignored[BACK_LINK] += 1
                 continue
             with os.scandir(path) as entries:
                 for entry in entries:
@@ -160,12 +163,12 @@ def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignore
                         continue
                     link = entry.is_symlink()
                     if link and not follow_links:
-                        inside = os.path.join(os.path.realpath(entry.path), "").startswith(real_top)
-                        if not inside and os.path.exists(entry.path):  # a broken link is a missing file
-                            ignored[OUTSIDE] += 1
+                        is_inside = os.path.join(os.path.realpath(entry.path), "").startswith(real_top)
+                        if not is_inside and os.path.exists(entry.path):  # a broken link is a missing file
+                            ignored[OUTSIDE_LINK] += 1
                             continue
                     if os.path.isdir(entry.path) if link else entry.is_dir():
-                        todo.append((entry.path, f"{prefix}{name}/", (*above, folder)))
+                        todo.append((entry.path, f"{prefix}{name}/", (*ancestors, folder)))
                         continue
                     stem, _, ending = name.rpartition(".")
                     kind = endings[ending]
@@ -184,7 +187,7 @@ def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignore
                         if ending == "txt" or prefix + stem not in texts:
                             texts[prefix + stem] = prefix + name, version
                     elif not status.st_size and not stat.S_ISREG(status.st_mode):
-                        step = "point the dataset at files"
+                        step = "replace it with a regular file"
                         files.add_problem(printable(prefix + name), kind, f"unreadable: {NOT_REGULAR}", step)
                     elif is_ascii and name.isascii():
                         add_path(prefix + name)
@@ -194,9 +197,9 @@ def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignore
                     else:
                         files.add(prefix + name, kind, status.st_size, str(status.st_mtime_ns))
         except OSError as error:
-            if above and isinstance(error, FileNotFoundError):  # removed since its parent was listed
+            if ancestors and isinstance(error, FileNotFoundError):  # removed since its parent was listed
                 continue
-            step = "give read permission to the folder, or run again if it was being moved"
+            step = "give read permission for the folder, or run again if it was being moved"
             raise LatentpressError(f"{path}: {error.strerror}", step) from error
         if len(files.paths) >= CHUNK_ROWS:
             yield files
@@ -206,7 +209,7 @@ def _walk_folder(top: str, endings: _KindByExtension, follow_links: bool, ignore
 
 def _stat_problem(error: OSError) -> tuple[str, str]:
     if isinstance(error, FileNotFoundError):
-        return "missing: is not there", "restore what the link leads to, or delete the link"
+        return "missing: does not exist", "restore the target of the link, or delete the link"
     return f"unreadable: can't be read ({error.strerror})", "check its permissions and the disk, then run again"
 
 
@@ -217,9 +220,9 @@ def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) ->
     files, todo = FileList(), [root]
     while todo:
         folder = todo.pop()
-        fs.invalidate_cache()  # so that changes are seen, and listings need no memory
+        fs.invalidate_cache()  # so that changes are found, and listings need no memory
         is_empty = True
-        found: list[tuple[str, str, int | None, str | None]] = []
+        found_files: list[tuple[str, str, int | None, str | None]] = []
         with listing_errors(url):
             for info in fs.ls(folder, detail=True):
                 name = info["name"].rstrip("/")
@@ -229,7 +232,7 @@ def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) ->
                     ignored["folder without a name"] += 1
                     continue
                 if not name.startswith(folder + "/") or "/" in last or last.startswith((".", "?")):
-                    continue  # "?": links by which a server's page of links sorts itself
+                    continue  # "?": links that sort a server's page of links
                 is_empty = False
                 stem, _, ending = last.rpartition(".")
                 kind = endings[ending] if stem else None
@@ -238,14 +241,14 @@ def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) ->
                 elif kind is None:
                     ignored[f".{ending.lower()}" if stem and ending else ""] += 1
                 else:
-                    found.append((name[len(root) + 1 :], kind, info.get("size"), object_version(info)))
+                    found_files.append((name[len(root) + 1 :], kind, info.get("size"), object_version(info)))
             if folder == root and is_empty and not fs.exists(root):
                 raise FileNotFoundError
-        if any(size is None for _, _, size, _ in found):  # a web server's page has names only
+        if any(size is None for _, _, size, _ in found_files):  # a web server's page has only names
             with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
-                stats = pool.map(_object_stats, [join_url(url, path) for path, *_ in found])
-            found = [(path, kind, *stat) for (path, kind, _, _), stat in zip(found, stats, strict=True)]
-        for row in found:
+                stats = pool.map(_object_stats, [join_url(url, path) for path, *_ in found_files])
+            found_files = [(path, kind, *stat) for (path, kind, _, _), stat in zip(found_files, stats, strict=True)]
+        for row in found_files:
             files.add(*row)
         if len(files.paths) >= CHUNK_ROWS:
             yield files
@@ -256,6 +259,6 @@ def _walk_objects(url: str, endings: _KindByExtension, ignored: Counter[str]) ->
 def _object_stats(url: str) -> tuple[int | None, str | None]:
     try:
         info = RemoteFile(url).info()
-    except MediaError:  # opening it fails again, which rejects it by name
+    except MediaError:  # opening it fails again and then rejects it
         return None, None
     return info.get("size"), object_version(info)

@@ -1,6 +1,6 @@
-"""WebDataset tars as a source, as img2dataset and video2dataset write them: the members of one key are one item.
+"""A source for WebDataset tars, such as the tars of img2dataset and video2dataset: the members of a key are one item.
 
-As webdataset defines it, a key ends at the first dot of a member's base name, and the rest is the extension:
+In webdataset, a key ends at the first dot of a member's base name, and the rest is the extension:
 `000000123.jpg`, `.txt` and `.json` are one item with captions and extra columns, `000000123.source.jpg` its member
 "source.jpg". Listing reads only headers, text and json members. A tar is not opened if it has not changed and none of
 its items was rejected at the last discovery.
@@ -69,20 +69,20 @@ class WebDatasetSource(Source):
 
     # -- listing -----------------------------------------------------------------------------------------------------
 
-    def items(self, known: pa.Table | None) -> Iterator[Columns]:
+    def items(self, known_rows: pa.Table | None) -> Iterator[Columns]:
         extra_kinds: dict[str, pa.DataType] = {}
         has_tars = False
         key = f"datasets.{self._dataset.id}.instance_data_dir"
         for tar, version in tars.find_tars(self._base, self._patterns, self.ignored, key):
             has_tars = True
-            rows = None if known is None else _known_rows(known, tar, version, self._settings)
+            rows = None if known_rows is None else _known_rows(known_rows, tar, version, self._settings)
             for columns in [rows] if rows is not None else self._read(tar, version):
                 self._unify_extras(columns, extra_kinds)
                 yield columns
         if not has_tars:
             raise LatentpressError(
-                f"{key}: {strip_secrets(self._dataset.root)} names no tar",
-                "name a folder of *.tar, tars such as shards/{00000..00012}.tar, or choose another source",
+                f"{key}: {strip_secrets(self._dataset.root)} does not contain a tar",
+                "set it to a folder of *.tar, to tars such as shards/{00000..00012}.tar, or choose another source",
             )
 
     def _unify_extras(self, columns: Columns, kinds: dict[str, pa.DataType]) -> None:
@@ -100,7 +100,7 @@ class WebDatasetSource(Source):
             except pa.ArrowInvalid:
                 del columns[name]
                 field = name.removeprefix(EXTRA_PREFIX)
-                self.ignored[f"{field} of another kind than in the first tar that has it"] += len(column)
+                self.ignored[f"{field} of another type than in the first tar with it"] += len(column)
 
     def _place(self, name: str) -> MediaPath:
         return file_below(self._base, name, self._dataset.identity)
@@ -135,7 +135,7 @@ class WebDatasetSource(Source):
             return
         key, ending = keys.setdefault(match[1], _KeyMembers()), match[2].lower()
         if ending in key.members:
-            self.ignored["second member of one name"] += 1
+            self.ignored["second member with the same name"] += 1
             return
         key.members[ending] = member
         if ending != "json" and (ending != "txt" or self._from_json or not self._own_captions):
@@ -155,7 +155,7 @@ class WebDatasetSource(Source):
         if isinstance(record, dict):
             key.record = record
         else:
-            self.ignored["member .json that is no JSON object"] += 1
+            self.ignored["member .json that is not a JSON object"] += 1
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -167,9 +167,9 @@ class WebDatasetSource(Source):
             "version": pa.repeat(version, len(items)),
         }
         dotted = pa.array(["." in media for _, media in items])
-        problem = "dotted-name: has several dots in its name: in a tar the first one ends the key, and the rest, "
+        problem = "dotted-name: has several dots in its name: in a tar, the first dot ends the key, and the rest, "
         names = pc.binary_join_element_wise(problem, pa.array([media for _, media in items]), " is its extension", "")
-        add_problems(columns, pc.if_else(dotted, names, None), "write the tar with names of one dot")
+        add_problems(columns, pc.if_else(dotted, names, None), "write the tar with a single dot in each name")
         for role, ending in self._roles.items():
             members = [key.members.get(ending) for key, _ in items]
             columns[role] = pa.array([member and f"{tar}/{member.name}" for member in members], _text)
@@ -191,7 +191,7 @@ class WebDatasetSource(Source):
         return columns
 
     def _captions_of(self, key: _KeyMembers) -> tuple[list[str] | None, str | None, str]:
-        """Returns (captions, problem, advice). Captions are from the text member, else from columns of the json."""
+        """Return (captions, problem, advice). Captions are from the text member, else from columns of the json."""
         if key.text is not None:
             try:
                 return parse_captions(key.text, "", self._dataset.captions_per_file), None, ""
@@ -200,7 +200,7 @@ class WebDatasetSource(Source):
         values = (key.record.get(name) for name in self._columns)
         cells = (cell for value in values for cell in (value if isinstance(value, list) else [value]))
         texts = [text for cell in cells if isinstance(cell, str) and (text := replace_surrogates(cell).strip())]
-        advice = "write one into its .txt member, or name its column with caption_column"
+        advice = "write it into the .txt member, or set caption_column to its column"
         return list(dict.fromkeys(texts)) or None, None if texts else "no-caption: has no caption", advice
 
     def _media(self, key: _KeyMembers) -> list[str]:
@@ -209,9 +209,9 @@ class WebDatasetSource(Source):
         name. Unused members are counted in `ignored`."""
         companions = set(self._roles.values())
         media = [ending[1:] for ending in self._kinds if ending[1:] in key.members and ending[1:] not in companions]
-        others = [ending for ending in key.members if ending not in companions]
-        media = media[:1] or [ending for ending in others if "." in ending and _last_extension(ending) in self._kinds]
-        for ending in others:
+        further = [ending for ending in key.members if ending not in companions]
+        media = media[:1] or [ending for ending in further if "." in ending and _last_extension(ending) in self._kinds]
+        for ending in further:
             if ending not in media and ending not in ("txt", "json"):
                 self.ignored[f"further .{ending} of a key" if f".{ending}" in self._kinds else f".{ending}"] += 1
         if not media:
@@ -228,12 +228,12 @@ class WebDatasetSource(Source):
         return tars.find_member(location, version, os.fspath(location), path[len(name) + 1 :])
 
     def _tar(self, path: str) -> tuple[str, MediaPath]:
-        """The name and the file or object of the tar that holds the member at `path`."""
+        """The name and the file or object of the tar that contains the member at `path`."""
         for end in (match.start() + 4 for match in re.finditer(r"\.tar/", path, re.IGNORECASE)):
             location = self._place(path[:end])
             if "://" in self._base or os.path.isfile(location):
                 return path[:end], location
-        raise MediaError("missing", path, "is in no tar that is there", RESTORE_ADVICE)
+        raise MediaError("missing", path, "is not in an existing tar", RESTORE_ADVICE)
 
     def backing_file(self, role: str, path: str) -> MediaPath:
         return super().open_companion(role, path) if role and role not in self._roles else self._tar(path)[1]
@@ -247,15 +247,15 @@ def _last_extension(extension: str) -> str:
     return f".{extension.rpartition('.')[2]}"
 
 
-def _known_rows(known: pa.Table, tar: str, version: str, settings: str) -> Columns | None:
+def _known_rows(known_rows: pa.Table, tar: str, version: str, settings: str) -> Columns | None:
     """The rows of a tar in the last media table; None if the tar changed or one of its items was rejected. The table is
     sorted by path, so that the rows of a tar are one slice."""
-    paths = known.column("path")
+    paths = known_rows.column("path")
     start, stop = (
         bisect_left(range(len(paths)), path, key=lambda row: paths[row].as_py())
         for path in (f"{tar}/", f"{tar}0")  # "0" follows "/"
     )
-    rows = known.slice(start, stop - start)
+    rows = known_rows.slice(start, stop - start)
     expected = {"version": version, "captions_version": f"{len(rows)}:{settings}"}
     if not len(rows) or any(rows.column(name).unique().to_pylist() != [value] for name, value in expected.items()):
         return None

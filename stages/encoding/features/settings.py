@@ -74,7 +74,7 @@ def features_request(config: Config) -> ItemRequest:
         sources=False,
         options=(),
         choose=_choose_all,
-        whole=True,
+        has_whole_items=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Before the encoding stages no program asks the network: planning for a published checkpoint needs no checkpoint."""
+"""No program before the encoding stages uses the network: planning for a published checkpoint needs no checkpoint."""
 
 import io
 import json
@@ -44,7 +44,8 @@ PLANNED = {
 
 
 def configurations(folder: Path, revision: str | None) -> Iterator[tuple[str, Path]]:
-    """(flavour, path); those of the same media share a root. An image, its source, and a clip."""
+    """(flavour, path) of configurations; configurations with the same media share a root. An image, its source, and a
+    clip."""
     for name in ("media", "sources"):
         (folder / name).mkdir()
         pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
@@ -156,7 +157,7 @@ def test_the_catalogues_attention_shapes_the_plan_and_is_compared(home, tmp_path
         if flavour.sparse:
             assert pin_revision(model, memo).revision == COMMIT
             continue
-        with pytest.raises(CheckpointMismatch, match=r"asks for NABLA .* multiples of 128") as caught:
+        with pytest.raises(CheckpointMismatch, match=r"NABLA .* multiples of 128") as caught:
             pin_revision(model, memo)
         assert "model.path" in caught.value.next_step
     assert {flavour.sparse for flavour in FAMILIES["kandinsky5-video"].flavours.values()} == {True, False}
@@ -177,7 +178,7 @@ def test_a_commit_that_an_encoding_stage_recorded_is_known_where_nothing_was_dow
 
 
 def test_a_distilled_checkpoint_is_known_by_flavour_and_repository(tmp_path):
-    """Of a folder nothing is known, which is said where the family has such checkpoints."""
+    """A folder can't be checked, which causes a warning if the family has distilled checkpoints."""
     repo, remarks = "Tongyi-MAI/Z-Image-Turbo", list[str]()
     for model in (Model(family="z-image", flavour="z-image-turbo"), Model(family="z-image", path=repo)):
         with pytest.raises(CheckpointMismatch, match="z-image-turbo is distilled to few steps") as caught:
@@ -192,7 +193,7 @@ def test_a_distilled_checkpoint_is_known_by_flavour_and_repository(tmp_path):
 
 
 def test_an_assistant_of_a_checkpoint_that_is_not_distilled_is_refused(tmp_path):
-    """Of a folder nothing is known, which is said."""
+    """A folder can't be checked, which causes a warning."""
     assistant, remarks = "file.safetensors", list[str]()
     for model in (
         Model(family="z-image", assistant=assistant),

@@ -29,8 +29,8 @@ def configured(folder: Path, kind: str, **sections: Any) -> Config:
 
 def small_files(tiny: Tiny, kind: str, folder: Path) -> Path:
     """A copy of a tiny checkpoint without its weights."""
-    whole, ignored = tiny(CHECKPOINTS.get(kind, kind)), shutil.ignore_patterns("*.safetensors", "tokenizer.json")
-    return shutil.copytree(whole, folder, ignore=ignored)
+    model_folder, ignored = tiny(CHECKPOINTS.get(kind, kind)), shutil.ignore_patterns("*.safetensors", "tokenizer.json")
+    return shutil.copytree(model_folder, folder, ignore=ignored)
 
 
 def change(file: Path, **values: Any) -> None:
@@ -57,22 +57,22 @@ def test_parts_of_every_family(tiny: Tiny, tmp_path: Path, kind: str) -> None:
         hidden.rename(part)
     for tensor, key in family.text_widths.items():
         for part in family.components:
-            kept = (folder / part / "config.json").read_text()
+            original = (folder / part / "config.json").read_text()
             change(folder / part / "config.json", **{key: 4000})
             encoder = {"embeds": "text_encoder", "pooled": "text_encoder_2"}[tensor]
             step = refused(folder, kind, rf"{encoder}/config.json has .*{part}/config.json has {key} = 4000: the trans")
             assert f"take {encoder}/" in step and config.model.flavour_spec.repo in step
-            (folder / part / "config.json").write_text(kept)
-    kept = (folder / "vae/config.json").read_text()
+            (folder / part / "config.json").write_text(original)
+    original = (folder / "vae/config.json").read_text()
     key = next(iter(family.autoencoder_config))
     change(folder / "vae/config.json", **{key: 7})
     refused(folder, kind, f"vae/config.json has {key} = 7")
-    (folder / "vae/config.json").write_text(kept)
-    for part, own in family.tokenizers.items():
+    (folder / "vae/config.json").write_text(original)
+    for part, class_name in family.tokenizers.items():
         file = folder / part / "tokenizer_config.json"
-        other = "T5TokenizerFast" if own != "T5Tokenizer" else "Qwen2Tokenizer"
-        change(file, tokenizer_class=other)
-        refused(folder, kind, f"{part} is a {other.removesuffix('Fast')}, and {family.name} has a {own}")
+        wrong_class = "T5TokenizerFast" if class_name != "T5Tokenizer" else "Qwen2Tokenizer"
+        change(file, tokenizer_class=wrong_class)
+        refused(folder, kind, f"{part} is a {wrong_class.removesuffix('Fast')}, and {family.name} has a {class_name}")
         change(file, tokenizer_class="TokenizersBackend")
         check()
     change(folder / "scheduler/scheduler_config.json", _class_name="DDIMScheduler", prediction_type="epsilon")
@@ -105,7 +105,7 @@ def test_bucket_and_encoding_refuse_another_size_of_text_encoder(tiny: Tiny, pro
 
 
 def test_parts_of_a_repository(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared by the encoding stages, which ask the hub; `bucket` asks nothing."""
+    """The encoding stages, which use the hub, compare them; `bucket` does not use the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     commit, repository = "1" * 40, tmp_path / "hub" / "models--someone--mixed"
@@ -118,5 +118,5 @@ def test_parts_of_a_repository(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.M
     check_parts(config, ask_hub=False)
     with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, and transformer/config\.json has cap_feat_dim"):
         check_parts(config, ask_hub=True)
-    (folder / "transformer" / "config.json").unlink()  # as where only the encoders were downloaded
+    (folder / "transformer" / "config.json").unlink()  # as if only the encoders were downloaded
     check_parts(config, ask_hub=True)

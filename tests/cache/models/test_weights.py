@@ -30,12 +30,12 @@ def checkpoint(folder: Path) -> Path:
 
 
 def test_a_directory_is_named_by_the_content_of_its_parts(tmp_path):
-    here = checkpoint(tmp_path / "here")
-    there = shutil.copytree(here, tmp_path / "elsewhere/under another name")
-    first = fingerprint_weights(str(here), ["vae", "tokenizer"], None)
+    folder = checkpoint(tmp_path / "here")
+    copied_folder = shutil.copytree(folder, tmp_path / "elsewhere/under another name")
+    first = fingerprint_weights(str(folder), ["vae", "tokenizer"], None)
     assert json.loads(json.dumps(first)) == first
-    assert fingerprint_weights(str(there), ["tokenizer", "vae"], None) == first
-    assert fingerprint_weights(str(here), ["vae"], None) != first
+    assert fingerprint_weights(str(copied_folder), ["tokenizer", "vae"], None) == first
+    assert fingerprint_weights(str(folder), ["vae"], None) != first
 
 
 @pytest.mark.parametrize("change", ["content", "name", "new file", "config"])
@@ -88,7 +88,7 @@ def test_what_is_neither_directory_nor_repository_is_refused(source):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A Hugging Face cache with one repository: `main` is COMMIT, and OTHER is there as well."""
+    """A Hugging Face cache with one repository: `main` is COMMIT, and OTHER is cached, too."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     repo = tmp_path / "hub/models--someone--something"
@@ -133,11 +133,11 @@ def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, mo
         never.setattr(weights, "_hash_content", lambda *_: pytest.fail("read again"))
         assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) == first
     (remembered,) = (tmp_path / "root" / "weights").iterdir()
-    written = remembered.read_bytes()
-    for place in range(0, len(written), 7):
-        remembered.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+    record = remembered.read_bytes()
+    for place in range(0, len(record), 7):
+        remembered.write_bytes(record[:place] + bytes([record[place] ^ 1]) + record[place + 1 :])
         assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) == first, f"a flipped bit in byte {place}"
-    assert remembered.read_bytes() == written
+    assert remembered.read_bytes() == record
     file.write_bytes(b"other")
     os.utime(file, ns=(1, 1))
     assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) != first
@@ -152,18 +152,18 @@ def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, mo
     ],
 )
 def test_a_checkpoint_of_another_family_or_task_is_refused_by_name(tiny, tmp_path, kind, family, flavour):
-    given = Model(family=family, flavour=flavour, path=str(tiny(kind)))
+    configured = Model(family=family, flavour=flavour, path=str(tiny(kind)))
     with pytest.raises(CheckpointMismatch, match=f"is a checkpoint for {kind.rpartition('-')[0] or kind}"):
-        check_task(given)
-    check_task(given.model_copy(update={"path": str(checkpoint(tmp_path / "no index"))}))
+        check_task(configured)
+    check_task(configured.model_copy(update={"path": str(checkpoint(tmp_path / "no index"))}))
 
 
 def test_a_part_of_another_family_is_refused_by_name(tiny):
-    given = Model(family="sana", path=str(tiny("kandinsky5-image-t2i")))
+    configured = Model(family="sana", path=str(tiny("kandinsky5-image-t2i")))
     for part, found in (("vae", "AutoencoderKL"), ("text_encoder", "qwen2_5_vl")):
         with pytest.raises(CheckpointMismatch, match=f"{part} is a {found}"):
-            check_component(given, part)
-        check_component(given.model_copy(update={"path": str(tiny("sana"))}), part)
+            check_component(configured, part)
+        check_component(configured.model_copy(update={"path": str(tiny("sana"))}), part)
 
 
 @pytest.mark.parametrize("name", ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"])
@@ -211,4 +211,4 @@ def test_of_a_repository_safetensors_configurations_and_tokenizers_are_fetched(m
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert fetch_components("someone/something", None, ["vae", "tokenizer", "text_encoder"]) == tmp_path
     found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert found == {name for name, wanted in REPO.items() if wanted}
+    assert found == {name for name, is_fetched in REPO.items() if is_fetched}

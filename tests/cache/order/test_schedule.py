@@ -68,7 +68,7 @@ def micro_batch(plan: BatchSchedule, number: int) -> MicroBatchRows:
 @given(spans(), st.integers(0, 40), st.integers(0, 12))
 def test_an_order_may_begin_with_a_later_step(members: list[Span], begun: int, step: int) -> None:
     plan, moved = (BatchSchedule(members, 7, 2, 4) for _ in range(2))
-    moved.step(step)  # which must not be taken for those of the order that begins later
+    moved.step(step)  # they are not the steps of the order that begins later
     moved.first_step = begun
     assert moved.step_buckets(begun + step) == plan.step_buckets(step)
     for one, other in zip(moved.step(begun + step, 1, 2), plan.step(step, 1, 2), strict=True):
@@ -84,16 +84,16 @@ sizes = st.tuples(st.integers(1, 9), st.integers(1, 6))  # batch size, micro-bat
 @settings(max_examples=15, deadline=None)
 @given(spans(weight=st.sampled_from([1.0, 2.0, 3.0])), st.integers(0, 2**40), st.integers(0, 5), sizes)
 def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoch, size) -> None:
-    """Where weights are whole numbers: exactly, in every epoch; what is over fills a bucket's last micro-batch."""
+    """Exactly, in every epoch, if weights are whole numbers; extra draws fill a bucket's last micro-batch."""
     batch_size, count = size
     plan = BatchSchedule(plan_spans, seed, batch_size, batch_size * count)
     batches = epoch_of(plan, epoch)
-    drawn = Counter(row for batch in batches for row in batch.rows.tolist())
-    wanted = Counter()
+    row_counts = Counter(row for batch in batches for row in batch.rows.tolist())
+    expected = Counter()
     for span in plan_spans:
-        wanted.update({span.start + i: (1 + span.repeats) * int(span.weight) for i in range(span.count)})
-    surplus = drawn - wanted
-    assert not wanted - drawn
+        expected.update({span.start + i: (1 + span.repeats) * int(span.weight) for i in range(span.count)})
+    surplus = row_counts - expected
+    assert not expected - row_counts
     assert surplus.total() == sum(bucket.fill for bucket in plan.buckets)
     assert all(bucket.fill < batch_size for bucket in plan.buckets)
     for batch in batches:
@@ -106,10 +106,10 @@ def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoc
 @given(spans(), st.integers(0, 99), st.integers(0, 4), st.integers(1, 40))
 def test_within_an_epoch_no_row_has_a_pass_twice(plan_spans, seed, epoch, size) -> None:
     """Fill included: a sample with enough captions shows another one each time."""
-    drawn = epoch_of(BatchSchedule(plan_spans, seed, size, size), epoch)
+    batches = epoch_of(BatchSchedule(plan_spans, seed, size, size), epoch)
     for bucket in BUCKETS:
-        own = [batch for batch in drawn if batch.bucket == bucket]
-        pairs = [pair for batch in own for pair in zip(batch.rows.tolist(), batch.passes.tolist(), strict=True)]
+        own_batches = [batch for batch in batches if batch.bucket == bucket]
+        pairs = [pair for batch in own_batches for pair in zip(batch.rows.tolist(), batch.passes.tolist(), strict=True)]
         assert len(set(pairs)) == len(pairs)
 
 
@@ -141,8 +141,9 @@ def test_positions_count_through_a_step(plan_spans, seed, batch_size, step) -> N
     assert len(found) == 12 // batch_size
     for other in (schedule, BatchSchedule(plan_spans, seed, batch_size, 12)):  # whatever was asked for before
         other.step(step + 3)
-        for one, same in zip(other.step(step), found, strict=True):
-            assert one.rows.tolist() == same.rows.tolist() and one.passes.tolist() == same.passes.tolist()
+        for one, expected_batch in zip(other.step(step), found, strict=True):
+            assert one.rows.tolist() == expected_batch.rows.tolist()
+            assert one.passes.tolist() == expected_batch.passes.tolist()
     assert np.concatenate([each.positions for each in found]).tolist() == list(range(12))
     plan = BatchSchedule(plan_spans, seed, batch_size, 12)
     for world in (each for each in (1, 2, 3, 4) if plan.micro_batches_per_step % each == 0):
@@ -198,9 +199,9 @@ def test_an_epoch_may_end_within_a_step() -> None:
     assert [each.epoch for each in listed] == [0, 0, 0, 1, 1, 1]
     for epoch in (listed[:3], listed[3:]):
         assert sorted(int(each.rows[0]) for each in epoch) == [0, 1, 2]
-    whole = BatchSchedule([Span(A, 0, 3)], 0, 1, 8)  # a step of more than two epochs
-    assert [each.epoch for each in whole.step(0)] == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert Counter(int(each.rows[0]) for number in range(3) for each in whole.step(number)) == {0: 8, 1: 8, 2: 8}
+    long_steps = BatchSchedule([Span(A, 0, 3)], 0, 1, 8)  # a step of more than two epochs
+    assert [each.epoch for each in long_steps.step(0)] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert Counter(int(each.rows[0]) for number in range(3) for each in long_steps.step(number)) == {0: 8, 1: 8, 2: 8}
 
 
 def test_leftovers_are_filled_and_short_buckets_named() -> None:
@@ -221,12 +222,12 @@ def test_leftovers_are_filled_and_short_buckets_named() -> None:
 def test_every_alternative_is_seen_as_often(count, extra, alternatives, seed) -> None:
     """Over as many passes as there are alternatives (in repeats or epochs), each caption is drawn equally often."""
     plan = BatchSchedule([Span(A, 0, count, extra)], seed, 1, 1)
-    drawn: dict[int, Counter] = {row: Counter() for row in range(count)}
+    row_counts: dict[int, Counter] = {row: Counter() for row in range(count)}
     for number in range(plan.micro_batches_per_epoch * alternatives):
         batch = micro_batch(plan, number)
         number = choose_captions(seed, batch.rows, batch.passes, np.full(1, alternatives))
-        drawn[int(batch.rows[0])][int(number[0])] += 1
-    for counts in drawn.values():
+        row_counts[int(batch.rows[0])][int(number[0])] += 1
+    for counts in row_counts.values():
         assert counts == Counter(dict.fromkeys(range(alternatives), 1 + extra))
 
 
@@ -269,8 +270,8 @@ def test_the_order_is_that_of_earlier_releases(members, seed, batch_size, global
     schedule, found = BatchSchedule(members, seed, batch_size, global_batch), xxhash.xxh3_64()
     ranks = [schedule, BatchSchedule(members, seed, batch_size, global_batch)]
     for step in (*range(60), 10**6, 10**8 + 1):
-        for rank, own in enumerate(ranks):
-            for each in own.step(step, rank, 2):
+        for rank, rank_schedule in enumerate(ranks):
+            for each in rank_schedule.step(step, rank, 2):
                 values = (each.positions.tolist(), each.rows.tolist(), each.passes.tolist())
                 found.update("/".join(map(str, (each.epoch, each.bucket, *values))).encode())
     assert found.hexdigest() == expected

@@ -29,9 +29,9 @@ def sharded(draw) -> tuple[list[Span], np.ndarray]:
     shards = np.zeros(sum(span.count for span in members), np.int64)
     each, ordered = draw(st.integers(1, 5)), draw(st.booleans())
     for span in members:
-        own = draw(st.lists(st.integers(0, each - 1), min_size=span.count, max_size=span.count))
+        row_shards = draw(st.lists(st.integers(0, each - 1), min_size=span.count, max_size=span.count))
         first = each * BUCKETS.index(span.bucket)
-        shards[span.start : span.start + span.count] = first + np.array(sorted(own) if ordered else own)
+        shards[span.start : span.start + span.count] = first + np.array(sorted(row_shards) if ordered else row_shards)
     return members, shards
 
 
@@ -48,29 +48,29 @@ shuffles = st.integers(2, 9)
 @settings(max_examples=12, deadline=None)
 @given(sharded(), st.integers(0, 2**40), st.integers(0, 3), sizes, shuffles)
 def test_an_epoch_draws_what_the_order_over_the_whole_set_draws(given, seed, epoch, size, shuffle) -> None:
-    """The same rows in the same passes, each draw once; what is over fills a bucket's last micro-batch."""
+    """The same rows in the same passes, each draw once; extra draws fill a bucket's last micro-batch."""
     (members, shards), (batch_size, count) = given, size
     plan = by_shards(members, shards, seed, batch_size, batch_size * count, shuffle)
-    whole = BatchSchedule(members, seed, 1, 1)
+    whole_order = BatchSchedule(members, seed, 1, 1)
     buckets = {row: span.bucket for span in members for row in range(span.start, span.start + span.count)}
-    drawn, wanted = Counter(), Counter()
+    row_counts, expected = Counter(), Counter()
     for each in epoch_of(plan, epoch):
         assert {buckets[row] for row in each.rows.tolist()} == {each.bucket}
-        drawn.update(zip(each.rows.tolist(), each.passes.tolist(), strict=True))
-    assert set(drawn.values()) == {1}, "within an epoch no row has a pass twice"
-    for each in epoch_of(whole, epoch):
-        wanted.update(zip(each.rows.tolist(), each.passes.tolist(), strict=True))
+        row_counts.update(zip(each.rows.tolist(), each.passes.tolist(), strict=True))
+    assert set(row_counts.values()) == {1}, "within an epoch no row has a pass twice"
+    for each in epoch_of(whole_order, epoch):
+        expected.update(zip(each.rows.tolist(), each.passes.tolist(), strict=True))
     fill = sum(bucket.fill for bucket in plan.buckets)
-    assert drawn.total() == wanted.total() + fill
+    assert row_counts.total() == expected.total() + fill
     if all((np.diff(shards[span.start : span.start + span.count]) >= 0).all() for span in members):
-        assert not wanted - drawn and (drawn - wanted).total() == fill
+        assert not expected - row_counts and (row_counts - expected).total() == fill
 
 
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(sharded(), st.integers(0, 99), st.sampled_from([1, 2, 3, 6]), shuffles, st.integers(0, 40), st.integers(1, 5))
 def test_any_step_of_any_number_of_ranks(given, seed, batch_size, shuffle, first, steps) -> None:
-    """What a step is depends neither on the steps asked for before, nor on the ranks that share it."""
+    """A step does not depend on earlier requests for steps, or on the number of ranks."""
     schedule = by_shards(*given, seed, batch_size, 12, shuffle)
     *_, rows, passes = schedule.plan(first, first + steps)
     for step in reversed(range(first, first + steps)):
@@ -79,27 +79,27 @@ def test_any_step_of_any_number_of_ranks(given, seed, batch_size, shuffle, first
             parts = [fresh.step(step, rank, world) for rank in range(world)]
             found = sorted((each for part in parts for each in part), key=lambda each: each.positions[0])
             assert np.concatenate([each.positions for each in found]).tolist() == list(range(12))
-            own = slice((step - first) * 12 // batch_size, (step - first + 1) * 12 // batch_size)
-            assert [each.rows.tolist() for each in found] == rows[own].tolist()
-            assert [each.passes.tolist() for each in found] == passes[own].tolist()
+            in_step = slice((step - first) * 12 // batch_size, (step - first + 1) * 12 // batch_size)
+            assert [each.rows.tolist() for each in found] == rows[in_step].tolist()
+            assert [each.passes.tolist() for each in found] == passes[in_step].tolist()
         assert fresh.step_buckets(step) == Counter(each.bucket for each in found)
 
 
 def large_set(counts: list[int], rows: int, generations: int = 1) -> tuple[list[Span], np.ndarray]:
     """A bucket for each of `counts`, of two datasets, in shards of this many rows. generations: plans by which the
     samples were added, each with shards of its own."""
-    members, shards, start, taken = [], [], 0, 0
+    members, shards, start, shard_count = [], [], 0, 0
     rng = np.random.default_rng(0)
     for number, count in enumerate(counts):
         name = f"{64 + 16 * number}x64@1"
         added = rng.integers(0, generations, count)
-        own = np.zeros(count, np.int64)
+        row_shards = np.zeros(count, np.int64)
         for each in range(generations):
             at = np.flatnonzero(added == each)
-            own[at] = taken + np.arange(len(at)) // rows
-            taken = max(taken, int(own.max()) + 1)
+            row_shards[at] = shard_count + np.arange(len(at)) // rows
+            shard_count = max(shard_count, int(row_shards.max()) + 1)
         first = rng.permutation(count) < count // 3  # of the first dataset: shards have rows of both
-        shards += [own[first], own[~first]]
+        shards += [row_shards[first], row_shards[~first]]
         members += [Span(name, start, int(first.sum())), Span(name, start + int(first.sum()), int((~first).sum()))]
         start += count
     return members, np.concatenate(shards)
@@ -119,8 +119,8 @@ def shards_by_step(plan: BatchSchedule, shards: np.ndarray, steps: int) -> list[
 )
 @pytest.mark.parametrize("shuffle", [4, 24])
 def test_steps_need_few_shards(counts, rows, generations, batch, shuffle) -> None:
-    """The steps of a section need its shards, one more of each bucket, and those of a step that it shares; and each
-    shard is needed in one section, or two that follow each other."""
+    """The steps of a section need its shards, one more shard of each bucket, and the shards of a shared step. Each
+    shard is needed in one section, or in two consecutive sections."""
     members, shards = large_set(counts, rows, generations)
     plan = by_shards(members, shards, 7, 4, batch, shuffle)
     bounds = [0, *itertools.takewhile(lambda step: step <= 2 * int(plan.steps_per_epoch), plan.section_ends(0))]
@@ -129,9 +129,9 @@ def test_steps_need_few_shards(counts, rows, generations, batch, shuffle) -> Non
     more = len(counts) + 2 * (2 + -(-batch // rows))
     assert max(map(len, sections)) <= shuffle + more
     assert sum(map(len, sections)) <= 2 * len(set(shards.tolist())) + more * len(sections)
-    whole = shards_by_step(BatchSchedule(members, 7, 4, batch), shards, bounds[-1])
+    whole_shards = shards_by_step(BatchSchedule(members, 7, 4, batch), shards, bounds[-1])
     if shuffle == 4 and batch < rows:
-        assert len(set.union(*whole[bounds[1] : bounds[2]])) > 2 * len(sections[1])
+        assert len(set.union(*whole_shards[bounds[1] : bounds[2]])) > 2 * len(sections[1])
 
 
 def test_samples_of_a_section_are_mixed() -> None:

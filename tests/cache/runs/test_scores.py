@@ -1,4 +1,4 @@
-"""scores.jsonl: means, spreads over seeds, what may be compared, and lines of other programs and of killed ones."""
+"""scores.jsonl: means, spreads over seeds, comparable points, and lines of other programs and of killed programs."""
 
 import json
 from pathlib import Path

@@ -83,7 +83,7 @@ def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
         }
     stopped = read_progress(config)
     assert (stopped.state, stopped.seconds_left, stopped.step) == ("stopped", None, 120)
-    # Gone on from the checkpoint, it is at the checkpoint's step; what had been done after it is lost.
+    # A resumed run is at the checkpoint's step; later steps are lost.
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 100, "resumed": true}\n')
     assert read_progress(config).step == 100
@@ -102,9 +102,9 @@ def test_a_run_that_loads_has_no_speed_of_before(config: Config, what: str) -> N
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 120, "resumed": true}\n' * (what != "just started"))
             file.write('{"step": 120, "eval_loss": 0.5}\n' * (what == "validated"))
-        found = read_progress(config)
-        assert (found.state, found.step) == ("running", 120)
-        assert found.samples_per_s is found.data_wait_share is found.seconds_left is None
+        progress = read_progress(config)
+        assert (progress.state, progress.step) == ("running", 120)
+        assert progress.samples_per_s is progress.data_wait_share is progress.seconds_left is None
         write_steps(folder, 121, 121)
         assert (read_progress(config).samples_per_s, read_progress(config).seconds_left) == (2.0, 3.0 * 279)
 
@@ -117,14 +117,14 @@ def test_without_its_lock_a_trainer_of_another_machine_may_be_running(
     write_steps(folder, 1, 5)
     monkeypatch.setattr(socket, "gethostname", lambda: "first")
     with noting_failure(folder, "train", KeyError):
-        assert is_running(folder) is False, "killed, as its lock is free on this machine"
+        assert is_running(folder) is False, "killed, because its lock is free on this machine"
         monkeypatch.setattr(socket, "gethostname", lambda: "second")
         assert is_running(folder) is None and read_progress(config).state == "unknown"
         _written_before(folder, training_run.SILENT_S + 60)
         assert is_running(folder) is False, "it has written nothing for so long"
         (folder / "validation/step-000005").mkdir(parents=True)
         assert is_running(folder) is None
-    assert is_running(folder) is False and read_progress(config).state == "stopped", "it said that it ended"
+    assert is_running(folder) is False and read_progress(config).state == "stopped", "its record has an end"
 
 
 def test_where_there_are_no_locks_the_files_tell(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +149,8 @@ def _written_before(folder: Path, seconds: float) -> None:
 def test_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_run, "TAIL_BYTES", 1000)
     write_steps(tmp_path, 1, 300)
-    found, path = read_last_metrics(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
-    assert 5 < len(found) < 20 and found == read_metrics(path)[-len(found) :]
+    lines, path = read_last_metrics(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    assert 5 < len(lines) < 20 and lines == read_metrics(path)[-len(lines) :]
 
 
 def test_skipped_steps_have_no_part_in_the_smoothed_loss() -> None:

@@ -48,10 +48,12 @@ class Place:
 
     def damage(self, path: Path, row: int = 2) -> None:
         """Change a byte of a row of a copy."""
-        whole = bytearray(path.read_bytes())
-        at = next(whole.find(content(each, row)) for each in range(COUNT) if whole.find(content(each, row)) >= 0)
-        whole[at + 5] ^= 255
-        path.write_bytes(whole)
+        shard_bytes = bytearray(path.read_bytes())
+        at = next(
+            shard_bytes.find(content(each, row)) for each in range(COUNT) if shard_bytes.find(content(each, row)) >= 0
+        )
+        shard_bytes[at + 5] ^= 255
+        path.write_bytes(shard_bytes)
 
 
 def content(number: int, row: int) -> bytes:

@@ -104,7 +104,7 @@ def make_source(store: Store, form: str) -> Store:
 
 
 def add_vision(store: Store, form: str) -> None:
-    """Features of every sample, in a shard of their own, in another order than that of the index."""
+    """Features of every sample, in a separate shard, in another order than the order of the index."""
     data, rng = opened(store), np.random.default_rng(1)
     index, folder = data.tables["index"], f"sets/{data.id}"
     ids = sorted(set(index.column("sample_id").to_pylist()), reverse=True)

@@ -51,8 +51,8 @@ def test_through_an_object_store(tmp_path: Path) -> None:
     source = make_source(Store(tmp_path / "root"), "webdataset")
     far = Store(f"memory://{tmp_path.name}")
     copy(source, far)
-    copy(far, back := Store(tmp_path / "back"))
-    assert content(back) == content(source)
+    copy(far, second_copy := Store(tmp_path / "back"))
+    assert content(second_copy) == content(source)
 
 
 def test_damage_is_found_on_either_side(tmp_path: Path) -> None:
@@ -60,13 +60,13 @@ def test_damage_is_found_on_either_side(tmp_path: Path) -> None:
     copy(source, target)
     data = opened(source)
     path = shard_paths(data)[0]
-    whole = (tmp_path / "copy" / path).read_bytes()
-    (tmp_path / "copy" / path).write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    shard_bytes = (tmp_path / "copy" / path).read_bytes()
+    (tmp_path / "copy" / path).write_bytes(shard_bytes[:200] + bytes([shard_bytes[200] ^ 1]) + shard_bytes[201:])
     assert not has_copy(data, target, path)
     copy(source, target)
-    assert (tmp_path / "copy" / path).read_bytes() == whole
-    damaged = bytearray(whole)
-    damaged[len(whole) // 2] ^= 1
+    assert (tmp_path / "copy" / path).read_bytes() == shard_bytes
+    damaged = bytearray(shard_bytes)
+    damaged[len(shard_bytes) // 2] ^= 1
     (tmp_path / "root" / path).write_bytes(damaged)
     with pytest.raises(DamageError) as caught:
         copy_shard(data, target, path)
@@ -89,10 +89,12 @@ def test_tars_have_every_part_of_every_sample(tmp_path: Path) -> None:
         assert info["parts"].keys() == parts.keys() and info["bucket"] == data.bucket(number)
         for part, stored in parts.items():
             for name, array in stored.tensors.items():
-                found = tensors[name if part == "sample" else f"{part}.{name}"]
-                assert tuple(found.shape) == array.shape and found.numel() * found.element_size() == array.nbytes
+                exported = tensors[name if part == "sample" else f"{part}.{name}"]
+                assert (
+                    tuple(exported.shape) == array.shape and exported.numel() * exported.element_size() == array.nbytes
+                )
                 if array.nbytes:
-                    assert found.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == bytes(
+                    assert exported.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == bytes(
                         np.frombuffer(array.data, np.uint8)
                     )
     for path in files:

@@ -50,6 +50,6 @@ def test_what_a_removed_generation_held_is_planned_again(tmp_path, removed: int)
     name = names[removed]
     for file in [*store.list_names(f"plans/{name}")]:
         store.remove(f"plans/{name}/{file}")
-    known = set(plans.planned_ids(store, "text").to_pylist())
+    planned_texts = set(plans.planned_ids(store, "text").to_pylist())
     plan = plans.newest_plan(store, "k")
-    assert plan is not None and {*plan.text_table.column("text_id").to_pylist()} == known
+    assert plan is not None and {*plan.text_table.column("text_id").to_pylist()} == planned_texts

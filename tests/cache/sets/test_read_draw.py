@@ -41,12 +41,12 @@ def read(data: TrainSet, rows, captions=None, dropped=None):
     """Id and name -> bytes of each sample, through `read_draw`."""
     none = [0] * len(rows)
     rows, captions, dropped = np.array(rows), np.array(captions or none), np.array(dropped or none) > 0
-    texts, found = data.row_texts.choose(rows, captions, dropped), []
+    texts, draws = data.row_texts.choose(rows, captions, dropped), []
     for row, text in zip(rows.tolist(), texts.tolist(), strict=True):
         draw = data.read_draw(row, text, "32x32")
-        tensors = {name: bytes(one.raw()) for stored in draw.values() for name, one in stored.tensors.items()}
-        found.append((draw["sample"].id, tensors))
-    return found
+        tensors = {name: bytes(one.raw()) for part_row in draw.values() for name, one in part_row.tensors.items()}
+        draws.append((draw["sample"].id, tensors))
+    return draws
 
 
 def carefully(data: TrainSet, row: int, caption: int = 0, dropped: bool = False):
@@ -59,9 +59,9 @@ def carefully(data: TrainSet, row: int, caption: int = 0, dropped: bool = False)
 def test_a_draw_has_the_rows_of_its_sample_and_text(tmp_path: Path, form, place) -> None:
     data = make_set(Store(tmp_path if place == "disk" else f"memory://{tmp_path.name}"), form)
     for _ in range(2):
-        found = read(data, [4, 0, 1, 0], [1, 0, 1, 1])
-        assert [id for id, _ in found] == ["s4", "s0", "s1", "s0"]
-        for (_, tensors), (row, caption) in zip(found, ((4, 1), (0, 0), (1, 1), (0, 1)), strict=True):
+        draws = read(data, [4, 0, 1, 0], [1, 0, 1, 1])
+        assert [id for id, _ in draws] == ["s4", "s0", "s1", "s0"]
+        for (_, tensors), (row, caption) in zip(draws, ((4, 1), (0, 0), (1, 1), (0, 1)), strict=True):
             assert tensors["latent"] == latent(row)["latent"].tobytes()
             assert set(np.frombuffer(tensors["embeds"], "<f4")) == {row + caption}
         assert read(data, [1, 3], None, [True, False]) == [carefully(data, 1, 0, True), carefully(data, 3)]
@@ -70,7 +70,7 @@ def test_a_draw_has_the_rows_of_its_sample_and_text(tmp_path: Path, form, place)
 
 
 def flip(store: Store, name: str, value: float) -> tuple[Path, os.stat_result]:
-    """Change a bit of the tensor that holds `value`; the file and what it was."""
+    """Change a bit of the tensor that contains `value`. Returns the file and its original bytes."""
     (path,) = [p for p in Path(store.url).glob(f"*/*/{name}.*") if p.suffix in (".arrow", ".tar")]
     about = path.stat()
     with open(path, "r+b") as file:
@@ -128,8 +128,8 @@ def test_columns_of_any_chunks() -> None:
     for cuts in ([0, 7], [0, 3, 7], [0, 1, 1, 4, 7]):
 
         def chunk(values: list, type: pa.DataType, cuts: list[int] = cuts) -> pa.ChunkedArray:
-            whole = pa.array([values[0], *values], type)[1:]
-            return pa.chunked_array([whole[a:b] for a, b in pairwise(cuts)], type)
+            longer = pa.array([values[0], *values], type)[1:]
+            return pa.chunked_array([longer[a:b] for a, b in pairwise(cuts)], type)
 
         column = IntColumn(chunk(numbers, pa.int32()))
         assert [column.get(i) for i in (0, 2, 3, 5, 6)] == [3, 5, 7, 1, 2]

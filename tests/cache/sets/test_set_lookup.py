@@ -43,7 +43,7 @@ def make_two(home) -> None:
 
 
 def indexed(home) -> str:
-    """The id of the set that is there."""
+    """The id of the only set."""
     report = home.run(index.run)
     assert report.done == 0
     return report.details["set"].removeprefix("sets/")
@@ -52,13 +52,13 @@ def indexed(home) -> str:
 @pytest.mark.long
 def test_configurations_of_one_root_train_on_the_sets_that_they_make(photos) -> None:
     photos.image("../other/a.png", (64, 64), "quite another picture", 7)
-    other = "datasets=[{id: others, instance_data_dir: other, resolution: 64, allow_upscale: true}]"
-    first, second = indexed(photos), made(photos, other)
+    option = "datasets=[{id: others, instance_data_dir: other, resolution: 64, allow_upscale: true}]"
+    first, second = indexed(photos), made(photos, option)
     assert first != second
-    assert (trained_on(photos), trained_on(photos, other)) == (first, second)
-    for overrides, own in (((), first), ((other,), second)):
-        assert photos.run(status.run, *overrides).details["training_set"] == f"sets/{own}"
-        assert photos.run(export.run, *overrides, to=str(photos.folder / own)).details["set"] == f"sets/{own}"
+    assert (trained_on(photos), trained_on(photos, option)) == (first, second)
+    for overrides, set_id in (((), first), ((option,), second)):
+        assert photos.run(status.run, *overrides).details["training_set"] == f"sets/{set_id}"
+        assert photos.run(export.run, *overrides, to=str(photos.folder / set_id)).details["set"] == f"sets/{set_id}"
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, t
     first, second = indexed(photos), made(photos, f"model.path={copy}")
     assert (trained_on(photos), trained_on(photos, f"model.path={copy}")) == (first, second)
 
-    # Where the autoencoder is not at hand, both fit, and one has to be named.
+    # Without the autoencoder, both sets fit, and train.set must name one.
     alone = tmp_path / "alone"
     for part in ("transformer", "scheduler"):
         shutil.copytree(copy / part, alone / part)
@@ -80,7 +80,7 @@ def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, t
     assert "train.set" in caught.value.next_step
     assert trained_on(photos, f"model.path={alone}", f"train.set={second}") == second
 
-    # Named, the set of the other autoencoder is refused where the checkpoint shows that it is another.
+    # A named set of another autoencoder is refused if the checkpoint shows the difference.
     with pytest.raises(Exception, match="another autoencoder") as caught:
         trained_on(photos, f"train.set={second}")
     assert caught.value.exit_code == USAGE
@@ -136,30 +136,30 @@ def test_the_trainer_needs_neither_media_nor_datasets_nor_encoders(photos, tiny,
     shutil.copytree(tiny("sana") / "transformer", alone / "transformer")
     shutil.rmtree(photos.media)
     assert trained_on(photos, f"model.path={alone}") == first
-    where = str(tmp_path / "export")
-    photos.run(export.run, to=where)
+    export_folder = str(tmp_path / "export")
+    photos.run(export.run, to=export_folder)
     del photos.settings["datasets"], photos.settings["root"]
-    assert trained_on(photos, f"train.set={where}", f"model.path={alone}") == first
+    assert trained_on(photos, f"train.set={export_folder}", f"model.path={alone}") == first
     assert "train.set names" not in photos.said
 
 
 @pytest.mark.parametrize("change", ["instance_data_dir=other", long("mask_data=other"), long("follow_links=true")])
 def test_other_media_under_the_same_id_are_discovered_and_planned(photos, change: str) -> None:
-    """Every program said "done" before."""
+    """Earlier, every program reported "done"."""
     first = indexed(photos)
     for number in range(2):
         photos.image(f"../other/{number}.png", (64, 64), f"other {number}", 7 + number)
-    other = f"datasets.photos.{change}"
+    option = f"datasets.photos.{change}"
     for program in (encode_text, encode_latents, index):
         with pytest.raises(Exception, match="does not have a plan") as caught:
-            photos.run(program.run, other)
+            photos.run(program.run, option)
         assert "latentpress discover" in caught.value.next_step
-    with pytest.raises(Exception, match=f"discovered with other settings: {change.partition('=')[0]} was"):
-        photos.run(bucket.run, other)
-    photos.run(discover.run, other)
-    assert photos.run(bucket.run, other).exit_code == 0
+    with pytest.raises(Exception, match=f"discovered with different settings: {change.partition('=')[0]} was"):
+        photos.run(bucket.run, option)
+    photos.run(discover.run, option)
+    assert photos.run(bucket.run, option).exit_code == 0
     with pytest.raises(SetNotFound):
-        trained_on(photos, other)
+        trained_on(photos, option)
     assert trained_on(photos) == first
 
 
@@ -180,5 +180,7 @@ def test_the_runs_configuration_lists_what_was_not_in_force(photos) -> None:
     first = indexed(photos)
     few = ["train.steps=1", "validation.eval_samples=0", "train.device=cpu", f"train.set={first}"]
     photos.run(train, *few, "text.max_length=64")
-    written = (photos.folder / "output/run/config.yaml").read_text()
-    assert written.startswith(f"# Not in force, as set {first} was named: text.max_length is 300 in the set and 64 in")
+    config_text = (photos.folder / "output/run/config.yaml").read_text()
+    assert config_text.startswith(
+        f"# Not in force, as set {first} was named: text.max_length is 300 in the set and 64 in"
+    )

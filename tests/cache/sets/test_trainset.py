@@ -154,9 +154,9 @@ def test_a_missing_shard_is_named(store: Store) -> None:
 )
 def test_an_unsorted_index_is_refused(tmp_path: Path, column, values) -> None:
     store = Store(tmp_path)
-    same = entry("s", "32x32", (0, 0), [0])
+    shared_entry = entry("s", "32x32", (0, 0), [0])
     at = INDEX_SCHEMA.names.index(column)
-    publish(store, [], [], [(*same[:at], value, *same[at + 1 :]) for value in values])
+    publish(store, [], [], [(*shared_entry[:at], value, *shared_entry[at + 1 :]) for value in values])
     with pytest.raises(SetError, match="not sorted by role, bucket"):
         _ = open_set(store, "s1", FAMILY, TASK).spans
 
@@ -203,7 +203,7 @@ def chosen(data: TrainSet, count: int) -> list[str]:
 
 @pytest.mark.parametrize("compared", [7, trainset.COMPARED_ROWS])
 def test_held_out_samples_are_chosen_by_identity(tmp_path: Path, monkeypatch, compared: int) -> None:
-    """The same whatever else is in the set, but for what is displaced; no sample twice."""
+    """The same rows for any other samples in the set, except for replaced rows; no sample twice."""
     monkeypatch.setattr(trainset, "COMPARED_ROWS", compared)
     ids = [hashlib.md5(str(i).encode()).hexdigest() for i in range(60)]
     few = held_out(Store(tmp_path), [*ids[:40], ids[0]])
@@ -302,5 +302,5 @@ def large(root: Path, count: int) -> Path:
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
     """200,000 rows after 1,000 rows add less than 2 MiB (10 bytes a row) of memory that is not the file's own."""
     roots = [str(large(tmp_path / str(count), count)) for count in (1000, 200_000)]
-    done = subprocess.run([sys.executable, "-c", MEASURE, *roots], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 2048, f"{done.stdout.strip()} KiB more for 200,000 rows"
+    process = subprocess.run([sys.executable, "-c", MEASURE, *roots], capture_output=True, text=True, check=True)
+    assert int(process.stdout) < 2048, f"{process.stdout.strip()} KiB more for 200,000 rows"

@@ -1,4 +1,4 @@
-"""The window of a remote set's shards: what it holds, fetches and removes; limits, damage, processes, errors."""
+"""The window of a remote set's shards: its shards, fetched and removed; limits, damage, processes, errors."""
 
 import os
 import resource
@@ -84,9 +84,9 @@ def test_damage(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w
 
     monkeypatch.setattr(Store, "copy_to_file", copy)
     if wrong == "store":
-        (whole := tmp_path / "whole").write_bytes(place.store.read_bytes(place.paths[4]))
-        place.damage(whole)
-        place.store.publish_bytes(place.paths[4], whole.read_bytes())
+        (shard_file := tmp_path / "whole").write_bytes(place.store.read_bytes(place.paths[4]))
+        place.damage(shard_file)
+        place.store.publish_bytes(place.paths[4], shard_file.read_bytes())
     elif wrong == "missing":
         place.store.remove(place.paths[4])
     window = place.window([(4,)])
@@ -143,11 +143,11 @@ def test_waiting_ends(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_processes_of_a_machine_share_a_window(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one fetches and removes; another waits for it. What a step needs stays until the next step is done, as
-    another process may still read it."""
-    first, other = (place.window([(0, 1), (2,), (3,)], world=2, local=local, token="t") for local in range(2))
-    other.follow(0)
-    reader = threading.Thread(target=read, args=(other, 1))
+    """The first process fetches and removes; the second process waits for it. The shards of a step stay until the next
+    step is finished, because another process may still read them."""
+    first, second = (place.window([(0, 1), (2,), (3,)], world=2, local=local, token="t") for local in range(2))
+    second.follow(0)
+    reader = threading.Thread(target=read, args=(second, 1))
     reader.start()
     first.follow(0)
     reader.join(60)
@@ -155,22 +155,22 @@ def test_the_processes_of_a_machine_share_a_window(place: Place, monkeypatch: py
     until(lambda: len(names(place)) == 3)
     first.finished(0)
     assert len(names(place)) == 3
-    read(other, 0)
+    read(second, 0)
     first.finished(1)
     until(lambda: names(place) == ["u2", "u3"])
-    read(other, 0)  # the other is still there: from the store
-    assert other.metrics()["shards_fetched"] == 0
+    read(second, 0)  # the other is still there: from the store
+    assert second.metrics()["shards_fetched"] == 0
     monkeypatch.setattr(window_module, "TIMEOUT_S", 0.2)
-    late = place.window([(5,)], world=2, local=1, token="t")
-    late.follow(0)
+    late_window = place.window([(5,)], world=2, local=1, token="t")
+    late_window.follow(0)
     with pytest.raises(SupplyError, match="first process of this machine"):
-        late.open(5)
-    for window in (late, other, first):
+        late_window.open(5)
+    for window in (late_window, second, first):
         window.close()
 
 
 def test_folders_of_runs_that_were_killed_are_removed(place: Place) -> None:
-    """By the next run, while a run that goes on keeps its own."""
+    """By the next run; a running run keeps its folder."""
     child = os.fork()
     if child == 0:
         window = place.window([(2, 3)])
@@ -233,7 +233,7 @@ def opened_by_reading(data: TrainSet, schedule: BatchSchedule, steps: range) -> 
 @pytest.mark.parametrize(("form", "shuffle_shards"), [("arrow", None), ("webdataset", 2)])
 def test_needs_are_what_reading_opens(tmp_path: Path, form: str, shuffle_shards: int | None) -> None:
     """Latents, vision features, captions that take turns, null prompts of the set and of a sample; and the sections of
-    a run that goes on from any step, on other data, too."""
+    a run that resumes at any step, also on other data."""
     store = make_source(Store(tmp_path / "root"), form)
     add_vision(store, form)
     data = opened(store)

@@ -1,4 +1,4 @@
-"""Arrow shards alone; tests/cache/shards/test_shard.py has what both formats share."""
+"""Arrow shards; tests/cache/shards/test_shard.py has the tests for both formats."""
 
 import pyarrow as pa
 import pytest
@@ -35,7 +35,7 @@ def write(store: Store, stem: str = "text/f00d/t-1") -> str:
 @pytest.mark.parametrize("rows", [0, 3])
 @pytest.mark.parametrize("words", [12, 4000])
 def test_a_description_that_fits_into_its_room_and_one_that_does_not(tmp_path, rows, words):
-    """It is known after the rows, which are copied where it is longer than the room that was left for it."""
+    """It is complete only after the rows, which are copied if it is longer than the reserved bytes."""
     store = Store(tmp_path)
     ids = [f"id{number}" for number in range(rows)]
     with shard_io.open_writer(

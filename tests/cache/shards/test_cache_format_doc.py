@@ -39,7 +39,7 @@ def format(request) -> str:
 
 @pytest.fixture
 def folder(tmp_path, format) -> Path:
-    """The shard, written by the project; where its files lie."""
+    """The path of a shard that the project wrote, and the folder of its files."""
     from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
     from cache.shards.shard_io import open_writer
     from cache.shards.tensors import Array
@@ -75,7 +75,7 @@ def test_an_arrow_shard_with_pyarrow_alone(folder):
             batch = shard.get_batch(number)
             assert batch.num_rows == 1
             row = batch.to_pylist()[0]
-            found = {
+            stored_tensors = {
                 name: (
                     batch.schema.field(name).metadata[b"dtype"].decode(),
                     tuple(row[f"{name}_shape"]),
@@ -84,8 +84,8 @@ def test_an_arrow_shard_with_pyarrow_alone(folder):
                 for name in ("embeds", "pooled")
                 if row[name] is not None
             }
-            assert (row["id"], found, json.loads(row["info"])) == (id, tensors, INFO)
-            assert row["checksum"] == checksum(id, row["info"].encode(), found)
+            assert (row["id"], stored_tensors, json.loads(row["info"])) == (id, tensors, INFO)
+            assert row["checksum"] == checksum(id, row["info"].encode(), stored_tensors)
     names = ["id", "embeds", "embeds_shape", "pooled", "pooled_shape", "info", "checksum"]
     assert shard.schema.names == names
     types = [str(type) for type in shard.schema.types]
@@ -130,11 +130,11 @@ def test_the_worked_example_of_the_checksum():
     block = re.search(r"```\n((?:[0-9a-f]{16} [0-9a-f]+\n)+)```", text)
     assert block is not None
     framed = bytes.fromhex(block.group(1))
-    said = re.search(r"xxh3-128 of these (\d+) bytes is `([0-9a-f]{32})`", text)
-    assert said is not None
-    assert (str(len(framed)), xxhash.xxh3_128_hexdigest(framed)) == said.groups()
+    documented = re.search(r"xxh3-128 of these (\d+) bytes is `([0-9a-f]{32})`", text)
+    assert documented is not None
+    assert (str(len(framed)), xxhash.xxh3_128_hexdigest(framed)) == documented.groups()
     pooled = np.array([1, -2], "<f4").tobytes()
-    assert checksum("ab", b'{"tokens":3}', {"pooled": ("float32", (2,), pooled)}) == said.group(2)
+    assert checksum("ab", b'{"tokens":3}', {"pooled": ("float32", (2,), pooled)}) == documented.group(2)
 
 
 def test_the_checksums_of_tables_and_json_are_those_described(tmp_path):
@@ -144,9 +144,9 @@ def test_the_checksums_of_tables_and_json_are_those_described(tmp_path):
     store = Store(tmp_path)
     store.write_table("t.arrow", pa.table({"x": ["a", None]}))
     with pa.memory_map(str(tmp_path / "t.arrow")) as file:
-        said = pa.ipc.open_file(file).schema.metadata[b"latentpress_checksum"]
-    data, digits = (tmp_path / "t.arrow").read_bytes(), said.removeprefix(b"xxh3-128:")
-    assert data.count(said) == 2 and len(digits) == 32
+        documented = pa.ipc.open_file(file).schema.metadata[b"latentpress_checksum"]
+    data, digits = (tmp_path / "t.arrow").read_bytes(), documented.removeprefix(b"xxh3-128:")
+    assert data.count(documented) == 2 and len(digits) == 32
     assert xxhash.xxh3_128_hexdigest(data.replace(digits, b"\xff" * 32)).encode() == digits
     store.publish_bytes("t.json", format_record({"b": 1, "a": "\u00fc"}))
     record = json.loads((tmp_path / "t.json").read_text())
@@ -194,8 +194,8 @@ def test_ids_are_made_as_described():
     record["start"], record["rate"], record["condition"] = 2.5, 24, 1
     text = DOC.read_text()
     assert identity.sample_ids(record)[0].as_py() in text
-    said = re.search(r"`a cat`\s+without\s+an\s+image\s+is\s+`(\w+)`", text)[1]
-    assert identity.text_ids(pa.array(["a cat"]))[0].as_py() == said == xxhash.xxh3_128_hexdigest(b"\0a cat")
+    documented = re.search(r"`a cat`\s+without\s+an\s+image\s+is\s+`(\w+)`", text)[1]
+    assert identity.text_ids(pa.array(["a cat"]))[0].as_py() == documented == xxhash.xxh3_128_hexdigest(b"\0a cat")
     members = b"aa\nbb"
     named = xxhash.xxh3_128_hexdigest(struct.pack("<Q", len(members)) + members)[:16]
     assert identity.unit_id("64x48@1", ["aa", "bb"]) == f"64x48@1-{named}"

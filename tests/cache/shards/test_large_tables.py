@@ -1,4 +1,4 @@
-"""What is computed of the tables of a large set, slice by slice, is what a plain loop finds."""
+"""Values computed from the tables of a large set, slice by slice, equal the results of a plain loop."""
 
 from itertools import groupby, pairwise
 
@@ -36,11 +36,11 @@ def test_runs_of_equal_values(rows: list[tuple], cuts: list[int]) -> None:
 def test_a_column_is_checked_in_every_chunk() -> None:
     row = {"sample_id": "a", "role": "train", "dataset": "d", "bucket": "64x32@1", "repeats": 0, "weight": 1.0}
     row |= {"regularization": False, "shard": 0, "row": 0, "texts": [0], "null_text": None}
-    right = pa.Table.from_pylist([row] * 3, INDEX_SCHEMA)
-    table_checks.check_index(pa.concat_tables([right, right]))
-    table_checks.check_index(right.slice(0, 0))
+    valid = pa.Table.from_pylist([row] * 3, INDEX_SCHEMA)
+    table_checks.check_index(pa.concat_tables([valid, valid]))
+    table_checks.check_index(valid.slice(0, 0))
     for name, value in (("role", "x"), ("bucket", "x"), ("weight", float("nan")), ("repeats", -1)):
-        wrong = pa.Table.from_pylist([row, row | {name: value}, row], INDEX_SCHEMA)
-        for table in (pa.concat_tables([right, wrong]), pa.concat_tables([wrong, right])):
+        invalid = pa.Table.from_pylist([row, row | {name: value}, row], INDEX_SCHEMA)
+        for table in (pa.concat_tables([valid, invalid]), pa.concat_tables([invalid, valid])):
             with pytest.raises(ValueError):
                 table_checks.check_index(table)

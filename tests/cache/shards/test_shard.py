@@ -1,4 +1,4 @@
-"""Both formats: what either stands, the other stands too."""
+"""Both formats: they survive the same faults."""
 
 import os
 import pickle
@@ -41,8 +41,8 @@ def make_row(number: int, pooled: bool = True) -> ShardRow:
 
 
 def write(store: Store, stem: str = "text/f00d/t-1", rows: int = 3, format: str = "arrow", **changes) -> str:
-    said = dict(zip(("kind", "fingerprint", "unit"), stem.split("/"), strict=True))
-    with shard_io.open_writer(store, stem, text_meta(**said, **changes), COLUMNS, format) as out:
+    described = dict(zip(("kind", "fingerprint", "unit"), stem.split("/"), strict=True))
+    with shard_io.open_writer(store, stem, text_meta(**described, **changes), COLUMNS, format) as out:
         for number in range(rows):
             out.add(make_row(number, pooled=number != 1))
         out.reject(RejectedMember("bad", "unreadable", "it is empty"))
@@ -119,11 +119,11 @@ def test_an_unfinished_writer_leaves_nothing(tmp_path, format):
 def test_a_row_outlives_its_reader_and_a_new_shard_of_the_same_name(tmp_path, format):
     store = Store(tmp_path)
     reader = shard_io.open_reader(store, write(store, format=format))
-    kept, before = reader.read(2), reader.read(0)
+    third, before = reader.read(2), reader.read(0)
     write(store, rows=1, format=format)
     assert reader.read(1) == make_row(1, pooled=False), "an open reader keeps the file it opened"
     reader.close()
-    assert kept == make_row(2) and before == make_row(0)
+    assert third == make_row(2) and before == make_row(0)
 
 
 def test_done_units_takes_either_format_and_no_leftovers(store):
@@ -164,8 +164,8 @@ def test_damage_says_where_and_what_to_do(tmp_path, format):
     store = Store(tmp_path)
     rel = write(store, "latents/beef/u", format=format)
     data = bytearray(store.read_bytes(rel))
-    wanted = bytes(make_row(2).tensors["pooled"].raw())
-    data[data.index(wanted)] ^= 1
+    tensor_bytes = bytes(make_row(2).tensors["pooled"].raw())
+    data[data.index(tensor_bytes)] ^= 1
     store.publish_bytes(rel, bytes(data))
     with shard_io.open_reader(store, rel) as reader:
         assert reader.read(0) == make_row(0)

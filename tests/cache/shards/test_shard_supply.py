@@ -20,7 +20,7 @@ SHARDS = 4  # of latents; number 0 is the shard of texts
 def test_a_set_reads_through_its_supply(tmp_path: Path, form: str) -> None:
     store = Store(tmp_path)
     make_set(store, form, SHARDS)
-    data, other = (open_set(store, "s1", FAMILY, TASK) for _ in range(2))
+    data, second = (open_set(store, "s1", FAMILY, TASK) for _ in range(2))
     opened = []
 
     class Noted(ShardSupply):
@@ -30,22 +30,22 @@ def test_a_set_reads_through_its_supply(tmp_path: Path, form: str) -> None:
 
     noted = Noted(store, data.shard_path)
     data.use_supply(noted)
-    chosen = [0, 4, 11]
+    rows = [0, 4, 11]
     for _ in range(2):
-        assert read(data, chosen) == [carefully(other, row) for row in chosen]
+        assert read(data, rows) == [carefully(second, row) for row in rows]
     assert sorted(opened) == [0, 1, 2, 4], "each once"
     opened.clear()
     noted.forget(2)
-    read(data, chosen)
+    read(data, rows)
     assert opened == [2]
 
 
 def test_damage_is_replaced_where_the_supply_can(tmp_path: Path) -> None:
-    good, bad = (make_set(Store(tmp_path / name), "arrow") for name in ("good", "bad"))
-    path = tmp_path / "bad" / bad.shard_path(1)
+    sound, damaged = (make_set(Store(tmp_path / name), "arrow") for name in ("good", "bad"))
+    path = tmp_path / "bad" / damaged.shard_path(1)
     content = bytearray(path.read_bytes())
-    found = content.index(np.full(8, 1, np.float32).tobytes())  # of s1's latent
-    content[found] ^= 1
+    offset = content.index(np.full(8, 1, np.float32).tobytes())  # of s1's latent
+    content[offset] ^= 1
     path.write_bytes(content)
     assert path.suffix == ARROW_SUFFIX
 
@@ -53,18 +53,18 @@ def test_damage_is_replaced_where_the_supply_can(tmp_path: Path) -> None:
         healed = False
 
         def open(self, number: int):
-            return open_reader((good if self.healed else bad).store, bad.shard_path(number))
+            return open_reader((sound if self.healed else damaged).store, damaged.shard_path(number))
 
         def damaged(self, number: int) -> bool:
-            told.append(number)
+            forgotten.append(number)
             was, self.healed = self.healed, True
             self.forget(number)
             return not was
 
-    told: list[int] = []
-    bad.use_supply(healing := Healing(bad.store, bad.shard_path))
-    assert carefully(bad, 1) == carefully(good, 1) and told == [1]
-    bad.use_supply(ShardSupply(bad.store, bad.shard_path))
+    forgotten: list[int] = []
+    damaged.use_supply(healing := Healing(damaged.store, damaged.shard_path))
+    assert carefully(damaged, 1) == carefully(sound, 1) and forgotten == [1]
+    damaged.use_supply(ShardSupply(damaged.store, damaged.shard_path))
     healing.forget(1)
     with pytest.raises(DamageError, match=r"checksum.*"):
-        bad.sample(1)
+        damaged.sample(1)

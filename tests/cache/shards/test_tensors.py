@@ -14,10 +14,10 @@ shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 def test_round_trip_keeps_every_bit(name, shape, random):
     raw = random.randbytes(count_bytes(name, shape))
     array = Array(name, shape, raw)
-    again = Array.from_numpy(array.numpy(), name)
-    assert again == array
+    copy = Array.from_numpy(array.numpy(), name)
+    assert copy == array
     assert array.numpy().shape == shape
-    assert bytes(again.raw()) == raw
+    assert bytes(copy.raw()) == raw
 
 
 def test_big_endian_and_strided_input_become_plain():

@@ -45,8 +45,8 @@ def test_a_body_that_raises_leaves_what_was_there(tmp_path, folder) -> None:
 
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 def test_a_kill_while_a_folder_is_replaced_leaves_the_old_or_the_new_one(tmp_path, monkeypatch, before: int) -> None:
-    """before: the step that is killed: what was left is removed, the old one moved away, the new one moved in, the old
-    one removed."""
+    """before: the step that is killed: remains are removed, the old folder is moved away, the new folder is moved in,
+    the old folder is removed."""
     path, steps = tmp_path / "folder", list[str]()
 
     def write(text: str) -> None:
@@ -66,7 +66,7 @@ def test_a_kill_while_a_folder_is_replaced_leaves_the_old_or_the_new_one(tmp_pat
     write("old")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(files, "replace", step(files.replace))
-        patched.setattr(files.shutil, "rmtree", step(lambda *_, **__: None))  # what a killed process has no time for
+        patched.setattr(files.shutil, "rmtree", step(lambda *_, **__: None))  # a killed process does not do this
         write("new")
     restore_folders(tmp_path)
     assert (path / "a").read_text() == ("new" if before == 4 else "old")
@@ -84,5 +84,5 @@ def test_a_new_file_never_replaces_one_that_appeared(tmp_path: Path) -> None:
 
 def test_a_folder_that_does_not_exist_is_on_the_disk_of_one_above_it(tmp_path: Path) -> None:
     assert find_shortage(tmp_path / "a/b", 1) is None and find_shortage("s3://bucket/work", 1 << 80) is None
-    said = find_shortage(tmp_path / "a/b", 1 << 80)
-    assert said is not None and f"the disk of {tmp_path}/a/b has " in said and not (tmp_path / "a").exists()
+    warning = find_shortage(tmp_path / "a/b", 1 << 80)
+    assert warning is not None and f"the disk of {tmp_path}/a/b has " in warning and not (tmp_path / "a").exists()

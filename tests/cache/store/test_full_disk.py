@@ -1,4 +1,4 @@
-"""A disk that refuses: each way of writing says why, and leaves nothing behind."""
+"""A disk that fails: each way of writing reports the reason, and leaves no file."""
 
 import os
 import subprocess
@@ -54,11 +54,11 @@ def try_all(root):
 
 
 def refusals(code: str) -> dict[str, str]:
-    """What each way of writing said; asserts that none left a file behind."""
-    done = run(WRITE_ALL + textwrap.dedent(code))
-    assert done.returncode == 0, done.stderr
-    *lines, left = done.stdout.splitlines()
-    assert left == "left: []"
+    """The message of each way of writing; asserts that none left a file."""
+    process = run(WRITE_ALL + textwrap.dedent(code))
+    assert process.returncode == 0, process.stderr
+    *lines, remains = process.stdout.splitlines()
+    assert remains == "left: []"
     return dict(line.split(" ", 1) for line in lines)
 
 
@@ -67,14 +67,14 @@ WAYS = {"bytes": "/x", "table": "/t.arrow", "arrow": "/u-arrow.arrow", "webdatas
 
 @pytest.mark.slow
 def test_a_file_size_limit(tmp_path):
-    said = refusals(f"""
+    messages = refusals(f"""
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         try_all({str(tmp_path)!r})
     """)
     for way, name in WAYS.items():
-        assert said[way].startswith(f"{tmp_path}{name}: the file would exceed"), said[way]
-        assert "ulimit -f" in said[way]
+        assert messages[way].startswith(f"{tmp_path}{name}: the file would exceed"), messages[way]
+        assert "ulimit -f" in messages[way]
 
 
 @pytest.fixture
@@ -92,23 +92,23 @@ def small_disk():
 
 @pytest.mark.slow
 def test_a_full_disk_and_a_read_only_one(small_disk):
-    said = refusals(f"try_all({small_disk!r})")
+    messages = refusals(f"try_all({small_disk!r})")
     for way, name in WAYS.items():
-        assert said[way].startswith(f"{small_disk}{name}: the disk is full; free space"), said[way]
+        assert messages[way].startswith(f"{small_disk}{name}: the disk is full; free space"), messages[way]
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    said = refusals(f"try_all({small_disk!r})")
-    assert "the file system is read-only" in said["bytes"] and set(said) == set(WAYS)
+    messages = refusals(f"try_all({small_disk!r})")
+    assert "the file system is read-only" in messages["bytes"] and set(messages) == set(WAYS)
 
 
 @pytest.mark.slow
 def test_no_permission():
-    """Root may do anything, so the process becomes another user where it can."""
+    """Root has all permissions, so the process becomes another user if it can."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as readable:
         Store(readable).publish_bytes("a/b", b"1")
         for name, mode in (("a/b", 0), ("a", 0o300), ("", 0o755)):
             os.chmod(f"{readable}/{name}", mode)
         os.chmod(folder, 0o555)
-        said = refusals(f"""
+        messages = refusals(f"""
             from pathlib import Path
             from cache.store.files import check_writable
             store = module.Store({readable!r})
@@ -130,7 +130,9 @@ def test_no_permission():
         """)
         os.chmod(f"{readable}/a", 0o755)
     for way, name in WAYS.items():
-        assert said[way].startswith(f"{folder}{name}: permission denied; give this user"), said[way]
+        assert messages[way].startswith(f"{folder}{name}: permission denied; give this user"), messages[way]
     for way, place in (("here", folder), ("below", f"{folder}/below/it")):
-        assert said[way].startswith(f"{place}: can't be written to: permission denied; give this user"), said[way]
-    assert all("permission denied" in said[way] for way in ("list", "read", "open"))
+        assert messages[way].startswith(f"{place}: can't be written to: permission denied; give this user"), messages[
+            way
+        ]
+    assert all("permission denied" in messages[way] for way in ("list", "read", "open"))

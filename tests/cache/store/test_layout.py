@@ -20,11 +20,11 @@ def test_shards_as_they_are_named(kind, bucket, anything) -> None:
         assert is_project_file(f"damaged/{folder}/{unit}.1{suffix}") and not is_shard(
             f"damaged/{folder}/{unit}.1{suffix}"
         )
-    for other in (f"{folder}/{unit}.tar.json", f"{folder}/provenance.json"):
-        assert is_project_file(other) and not is_shard(other)
-    of_stage = f"{ENCODE_PROGRAMS[kind]}/{folder.partition('/')[2]}"
-    for other in (f"rejects/{of_stage}/{unit}.arrow", f"jobs/{of_stage}/{'a1' * 8}.json"):
-        assert is_project_file(other) and not is_shard(other)
+    for name in (f"{folder}/{unit}.tar.json", f"{folder}/provenance.json"):
+        assert is_project_file(name) and not is_shard(name)
+    cache_folder = f"{ENCODE_PROGRAMS[kind]}/{folder.partition('/')[2]}"
+    for name in (f"rejects/{cache_folder}/{unit}.arrow", f"jobs/{cache_folder}/{'a1' * 8}.json"):
+        assert is_project_file(name) and not is_shard(name)
 
 
 @given(st.sampled_from(["media", *STAGE_PROGRAMS]), st.text(max_size=12), st.text(max_size=12))

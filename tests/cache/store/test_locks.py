@@ -1,4 +1,4 @@
-"""Locks of files: one holder, or several that share it; none is waited for where a pipe is in the place of the file."""
+"""Locks of files: one holder, or several holders of a shared lock; no wait if a pipe is in the place of the file."""
 
 import errno
 import fcntl

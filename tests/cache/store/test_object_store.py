@@ -1,5 +1,4 @@
-"""Roots on S3 and Google Cloud Storage: what is asked of the server, and what happens when it is in trouble, or answers
-wrongly."""
+"""Roots on S3 and Google Cloud Storage: requests to the server, and the results of failures and wrong answers."""
 
 import os
 import re
@@ -48,7 +47,7 @@ def either(request: pytest.FixtureRequest) -> Store:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No retries, where none helps."""
+    """No retries, if they do not help."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 5.0)
 
@@ -158,12 +157,12 @@ def test_every_operation(either: Store) -> None:
 @pytest.mark.parametrize("trouble", ["throttled", "cut", "broken", "dropped"])
 def test_a_store_in_trouble_for_a_while(either: Store, s3: S3Server, trouble: str, large: bytes) -> None:
     """Every operation succeeds in the end, with the same bytes."""
-    asked, store = set(), either
+    requested, store = set(), either
 
     def twice(request: Request) -> str:
         """The first time that something is asked."""
-        first = request not in asked and request.operation != "CompleteMultipartUpload"
-        asked.add(request)
+        first = request not in requested and request.operation != "CompleteMultipartUpload"
+        requested.add(request)
         return trouble if first and (trouble != "cut" or request.operation in ("GetObject", "ListObjectsV2")) else ""
 
     s3.answer = twice
@@ -180,18 +179,18 @@ def test_a_store_in_trouble_for_a_while(either: Store, s3: S3Server, trouble: st
 
 
 def row_of(reader: BaseShardReader) -> bytes:
-    reader.file.forget()  # what is kept of it, so that it is requested again
+    reader.file.forget()  # its cached bytes, so that they are requested again
     return reader.read(2).tensors["x"].raw()
 
 
 def asks(store: Store) -> dict[str, Callable[[], object]]:
-    """What is read of files of each kind, by name: True if it is what was written."""
+    """Kind of file -> whether the bytes read equal the bytes written."""
     store.write_table("large.arrow", TABLE)
     store.write_table("small.arrow", TABLE[:10])
     store.publish_record("j.json", SetPointer(id="x"))
     for number in range(2):
         rejects.write_rejects(store, "discover", f"d{number}", [rejects.make_reject("discover", "a", "b", "c", "d")])
-    made: dict[str, Callable[[], object]] = {
+    readers: dict[str, Callable[[], object]] = {
         "large table": lambda: Store(store.url).read_table("large.arrow").equals(TABLE),
         "small table": lambda: Store(store.url).read_table("small.arrow").equals(TABLE[:10]),
         "json": lambda: store.read_record("j.json", SetPointer).id == "x",
@@ -201,23 +200,23 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
         place = Store(f"s3://{BUCKET}/{form}")
         rel = write_shard(place, form)
         reader = shard_io.open_reader(place, rel)
-        made |= {
+        readers |= {
             f"{form} shard": lambda place=place, rel=rel: len(shard_io.open_reader(place, rel)) == 40,
             f"{form} row": lambda reader=reader: row_of(reader) == content(2, 30_000),
             f"{form} verified": lambda place=place, rel=rel: shard_io.verify(place, rel) == [],
         }
-    return made
+    return readers
 
 
 @pytest.mark.long
 def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After so many wrong answers and no more, damage is damage. What is missing is asked for once."""
+    """After the last wrong answer, it is damage. A missing file is requested only once."""
     monkeypatch.setattr("cache.store.object_store.MAPPED_BYTES", 1 << 12)  # larger tables are copied to this machine
     for name, ask in asks(store).items():
-        for wrong in WRONG:
+        for fault in WRONG:
             s3.reset()
-            s3.fail(wrong, ANSWERS - 1, "GetObject")
-            assert ask() is True, (name, wrong)
+            s3.fail(fault, ANSWERS - 1, "GetObject")
+            assert ask() is True, (name, fault)
         s3.reset()
         s3.fail("damaged", 100, "GetObject")
         if "verified" in name:
@@ -225,8 +224,8 @@ def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, monkeypat
         else:
             with pytest.raises(DamageError):
                 ask()
-        asked = Counter(request.key for request in s3.requests if request.operation == "GetObject")
-        assert ANSWERS <= max(asked.values()) <= ANSWERS * (6 if "verified" in name else 2), (name, asked)
+        requested = Counter(request.key for request in s3.requests if request.operation == "GetObject")
+        assert ANSWERS <= max(requested.values()) <= ANSWERS * (6 if "verified" in name else 2), (name, requested)
     s3.reset()
     with pytest.raises(DamageError, match="missing"):
         shard_io.open_reader(store, f"{CACHE}/none.arrow")
@@ -271,17 +270,17 @@ def test_trouble_that_stays_is_explained(impatient: None, store: Store, s3: S3Se
         "open": lambda: shard_io.open_reader(store, rel),
         "verify": lambda: shard_io.verify(store, rel),
     }
-    if trouble != "cut":  # what is cut is an answer's body; a put has none
+    if trouble != "cut":  # only an answer's body can be cut; a put has none
         attempts |= {"put": lambda: store.publish_bytes("new", b"x"), "exists": lambda: store.exists("new")}
-    if trouble == "no bucket":  # a HEAD does not say what is missing
+    if trouble == "no bucket":  # an answer to HEAD has no reason
         for name in ("exists", "open", "table", "verify"):
             del attempts[name]
     for name, attempt in attempts.items():
         with pytest.raises(StoreError) as caught:
             attempt()
         reason, step = STAYING[trouble]
-        said = f"{caught.value.message}; {caught.value.next_step}"
-        assert re.search(f"://{BUCKET}/work.*({reason}).*({step})", said) and "\n" not in said, (name, said)
+        message = f"{caught.value.message}; {caught.value.next_step}"
+        assert re.search(f"://{BUCKET}/work.*({reason}).*({step})", message) and "\n" not in message, (name, message)
     s3.answer = lambda request: ""
     assert not store.exists("new")
 
@@ -330,7 +329,7 @@ def test_credentials_of_a_profile(store: Store, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_shard_that_is_replaced_while_it_is_read(either: Store) -> None:
-    """As by a worker on other hardware. What was opened is never mixed with what is there now."""
+    """As by a worker on other hardware. Bytes of the opened object are never mixed with bytes of the new object."""
     rel = write_shard(either)
     with shard_io.open_reader(either, rel) as shard:
         write_shard(either, size=30_001)
@@ -373,9 +372,9 @@ def test_a_full_scratch_folder_is_named(store: Store, s3: S3Server) -> None:
             except StoreError as error:
                 print(error.message, error.next_step)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2, done.stderr
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    lines = process.stdout.splitlines()
+    assert len(lines) == 2, process.stderr
     for line in lines:
         assert "TMPDIR): the file would exceed" in line, line
     assert s3.counts()["PutObject"] == 0

@@ -148,9 +148,9 @@ def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
 
 
 def test_only_its_own_temporaries_are_swept(store, tmp_path):
-    """What others call .tmp is theirs, however old."""
+    """Files .tmp of other programs are not removed, at any age."""
     ours = ".kept.arrow.0123456789abcdef.tmp"
-    others = [
+    foreign_files = [
         ".mine.tmp",
         ".half.arrow.0123.tmp",
         ".0123456789abcdef.tmp",
@@ -159,12 +159,12 @@ def test_only_its_own_temporaries_are_swept(store, tmp_path):
     ]
     if store.local("") is None:
         pytest.skip("temporaries of an object store lie elsewhere")
-    for name in (ours, *others):
+    for name in (ours, *foreign_files):
         store.local("").joinpath("a").mkdir(exist_ok=True)
         store.local("a").joinpath(name).write_bytes(b"x")
     assert [entry.name for entry in store.list_files(temporaries=True)] == [f"a/{ours}"]
     assert store.remove_stale_temps(older_than_s=-1) == [str(store.local(f"a/{ours}"))]
-    assert sorted(os.listdir(store.local("a"))) == sorted(others)
+    assert sorted(os.listdir(store.local("a"))) == sorted(foreign_files)
 
 
 def test_file_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ def test_the_summary_lists_what_needs_attention():
     rejects = [
         {"item": str(i), "path": f"p{i}.png", "reason": "truncated", "message": f"p{i}.png: it ends"} for i in range(25)
     ]
-    report = Report("probe", 2, 1, rejects=rejects, rejects="work/rejects/probe", next_steps=["latentpress index"])
+    report = Report("probe", 2, 1, rejects=rejects, rejects_path="work/rejects/probe", next_steps=["latentpress index"])
     report.details = {
         "bytes_written": 1.5,
         "stages": [{"stage": "index", "done": 7.1234567}, {"stage": "a", "done": 10.0}],

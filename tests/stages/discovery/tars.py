@@ -1,4 +1,4 @@
-"""WebDataset tars, and what a source finds in them."""
+"""WebDataset tars, and the listings of their sources."""
 
 import io
 from pathlib import Path

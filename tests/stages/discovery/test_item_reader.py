@@ -1,5 +1,5 @@
-"""Probing media; reading items while media tables are made: one that is never answered is rejected, and the others are
-read."""
+"""Probing media; reading items while media tables are made: an item without an answer is rejected, and the remaining
+items are read."""
 
 import os
 import threading
@@ -22,7 +22,8 @@ from tests.stages.media_files import clip, video
 
 @pytest.fixture
 def stalling(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """(URL, folder) of a web server that never answers for names in "mute", nor sends what is in "stuck"."""
+    """(URL, folder) of a web server that never answers for names in "mute", and sends no content for names in
+    "stuck"."""
     over = threading.Event()
 
     class Stalling(BaseHTTPRequestHandler):
@@ -60,7 +61,7 @@ def test_a_server_that_never_answers_costs_its_items_alone(project, stalling, mo
     table.write_text("url,caption\n" + "".join(f"{url}/{name},of {name}\n" for name in names))
     home.settings["datasets"][0] |= {"instance_data_dir": str(table), "caption_strategy": "csv"}
     home.settings["stages"]["item_timeout_s"] = 12.0
-    monkeypatch.setattr(urls, "READ_TIMEOUT_S", 6.0)  # while the listing asks for sizes and versions
+    monkeypatch.setattr(urls, "READ_TIMEOUT_S", 6.0)  # while the listing requests sizes and versions
     report = home.run(discover.run, "stages.max_reject_fraction=1.0")
     table = read_media_table(Store(home.root), "photos")
     assert table["captions"].to_pylist() == [["of ok/1.png"], ["of ok/2.png"], ["of ok/3.png"]]

@@ -16,19 +16,19 @@ from tests.stages.discovery.missing_files import files, prepared, stops, unloade
 @pytest.mark.slow
 def test_discover_asks_before_most_of_what_it_knew_leaves_the_table(project) -> None:
     home = prepared(project(), 5)
-    away = home.folder / "away"
-    away.mkdir()
+    moved_folder = home.folder / "away"
+    moved_folder.mkdir()
     for number in range(3):
-        (home.media / f"{number}.png").rename(away / f"{number}.png")
+        (home.media / f"{number}.png").rename(moved_folder / f"{number}.png")
     words = "datasets.photos.instance_data_dir", str(home.media), "2 items", "found 5", "media_root", "--accept-removed"
     stops(home, discover.run, *words)
     stops(home, discover.run, *words, dry_run=True)
     for path in home.media.iterdir():
-        path.rename(away / path.name)
+        path.rename(moved_folder / path.name)
     stops(home, discover.run, "0 items", "found 5")
     home.media.rmdir()
-    stops(home, discover.run, "there is no folder", "media_root")
-    away.rename(home.media)
+    stops(home, discover.run, "does not exist", "media_root")
+    moved_folder.rename(home.media)
     (home.media / "0.png").unlink()
     assert home.run(discover.run).details["datasets"][0]["removed"] == 1
     for number in range(1, 4):
@@ -55,7 +55,7 @@ def test_discover_asks_before_companions_leave_the_table(project, role: str) -> 
         home.image(f"../beside/{number}.png", (64, 64), "", 10 + number)
     prepared(home, 2)
     (home.folder / "beside").rename(home.folder / "away")
-    stops(home, discover.run, f"datasets.photos.{role}", "there is no folder")
+    stops(home, discover.run, f"datasets.photos.{role}", "does not exist")
     (home.folder / "beside").mkdir()
     stops(home, discover.run, f"datasets.photos.{role}", "0 ", "found 2", "--accept-removed")
     home.run(discover.run, "stages.max_reject_fraction=1.0", accept_removed=True)
@@ -105,8 +105,8 @@ def test_rehash_finds_what_size_and_time_hide(project, built) -> None:
     assert home.rejects(report) == {"0.png": "changed"}
     assert "--rehash" in report.rejects[0]["message"]
     assert home.run(discover.run).details["datasets"][0]["files_read"] == 0
-    found = home.run(discover.run, rehash=True).details["datasets"][0]
-    assert (found["files_read"], found["changed"]) == (4, 1)
+    dataset_row = home.run(discover.run, rehash=True).details["datasets"][0]
+    assert (dataset_row["files_read"], dataset_row["changed"]) == (4, 1)
     home.run(bucket.run)
     assert home.run(encode_latents.run).rejects == []
     before = files(home)
@@ -122,7 +122,13 @@ def test_rehash_finds_what_size_and_time_hide(project, built) -> None:
 def test_a_place_that_is_not_there_stops_the_stage_and_changes_nothing(project, count: int) -> None:
     home = prepared(project(), count)
     home.media.rename(home.folder / "elsewhere")
-    words = ("datasets.photos.instance_data_dir", str(home.media), "is not there", f"{count} of {count}", "media_root")
+    words = (
+        "datasets.photos.instance_data_dir",
+        str(home.media),
+        "does not exist",
+        f"{count} of {count}",
+        "media_root",
+    )
     stops(home, unloaded(encode_latents), *words)
     assert home.run(encode_latents.run, "datasets.photos.media_root=elsewhere").done == count
 

@@ -105,7 +105,7 @@ def test_what_a_stop_left_is_used_with_the_table_that_was_there(invented, monkey
     home.run(discover.run)
     Invented.captions |= {number: f"caption {number}" for number in range(100, 300)} | {5: "corrected"}
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        # Further on than what two processes have in hand, of which nothing may have been taken yet.
+        # Beyond the items that two processes may be reading, whose results may not be collected yet.
         patch.setattr("stages.discovery.item_reader.ItemReader", FailingReader)
         home.run(discover.run, "stages.discover.workers=2")
     assert len(rows_of(home)) == 100
@@ -127,9 +127,9 @@ def test_a_face_detector_is_known_by_its_content(invented, tmp_path: Path) -> No
     home.settings["datasets"][0]["face_detector"] = str(detector.rename(tmp_path / "other.onnx"))
     assert read(home.run(discover.run)) == 0
     (tmp_path / "other.onnx").write_bytes(b"two")
-    with pytest.raises(OtherSettings, match="discovered with other settings: faces was"):
+    with pytest.raises(OtherSettings, match="discovered with different settings: faces was"):
         media_table.read_configured_media(Store(home.root), home.config().datasets[0])
     assert read(home.run(discover.run)) == 20
     (tmp_path / "other.onnx").unlink()
-    with pytest.raises(LatentpressError, match=r"datasets\.photos\.face_detector: .*other\.onnx is not there"):
+    with pytest.raises(LatentpressError, match=r"datasets\.photos\.face_detector: .*other\.onnx does not exist"):
         home.run(discover.run)

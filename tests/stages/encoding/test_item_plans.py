@@ -79,6 +79,6 @@ def test_a_damaged_plan_of_items_is_quarantined_and_made_again(home: Project) ->
 def test_what_was_not_discovered_is_named(home: Project) -> None:
     home.settings["datasets"].append({"id": "more", "instance_data_dir": "more"})
     (home.folder / "more").mkdir()
-    with pytest.raises(LatentpressError, match="dataset more has not been discovered") as caught:
+    with pytest.raises(LatentpressError, match="dataset more is not discovered") as caught:
         find(home)
     assert "latentpress discover" in caught.value.next_step

@@ -17,9 +17,9 @@ from stages.engines.jobs import Job, NextUnit, UnitResult
 
 
 class Echo:
-    """A worker that writes a file for each unit. Units named die-* kill their process: always, or those of die-once the
-    first time. error-beside waits for a slow one. The first of hang-once hangs, slow-* wait until there is a file
-    "go-on"."""
+    """A worker that writes a file for each unit. Units named die-* kill their process: always, or with die-once only
+    the first time. error-beside waits for a slow unit. The first hang-once hangs; slow-* wait until the file "go-on"
+    exists."""
 
     def __init__(self, job: Job) -> None:
         self.folder = Path(job.config.root)
@@ -57,7 +57,7 @@ class Echo:
 
 
 def make_job(folder: Path, workers: int, resources: dict[str, Any] | None = None, **stages: Any) -> Job:
-    """Of a plan that is there."""
+    """A job of an existing plan."""
     settings = {"root": str(folder), "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     plan = folder / "plans" / "generation" / "plan.json"
     plan.parent.mkdir(parents=True, exist_ok=True)

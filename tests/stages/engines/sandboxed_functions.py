@@ -1,4 +1,4 @@
-"""What tests run in a sandbox; without pytest, whose import takes half a second in every process."""
+"""Functions that tests run in a sandbox; without pytest, because its import takes half a second in every process."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ def working() -> Callable[[object], object]:
 
 
 def work(item: object) -> object:
-    """Does what the item says."""
+    """Performs the action that the item names."""
     if item == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if item == "leave":

@@ -1,4 +1,4 @@
-"""What every engine does, by processes of this machine and by actors on a Ray cluster of two nodes."""
+"""The contract of every engine, with processes on this machine and with actors on a Ray cluster of two nodes."""
 
 import os
 import signal
@@ -52,8 +52,8 @@ def job(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Job:
 def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_left(
     engine: Engine, job: Job, tmp_path: Path
 ) -> None:
-    names, counted, said = ("u0", "die-once", "u1", "die-always", "u2"), [], []
-    found = engine.run_units(Echo, job, iter(make_units(*names)), counted.append, said.append)
+    names, counts, messages = ("u0", "die-once", "u1", "die-always", "u2"), [], []
+    found = engine.run_units(Echo, job, iter(make_units(*names)), counts.append, messages.append)
     results = {result.unit_id: result for result in found}
     assert set(results) == set(names)
     assert [name for name, result in results.items() if result.shard_path is None] == ["die-always"]
@@ -61,8 +61,11 @@ def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_le
     tries = len((tmp_path / "tried-die-always").read_text().splitlines())
     assert f"{MAX_UNIT_TRIES} " in results["die-always"].error and MAX_UNIT_TRIES <= tries <= MAX_UNIT_TRIES + 1
     assert len((tmp_path / "tried-die-once").read_text().splitlines()) == 2
-    assert sum(counted) == 8
-    assert sum("die-once" in line for line in said) in (1, 2) and sum("die-always" in line for line in said) >= tries
+    assert sum(counts) == 8
+    assert (
+        sum("die-once" in line for line in messages) in (1, 2)
+        and sum("die-always" in line for line in messages) >= tries
+    )
 
 
 def test_an_error_for_the_user_reaches_the_caller_and_the_workers_clean_up(
@@ -85,23 +88,23 @@ def test_one_that_is_closed_early_drops_what_is_under_way(engine: Engine, job: J
 
 
 def test_what_workers_announce_is_announced_by_the_program(engine: Engine, job: Job) -> None:
-    said = list[str]()
-    announce_by(said.append)
+    messages = list[str]()
+    announce_by(messages.append)
     try:
         list(engine.run_units(Echo, job, iter(make_units("announced-0", "u1", "announced-2")), lambda n: None))
     finally:
         announce_by(None)
-    found = sorted(line.partition(": ")[2] for line in said)
-    assert found == [f"announced-{number}: the request is tried again" for number in (0, 2)], said
-    assert all(line.startswith("worker ") for line in said)
+    results = sorted(line.partition(": ")[2] for line in messages)
+    assert results == [f"announced-{number}: the request is tried again" for number in (0, 2)], messages
+    assert all(line.startswith("worker ") for line in messages)
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
     """One worker is this process."""
-    counted, names = list[int](), [f"u{number}" for number in range(6)]
-    results = local.run_units(Echo, make_job(tmp_path, workers), iter(make_units(*names)), counted.append)
-    assert sorted(result.unit_id for result in results) == names and sum(counted) == 12
+    counts, names = list[int](), [f"u{number}" for number in range(6)]
+    results = local.run_units(Echo, make_job(tmp_path, workers), iter(make_units(*names)), counts.append)
+    assert sorted(result.unit_id for result in results) == names and sum(counts) == 12
     processes = {(tmp_path / name).read_text() for name in names}
     assert len(processes) <= workers and (str(os.getpid()) in processes) == (workers == 1)
 
@@ -118,11 +121,13 @@ def dies_loading(job: Job, times: int) -> Echo:
 
 @pytest.mark.usefixtures("forked")
 def test_a_process_that_dies_while_it_loads_is_started_again_and_no_unit_is_blamed(tmp_path: Path) -> None:
-    names, said = [f"u{number}" for number in range(6)], []
+    names, messages = [f"u{number}" for number in range(6)], []
     load = partial(dies_loading, times=2)  # both of the first, or one and its successor
-    outcomes = list(local.run_units(load, make_job(tmp_path, 2), iter(make_units(*names)), lambda n: None, said.append))
+    outcomes = list(
+        local.run_units(load, make_job(tmp_path, 2), iter(make_units(*names)), lambda n: None, messages.append)
+    )
     assert sorted(outcome.unit_id for outcome in outcomes if outcome.shard_path) == names
-    assert said and all("before it was ready: exit code -9" in line for line in said)
+    assert messages and all("before it was ready: exit code -9" in line for line in messages)
     assert len((tmp_path / "loads").read_text()) > 2  # a death after the last unit is not reported
 
 
@@ -133,7 +138,7 @@ def test_where_loading_keeps_failing_the_stage_ends_with_the_facts(tmp_path: Pat
     load = partial(dies_loading, times=100)
     with pytest.raises(LatentpressError, match=r"exit code -9, 3 times in a row") as caught:
         list(local.run_units(load, make_job(tmp_path, 2), iter(make_units(*names)), lambda n: None))
-    assert "kill from outside" in caught.value.next_step and "--workers" in caught.value.next_step
+    assert "Exit code -9" in caught.value.next_step and "--workers" in caught.value.next_step
     assert len((tmp_path / "loads").read_text()) == 6
 
 

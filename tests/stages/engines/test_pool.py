@@ -1,4 +1,4 @@
-"""Which process of a pool gets which unit, and what becomes of the units of one that dies, without processes."""
+"""The distribution of units to the processes of a pool, and the units of a process that dies; without processes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +9,9 @@ from tests.stages.engines.engine_workers import make_job, make_units
 
 
 class Scripted(WorkerPool[WorkerProcess]):
-    """Processes that say what the test lets them say, and that get no unit while they are in `dead`."""
+    """Processes that send the messages of the test, and that get no unit while they are in `dead`."""
 
-    most_units = 3
+    max_units = 3
     advice = "none"
 
     def __init__(self, folder: Path, *names: str) -> None:
@@ -36,7 +36,7 @@ class Scripted(WorkerPool[WorkerProcess]):
         pass
 
     def hear(self, number: int, *messages: Message | Death) -> list[UnitResult]:
-        """The results that follow when a process says this."""
+        """The results after this message of a process."""
         [process] = [process for process in self._processes if process.number == number]
         results = [result for message in messages for result in self._handle(process, message)]
         self._hand_out()
@@ -71,7 +71,7 @@ def test_units_of_a_process_that_dies_are_tried_alone_and_what_was_counted_is_ta
         assert pool.units()[1] == ["u3"]
         results = pool.hear(1, Death("exit code -9"))
         assert len(results) == (tries == 2)
-    assert results[0].shard_path is None and "3 workers were lost with it" in results[0].error
+    assert results[0].shard_path is None and "3 workers were lost" in results[0].error
 
 
 def test_a_process_that_is_found_dead_takes_no_unit_with_it(tmp_path: Path) -> None:

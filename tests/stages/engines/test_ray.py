@@ -1,4 +1,4 @@
-"""The Ray engine without a cluster: what is refused before one is asked, and what a node checks."""
+"""The Ray engine without a cluster: refusals before a connection, and the checks on a node."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_a_node_with_other_sources_or_another_root_loads_no_model(tmp_path: Path
     job, loaded = make_job(tmp_path, 1), []
     actor = UnitActor(lambda job: loaded.append(job) or Echo(job), job)
     [error] = actor.load("other")
-    assert "sources of latentpress there" in str(error)
+    assert "sources of latentpress" in str(error)
     [error] = UnitActor(Echo, replace(job, generation="later")).load(digest_code())
     assert f"no plan later under {tmp_path}" in str(error) and loaded == []
     try:
@@ -69,8 +69,8 @@ def test_a_call_that_never_returns_ends_the_program_in_a_bounded_time(tmp_path: 
 def test_the_options_choose_engine_and_address(project) -> None:
     home = project()
     config, options = home.config(), Options(home.folder / "pipeline.yaml")
-    chosen = choose_engine(config, options, None, "first:6379").stages
-    assert (chosen.engine, chosen.ray.address) == ("ray", "first:6379")
+    stages = choose_engine(config, options, None, "first:6379").stages
+    assert (stages.engine, stages.ray.address) == ("ray", "first:6379")
     assert choose_engine(config, options, "ray", None).stages.ray.address == "auto"
     assert choose_engine(config, options, None, None) is config
     with pytest.raises(UsageError, match="--engine is local"):

@@ -43,16 +43,16 @@ def test_results_come_in_the_order_of_the_items() -> None:
 )
 def test_a_process_that_dies_costs_its_item_alone(item: str, reason: str, words: str) -> None:
     with sandbox() as pool:
-        lost = pool(item)
-        assert isinstance(lost, WorkerFailure)
-        assert (lost.reason, words in lost.problem) == (reason, True)
-        assert str(lost.error("clip.mp4")).startswith(f"clip.mp4: {lost.problem}; ")
+        failure = pool(item)
+        assert isinstance(failure, WorkerFailure)
+        assert (failure.reason, words in failure.problem) == (reason, True)
+        assert str(failure.error("clip.mp4")).startswith(f"clip.mp4: {failure.problem}; ")
         assert pool("fine") == "fine"
 
 
 @pytest.mark.slow
 def test_an_item_that_hangs_is_given_up_and_the_others_go_on() -> None:
-    with sandbox(timeout_s=3) as pool:  # a busy machine takes seconds for none of the others
+    with sandbox(timeout_s=3) as pool:  # even a busy machine does not take seconds for the remaining items
         results = dict(pool.map(["a", "hang", *range(50)]))
     assert isinstance(results["hang"], WorkerFailure) and results["hang"].reason == "timed-out"
     assert [item for item, result in results.items() if item != result] == ["hang"]
@@ -115,25 +115,25 @@ def test_what_can_not_be_made_is_raised_here() -> None:
 def test_large_arrays_come_back_whole_and_can_be_written_to() -> None:
     shape = (9, 480, 640, 3)
     with sandbox() as pool:
-        found = pool(shape)
-    assert found["note"] == "large"
-    assert np.array_equal(found["frames"], np.full(shape, 7, np.uint8))
-    found["frames"][0] = 1
+        array = pool(shape)
+    assert array["note"] == "large"
+    assert np.array_equal(array["frames"], np.full(shape, 7, np.uint8))
+    array["frames"][0] = 1
 
 
 @pytest.mark.slow
 def test_items_are_taken_a_bounded_number_ahead() -> None:
-    taken: list[int] = []
+    items_read: list[int] = []
     most = 0
 
     def items() -> Iterator[int]:
         for number in range(5000):
-            taken.append(number)
+            items_read.append(number)
             yield number
 
     with sandbox() as pool:
         for count, _ in enumerate(pool.map(items())):
-            most = max(most, len(taken) - count)
+            most = max(most, len(items_read) - count)
     assert most <= (MAX_QUEUED_PER_PROCESS * 2 + 2) * MAX_ITEMS_PER_TASK
 
 
@@ -153,7 +153,7 @@ def alive(process: int) -> bool:
 
 
 def wait_until_gone(*processes: int) -> None:
-    """For as long as it takes: where one stays, the time of the whole test runs out."""
+    """Without a limit: if a process stays, the test times out."""
     while any(map(alive, processes)):
         time.sleep(0.02)
 
@@ -162,9 +162,9 @@ def wait_until_gone(*processes: int) -> None:
 def test_closing_or_forgetting_it_ends_its_processes() -> None:
     with sandbox() as pool:
         closed = pool("pid")
-    other = sandbox()
-    forgotten = other("pid")
-    del other
+    second = sandbox()
+    forgotten = second("pid")
+    del second
     gc.collect()
     wait_until_gone(closed, forgotten)
 
@@ -213,10 +213,10 @@ def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> N
         time.sleep(0.02)
     owner.send_signal(number)
     owner.wait()
-    known: set[int] = set()
-    while known != (known := {int(path.name) for path in tmp_path.iterdir()}):  # one may have been starting
-        wait_until_gone(*known)
-    assert len(known) >= 3
+    process_ids: set[int] = set()
+    while process_ids != (process_ids := {int(path.name) for path in tmp_path.iterdir()}):  # one may have been starting
+        wait_until_gone(*process_ids)
+    assert len(process_ids) >= 3
 
 
 @pytest.mark.long

@@ -45,10 +45,12 @@ def test_a_signal_while_a_program_ends_does_not_change_its_report(tmp_path, monk
 def test_start_and_end_are_shown_on_a_terminal_alone(tmp_path) -> None:
     (tmp_path / "pipeline.yaml").write_text(YAML)
     (tmp_path / "probe.py").write_text(PROBE)
-    code, written = run_in_terminal([sys.executable, "probe.py"], 100, tmp_path, {"PYTHONPATH": str(ROOT)})
-    lines = screen_lines(written)
-    assert code == 0 and lines[0] == "starting report ..." and lines[-2:] == ["ending report ...", "report 0"], written
-    assert written.rpartition("ending report ...")[2].startswith("\r\x1b[2K"), "the line is gone at the end"
+    code, output = run_in_terminal([sys.executable, "probe.py"], 100, tmp_path, {"PYTHONPATH": str(ROOT)})
+    lines = screen_lines(output)
+    assert code == 0 and lines[0] == "starting report ..." and lines[-2:] == ["ending report ...", "report 0"], output
+    assert output.rpartition("ending report ...")[2].startswith("\r\x1b[2K"), "the line is gone at the end"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "probe.py"], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert (done.stdout, done.stderr) == ("report 0\n", "")
+    process = subprocess.run(
+        [sys.executable, "probe.py"], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert (process.stdout, process.stderr) == ("report 0\n", "")

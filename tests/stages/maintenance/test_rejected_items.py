@@ -10,7 +10,7 @@ from stages.maintenance.rejected_items import CSV_COLUMNS, RejectedItem, group_b
 
 def make_item(path: str, reason: str = "no-caption", remedy: str = "", stage: str = "discover") -> RejectedItem:
     stem = path.rpartition("/")[2].rpartition(".")[0] or path
-    advice = remedy or f"write one into {stem}.txt next to it"
+    advice = remedy or f"write it into {stem}.txt in the same folder"
     return RejectedItem(stage, "photos", f"photos/{path}", path, reason, "has no caption", advice)
 
 
@@ -22,7 +22,7 @@ def test_items_of_a_reason_are_together_with_one_remedy() -> None:
     ]
     groups = [(each.stage, each.reason, len(each.items), each.remedies) for each in group_by_reason(items)]
     assert groups == [
-        ("discover", "no-caption", 12, {"write one into <name>.txt next to it": 12}),
+        ("discover", "no-caption", 12, {"write it into <name>.txt in the same folder": 12}),
         ("discover", "not-an-image", 1, {"remove it": 1}),
         ("bucket", "too-small", 1, {"lower min_size": 1}),
     ]

@@ -14,7 +14,7 @@ OPTIONS = {"gif": {}, "webp": {"lossless": True}, "png": {}}
 
 
 def pictures(count=7):
-    """A white bar that moves down, on blue; what has not moved is left out of the file by the encoders."""
+    """A white bar that moves down, on blue; the encoders omit unchanged regions from the file."""
     for number in range(count):
         pixels = np.full((32, 48, 3), (0, 0, 255), np.uint8)
         pixels[number * 4 : number * 4 + 4] = 255
@@ -28,9 +28,9 @@ def number_of(frame):
 
 
 def write(path, lasting=LASTING, **options):
-    first, *others = pictures(len(lasting))
+    first, *further = pictures(len(lasting))
     suffix = path.suffix[1:]
-    first.save(path, save_all=True, append_images=others, duration=lasting, **OPTIONS[suffix], **options)
+    first.save(path, save_all=True, append_images=further, duration=lasting, **OPTIONS[suffix], **options)
     return path
 
 
@@ -57,10 +57,10 @@ def test_durations_of_nothing_are_a_tenth_of_a_second_as_in_browsers(tmp_path):
 def test_transparent_frames_are_laid_over_white_and_replace_what_was_there(tmp_path):
     """Two frames that show one red square each, in other places, on nothing."""
     frames = []
-    for left in (0, 16):
+    for offset in (0, 16):
         frame = Image.new("RGBA", (32, 16), (0, 0, 0, 0))
-        frame.paste((255, 0, 0, 255), (left, 0, left + 16, 16))
-        for corner in ((0, 0), (31, 15)):  # so that the encoders keep the whole frame, with what is clear in it
+        frame.paste((255, 0, 0, 255), (offset, 0, offset + 16, 16))
+        for corner in ((0, 0), (31, 15)):  # so that the encoders keep the whole frame, including its transparent part
             frame.putpixel(corner, (255, 0, 0, 255))
         frames.append(frame)
     for suffix, options in (("gif", {"disposal": 2}), ("webp", {"lossless": True}), ("png", {"blend": 0})):
@@ -72,10 +72,10 @@ def test_transparent_frames_are_laid_over_white_and_replace_what_was_there(tmp_p
 
 
 def test_the_picture_for_readers_that_know_no_animated_png_is_left_out(tmp_path):
-    first, *others = pictures(3)
+    first, *further = pictures(3)
     path = tmp_path / "default.png"
     Image.new("RGB", first.size, "red").save(
-        path, save_all=True, append_images=[first, *others], default_image=True, duration=100
+        path, save_all=True, append_images=[first, *further], default_image=True, duration=100
     )
     assert probe_animation(path).frames == 3
     assert [number_of(frame) for frame in read_frames(path, [0.0, 0.1, 0.2])] == [0, 1, 2]
@@ -84,9 +84,9 @@ def test_the_picture_for_readers_that_know_no_animated_png_is_left_out(tmp_path)
 @pytest.mark.parametrize("suffix", OPTIONS)
 def test_a_cut_animation_is_a_media_error_and_gives_no_wrong_frame(tmp_path, suffix):
     path = write(tmp_path / f"cut.{suffix}")
-    whole = path.read_bytes()
+    content = path.read_bytes()
     for share in (0.2, 0.8):
-        path.write_bytes(whole[: int(len(whole) * share)])
+        path.write_bytes(content[: int(len(content) * share)])
         delivered = []
 
         def read(path, delivered=delivered):

@@ -30,10 +30,10 @@ def found(path: Path, kind: str = "image") -> list[int]:
 
 def overlap(box: list[int], seen: tuple[int, ...]) -> float:
     """Intersection over union."""
-    left, upper, right, lower = box[0], box[1], box[0] + box[2], box[1] + box[3]
-    sides = [max(0, min(right, seen[2]) - max(left, seen[0])), max(0, min(lower, seen[3]) - max(upper, seen[1]))]
-    shared = sides[0] * sides[1]
-    return shared / (box[2] * box[3] + (seen[2] - seen[0]) * (seen[3] - seen[1]) - shared)
+    x_start, upper, x_end, lower = box[0], box[1], box[0] + box[2], box[1] + box[3]
+    sides = [max(0, min(x_end, seen[2]) - max(x_start, seen[0])), max(0, min(lower, seen[3]) - max(upper, seen[1]))]
+    common_area = sides[0] * sides[1]
+    return common_area / (box[2] * box[3] + (seen[2] - seen[0]) * (seen[3] - seen[1]) - common_area)
 
 
 def test_a_face_is_found_where_a_person_sees_it(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_crop_is_around_the_face_and_without_one_in_the_middle(project: Any)
     assert (crops["wall.png"]["x"], crops["wall.png"]["y"]) == (128, 0)
     assert home.run(discover.run).details["datasets"][0]["files_read"] == 0
 
-    with pytest.raises(LatentpressError, match="discovered with other settings"):
+    with pytest.raises(LatentpressError, match="discovered with different settings"):
         home.run(bucket.run, "datasets.people.crop_style=center")
     report = home.run(discover.run, "datasets.people.crop_style=center")
     assert report.details["datasets"][0]["files_read"] == 0
@@ -108,6 +108,6 @@ def test_what_can_not_find_faces_is_named(project: Any, tmp_path: Path, monkeypa
         home.run(discover.run, f"datasets.people.face_detector={tmp_path / 'yunet.onnx'}")
     faces.open_detector.cache_clear()
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(LatentpressError, match="crop_style: face can't be used here") as caught:
+    with pytest.raises(LatentpressError, match="crop_style: face is not available") as caught:
         faces.open_detector(None)
     assert "faces" in caught.value.next_step

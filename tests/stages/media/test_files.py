@@ -1,4 +1,4 @@
-"""Files and Blobs: opened, measured, named by content, and held against what was planned."""
+"""Files and Blobs: opened, measured, named by content, and compared with the plan."""
 
 import io
 import os
@@ -63,12 +63,12 @@ def test_a_file_and_a_blob_of_its_bytes_have_one_id(tmp_path: Path) -> None:
 def test_check_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"one")
-    planned = files.compute_media_id(path)
-    files.require_unchanged(path, planned)
+    planned_id = files.compute_media_id(path)
+    files.require_unchanged(path, planned_id)
     path.write_bytes(b"two")
-    assert reason(files.require_unchanged, path, planned) == "changed"
+    assert reason(files.require_unchanged, path, planned_id) == "changed"
     path.unlink()
-    assert reason(files.require_unchanged, path, planned) == "missing"
+    assert reason(files.require_unchanged, path, planned_id) == "missing"
 
 
 def test_check_of_what_a_store_vouches_for() -> None:

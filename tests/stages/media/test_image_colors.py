@@ -73,8 +73,8 @@ def quarters():
 def assert_narrowed(picture, tolerance):
     expected = encode(np.clip(decode(COLORS / 255) @ (np.linalg.inv(SRGB) @ P3).T, 0, 1)) * 255
     assert np.abs(expected - COLORS).max() > 10
-    found = np.asarray(picture).astype(float)
-    parts = [found[8:24, 8:24], found[8:24, 40:56], found[40:56, 8:24], found[40:56, 40:56]]
+    pixels = np.asarray(picture).astype(float)
+    parts = [pixels[8:24, 8:24], pixels[8:24, 40:56], pixels[40:56, 8:24], pixels[40:56, 40:56]]
     for part, color in zip(parts, expected, strict=True):
         assert np.abs(part.mean((0, 1)) - color).max() <= tolerance
 
@@ -130,7 +130,7 @@ def av_transfer(path):
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "avif"])
 def test_a_profile_of_high_dynamic_range_is_refused(tmp_path, suffix):
-    """The tag cicp of ICC.1:2022, in place of one that does not matter."""
+    """The tag cicp of ICC.1:2022, in place of an unused tag."""
     profile = bytearray(display_p3())
     entry = profile.index(b"cprt")
     (start,) = struct.unpack_from(">I", profile, entry + 4)

@@ -1,4 +1,4 @@
-"""Images as collections have them: each gives what a person expects, or a MediaError that says why not."""
+"""Images as in collections: each gives the expected picture, or a MediaError with the reason."""
 
 import random
 import sys
@@ -58,8 +58,8 @@ def test_probing_agrees_with_loading_and_does_not_decode(tmp_path, monkeypatch):
 def test_a_truncated_image_is_never_filled_up(tmp_path, suffix, share):
     path = tmp_path / f"cut.{suffix}"
     noise(256, 192).save(path, **({"progressive": True} if suffix == "jpg" else {}))
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * share)])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
     assert reason(load_image, path) in ("truncated", "unreadable", "not-an-image")
 
 
@@ -67,9 +67,9 @@ def test_a_truncated_image_is_never_filled_up(tmp_path, suffix, share):
 def test_damage_gives_a_picture_or_a_media_error_and_nothing_else(tmp_path, suffix):
     path = tmp_path / f"damaged.{suffix}"
     noise().save(path)
-    whole, draw = path.read_bytes(), random.Random(1)
+    content, draw = path.read_bytes(), random.Random(1)
     for _ in range(30):
-        damaged = bytearray(whole)
+        damaged = bytearray(content)
         for _ in range(3):
             damaged[draw.randrange(min(400, len(damaged)))] = draw.randrange(256)
         path.write_bytes(damaged)
@@ -104,16 +104,16 @@ def heif():
 
 @pytest.mark.parametrize("orientation", [3, 5, 6, 7])
 def test_avif_and_heic_come_upright(tmp_path, orientation, heif):
-    stored = Image.fromarray(media_files.scene(size=(64, 40)))
-    tagged = stored.copy()
+    stored_picture = Image.fromarray(media_files.scene(size=(64, 40)))
+    tagged = stored_picture.copy()
     tagged.getexif()[0x0112] = orientation
     upright = ImageOps.exif_transpose(tagged)
     exif = Image.Exif()
     exif[0x0112] = orientation
     orienting = exif.tobytes()
-    stored.save(tmp_path / "turned.avif", exif=orienting, quality=95)
+    stored_picture.save(tmp_path / "turned.avif", exif=orienting, quality=95)
     # So the encoder writes the HEIF properties irot and imir, as phones do.
-    photo = heif.from_pillow(stored)
+    photo = heif.from_pillow(stored_picture)
     photo.info["exif"] = orienting
     photo.save(tmp_path / "turned.heic", quality=95)
     for path in (tmp_path / "turned.avif", tmp_path / "turned.heic"):
@@ -127,8 +127,8 @@ def test_heic_transparency_is_laid_over_white_and_a_cut_file_is_refused(tmp_path
     assert probe_image(tmp_path / "clear.heic").format == "HEIF"
     assert np.asarray(load_image(tmp_path / "clear.heic")).min() >= 250
     noise(96, 96).save(tmp_path / "whole.heic")
-    whole = (tmp_path / "whole.heic").read_bytes()
-    (tmp_path / "cut.heic").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "whole.heic").read_bytes()
+    (tmp_path / "cut.heic").write_bytes(content[: len(content) // 2])
     assert refusal(load_image, tmp_path / "cut.heic").reason in ("truncated", "unreadable", "not-an-image")
 
 

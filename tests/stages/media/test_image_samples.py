@@ -17,7 +17,7 @@ BANDS = {GRAY: 1, COLOR: 3, PALETTE: 1, GRAY_ALPHA: 2, COLOR_ALPHA: 4}
 
 
 def write_png(path, samples_HWC, bits, kind, extra=b""):
-    """Samples of `bits` bits, as they are stored."""
+    """Stored samples of `bits` bits."""
     height, width, bands = samples_HWC.shape
     assert bands == BANDS[kind]
     if bits == 16:

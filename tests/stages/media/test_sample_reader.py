@@ -45,24 +45,24 @@ def test_a_video_mask_is_read_at_the_times_of_its_sample(moving):
 
 def test_an_image_mask_applies_to_all_frames(tmp_path):
     Image.fromarray(half(10)).save(tmp_path / "mask.png")
-    where = geometry(Bucket(32, 32, 5), 64, 32, x=8)
-    alone = read_sample_mask(tmp_path / "mask.png", "image", where, [])
-    repeated = read_sample_mask(tmp_path / "mask.png", "image", where, clip_times(0, 24, 5))
+    sample_geometry = geometry(Bucket(32, 32, 5), 64, 32, x=8)
+    alone = read_sample_mask(tmp_path / "mask.png", "image", sample_geometry, [])
+    repeated = read_sample_mask(tmp_path / "mask.png", "image", sample_geometry, clip_times(0, 24, 5))
     assert alone.shape == (1, 32, 32) and columns(alone) == [12]
     assert repeated.shape == (5, 32, 32) and (repeated == alone).all()
 
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_a_made_mask_has_a_frame_for_each_of_its_sample(tmp_path, alike):
-    """Also where all are equal, which Pillow writes as one; some of them are read by their numbers."""
+    """Also if all frames are equal, which Pillow writes as one frame; some frames are read by their numbers."""
     masks = np.stack([half(10 if alike else 5 + number) for number in (0, 0, 0, 3, 4)])[..., 0]
     (tmp_path / "made").write_bytes(write_png(masks))
-    where = geometry(Bucket(64, 32, 5), 64, 32)
+    sample_geometry = geometry(Bucket(64, 32, 5), 64, 32)
     expected = [20] * 5 if alike else [10, 10, 10, 16, 18]
-    assert columns(read_sample_mask(tmp_path / "made", "made", where, range(5))) == expected
-    assert columns(read_sample_mask(tmp_path / "made", "made", where, [0, 3])) == [expected[0], expected[3]]
+    assert columns(read_sample_mask(tmp_path / "made", "made", sample_geometry, range(5))) == expected
+    assert columns(read_sample_mask(tmp_path / "made", "made", sample_geometry, [0, 3])) == [expected[0], expected[3]]
     (tmp_path / "one").write_bytes(write_png(masks[:1]))
-    assert columns(read_sample_mask(tmp_path / "one", "made", where, range(1))) == expected[:1]
+    assert columns(read_sample_mask(tmp_path / "one", "made", sample_geometry, range(1))) == expected[:1]
 
 
 def test_a_mask_is_cut_as_its_sample_is(tmp_path):
@@ -70,23 +70,23 @@ def test_a_mask_is_cut_as_its_sample_is(tmp_path):
     pixels[:20, 30:] = 255
     Image.fromarray(pixels).save(tmp_path / "sample.png")
     Image.fromarray(pixels[..., 0]).save(tmp_path / "mask.png")
-    where = geometry(Bucket(40, 40), 120, 80, x=50, y=20)
-    frames = read_sample_frames(tmp_path / "sample.png", {"kind": "image", "geometry": where}, "pyav")
-    mask = read_sample_mask(tmp_path / "mask.png", "image", where, [])
+    sample_geometry = geometry(Bucket(40, 40), 120, 80, x=50, y=20)
+    frames = read_sample_frames(tmp_path / "sample.png", {"kind": "image", "geometry": sample_geometry}, "pyav")
+    mask = read_sample_mask(tmp_path / "mask.png", "image", sample_geometry, [])
     assert ((frames[0, ..., 0] > 127) == (mask[0] > 127)).all()
     assert mask[0, 2, 38] == 255 and mask[0, 38, 38] == 0
 
 
 @pytest.mark.parametrize("decoder", ["pyav", "decord"])
 def test_an_animation_is_a_video_whatever_the_decoder(tmp_path, decoder):
-    first, *others = (Image.fromarray(half(number)) for number in range(FRAMES))
-    first.save(tmp_path / "a.webp", save_all=True, append_images=others, duration=40, lossless=True)
-    where = geometry(Bucket(64, 32, 5), 64, 32)
-    sample = {"kind": "video", "geometry": where, "start": 0.2, "rate": 12.5}
+    first, *further = (Image.fromarray(half(number)) for number in range(FRAMES))
+    first.save(tmp_path / "a.webp", save_all=True, append_images=further, duration=40, lossless=True)
+    sample_geometry = geometry(Bucket(64, 32, 5), 64, 32)
+    sample = {"kind": "video", "geometry": sample_geometry, "start": 0.2, "rate": 12.5}
     frames = read_sample_frames(tmp_path / "a.webp", sample, decoder)
     assert frames.shape == (5, 32, 64, 3)
     assert columns(frames[..., 0]) == [10, 14, 18, 22, 26]
-    mask = read_sample_mask(tmp_path / "a.webp", "video", where, clip_times(0.2, 12.5, 5))
+    mask = read_sample_mask(tmp_path / "a.webp", "video", sample_geometry, clip_times(0.2, 12.5, 5))
     assert columns(mask) == [10, 14, 18, 22, 26]
 
 

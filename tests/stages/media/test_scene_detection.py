@@ -36,10 +36,10 @@ def scenes_of(lengths):
 @pytest.mark.parametrize("lengths", [(30, 30), (12, 40, 25), (20, 6, 6, 20), (40, 4)])
 def test_hard_cuts_are_found_to_a_frame(tmp_path, lengths):
     path = write(tmp_path / "cuts.mp4", scenes_of(lengths))
-    found = find_scenes(path)
-    assert found == pytest.approx([start / 25 for start in np.cumsum(lengths)[:-1]])
+    cuts = find_scenes(path)
+    assert cuts == pytest.approx([start / 25 for start in np.cumsum(lengths)[:-1]])
     # As the reader counts: the picture at a cut is another than a frame before.
-    for cut in found:
+    for cut in cuts:
         before, at = read_frames(path, [cut - 1 / 25, cut])
         assert np.abs(before.astype(int) - at).mean() > 20
 
@@ -61,8 +61,8 @@ def test_times_are_those_of_the_reader_where_the_rate_varies_and_the_start_is_la
 
 
 def test_an_animation_has_scenes(tmp_path):
-    first, *others = map(Image.fromarray, scenes_of((8, 9)))
-    first.save(tmp_path / "a.webp", save_all=True, append_images=others, duration=40, lossless=True)
+    first, *further = map(Image.fromarray, scenes_of((8, 9)))
+    first.save(tmp_path / "a.webp", save_all=True, append_images=further, duration=40, lossless=True)
     assert find_scenes(tmp_path / "a.webp") == pytest.approx([0.32])
 
 

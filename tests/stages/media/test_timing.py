@@ -1,4 +1,4 @@
-"""Frames that are shown are counted, whatever the header counts: of files trimmed without reencoding, and others."""
+"""Shown frames are counted, for any count in the header: in files trimmed without reencoding, and in other files."""
 
 from fractions import Fraction
 
@@ -45,14 +45,14 @@ def coded(path, codec=B_FRAMES, *, sound=0.0, rate=RATE, **timing):
 def trimmed(source, path, at, **options):
     """What `ffmpeg -ss AT -i SOURCE -c copy PATH` writes: packets from the keyframe at or before that moment on, with
     the moment as zero; sound from the moment on."""
-    with av.open(str(source)) as whole, av.open(str(path), "w", options=options) as output:
-        copies = {stream.index: output.add_stream_from_template(stream) for stream in whole.streams}
-        pictures, begun = whole.streams.video[0], False
-        whole.seek(round(at / pictures.time_base), stream=pictures, backward=True)
-        for packet in whole.demux():
-            begun = begun or (packet.stream is pictures and packet.is_keyframe)
+    with av.open(str(source)) as original, av.open(str(path), "w", options=options) as output:
+        copies = {stream.index: output.add_stream_from_template(stream) for stream in original.streams}
+        pictures, has_begun = original.streams.video[0], False
+        original.seek(round(at / pictures.time_base), stream=pictures, backward=True)
+        for packet in original.demux():
+            has_begun = has_begun or (packet.stream is pictures and packet.is_keyframe)
             offset = round(at / packet.time_base)
-            if not packet.size or (packet.stream is pictures and not begun):
+            if not packet.size or (packet.stream is pictures and not has_begun):
                 continue
             if packet.stream is not pictures and packet.pts < offset:
                 continue
@@ -184,9 +184,9 @@ def test_a_rate_that_varies_is_known_as_such(tmp_path, suffix, change):
 def test_a_last_frame_that_lasts_longer_does_not_change_the_rate(tmp_path):
     """Such as of a file cut behind by its duration: the header's average is then lower than the frames' rate."""
     source, path = coded(tmp_path / "a.mp4", PLAIN), tmp_path / "b.mp4"
-    with av.open(str(source)) as whole, av.open(str(path), "w") as output:
-        copy = output.add_stream_from_template(whole.streams.video[0])
-        for packet in whole.demux(video=0):
+    with av.open(str(source)) as original, av.open(str(path), "w") as output:
+        copy = output.add_stream_from_template(original.streams.video[0])
+        for packet in original.demux(video=0):
             if packet.dts is not None:
                 packet.duration = packet.duration * (20 if packet.pts == (COUNT - 1) * packet.duration else 1)
                 packet.stream = copy

@@ -23,7 +23,7 @@ def numbers(path, times, **options):
 
 
 def write_video(path, frames=50, rate=25, codec="libx264", container=None, stamps=None, prepare=None, **options):
-    """Numbered frames above noise; `stamps` are in milliseconds where the rate varies."""
+    """Numbered frames above noise; `stamps` are in milliseconds if the rate varies."""
     draw = np.random.default_rng(0)
     options = {"g": "10", "preset": "ultrafast", **options} if codec == "libx264" else options
 
@@ -66,11 +66,11 @@ def test_every_container_gives_its_facts_and_the_same_frames_from_wherever_it_is
     assert (info.width, info.height, info.rotation, info.frames) == (WIDTH, HEIGHT, 0, 50)
     assert info.rate == pytest.approx(25, abs=0.01) and info.duration == pytest.approx(2, abs=0.002)
     assert frames_available(info.duration, info.rate) == 50
-    whole = list(read_frames(videos[name], times))
-    assert [number_of(frame) for frame in whole] == list(range(50))
+    full = list(read_frames(videos[name], times))
+    assert [number_of(frame) for frame in full] == list(range(50))
     for first in (1, 12, 19, 20, 21, 35, 49) if is_long else (20, 49):
-        late = list(read_frames(videos[name], times[first:]))
-        assert all(np.array_equal(one, other) for one, other in zip(whole[first:], late, strict=True)), first
+        late_frames = list(read_frames(videos[name], times[first:]))
+        assert all(np.array_equal(one, second) for one, second in zip(full[first:], late_frames, strict=True)), first
 
 
 def test_no_times_give_no_frames_and_times_that_can_not_be_are_refused(videos):
@@ -151,9 +151,9 @@ def test_a_truncated_video_is_found_by_probing_and_by_reading(videos, tmp_path, 
 def test_damage_gives_frames_or_a_media_error_and_nothing_else(videos, tmp_path):
     draw = random.Random(1)
     for name in ("b-frames.mp4", "b-frames.mkv", "broadcast.ts"):
-        whole, path, refused = videos[name].read_bytes(), tmp_path / name, 0
+        content, path, refused = videos[name].read_bytes(), tmp_path / name, 0
         for _ in range(6):
-            damaged = bytearray(whole)
+            damaged = bytearray(content)
             for _ in range(20):
                 damaged[draw.randrange(len(damaged))] = draw.randrange(256)
             path.write_bytes(damaged)

@@ -59,7 +59,7 @@ def gamma(light):
 )
 @pytest.mark.parametrize("wide", [False, True])
 def test_10_bits_and_wide_colours_are_converted(tmp_path, name, codec, wide):
-    """Against BT.709 and BT.2020: R'G'B' from Y'CbCr; then from their light to that of BT.709 (ITU-R BT.2087)."""
+    """Against BT.709 and BT.2020: R'G'B' from Y'CbCr; then from their light to the light of BT.709 (ITU-R BT.2087)."""
     y, u, v = 401, 590, 442
     path = flat(tmp_path / name, (y, u, v), codec, colors(1, 9, 9, 1) if wide else colors(1, 1, 1, 1))
     red, blue = (0.2627, 0.0593) if wide else (0.2126, 0.0722)

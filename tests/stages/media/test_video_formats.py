@@ -1,5 +1,4 @@
-"""Videos as collections have them, for both decoders: each gives what a person expects, or a MediaError that says why
-not."""
+"""Videos as in collections, for both decoders: each gives the expected frames, or a MediaError with the reason."""
 
 import sys
 from fractions import Fraction
@@ -130,9 +129,9 @@ def test_turned_and_mirrored_videos_come_as_they_are_shown(tmp_path, matrix, suf
     plain = first_frame(media_files.video(tmp_path / f"plain.{suffix}", media_files.clip(2)))
     turn = media_files.matrix(*matrix)
     path = media_files.video(tmp_path / f"turned.{suffix}", media_files.clip(2), prepare=turn)
-    info, shown = probe_video(path), first_frame(path)
-    assert shown.shape == (info.height, info.width, 3)
-    np.testing.assert_array_equal(shown, MATRICES[matrix](plain))
+    info, first_picture = probe_video(path), first_frame(path)
+    assert first_picture.shape == (info.height, info.width, 3)
+    np.testing.assert_array_equal(first_picture, MATRICES[matrix](plain))
     assert info.mirrored == (a * d - b * c < 0)
 
 

@@ -1,5 +1,5 @@
-"""Frames with transparency, with samples of more than 8 bits, of another size than the header's, and of one of several
-tracks: each comes as a person sees it, or a MediaError says why not."""
+"""Frames with transparency, with samples of more than 8 bits, of another size than in the header, and of one of several
+tracks: each is read as players show it, or gives a MediaError with the reason."""
 
 from fractions import Fraction
 
@@ -28,7 +28,7 @@ VP9, H264 = ("libvpx-vp9", "yuv420p", {"cpu-used": "8", "deadline": "realtime"})
 
 
 def see_through(path, codec, *, frames=30, hidden=0):
-    """Red on the left; what is hidden on the right is `hidden` on all channels, its alpha included."""
+    """Red on the left; on the right, all channels including alpha are `hidden`."""
     pixels = np.full((64, 96, 4), (*RED, 255), np.uint8)
     pixels[:, 48:] = hidden
     return media_files.video(
@@ -194,7 +194,7 @@ def test_a_frame_of_another_size_is_refused_with_its_number(tmp_path, name, back
     codec, sizes, options = JOINED[name]
     path = joined(tmp_path / name, codec, sizes, options=options)
     assert (probe_video(path).width, probe_video(path).height) == sizes[0]
-    if backend is video:  # what precedes the change is read
+    if backend is video:  # frames before the change are read
         assert numbers(path, [0.0, 0.4, 0.76], backend) == [0, 10, 19]
     for times in ([0.0, 0.8], [1.0]):
         error = refusal(lambda p, times=times: numbers(p, times, backend), path)
@@ -212,8 +212,8 @@ def test_an_animation_whose_frames_leave_its_canvas_is_refused(tmp_path):
     place = content.rindex(b"\x2c")
     content[place + 1 : place + 5] = (16).to_bytes(2, "little") + (0).to_bytes(2, "little")  # 16 pixels to the right
     (tmp_path / "a.gif").write_bytes(content)
-    found = probe_media(tmp_path / "a.gif", "image", animations="video")
-    assert (found["kind"], found["width"], found["height"]) == ("video", 32, 16)
+    probed = probe_media(tmp_path / "a.gif", "image", animations="video")
+    assert (probed["kind"], probed["width"], probed["height"]) == ("video", 32, 16)
     mask = geometry(Bucket(32, 16, 2), 32, 16)
     with pytest.raises(MediaError, match="48x16 pixels in frame 1"):
         read_sample_mask(tmp_path / "a.gif", "video", mask, [0.0, 0.1])
@@ -255,15 +255,15 @@ def several(path, tracks):
 def test_the_default_track_is_read_or_else_the_largest(tmp_path, suffix, marks, heights, track):
     tracks = [(height, 100 * index, mark) for index, (height, mark) in enumerate(zip(heights, marks, strict=True))]
     path = several(tmp_path / f"a.{suffix}", tracks)
-    if suffix == "mp4" and not any(marks):  # FFmpeg marks the first track of an MP4 where none is marked
+    if suffix == "mp4" and not any(marks):  # FFmpeg marks the first track of an MP4 if no track is marked
         track = track and 0
     columns = probe_media(path, "video")
-    chosen = track or 0
-    assert (columns["track"], columns["height"]) == (track, heights[chosen])
-    assert [number_of(frame) for frame in read_frames(path, [0.0, 0.6])] == [100 * chosen, 100 * chosen + 15]
+    main = track or 0
+    assert (columns["track"], columns["height"]) == (track, heights[main])
+    assert [number_of(frame) for frame in read_frames(path, [0.0, 0.6])] == [100 * main, 100 * main + 15]
     pytest.importorskip("decord")
     if track is None:
         assert numbers(path, [0.6], decord_backend) == [15]
     else:
         problem = refusal(lambda p: numbers(p, [0.6], decord_backend), path).problem
-        assert f"of which number {track} is the main one" in problem
+        assert f"main track has number {track}" in problem

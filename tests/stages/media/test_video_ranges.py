@@ -1,4 +1,4 @@
-"""Videos that are no file: read by ranges of bytes, whoever decodes, with errors of the item alone."""
+"""Videos that are not files: read by ranges of bytes with any decoder; errors affect only the item."""
 
 import io
 
@@ -13,7 +13,7 @@ from tests.stages.media_files import number_of, numbered, reason, video
 
 
 class Bytes(Blob):
-    """A file in memory that counts what is read of it."""
+    """A file in memory that counts the bytes read."""
 
     def __init__(self, content, name="clips.tar/a.mp4"):
         self.content, self.name, self.read = content, name, 0
@@ -26,9 +26,9 @@ class Bytes(Blob):
 
         class Reader(io.BytesIO):
             def read(self, size=-1):
-                found = super().read(size)
-                owner.read += len(found)
-                return found
+                data = super().read(size)
+                owner.read += len(data)
+                return data
 
         return Reader(self.content)
 
@@ -75,6 +75,9 @@ def test_errors_of_what_is_no_file_are_media_errors(action, heavy):
             reader.error = self.error
             return reader
 
-    lost = Lost(heavy)
-    for lost.error, expected in ((ConnectionResetError(104, "reset"), "unreadable"), (MemoryError(), "out-of-memory")):
-        assert reason(action, lost) == expected
+    lost_blob = Lost(heavy)
+    for lost_blob.error, expected in (
+        (ConnectionResetError(104, "reset"), "unreadable"),
+        (MemoryError(), "out-of-memory"),
+    ):
+        assert reason(action, lost_blob) == expected

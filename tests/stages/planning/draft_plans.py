@@ -16,7 +16,7 @@ VIDEO = {"num_frames": 9, "frame_rate": 10.0, "min_frames": 5}
 def config(
     family: str = "kandinsky5-image", unit_mib: float = 0.5, flavour: str | None = None, **dataset: Any
 ) -> Config:
-    """One dataset "a" of 64-pixel buckets, where enlarging is allowed unless said otherwise."""
+    """One dataset "a" of 64-pixel buckets, in which enlarging is allowed by default."""
     given = {"id": "a", "instance_data_dir": "a", "resolution": 64, "allow_upscale": True, **dataset}
     model = {"family": family, "flavour": flavour}
     return Config.model_validate({"root": "work", "cache": {"unit_mib": unit_mib}, "model": model, "datasets": [given]})

@@ -1,4 +1,5 @@
-"""The buckets of a dataset are in steps of `bucket_step`; what that costs, and the smaller step that costs less."""
+"""The buckets of a dataset are in steps of `bucket_step`; the cost of the step, and a smaller step with a lower
+cost."""
 
 from typing import Any
 
@@ -41,11 +42,11 @@ def sides(plan: DraftPlan) -> set[int]:
 
 def lost(plan: DraftPlan) -> dict[str, float]:
     """path -> share of the area that is cut off, from the crops in the plan."""
-    found = {}
+    losses = {}
     for row in plan.samples.to_pylist():
         crop, bucket = row["geometry"], Bucket.parse(row["geometry"]["bucket"])
-        found[row["path"]] = 1 - bucket.width * bucket.height / (crop["resize_w"] * crop["resize_h"])
-    return found
+        losses[row["path"]] = 1 - bucket.width * bucket.height / (crop["resize_w"] * crop["resize_h"])
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -110,20 +111,20 @@ def test_advice_is_true_when_it_is_followed(sizes, resolution, step, kind, more)
         return made, planned(made, sizes)
 
     made, plan = tried(step)
-    said, fine = warning(made, plan), tried(1)[1]
+    text, fine = warning(made, plan), tried(1)[1]
     excluded = set(buckets(fine)) - set(buckets(plan))
     report = plan.notes["a"].step
     assert report is not None and report.dropped == len(excluded)
-    assert (said is None) == (report.more < LARGE_LOSS and len(excluded) <= LARGE_LOSS * len(buckets(fine)))
-    if said is None:
+    assert (text is None) == (report.extra_loss < LARGE_LOSS and len(excluded) <= LARGE_LOSS * len(buckets(fine)))
+    if text is None:
         return
-    assert report.advised is not None and f"bucket_step: {report.advised}, " in said
+    assert report.advised is not None and f"bucket_step: {report.advised}, " in text
     followed, better = tried(report.advised)
-    found = better.notes["a"].step
-    assert warning(followed, better) is None and found is not None
-    assert excluded or found.more < report.more
+    step_cost = better.notes["a"].step
+    assert warning(followed, better) is None and step_cost is not None
+    assert excluded or step_cost.extra_loss < report.extra_loss
     assert len(set(buckets(fine)) - set(buckets(better))) <= LARGE_LOSS / 2 * len(buckets(fine))
     if more != {"crop": False}:
         cut = lost(better)
-        kept = [cut[path] for path in cut if path in buckets(fine)]
-        assert found.lost == pytest.approx(np.mean(kept) if kept else 0)
+        shares = [cut[path] for path in cut if path in buckets(fine)]
+        assert step_cost.loss == pytest.approx(np.mean(shares) if shares else 0)

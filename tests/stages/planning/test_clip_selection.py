@@ -34,11 +34,11 @@ def number_of(frame: np.ndarray) -> int:
 
 def taken(home, decoder: str) -> dict[str, list[list[int]]]:
     """path -> the frames of each of its clips."""
-    plan, found = current_plan(Store(home.config().root), home.config()), dict[str, list[list[int]]]()
+    plan, numbers_by_path = current_plan(Store(home.config().root), home.config()), dict[str, list[list[int]]]()
     for sample in plan.sample_table.sort_by([("path", "ascending"), ("start", "ascending")]).to_pylist():
         frames = read_sample_frames(home.media / sample["path"], sample, decoder)
-        found.setdefault(sample["path"], []).append([number_of(frame) for frame in frames])
-    return found
+        numbers_by_path.setdefault(sample["path"], []).append([number_of(frame) for frame in frames])
+    return numbers_by_path
 
 
 @pytest.mark.long

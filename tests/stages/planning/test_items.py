@@ -99,18 +99,20 @@ def test_a_clip_has_frames_from_its_first_to_its_last() -> None:
 
 def test_a_source_image_is_read_at_its_own_shape_where_it_is_asked_for() -> None:
     rows = [row(1, 640, 480) | source(1, 480, 640), row(2)]
-    asked = planned(draft_plans.edits(), rows, request(sources=True))
-    assert asked[0]["source_geometry"]["bucket"] == "84x112@1" and asked[0]["condition"] == "source"
-    assert asked[1]["source_geometry"] is None and asked[1]["condition"] == "none"
+    with_sources = planned(draft_plans.edits(), rows, request(sources=True))
+    assert with_sources[0]["source_geometry"]["bucket"] == "84x112@1" and with_sources[0]["condition"] == "source"
+    assert with_sources[1]["source_geometry"] is None and with_sources[1]["condition"] == "none"
     plain = planned(draft_plans.edits(), rows)
-    assert plain[0]["source_id"] is None and plain[0]["sample_id"] != asked[0]["sample_id"]
-    assert plain[1]["sample_id"] == asked[1]["sample_id"]
+    assert plain[0]["source_id"] is None and plain[0]["sample_id"] != with_sources[0]["sample_id"]
+    assert plain[1]["sample_id"] == with_sources[1]["sample_id"]
 
 
 def test_equal_files_are_one_member_and_filtered_items_none() -> None:
-    same = row(1) | {"path": "copy.jpg"}
+    copied_row = row(1) | {"path": "copy.jpg"}
     config = draft_plans.config()
-    samples, active = plan_items(config.model.family_spec, config.datasets, request(), {"a": table([row(1), same])})
+    samples, active = plan_items(
+        config.model.family_spec, config.datasets, request(), {"a": table([row(1), copied_row])}
+    )
     assert len(samples) == 1 and active.column("path").to_pylist() == ["001.jpg", "copy.jpg"]
     config = draft_plans.config(where="width > 100")
     assert [each["path"] for each in planned(config, [row(1, 64, 64), row(2, 640, 480)])] == ["002.jpg"]
@@ -135,8 +137,8 @@ def test_units_are_of_one_size_and_bounded() -> None:
 
 def test_the_key_depends_on_what_is_read_and_on_how_clips_are_cut() -> None:
     keys = [
-        item_plan_key(config.model.family_spec, config.datasets, asked)
-        for config, asked in (
+        item_plan_key(config.model.family_spec, config.datasets, item_request)
+        for config, item_request in (
             (draft_plans.videos(), request()),
             (draft_plans.videos(num_frames=5), request()),
             (draft_plans.videos(), request(frames=5)),

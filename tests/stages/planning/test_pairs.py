@@ -26,10 +26,10 @@ def planned(target: tuple[int, int], source: tuple[int, int], **dataset: Any) ->
 
 
 def window(geometry: dict[str, Any]) -> np.ndarray:
-    """left, top, right and bottom of what is cut, as shares of the picture."""
+    """left, top, right and bottom of the cut region, as shares of the picture."""
     size = Bucket.parse(geometry["bucket"])
-    left, top = geometry["x"] / geometry["resize_w"], geometry["y"] / geometry["resize_h"]
-    return np.array([left, top, left + size.width / geometry["resize_w"], top + size.height / geometry["resize_h"]])
+    x, top = geometry["x"] / geometry["resize_w"], geometry["y"] / geometry["resize_h"]
+    return np.array([x, top, x + size.width / geometry["resize_w"], top + size.height / geometry["resize_h"]])
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_a_source_of_another_aspect_is_cut_for_itself_and_named(target, aspect, 
 
 
 def test_sides_rounded_to_whole_pixels_are_no_other_aspect() -> None:
-    """Thumbnails, where a pixel is more than the tolerance."""
+    """Thumbnails, in which a pixel exceeds the tolerance."""
     for source in ((33, 25), (32, 24), (64, 50)):
         assert not len(planned((641, 491), source).notes["a"].aspect_differs), source
     assert len(planned((641, 491), (40, 24), mask_data=None).notes["a"].aspect_differs) == 1
@@ -84,8 +84,8 @@ def test_bucket_names_the_pairs_of_different_aspects_and_uses_them(project) -> N
         home.image(f"../sources/{name}.png", size, seed=10 + seed)
     home.run(discover.run)
     report = home.run(bucket.run, dry_run=True)
-    said = " ".join(home.said.split())
-    assert "photos: 2 of 3 sources have another aspect than their target" in said
-    assert "tall.png (64x48, its source 50x90), wide.png (64x48, its source 120x48)" in said
+    text = " ".join(home.said.split())
+    assert "photos: 2 of 3 sources have another aspect than their target" in text
+    assert "tall.png (64x48, its source 50x90), wide.png (64x48, its source 120x48)" in text
     [row] = report.details["datasets"]
     assert (row["samples"], row["sources_of_other_aspect"]) == (3, 2)

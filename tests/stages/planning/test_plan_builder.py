@@ -1,4 +1,4 @@
-"""Plans: what becomes of media tables under each of a dataset's options. No file is opened."""
+"""Plans made from media tables with each of a dataset's options. No file is opened."""
 
 import random
 
@@ -37,7 +37,7 @@ def test_the_order_of_listing_changes_no_sample_text_or_unit(found: list[tuple[i
     shuffler.shuffle(shuffled)
     first, second = planned(config(), rows), planned(config(), shuffled)
     assert ids(first) == ids(second)
-    assert all(one.equals(other) for one, other in zip(units_of(first), units_of(second), strict=True))
+    assert all(one.equals(second_table) for one, second_table in zip(units_of(first), units_of(second), strict=True))
 
 
 @pytest.mark.slow
@@ -56,14 +56,14 @@ def test_an_added_file_changes_no_other_sample(found, added, style):
 @given(st.lists(sizes, min_size=1, max_size=40), st.floats(0.01, 4))
 def test_units_hold_each_sample_once_in_one_bucket_and_within_the_size(found: list, unit_mib: float):
     plan = planned(config(), [row(n, *size) for n, size in enumerate(found)])
-    of_samples, of_texts = units_of(plan, int(unit_mib * 2**20))
-    samples, units = ids(plan), of_samples.to_pylist()
+    sample_units, text_units = units_of(plan, int(unit_mib * 2**20))
+    samples, units = ids(plan), sample_units.to_pylist()
     assert sorted(name for unit in units for name in unit["members"]) == sorted(samples)
     for unit in units:
         assert {samples[name]["geometry"]["bucket"] for name in unit["members"]} == {unit["bucket"]}
         assert len(unit["members"]) == 1 or unit["estimated_bytes"] <= unit_mib * 2**20
     texts = {row["text_id"]: row["text"] for row in plan.texts.to_pylist()}
-    units = of_texts.to_pylist()
+    units = text_units.to_pylist()
     assert sorted(name for unit in units for name in unit["members"]) == sorted(texts)
     for unit in units:
         lengths = [len(texts[name]) for name in unit["members"]]
@@ -88,22 +88,22 @@ def test_a_list_of_resolutions_plans_what_each_of_them_plans(found: list, upscal
 
     assert active(several) == set.union(*map(active, each)) and len(active(several)) == several.active.num_rows
     roles: dict[str, set] = {}
-    for used in several.active.to_pylist():
-        roles.setdefault(used["path"], set()).add(used["role"])
+    for active_row in several.active.to_pylist():
+        roles.setdefault(active_row["path"], set()).add(active_row["role"])
     assert all(len(found) == 1 for found in roles.values())
     messages = [row["message"] for row in several.rejects.to_pylist()]
     assert len(messages) == len(set(messages))
     assert set(messages) == {row["message"] for plan in each for row in plan.rejects.to_pylist()}
     made = config(resolution=[128, 64, 120, 128], **options)
-    [used] = dataset_table(made.model, made.datasets, several)
-    assert (used["items"], used["used"]) == (len(rows), len(roles))
+    [dataset_row] = dataset_table(made.model, made.datasets, several)
+    assert (dataset_row["items"], dataset_row["used"]) == (len(rows), len(roles))
 
 
 def test_a_picture_too_small_for_one_resolution_is_used_in_the_others():
     options = config(resolution=[64, 256], allow_upscale=False, minimum_image_size=50)
     plan = planned(options, [row(1, 300, 300), row(2, 100, 100), row(3, 40, 40)])
-    used = sorted((row["path"], row["bucket"]) for row in plan.active.to_pylist())
-    assert used == [("001.jpg", "256x256@1"), ("001.jpg", "64x64@1"), ("002.jpg", "64x64@1")]
+    pairs = sorted((row["path"], row["bucket"]) for row in plan.active.to_pylist())
+    assert pairs == [("001.jpg", "256x256@1"), ("001.jpg", "64x64@1"), ("002.jpg", "64x64@1")]
     assert sorted((row["path"], row["message"]) for row in plan.rejects.to_pylist()) == [
         (
             "002.jpg",
@@ -158,7 +158,7 @@ def test_captions_are_filtered_then_joined_then_cleaned(options, given, kept):
 
 
 def test_a_filter_that_is_no_regular_expression_is_an_error_that_names_it():
-    with pytest.raises(LatentpressError, match=r"datasets\.a\.caption_filter: '/\(/' is no regular expression"):
+    with pytest.raises(LatentpressError, match=r"datasets\.a\.caption_filter: '/\(/'"):
         planned(config(caption_filter=["/(/"]), [row(0)])
 
 
@@ -173,7 +173,7 @@ def test_tags_are_shuffled_into_a_fixed_number_of_variants():
     assert all(text.startswith("x, sks, ") for text in first), "the first tag stays"
     assert second == [*first, "x, one"]
     again = planned(options, [row(5, captions=["z,y"]), row(6, captions=[tags])])
-    assert captions(again)[1] == first, "the order is by the caption, not by what else there is"
+    assert captions(again)[1] == first, "the order depends only on the caption"
 
 
 def test_i2i_has_a_null_prompt_for_each_source_image():
@@ -241,8 +241,8 @@ def test_the_same_bytes_twice_are_two_active_rows_of_one_sample():
 def test_the_plan_key_ignores_where_media_is_and_how_it_is_encoded():
     key = plan_key(config(), 16)
     assert plan_key(config(media_root="/elsewhere", skip_file_discovery=True), 16) == key
-    for other in ({"follow_links": True}, {"mask_data": "/masks"}, {"resolution": 512}, {"prepend": "x"}):
-        assert plan_key(config(**other), 16) != key
+    for options in ({"follow_links": True}, {"mask_data": "/masks"}, {"resolution": 512}, {"prepend": "x"}):
+        assert plan_key(config(**options), 16) != key
     bucket = {"instance_data_dir": "s3://bucket"}
     assert plan_key(config(**bucket), 16) != plan_key(config(**bucket, identity="store"), 16)
     assert plan_key(config(unit_mib=3), 16) == key

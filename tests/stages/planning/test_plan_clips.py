@@ -51,15 +51,17 @@ SELECTIONS = [
 @pytest.mark.parametrize("selection", SELECTIONS, ids=lambda selection: selection["clip"])
 @pytest.mark.parametrize(("rate", "own"), [(FILM, FILM), (2 * FILM, 2 * FILM / 2), (24.1, 24.1), (96.2, 96.2 / 4)])
 def test_a_video_of_nearly_the_rate_has_clips_of_its_own_frames(selection, rate, own):
-    """All clips at its own rate, or all at 24 where none of them repeats or skips a frame, which are what they were."""
+    """All clips at the video's rate, or all at 24 if no clip repeats or skips a frame; the latter do not change."""
     plan = at_24(rate, num_frames=245, **selection)
-    found = plan.samples.to_pylist()
-    assert found and plan.notes["a"].repeating == 0
-    assert {sample["rate"] for sample in found} in ({24.0}, {own}) and (found[0]["start"] or found[0]["rate"] == own)
-    for sample in found:
+    clips_found = plan.samples.to_pylist()
+    assert clips_found and plan.notes["a"].repeating == 0
+    assert {sample["rate"] for sample in clips_found} in ({24.0}, {own}) and (
+        clips_found[0]["start"] or clips_found[0]["rate"] == own
+    )
+    for sample in clips_found:
         times = clip_times(sample["start"], sample["rate"], Bucket.parse(sample["geometry"]["bucket"]).frames)
-        taken = np.floor((np.array(times) + 0.001) * rate)  # with the tolerance of the reader
-        assert set(np.diff(taken)) == {round(rate / own)}
+        frame_numbers = np.floor((np.array(times) + 0.001) * rate)  # with the tolerance of the reader
+        assert set(np.diff(frame_numbers)) == {round(rate / own)}
         if sample["rate"] == own:
             place = sample["start"] * own
             assert place == pytest.approx(round(place), abs=1e-6)  # at one of its frames
@@ -69,7 +71,7 @@ def test_a_video_of_nearly_the_rate_repeats_nothing():
     assert reasons(at_24(FILM, max_repeated_frames=0.0)) == {}
     assert reasons(at_24(FILM, constant=False, max_repeated_frames=0.0)) == {"001.jpg": "repeats-frames"}
     assert reasons(at_24(23.0, max_repeated_frames=0.0)) == {"001.jpg": "repeats-frames"}
-    # 60 frames are no clip of 61, though they last 61 twenty-fourths of a second.
+    # 60 frames are not a clip of 61, although they last 61 twenty-fourths of a second.
     short = at_24(FILM * 0.9965, duration=60 / (FILM * 0.9965), bucket_strategy="aspect_ratio")
     assert reasons(short) == {"001.jpg": "too-short"} and "is 60 frames" in short.rejects["message"][0].as_py()
 
@@ -83,22 +85,22 @@ def test_clip_selection():
     def picked(duration: float = 3.0, **video: Any) -> list[float]:
         return [start for start, _ in starts(planned(videos(**video), [clip(7, duration)]))]
 
-    assert picked(clip_selection="head") == [0.0]
-    assert picked(clip_selection="middle") == [1.0]
-    assert picked(clip_selection="uniform", clips_per_video=3) == [0.0, 1.1, 2.1]
-    assert picked(clip_selection="chunks") == [0.0, 0.9, 1.8]
-    assert picked(clip_selection="slide", clip_stride=7) == [0.0, 0.7, 1.4, 2.1]
-    drawn = picked(clip_selection="random", clips_per_video=3)
-    assert drawn == picked(clip_selection="random", clips_per_video=3) and all(0 <= start <= 2.1 for start in drawn)
+    assert picked(clip="head") == [0.0]
+    assert picked(clip="middle") == [1.0]
+    assert picked(clip="uniform", clips=3) == [0.0, 1.1, 2.1]
+    assert picked(clip="chunks") == [0.0, 0.9, 1.8]
+    assert picked(clip="slide", clip_stride=7) == [0.0, 0.7, 1.4, 2.1]
+    random_starts = picked(clip="random", clips=3)
+    assert random_starts == picked(clip="random", clips=3) and all(0 <= start <= 2.1 for start in random_starts)
 
 
 def test_no_clip_crosses_a_scene_boundary():
     cuts = [1.2, 1.5, 3.0]
-    plan = planned(videos(clip_selection="chunks", scenes=True), [clip(0, 4.0, scenes=cuts)])
-    found = starts(plan)
-    assert found == [(0.0, 9), (1.5, 9), (2.4, 5), (3.0, 9)]  # 1.2 to 1.5 is too short for a clip
+    plan = planned(videos(clip="chunks", scenes=True), [clip(0, 4.0, scenes=cuts)])
+    clips_found = starts(plan)
+    assert clips_found == [(0.0, 9), (1.5, 9), (2.4, 5), (3.0, 9)]  # 1.2 to 1.5 is too short for a clip
     edges = [0.0, *cuts, 4.0]
-    for start, frames in found:
+    for start, frames in clips_found:
         scene = max(edge for edge in edges if edge <= start)
         assert start + (frames - 1) / 10 < edges[edges.index(scene) + 1]
 

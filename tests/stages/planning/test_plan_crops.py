@@ -1,4 +1,4 @@
-"""Buckets, crops, and what is laid over a sample, in the plan."""
+"""Buckets, crops and masks in the plan."""
 
 from typing import Any
 
@@ -37,9 +37,9 @@ def test_the_shape_of_the_cut():
     assert bucket_of(planned(config(crop_aspect="square"), rows)) == ["64x64@1"]
     assert bucket_of(planned(config(crop_aspect="closest", crop_aspect_buckets=[1.0, 0.5]), rows)) == ["64x64@1"]
     many = [row(n, 640, 480) for n in range(60)]
-    drawn = bucket_of(planned(config(crop_aspect="random", crop_aspect_buckets=[0.5, 1.0, 2.0]), many))
-    assert len(set(drawn)) == 3
-    assert drawn == bucket_of(planned(config(crop_aspect="random", crop_aspect_buckets=[0.5, 1.0, 2.0]), many))
+    random_buckets = bucket_of(planned(config(crop_aspect="random", crop_aspect_buckets=[0.5, 1.0, 2.0]), many))
+    assert len(set(random_buckets)) == 3
+    assert random_buckets == bucket_of(planned(config(crop_aspect="random", crop_aspect_buckets=[0.5, 1.0, 2.0]), many))
 
 
 def test_where_it_is_cut_and_how_much_may_be_lost():

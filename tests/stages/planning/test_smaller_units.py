@@ -1,4 +1,4 @@
-"""cache.unit_mib is lowered for short jobs: what is planned from then on, and what is divided again."""
+"""cache.unit_mib is lowered for short jobs: later plans, and the division of existing units."""
 
 import pytest
 
@@ -50,21 +50,21 @@ def test_a_changed_size_holds_for_what_is_planned_from_then_on(home) -> None:
 
 
 def test_what_has_no_shard_is_divided_again_and_what_has_one_stays(home) -> None:
-    before, texts, made = units(home, "latents"), units(home, "text"), home.shards("latents")
-    (done,) = [name.rpartition("/")[2].removesuffix(".arrow") for name in made]
+    before, texts, encoded_shards = units(home, "latents"), units(home, "text"), home.shards("latents")
+    (encoded,) = [name.rpartition("/")[2].removesuffix(".arrow") for name in encoded_shards]
     report = home.run(bucket.run, SMALL, divide_again=True)
     assert report.details["divided_again"] == 1 + len([unit for unit in texts.values() if len(unit.members) > 1])
     after = units(home, "latents")
-    assert after.pop(done) == before[done] and [len(unit.members) for unit in after.values()] == [1, 1, 1]
-    assert members({**after, done: before[done]}) == members(before)
+    assert after.pop(encoded) == before[encoded] and [len(unit.members) for unit in after.values()] == [1, 1, 1]
+    assert members({**after, encoded: before[encoded]}) == members(before)
     assert members(units(home, "text")) == members(texts)
     # Again there is nothing to divide, and without the option the plan stays as it is.
     for options in ({"divide_again": True}, {}):
         assert home.run(bucket.run, SMALL, **options).details["generation"].endswith("(unchanged)")
-    assert units(home, "latents").keys() == {*after, done}
+    assert units(home, "latents").keys() == {*after, encoded}
     for program in (encode_latents, encode_text, index):
         assert home.run(program.run).exit_code == 0
-    assert made.items() <= home.shards("latents").items() and len(home.shards("latents")) == 4
+    assert encoded_shards.items() <= home.shards("latents").items() and len(home.shards("latents")) == 4
     assert home.run(status.run).remaining == 0 and home.run(verify.run).damage == []
     assert "nothing" in home.run(gc.run).details["unused"]
 
@@ -72,14 +72,14 @@ def test_what_has_no_shard_is_divided_again_and_what_has_one_stays(home) -> None
 def test_a_shard_that_a_job_makes_of_a_unit_that_was_divided_is_not_used(home) -> None:
     """It began before the division."""
     plan = current_plan(Store(home.root), home.config())
-    old = {unit.unit_id for unit in plan.units("latents")}
+    earlier = {unit.unit_id for unit in plan.units("latents")}
     home.run(bucket.run, SMALL, divide_again=True)
-    assert {unit.unit_id for unit in plans.load_plan(plan.store, plan.name).units("latents")} == old
+    assert {unit.unit_id for unit in plans.load_plan(plan.store, plan.name).units("latents")} == earlier
     replaced = current_plan(Store(home.root), home.config()).replaced_units
-    assert len(replaced & old) == 1
+    assert len(replaced & earlier) == 1
     (shard,) = home.shards("latents")
-    late = home.root / "latents" / shard.replace(*(old - replaced), *(replaced & old))
-    late.write_bytes(b"late")
+    late_shard = home.root / "latents" / shard.replace(*(earlier - replaced), *(replaced & earlier))
+    late_shard.write_bytes(b"late")
     for program in (encode_latents, encode_text, index):
         assert home.run(program.run).exit_code == 0
     assert len(home.shards("latents")) == 5

@@ -36,7 +36,7 @@ def test_estimated_bytes_are_those_of_the_shard(project, kind: str, posterior: s
         for name in ("one", "two"):
             Image.new("L", (64, 48), 255).save(home.folder / "masks" / f"{name}.png")
     home.run(discover.run)
-    planned = home.run(bucket.run).details
+    details = home.run(bucket.run).details
     home.run(encode_latents.run)
 
     store = Store(home.root)
@@ -44,9 +44,11 @@ def test_estimated_bytes_are_those_of_the_shard(project, kind: str, posterior: s
     total = 0
     for name in home.shards("latents"):
         shard = open_reader(store, f"latents/{name}")
-        stored = sum(tensor.nbytes for row in map(shard.read, range(len(shard))) for tensor in row.tensors.values())
-        assert stored == units.pop(shard.meta.unit).estimated_bytes
-        total += stored
+        stored_bytes = sum(
+            tensor.nbytes for row in map(shard.read, range(len(shard))) for tensor in row.tensors.values()
+        )
+        assert stored_bytes == units.pop(shard.meta.unit).estimated_bytes
+        total += stored_bytes
     assert not units and total
-    [row] = planned["buckets"]
-    assert row["latents_mib"] == planned["disk"][0]["plan_mib"] == round(total / 2**20, 2)
+    [row] = details["buckets"]
+    assert row["latents_mib"] == details["disk"][0]["plan_mib"] == round(total / 2**20, 2)

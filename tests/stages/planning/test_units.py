@@ -19,7 +19,7 @@ SIZES = ["64x64@1", "96x64@1", "64x96@1"]
 
 
 def text(image: int, size: int, shift: int, length: int) -> dict[str, Any]:
-    """A caption of an image, or its null prompt. shift: where the image is cut."""
+    """A caption of an image, or its null prompt. shift: offset of the image's crop."""
     cut = {"bucket": SIZES[size], "resize_w": 96, "resize_h": 96, "x": shift, "y": 0}
     row = {"template": "i2i", "text": "w" * length, "negative": not length, "image_dataset": "a", "image_path": "p"}
     row |= {"image_id": hash_json(["image", image]), "image_geometry": cut}
@@ -69,8 +69,8 @@ def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuf
 
     shuffled = [*rows.values()]
     shuffler.shuffle(shuffled)
-    again = pa.Table.from_pylist(shuffled, schema=TEXTS_SCHEMA)
-    assert units_of(again, int(unit_mib * 2**20)).equals(units)
+    shuffled_table = pa.Table.from_pylist(shuffled, schema=TEXTS_SCHEMA)
+    assert units_of(shuffled_table, int(unit_mib * 2**20)).equals(units)
 
 
 def test_texts_without_an_image_are_cut_where_a_unit_is_full() -> None:
@@ -86,9 +86,11 @@ def active_rows(texts: list[dict[str, Any]], order: list[int]) -> pa.Table:
     """A sample for each text; `order` has their ranks by id. Every fifth has its text as its null prompt."""
     rows = []
     for number, row in enumerate(texts):
-        given = {"null_text": row["text_id"], "texts": []} if number % 5 == 0 else {"texts": [row["text_id"]]}
+        text_columns = {"null_text": row["text_id"], "texts": []} if number % 5 == 0 else {"texts": [row["text_id"]]}
         names = {"sample_id": f"{order[number]:016x}{0:016x}", "role": "train", "dataset": "a", "path": str(number)}
-        rows.append({"bucket": "64x64@1", "repeats": 0, "weight": 1.0, "regularization": False, **names, **given})
+        rows.append(
+            {"bucket": "64x64@1", "repeats": 0, "weight": 1.0, "regularization": False, **names, **text_columns}
+        )
     return pa.Table.from_pylist(rows, schema=ACTIVE_SCHEMA)
 
 
@@ -104,13 +106,15 @@ def test_texts_are_in_the_order_of_the_samples_that_use_them(with_image: bool) -
     ranks = dict(zip((row["text_id"] for row in rows), [*order, -1], strict=True))
     limit = int(sizes_of(table).sum()) // 24
     units = units_of(table, limit, active)
-    found = [[ranks[name] for name in unit] for unit in units.column("members").to_pylist()]
-    assert 24 <= len(found) <= 32 and max(units.column("estimated_bytes").to_pylist()) <= limit
-    members, groups, taken = [rank for unit in found for rank in unit], 0, 0
+    unit_ranks = [[ranks[name] for name in unit] for unit in units.column("members").to_pylist()]
+    assert 24 <= len(unit_ranks) <= 32 and max(units.column("estimated_bytes").to_pylist()) <= limit
+    members, groups, position = [rank for unit in unit_ranks for rank in unit], 0, 0
     if with_image:
         assert members == list(range(-1, 239))
         return
-    while taken < len(members):  # the shortest runs of units that have the ranks from `taken` on
-        count = next(n for n in range(taken + 1, 241) if sorted(members[taken:n]) == list(range(taken - 1, n - 1)))
-        taken, groups = count, groups + 1
+    while position < len(members):  # the shortest runs of units that have the ranks from `taken` on
+        count = next(
+            n for n in range(position + 1, 241) if sorted(members[position:n]) == list(range(position - 1, n - 1))
+        )
+        position, groups = count, groups + 1
     assert 6 <= groups <= 8, "groups of four units"

@@ -62,9 +62,9 @@ class Ranged(BaseHTTPRequestHandler):
         if cls.authorization and self.headers.get("Authorization") != cls.authorization:
             self.send_error(403)
             return
-        data, asked = cls.content, self.headers.get("Range")
-        if asked and cls.ranges:
-            first, _, last = asked.removeprefix("bytes=").partition("-")
+        data, requested_range = cls.content, self.headers.get("Range")
+        if requested_range and cls.ranges:
+            first, _, last = requested_range.removeprefix("bytes=").partition("-")
             data = data[int(first) : int(last) + 1]
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {first}-{int(first) + len(data) - 1}/{len(cls.content)}")

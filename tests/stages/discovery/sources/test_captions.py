@@ -195,11 +195,11 @@ def test_public_shows_no_secret(url: str, shown: str) -> None:
 def test_scrub_removes_what_libraries_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token-of-somebody")
     url = "https://me:p%40ssword@host/a.jpg?X-Amz-Signature=0123456789abcdef&X-Amz-Date=today"
-    said = (
+    message = (
         f"404 for url={url!r}, again {url}, /a.jpg?X-Amz-Signature=0123456789abcdef, password p@ssword, "
         "other https://you:secret@else/b?token=t, session-token-of-somebody, 0123456789abcdef"
     )
-    text = scrub_secrets(said, url)
+    text = scrub_secrets(message, url)
     for secret in ("p%40ssword", "p@ssword", "0123456789abcdef", "you:secret", "token=t", "session-token-of"):
         assert secret not in text
     assert "https://host/a.jpg" in text and "https://else/b" in text
@@ -207,8 +207,8 @@ def test_scrub_removes_what_libraries_repeat(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_url_with_another_signature_is_the_same_item() -> None:
     url = "https://bucket.s3.amazonaws.com/a.jpg"
-    one, other = (public_path(f"{url}?X-Amz-Date={day}&X-Amz-Signature={day * 9}&v=1") for day in "ab")
-    assert one == other and one.startswith(f"{url}#") and one != public_path(f"{url}?v=2&X-Amz-Date=a")
+    one, second = (public_path(f"{url}?X-Amz-Date={day}&X-Amz-Signature={day * 9}&v=1") for day in "ab")
+    assert one == second and one.startswith(f"{url}#") and one != public_path(f"{url}?v=2&X-Amz-Date=a")
     assert public_path(f"{url}?Signature=1&Expires=2") == public_path(f"{url}?Signature=3&Expires=4")
     assert public_path(f"{url}?sig=1&se=2&id=1") == public_path(f"{url}?sig=3&se=4&id=1")
     assert public_path(f"{url}?se=2") != public_path(f"{url}?se=4"), "what no signature goes with names the item"

@@ -27,48 +27,49 @@ def found_by(companions: CompanionFinder, *paths: str) -> dict[str, list]:
     """The columns of a listing that the companions of these items add, with the problems' reasons alone."""
     columns = {"path": pa.array(paths)}
     companions.add(columns)
-    found = {name: column.to_pylist() for name, column in columns.items()}
-    return found | {"reason": [text and text.partition(":")[0] for text in found["problem"]]}
+    columns_by_name = {name: column.to_pylist() for name, column in columns.items()}
+    return columns_by_name | {"reason": [text and text.partition(":")[0] for text in columns_by_name["problem"]]}
 
 
 def test_the_companion_has_the_very_name_of_its_item(tmp_path: Path) -> None:
-    where = place(tmp_path, "one.jpg", "deep/two.v2.PNG", "three.png", "three.jpg", "four.mp4", ".five.png", "six.txt")
+    folder = place(tmp_path, "one.jpg", "deep/two.v2.PNG", "three.png", "three.jpg", "four.mp4", ".five.png", "six.txt")
     items = ["one.png", "deep/two.v2.png", "two.v2.png", "deep/two.png", "three.png", "four.mp4", "six.png"]
-    found = found_by(finder(where), *items)
-    assert found["source"] == ["one.jpg", "deep/two.v2.PNG", None, None, None, None, None]
-    assert found["reason"] == [None, None, "no-source", "no-source", "several-sources", "no-source", "no-source"]
-    assert found["advice"][3:5] == [f"put one at {where}/deep/two.png", "keep one source image"]
-    assert found["advice"][0] is None and "mask_kind" not in found
+    columns_by_name = found_by(finder(folder), *items)
+    assert columns_by_name["source"] == ["one.jpg", "deep/two.v2.PNG", None, None, None, None, None]
+    missing = ["no-source"] * 2
+    assert columns_by_name["reason"] == [None, None, *missing, "several-sources", *missing]
+    assert columns_by_name["advice"][3:5] == [f"add {folder}/deep/two.png", "keep one source image"]
+    assert columns_by_name["advice"][0] is None and "mask_kind" not in columns_by_name
 
 
 def test_masks_may_be_videos(tmp_path: Path) -> None:
-    where = place(tmp_path, "a.mp4", "b.png")
-    found = found_by(finder(where, "mask"), "a.mov", "b.mov", "c.mov")
-    assert found["mask_kind"] == ["video", "image", None]
-    assert found["problem"] == [None, None, "no-mask: has no mask"]
+    folder = place(tmp_path, "a.mp4", "b.png")
+    columns_by_name = found_by(finder(folder, "mask"), "a.mov", "b.mov", "c.mov")
+    assert columns_by_name["mask_kind"] == ["video", "image", None]
+    assert columns_by_name["problem"] == [None, None, "no-mask: has no mask"]
 
 
 def test_a_changed_companion_has_another_version_and_the_place_is_listed_once(tmp_path: Path) -> None:
-    where = place(tmp_path, "a.png")
-    companions = finder(where)
+    folder = place(tmp_path, "a.png")
+    companions = finder(folder)
     before = found_by(companions, "a.png")["source_version"]
     (tmp_path / "a.png").write_bytes(b"longer than before")
     assert found_by(companions, "a.png")["source_version"] == before
-    assert found_by(finder(where), "a.png")["source_version"] != before
+    assert found_by(finder(folder), "a.png")["source_version"] != before
     assert Path(companions.open("a.png")) == tmp_path / "a.png"
 
 
 def test_an_absent_place_is_named_with_its_option(tmp_path: Path) -> None:
     dataset = Dataset(id="d", instance_data_dir="x", conditioning_data=str(tmp_path / "no"))
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.conditioning_data: there is no folder .*no"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.conditioning_data: .*no does not exist"):
         found_by(companion_finders(dataset)["source"], "a.png")
-    with pytest.raises(LatentpressError, match=r"holds nothing|is not there"):
+    with pytest.raises(LatentpressError, match=r"holds nothing|does not exist"):
         found_by(finder("memory://nowhere-at-all", "mask"), "a.png")
 
 
 def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
-    where = place(tmp_path, "a.png")
-    dataset = Dataset(id="d", instance_data_dir="x", conditioning_data=where, mask_data=where)
+    folder = place(tmp_path, "a.png")
+    dataset = Dataset(id="d", instance_data_dir="x", conditioning_data=folder, mask_data=folder)
     columns = {
         "path": pa.array(["a.png", "b.png", "c.png"]),
         "problem": pa.array([None, "no-caption: has no caption", None], pa.string()),
@@ -80,9 +81,9 @@ def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
     rows = listing_table(columns).to_pylist()
     problems = [None, "no-caption: has no caption", "no-source: has no source image"]
     assert [row["problem"] for row in rows] == problems
-    assert [row["advice"] for row in rows] == [None, "write one", f"put one at {where}/c.png"]
-    known = {"source": "a.png", "mask": "a.png", "mask_kind": "image", "extra.score": 1}
-    assert known.items() <= rows[0].items()
+    assert [row["advice"] for row in rows] == [None, "write one", f"add {folder}/c.png"]
+    row_values = {"source": "a.png", "mask": "a.png", "mask_kind": "image", "extra.score": 1}
+    assert row_values.items() <= rows[0].items()
 
 
 def test_a_place_in_a_store_is_listed_level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +94,6 @@ def test_a_place_in_a_store_is_listed_level_by_level(monkeypatch: pytest.MonkeyP
         fs.pipe_file(f"/levels/{name}", b"x")
     monkeypatch.setattr(type(fs), "find", lambda *_, **__: pytest.fail("the whole place was listed at once"))
     companions = finder("memory://levels")
-    found = found_by(companions, "a.jpg", "deep/b.jpg", ".hidden/c.jpg", "d.jpg")
-    assert found["source"] == ["a.png", "deep/b.png", None, None]
+    columns_by_name = found_by(companions, "a.jpg", "deep/b.jpg", ".hidden/c.jpg", "d.jpg")
+    assert columns_by_name["source"] == ["a.png", "deep/b.png", None, None]
     assert read(companions.open("deep/b.png")) == b"x"

@@ -12,16 +12,16 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.folder import FolderSource
-from stages.discovery.sources.walk import BACK, OUTSIDE
+from stages.discovery.sources.walk import BACK_LINK, OUTSIDE_LINK
 from stages.media.files import IMAGE_EXTENSIONS
 from tests.stages.discovery import listings
 from tests.stages.discovery.listings import Row, put, reason
 
 
 def source(folder: Path, **settings: Any) -> FolderSource:
-    found = open_source(Dataset(id="d", instance_data_dir=str(folder), **settings))
-    assert isinstance(found, FolderSource)
-    return found
+    opened = open_source(Dataset(id="d", instance_data_dir=str(folder), **settings))
+    assert isinstance(opened, FolderSource)
+    return opened
 
 
 def listed(folder: Path | FolderSource, **settings: Any) -> dict[str, Row]:
@@ -31,8 +31,8 @@ def listed(folder: Path | FolderSource, **settings: Any) -> dict[str, Row]:
 def test_media_at_any_depth_with_their_caption_files(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "a.txt", "deep/er/b.JPG", "deep/er/b.txt", "clip.mp4", "notes.md", "Makefile", "c.v2.webp")
     put(tmp_path, "c.v2.txt", ".hidden.png", ".git/d.png", "stray.txt", "ends.")
-    where = source(tmp_path)
-    rows = listed(where)
+    folder_source = source(tmp_path)
+    rows = listed(folder_source)
     assert {path: row["captions_at"] for path, row in rows.items()} == {
         "a.png": "a.txt",
         "deep/er/b.JPG": "deep/er/b.txt",
@@ -43,9 +43,9 @@ def test_media_at_any_depth_with_their_caption_files(tmp_path: Path) -> None:
     status = (tmp_path / "a.txt").stat()
     assert rows["a.png"]["captions_version"] == f"{status.st_size}:{status.st_mtime_ns}"
     assert all(row["problem"] is None and row["kind"] == "image" for row in rows.values())
-    assert dict(where.ignored) == {".mp4": 1, ".md": 1, "": 2}
-    assert where.read_captions("deep/er/b.txt") == ["deep/er/b.txt"]
-    assert Path(where.open("deep/er/b.JPG")).read_text() == "deep/er/b.JPG"
+    assert dict(folder_source.ignored) == {".mp4": 1, ".md": 1, "": 2}
+    assert folder_source.read_captions("deep/er/b.txt") == ["deep/er/b.txt"]
+    assert Path(folder_source.open("deep/er/b.JPG")).read_text() == "deep/er/b.JPG"
 
 
 def test_two_files_of_one_name_share_a_caption_and_the_exact_extension_comes_first(tmp_path: Path) -> None:
@@ -110,17 +110,17 @@ def linked(tmp_path: Path) -> Path:
 
 
 def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
-    where = source(linked(tmp_path))
-    assert set(listed(where)) == {"real/one.png", "link/one.png", "file.png"}
-    assert dict(where.ignored) == {OUTSIDE: 4, BACK: 1}
+    folder_source = source(linked(tmp_path))
+    assert set(listed(folder_source)) == {"real/one.png", "link/one.png", "file.png"}
+    assert dict(folder_source.ignored) == {OUTSIDE_LINK: 4, BACK_LINK: 1}
 
 
 def test_links_are_followed_anywhere_on_request_but_never_round_in_circles(tmp_path: Path) -> None:
-    where = source(linked(tmp_path), follow_links=True)
-    found = set(listed(where))
-    assert {"real/one.png", "link/one.png", "file.png", "out.png", "out/two.png", "out/back/one.png"} <= found
-    assert where.ignored[BACK] >= 3
-    assert all(path.count("/") < 12 for path in found)
+    folder_source = source(linked(tmp_path), follow_links=True)
+    items = set(listed(folder_source))
+    assert {"real/one.png", "link/one.png", "file.png", "out.png", "out/two.png", "out/back/one.png"} <= items
+    assert folder_source.ignored[BACK_LINK] >= 3
+    assert all(path.count("/") < 12 for path in items)
 
 
 def test_a_folder_whose_name_begins_like_the_root_is_outside(tmp_path: Path) -> None:
@@ -153,12 +153,12 @@ def test_what_is_removed_while_it_is_listed_is_left_out(tmp_path: Path, monkeypa
     @contextmanager
     def scandir(path: str) -> Iterator[Iterator[os.DirEntry]]:
         with original(path) as entries:
-            found = list(entries)
+            items = list(entries)
         for name in ("gone.png", "gone.txt", "sub/a.png"):
             (tmp_path / name).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             (tmp_path / "sub").rmdir()
-        yield iter(found)
+        yield iter(items)
 
     monkeypatch.setattr(os, "scandir", scandir)
     rows = listed(tmp_path)
@@ -166,9 +166,9 @@ def test_what_is_removed_while_it_is_listed_is_left_out(tmp_path: Path, monkeypa
 
 
 def test_an_absent_folder_is_named_with_its_option(tmp_path: Path) -> None:
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.instance_data_dir: there is no folder .*none"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.instance_data_dir: .*none does not exist"):
         listed(tmp_path / "none")
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: there is no folder .*none"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: .*none does not exist"):
         listed(tmp_path, media_root=str(tmp_path / "none"))
     (tmp_path / "one.tsv").write_bytes(b"x")
     with pytest.raises(LatentpressError, match=r"instance_data_dir: .*one\.tsv is a file, not a folder") as caught:

@@ -50,8 +50,8 @@ def embedded(count: int = 4, names: list[str | None] | None = None, **columns: l
     names = names or [None] * count
     images = [{"bytes": picture(number), "path": name} for number, name in enumerate(names)]
     content = {"image": images, "caption": [f"picture {n}" for n in range(count)], **columns}
-    made = hf.Dataset.from_dict(content)
-    return made.cast_column("image", hf.Image(decode=False))
+    rows = hf.Dataset.from_dict(content)
+    return rows.cast_column("image", hf.Image(decode=False))
 
 
 def tree(folder: Path) -> set[str]:
@@ -97,11 +97,11 @@ def test_blobs_are_opened_in_other_processes(tmp_path: Path) -> None:
     state = pickle.dumps(blob)
     assert picture(2) not in state and picture(2) not in pickle.dumps(source)
     huggingface.load_rows.cache_clear()
-    again = pickle.loads(state)
-    assert read(again) == picture(2) and files.media_size(again) == len(picture(2))
-    with again.open() as file, Image.open(file) as image:
+    copy = pickle.loads(state)
+    assert read(copy) == picture(2) and files.media_size(copy) == len(picture(2))
+    with copy.open() as file, Image.open(file) as image:
         assert image.size == (20, 10)
-    files.require_unchanged(again, files.compute_media_id(blob))
+    files.require_unchanged(copy, files.compute_media_id(blob))
 
 
 def test_rows_are_named_by_their_files(tmp_path: Path) -> None:
@@ -226,9 +226,9 @@ def test_imagefolder(tmp_path: Path, metadata: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("metadata", "text", "says"),
     [
-        ("metadata.csv", CSV + 'x.png,"open,1\ny.png,"x",2\n', r"metadata\.csv, line 5: the quotes are wrong"),
+        ("metadata.csv", CSV + 'x.png,"open,1\ny.png,"x",2\n', r"metadata\.csv, line 5: a quote is wrong"),
         ("metadata.csv", CSV.replace(",", ";"), r"metadata\.csv, line 1: the cells are separated by ';'"),
-        ("set.csv", "text,n\na,1\nb\n", r"set\.csv, line 3: has 1 cell, and the header has 2"),
+        ("set.csv", "text,n\na,1\nb\n", r"set\.csv, line 3: has 1 cell, but the header has 2"),
         ("set.json", '[{"a": 1},\n{"b": %s}]\n' % ("[" * 3000 + "]" * 3000), r"line 2: is nested more than 100"),
         ("set.jsonl", '{"a": 1}\n{"a" 2}\n', r"set\.jsonl, line 2: is not JSON"),
     ],
@@ -270,7 +270,7 @@ def test_videofolder(tmp_path: Path) -> None:
         scan(open_source(dataset(folder)))
 
 
-# -- what is not there ------------------------------------------------------------------------------------------------
+# -- missing parts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["/none/such/folder", "./none", "a/b/c"])

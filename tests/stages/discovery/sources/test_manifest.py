@@ -16,9 +16,9 @@ from tests.stages.discovery.tars import read
 
 
 def source(table: Path, **settings: Any) -> ManifestSource:
-    found = open_source(Dataset(id="d", instance_data_dir=str(table), **settings))
-    assert isinstance(found, ManifestSource)
-    return found
+    opened = open_source(Dataset(id="d", instance_data_dir=str(table), **settings))
+    assert isinstance(opened, ManifestSource)
+    return opened
 
 
 @pytest.fixture
@@ -35,15 +35,15 @@ def test_files_with_captions_and_further_columns(tmp_path: Path, kind: str) -> N
         {"file_name": "a.png", "caption": "one", "score": 5.5, "licence": "cc0"},
         {"file_name": "./deep//b.jpg", "caption": 'two, "zwei"', "score": 1.0, "licence": "none"},
     ]
-    where = pickle.loads(pickle.dumps(source(write_table(tmp_path, rows, kind))))
-    found = listed(where)
+    manifest = pickle.loads(pickle.dumps(source(write_table(tmp_path, rows, kind))))
+    items = listed(manifest)
     status = (tmp_path / "a.png").stat()
-    assert list(found) == ["a.png", "deep/b.jpg"]
-    assert (found["a.png"]["size"], found["a.png"]["version"]) == (status.st_size, str(status.st_mtime_ns))
-    assert [row["captions"] for row in found.values()] == [["one"], ['two, "zwei"']]
-    assert [row["extra.score"] for row in found.values()] == [5.5, 1.0]
-    assert {name for name in found["a.png"] if name.startswith("extra.")} == {"extra.score", "extra.licence"}
-    assert read(where.open("deep/b.jpg")) == b"deep/b.jpg"
+    assert list(items) == ["a.png", "deep/b.jpg"]
+    assert (items["a.png"]["size"], items["a.png"]["version"]) == (status.st_size, str(status.st_mtime_ns))
+    assert [row["captions"] for row in items.values()] == [["one"], ['two, "zwei"']]
+    assert [row["extra.score"] for row in items.values()] == [5.5, 1.0]
+    assert {name for name in items["a.png"] if name.startswith("extra.")} == {"extra.score", "extra.licence"}
+    assert read(manifest.open("deep/b.jpg")) == b"deep/b.jpg"
 
 
 def test_unusual_names_missing_files_and_what_is_no_file(tmp_path: Path) -> None:
@@ -51,16 +51,16 @@ def test_unusual_names_missing_files_and_what_is_no_file(tmp_path: Path) -> None
     put(tmp_path, *odd)
     (tmp_path / "folder.png").mkdir()
     names = [*odd, "folder.png", "none.png", "a b.png/x.png", "y" * 300 + ".png", ""]
-    where = source(write_table(tmp_path, [{"file_name": name, "caption": "x"} for name in names]))
-    found = listed(where)
-    assert {path: reason(row) for path, row in found.items()} == dict.fromkeys(odd) | {
+    manifest = source(write_table(tmp_path, [{"file_name": name, "caption": "x"} for name in names]))
+    items = listed(manifest)
+    assert {path: reason(row) for path, row in items.items()} == dict.fromkeys(odd) | {
         "folder.png": "unreadable",
         "none.png": "missing",
         "a b.png/x.png": "missing",
         "y" * 300 + ".png": "unreadable",
     }
-    assert where.ignored == {"row without a path": 1}
-    assert found["none.png"]["captions"] == ["x"] and found["none.png"]["size"] is None
+    assert manifest.ignored == {"row without a path": 1}
+    assert items["none.png"]["captions"] == ["x"] and items["none.png"]["size"] is None
 
 
 def test_paths_beside_the_base_are_whole_and_the_base_can_be_moved(tmp_path: Path) -> None:
@@ -68,27 +68,27 @@ def test_paths_beside_the_base_are_whole_and_the_base_can_be_moved(tmp_path: Pat
     names = ["a.png", "../b.png", str(tmp_path / "c.png"), str(tmp_path / "media/x/../a.png")]
     (tmp_path / "tables").mkdir()
     table = write_table(tmp_path / "tables", [{"path": name, "caption": name} for name in names])
-    where = source(table, media_root=str(tmp_path / "media"))
-    found = listed(where)
-    assert list(found) == ["a.png", str(tmp_path / "b.png"), str(tmp_path / "c.png")]
-    assert found["a.png"]["captions"] == ["a.png", str(tmp_path / "media/x/../a.png")]
-    assert [read(where.open(path)) for path in found] == [b"media/a.png", b"b.png", b"c.png"]
-    assert all(row["problem"] is None for row in found.values())
+    manifest = source(table, media_root=str(tmp_path / "media"))
+    items = listed(manifest)
+    assert list(items) == ["a.png", str(tmp_path / "b.png"), str(tmp_path / "c.png")]
+    assert items["a.png"]["captions"] == ["a.png", str(tmp_path / "media/x/../a.png")]
+    assert [read(manifest.open(path)) for path in items] == [b"media/a.png", b"b.png", b"c.png"]
+    assert all(row["problem"] is None for row in items.values())
 
 
 def test_a_path_in_several_rows_is_one_item_with_all_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.discovery.sources.manifest.CHUNK_ROWS", 3)
     put(tmp_path, *(f"{i}.png" for i in range(5)))
     rows = [{"file_name": f"{i % 5}.png", "caption": f"c{i // 4}", "score": i} for i in range(12)]
-    found = listed(source(write_table(tmp_path, rows)))
-    assert {path: row["captions"] for path, row in found.items()} == {
+    items = listed(source(write_table(tmp_path, rows)))
+    assert {path: row["captions"] for path, row in items.items()} == {
         "0.png": ["c0", "c1", "c2"],
         "1.png": ["c0", "c1", "c2"],
         "2.png": ["c0", "c1"],
         "3.png": ["c0", "c2"],
         "4.png": ["c1", "c2"],
     }
-    assert [row["extra.score"] for row in found.values()] == [0, 1, 2, 3, 4]
+    assert [row["extra.score"] for row in items.values()] == [0, 1, 2, 3, 4]
 
 
 def test_kinds_by_extension_and_otherwise_by_the_dataset(tmp_path: Path) -> None:
@@ -96,16 +96,18 @@ def test_kinds_by_extension_and_otherwise_by_the_dataset(tmp_path: Path) -> None
     table = write_table(tmp_path, [{"file": name, "caption": "x"} for name in ("a.png", "b.MP4", "c.bin", "d")])
     videos = listed(source(table, dataset_type="video"))
     assert [row["kind"] for row in videos.values()] == ["image", "video", "video", "video"]
-    where = source(table)
-    assert {path: row["kind"] for path, row in listed(where).items()} == dict.fromkeys(["a.png", "c.bin", "d"], "image")
-    assert where.ignored == {".mp4": 1}
+    manifest = source(table)
+    assert {path: row["kind"] for path, row in listed(manifest).items()} == dict.fromkeys(
+        ["a.png", "c.bin", "d"], "image"
+    )
+    assert manifest.ignored == {".mp4": 1}
 
 
 def test_rows_without_a_caption_are_rejected(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "b.png")
     rows = [{"image": "a.png", "one": "", "two": " "}, {"image": "b.png", "one": "", "two": "x"}]
-    found = listed(source(write_table(tmp_path, rows), caption_column=["one", "two"]))
-    assert [(reason(row), row["captions"]) for row in found.values()] == [("empty-caption", None), (None, ["x"])]
+    items = listed(source(write_table(tmp_path, rows), caption_column=["one", "two"]))
+    assert [(reason(row), row["captions"]) for row in items.values()] == [("empty-caption", None), (None, ["x"])]
     with pytest.raises(LatentpressError, match=r"no column 'caption'; there are: image, one, two"):
         listed(source(write_table(tmp_path, rows)))
     with pytest.raises(LatentpressError, match=r"no column 'x'; there are"):
@@ -115,13 +117,13 @@ def test_rows_without_a_caption_are_rejected(tmp_path: Path) -> None:
 def test_captions_in_text_files(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "a.txt", "red_fox-2.png")
     table = write_table(tmp_path, [{"path": "a.png"}, {"path": "red_fox-2.png"}])
-    where = source(table, caption_strategy="textfile")
-    found = listed(where)
+    manifest = source(table, caption_strategy="textfile")
+    items = listed(manifest)
     status = (tmp_path / "a.txt").stat()
-    assert found["a.png"]["captions_at"] == "a.txt"
-    assert found["a.png"]["captions_version"] == f"{status.st_size}:{status.st_mtime_ns}"
-    assert where.read_captions("a.txt") == ["a.txt"]
-    assert found["red_fox-2.png"]["problem"] == "no-caption: has no caption"
+    assert items["a.png"]["captions_at"] == "a.txt"
+    assert items["a.png"]["captions_version"] == f"{status.st_size}:{status.st_mtime_ns}"
+    assert manifest.read_captions("a.txt") == ["a.txt"]
+    assert items["red_fox-2.png"]["problem"] == "no-caption: has no caption"
 
 
 def test_companions_by_column_and_by_name(tmp_path: Path) -> None:
@@ -131,24 +133,24 @@ def test_companions_by_column_and_by_name(tmp_path: Path) -> None:
         {"path": "b.png", "caption": "x", "before": "s/2.png", "where": ""},
     ]
     table = write_table(tmp_path, rows)
-    where = source(table, conditioning_column="before", mask_column="where")
-    found = listed(where)
-    assert (found["a.png"]["source"], found["a.png"]["mask"], found["a.png"]["mask_kind"]) == (
+    manifest = source(table, conditioning_column="before", mask_column="where")
+    items = listed(manifest)
+    assert (items["a.png"]["source"], items["a.png"]["mask"], items["a.png"]["mask_kind"]) == (
         "s/1.png",
         "m/1.mp4",
         "video",
     )
-    assert (found["b.png"]["problem"], found["b.png"]["source"]) == ("no-source: its source image is not there", None)
-    assert read(where.open_companion("source", "s/1.png")) == b"s/1.png"
+    assert (items["b.png"]["problem"], items["b.png"]["source"]) == ("no-source: its source image does not exist", None)
+    assert read(manifest.open_companion("source", "s/1.png")) == b"s/1.png"
     only = listed(source(table, mask_column="where"))
     assert (only["b.png"]["problem"], only["b.png"]["advice"]) == (
         "no-mask: has no mask",
-        f"fill in column 'where' of {table}",
+        f"add it in column 'where' of {table}",
     )
     assert only["a.png"]["extra.before"] == "s/1.png"
-    where = source(table, mask_data=str(tmp_path / "masks"))
-    assert {path: reason(row) for path, row in listed(where).items()} == {"a.png": None, "b.png": "no-mask"}
-    assert read(where.open_companion("mask", "a.png")) == b"masks/a.png"
+    manifest = source(table, mask_data=str(tmp_path / "masks"))
+    assert {path: reason(row) for path, row in listed(manifest).items()} == {"a.png": None, "b.png": "no-mask"}
+    assert read(manifest.open_companion("mask", "a.png")) == b"masks/a.png"
     with pytest.raises(LatentpressError, match="no column 'nothing'"):
         listed(source(table, mask_column="nothing"))
 
@@ -162,18 +164,18 @@ def test_urls_with_secrets_are_opened_and_never_shown(tmp_path: Path, server: tu
     names = [*signed, f"{url}/b.png", f"{url}/none.png?X-Signature={secret}", "http://127.0.0.1:9/x?k=" + secret]
     put(tmp_path, "local.png")
     table = write_table(tmp_path, [{"url": name, "caption": "x"} for name in [*names, "local.png"]], "jsonl")
-    where = source(table)
-    found = listed(where)
-    assert len(found) == 7 and secret not in repr(found)
-    assert [reason(row) for row in found.values()] == [None, None, None, None, "missing", "unreadable", None]
-    paths = list(found)
+    manifest = source(table)
+    items = listed(manifest)
+    assert len(items) == 7 and secret not in repr(items)
+    assert [reason(row) for row in items.values()] == [None, None, None, None, "missing", "unreadable", None]
+    paths = list(items)
     assert paths[0].startswith(f"{url}/a.png#") and paths[3] == f"{url}/b.png"
-    assert found[paths[0]]["size"] == 5 and found[paths[0]]["version"]
-    again = pickle.loads(pickle.dumps(where))
-    assert [read(again.open(path)) for path in paths[:4]] == [b"a.png", b"b.png", b"b.png", b"b.png"]
-    assert secret not in os.fspath(again.open(paths[0]))
+    assert items[paths[0]]["size"] == 5 and items[paths[0]]["version"]
+    copy = pickle.loads(pickle.dumps(manifest))
+    assert [read(copy.open(path)) for path in paths[:4]] == [b"a.png", b"b.png", b"b.png", b"b.png"]
+    assert secret not in os.fspath(copy.open(paths[0]))
     with pytest.raises(MediaError) as caught:
-        read(again.open(paths[4]))
+        read(copy.open(paths[4]))
     assert caught.value.reason == "missing" and secret not in str(caught.value)
 
 
@@ -182,12 +184,12 @@ def test_text_files_beside_urls_but_not_beside_signed_ones(tmp_path: Path, serve
     url, web = server
     put(web, "a.png", "a.txt", "b.png")
     names = [f"{url}/a.png", f"{url}/a.png?k=1", f"{url}/b.png"]
-    where = source(write_table(tmp_path, [{"url": name} for name in names]), caption_strategy="textfile")
-    rows = list(listed(where).values())
+    manifest = source(write_table(tmp_path, [{"url": name} for name in names]), caption_strategy="textfile")
+    rows = list(listed(manifest).values())
     assert [row["captions_at"] for row in rows] == [f"{url}/a.txt", None, None]
     assert [reason(row) for row in rows] == [None, "no-caption", "no-caption"]
-    assert rows[1]["advice"] == "put captions into the table"
-    assert where.read_captions(f"{url}/a.txt") == ["a.txt"]
+    assert rows[1]["advice"] == "write captions into the table"
+    assert manifest.read_captions(f"{url}/a.txt") == ["a.txt"]
 
 
 @pytest.mark.slow
@@ -200,21 +202,21 @@ def test_a_table_at_a_url_is_the_base_of_its_paths(tmp_path: Path, server: tuple
     ]
     write_table(web / "set", rows)
     dataset = Dataset(id="d", instance_data_dir=f"{url}/set/table.csv", source="manifest", conditioning_column="before")
-    where = open_source(dataset)
-    assert isinstance(where, ManifestSource)
-    found = listed(where)
-    assert list(found) == ["a.png", f"{url}/b.png"]
-    assert [row["source"] for row in found.values()] == ["s/a.png", "s/a.png"]
-    assert read(where.open("a.png")) == b"set/a.png"
-    assert read(where.open_companion("source", "s/a.png")) == b"set/s/a.png"
+    manifest = open_source(dataset)
+    assert isinstance(manifest, ManifestSource)
+    items = listed(manifest)
+    assert list(items) == ["a.png", f"{url}/b.png"]
+    assert [row["source"] for row in items.values()] == ["s/a.png", "s/a.png"]
+    assert read(manifest.open("a.png")) == b"set/a.png"
+    assert read(manifest.open_companion("source", "s/a.png")) == b"set/s/a.png"
 
 
 def test_a_table_of_another_ending_is_read_as_the_caption_strategy_says(tmp_path: Path) -> None:
     put(tmp_path, "a.png")
     table = write_table(tmp_path, [{"path": "a.png", "caption": "x"}], "jsonl").rename(tmp_path / "table.txt")
-    where = open_source(Dataset(id="d", instance_data_dir=str(table), source="manifest", caption_strategy="jsonl"))
-    assert isinstance(where, ManifestSource)
-    assert listed(where)["a.png"]["captions"] == ["x"]
+    manifest = open_source(Dataset(id="d", instance_data_dir=str(table), source="manifest", caption_strategy="jsonl"))
+    assert isinstance(manifest, ManifestSource)
+    assert listed(manifest)["a.png"]["captions"] == ["x"]
     with pytest.raises(LatentpressError, match=r"table\.txt: its format is unknown"):
         settings = {"source": "manifest", "caption_strategy": "filename"}
         listed(source(table, **settings))

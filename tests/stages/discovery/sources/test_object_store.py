@@ -49,12 +49,12 @@ def test_s3_is_read_in_ranges_and_survives_pickling(media) -> None:
 def test_a_check_asks_the_store_again(media) -> None:
     media.put("a.jpg", b"one", bucket="media")
     blob = RemoteFile("s3://media/a.jpg", identity="store")
-    planned = files.compute_media_id(blob)
-    files.require_unchanged(blob, planned)
+    planned_id = files.compute_media_id(blob)
+    files.require_unchanged(blob, planned_id)
     media.put("a.jpg", b"two", bucket="media")
-    assert reason(lambda blob: files.require_unchanged(blob, planned), blob) == "changed"
+    assert reason(lambda blob: files.require_unchanged(blob, planned_id), blob) == "changed"
     Store("s3://media").remove("a.jpg")
-    assert reason(lambda blob: files.require_unchanged(blob, planned), blob) == "missing"
+    assert reason(lambda blob: files.require_unchanged(blob, planned_id), blob) == "missing"
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_an_object_put_in_parts_has_an_identity_too(media) -> None:
 
 
 class Stated(RemoteFile):
-    """An object whose store states another ETag than that of what is read, as KMS does or damage on the way."""
+    """An object with an ETag that does not match the bytes read, because of KMS or damage on the way."""
 
     def __init__(self, url: str, contents: list[bytes], stated: dict) -> None:
         super().__init__(url, identity="store")
@@ -187,6 +187,6 @@ MD5 = hashlib.md5(b"x").hexdigest()
 )
 def test_checksum(info: dict, s3: bool, kind: str, md5: str | None, local: bool) -> None:
     assert best_checksum({"size": 3, "ETag": 'W/"abc"'}, s3) is None
-    found = best_checksum(info, s3)
-    assert found is not None
-    assert (found.kind, found.md5, found.scoped_to_url) == (kind, md5, local)
+    checksum = best_checksum(info, s3)
+    assert checksum is not None
+    assert (checksum.kind, checksum.md5, checksum.scoped_to_url) == (kind, md5, local)

@@ -1,5 +1,5 @@
-"""The same pictures, captions, source images and masks from every source: equal media tables and shards, and what a
-change costs."""
+"""The same pictures, captions, source images and masks from every source: equal media tables and shards, and the
+cost of a change."""
 
 import csv
 import io
@@ -48,11 +48,11 @@ class Item:
 def items(photo) -> list[Item]:
     sizes = [(64, 64), (96, 64)]
     parts = [(photo(n, sizes[n % 2]), photo(20 + n), photo(40 + n)) for n in range(4)]
-    found = [Item(f"p{n}", *part, (f"picture {n}",), n) for n, part in enumerate(parts)]
-    return [*found[:2], replace(found[2], captions=("picture 2", "the second, said otherwise")), found[3]]
+    items = [Item(f"p{n}", *part, (f"picture {n}",), n) for n, part in enumerate(parts)]
+    return [*items[:2], replace(items[2], captions=("picture 2", "the second, said otherwise")), items[3]]
 
 
-# -- where it is offered --------------------------------------------------------------------------------------------
+# -- the forms of the data ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -100,7 +100,7 @@ def by_name(root: str) -> dict:
 
 
 def table(items: list[Item], name: Callable[[str], str]) -> dict[str, list]:
-    """Columns of a table: files, and a caption column of text and, for what has a second one, another."""
+    """Columns of a table: files, and a caption column; items with a second caption have a second column."""
     columns: dict[str, list] = {
         role: [name(f"{folder}/{item.stem}.jpg") for item in items]
         for role, folder in (("path", "media"), ("source", "sources"), ("mask", "masks"))
@@ -149,15 +149,15 @@ def offer_tars(place: Place, items: list[Item]) -> dict:
 
 
 def offer_cells(place: Place, items: list[Item]) -> dict:
-    """Images as bytes in a parquet file, as the hub has them."""
+    """Images as bytes in a parquet file, as on the hub."""
     columns = table(items, str)
     for role, part in (("path", "target"), ("source", "source"), ("mask", "mask")):
         columns[role] = [{"bytes": getattr(item, part), "path": f"{item.stem}.jpg"} for item in items]
-    made = hf.Dataset.from_dict(columns)
+    rows = hf.Dataset.from_dict(columns)
     for role in ("path", "source", "mask"):
-        made = made.cast_column(role, hf.Image(decode=False))
+        rows = rows.cast_column(role, hf.Image(decode=False))
     out = io.BytesIO()
-    made.to_parquet(out)
+    rows.to_parquet(out)
     return {
         "source": "huggingface",
         "instance_data_dir": str(place.local({"train.parquet": out.getvalue()})),
@@ -170,7 +170,7 @@ def offer_csv(place: Place, items: list[Item]) -> dict:
 
 
 def offer_urls(place: Place, items: list[Item]) -> dict:
-    """Pictures in S3, source images behind a URL with a password, masks behind one that is signed."""
+    """Pictures in S3, source images behind a URL with a password, masks behind a signed URL."""
     place.remote(files_of(items))
     bucket = Store(f"s3://{place.prefix}").place
 
@@ -211,8 +211,10 @@ def run(home: Any, program: Any, *overrides: str) -> Any:
 
 
 def offered(home: Any, name: str, place: Place, items: list[Item]) -> Any:
-    kept = {key: home.settings["datasets"][0][key] for key in ("id", "resolution", "bucket_step", "allow_upscale")}
-    home.settings["datasets"] = [kept | OFFERS[name](place, items)]
+    dataset_options = {
+        key: home.settings["datasets"][0][key] for key in ("id", "resolution", "bucket_step", "allow_upscale")
+    }
+    home.settings["datasets"] = [dataset_options | OFFERS[name](place, items)]
     return home
 
 
@@ -228,14 +230,14 @@ def test_the_media_table_is_the_same_and_a_change_costs_itself(
 ) -> None:
     home = offered(project("kandinsky5-image-i2i"), name, place, items)
     assert run(home, discover).rejects == []
-    found = facts(home)
+    results = facts(home)
     assert run(home, discover).details["datasets"][0]["files_read"] == 0
-    written = b"".join(path.read_bytes() for path in home.root.rglob("*") if path.is_file())
+    content = b"".join(path.read_bytes() for path in home.root.rglob("*") if path.is_file())
     for secret in (PASSWORD, "Signature=", "wJalrXUtnFEMI"):
-        assert secret.encode() not in written and secret not in home.said
+        assert secret.encode() not in content and secret not in home.said
     reference = offered(project("kandinsky5-image-i2i"), "folder", place, items)
     run(reference, discover)
-    assert facts(reference) == found
+    assert facts(reference) == results
 
     changed = [replace(items[0], captions=("said otherwise",)), *items[2:]]  # items[1] is gone
     changed.insert(2, Item("added", photo(77), photo(78), photo(79), ("added",)))
@@ -282,9 +284,9 @@ def test_captions_from_elsewhere(name: str, tmp_path: Path, place: Place, items:
     assert len(prompt) == 4 and set(map(tuple, prompt.values())) == {("the one",)}
     words = captions(caption_strategy="filename")
     assert {words[path][0] for path in prompt} == {path.rpartition("/")[2].partition(".")[0] for path in prompt}
-    said = [[f"{number}, said in a table", f"{number}, said otherwise"] for number in range(len(prompt))]
+    texts = [[f"{number}, said in a table", f"{number}, said otherwise"] for number in range(len(prompt))]
     file = tmp_path / "captions.jsonl"
-    rows = pa.table({"path": list(prompt), "caption": said}).to_pylist()
+    rows = pa.table({"path": list(prompt), "caption": texts}).to_pylist()
     file.write_text("\n".join(map(json.dumps, rows)))
-    found = captions(caption_strategy="jsonl", caption_file=str(file), media_column=None)
-    assert found == dict(zip(prompt, said, strict=True))
+    results = captions(caption_strategy="jsonl", caption_file=str(file), media_column=None)
+    assert results == dict(zip(prompt, texts, strict=True))

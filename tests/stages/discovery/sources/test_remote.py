@@ -33,7 +33,7 @@ NAMES = ("a b.png", "a b.txt", "a?#1.JPG", "sub/deep/c.png", "sub/deep/c.txt", "
 def test_a_prefix_in_s3(media) -> None:
     for name in NAMES:
         media.put(f"set/{name}", name.encode(), bucket="media")
-    media.put("set/empty/", bucket="media")  # what consoles make for a folder
+    media.put("set/empty/", bucket="media")  # consoles create this object for a folder
     source = pickle.loads(pickle.dumps(open_source(dataset("s3://media/set/"))))
     rows = scan(source)
     assert [row["path"] for row in rows] == ["a b.png", "a?#1.JPG", "sub/deep/c.png"]
@@ -48,9 +48,9 @@ def test_a_prefix_in_s3(media) -> None:
         assert read(source.open(row["path"])) == row["path"].encode()
     assert str(source.open("a?#1.JPG").name) == "s3://media/set/a?#1.JPG"
     media.put("set/a b.txt", b"corrected", bucket="media")
-    again = scan(source)
-    assert again[0]["captions_version"] != rows[0]["captions_version"]
-    assert [row["version"] for row in again] == [row["version"] for row in rows]
+    second_scan = scan(source)
+    assert second_scan[0]["captions_version"] != rows[0]["captions_version"]
+    assert [row["version"] for row in second_scan] == [row["version"] for row in rows]
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_tars_in_s3(media, tmp_path: Path) -> None:
     assert files.compute_media_id(first) != files.compute_media_id(second)
     files.require_unchanged(second, files.compute_media_id(second))
     media.put("wds/00000.tar", data.getvalue() + bytes(512), bucket="media")
-    with pytest.raises(MediaError, match="not the file that was discovered"):
+    with pytest.raises(MediaError, match="differs from the discovered file"):
         files.require_unchanged(second, second.media_id() and files.compute_media_id(first))
     media = pa.concat_tables(source.scan(None)).sort_by("path")
     with pytest.MonkeyPatch.context() as patch:
@@ -87,7 +87,7 @@ def test_tars_in_s3(media, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_prefix_that_is_not_there(media) -> None:
     for place in ("s3://media/none", "s3://no-such-bucket/x"):
-        with pytest.raises(LatentpressError, match="is not there") as caught:
+        with pytest.raises(LatentpressError, match="does not exist") as caught:
             scan(open_source(dataset(place)))
         assert SECRET not in str(caught.value)
 
@@ -119,7 +119,7 @@ def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_page_of_links(tmp_path: Path, serve) -> None:
-    """A web server's listing says only names: size and version are asked of it."""
+    """A web server's listing has only names: sizes and versions are requested."""
     (tmp_path / "set/sub").mkdir(parents=True)
     for name in ("a.png", "a.txt", "sub/b.png"):
         (tmp_path / "set" / name).write_bytes(name.encode())
@@ -148,12 +148,12 @@ def test_a_server_that_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatc
         for name, value in (environment | {"AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "*"}).items():
             monkeypatch.setenv(name, value)
         Buckets.clear_instance_cache()
-        where = "s3://media" if scheme == "s3" else f"http://{place}"
+        base_url = "s3://media" if scheme == "s3" else f"http://{place}"
         with pytest.raises(LatentpressError, match="can't be read"):
-            scan(open_source(dataset(f"{where}/set", source="remote")))
+            scan(open_source(dataset(f"{base_url}/set", source="remote")))
         with pytest.raises(MediaError, match="can't be read"):
-            RemoteFile(f"{where}/a.jpg").size()
-        (tmp_path / "all.csv").write_text(f"path,caption\n{where}/a.jpg,x\n")
+            RemoteFile(f"{base_url}/a.jpg").size()
+        (tmp_path / "all.csv").write_text(f"path,caption\n{base_url}/a.jpg,x\n")
         [row] = scan(open_source(dataset(str(tmp_path / "all.csv"))))
         assert row["problem"].startswith("unreadable: can't be read")
         Buckets.clear_instance_cache()

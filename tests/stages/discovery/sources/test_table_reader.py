@@ -55,16 +55,16 @@ def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [
-        ("t.csv", b"a,b\n1,2\n3\n", r"t\.csv, line 3: has 1 cell, and the header has 2: 3"),
-        ("t.csv", b'a,b\n1,"open\n2,"x"\n3,y\n', r"line 2: the quotes are wrong between here and line 3"),
+        ("t.csv", b"a,b\n1,2\n3\n", r"t\.csv, line 3: has 1 cell, but the header has 2: 3"),
+        ("t.csv", b'a,b\n1,"open\n2,"x"\n3,y\n', r"line 2: a quote is wrong between this line and line 3"),
         ("t.csv", b'a,b\n1.png,"open\n2.png,"\n3.png,y\n', r"line 2: a quoted cell continues over line 3, which"),
-        ("t.csv", b'a,b\n1,2\n3,"a \\"big\\" cat"\n', r"line 3: the quotes are wrong"),
+        ("t.csv", b'a,b\n1,2\n3,"a \\"big\\" cat"\n', r"line 3: a quote is wrong"),
         ("t.csv", b"a,b\r1,2\r3\r", r"t\.csv, line 1: .*new-line"),
         ("t.csv", "a,b\n1,2\n".encode("utf-16"), r"t\.csv, line 1: is UTF-16, not UTF-8"),
-        ("t.csv", "a,b\n1,2\n".encode("utf-16-le"), r"t\.csv, line 1: is UTF-16 or no text"),
-        ("t.csv", b"a;b\n1;2\n3\n", r"t\.csv, line 3: has 1 cell, and the header has 2"),
+        ("t.csv", "a,b\n1,2\n".encode("utf-16-le"), r"t\.csv, line 1: is UTF-16, or not text"),
+        ("t.csv", b"a;b\n1;2\n3\n", r"t\.csv, line 3: has 1 cell, but the header has 2"),
         ("t.csv", b"a,b\n1,2\n3,caf\xe9\n", r"t\.csv, line 3: is not UTF-8 \(byte 5\)"),
-        ("t.csv", b"a,a\n1,2\n", "two columns are called 'a'"),
+        ("t.csv", b"a,a\n1,2\n", "two columns are named 'a'"),
         ("t.csv", b"", r"t\.csv: is empty"),
         ("t.jsonl", '{"a": 1}\n'.encode("utf-16"), r"t\.jsonl, line 1: is UTF-16, not UTF-8"),
         (
@@ -135,17 +135,17 @@ def test_csv_is_read_as_a_strict_reader_does_or_refused(tmp_path_factory: pytest
     path = tmp_path_factory.getbasetemp() / "any.csv"
     path.write_bytes(b"f,c\n" + text.encode())
     try:
-        found = read_table(str(path), text=["f", "c"])
+        read_values = read_table(str(path), text=["f", "c"])
     except LatentpressError as error:
         assert "any.csv, line " in str(error) and error.next_step
         return
     with path.open(newline="") as file:
         expected = [row for row in csv.reader(file, strict=True) if row][1:]
-    assert [[row["f"] or "", row["c"] or ""] for row in found.to_pylist()] == expected
+    assert [[row["f"] or "", row["c"] or ""] for row in read_values.to_pylist()] == expected
 
 
 def test_an_absent_table_is_named_and_a_url_without_its_secrets(tmp_path: Path) -> None:
-    with pytest.raises(LatentpressError, match=r"never\.csv: is not there"):
+    with pytest.raises(LatentpressError, match=r"never\.csv: does not exist"):
         read_table(str(tmp_path / "never.csv"))
     with pytest.raises(LatentpressError) as caught:
         read_table("http://user:hunter2hunter2@127.0.0.1:9/t.csv?sig=abcdefghijklmnopqrstuv")
@@ -165,9 +165,9 @@ def test_the_column_of_media_is_the_first_usual_one_or_the_one_named() -> None:
     assert find_media_column(table, "id", "t.csv") == "id"
     with pytest.raises(LatentpressError, match="no column 'url'; there are: id, image, path, list"):
         find_media_column(table, "url", "t.csv")
-    with pytest.raises(LatentpressError, match=r"no column is called file_name.*there are: id"):
+    with pytest.raises(LatentpressError, match=r"no column named file_name.*its columns: id"):
         find_media_column(pa.table({"id": ["1"]}), None, "t.csv")
-    with pytest.raises(LatentpressError, match=r"holds list<.*>, not names of files"):
+    with pytest.raises(LatentpressError, match=r"contains list<.*>, not file names"):
         find_media_column(table, "list", "t.csv")
 
 
@@ -176,10 +176,10 @@ def test_a_column_of_bytes_is_named_as_that(tmp_path: Path) -> None:
     path = str(tmp_path / "t.parquet")
     pq.write_table(pa.table({"id": ["1"], "image": image, "caption": [b"words"]}), path)
     table = read_table(path)
-    for wanted in (None, "image"):
-        with pytest.raises(LatentpressError, match=r"column 'image' holds binary, not names of files") as said:
-            find_media_column(table, wanted, path)
-        assert "source: huggingface" in said.value.next_step
+    for column in (None, "image"):
+        with pytest.raises(LatentpressError, match=r"column 'image' contains binary, not file names") as caught:
+            find_media_column(table, column, path)
+        assert "source: huggingface" in caught.value.next_step
     with pytest.raises(LatentpressError, match=r"'caption' holds binary, not captions"):
         captions_of(table, "caption")
     pq.write_table(pa.table({"file_name": ["a.png"], "image": image}), path)

@@ -1,4 +1,4 @@
-"""Tars that are damaged or hostile, and where members lie in those that are whole."""
+"""Damaged and hostile tars, and the offsets of members in intact tars."""
 
 import gzip
 import io
@@ -32,7 +32,7 @@ def whole_tar(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, di
 
 @given(st.integers(0, 15000))
 def test_a_tar_cut_anywhere_lists_what_is_whole(whole_tar: tuple[Path, bytes, dict[str, int]], cut: int) -> None:
-    tar, data, whole = whole_tar
+    tar, data, intact = whole_tar
     end = max(i for i, byte in enumerate(data) if byte) // 512 * 512 + 512
     tar.write_bytes(data[: min(cut, end)])
     source = open_source(dataset(tar.parent))
@@ -40,7 +40,7 @@ def test_a_tar_cut_anywhere_lists_what_is_whole(whole_tar: tuple[Path, bytes, di
     assert rows[0]["path"] == "s.tar" and rows[0]["problem"].partition(":")[0] in ("truncated", "empty-file")
     assert problems(rows)[1:] in ([], [(rows[-1]["path"], "no-caption")])  # its text is behind the cut
     for row in rows[1:]:
-        assert row["size"] == whole[row["path"]] == len(read(source.open(row["path"])))
+        assert row["size"] == intact[row["path"]] == len(read(source.open(row["path"])))
 
 
 def test_a_damaged_header(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_damaged_header(tmp_path: Path) -> None:
         ("s.tar", "unreadable"),
         ("s.tar/000.jpg", ""),
     ]
-    assert "is no tar from byte" in rows[0]["problem"]
+    assert "is not a valid tar after byte" in rows[0]["problem"]
     assert read(source.open("s.tar/000.jpg")) == picture(0)
     with pytest.raises(MediaError, match="not in the tar"):
         source.open("s.tar/002.jpg")
@@ -95,8 +95,8 @@ def test_members_that_mean_harm_are_left_out(tmp_path: Path) -> None:
     assert read(source.open(row["path"])) == b"good"
     assert source.ignored == {
         "member with an unsafe name": 3,
-        "member that is no plain file": 3,
-        "second member of one name": 1,
+        "member that is not a regular file": 3,
+        "second member with the same name": 1,
         "member without a key": 2,
     }
     for path in ("s.tar/../secret.jpg", "../secret.jpg", "s.tar/link.jpg", str(tmp_path / "secret.jpg")):

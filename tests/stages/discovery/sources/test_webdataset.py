@@ -21,13 +21,13 @@ wds = pytest.importorskip("webdataset")
 
 
 def record(number: int, **more: Any) -> dict:
-    """What img2dataset writes into the .json of a sample."""
+    """The content of the .json that img2dataset writes for a sample."""
     common = {"url": f"https://example.org/{number}.jpg", "key": f"{number:09d}", "status": "success"}
     return common | {"error_message": None, "width": 20, "height": 10, "exif": "{}"} | more
 
 
 def img2dataset(folder: Path, shards: int = 2, each: int = 3) -> Path:
-    """img2dataset's layout: tars, and beside each a table of what was downloaded and its counts."""
+    """img2dataset's layout: tars, and next to each a table of its downloads and its counts."""
     folder.mkdir(exist_ok=True)
     for shard in range(shards):
         samples = []
@@ -57,7 +57,7 @@ def as_known(source: WebDatasetSource) -> pa.Table:
     return table.append_column("media_id", pa.repeat("0" * 32, len(table)))
 
 
-# -- what img2dataset and video2dataset write ------------------------------------------------------------------------
+# -- tars of img2dataset and video2dataset ---------------------------------------------------------------------------
 
 
 def test_img2dataset(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_items_with_a_dot_in_their_name_do_not_vanish(tmp_path: Path) -> None:
         *((f"s.tar/cat.{number}.jpg", "dotted-name") for number in range(3)),
         ("s.tar/dog.jpg", ""),
     ]
-    assert "0.jpg is its extension" in rows[0]["problem"] and "one dot" in rows[0]["advice"]
+    assert "0.jpg is its extension" in rows[0]["problem"] and "single dot" in rows[0]["advice"]
     assert source.ignored == {".v2.jpg": 1}
 
 
@@ -169,7 +169,7 @@ def test_records_of_several_kinds(tmp_path: Path) -> None:
     assert [row["extra.m"] for row in rows] == ["1", "two", None, None]
     assert (rows[0]["extra.b"], rows[1]["extra.big"], rows[0]["extra.h"]) == (True, 1e20, "?")
     assert "extra.l" not in rows[0]
-    assert source.ignored["member .json that is no JSON object"] == 2
+    assert source.ignored["member .json that is not a JSON object"] == 2
 
 
 # -- companions ------------------------------------------------------------------------------------------------------
@@ -226,13 +226,13 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str,
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("none", "there is no folder"),
+        ("none", "does not exist"),
         ("empty", "no tar"),
         ("empty/x.tar", "No such file"),
-        ("s.tar.gz", "there is no folder"),
+        ("s.tar.gz", "does not exist"),
         ("{0..1.tar", "00000"),
-        ("{0..999999999}.tar", "stands for more than 1,000,000 names"),
-        ("{0..900000}{0..900000}.tar", "stands for more than 1,000,000 names"),
+        ("{0..999999999}.tar", "more than 1,000,000 names"),
+        ("{0..900000}{0..900000}.tar", "more than 1,000,000 names"),
         ("{" * 1200 + "a,b" + "}" * 1200, "recursion depth"),
         ("{{0..9999},{20000..29999}}.tar", "No such file"),
     ],
@@ -257,7 +257,7 @@ def test_tars_at_a_url(tmp_path: Path) -> None:
         assert read(blob) == picture(10002)
     with pytest.raises(MediaError, match="identity: content"):
         open_source(dataset("memory://wds", identity="store")).open(rows[0]["path"]).media_id()
-    with pytest.raises(LatentpressError, match="is not there"):
+    with pytest.raises(LatentpressError, match="does not exist"):
         scan(open_source(dataset("memory://wds/{00007..00008}.tar")))
     fs.store.clear()
 
@@ -268,7 +268,7 @@ def test_tars_at_a_url(tmp_path: Path) -> None:
 def test_only_the_changed_tar_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = img2dataset(tmp_path / "shards", shards=3)
     place = dataset(folder)
-    known = as_known(open_source(place))
+    known_rows = as_known(open_source(place))
     write(folder / "00001.tar", [{"__key__": "new", "jpg": b"new", "txt": "new"}])
     write(folder / "00003.tar", [{"__key__": "added", "jpg": b"new", "txt": "new"}])
     (folder / "00002.tar").unlink()
@@ -277,21 +277,21 @@ def test_only_the_changed_tar_is_opened(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "stages.discovery.sources.webdataset.open_media", lambda path: opened.append(str(path)) or real(path)
     )
-    paths = [row["path"] for row in scan(open_source(place), known)]
+    paths = [row["path"] for row in scan(open_source(place), known_rows)]
     assert paths[3:] == ["00001.tar/new.jpg", "00003.tar/added.jpg"] and len(paths) == 5
     assert [os.path.basename(path) for path in opened] == ["00001.tar", "00003.tar"]
 
 
 def test_other_settings_or_items_rejected_open_it_again(tmp_path: Path) -> None:
     folder = img2dataset(tmp_path / "shards", shards=1)
-    known = as_known(open_source(dataset(folder)))
-    (first, *_) = scan(open_source(dataset(folder, caption_column=["url"])), known)
+    known_rows = as_known(open_source(dataset(folder)))
+    (first, *_) = scan(open_source(dataset(folder, caption_column=["url"])), known_rows)
     assert first["captions"] == ["https://example.org/0.jpg"]
-    assert len(scan(open_source(dataset(folder)), known.slice(1))) == 3
+    assert len(scan(open_source(dataset(folder)), known_rows.slice(1))) == 3
 
 
 def test_a_field_of_one_kind_here_and_another_there(tmp_path: Path) -> None:
-    """The first tar that has a field settles its kind; what later ones have of another is null, and counted."""
+    """The first tar with a field determines its type; values of another type in later tars are null, and counted."""
     fields: list[dict] = [{"score": 1, "tag": "x"}, {"score": "2.5", "tag": 7}, {"score": "good", "tag": True}, {}]
     for number, more in enumerate(fields):
         sample = {"__key__": "0", "jpg": picture(number), "txt": "x", "json": record(number, **more)}
@@ -300,4 +300,4 @@ def test_a_field_of_one_kind_here_and_another_there(tmp_path: Path) -> None:
     table = pa.concat_tables(source.scan(None), promote_options="permissive")
     assert table["extra.score"].to_pylist() == [1, 2.5, None, None]
     assert table["extra.tag"].to_pylist() == ["x", "7", "true", None]
-    assert source.ignored == {"score of another kind than in the first tar that has it": 1}
+    assert source.ignored == {"score of another type than in the first tar with it": 1}
