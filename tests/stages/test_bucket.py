@@ -122,7 +122,7 @@ def test_a_lite_video_model_is_warned_of_sizes_that_it_was_not_made_for(project)
     assert report.details["buckets"][0]["bucket"] == "688x384@9"
     assert report.details["buckets"][0]["scale_class"] == "1x3.16x3.16"
     assert "was made for sides of" in text and "688x384@9. Choose a resolution" in text
-    inside, text = said(made, bucket, "datasets.photos.resolution=632")
+    inside, text = run_with_output(home, bucket, "datasets.photos.resolution=632")
     assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "was made for" not in text
 
 

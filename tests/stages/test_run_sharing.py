@@ -99,5 +99,5 @@ def test_a_stage_that_fails_is_told_with_its_reason(
         ]
         code, report, log = run(home, *arguments)
         (text,) = live.texts()
-    assert code == 3 and "failed in discover" in text and "does not exist" in text, said
+    assert code == 3 and "failed in discover" in text and "does not exist" in text, log
     assert report["error"]["message"].removeprefix("discover: ") in text
