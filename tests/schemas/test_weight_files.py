@@ -30,13 +30,13 @@ def test_safetensors_are_read(tmp_path, names) -> None:
 )
 def test_pickles_alone_are_named_with_the_way_out(tmp_path, name) -> None:
     problem, step = find_weights_problem(make_folder(tmp_path, "config.json", ".hidden.safetensors", name))
-    assert str(tmp_path / name) in problem and "pickled" in problem
+    assert str(tmp_path / name) in problem
     assert "save_pretrained(folder, safe_serialization=True)" in step
 
 
 def test_a_folder_without_weights_is_named(tmp_path) -> None:
     problem, step = find_weights_problem(make_folder(tmp_path, "config.json"))
-    assert problem == f"{tmp_path} holds no *.safetensors" and "whole copy" in step
+    assert str(tmp_path) in problem and "*.safetensors" in problem and "whole copy" in step
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_persons_caption_wins_then_that_of_a_file(photos: Project) -> None:
         ("beside", {"a cat"} | generated["own.png"]),
         ("instead", generated["own.png"]),
     ):
-        photos.settings["datasets"][0]["made_captions"] = mode
+        photos.settings["datasets"][0]["generated_captions"] = mode
         photos.run(bucket.run)
         texts = planned_texts(photos)
         assert texts["own.png"] == expected and texts[path] == {"by hand"}
@@ -141,15 +141,15 @@ def test_several_prompts_are_alternatives_and_a_forbidden_word_is_not_written(ph
     word = max(
         (word for texts in captions.values() for text in texts for word in text.split()[1:] if word.isalpha()), key=len
     )
-    photos.run(caption.run, f"caption.forbidden=[{word}]")
-    second_captions = written(photos, f"caption.forbidden=[{word}]")
+    photos.run(caption.run, f"caption.forbidden_words=[{word}]")
+    second_captions = written(photos, f"caption.forbidden_words=[{word}]")
     assert second_captions != captions and not any(
         word in text.split() for texts in second_captions.values() for text in texts
     )
 
 
 def test_without_the_section_or_a_model_that_writes_it_is_said(photos: Project, tiny: Any) -> None:
-    with pytest.raises(LatentpressError, match="section `caption` is not in"):
+    with pytest.raises(LatentpressError, match="section `caption`"):
         photos.run(caption.run, "caption=null")
     photos.settings["caption"]["model"] = str(tiny("dinov2"))
     with pytest.raises(LatentpressError, match="dinov2, which takes no pictures and questions"):

@@ -77,7 +77,7 @@ def test_a_recipe_is_taken_as_it_is(photos: Path, call: Call, monkeypatch: pytes
 def test_what_is_refused(photos: Path, call: Call) -> None:
     (photos / "empty").mkdir()
     for words, message in (
-        ((), "no terminal"),
+        ((), "not a terminal"),
         (("--yes", "--media", "empty"), "no pictures and no clips"),
         (("--yes", "--media", "nowhere"), "not a folder"),
         (("--yes", "--task", "motion"), "trained on clips"),

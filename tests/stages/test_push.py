@@ -123,7 +123,7 @@ def test_a_result_that_is_malformed_or_a_pipe_is_named(home: Project, models: Mo
         home.run(push.run)
     note.unlink()
     os.mkfifo(note)
-    with pytest.raises(LatentpressError, match=r"result\.json can't be read: .*is not a regular file"):
+    with pytest.raises(LatentpressError, match="is not a regular file"):
         home.run(push.run)
 
 
@@ -261,7 +261,7 @@ def test_a_full_rank_model_is_uploaded_by_component_without_its_path(
     (folder / "notes.json").write_text("{}")
     (folder / "mine.safetensors").write_bytes(b"stale")
     (folder / "config.json").write_text("[")
-    with pytest.raises(LatentpressError, match=r"config\.json can't be read: .*line 1"):
+    with pytest.raises(LatentpressError, match=r"config\.json can"):
         home.run(push.run)
     (folder / "config.json").write_text(json.dumps(config))
     home.run(push.run)

@@ -20,7 +20,7 @@ from tests.stages.report_run import FakeRun, eval_line, step_line
 
 
 def row(stage: str, done: int, remaining: int = 0, rejects: int = 0, **more: Any) -> dict[str, Any]:
-    return {"stage": stage, "what": "samples", "done": done, "remaining": remaining, "rejects": rejects} | more
+    return {"stage": stage, "what": "samples", "done": done, "remaining": remaining, "rejected": rejects} | more
 
 
 def note(programs: ChildPrograms, job: str, program: str, **values: Any) -> None:

@@ -287,11 +287,12 @@ def read_initial(settings: Adapter) -> AdapterFile | None:
     try:
         adapter = read_adapter(Path(settings.init_from))
     except AdapterError as error:
-        raise AdapterError(f"train.adapter.init: {error.message}", error.next_step) from error
+        raise AdapterError(f"train.adapter.init_from: {error.message}", error.next_step) from error
     expected_kind = "LoKr" if settings.type == "lokr" else "DoRA" if settings.dora else "LoRA"
     if adapter.kind != expected_kind:
         raise AdapterError(
-            f"train.adapter.init: {adapter.path} is a {adapter.kind}, but the configuration trains a {expected_kind}",
+            f"train.adapter.init_from: {adapter.path} is a {adapter.kind}, but the configuration trains a "
+            f"{expected_kind}",
             f"{_SETTINGS[adapter.kind]} Or name a {expected_kind}.",
         )
     ranks, alphas = zip(*(initial_scale(layer, settings.rslora) for layer in adapter.layers.values()), strict=True)
@@ -300,8 +301,8 @@ def read_initial(settings: Adapter) -> AdapterFile | None:
         if value is not None and not any(math.isclose(value, file_value, rel_tol=1e-5) for file_value in file_values):
             with_rslora = " (with rslora: true)" if name == "alpha" and settings.rslora else ""
             raise AdapterError(
-                f"train.adapter.init: {adapter.path} has {name} {_join(file_values)}{with_rslora}; the configuration "
-                f"has {name} {value:g}",
+                f"train.adapter.init_from: {adapter.path} has {name} {_join(file_values)}{with_rslora}; the "
+                f"configuration has {name} {value:g}",
                 f"Remove train.adapter.{name} to use the value of the file.",
             )
     return adapter

@@ -59,20 +59,20 @@ SETTINGS = {
 HINTS = {
     "data": "Run `latentpress train --set train.on_new_data=continue` to continue with the new data in a new order; or "
     "set train.set to the set of the checkpoint to continue with it; or begin a new run from this run's adapter: "
-    "train.adapter.init.",
+    "train.adapter.init_from.",
     "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
     "transformer": "Change model.path, model.flavour or model.revision back.",
 }
 HINTS["random numbers"] = "Continue with the release that started the run, which had another noise generator."
 HINTS["shuffle_shards"] = "Change train.shuffle_shards back, and set train.set to the set that the run started with."
 HINTS["base weights"] = HINTS["transformer"]
-HINTS["initial adapter"] = "Change train.adapter.init or its file back."
+HINTS["initial adapter"] = "Change train.adapter.init_from or its file back."
 HINTS["assistant"] = "Change model.assistant or its file back."
 #: Key of a hash in the signature -> message that is shown instead of its values.
 HASHES = {
     "transformer": "the transformer has a different shape",
     "base weights": "the base weights are different",
-    "initial adapter": "train.adapter.init is a different adapter, or none",
+    "initial adapter": "train.adapter.init_from is a different adapter, or none",
     "assistant": "model.assistant is a different adapter, or none",
 }
 

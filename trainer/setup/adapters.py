@@ -337,7 +337,7 @@ def fit_initial(
             f"only {side} has {', '.join(sorted(paths)[:3])} ({len(paths)} in all)" for side, paths in sides if paths
         )
         raise AdapterError(
-            f"train.adapter.init: {file.path} adapts other modules than this run: {'; '.join(differences)}",
+            f"train.adapter.init_from: {file.path} adapts other modules than this run: {'; '.join(differences)}",
             "Remove train.adapter.targets to train the modules of the file, or name an adapter of this model.",
         )
     check_fits(file, {name: module_size(model.get_submodule(path)) for name, path in paths.items()}, "the transformer")
@@ -369,7 +369,7 @@ def load_weights(model: Any, file: AdapterFile) -> None:
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 raise AdapterError(
-                    f"train.adapter.init: {file.path} divides matrices differently: {key} is "
+                    f"train.adapter.init_from: {file.path} divides matrices differently: {key} is "
                     f"{theirs.get(key, 'absent')} in the file and {ours.get(key, 'absent')} in this run",
                     "Set train.adapter.decompose_factor and decompose_both to the file's values, or merge the file "
                     "into the model: latentpress export-adapter --merge --whole --to FOLDER",

@@ -25,7 +25,7 @@ def make_config(family: str = "flux2-klein", flavour: str | None = None, **secti
 def test_distilled_flavours_and_repositories_are_refused(size):
     distilled, base = (FAMILY.flavours[f"klein-{infix}{size}"] for infix in ("", "base-"))
     for model in (make_config(flavour=distilled.name).model, make_config(model={"path": distilled.repo}).model):
-        with pytest.raises(CheckpointMismatch, match=f"{distilled.name} was distilled") as caught:
+        with pytest.raises(CheckpointMismatch, match=distilled.name) as caught:
             check_distilled(model, print)
         assert f"train {base.name} ({base.repo})" in caught.value.next_step
     check_distilled(make_config(flavour=base.name).model, pytest.fail)
@@ -37,7 +37,7 @@ def test_model_index_states_whether_a_folder_is_distilled(tmp_path):
     model = make_config(model={"path": str(tmp_path)}).model
     assisted = make_config(model={"path": str(tmp_path), "assistant": "file.safetensors"}).model
     check_distilled(model, remarks.append)
-    assert "nothing in" in remarks.pop() and not remarks, "without a model_index.json"
+    assert str(tmp_path) in remarks.pop() and not remarks, "without a model_index.json"
     index.write_text(json.dumps({"_class_name": FAMILY.pipelines["t2i"], "is_distilled": True}))
     with pytest.raises(
         CheckpointMismatch, match=r"by is_distilled in its model_index\.json it was distilled"
@@ -54,7 +54,7 @@ def test_model_index_states_whether_a_folder_is_distilled(tmp_path):
 
 def test_a_negative_prompt_is_refused():
     prompt = {"name": "one", "prompt": "a cat"}
-    with pytest.raises(ValueError, match="negative_prompt: "):
+    with pytest.raises(ValueError, match="prompt 'one'"):
         make_config(validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})
     make_config(validation={"prompts": [prompt | {"negative_prompt": ""}]})
     make_config("z-image", validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})

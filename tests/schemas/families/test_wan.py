@@ -59,9 +59,7 @@ def test_one_checkpoint_is_valid_for_both_tasks_and_no_other_family(tiny):
         check_transformer(model)
         check_component(model, "vae")
     wan_2_1 = model_of(folder, "wan2.1", "t2v-1.3b")
-    with pytest.raises(
-        CheckpointMismatch, match=r"has expand_timesteps: true, and the pipeline of wan2\.1 needs false"
-    ):
+    with pytest.raises(CheckpointMismatch, match=r"the pipeline of wan2\.1 needs false"):
         check_task(wan_2_1)
     with pytest.raises(CheckpointMismatch, match=r"in_channels = 48, and wan2\.1 t2v needs 16"):
         check_transformer(wan_2_1)
@@ -77,7 +75,7 @@ def test_a_checkpoint_of_two_experts_is_refused(tmp_path, second):
     index = {"_class_name": FAMILIES["wan2.1"].pipelines["t2v"], "transformer": ["diffusers", "WanTransformer3DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index | {second: ["diffusers", "WanTransformer3DModel"]}))
     model = model_of(tmp_path, "wan2.1", "t2v-14b")
-    with pytest.raises(CheckpointMismatch, match=f"has {second}, and wan2.1 has only transformer"):
+    with pytest.raises(CheckpointMismatch, match=second):
         check_task(model)
     (tmp_path / "model_index.json").write_text(json.dumps(index | {second: [None, None]}))
     check_task(model)

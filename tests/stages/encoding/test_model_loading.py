@@ -101,7 +101,7 @@ def pickled(tiny: Callable[[str], Path], tmp_path: Path) -> Callable[[str, str],
 @pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
 def test_pickled_weights_are_refused(pickled, part) -> None:
     folder = pickled(TEXT, part)
-    with pytest.raises(WeightsError, match=rf"{folder}/{part}/\w+\.bin is pickled") as caught:
+    with pytest.raises(WeightsError, match=rf"{folder}/{part}/\w+\.bin") as caught:
         if part == "vae":
             flux.Autoencoder(str(folder), None, torch.float32, CPU)
         else:

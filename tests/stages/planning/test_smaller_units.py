@@ -66,7 +66,7 @@ def test_what_has_no_shard_is_divided_again_and_what_has_one_stays(home) -> None
         assert home.run(program.run).exit_code == 0
     assert encoded_shards.items() <= home.shards("latents").items() and len(home.shards("latents")) == 4
     assert home.run(status.run).remaining == 0 and home.run(verify.run).damage == []
-    assert "nothing" in home.run(gc.run).details["unused"]
+    assert "no files" in home.run(gc.run).details["unused"]
 
 
 def test_a_shard_that_a_job_makes_of_a_unit_that_was_divided_is_not_used(home) -> None:

@@ -239,7 +239,7 @@ def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_pat
     file = write(tmp_path / "a.safetensors", pairs(), header)
     assert read_initial(Adapter()) is None
     for settings in ({}, {"rank": 4}, {"alpha": 2.5}, {"rank": 4, "alpha": 1.0}, {"rslora": True, "alpha": 0.5}):
-        assert read_initial(Adapter(init=str(file), **settings)).layers.keys() == read_adapter(file).layers.keys()
+        assert read_initial(Adapter(init_from=str(file), **settings)).layers.keys() == read_adapter(file).layers.keys()
     for settings, message in (
         ({"rank": 16}, "has rank 4; the configuration has rank 16"),
         ({"rank": 4, "alpha": 4.0}, "has alpha 1, 2.5; the configuration has alpha 4"),
@@ -248,9 +248,9 @@ def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_pat
         ({"dora": True}, "is a LoRA, but the configuration trains a DoRA"),
     ):
         with pytest.raises(AdapterError) as caught:
-            read_initial(Adapter(init=str(file), **settings))
+            read_initial(Adapter(init_from=str(file), **settings))
         assert message in caught.value.message and "rain.adapter" in caught.value.next_step
     write(file, lokr(), {"r": 2, "alpha": 2})
     with pytest.raises(AdapterError, match="is a LoKr, but the configuration trains a LoRA") as caught:
-        read_initial(Adapter(init=str(file)))
+        read_initial(Adapter(init_from=str(file)))
     assert "Set train.adapter.type to lokr" in caught.value.next_step

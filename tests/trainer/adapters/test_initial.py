@@ -59,10 +59,10 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
     assert code == OK and report["done"] == 1 and report["skipped"] == 1
     save_file({key: value * 2 for key, value in tensors.items()}, moved)
     for init in (str(moved), None):
-        config = make_config("t2i", run="bare", steps=3, validation=look, adapter={**settings, "init": init})
+        config = make_config("t2i", run="bare", steps=3, validation=look, adapter={**settings, "init_from": init})
         code, report, log = program(config)
-        assert code == USAGE and "train.adapter.init" in report["error"]["message"]
-        assert "loading the transformer" not in log and "train.adapter.init" in report["error"]["next_step"]
+        assert code == USAGE and "train.adapter.init_from" in report["error"]["message"]
+        assert "loading the transformer" not in log and "train.adapter.init_from" in report["error"]["next_step"]
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
         (None, {}, "attn1.to_q is 3 x 3, and in the transformer"),
     ):
         save_file(tensors, file, header)
-        config = make_config("sana", adapter={"init": str(file), **settings})
+        config = make_config("sana", adapter={"init_from": str(file), **settings})
         for dry in (True, False):
             code, report, log = program(config, dry_run=dry)
             assert code == USAGE and message in report["error"]["message"] and LOADS not in log
@@ -149,7 +149,7 @@ def test_training_starts_from_a_lokr_in_each_format(tiny, tmp_path, kind) -> Non
         torch.testing.assert_close(exact_output(kind, model.eval()), theirs, rtol=0, atol=1e-6)
     assert len([*tmp_path.glob("*.safetensors")]) == 3
     with pytest.raises(AdapterError, match="divides matrices differently") as caught:
-        make_trainable(load(kind, tiny), family, Adapter(init=str(path), type="lokr", decompose_factor=8))
+        make_trainable(load(kind, tiny), family, Adapter(init_from=str(path), type="lokr", decompose_factor=8))
     assert "decompose_factor and decompose_both" in caught.value.next_step
 
 

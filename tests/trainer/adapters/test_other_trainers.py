@@ -1,5 +1,5 @@
-"""train.adapter.init reads LoRAs of other trainers: kohya's and musubi-tuner's lora_unet_ names with alpha, and the
-original releases' names of ai-toolkit and diffusion-pipe, with modules that are one module there and several here.
+"""train.adapter.init_from reads LoRAs of other trainers: kohya's and musubi-tuner's lora_unet_ names with alpha, and
+the original releases' names of ai-toolkit and diffusion-pipe, with modules that are one module there and several here.
 
 The files are written here from the models' own modules; the expected modules are from diffusers' converters, and the
 expected weights from the sum W + alpha / rank B A.

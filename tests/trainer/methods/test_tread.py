@@ -181,7 +181,7 @@ def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
 
 
 def test_compiled_blocks_that_convolve_are_refused(make_config) -> None:
-    with pytest.raises(ValueError, match="for the convolution inside of a block of sana"):
+    with pytest.raises(ValueError, match="blocks of sana"):
         make_config("sana", compile="blocks", methods={"tread": {"routes": ROUTES[:1]}})
 
 

@@ -32,7 +32,7 @@ def test_a_scheduler_of_another_family_is_refused(tiny, tmp_path, kind) -> None:
     check_scheduler(config.model, None, family)
     folder = shutil.copytree(tiny(kind), tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
     diffusers.DDIMScheduler().save_pretrained(folder / "scheduler")
-    with pytest.raises(CheckpointMismatch, match="of DDIMScheduler"):
+    with pytest.raises(CheckpointMismatch, match="DDIMScheduler"):
         check_class(configured(kind, folder).model, ask_hub=False)
     shutil.rmtree(folder / "scheduler")
     with pytest.raises(RunError, match="can't denoise validation prompts") as caught:

@@ -108,7 +108,7 @@ def test_rows_without_a_caption_are_rejected(tmp_path: Path) -> None:
     rows = [{"image": "a.png", "one": "", "two": " "}, {"image": "b.png", "one": "", "two": "x"}]
     items = listed(source(write_table(tmp_path, rows), caption_column=["one", "two"]))
     assert [(reason(row), row["captions"]) for row in items.values()] == [("empty-caption", None), (None, ["x"])]
-    with pytest.raises(LatentpressError, match=r"no column 'caption'; there are: image, one, two"):
+    with pytest.raises(LatentpressError, match="no column 'caption'"):
         listed(source(write_table(tmp_path, rows)))
     with pytest.raises(LatentpressError, match=r"no column 'x'; there are"):
         listed(source(write_table(tmp_path, rows), media_column="x", caption_column=["one"]))
@@ -188,7 +188,6 @@ def test_text_files_beside_urls_but_not_beside_signed_ones(tmp_path: Path, serve
     rows = list(listed(manifest).values())
     assert [row["captions_at"] for row in rows] == [f"{url}/a.txt", None, None]
     assert [reason(row) for row in rows] == [None, "no-caption", "no-caption"]
-    assert rows[1]["advice"] == "write captions into the table"
     assert manifest.read_captions(f"{url}/a.txt") == ["a.txt"]
 
 
