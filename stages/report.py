@@ -42,10 +42,10 @@ def run(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File of the page.  [default: <output>/<run>/report.html]")
     ] = None,
-    pictures_beside: Annotated[
+    pictures_folder: Annotated[
         bool,
         typer.Option(
-            "--pictures-beside", help="Copy full-size pictures and clips to a folder next to the page, with links."
+            "--pictures-folder", help="Copy full-size pictures and clips to a folder next to the page, with links."
         ),
     ] = False,
     watch: Annotated[
@@ -62,9 +62,9 @@ def run(
     if options.dry_run:
         report.remaining = 1
         return report
-    if watch and not _update_while_training(config, options, names, page, pictures_beside, console):
+    if watch and not _update_while_training(config, options, names, page, pictures_folder, console):
         return report
-    size, missing = _write_page(config, options, names, page, pictures_beside)
+    size, missing = _write_page(config, options, names, page, pictures_folder)
     report.done = 1
     report.details |= {"written_mib": round(size / 2**20, 2)}
     if missing:
@@ -163,7 +163,7 @@ app = make_app(
     "report",
     "Make one HTML page of a run, or of several runs: curves, samples, data, costs, settings.",
     run,
-    examples=["first second", "--pictures-beside"],
+    examples=["first second", "--pictures-folder"],
     unused=NOT_COMPUTING,
 )
 

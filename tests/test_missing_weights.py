@@ -95,4 +95,4 @@ def test_a_tokenizer_with_more_tokens_than_the_text_encoder_knows(tiny: Callable
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 100}))
     with pytest.raises(WeightsError, match="tokens, and its text encoder") as caught:
         load(folder, "z-image", "text_encoder")
-    assert "take tokenizer/" in caught.value.next_step
+    assert "tokenizer/" in caught.value.next_step

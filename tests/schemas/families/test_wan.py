@@ -61,7 +61,7 @@ def test_one_checkpoint_is_valid_for_both_tasks_and_no_other_family(tiny):
     wan_2_1 = model_of(folder, "wan2.1", "t2v-1.3b")
     with pytest.raises(CheckpointMismatch, match=r"the pipeline of wan2\.1 needs false"):
         check_task(wan_2_1)
-    with pytest.raises(CheckpointMismatch, match=r"in_channels = 48, and wan2\.1 t2v needs 16"):
+    with pytest.raises(CheckpointMismatch, match=r"wan2\.1 t2v needs 16"):
         check_transformer(wan_2_1)
     with pytest.raises(CheckpointMismatch, match="z_dim = 48"):
         check_component(wan_2_1, "vae")

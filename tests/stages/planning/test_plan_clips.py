@@ -85,18 +85,20 @@ def test_clip_selection():
     def picked(duration: float = 3.0, **video: Any) -> list[float]:
         return [start for start, _ in starts(planned(videos(**video), [clip(7, duration)]))]
 
-    assert picked(clip="head") == [0.0]
-    assert picked(clip="middle") == [1.0]
-    assert picked(clip="uniform", clips=3) == [0.0, 1.1, 2.1]
-    assert picked(clip="chunks") == [0.0, 0.9, 1.8]
-    assert picked(clip="slide", clip_stride=7) == [0.0, 0.7, 1.4, 2.1]
-    random_starts = picked(clip="random", clips=3)
-    assert random_starts == picked(clip="random", clips=3) and all(0 <= start <= 2.1 for start in random_starts)
+    assert picked(clip_selection="head") == [0.0]
+    assert picked(clip_selection="middle") == [1.0]
+    assert picked(clip_selection="uniform", clips_per_video=3) == [0.0, 1.1, 2.1]
+    assert picked(clip_selection="chunks") == [0.0, 0.9, 1.8]
+    assert picked(clip_selection="slide", clip_stride=7) == [0.0, 0.7, 1.4, 2.1]
+    random_starts = picked(clip_selection="random", clips_per_video=3)
+    assert random_starts == picked(clip_selection="random", clips_per_video=3) and all(
+        0 <= start <= 2.1 for start in random_starts
+    )
 
 
 def test_no_clip_crosses_a_scene_boundary():
     cuts = [1.2, 1.5, 3.0]
-    plan = planned(videos(clip="chunks", scenes=True), [clip(0, 4.0, scenes=cuts)])
+    plan = planned(videos(clip_selection="chunks", scenes=True), [clip(0, 4.0, scenes=cuts)])
     clips_found = starts(plan)
     assert clips_found == [(0.0, 9), (1.5, 9), (2.4, 5), (3.0, 9)]  # 1.2 to 1.5 is too short for a clip
     edges = [0.0, *cuts, 4.0]

@@ -110,7 +110,7 @@ def test_rows_without_a_caption_are_rejected(tmp_path: Path) -> None:
     assert [(reason(row), row["captions"]) for row in items.values()] == [("empty-caption", None), (None, ["x"])]
     with pytest.raises(LatentpressError, match="no column 'caption'"):
         listed(source(write_table(tmp_path, rows)))
-    with pytest.raises(LatentpressError, match=r"no column 'x'; there are"):
+    with pytest.raises(LatentpressError, match="no column 'x'"):
         listed(source(write_table(tmp_path, rows), media_column="x", caption_column=["one"]))
 
 

@@ -126,7 +126,7 @@ def test_training_reads_what_is_stored_in_8_bits(project, kind, storage, format,
     broken, cache = home.config(*options, "output=broken"), encode_text.STAGE.fingerprint(config)
     for change, message in (
         (make_nan, "embeds_scale has numbers that are NaN or infinite"),
-        (lambda tensors: tensors.pop("embeds_scale"), "lacks its embeds_scale"),
+        (lambda tensors: tensors.pop("embeds_scale"), "embeds_scale"),
     ):
         rewrite(home, cache, change)
         with pytest.raises(DamageError, match=message) as caught:

@@ -27,4 +27,4 @@ class Encoder(TextEncoder[PrefixCachedModel]):
     def _compute(self, batch: Sequence[PreparedPrompt]) -> tuple[list[torch.Tensor], None]:
         hidden, _ = self._reader.hidden_states(batch)
         pairs = zip(batch, hidden, strict=True)
-        return [hidden_LD[self._crop - prompt.shared :] for prompt, hidden_LD in pairs], None
+        return [hidden_LD[self._crop - prompt.prefix_length :] for prompt, hidden_LD in pairs], None
