@@ -55,7 +55,7 @@ SETTINGS = (
 def write_card(config: Config, hub: Hub, repo: str, step: int, run: Path, folder: Path) -> list[Path]:
     """Write the card and the pictures of the last validation into `folder`, replacing older files, and return the
     files. config: configuration of the run. step: training step of the result. run: folder of the run."""
-    steps = [step for path in (run / "validation").glob("step-*") if (step := step_of(path)) is not None]
+    steps = [number for path in (run / "validation").glob("step-*") if (number := step_of(path)) is not None]
     newest = read_pictures(config, run, max(steps), *LIMITS) if steps else iter(())
     pictures = list(islice(newest, MAX_PICTURES))
     with replacing(folder) as temporary:
