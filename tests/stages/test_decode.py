@@ -182,7 +182,7 @@ def test_latents_of_another_family_and_damaged_ones_are_named(project) -> None:
     reasons = {row["item"].removesuffix(".safetensors"): row["reason"] for row in report.failed}
     assert reasons == {"cat": "other-family", "dog": "damaged", "emu": "other-shape", "gnu": "damaged"}
     assert "dog.safetensors" in report.failed[1]["message"]
-    assert "shape (4, 1, 8, 8); kandinsky5-image has 16 channels" in report.failed[2]["message"]
+    assert "(4, 1, 8, 8)" in report.failed[2]["message"]
     assert [path.name for path in home.folder.glob("output/run/samples/step-*/*")] == ["fox.png"]
 
 

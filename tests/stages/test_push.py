@@ -261,7 +261,7 @@ def test_a_full_rank_model_is_uploaded_by_component_without_its_path(
     (folder / "notes.json").write_text("{}")
     (folder / "mine.safetensors").write_bytes(b"stale")
     (folder / "config.json").write_text("[")
-    with pytest.raises(LatentpressError, match=r"config\.json can't be read: .*line 1"):
+    with pytest.raises(LatentpressError, match=r"config\.json.*line 1"):
         home.run(push.run)
     (folder / "config.json").write_text(json.dumps(config))
     home.run(push.run)
