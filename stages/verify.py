@@ -89,7 +89,7 @@ def run(
     commands = checks.rebuild_commands(damaged_tables)
     if damaged_shards and _is_copy(store):
         command = f"latentpress export --to {shlex.quote(store.url)}"
-        commands = [f"{command}   # with the root of the original set; replaces damaged shards"]
+        commands = [f"{command}   # with the root of the original set; or copy the set again"]
     elif damaged_shards or "damaged_shards" in report.details:
         commands = [line for line in commands if line != "latentpress index"]
         commands += [*([] if repair else ["latentpress verify --repair"]), "latentpress index"]

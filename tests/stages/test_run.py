@@ -215,7 +215,7 @@ def test_another_trainer_is_named_before_the_first_stage(home: Project, monkeypa
     folder.mkdir(parents=True)
     with (folder / LOCK_NAME).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(LatentpressError, match="output/run") as caught:
+        with pytest.raises(LatentpressError, match="output/first") as caught:
             home.run(run.run)
     assert "choose another train.run" in caught.value.next_step
 
