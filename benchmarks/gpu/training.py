@@ -135,7 +135,7 @@ def prepare(
     family = module_of(config.model.family_spec)
 
     def load(source: str, revision: str | None, dtype: torch.dtype, where: torch.device) -> Any:
-        return make_transformer(family, model.shape, dtype, where, drawn_on=device)
+        return make_transformer(family, model.shape, dtype, where, draw_device=device)
 
     data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
     size, settings = config.train.batch_size, config.train

@@ -64,14 +64,14 @@ def test_each_caption_gives_back_its_photograph(
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ([], [demo.QUICKEST]),
+        ([], [demo.FASTEST]),
         (["t2i", "t2i"], ["t2i"]),
         (["data"], ["data"]),
         (["t2i", "all"], [*demo.FLAVOURS, "data"]),
     ],
 )
 def test_one_flavour_is_shown_unless_others_are_named(tmp_path: Path, given: list[str], shown: list[str]) -> None:
-    assert demo.choose([*given, "--out", str(tmp_path)]) == (shown, tmp_path)
+    assert demo.parse_arguments([*given, "--out", str(tmp_path)]) == (shown, tmp_path)
 
 
 def test_models_of_other_code_or_media_are_made_again(tmp_path: Path) -> None:
