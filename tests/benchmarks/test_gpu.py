@@ -43,7 +43,7 @@ def test_each_part_ends_alone_and_replaces_its_own_section(tmp_path: Path) -> No
     assert program.run_parts(again, options, tmp_path, card) == 1
     after = results.read_sections(path)
     assert "| fine |" in after["fails"] and after["crashes"] == before["crashes"]
-    assert re.search(r"not begun, as \d+ s were left; `make gpu ONLY=late`", after["late"])
+    assert re.search(r"\d+ s remained; `make gpu ONLY=late`", after["late"])
 
 
 def is_gone(process: int) -> bool:
