@@ -31,8 +31,8 @@ def run(options: PartOptions) -> None:
         properties = torch.cuda.get_device_properties(device)
         lines.append(
             f"{properties.total_memory / 2**30:.1f} GiB, compute capability {properties.major}.{properties.minor}, "
-            f"CUDA {torch.version.cuda}. Copies from pinned memory: {copy_rate(device, True):.1f} GB/s, from other memory "
-            f"{copy_rate(device, False):.1f}."
+            f"CUDA {torch.version.cuda}. Copies from pinned memory: {copy_rate(device, True):.1f} GB/s, "
+            f"from other memory {copy_rate(device, False):.1f}."
         )
     lines.append(f"A product of bfloat16 matrices: {peak / 1e12:.3g} TFLOP/s.")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

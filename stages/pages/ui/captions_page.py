@@ -58,9 +58,9 @@ def _store(root: str) -> Store:
 
 @dataclass
 class SearchResult:
-    """The result of a search in a dataset's items. names: ids of the datasets. search: the search. items: the items on
-    this page. total, edited: numbers of all items and of edited items in the dataset. count: number of items found.
-    start: index of the page's first item among the items found."""
+    """The result of a search in a dataset's items. names: ids of the datasets. search: values of the search form.
+    items: the items on this page. total, edited: numbers of all items and of edited items in the dataset. count: number
+    of items found. start: index of the page's first item among the items found."""
 
     names: list[str]
     search: dict[str, str]

@@ -57,7 +57,7 @@ class Proposal:
     form_address: str
     folder: Path
     process: subprocess.Popen
-    stopped: bool = False
+    is_stopped: bool = False
 
     @property
     def is_running(self) -> bool:
@@ -76,7 +76,7 @@ class Proposal:
         return str(details.get("file", {}).get("text", "") or details.get("pipeline", ""))
 
     def stop(self) -> None:
-        self.stopped = True
+        self.is_stopped = True
         self.process.terminate()
 
     def write(self) -> None:
