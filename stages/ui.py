@@ -72,7 +72,7 @@ def run(
     # uvicorn and starlette are of the extra `ui`.
     from stages.pages.ui.proposals import Proposals
     from stages.pages.ui.queue_page import resume_queue
-    from stages.pages.ui.serve import answer_until_stopped, guarded_app, make_server, open_socket
+    from stages.pages.ui.serve import answer_until_stopped, build_guarded_app, make_server, open_socket
 
     report = Report(program="ui", dry_run=options.dry_run, what="pages")
     token, made = _choose_token(host)
@@ -96,7 +96,7 @@ def run(
     with open_socket(host, port) as listener, closing(Proposals()) as proposals:
         port = listener.getsockname()[1]
         address = f"http://{_bracketed(host)}:{port}/"
-        app = guarded_app(shown, places, proposals, host, port, token, allow_host or ())
+        app = build_guarded_app(shown, places, proposals, host, port, token, allow_host or ())
         _log_address(console, address, token, made)
         for project in shown.opened():
             if resume_queue(project.site):

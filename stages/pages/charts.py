@@ -100,8 +100,8 @@ class Chart:
         parts = list[np.ndarray]()
         for curve in self.curves:
             spread = 0.0 if curve.spread is None else np.nan_to_num(curve.spread)
-            usual = [np.nanpercentile(curve.values, (2, 98))] if curve.is_faint else []
-            parts += usual or [curve.values - spread, curve.values + spread]
+            percentiles = [np.nanpercentile(curve.values, (2, 98))] if curve.is_faint else []
+            parts += percentiles or [curve.values - spread, curve.values + spread]
         values = np.concatenate(parts)
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         margin = (high - low) * MARGIN or abs(high) * MARGIN or 1.0
@@ -145,9 +145,11 @@ class Chart:
     @property
     def thinning(self) -> list[str]:
         """A list with a note if points are left out, else empty."""
-        most = max((len(curve.steps) for curve in self.curves), default=0)
-        is_thin = most > self.max_points
-        return [f"The lowest and the highest point of each stretch are drawn, of {most} points."] if is_thin else []
+        point_count = max((len(curve.steps) for curve in self.curves), default=0)
+        is_thin = point_count > self.max_points
+        return (
+            [f"The lowest and the highest point of each stretch are drawn, of {point_count} points."] if is_thin else []
+        )
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -156,7 +158,10 @@ class Chart:
         curves = [curve for curve in self.curves if not curve.is_faint]
         steps = curves[0].steps if curves else np.array([])
         indices = np.unique(np.linspace(0, len(steps) - 1, min(MAX_ROWS, len(steps))).astype(int))
-        return [{"step": int(step)} | {curve.name: _at(curve, step) for curve in curves} for step in steps[indices]]
+        return [
+            {"step": int(step)} | {curve.name: _format_value(curve, step) for curve in curves}
+            for step in steps[indices]
+        ]
 
     @property
     def summary(self) -> str:
@@ -180,7 +185,7 @@ def _draw(x: np.ndarray, y: np.ndarray, after: str = "") -> str:
     return "".join(pieces)
 
 
-def _at(curve: Curve, step: float) -> str:
+def _format_value(curve: Curve, step: float) -> str:
     """The value at a step, or at the last step before it, as text; "" if it is not finite or does not exist."""
     index = int(np.searchsorted(curve.steps, step, side="right")) - 1
     if index < 0 or not np.isfinite(curve.values[index]):
@@ -314,12 +319,12 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def _thin(values: np.ndarray, most: int) -> np.ndarray:
-    """Indices of at most `most` (4 or more) values, ascending: all indices, or the first, the last, and the lowest and
-    the highest value of stretches of equal length, so that no peak is lost."""
-    if len(values) <= most:
+def _thin(values: np.ndarray, max_points: int) -> np.ndarray:
+    """Indices of at most `max_points` (4 or more) values, ascending: all indices, or the first, the last, and the
+    lowest and the highest value of stretches of equal length, so that no peak is lost."""
+    if len(values) <= max_points:
         return np.arange(len(values))
-    edges = np.linspace(0, len(values), (most - 2) // 2 + 1).astype(int)
+    edges = np.linspace(0, len(values), (max_points - 2) // 2 + 1).astype(int)
     indices = {0, len(values) - 1}
     for first, last in pairwise(edges.tolist()):
         part = values[first:last]
@@ -328,7 +333,7 @@ def _thin(values: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(indices))
 
 
-def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart]:
+def build_score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart]:
     """Build a chart for each score and, if there are several prompts, a second chart with a curve for each prompt.
     runs: (name, score curves). Scores of different models are in different charts."""
     names = sorted({curve.name for _, curves in runs for curve in curves})
@@ -345,7 +350,7 @@ def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart
             for run, curves in runs:
                 score = next((curve for curve in curves if (curve.name, curve.measured) == (name, model)), None)
                 about[run] = list(_describe_score(score)) if score else []
-                lines.append((run, [_score_line(point) for point in score.points] if score else []))
+                lines.append((run, [_make_score_line(point) for point in score.points] if score else []))
             kind = _Kind(f"score-{len(charts)}", title, "score", ("value",), spread="spread",
                          absent="it was not scored with this model")  # fmt: skip
             charts.append(_build(kind, lines, about))
@@ -355,7 +360,7 @@ def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart
     return charts
 
 
-def _score_line(point: ScorePoint) -> Line:
+def _make_score_line(point: ScorePoint) -> Line:
     prompts = {prompt: group.mean for prompt, group in point.groups.items()}
     return {"step": point.step, "value": point.value, "spread": point.spread, "prompts": prompts}
 

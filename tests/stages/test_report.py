@@ -411,7 +411,7 @@ def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
     given |= {"train": {"set": "abc", "steps": 7, "adapter": {"rank": 3}}, "stages": {"discover": {"workers": 9}}}
     given["train"] |= {"experts": "low"} if FAMILIES[family].components[1:] else {}
     resolved = Config.model_validate(Config.model_validate(given).model_dump(mode="json", by_alias=True))
-    rows = {row["option"]: (row["value"], row["default"]) for row in page.differing_from_defaults(resolved)}
+    rows = {row["option"]: (row["value"], row["default"]) for row in page.list_changed_options(resolved)}
     required = {"root": "work", "model.family": family, "datasets.a.id": "a", "datasets.a.instance_data_dir": "a"}
     expected = {key: (value, "required") for key, value in required.items()}
     changed = {"train.steps": ("7", "1000"), "train.adapter.rank": ("3", "16"), "stages.discover.workers": ("9", "4")}

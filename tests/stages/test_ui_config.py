@@ -12,7 +12,7 @@ import pytest
 from schemas.catalog import FAMILIES
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.yaml_reader import parse_yaml
-from stages.pages.ui.config_page import build_form, changed_text
+from stages.pages.ui.config_page import apply_changes, build_form
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.ui_server import UiServer
@@ -65,7 +65,7 @@ def test_what_the_form_changes_is_what_the_program_reads() -> None:
         "train.gradient_checkpointing": "false",
         "datasets.0.resolution": "512",
     }
-    text, problems = changed_text(base, base, given)
+    text, problems = apply_changes(base, base, given)
     assert problems == []
     fields = {each.path: each.value for each in build_form(text).all_fields()}
     assert {path: fields[path] for path in given} == given
@@ -79,7 +79,7 @@ def test_what_the_form_changes_is_what_the_program_reads() -> None:
 def test_fields_that_were_not_touched_leave_what_was_typed_into_the_text() -> None:
     base = "train:\n  steps: 5\n"
     typed = "train:\n  steps: 6  # typed\n"
-    assert changed_text(typed, base, {"train.steps": "5", "train.seed": "3"}) == (typed + "  seed: 3\n", [])
+    assert apply_changes(typed, base, {"train.steps": "5", "train.seed": "3"}) == (typed + "  seed: 3\n", [])
 
 
 def test_a_search_and_what_is_set(server: UiServer) -> None:

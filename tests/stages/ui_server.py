@@ -16,7 +16,7 @@ from stages.pages.ui.child_programs import Start
 from stages.pages.ui.guard import Token
 from stages.pages.ui.projects import Projects
 from stages.pages.ui.proposals import Proposals
-from stages.pages.ui.serve import guarded_app, make_server, open_socket
+from stages.pages.ui.serve import build_guarded_app, make_server, open_socket
 from stages.ui import open_projects, places_of
 from tests.background import until
 from tests.project import Project
@@ -97,7 +97,7 @@ def projects_server(
     proposals = Proposals()
     listener = open_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = make_server(guarded_app(projects, places_of(projects, browse), proposals, host, port, token))
+    server = make_server(build_guarded_app(projects, places_of(projects, browse), proposals, host, port, token))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

@@ -128,7 +128,7 @@ def _name_flavours(flavour: Field, family: Any) -> None:
     flavour.default = specs[0].default_flavour if len(specs) == 1 else ""
 
 
-def changed_text(text: str, base: str, form_values: Mapping[str, str]) -> tuple[str, list[str]]:
+def apply_changes(text: str, base: str, form_values: Mapping[str, str]) -> tuple[str, list[str]]:
     """Write changed fields into a text. A field has changed if its value in `form_values` differs from its value in
     `base`, the text that the form was filled from. Returns (changed text, problems: why some fields can't be
     written)."""
@@ -370,7 +370,7 @@ def _answer(request: Request, form_values: Mapping[str, str], save: bool) -> Res
     text, base = (form_values.get(name, "").replace("\r\n", "\n") for name in ("text", "base"))
     fields = {name.removeprefix(FIELD): value for name, value in form_values.items() if name.startswith(FIELD)}
     typed = text
-    text, problems = changed_text(text, base, fields)
+    text, problems = apply_changes(text, base, fields)
     text = _change_lists(text, typed, base, form_values, problems)
     errors, message = find_errors(site, text), ""
     if save and not problems:
