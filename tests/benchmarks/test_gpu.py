@@ -1,4 +1,4 @@
-"""`make gpu` without a card: parts that end in every way, and each part's own code on tiny shapes."""
+"""`make gpu` without a card: every way in which a part ends, and the code of each part on tiny shapes."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_each_part_ends_alone_and_replaces_its_own_section(tmp_path: Path) -> No
     assert "| before it failed | 1 |" in before["fails"] and "a kernel is not there" in before["fails"]
     assert "ended by signal SIGSEGV" in before["crashes"] and "ended after its limit of 2 s" in before["hangs"]
     started = re.search(r"^\d+$", before["hangs"], re.MULTILINE)
-    assert started and is_gone(int(started[0])), "what the part started ended with it"
+    assert started and is_gone(int(started[0])), "the processes of a part end with it"
     again = {"fails": part("fine"), "late": part("fine", least=1000)}
     assert program.run_parts(again, options, tmp_path, card) == 1
     after = results.read_sections(path)
@@ -74,7 +74,7 @@ def test_every_part_is_there() -> None:
 
 @pytest.mark.long
 def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
-    """A case that fails leaves the others; all cases of all parts are valid configurations."""
+    """A failing case does not stop the other cases, and all cases of all parts are valid configurations."""
     for name in ("video-lite", "image-lite", "sana", "pro", "methods", "attention"):
         module = import_module(PARTS[name].module)
         model = getattr(module, "model", video_lite.model)
@@ -102,13 +102,13 @@ def test_other_parts_on_tiny_shapes(capsys, name) -> None:
 def test_two_ranks_on_tiny_shapes(capsys, monkeypatch) -> None:
     monkeypatch.setattr(ranks, "WORK", {"LoRA": (sana.model, ranks.LORA)})
     monkeypatch.setattr(ranks, "STRATEGIES", {name: ranks.STRATEGIES[name] for name in ("one process", "fsdp2")})
-    AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
+    AccelerateTestCase("run").tearDown()  # resets the state of accelerate, which has trained in one process
     ranks.run(TINY)
     assert [[*row.values()][1] for row in rows(capsys.readouterr().out)] == ["one process", "fsdp2"]
 
 
 def call_from(path: Path, line: int, work) -> None:
-    """Call `work` from this line of a file that need not be there."""
+    """Call `work` from this line of a file, which does not have to exist."""
     exec(compile("\n" * (line - 1) + "work()", str(path), "exec"), {"work": work})
 
 
@@ -118,7 +118,7 @@ def test_waits_are_counted_by_the_innermost_line_of_the_project() -> None:
 
     library = ROOT / ".venv/lib/python3/site-packages/diffusers/made_up.py"
     with warnings.catch_warnings(record=True) as others, waits.counting(torch.device("cpu")) as counts:
-        for _ in range(2):  # each is counted, though it is from one line
+        for _ in range(2):  # both are counted, although they are from the same line
             call_from(ROOT / "trainer/made_up.py", 7, warn)
         call_from(ROOT / "stages/outer.py", 3, lambda: call_from(ROOT / "cache/inner.py", 5, warn))
         call_from(ROOT / "schemas/made_up.py", 4, lambda: call_from(library, 9, warn))

@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md are what the prediction says now."""
+"""The tables of docs/memory.md match the current predictions."""
 
 import pytest
 
@@ -20,6 +20,6 @@ def test_the_document_has_every_flavour_and_only_settings_that_there_are() -> No
 
 @pytest.mark.slow
 def test_the_document_has_the_predictions() -> None:
-    """For one model; all of them take minutes."""
+    """For one model, because all models take minutes."""
     line = memory_table.format_cards("Sana 600M, 512x512", "LoRA")
     assert f"\n{line}\n" in memory_table.DOCUMENT.read_text()

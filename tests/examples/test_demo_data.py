@@ -1,4 +1,4 @@
-"""The demo of what comes before training: captions that fit, near-duplicates found, and masks."""
+"""The demo of the stages before training: captions that fit, near-duplicates and masks."""
 
 import subprocess
 import sys

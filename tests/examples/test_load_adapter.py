@@ -1,4 +1,4 @@
-"""README's last step as a user does it: what was trained makes a picture or a clip in its pipeline, and changes it."""
+"""The last step of the README: trained weights in their pipeline make a picture or a clip, and change it."""
 
 import json
 import subprocess
@@ -33,14 +33,14 @@ RUNS = {
     "qwen-image-edit": ("qwen-image-edit", "qwen-image-edit", "lora", "64x64"),
     "qwen-image-edit-plus": ("qwen-image-edit-plus", "qwen-image-edit-2511", "lora", "64x64"),
 }
-#: In the short form: a picture, a clip that is made of a picture, and a model in full rank.
+#: Kinds of the short form: a picture, a clip made from a picture, and a model in full rank.
 SHORT = ("kandinsky5-video-i2v", "sana", "z-image")
 KINDS = [kind if kind in SHORT else long(kind) for kind in RUNS]
 
 
 @pytest.fixture
 def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Path]:
-    """kind -> the configuration of a run whose result is no zero."""
+    """finished(kind) -> the configuration of a run with trained weights that are not zero."""
 
     def make(kind: str) -> Path:
         name, flavour, adapter, size = RUNS[kind]

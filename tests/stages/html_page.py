@@ -1,4 +1,4 @@
-"""What a test sees of an HTML page: its tags, text, cards and pictures."""
+"""The parts of an HTML page that tests check: its tags, text, cards and pictures."""
 
 import base64
 import io
@@ -10,12 +10,12 @@ import numpy as np
 from PIL import Image
 
 HOSTILE = "</title></style></svg>\"'><script>alert(1)</script>{{ 7 * 7 }}{% raw %}\n\u202e\udcff\x00"
-# The same in one line, as names and messages are shown.
+# HOSTILE on one line, like names and messages are shown.
 SEEN = HOSTILE.replace("\n", "\\n").replace("\u202e", "\\u202e").replace("\udcff", "\\udcff").replace("\x00", "\\x00")
 
 
 class Page(HTMLParser):
-    """The tags with their attributes, the visible text, and the articles' text, of a page."""
+    """The tags of a page with their attributes, its visible text, and the text of its articles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -50,17 +50,17 @@ class Page(HTMLParser):
 
     @property
     def structure(self) -> list[tuple[str, list[str]]]:
-        """Its tags with the names of their attributes."""
+        """The tags with the names of their attributes."""
         return [(tag, sorted(attributes)) for tag, attributes in self.tags]
 
     def pictures(self, alt: str) -> list[np.ndarray]:
-        """Those of <img> whose alternative text has `alt`, as uint8 (H, W, 3)."""
+        """The pictures of <img> tags with `alt` in their alternative text, as uint8 (H, W, 3)."""
         sources = [image["src"] for image in self.of("img") if alt in image["alt"]]
         return [decoded(source) for source in sources]
 
 
 def curves(text: str) -> dict[str, dict[str, list[float]]]:
-    """chart -> curve -> its values that are finite, as its SVG shows them."""
+    """Read the finite values of curves from the SVG of a page: chart -> curve -> values."""
     found: dict[str, dict[str, list[float]]] = {}
     key = name = ""
     start = end = 0.0
@@ -84,6 +84,6 @@ def decoded(uri: str) -> np.ndarray:
 
 
 def alike(shown: np.ndarray, pixels: np.ndarray) -> bool:
-    """Whether a thumbnail shows these pixels; WebP loses a little, more of small and colourful ones."""
+    """Whether a thumbnail shows these pixels. WebP changes them slightly, and more if they are small and colourful."""
     assert shown.shape == pixels.shape, (shown.shape, pixels.shape)
     return float(np.abs(shown.astype(int) - pixels.astype(int)).mean()) < 8

@@ -1,4 +1,4 @@
-"""The plan as a page: the pixels that the encoder gets, everything escaped, and no item that stops it."""
+"""The plan as a page: the pixels that the encoder gets, escaped text, and damaged items, which do not stop it."""
 
 import math
 import re
@@ -44,7 +44,7 @@ def test_images_are_shown_as_the_encoder_gets_them_and_what_is_left_out_with_its
     assert alike(shown, read_cropped_image(path, rows(home)["wide.png"]["geometry"]))
     assert not alike(shown, np.asarray(Image.open(path).resize((64, 64))))
     drawing = next(one for one in page.of("svg") if "wide.png" in one["aria-label"])
-    assert drawing["viewbox"] == "0 0 200 64"  # whole, in its own shape
+    assert drawing["viewbox"] == "0 0 200 64"  # uncropped, in its original shape
     assert drawing["aria-label"] == "wide.png: whole picture, 68.0% cut off"
     assert "M68.00 0.00h64.00v64.00h-64.00z" in [path["d"] for path in page.of("path")]
     assert "200x64 → 64x64@1: resized to 200x64, cropped at (68, 0)" in page.article("wide.png")
@@ -71,7 +71,7 @@ def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
     for picture, index in zip(shown, frame_indices(17), strict=True):
         assert alike(picture, frames[index]), index
         assert f"{times[index]:.2f} s" in page.article("clip.mp4")
-    assert np.abs(shown[0].astype(int) - shown[-1]).mean() > 50  # they do differ
+    assert np.abs(shown[0].astype(int) - shown[-1]).mean() > 50  # the two differ
     [drawing] = page.of("image")
     assert alike(decoded(drawing["href"]), read_sample_frames(path, sample | one_frame(64, 48), "pyav")[0])
 
@@ -174,7 +174,7 @@ def test_a_plan_whose_older_part_was_removed_is_named(project) -> None:
 
 
 def plan_page(word: str) -> Page:
-    """A page whose every text is `word`: a sample that can't be shown, an image, and a clip."""
+    """A page with `word` as every text: a sample that can't be shown, an image, and a clip."""
     place = dict.fromkeys(("dataset", "path", "source_path", "mask_path"), word)
     place |= {"role": "eval", "regularization": True, "repeats": 2, "weight": 2.0}
     cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
@@ -187,7 +187,7 @@ def plan_page(word: str) -> Page:
     cards = [plan_card(item, [word, "", word, word], result) for item, result in items]
     sections = [Section(word, word, line, word, cards), Section(word, table=[line])]
     pieces = list(render_template("preview.html", title=word, intro=[word], buckets=[line], sections=sections))
-    assert len(pieces) > len(cards)  # it is rendered an item at a time
+    assert len(pieces) > len(cards)  # one item is rendered at a time
     return Page(b"".join(pieces).decode())
 
 

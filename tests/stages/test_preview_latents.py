@@ -1,4 +1,4 @@
-"""Encoded samples as a page: the encoder's own pixels, the autoencoder's own reconstruction, honest numbers."""
+"""Encoded samples as a page: the pixels of the encoder, the reconstruction of the autoencoder, exact numbers."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from stages.pages.plan_samples import frame_indices
 from tests.stages.html_page import Page, alike, decoded
 from tests.stages.plan_previews import rows, settings
 
-MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
+MODE = "latents.posterior=mode"  # without a seed, so that tests can encode the same latents again
 
 
 def encoded(home, *overrides: str, text: bool = False) -> None:
@@ -31,7 +31,7 @@ def encoded(home, *overrides: str, text: bool = False) -> None:
 
 
 def show(home, *overrides: str, **own: Any) -> tuple[Report, Any]:
-    """The report with the numbers of every sample, and the page."""
+    """Run preview. Returns (report with the numbers of every sample, page)."""
     out = home.folder / "page.html"
     report = home.run(partial(preview.run, out=out, **own), *overrides, json=True)
     json.dumps(report.to_dict(), allow_nan=False)
@@ -39,7 +39,7 @@ def show(home, *overrides: str, **own: Any) -> tuple[Report, Any]:
 
 
 def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
-    """uint8 clips encoded, without drawing from the posterior, and decoded, outside of the program."""
+    """Encode uint8 clips by the mode of the posterior, and decode them, without the program."""
     config = home.config()
     autoencoder = base.load_autoencoder(config.model, config.latents, torch.device("cpu"))
     found = []
@@ -50,7 +50,7 @@ def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
 
 
 def seen(pixels_HWC: np.ndarray, box: tuple[int, int] = pictures.IMAGE_BOX) -> np.ndarray:
-    """What is shown of pixels, exactly: `alike` asks too much of WebP where they are noise."""
+    """The exact pixels that a page shows for `pixels_HWC`. For noise, WebP changes more than `alike` accepts."""
     return decoded(pictures.encode_picture(pixels_HWC, box, 1 << 20).uri)
 
 
@@ -90,7 +90,7 @@ def test_an_image_is_compared_with_what_was_encoded(project) -> None:
     assert line["mean_psnr_db"] == pytest.approx(np.mean(lowest), abs=0.011)
     assert line["samples"] == line["encoded"] == line["shown"] == 2
     first = report.details["lowest_psnr"][0]["item"]
-    assert first in page.articles[0]  # a bucket's lowest is first too
+    assert first in page.articles[0]  # within a bucket, the lowest is also first
 
 
 @pytest.mark.long
@@ -140,7 +140,7 @@ def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstr
     for name, reason in (("1.png", "missing"), ("2.png", "changed")):
         assert f"no original to compare with ({reason})" in page.article(name)
         assert len(page.pictures(f"reconstruction: {name}")) == 1 and not page.pictures(f"original: {name}")
-    assert "not encoded yet" in page.article("0.png")  # its caption
+    assert "not encoded yet" in page.article("0.png")  # the shard of its caption
     assert {row["item"]: row["psnr_db"] for row in report.to_dict()["details"]["samples"]}["photos/1.png"] is None
 
 
@@ -163,7 +163,7 @@ def test_moments_are_decoded_from_their_mean_and_the_page_needs_nothing_else(pro
 
 @pytest.mark.slow
 def test_what_is_not_encoded_is_counted_and_a_damaged_row_costs_itself_alone(project) -> None:
-    """Six images of one bucket in several shards, of which one is lost and another damaged."""
+    """Six images of one bucket in several shards; one shard is lost, and another is damaged."""
     home = project(**settings(), cache={"unit_mib": 0.004})
     for number in range(6):
         home.image(f"{number}.png", seed=number)

@@ -1,4 +1,4 @@
-"""`latentpress report`: what is on the page, that it is small, and that it says what is missing."""
+"""`latentpress report`: the content of the page, its size, and its sentences about missing content."""
 
 import base64
 import io
@@ -35,7 +35,7 @@ CUT_ROW = r'<tr>\s*<td class="n">(\d+)</td>\s*<td class="n">(\d+)</td>\s*<td>(.*
 
 
 def page_of(home: Project, *overrides: str, **options: Any) -> tuple[str, list[str]]:
-    """The page and what is missing on it."""
+    """The text of the page and the sentences about missing content."""
     made = home.run(report.run, *overrides, **options)
     return Path(made.details["page"]).read_text(), made.details.get("missing", [])
 
@@ -153,7 +153,7 @@ def test_scores_with_their_spread_and_the_best_steps(home: Project) -> None:
     text, _ = page_of(home)
     assert curves(text)["score-0"] == {"Score: CLIP score": [40.0, 27.0, 37.0]}
     assert curves(text)["score-0-prompts"] == {"cat": [45.0, 32.0, 42.0], "dog": [35.0, 22.0, 32.0]}
-    assert text.count('class="band"') == 1, "of the score alone, whose seeds differ"
+    assert text.count('class="band"') == 1, "only of the score, because its seeds differ"
     page = Page(text).text
     assert "one standard deviation over 2 seeds" in page and "Model: org/clip." in page
     rows = re.findall(
@@ -200,7 +200,7 @@ def test_two_runs_side_by_side(home: Project) -> None:
 
 @pytest.mark.long
 def test_two_experts_side_by_side(project: Callable[..., Project]) -> None:
-    """Without their names; what differs is the expert alone."""
+    """Called without the names of the experts; only the expert differs between the runs."""
     home = project("wan2.2-a14b-t2v", train={"run": "run", "steps": 3, "experts": "both"})
     for expert in ("high", "low"):
         made = FakeRun(home, "run", f"train.experts={expert}")
@@ -256,7 +256,7 @@ def test_clips_are_small_and_whole_ones_lie_beside_the_page(home: Project) -> No
     with av.open(io.BytesIO(last)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert max(frames[0].shape[:2]) <= 256 and frames[0].shape[1] * 3 == frames[0].shape[0] * 4
-    assert frames[-1].mean() > frames[0].mean() + 100, "it becomes brighter, as the whole clip does"
+    assert frames[-1].mean() > frames[0].mean() + 100, "the preview becomes brighter like the clip"
     assert not any(key == "autoplay" for video in Page(text).of("video") for key in video)
     links = [each["href"] for each in Page(text).of("a") if each["href"].startswith("report-files")]
     assert len(links) == 2 and all((made.folder / link).is_file() for link in links)
@@ -297,7 +297,7 @@ def test_secrets_of_addresses_stay_out(home: Project) -> None:
 
 @pytest.mark.slow
 def test_the_seeds_of_a_sample_are_a_group(home: Project) -> None:
-    """Under one heading, with the prompt once; a sample that the configuration no longer has is after them."""
+    """Seeds have one heading and the prompt once; a sample that the configuration does not have is below them."""
     home.settings["validation"]["seed"] = [1, 2]
     made = FakeRun(home)
     for seed in (2, 1):
@@ -336,11 +336,11 @@ def test_a_rejected_clip_is_shown_by_its_middle_frame(project: Callable[..., Pro
     page = Page(page_of(home)[0])
     (shown,) = page.pictures("short.mp4")
     assert "bucket: too-short: " in page.text and "long.mp4" not in page.text
-    assert shown.shape == (48, 64, 3) and abs(float(shown[:, 40:].mean()) - 85) < 6, "the second of 0, 85 and 170"
+    assert shown.shape == (48, 64, 3) and abs(float(shown[:, 40:].mean()) - 85) < 6, "the second frame of 0, 85 and 170"
 
 
 def write_noise(path: Path, seed: int, mark: Mark | None = None) -> Path:
-    """A picture that is large however it is encoded. mark: of a sample, what it was made from."""
+    """Write a picture that is large in every encoding. mark: the mark of a validation sample."""
     path.parent.mkdir(parents=True, exist_ok=True)
     info = None if mark is None else png_info(mark)
     Image.fromarray(np.random.default_rng(seed).integers(0, 256, (256, 256, 3), np.uint8)).save(path, pnginfo=info)
@@ -350,7 +350,7 @@ def write_noise(path: Path, seed: int, mark: Mark | None = None) -> Path:
 def test_runs_with_samples_of_their_own_have_all_their_steps(
     project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five runs of six samples and five steps, of which no two share a name."""
+    """Five runs of six samples and five steps; all names of samples differ."""
     monkeypatch.setattr(samples, "MAX_CELLS", 5 * 6 * 5)
     home, runs = project(), []
     for name in "abcde":
@@ -403,7 +403,7 @@ def test_a_clip_is_never_larger_than_it_may_be(home: Project, frames: int, noise
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
-    """Of a resolved configuration, which has every option."""
+    """The configuration is resolved, so it has every option."""
     given: dict = {"root": "work", "model": {"family": family}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     only_edits = [*FAMILIES[family].pipelines] == ["i2i"]
     if only_edits:

@@ -1,4 +1,4 @@
-"""`latentpress ui` by its requests: what is answered, what is refused, and what the programs do that it starts."""
+"""`latentpress ui` by requests: its answers, its refusals, and the programs that it starts."""
 
 import http.client
 import socket
@@ -96,7 +96,7 @@ def test_the_token(home: Project) -> None:
         assert server.post("/jobs/discover/start").status == 401
         assert server.get("/login?code=wrong").status == 403
         code = token.code
-        assert server.request("HEAD", f"/login?code={code}").status == 200, "asks without using it up"
+        assert server.request("HEAD", f"/login?code={code}").status == 200, "HEAD does not use the code"
         once, again = server.get(f"/login?code={code}"), server.get(f"/login?code={code}")
         assert once.status == 200 and again.status == 403
         cookie = once.headers["set-cookie"]
@@ -126,7 +126,7 @@ def test_half_open_connections_shut_nobody_out(server: UiServer, addresses: int)
         place = "127.0.0.1", server.port
         held = [opened.enter_context(socket.create_connection(place, source_address=source)) for source in sources]
         for each in held:
-            with suppress(ConnectionError):  # one of those that were closed for others
+            with suppress(ConnectionError):  # a connection that was closed for a newer one
                 each.sendall(b"GET / HTTP/1.1\r\nHost: loc")
         assert server.get("/").status == 200
 
@@ -157,7 +157,7 @@ def test_what_is_done_is_run_again(server: UiServer, home: Project) -> None:
 
 
 def test_a_page_that_can_be_made_is_made_when_it_is_opened(server: UiServer, home: Project) -> None:
-    """By the script, which presses the button: asking for the page starts nothing."""
+    """The script of the page presses the button; a request for the page alone starts nothing."""
 
     def is_due(name: str, button: str) -> bool:
         return f'data-make="start-{button}"' in server.get(f"/{name}").text
@@ -174,7 +174,7 @@ def test_a_page_that_can_be_made_is_made_when_it_is_opened(server: UiServer, hom
     for code in (1, None):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(format_record(record | {"began": 1.0, "exit_code": code}))
-        assert not is_due("report", "report"), "it failed, or was killed"
+        assert not is_due("report", "report"), "the program failed or was killed"
     assert not (home.folder / "output/.ui/logs").exists()
 
 
@@ -214,7 +214,7 @@ def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Proj
     odd += f"{bidi}x\n".encode() + b"\xff\x00\n"
     log.write_bytes(odd + b"y" * 100_000 + b"\nlast")
     text = server.get("/logs/bucket").text
-    assert "&lt;script&gt;" not in text and "<script>alert" not in text, "only its end is shown"
+    assert "&lt;script&gt;" not in text and "<script>alert" not in text, "only the end of the log is shown"
     log.write_bytes(odd + b"y" * 9_000 + b"\nlast")
     text = server.get("/logs/bucket").text
     assert "red &lt;script&gt;alert(1)&lt;/script&gt;\nnamed\nnew\n\\u202ex\n\ufffd\\x00\nyyy" in text
@@ -243,7 +243,9 @@ def test_an_invalid_configuration_is_shown_and_starts_nothing(server: UiServer, 
     assert refused.status == 409 and "pipeline.yaml:" in refused.json["error"] and "resolutoin" in refused.json["error"]
     assert "The configuration is not valid" in server.get("/").text
     form = server.request("POST", "/jobs/discover/start", "", Origin=server.url)
-    assert form.status == 409 and "resolutoin" in form.text and "<h1>" in form.text, "without a script it is a page"
+    assert form.status == 409 and "resolutoin" in form.text and "<h1>" in form.text, (
+        "a browser without a script gets a page"
+    )
 
 
 def test_a_taken_port_is_named(server: UiServer) -> None:
@@ -263,7 +265,7 @@ def test_a_dry_run_listens_nowhere(home: Project, monkeypatch: pytest.MonkeyPatc
 
 
 def test_at_an_address_of_its_own_it_asks_for_the_token(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the program starts it, which makes one."""
+    """The program makes the token when it starts."""
     home.config()
     answers: list[tuple[int, str | None]] = []
 
@@ -304,7 +306,7 @@ def test_a_store_is_listed_only_while_somebody_looks_and_not_for_each_look(
     config = home.config("root=s3://bucket/work")
     path = home.folder / "pipeline.yaml"
     page = Site(config, Options(path, ("root=s3://bucket/work",)), look)
-    assert looks == [], "nobody has looked"
+    assert looks == [], "no page was requested"
     for _ in range(20):
         found = page.status()
         assert isinstance(found, Report) and found.done == 1
@@ -328,7 +330,7 @@ def test_another_root_in_the_configuration_is_not_followed(server: UiServer, hom
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_root_in_a_store(home: Project, s3: S3Server) -> None:
-    """What is there is shown, by few requests however often the page is asked."""
+    """The page shows the files of the root with few requests to the store, which do not grow with requests of pages."""
     home.settings["root"] = f"s3://{BUCKET}/work"
     home.run(discover.run)
     home.run(bucket.run)

@@ -1,4 +1,4 @@
-"""The page of `latentpress ui` with captions: listed, searched, edited, and taken back."""
+"""The page of `latentpress ui` with captions: list, search, edit, restore."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_thumbnails_next_to_captions_are_made_by_a_program(home: Project, server: UiServer) -> None:
-    """Of the items that are shown and no others; by a button that a script presses."""
+    """Only items that are shown get thumbnails; the script of the page presses the button."""
     home.image("c.png", (64, 48), "the same as a.png", 1)
     home.image("d.png", (64, 48), "damaged later", 3)
     home.run(discover.run)
@@ -73,19 +73,21 @@ def test_thumbnails_next_to_captions_are_made_by_a_program(home: Project, server
     assert answer.status == 200 and answer.headers["content-type"] == "image/webp" and "data-make" not in text
     rest = server.get("/captions").text
     assert rest.count("<img") == 2 and rest.count("data-late") == 2, (
-        "c.png is the same picture; the others were not shown"
+        "c.png is the same picture; b.png and d.png were not shown"
     )
     assert server.post("/captions/thumbnails", dataset="photos").status == 200
     assert server.wait_for_end("caption-thumbnails").exit_code == 0
     rest = server.get("/captions").text
-    assert rest.count("<img") == 3 and "data-late" not in rest and rest.count("no picture") == 1, "d.png has none"
+    assert rest.count("<img") == 3 and "data-late" not in rest and rest.count("no picture") == 1, (
+        "d.png has no thumbnail"
+    )
     for verb in ("start", "restart", "retry"):
-        assert server.post(f"/jobs/caption-thumbnails/{verb}").status == 404, "of what, it has to be told"
+        assert server.post(f"/jobs/caption-thumbnails/{verb}").status == 404, "this program requires a list of items"
     assert server.post("/captions/thumbnails", dataset="photos", words="absent").status == 409
 
 
 def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  # noqa: F811
-    """An edit is saved by keys and taken back; runs are queued, moved and removed without leaving the page."""
+    """An edit is saved by keys and restored; runs are queued, moved and removed without leaving the page."""
     home.run(discover.run)
     page = browser.new_page()
     errors = note_errors(page)
@@ -116,8 +118,8 @@ def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  #
 def test_captions_by_a_model_are_shown_and_an_edit_wins(
     home: Project, forked_programs: None, server: UiServer, tiny: Callable[[str], Any]
 ) -> None:
-    """Of items whose files have none, started there. A picture that is there twice, once with a caption, is edited
-    twice."""
+    """The page starts the program for items without captions. A picture in two files, one of them with a caption, has
+    two edits."""
     home.settings |= {"caption": SMALL}
     home.settings["model"]["path"] = str(with_ends(tiny("kandinsky5-image-t2i"), home.folder / "model"))
     home.settings["stages"] |= {"caption": {"threads": 1, "readers": 1}, "max_reject_fraction": 1.0}

@@ -100,8 +100,8 @@ def test_stages_of_a_run_are_shown_and_not_started_while_it_runs(cards: Any) -> 
         note(cards.programs, "run", "encode-text", tasks=tasks)
         card = cards(row("encode-text", 2, 6, items_per_second="9", left="0:00:01"))["encode-text"]
         assert card.facts == [f"{tasks[-1].description}: {tasks[-1].state}"]
-        assert card.rate == card.time_left == "", "that of jobs before"
-    assert (card.progress, card.total) == (3, 8), "of what is not yet in a shard, too"
+        assert card.rate == card.time_left == "", "the rate of earlier jobs"
+    assert (card.progress, card.total) == (3, 8), "items that are not in a shard yet are counted too"
 
 
 def test_a_run_and_its_pictures(cards: Any) -> None:
@@ -119,7 +119,7 @@ def test_a_run_and_its_pictures(cards: Any) -> None:
 
 
 def test_run_is_done_when_every_stage_is(cards: Any) -> None:
-    """Whoever did it: here nothing was started from the page."""
+    """It does not matter which program ran the stages: nothing was started from the page."""
     encoded = [row(name, 6) for name in ("discover", "bucket", "encode-text", "encode-latents")]
 
     def state(*rows: dict[str, Any], is_known: bool = True) -> str:
@@ -130,7 +130,7 @@ def test_run_is_done_when_every_stage_is(cards: Any) -> None:
     run.metrics(*(step_line(step) for step in range(1, 41)))
     assert state(*encoded) == "to do"
     finish(run)
-    assert state(*encoded) == "done", "without validation nothing is to be decoded"
+    assert state(*encoded) == "done", "without validation, nothing has to be decoded"
     assert state(*encoded, is_known=False) == state(*encoded[:3], row("encode-latents", 5, 1)) == "to do"
     run.latent(40, "one")
     assert state(*encoded) == "to do"

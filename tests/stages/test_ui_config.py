@@ -1,4 +1,4 @@
-"""The configuration's page of `latentpress ui`: the form, the text, their errors, and what is written."""
+"""The page of `latentpress ui` for the configuration: the form, the text, their errors, and the written file."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_what_the_form_changes_is_what_the_program_reads() -> None:
     assert {path: value for path, value in fields.items() if path not in given} == {
         path: value for path, value in before.items() if path not in given
     }
-    assert text.count("#") >= base.count("#") - 1, "comments stay, but that of a line that was removed"
+    assert text.count("#") >= base.count("#") - 1, "only the comment of a removed line is removed"
 
 
 def test_fields_that_were_not_touched_leave_what_was_typed_into_the_text() -> None:
@@ -118,7 +118,7 @@ def test_items_are_added_and_removed(server: UiServer) -> None:
         {"add": "datasets"},
         {"remove": "train"},
         {"remove": "datasets.9"},
-        {"remove": "datasets.0", "base": twice},  # the form is of another text
+        {"remove": "datasets.0", "base": twice},  # the form was made from another text
     ):
         same, problems = change(text, **fields)
         assert same == text and len(problems) == 1, fields
@@ -141,7 +141,7 @@ def test_errors_are_those_of_the_command_line(server: UiServer) -> None:
 def test_prompts_are_read_only_where_the_page_reads_anyway(
     home: Project, server: UiServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Errors of a prompts file repeat parts of it: a request that names another file learns nothing of it."""
+    """Errors of a prompts file quote it, so a request with another file gets no error about its content."""
     outside = tmp_path_factory.mktemp("outside") / "keys.txt"
     outside.write_text("a <s3cret> word\n")
     (home.folder / "link.txt").symlink_to(outside)
@@ -163,7 +163,7 @@ def test_prompts_are_read_only_where_the_page_reads_anyway(
         assert "<lost> is not in validation.placeholders" in errors_of(name)
     outside.write_text("a sound word\n")
     home.settings["validation"] = {"prompts_file": str(outside)}
-    home.config()  # by an editor
+    home.config()  # written by an editor, not by the page
     assert errors_of(str(outside)) == "[]"
 
 
@@ -225,7 +225,10 @@ def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser:
     family, flavour = (page.locator(f'[id="field:model.{name}"]') for name in ("family", "flavour"))
     before, chosen = family.input_value(), flavour.input_value()
     other = next(name for name in FAMILIES if name != before)
-    for name, kept in ((other, [chosen]), (before, [])):  # an unknown one stays until another is chosen
+    for name, kept in (
+        (other, [chosen]),
+        (before, []),
+    ):  # a flavour that the family does not have stays until another is chosen
         family.select_option(name)
         listed = ",".join(["", *FAMILIES[name].flavours, *kept])
         until(

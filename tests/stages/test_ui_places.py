@@ -1,4 +1,4 @@
-"""Folders that are browsed on the page of `latentpress ui`: names and counts below the roots, and nothing else."""
+"""Folders on the page of `latentpress ui`: only names and counts below the roots."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SECRET = "secret"
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """allowed/ with folders, hidden ones, links that stay and links that lead out; and what is beside it."""
+    """The folder allowed/ with folders, hidden folders, links to its inside and to its outside, and sibling folders."""
     top = tmp_path_factory.mktemp("tree")
     for folder in ("allowed/photos/day", "allowed/.hidden/inside", f"{SECRET}/inside", "allowed2"):
         (top / folder).mkdir(parents=True)
@@ -63,7 +63,7 @@ PIECES = ("..", ".", "", "photos", "day", "out", "up", "to-hidden", ".hidden", "
     st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8), st.sampled_from(("", "/", "top", "allowed"))
 )
 def test_no_path_leads_out(tree: Path, pieces: list[str], start: str) -> None:
-    """Whatever is asked for is below the root in fact, and hidden nowhere; nothing else is raised."""
+    """Every path that is found is below the root and not hidden, and only NotPermitted is raised."""
     allowed = tree / "allowed"
     before = {"": "", "/": "/", "top": f"{tree}/", "allowed": f"{allowed}/"}[start]
     places = Places([allowed])
@@ -83,7 +83,9 @@ def test_what_is_permitted_is_found(tree: Path) -> None:
         assert places.find_folder(f"{tree}/allowed/{name}").is_dir()
     assert places.find_file(f"{tree}/allowed/job.yaml").is_file()
     (tree / "link").symlink_to("allowed")
-    assert Places([tree / "link"]).find_folder(str(tree / "allowed/photos")), "by the root's own name or where it leads"
+    assert Places([tree / "link"]).find_folder(str(tree / "allowed/photos")), (
+        "by the path of the link or by the path of its target"
+    )
 
 
 @pytest.fixture

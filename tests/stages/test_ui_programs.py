@@ -1,4 +1,4 @@
-"""Programs of the page: started once, stopped, killed, restarted, found by another page. A script stands in."""
+"""Programs of the page: started once, stopped, killed, restarted, found by another page. A script replaces them."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ OBSTINATE = "#!/bin/sh\ntrap '' TERM\necho began\nwhile true; do sleep 0.05; don
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ChildPrograms]]:
-    """page(script) -> the programs of another page over the same output. Whatever still runs at the end is killed."""
+    """page(script) -> the programs of another page with the same output. Running programs are killed at the end."""
 
     def make(script: str = WAITS) -> ChildPrograms:
         path = tmp_path / "program"
@@ -91,7 +91,7 @@ def test_a_program_continues_when_its_page_is_killed(page: Callable[..., ChildPr
     assert build_job_card("preview-plan", "", other).actions == ["stop", "restart"]
     assert said(other, found).startswith("began -P -m stages.preview --config pipeline.yaml --plan")
     other.stop("preview-plan")
-    assert ended(other, "preview-plan").exit_code is None, "only its parent could be told"
+    assert ended(other, "preview-plan").exit_code is None, "only the parent process gets the exit code"
     assert build_job_card("preview-plan", "", other).remark == "stopped"
 
 
@@ -126,7 +126,7 @@ def test_a_restart_waits_for_the_end(page: Callable[..., ChildPrograms]) -> None
     assert build_job_card("decode", "", programs).state == "restarting"
     with pytest.raises(Refused, match="decode is already being restarted"):
         programs.restart("decode")
-    assert programs.last_start("decode").process == first.process, "it has not ended yet"
+    assert programs.last_start("decode").process == first.process, "the first start has not ended yet"
     programs.kill("decode")
     until(lambda: programs.last_start("decode").process != first.process, "the second start")
     assert programs.last_start("decode").is_running and len(programs.logs("decode")) == 2

@@ -1,4 +1,4 @@
-"""Several projects on one page of `latentpress ui`: their names and addresses, and that none sees another's files."""
+"""Several projects on one page of `latentpress ui`: names, addresses, and separation of their files."""
 
 import json
 import re
@@ -23,7 +23,7 @@ LINK = re.compile(r'\b(?:href|src|action|formaction|data-tail)="(/[^"]*)"')
 
 @pytest.fixture
 def homes(project: Callable[..., Project], tmp_path: Path) -> list[Project]:
-    """Two projects with a run each, a picture of it and a rejected item."""
+    """Two projects. Each has a run, a picture of the run and a rejected item."""
     made = []
     for number, name in enumerate(("harbour", "lantern")):
         settings = project().settings | {"train": {"run": f"run-of-{name}", "steps": 40}}
@@ -60,7 +60,7 @@ def test_the_overview_says_what_each_does(several: UiServer) -> None:
 
 @pytest.mark.slow
 def test_no_project_sees_what_is_anothers(several: UiServer) -> None:
-    """Every page of each: its links stay in it, and nothing in it is of the other one."""
+    """Every page of a project has only links to this project, and no text of the other project."""
     keys = {}
     for name, other in (("harbour", "lantern"), ("lantern", "harbour")):
         for page in PAGES:
@@ -124,7 +124,7 @@ def test_names_are_unique_and_fit_for_addresses(project: Callable[..., Project],
 def test_the_configurations_of_a_folder(
     project: Callable[..., Project], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that come while it is shown, too; what is none is named, escaped."""
+    """Configurations that are added later are also found. Files that are not configurations are named, escaped."""
     settings, folder = json.dumps(project().settings), tmp_path / "all"
     (folder / "one").mkdir(parents=True)
     (folder / "one/pipeline.yaml").write_text(settings)
@@ -147,7 +147,7 @@ def test_the_configurations_of_a_folder(
         (folder / "two.yaml").write_text(settings)
         assert re.findall(r'id="project-([^"]*)"', server.get("/projects").text) == ["one", "two"]
         (folder / "<b>bad.yaml").write_text(settings)
-        assert "Invalid configurations" not in server.get("/projects").text, "it was corrected"
+        assert "Invalid configurations" not in server.get("/projects").text, "the file was corrected"
         (folder / "one/pipeline.yaml").write_text("model: broken")
         assert "model" in server.get("/projects").text and server.get("/p/one/").status == 200
     with pytest.raises(LatentpressError, match="can't be read"):

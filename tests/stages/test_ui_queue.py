@@ -1,5 +1,5 @@
-"""The queue on the page of `latentpress ui`: entries that are added, moved and removed, and the program that works them
-off. A script stands in for that."""
+"""The queue on the page of `latentpress ui`: entries that are added, moved and removed, and the program that runs them,
+which a script replaces."""
 
 import os
 import signal
@@ -65,9 +65,9 @@ def test_it_is_started_once_and_continues(home: Project, server: UiServer, monke
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(script))
         server.post("/queue/add")
-        assert not resume_queue(server.site), "nobody has started it yet"
+        assert not resume_queue(server.site), "the queue has not been started yet"
         queue.switch(True)
-        assert resume_queue(server.site), "it was interrupted"
+        assert resume_queue(server.site), "the queue was interrupted"
         started = programs.last_start("queue")
         assert started is not None and started.is_running
         try:
@@ -82,7 +82,7 @@ def test_it_is_started_once_and_continues(home: Project, server: UiServer, monke
         until(lambda: not started.is_running, "its end")
     run = FakeRun(home)
     run.metrics(step_line(1))
-    with noted("queue", queue.folder):  # by hand, in this process
+    with noted("queue", queue.folder):  # run in this process
         queue.take_next()
         assert '<span class="state running">running</span>' in server.get("/queue").text
         assert "step 1" in server.get("/queue").text

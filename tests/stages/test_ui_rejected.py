@@ -1,4 +1,4 @@
-"""The page of `latentpress ui` with rejected items: by reason with the remedy, and searched."""
+"""The page of `latentpress ui` with rejected items: reasons with remedies, and the search."""
 
 import re
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> Non
     home.run(bucket.run)
     text = server.get("/rejected").text
     assert "4 of 4 items" in text and "broken.png" in text and "tiny.png" in text and "without.png" in text
-    assert "minimum_image_size" in text, "the remedy of what is too small"
+    assert "minimum_image_size" in text, "the remedy for items that are too small"
     assert "<img" not in text and "&lt;img src=x" in text
 
     found = server.get("/rejected?words=BROKEN").text
@@ -67,7 +67,7 @@ def test_thumbnails_are_made_by_a_program_and_nothing_else_is_served(home: Proje
     assert 'data-make="start-thumbnails"' in before and "<img" not in before
     assert home.run(thumbnails.run).done == 2, "tiny.png and without.png can be read"
     text = server.get("/rejected").text
-    assert "data-make" not in text, "of the others there is none"
+    assert "data-make" not in text, "the other items can't have thumbnails"
     addresses = re.findall(r'<img src="(/thumbnails/[0-9a-f]{32}\.webp)"', text)
     assert len(addresses) == 2 and text.count("no picture") == 2
     for address in addresses:

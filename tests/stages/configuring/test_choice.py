@@ -1,4 +1,4 @@
-"""What is chosen for which answers and media, and the text of the file."""
+"""The choice of a recipe by answers and media, and the text of the file."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from stages.configuring.choice import (
     list_candidates,
     list_recipes,
     list_tasks,
-    made_for,
+    parse_card_gib,
 )
 from stages.configuring.media import Media
 from stages.configuring.questions import make_name, parse_card, parse_task, parse_time
@@ -62,7 +62,7 @@ def test_every_recipe_has_a_task_and_can_be_asked_for(name: str) -> None:
     tasks = list_tasks(name)
     assert tasks and ("motion" in tasks) == name.startswith(("wan", "kandinsky-video"))
     candidate = choose_candidate(answers(tasks[0], 80, recipe=name))
-    assert candidate.recipe == name and f"{made_for(name):g}gb" == name.rpartition("-")[2]
+    assert candidate.recipe == name and f"{parse_card_gib(name):g}gb" == name.rpartition("-")[2]
 
 
 @pytest.mark.parametrize("task", TASKS)

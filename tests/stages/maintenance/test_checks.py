@@ -1,4 +1,4 @@
-"""Damage to a table is found by verify and by whoever reads it; shapes and precisions of a shard are those named."""
+"""Verify and every reader of a table find damage in it, and shapes and precisions of a shard match its metadata."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ FAMILY, TASK = "kandinsky5-image", "t2i"
 
 @pytest.fixture
 def indexed(encoded, built):
-    """Three pictures, and one more in a plan of its own, which needs the first; a set of them."""
+    """A set of four pictures: three, and one in a second plan that requires the first plan."""
     return built(encoded, one_more)
 
 
@@ -73,7 +73,7 @@ def test_index_writes_a_damaged_set_again(indexed, file, how) -> None:
     first(2, in_turn(["samples.arrow", "plan.json", "texts.arrow", "units.arrow", "active.arrow"], [0, 1])),
 )
 def test_bucket_plans_again_what_a_damaged_plan_held(indexed, file, number) -> None:
-    """Nothing is encoded again: units are called by their members, and so their shards are found."""
+    """Nothing is encoded again, because units are named by their members, so their shards are found."""
     name = plans.list_plans(Store(indexed.root))[number]
     flip(indexed.root / "plans" / name / file)
     with pytest.raises(DamageError) as caught:
@@ -93,7 +93,9 @@ def test_bucket_plans_again_what_a_damaged_plan_held(indexed, file, number) -> N
 def test_discover_reads_the_media_again(indexed, how) -> None:
     table = indexed.root / "media/photos/media.arrow"
 
-    def rows() -> list[dict]:  # without the captions' times of change, which are of this copy of the project
+    def rows() -> list[
+        dict
+    ]:  # without the modification times of the captions, which differ in each copy of the project
         return read_media_table(Store(indexed.root), "photos").drop_columns("captions_version").to_pylist()
 
     before = rows()
@@ -160,7 +162,7 @@ def row(**shapes: tuple[int, ...]) -> ShardRow:
     return ShardRow("a", {name: Array.from_numpy(np.zeros(shape, np.float32)) for name, shape in shapes.items()})
 
 
-CLIP = CacheSpec((8, 4), 16)  # whose latents have 3 frames of 9
+CLIP = CacheSpec((8, 4), 16)  # its latents have 3 frames of the 9 frames
 
 
 @pytest.mark.parametrize(
