@@ -42,7 +42,7 @@ SMALL = {
     "waiting": [],
 }
 #: Benchmarks with a separate folder, that take minutes, or that write a document (`test_memory_table.py`).
-OTHERS = {"before_after", "gpu", "knobs", "memory_table", "scale_cost", "text"}
+NOT_RUN = {"before_after", "gpu", "knobs", "memory_table", "scale_cost", "text"}
 
 
 @pytest.fixture
@@ -73,11 +73,11 @@ def test_every_benchmark_prints_a_table(measured, name: str, monkeypatch) -> Non
 
 def test_every_benchmark_is_run_here() -> None:
     programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "main()" in path.read_text()}
-    assert programs | {"gpu"} == set(SMALL) | OTHERS
+    assert programs | {"gpu"} == set(SMALL) | NOT_RUN
 
 
 @pytest.mark.parametrize(("name", "document"), [("buckets", "datasets")])
 def test_a_computed_table_stands_in_the_documentation(measured, name: str, document: str) -> None:
-    said = (ROOT / f"docs/{document}.md").read_text()
+    document_text = (ROOT / f"docs/{document}.md").read_text()
     rows = measured(name)
-    assert len(rows) > 3 and all(f"| {' | '.join(row)} |" in said for row in rows)
+    assert len(rows) > 3 and all(f"| {' | '.join(row)} |" in document_text for row in rows)

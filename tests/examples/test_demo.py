@@ -29,10 +29,10 @@ pytestmark = [
 
 
 def check(run: Path, name: str) -> None:
-    found = measure_likeness(run)
-    assert len(found) == len(demo.demo_prompts(name, run))
-    assert [one.nearest for one in found] == [one.name for one in found], found
-    assert all(one.motion is None or one.motion > MOTION for one in found), found
+    results = measure_likeness(run)
+    assert len(results) == len(demo.demo_prompts(name, run))
+    assert [result.nearest for result in results] == [result.name for result in results], results
+    assert all(result.motion is None or result.motion > MOTION for result in results), results
 
 
 @pytest.mark.long
@@ -64,7 +64,7 @@ def test_each_caption_gives_back_its_photograph(
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"),
+    ("arguments", "names"),
     [
         ([], [demo.FASTEST]),
         (["t2i", "t2i"], ["t2i"]),
@@ -72,8 +72,8 @@ def test_each_caption_gives_back_its_photograph(
         (["t2i", "all"], [*demo.FLAVOURS, "data"]),
     ],
 )
-def test_one_flavour_is_shown_unless_others_are_named(tmp_path: Path, given: list[str], shown: list[str]) -> None:
-    assert demo.parse_arguments([*given, "--out", str(tmp_path)]) == (shown, tmp_path)
+def test_one_flavour_is_shown_unless_others_are_named(tmp_path: Path, arguments: list[str], names: list[str]) -> None:
+    assert demo.parse_arguments([*arguments, "--out", str(tmp_path)]) == (names, tmp_path)
 
 
 def test_models_of_other_code_or_media_are_made_again(tmp_path: Path) -> None:
@@ -84,17 +84,17 @@ def test_models_of_other_code_or_media_are_made_again(tmp_path: Path) -> None:
 
     (tmp_path / "media").mkdir()
     (tmp_path / "media/cat.txt").write_text("A cat.")
-    made = make()
+    model = make()
     demo.discard_outdated(tmp_path)
-    assert not made.exists() and not (tmp_path / "t2i").exists(), (
+    assert not model.exists() and not (tmp_path / "t2i").exists(), (
         "an older demo did not record the code and media of its models"
     )
-    made = make()
+    model = make()
     demo.discard_outdated(tmp_path)
-    assert made.exists() and (tmp_path / "t2i/work").exists()
+    assert model.exists() and (tmp_path / "t2i/work").exists()
     (tmp_path / "media/cat.txt").write_text("A dog.")
     demo.discard_outdated(tmp_path)
-    assert not made.exists() and not (tmp_path / "t2i").exists() and (tmp_path / "media").exists()
+    assert not model.exists() and not (tmp_path / "t2i").exists() and (tmp_path / "media").exists()
 
 
 @pytest.fixture(scope="module")

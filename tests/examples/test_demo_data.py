@@ -23,8 +23,8 @@ pytestmark = [
 
 def test_photographs_are_described_and_masked_and_near_duplicates_found(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.demo", demo_data.NAME, "--out", str(tmp_path)]
-    said = subprocess.run(command, cwd=demo.ROOT, check=True, capture_output=True, text=True).stdout
-    assert 'to leave them out: where: "duplicate_of is null"' in said and "data/plan.html" in said
+    output = subprocess.run(command, cwd=demo.ROOT, check=True, capture_output=True, text=True).stdout
+    assert 'to leave them out: where: "duplicate_of is null"' in output and "data/plan.html" in output
     config = load_config(tmp_path / "data" / "pipeline.yaml")
     store, media = Store(config.root), read_configured_media(Store(config.root), config.datasets[0])
     paths = dict(zip(media["media_id"].to_pylist(), media["path"].to_pylist(), strict=True))
@@ -35,11 +35,11 @@ def test_photographs_are_described_and_masked_and_near_duplicates_found(tmp_path
     def photograph(path: str) -> str:
         return Path(path).stem.partition("-")[0]
 
-    written = captions_by_path(store, config)
+    captions_of = captions_by_path(store, config)
     of = {photograph(name): caption for name, (caption, _) in demo_data.PHOTOGRAPHS.items()}
-    assert sum(captions == [of[photograph(path)]] for path, captions in written.items()) >= 16, written
+    assert sum(captions == [of[photograph(path)]] for path, captions in captions_of.items()) >= 16, captions_of
     table = read_item_table(store, find_item_table(config, {config.datasets[0].id: media}))
     assert table is not None
     best = zip(table["media_id"].to_pylist(), table["duplicate_of"].to_pylist(), strict=True)
-    copies = [(paths[one], paths[other]) for one, other in best if other is not None]
-    assert len(copies) >= 10 and all(photograph(one) == photograph(other) for one, other in copies), copies
+    copies = [(paths[item], paths[duplicate]) for item, duplicate in best if duplicate is not None]
+    assert len(copies) >= 10 and all(photograph(item) == photograph(duplicate) for item, duplicate in copies), copies

@@ -43,10 +43,10 @@ def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> No
     demo_media.write_media(media)
     assert _state(media) == before
     damaged = media / "images" / "coffee.txt"
-    right = damaged.read_bytes()
-    damaged.write_bytes(right[:-1] + b"?")
+    original_bytes = damaged.read_bytes()
+    damaged.write_bytes(original_bytes[:-1] + b"?")
     demo_media.write_media(media)
-    assert damaged.read_bytes() == right
+    assert damaged.read_bytes() == original_bytes
     changed = {name for name, state in _state(media).items() if state != before[name]}
     assert changed == {"images/coffee.txt"}
 

@@ -80,9 +80,9 @@ def submit(folder: Path, *steps: str, states: str, later: str = "") -> tuple[int
     (folder / "calls").unlink(missing_ok=True)
     (folder / "later").write_text(later or states)
     command = ["env", f"PATH={folder}:/usr/bin:/bin", "bash", str(folder / "submit.sh"), *steps]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     calls = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
-    return done.returncode, done.stderr, calls
+    return process.returncode, process.stderr, calls
 
 
 def test_the_script_applies_each_step_after_the_jobs_of_the_one_before(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_the_script_applies_each_step_after_the_jobs_of_the_one_before(tmp_path:
     changes = [call for call in calls if call.startswith(("apply", "delete"))]
     expected = ["apply --kustomize . --selector !latentpress/step"]
     for step in STEPS:
-        chosen = f"--selector latentpress/step={step}"
-        expected += [f"delete jobs {chosen} --cascade=foreground", f"apply --kustomize . {chosen}"]
+        selector = f"--selector latentpress/step={step}"
+        expected += [f"delete jobs {selector} --cascade=foreground", f"apply --kustomize . {selector}"]
     assert changes == expected
     for first, second in pairwise(STEPS):
-        asked = next(n for n, call in enumerate(calls) if call.startswith("get") and f"step={first} " in call)
-        assert asked < calls.index(f"apply --kustomize . --selector latentpress/step={second}")
+        query_index = next(n for n, call in enumerate(calls) if call.startswith("get") and f"step={first} " in call)
+        assert query_index < calls.index(f"apply --kustomize . --selector latentpress/step={second}")

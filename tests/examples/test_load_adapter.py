@@ -85,11 +85,11 @@ def test_the_change_of_one_expert_is_seen(finished, capsys: pytest.CaptureFixtur
 
 def test_as_a_script_it_compares_and_says_what_is_wrong(forked_programs, finished, tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "examples" / "load_adapter.py")]
-    done = subprocess.run([*script, str(finished("kandinsky5-image-t2i"))], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "loaded in Kandinsky5T2IPipeline; mean |change of the output| = 0." in done.stdout
+    process = subprocess.run([*script, str(finished("kandinsky5-image-t2i"))], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "loaded in Kandinsky5T2IPipeline; mean |change of the output| = 0." in process.stdout
     with pytest.raises(SystemExit, match=r"nothing/adapter .*latentpress train"):
         load_adapter.main([str(tmp_path / "pipeline.yaml"), "--set", "train.run=nothing"])
-    done = subprocess.run([*script, str(tmp_path / "absent.yaml")], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "absent.yaml" in done.stderr
-    assert "Traceback" not in done.stderr
+    process = subprocess.run([*script, str(tmp_path / "absent.yaml")], capture_output=True, text=True)
+    assert process.returncode == 1 and process.stderr.startswith("error: ") and "absent.yaml" in process.stderr
+    assert "Traceback" not in process.stderr

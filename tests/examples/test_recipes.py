@@ -91,8 +91,8 @@ def test_a_copied_recipe_finds_its_schema(tmp_path: Path) -> None:
     for name in NAMES:
         first = (copied / f"{name}.yaml").read_text().partition("\n")[0]
         schema = copied / first.removeprefix("# yaml-language-server: $schema=")
-        same = schema.read_bytes() == (ROOT / "schemas" / "pipeline.schema.json").read_bytes()
-        assert same, "run: make generated"
+        is_same = schema.read_bytes() == (ROOT / "schemas" / "pipeline.schema.json").read_bytes()
+        assert is_same, "run: make generated"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,8 +104,8 @@ def test_a_recipe_is_whole(name: str) -> None:
     assert config.datasets and config.validation.prompts
     assert Path(config.root).parent == Path(config.output).parent == FOLDER
     assert all(Path(dataset.instance_data_dir).parent == FOLDER for dataset in config.datasets)
-    written = YAML(typ="safe", pure=True).load(text)
-    assert {"model", "datasets", "train", "validation"} <= written.keys()
+    values = YAML(typ="safe", pure=True).load(text)
+    assert {"model", "datasets", "train", "validation"} <= values.keys()
 
 
 # --- memory ---
@@ -141,13 +141,13 @@ def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
 @pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in NAMES])
 def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str, is_long: bool) -> None:
     config, (card_gb, shape, _) = recipe(name), RECIPES[name]
-    found = predict_by_depth(config, shape)
+    prediction = predict_by_depth(config, shape)
     if is_long:
-        assert found == pytest.approx(predict(config, shape), rel=0.01)
-    assert found / 2**30 <= card_gb * 1e9 / 2**30 - RESERVED_GIB
+        assert prediction == pytest.approx(predict(config, shape), rel=0.01)
+    assert prediction / 2**30 <= card_gb * 1e9 / 2**30 - RESERVED_GIB
     text = re.sub(r"\n# ", " ", (FOLDER / f"{name}.yaml").read_text())
-    (said,) = re.findall(r"Predicted for training: (\d+) GiB", text)
-    assert math.isclose(found / 2**30, int(said), abs_tol=1)
+    (stated_gib,) = re.findall(r"Predicted for training: (\d+) GiB", text)
+    assert math.isclose(prediction / 2**30, int(stated_gib), abs_tol=1)
 
 
 # --- training ---
@@ -202,14 +202,14 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
         changed |= {f"datasets.{dataset.id}.video.{key}": 5 for key in ("num_frames", "min_frames")}
     overrides = tuple(f"{key}={value}" for key, value in changed.items())
     report = run.run(load_config(path, overrides), Options(path, overrides), Console(stderr=io.StringIO()))
-    said = capfd.readouterr().err
+    messages = capfd.readouterr().err
     runs = recipe(name).expert_runs  # the second run only trains and decodes
-    assert (report.done, report.remaining, report.set_aside) == (5 + 2 * len(runs), 0, []), said
-    for one in runs:
-        own, output = one.train, tmp_path / "output" / one.run_name
+    assert (report.done, report.remaining, report.set_aside) == (5 + 2 * len(runs), 0, []), messages
+    for run_config in runs:
+        train_config, output = run_config.train, tmp_path / "output" / run_config.run_name
         train = YAML(typ="safe", pure=True).load(output / "config.yaml")["train"]
-        expected = own.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
+        expected = train_config.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
         assert train == expected | {"offload": expected["offload"] | {"streams": False}}
-        if own.quantized:
-            assert f"matrices of the base quantized ({own.base_precision})" in said
+        if train_config.quantized:
+            assert f"matrices of the base quantized ({train_config.base_precision})" in messages
         assert (output / "samples" / "contact-sheet.png").exists()

@@ -21,7 +21,7 @@ from stages.media.sample_reader import read_cropped_image, read_sample_frames, r
 from stages.pages.html import Section, render_template
 from stages.pages.plan_samples import PlanSample, PlanTable, SamplePixels, frame_indices
 from stages.preview import MAX_EXAMPLES, plan_card
-from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
+from tests.stages.html_page import ESCAPED, HOSTILE, Page, alike, decoded
 from tests.stages.plan_previews import planned, rows, settings, show, video_settings
 
 
@@ -40,9 +40,9 @@ def test_images_are_shown_as_the_encoder_gets_them_and_what_is_left_out_with_its
     (home.media / "other.png").write_bytes(b"something else")
     report, page = show(home)
     assert (report.done, report.exit_code, len(page.articles)) == (2, 0, 4)
-    [shown] = page.pictures("cropped to 64x64@1: wide.png")
-    assert alike(shown, read_cropped_image(path, rows(home)["wide.png"]["geometry"]))
-    assert not alike(shown, np.asarray(Image.open(path).resize((64, 64))))
+    [picture] = page.pictures("cropped to 64x64@1: wide.png")
+    assert alike(picture, read_cropped_image(path, rows(home)["wide.png"]["geometry"]))
+    assert not alike(picture, np.asarray(Image.open(path).resize((64, 64))))
     drawing = next(one for one in page.of("svg") if "wide.png" in one["aria-label"])
     assert drawing["viewbox"] == "0 0 200 64"  # uncropped, in its original shape
     assert drawing["aria-label"] == "wide.png: whole picture, 68.0% cut off"
@@ -66,12 +66,12 @@ def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
     sample = rows(home)["clip.mp4"]
     times, frames = clip_times(sample["start"], sample["rate"], 17), read_sample_frames(path, sample, "pyav")
     assert sample["start"] > 0
-    shown = page.pictures(" s of clip.mp4")
-    assert len(shown) == 9 and "starts from its first frame" in page.article("clip.mp4")
-    for picture, index in zip(shown, frame_indices(17), strict=True):
+    shown_frames = page.pictures(" s of clip.mp4")
+    assert len(shown_frames) == 9 and "starts from its first frame" in page.article("clip.mp4")
+    for picture, index in zip(shown_frames, frame_indices(17), strict=True):
         assert alike(picture, frames[index]), index
         assert f"{times[index]:.2f} s" in page.article("clip.mp4")
-    assert np.abs(shown[0].astype(int) - shown[-1]).mean() > 50  # the two differ
+    assert np.abs(shown_frames[0].astype(int) - shown_frames[-1]).mean() > 50  # the two differ
     [drawing] = page.of("image")
     assert alike(decoded(drawing["href"]), read_sample_frames(path, sample | one_frame(64, 48), "pyav")[0])
 
@@ -145,12 +145,12 @@ def test_a_mask_is_laid_over_what_is_not_trained(project) -> None:
     planned(home)
     _, page = show(home)
     sample = rows(home)["one.png"]
-    [shown] = page.pictures("mask: red is not trained: one.png")
+    [picture] = page.pictures("mask: red is not trained: one.png")
     mask = read_sample_mask(home.folder / "masks" / "one.png", "image", sample["mask_geometry"], [])[0] > 0
     pixels = read_cropped_image(path, sample["geometry"])
-    assert alike(shown[:, 36:], pixels[:, 36:]) and mask[:, 36:].all()
-    left = shown[:, :28].reshape(-1, 3).mean(axis=0)
-    assert left[0] > left[1] + 60 and left[0] > left[2] + 60
+    assert alike(picture[:, 36:], pixels[:, 36:]) and mask[:, 36:].all()
+    left_color = picture[:, :28].reshape(-1, 3).mean(axis=0)
+    assert left_color[0] > left_color[1] + 60 and left_color[0] > left_color[2] + 60
 
 
 def test_there_must_be_a_plan(project) -> None:
@@ -181,8 +181,8 @@ def plan_page(word: str) -> Page:
     sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
     shape, dot = {"width": 60, "height": 48, "lost": 0.2, "stretched": 0.0}, np.zeros((1, 10, 10, 3), np.uint8)
     clip = sample | {"kind": "video", "start": 0.5, "rate": 12.0, "condition": "first-frame"}
-    found = MediaError("missing", word, word, word), SamplePixels(dot, (dot,), dot, dot[0])
-    items = [(PlanSample(place, kind, shape), result) for kind in (sample, clip) for result in found]
+    results = MediaError("missing", word, word, word), SamplePixels(dot, (dot,), dot, dot[0])
+    items = [(PlanSample(place, kind, shape), result) for kind in (sample, clip) for result in results]
     line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word], "latents_mib": 1.5}
     cards = [plan_card(item, [word, "", word, word], result) for item, result in items]
     sections = [Section(word, word, line, word, cards), Section(word, table=[line])]
@@ -195,9 +195,9 @@ def test_whatever_text_a_plan_holds_adds_no_tag_and_no_attribute() -> None:
     page, plain = plan_page(HOSTILE), plan_page("word")
     assert page.structure == plain.structure
     for card in page.articles:
-        assert f"/{SEEN}" in card and "\\udcff" in card and "49" not in card
-    assert page.of("img")[0]["alt"] == f"i2i source, cropped: {SEEN}"
-    assert page.of("svg")[0]["aria-label"] == f"{SEEN}: whole picture, 20.0% cut off"
+        assert f"/{ESCAPED}" in card and "\\udcff" in card and "49" not in card
+    assert page.of("img")[0]["alt"] == f"i2i source, cropped: {ESCAPED}"
+    assert page.of("svg")[0]["aria-label"] == f"{ESCAPED}: whole picture, 20.0% cut off"
 
 
 def test_no_template_switches_escaping_off() -> None:

@@ -30,26 +30,26 @@ def encoded(home, *overrides: str, text: bool = False) -> None:
         home.run(program, *overrides)
 
 
-def show(home, *overrides: str, **own: Any) -> tuple[Report, Any]:
+def show(home, *overrides: str, **options: Any) -> tuple[Report, Any]:
     """Run preview. Returns (report with the numbers of every sample, page)."""
     out = home.folder / "page.html"
-    report = home.run(partial(preview.run, out=out, **own), *overrides, json=True)
+    report = home.run(partial(preview.run, out=out, **options), *overrides, json=True)
     json.dumps(report.to_dict(), allow_nan=False)
     return report, Page(out.read_text(encoding="utf-8"))
 
 
-def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
+def reconstruct(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
     """Encode uint8 clips by the mode of the posterior, and decode them, without the program."""
     config = home.config()
     autoencoder = base.load_autoencoder(config.model, config.latents, torch.device("cpu"))
-    found = []
+    reconstructions = []
     for clip in clips_THWC:
         latents = autoencoder.encode(torch.from_numpy(sample_reader.normalize_pixels(clip))[None], [0], "mode")
-        found.append(autoencoder.decode(latents)[0].numpy())
-    return found
+        reconstructions.append(autoencoder.decode(latents)[0].numpy())
+    return reconstructions
 
 
-def seen(pixels_HWC: np.ndarray, box: tuple[int, int] = pictures.IMAGE_BOX) -> np.ndarray:
+def encode_as_page(pixels_HWC: np.ndarray, box: tuple[int, int] = pictures.IMAGE_BOX) -> np.ndarray:
     """The exact pixels that a page shows for `pixels_HWC`. For noise, WebP changes more than `alike` accepts."""
     return decoded(pictures.encode_picture(pixels_HWC, box, 1 << 20).uri)
 
@@ -65,17 +65,17 @@ def test_an_image_is_compared_with_what_was_encoded(project) -> None:
     words = "a picture of <b>many</b> words " + "and more of them " * 12
     for number, caption in enumerate(("short words", words)):
         home.image(f"{number}.png", (150, 64), caption, seed=number)
-    given = (MODE, "text.max_length=24")
-    encoded(home, *given, text=True)
-    report, page = show(home, *given)
+    overrides = (MODE, "text.max_length=24")
+    encoded(home, *overrides, text=True)
+    report, page = show(home, *overrides)
     assert (report.done, report.exit_code, report.next_steps) == (2, 0, [])
     numbers = {row["item"]: row for row in report.details["samples"]}
-    for name, row in rows(home, *given).items():
+    for name, row in rows(home, *overrides).items():
         original = read_cropped_image(home.media / name, row["geometry"])
-        [reconstruction] = again(home, original[None])
-        shown = {what: page.pictures(f"{what}: {name}")[0] for what in ("original", "reconstruction")}
-        assert alike(shown["original"], original)
-        np.testing.assert_array_equal(shown["reconstruction"], seen(reconstruction[0]))
+        [reconstruction] = reconstruct(home, original[None])
+        shown_pictures = {title: page.pictures(f"{title}: {name}")[0] for title in ("original", "reconstruction")}
+        assert alike(shown_pictures["original"], original)
+        np.testing.assert_array_equal(shown_pictures["reconstruction"], encode_as_page(reconstruction[0]))
         expected = decibels(original, reconstruction[0])
         assert numbers[f"photos/{name}"]["psnr_db"] == pytest.approx(expected, abs=0.006)
         assert f"reconstruction, {expected:.2f} dB" in page.article(name)
@@ -103,20 +103,20 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     report, page = show(home, MODE)
     sample = rows(home, MODE)["clip.mp4"]
     original = read_sample_frames(path, sample, "pyav")
-    reconstruction, first = again(home, original, original[:1])
-    shown = [page.pictures(f"{what}: ") for what in ("original", "reconstruction")]
+    reconstruction, first = reconstruct(home, original, original[:1])
+    shown_frames = [page.pictures(f"{title}: ") for title in ("original", "reconstruction")]
     places = [0, 2, 4, 6, 8, 10, 12, 14, 16]
-    assert frame_indices(17) == places and [len(part) for part in shown] == [10, 10]
+    assert frame_indices(17) == places and [len(part) for part in shown_frames] == [10, 10]
     for i, place in enumerate(places):
-        assert alike(shown[0][i], original[place]), place
-        np.testing.assert_array_equal(shown[1][i], seen(reconstruction[place], pictures.FRAME_BOX))
+        assert alike(shown_frames[0][i], original[place]), place
+        np.testing.assert_array_equal(shown_frames[1][i], encode_as_page(reconstruction[place], pictures.FRAME_BOX))
         time = sample["start"] + place / 12
         psnr = decibels(original[place], reconstruction[place])
         assert f"{time:.2f} s, {psnr:.2f} dB" in page.article("clip.mp4")
     [numbers] = report.details["samples"]
     assert numbers["psnr_db"] == pytest.approx(decibels(original, reconstruction), abs=0.006)
     # The condition is the first frame, which is encoded alone.
-    np.testing.assert_array_equal(shown[1][9], seen(first[0], pictures.FRAME_BOX))
+    np.testing.assert_array_equal(shown_frames[1][9], encode_as_page(first[0], pictures.FRAME_BOX))
     assert preview.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
 
 
@@ -133,9 +133,9 @@ def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstr
     report, page = show(home, MODE)
     assert (report.done, report.exit_code, home.rejects(report)) == (1, 0, {"1.png": "missing", "2.png": "changed"})
     source = read_cropped_image(home.folder / "sources/0.png", rows(home, MODE)["0.png"]["source_geometry"])
-    [reconstruction] = again(home, source[None])
-    [shown] = page.pictures("reconstruction: source of 0.png")
-    np.testing.assert_array_equal(shown, seen(reconstruction[0]))
+    [reconstruction] = reconstruct(home, source[None])
+    [picture] = page.pictures("reconstruction: source of 0.png")
+    np.testing.assert_array_equal(picture, encode_as_page(reconstruction[0]))
     assert alike(page.pictures("original: source of 0.png")[0], source)
     for name, reason in (("1.png", "missing"), ("2.png", "changed")):
         assert f"no original to compare with ({reason})" in page.article(name)
@@ -151,13 +151,13 @@ def test_moments_are_decoded_from_their_mean_and_the_page_needs_nothing_else(pro
     encoded(home, "latents.posterior=moments")
     report, page = show(home, "latents.posterior=moments")
     original = read_cropped_image(path, rows(home, "latents.posterior=moments")["one.png"]["geometry"])
-    [reconstruction] = again(home, original[None])
-    np.testing.assert_array_equal(page.pictures("reconstruction: one.png")[0], seen(reconstruction[0]))
+    [reconstruction] = reconstruct(home, original[None])
+    np.testing.assert_array_equal(page.pictures("reconstruction: one.png")[0], encode_as_page(reconstruction[0]))
     assert report.details["samples"][0]["psnr_db"] == pytest.approx(decibels(original, reconstruction[0]), abs=0.006)
     links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
     assert links and all(str(link).startswith(("data:", "#")) for link in links)
-    there = {f"#{tag['id']}" for _, tag in page.tags if "id" in tag}
-    assert {link["href"] for link in page.of("a")} <= there
+    ids = {f"#{tag['id']}" for _, tag in page.tags if "id" in tag}
+    assert {link["href"] for link in page.of("a")} <= ids
     assert all(image["alt"] for image in page.of("img")) and not page.of("script")
 
 
@@ -168,11 +168,11 @@ def test_what_is_not_encoded_is_counted_and_a_damaged_row_costs_itself_alone(pro
     for number in range(6):
         home.image(f"{number}.png", seed=number)
     encoded(home)
-    lost, path = sorted((home.root / "latents").rglob("*.arrow"))[:2]
-    count = len(shard_io.open_reader(Store(home.root), str(lost.relative_to(home.root))))
-    lost.unlink()
-    with shard_io.open_reader(Store(home.root), str(path.relative_to(home.root))) as found:
-        data = bytes(found.read(0).tensors["latent"].raw())
+    lost_path, path = sorted((home.root / "latents").rglob("*.arrow"))[:2]
+    count = len(shard_io.open_reader(Store(home.root), str(lost_path.relative_to(home.root))))
+    lost_path.unlink()
+    with shard_io.open_reader(Store(home.root), str(path.relative_to(home.root))) as reader:
+        data = bytes(reader.read(0).tensors["latent"].raw())
     content = bytearray(path.read_bytes())
     content[content.index(data) + 5] ^= 1
     path.write_bytes(content)

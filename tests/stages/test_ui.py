@@ -28,16 +28,16 @@ from tests.stages.ui_server import WAIT_S, UiServer, ui_server
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project()
-    made.image("a.png", (64, 48), "a <b>bold</b> caption")
-    return made
+    new_project = project()
+    new_project.image("a.png", (64, 48), "a <b>bold</b> caption")
+    return new_project
 
 
 @pytest.mark.slow
 def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
     assert server.post("/jobs/discover/start").json == {"message": "discover was started"}
-    again = server.post("/jobs/discover/start")
-    assert again.status == 409 and "discover is already running" in again.json["error"]
+    second_start = server.post("/jobs/discover/start")
+    assert second_start.status == 409 and "discover is already running" in second_start.json["error"]
     conflict = server.post("/jobs/run/start")
     assert conflict.status == 409 and "run" in conflict.json["error"] and "stop discover" in conflict.json["next_step"]
     ended = server.wait_for_end("discover")
@@ -90,33 +90,35 @@ def test_a_socket_of_another_site_is_not_opened(server: UiServer) -> None:
 def test_the_token(home: Project) -> None:
     token = Token("a long enough token")
     with ui_server(home, token, host="192.0.2.1") as server:
-        asked = server.get("/")
-        assert asked.status == 303 and asked.headers["location"] == "/login"
+        answer = server.get("/")
+        assert answer.status == 303 and answer.headers["location"] == "/login"
         assert server.get("/", Cookie=f"latentpress-ui-{server.port}=wrong").status == 303
         assert server.post("/jobs/discover/start").status == 401
         assert server.get("/login?code=wrong").status == 403
         code = token.code
         assert server.request("HEAD", f"/login?code={code}").status == 200, "HEAD does not use the code"
-        once, again = server.get(f"/login?code={code}"), server.get(f"/login?code={code}")
-        assert once.status == 200 and again.status == 403
-        cookie = once.headers["set-cookie"]
+        first_login, second_login = server.get(f"/login?code={code}"), server.get(f"/login?code={code}")
+        assert first_login.status == 200 and second_login.status == 403
+        cookie = first_login.headers["set-cookie"]
         assert {"HttpOnly", "SameSite=strict"} <= {part.strip() for part in cookie.split(";")}
         assert "a long enough token" not in cookie
         server.cookie = cookie.partition(";")[0]
         assert server.get("/").status == 200 and server.get("/logs").status == 200
         entered, server.cookie = server.cookie, ""
-        for other in ('a="b', "a=b c", "a=b,c", "a=[1]", 'a={"b": 1}', "a b=c", "a", "=", "\xe9=1", "a=\\", "path=/"):
-            assert server.get("/", Cookie=f"{other}; {entered}").status == 200, other
-            assert server.get("/", Cookie=f"{entered}x; {other}; x{entered}").status == 303, other
+        for cookie in ('a="b', "a=b c", "a=b,c", "a=[1]", 'a={"b": 1}', "a b=c", "a", "=", "\xe9=1", "a=\\", "path=/"):
+            assert server.get("/", Cookie=f"{cookie}; {entered}").status == 200, cookie
+            assert server.get("/", Cookie=f"{entered}x; {cookie}; x{entered}").status == 303, cookie
         assert token.code == "" and server.get("/login?code=").status == 200
         assert server.post("/login", token="a wrong token").status == 403
-        given = server.post("/login", token="a long enough token").headers["set-cookie"]
-        assert "max-age" in given.lower() and server.get("/", Cookie=given.partition(";")[0]).status == 200
-        name = given.partition("=")[0]
+        login_cookie = server.post("/login", token="a long enough token").headers["set-cookie"]
+        assert (
+            "max-age" in login_cookie.lower() and server.get("/", Cookie=login_cookie.partition(";")[0]).status == 200
+        )
+        name = login_cookie.partition("=")[0]
         expired = token.make_cookie(time_s=time.time() - COOKIE_S - 1)
         later = f"{int(expired.partition('.')[0]) + 10**6}.{expired.partition('.')[2]}"
-        for wrong in (expired, later, expired.partition(".")[2], "."):
-            assert server.get("/", Cookie=f"{name}={wrong}").status == 303, wrong
+        for value in (expired, later, expired.partition(".")[2], "."):
+            assert server.get("/", Cookie=f"{name}={value}").status == 303, value
 
 
 @pytest.mark.parametrize("addresses", [1, 6])
@@ -124,8 +126,10 @@ def test_half_open_connections_shut_nobody_out(server: UiServer, addresses: int)
     with ExitStack() as opened:
         sources = [(f"127.0.0.{2 + number % addresses}", 0) for number in range(250)]
         place = "127.0.0.1", server.port
-        held = [opened.enter_context(socket.create_connection(place, source_address=source)) for source in sources]
-        for each in held:
+        connections = [
+            opened.enter_context(socket.create_connection(place, source_address=source)) for source in sources
+        ]
+        for each in connections:
             with suppress(ConnectionError):  # a connection that was closed for a newer one
                 each.sendall(b"GET / HTTP/1.1\r\nHost: loc")
         assert server.get("/").status == 200
@@ -136,17 +140,17 @@ POST = (
 )
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT", POST])
+@pytest.mark.parametrize("request_bytes", [b"", b"GET / HT", POST])
 def test_a_request_that_does_not_come_is_not_waited_for(
-    home: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], sent: bytes
+    home: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], request_bytes: bytes
 ) -> None:
     monkeypatch.setattr(serve, "REQUEST_S", 0.1)
     home.config()
-    with ui_server(home) as server, socket.create_connection(("127.0.0.1", server.port)) as held:
-        held.settimeout(WAIT_S)
-        held.sendall(sent)
+    with ui_server(home) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(WAIT_S)
+        connection.sendall(request_bytes)
         with suppress(ConnectionError):
-            assert held.recv(1000) == b"", "no answer"
+            assert connection.recv(1000) == b"", "no answer"
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -193,15 +197,15 @@ def test_only_documents_of_the_output_are_served(server: UiServer, home: Project
     assert answer.text == "<p>the report</p>"
     policy = answer.headers["content-security-policy"]
     assert "sandbox allow-scripts;" in policy and "allow-same-origin" not in policy and "connect-src 'none'" in policy
-    others = ["run/secret.yaml", ".hidden/page.html", "link.html", "away/outside.html", "../outside.html", "run"]
-    others += [
+    refused_names = ["run/secret.yaml", ".hidden/page.html", "link.html", "away/outside.html", "../outside.html", "run"]
+    refused_names += [
         "..%2foutside.html",
         "%2e%2e/outside.html",
         str(home.folder / "outside.html"),
         "a%00.html",
         "run/absent.html",
     ]
-    for name in others:
+    for name in refused_names:
         assert server.get(f"{base}/{name}").status == 404, name
     assert server.get("/documents/another-key/run/report.html").status == 404
 
@@ -308,8 +312,8 @@ def test_a_store_is_listed_only_while_somebody_looks_and_not_for_each_look(
     page = Site(config, Options(path, ("root=s3://bucket/work",)), look)
     assert looks == [], "no page was requested"
     for _ in range(20):
-        found = page.status()
-        assert isinstance(found, Report) and found.done == 1
+        status = page.status()
+        assert isinstance(status, Report) and status.done == 1
     assert len(looks) == 1
     monkeypatch.setattr("stages.pages.ui.app.REMOTE_S", 0.0)
     until(lambda: isinstance(page.status(), LatentpressError), "a second look, which fails")

@@ -148,9 +148,9 @@ def test_a_document_is_shown_again_and_reaches_nothing(
     with ui_server(home) as server:
         page = browser.new_page()
         page.goto(f"{server.url}/report")
-        said = page.frame_locator("#document").locator("#said")
-        said.filter(has_text="no request").wait_for()
-        assert said.inner_text() == "first null no cookie no parent no request"
+        notes = page.frame_locator("#document").locator("#said")
+        notes.filter(has_text="no request").wait_for()
+        assert notes.inner_text() == "first null no cookie no parent no request"
         page.goto(server.url + page.locator("#document").get_attribute("src"))
         page.locator("#said", has_text="no request").wait_for()
         assert page.locator("#said").inner_text().startswith("first null no cookie")
@@ -214,8 +214,8 @@ def test_other_sites_do_nothing(project: Callable[..., Project], browser: Any) -
         page = browser.new_page()
         answer = page.goto(f"http://{FOREIGN}:{server.port}/")
         assert answer.status == 403 and "Refused" in page.content()
-        asked = page.evaluate("fetch('/jobs/discover/start', {method: 'POST'}).then((answer) => answer.status)")
-        assert asked == 403
+        status = page.evaluate("fetch('/jobs/discover/start', {method: 'POST'}).then((answer) => answer.status)")
+        assert status == 403
         page.close()
         assert server.site.programs.last_start("discover") is None
         assert not Path(home.folder / "output" / ".ui" / "logs").exists()

@@ -20,11 +20,11 @@ from tests.stages.ui_server import UiServer
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project()
-    made.image("a.png", (64, 48), "a <b>bold</b> caption", 1)
-    made.image("b.png", (64, 48), "Another one\nand a second", 2)
-    made.config()
-    return made
+    new_project = project()
+    new_project.image("a.png", (64, 48), "a <b>bold</b> caption", 1)
+    new_project.image("b.png", (64, 48), "Another one\nand a second", 2)
+    new_project.config()
+    return new_project
 
 
 def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
@@ -39,8 +39,8 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     assert server.post(f"/captions/{a}/save", text="  a <i>new</i> one \r\n\r\nand more").status == 200
     zero = server.post(f"/captions/{a}/save", text="a\0cat")
     assert zero.status == 409 and "zero byte" in zero.json["error"]
-    again = server.post(f"/captions/{a}/save", text="late")
-    assert again.status == 409 and "edited meanwhile" in again.json["error"]
+    late_answer = server.post(f"/captions/{a}/save", text="late")
+    assert late_answer.status == 409 and "edited meanwhile" in late_answer.json["error"]
     edited = server.get("/captions?edited=1&words=new").text
     assert "1 of 2 items, 1 edited" in edited and "a &lt;i&gt;new" in edited and "a &lt;b&gt;bold" in edited
     before = json.dumps(["a <i>new</i> one", "and more"])
@@ -71,14 +71,14 @@ def test_thumbnails_next_to_captions_are_made_by_a_program(home: Project, server
     (address,) = set(re.findall(r'<img src="(/thumbnails/[0-9a-f]{32}\.webp)"', text))
     answer = server.get(address)
     assert answer.status == 200 and answer.headers["content-type"] == "image/webp" and "data-make" not in text
-    rest = server.get("/captions").text
-    assert rest.count("<img") == 2 and rest.count("data-late") == 2, (
+    text = server.get("/captions").text
+    assert text.count("<img") == 2 and text.count("data-late") == 2, (
         "c.png is the same picture; b.png and d.png were not shown"
     )
     assert server.post("/captions/thumbnails", dataset="photos").status == 200
     assert server.wait_for_end("caption-thumbnails").exit_code == 0
-    rest = server.get("/captions").text
-    assert rest.count("<img") == 3 and "data-late" not in rest and rest.count("no picture") == 1, (
+    text = server.get("/captions").text
+    assert text.count("<img") == 3 and "data-late" not in text and text.count("no picture") == 1, (
         "d.png has no thumbnail"
     )
     for verb in ("start", "restart", "retry"):
@@ -129,11 +129,11 @@ def test_captions_by_a_model_are_shown_and_an_edit_wins(
     home.run(discover.run)
     assert 'id="start-caption"' in server.get("/captions").text
     assert server.post("/jobs/caption/start").status == 200 and server.wait_for_end("caption").exit_code == 0
-    found = written(home)
-    until_so(lambda: f"<span>{len(found)} of {len(found)} items</span>" in server.get("/").text, "its bar")
-    path, (text, *_) = max(found.items(), key=lambda made: sum(letter.isalpha() for letter in made[1][0]))
+    captions = written(home)
+    until_so(lambda: f"<span>{len(captions)} of {len(captions)} items</span>" in server.get("/").text, "its bar")
+    path, (text, *_) = max(captions.items(), key=lambda pair: sum(letter.isalpha() for letter in pair[1][0]))
     page = server.get("/captions").text
-    assert page.count(">by a model<") == len(found)
+    assert page.count(">by a model<") == len(captions)
     word = max(re.findall("[a-z]+", text), key=len)
     assert word in page
     table = read_media_table(Store(home.root), "photos").to_pydict()

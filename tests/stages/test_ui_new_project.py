@@ -129,8 +129,8 @@ def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
     fields = {"media": f"{place}/media", "name": "cats", "recipe": "sana-lora-12gb", "time": "90m"}
     address = propose(server, "/new/propose", **fields)
     text = server.get(address).text
-    for shown in ("with a caption file", "flavour: sana-1.6b-1024px", "1:30:00"):
-        assert shown in text, shown
+    for words in ("with a caption file", "flavour: sana-1.6b-1024px", "1:30:00"):
+        assert words in text, words
     assert not (place / "cats").exists()
     assert write(server, address) == "/p/cats/"
     config = load_config(place / "cats/pipeline.yaml")

@@ -70,9 +70,9 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
         page.goto(server.url)
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent") == "To the content"
-        found = set()
+        focused = set()
         for _ in range(30):
             page.keyboard.press("Tab")
-            found.add(page.evaluate("document.activeElement.id"))
-        assert {"start-run", "start-discover", "start-train", "log-run"} <= found
+            focused.add(page.evaluate("document.activeElement.id"))
+        assert {"start-run", "start-discover", "start-train", "log-run"} <= focused
         context.close()

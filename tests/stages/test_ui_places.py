@@ -49,9 +49,9 @@ def test_names_and_counts(tree: Path) -> None:
     assert listing.parent is None and list(listing.configurations) == ["job.yaml"]
     inner = Places([tree / "allowed"]).list_folder(str(tree / "allowed/photos"))
     assert (inner.pictures, inner.clips) == (2, 1) and inner.parent == str(tree / "allowed")
-    both = Places([tree / "allowed", tree / "allowed2"])
-    assert [Path(folder.path).name for folder in both.list_roots().folders] == ["allowed", "allowed2"]
-    assert both.list_folder(str(tree / "allowed2")).parent == ""
+    places = Places([tree / "allowed", tree / "allowed2"])
+    assert [Path(folder.path).name for folder in places.list_roots().folders] == ["allowed", "allowed2"]
+    assert places.list_folder(str(tree / "allowed2")).parent == ""
 
 
 PIECES = ("..", ".", "", "photos", "day", "out", "up", "to-hidden", ".hidden", "stays", "inside", "circle", SECRET,
@@ -72,8 +72,8 @@ def test_no_path_leads_out(tree: Path, pieces: list[str], start: str) -> None:
             path = find(before + "/".join(pieces))
         except NotPermitted:
             continue
-        inside = path.resolve().relative_to(allowed.resolve())
-        assert not any(part.startswith(".") for part in inside.parts) and SECRET not in path.resolve().parts
+        relative_path = path.resolve().relative_to(allowed.resolve())
+        assert not any(part.startswith(".") for part in relative_path.parts) and SECRET not in path.resolve().parts
         assert path.is_dir() if find == places.find_folder else path.is_file()
 
 
@@ -99,14 +99,14 @@ def test_the_pages_tell_nothing_of_other_places(server: UiServer, tree: Path) ->
     for path in ("/folders", "/new", "/import"):
         text = server.get(path).text
         assert "photos" in text and "&lt;img src=x" in text and "<img" not in text and ".hidden" not in text
-        for outside in (
+        for folder in (
             f"{tree}/{SECRET}",
             f"{tree}/allowed/out",
             f"{tree}/allowed/up/{SECRET}",
             "/etc",
             f"{tree}/none",
         ):
-            answer = server.get(f"{path}?at={outside}")
+            answer = server.get(f"{path}?at={folder}")
             assert answer.status == 200 and "is not below the folders that may be browsed" in answer.text
             assert "inside" not in answer.text and "config.yaml" not in answer.text
     assert "is not below" in server.get(f"/new?media={tree}/{SECRET}").text

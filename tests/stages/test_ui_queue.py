@@ -21,19 +21,19 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project()
-    made.config()
-    return made
+    new_project = project()
+    new_project.config()
+    return new_project
 
 
 def test_entries(home: Project, server: UiServer) -> None:
     assert 'id="empty"' in server.get("/queue").text
     for name in ("one", "two", "three"):
         assert server.post("/queue/add", run=name, overrides="train.steps=3\n\n").status == 200
-    again = server.post("/queue/add", run="two")
-    assert again.status == 409 and "entry 2, which is waiting, trains in" in again.json["error"]
-    wrong = server.post("/queue/add", run=HOSTILE)
-    assert wrong.status == 409 and "train.run" in wrong.json["error"]
+    second_answer = server.post("/queue/add", run="two")
+    assert second_answer.status == 409 and "entry 2, which is waiting, trains in" in second_answer.json["error"]
+    invalid_answer = server.post("/queue/add", run=HOSTILE)
+    assert invalid_answer.status == 409 and "train.run" in invalid_answer.json["error"]
     elsewhere = server.post("/queue/add", overrides="output=/tmp/elsewhere")
     assert elsewhere.status == 409 and "root and output" in elsewhere.json["error"]
     secret = server.post("/queue/add", overrides="validation.prompts_file=/etc/hosts")

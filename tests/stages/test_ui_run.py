@@ -20,9 +20,9 @@ PROMPTS = [{"name": "two", "prompt": "another @everyone"}, {"name": "one", "prom
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project(train={"steps": 40}, validation={"size": "64x64", "prompts": PROMPTS})
-    made.config()
-    return made
+    new_project = project(train={"steps": 40}, validation={"size": "64x64", "prompts": PROMPTS})
+    new_project.config()
+    return new_project
 
 
 def test_before_training(server: UiServer) -> None:

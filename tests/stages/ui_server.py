@@ -50,28 +50,28 @@ class UiServer:
     def request(self, method: str, path: str, body: str = "", **headers: str) -> Answer:
         """Send a request. headers: names with "_" in place of "-". Only these are sent, and Host if it is not among
         them."""
-        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        fields = {name.replace("_", "-"): value for name, value in headers.items()}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        connection.putrequest(method, path, skip_host="Host" in given, skip_accept_encoding=True)
-        for name, value in given.items():
+        connection.putrequest(method, path, skip_host="Host" in fields, skip_accept_encoding=True)
+        for name, value in fields.items():
             connection.putheader(name, value)
         if body or method == "POST":
             connection.putheader("Content-Length", str(len(body.encode())))
         connection.endheaders(body.encode())
         with connection.getresponse() as answer:
-            found = {name.lower(): value for name, value in answer.getheaders()}
+            answer_headers = {name.lower(): value for name, value in answer.getheaders()}
             text = answer.read().decode("utf-8", "replace")
         connection.close()
-        return Answer(answer.status, found, text)
+        return Answer(answer.status, answer_headers, text)
 
     def get(self, path: str, **headers: str) -> Answer:
         return self.request("GET", path, **({"Cookie": self.cookie} if self.cookie else {}), **headers)
 
     def post(self, path: str, **fields: str) -> Answer:
         """Send a form like the script of the page."""
-        own = {"Origin": self.url, "Accept": "application/json", "Sec-Fetch-Site": "same-origin"}
-        own |= {"Cookie": self.cookie} if self.cookie else {}
-        return self.request("POST", path, urlencode(fields), **own)
+        headers = {"Origin": self.url, "Accept": "application/json", "Sec-Fetch-Site": "same-origin"}
+        headers |= {"Cookie": self.cookie} if self.cookie else {}
+        return self.request("POST", path, urlencode(fields), **headers)
 
     def wait_for_end(self, job: str) -> Start:
         def starts() -> list[Start]:
