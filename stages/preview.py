@@ -307,7 +307,7 @@ def plan_card(
         tuple(map(Caption, captions[:MAX_CAPTIONS])),
         more=f"and {left} more" if left > 0 else "",
         problems=problems,
-        whole=is_clip and not problems,
+        is_full_width=is_clip and not problems,
     )
 
 
@@ -489,7 +489,7 @@ def _compare_sample(
         problems=problems,
         score="" if mse is None else format_psnr(psnr(mse)),
         anchor=f"sample-{numbers['sample_id']}",
-        whole=True,
+        is_full_width=True,
     )
     return numbers, card
 

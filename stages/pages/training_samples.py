@@ -69,8 +69,8 @@ def write_training_samples(
     with closing(read_samples(table, [rows[prompt] for prompt in abouts], workers)) as originals:
         for (prompt, about), (item, original) in zip(abouts.items(), originals, strict=True):
             try:
-                path, row = encoded.latents.read(about.sample_id)
-                frames = decode_tensor(family, autoencoder, path, row, "latent", item.bucket)
+                path, shard_row = encoded.latents.read(about.sample_id)
+                frames = decode_tensor(family, autoencoder, path, shard_row, "latent", item.bucket)
             except LatentpressError as error:
                 console.warn(f"the training sample of prompt {prompt} can't be decoded: {error.message}")
                 continue

@@ -91,7 +91,7 @@ def test_steps_and_rank_follow_the_number_of_items(count: int, steps: int, rank:
 
 
 def test_caches_are_never_inside_the_media() -> None:
-    config = parse_config(proposed(answers(folder=".", inside_media=True)), FILE)
+    config = parse_config(proposed(answers(folder=".", is_in_media=True)), FILE)
     assert (config.root, config.output) == ("/photos-work", "/photos-output")
 
 
