@@ -15,7 +15,7 @@ from stages.media.video import probe_video
 from stages.pages.training_samples import FOLDER
 from tests.stages.html_page import Page, alike
 from tests.stages.plan_previews import rows
-from tests.stages.test_preview_latents import MODE, again
+from tests.stages.test_preview_latents import MODE, reconstruct
 
 
 def validation(size: str, **prompts: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_a_prompt_that_is_a_caption_has_its_sample_in_front(project) -> None:
     folder = encode_and_validate(home, 16, 1, 8, 8)
     assert [path.name for path in folder.iterdir()] == ["cat"]
     original = read_cropped_image(home.media / "cat.png", rows(home, MODE)["cat.png"]["geometry"])
-    [reconstruction] = again(home, original[None])
+    [reconstruction] = reconstruct(home, original[None])
     for name, wanted in (("original", original), ("reconstruction", reconstruction[0])):
         shown = np.asarray(Image.open(folder / f"cat/{name}.png")).astype(int)
         assert np.abs(shown - wanted).max() <= (name == "reconstruction"), "a decoded level may be rounded otherwise"
