@@ -1,10 +1,10 @@
-"""This checkout beside another one: a step's time, encode rates and start-up, by turns in one run.
+"""Compares this checkout with another one: a step's time, encode rates and start-up, in turns.
 
     python -m benchmarks.before_after --before ../other-checkout [--repeat 5] [--only training,latents]
 
-Each checkout has a virtual environment of its own in .venv. In every turn both run the same benchmark, each in its own
-code, and the order changes from turn to turn. Processor seconds, so that other programs count little, and the rate of
-texts by them; medians, and the median of the ratios of the pairs.
+Each checkout has a separate virtual environment in .venv. In every turn, both run the same benchmark with their own
+code; the order changes from turn to turn. Figures are processor seconds, so that other programs have little effect, and
+the rate of texts per processor second: medians, and the median of the ratios of pairs.
 """
 
 import re
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.common import cpu_seconds, make_parser, measure_by_turns, print_header, print_row
 
-HERE = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 #: Arguments of a benchmark -> figure -> the start of its line, and the figure's column.
 TABLES = {
     "training --repeat 1 --steps 16 --width 512 --layers 4": {
@@ -37,7 +37,7 @@ def run(checkout: Path, arguments: str) -> str:
 
 
 def read_figures(arguments: str, checkout: Path) -> dict[str, float]:
-    """The figures of a benchmark's tables."""
+    """Run a benchmark, and read the figures of its tables."""
     lines, figures = run(checkout, f"-m benchmarks.{arguments}").splitlines(), {}
     for name, (start, column) in TABLES[arguments].items():
         line = next(line for line in lines if line.startswith(f"| {start}"))
@@ -54,22 +54,22 @@ def read_start(name: str, checkout: Path) -> dict[str, float]:
 def main() -> None:
     parser = make_parser(__doc__, repeat=5)
     parser.add_argument("--before", type=Path, required=True, help="the other checkout")
-    parser.add_argument("--only", default="", help="what the benchmarks' arguments or the figures begin with")
+    parser.add_argument("--only", default="", help="prefixes of benchmarks or figures to run, separated by commas")
     options = parser.parse_args()
     ways: Mapping[str, Callable[[str, Path], dict[str, float]]] = {
         **dict.fromkeys(TABLES, read_figures),
         **dict.fromkeys(START, read_start),
     }
-    print_header("", "before", "now", "median of the ratios", "their range")
-    for way, read in ways.items():
-        if not way.startswith(tuple(options.only.split(","))):
+    print_header("", "before", "now", "median of the ratios", "range of the ratios")
+    for figure, read in ways.items():
+        if not figure.startswith(tuple(options.only.split(","))):
             continue
-        sides = {"before": partial(read, way, options.before.resolve()), "now": partial(read, way, HERE)}
-        found = measure_by_turns(sides, options.repeat, uncounted=1)
-        for name in found["now"][0]:
-            before, now = ([turn[name] for turn in found[side]] for side in sides)
-            ratios = [other / one for one, other in zip(before, now, strict=True)]
-            cells = [f"{statistics.median(values):.4g}" for values in (before, now, ratios)]
+        sides = {"before": partial(read, figure, options.before.resolve()), "now": partial(read, figure, ROOT)}
+        results = measure_by_turns(sides, options.repeat, uncounted=1)
+        for name in results["now"][0]:
+            before, current = ([turn[name] for turn in results[side]] for side in sides)
+            ratios = [second / one for one, second in zip(before, current, strict=True)]
+            cells = [f"{statistics.median(values):.4g}" for values in (before, current, ratios)]
             print_row(name, *cells, f"{min(ratios):.3f} to {max(ratios):.3f}")
 
 

@@ -1,17 +1,18 @@
-"""A training set of ten million samples beside one of a thousand: start, memory, planning an epoch.
+"""Training sets of a thousand and of ten million samples: start, memory, planning an epoch.
 
     python -m benchmarks.big_set [--samples 1000 10000000] [--repeat 3] [--root DIR] [--cold] [--shuffle-shards N]
 
-The sets are synthetic, without shards: eight buckets of two datasets with repeats and weights, one to three captions a
-sample, as many texts as samples, a hundredth held out, 250 rows a shard. Each measurement is a process of its own, with
-the tables in the page cache (--cold: removed from it before). Medians of seconds (and of processor seconds).
+The sets are synthetic, without shards: eight buckets of two datasets with repeats and weights, one to three captions
+per sample, as many texts as samples, a hundredth held out, 250 rows per shard. Each measurement is a separate process,
+with the tables in the page cache (--cold: removed from it before). Figures are medians of seconds (and processor
+seconds).
 
-"start": open the set, which checks its tables, make the batch schedule, locate everything that the first micro-batch
-reads. "signature": what `train` compares when it resumes, and records otherwise. "eval rows": the choice of held-out
-samples. "epoch": the rows and passes of every micro-batch of an epoch, batches of 4, 64 samples a step; with
---shuffle-shards in the order by shards. Memory, MiB:
-"anonymous" belongs to the process alone (Anonymous in /proc/self/smaps_rollup), at its end and at most (looked up
-every 3 ms); "resident" counts the pages of the tables that it has read, too, which are page cache.
+"start": open the set, which checks its tables, make the batch schedule, and locate the data of the first micro-batch.
+"signature": compute the signature that `train` records, and compares when it resumes. "eval rows": choose the held-out
+samples. "epoch": plan the rows and passes of every micro-batch of an epoch, with batches of 4 and 64 samples per step;
+with --shuffle-shards in the order by shards. Memory in MiB: "anonymous" belongs only to the process (Anonymous in
+/proc/self/smaps_rollup) at its end, "at most" is its peak (sampled every 3 ms), and "resident" also counts pages of the
+tables, which are page cache.
 """
 
 import json
@@ -44,9 +45,9 @@ from trainer.run.run_state import data_signature
 FAMILY, TASK, SET_ID = "kandinsky5-image", "t2i", "0123456789abcdef"
 BUCKETS = sorted(f"{1024 + 64 * step}x{1024 - 64 * step}@1" for step in range(-4, 4))
 GROUPS = [("drawings", 0, 1.0), ("photos", 0, 0.5), ("photos", 1, 0.75)]  # dataset, repeats, weight
-SHARD_ROWS = 250  # of 1024x1024 pixels, 128 MiB a shard
+SHARD_ROWS = 250  # rows of 1024x1024 pixels: 128 MiB per shard
 BATCH_SIZE, GLOBAL_BATCH = 4, 64
-PLANNED_STEPS = 4096  # at a time
+PLANNED_STEPS = 4096  # steps that are planned at once
 POLL_S = 0.003
 TIMES, SIZES = ("start", "signature", "eval rows", "epoch", "imports"), ("anonymous", "at most", "resident")
 
@@ -66,17 +67,17 @@ def make_tables(count: int) -> dict[str, pa.Table]:
     order += [("eval", bucket, *GROUPS[0]) for bucket in BUCKETS]
     starts = [(count - held_out) * number // (len(order) - len(BUCKETS)) for number in range(len(order) - len(BUCKETS))]
     starts += [count - held_out + held_out * number // len(BUCKETS) for number in range(len(BUCKETS))]
-    which = np.repeat(np.arange(len(order)), [stop - start for start, stop in pairwise([*starts, count])])
+    group_of_row = np.repeat(np.arange(len(order)), [stop - start for start, stop in pairwise([*starts, count])])
 
     def spread(values: list[Any], kind: pa.DataType) -> pa.Array:
-        return pa.array(values, kind).take(pa.array(which))
+        return pa.array(values, kind).take(pa.array(group_of_row))
 
     numbers = np.arange(count, dtype=np.int32)
     captions = np.concatenate([[0], np.cumsum(np.random.default_rng(1).integers(1, 4, count))])
     texts = (np.arange(captions[-1]) * count // captions[-1]).astype(np.int32)
     columns = dict(zip(("role", "bucket", "dataset", "repeats", "weight"), zip(*order, strict=True), strict=True))
     index = {name: spread([*values], INDEX_SCHEMA.field(name).type) for name, values in columns.items()}
-    index |= {"sample_id": random_ids(count, 2), "regularization": pa.array(which % 7 == 3)}
+    index |= {"sample_id": random_ids(count, 2), "regularization": pa.array(group_of_row % 7 == 3)}
     index |= {"shard": numbers // SHARD_ROWS, "row": numbers % SHARD_ROWS, "null_text": pa.nulls(count, pa.int32())}
     index["texts"] = pa.ListArray.from_arrays(captions.astype(np.int32), pa.array(texts))
     shards = -(-count // SHARD_ROWS)
@@ -99,29 +100,30 @@ def make_set(root: Path, count: int) -> None:
 
 
 def plan_epoch(schedule: BatchSchedule) -> None:
-    """Every micro-batch of the first epoch."""
+    """Plan every micro-batch of the first epoch."""
     steps = int(schedule.steps_per_epoch)
     for first in range(0, steps, PLANNED_STEPS):
         schedule.plan(first, min(first + PLANNED_STEPS, steps))
 
 
 def read_kib(process: int | str, file: str, name: str) -> int:
-    """A line of a file in /proc/<process>; 0 where the process has ended."""
+    """The value in KiB of a line of a file in /proc/<process>; 0 if the process has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{process}/{file}").read_text(), re.MULTILINE)
-        return int(found[1]) if found else 0
+        match = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{process}/{file}").read_text(), re.MULTILINE)
+        return int(match[1]) if match else 0
     return 0
 
 
 def measure(root: str, shuffle_shards: int | None = None) -> dict[str, float]:
-    """Of this process: seconds by name of TIMES, processor seconds (the same with " CPU"), MiB by name of SIZES."""
-    leave_out_pandas()  # as `latentpress train` does
-    found = dict[str, float]()
+    """Measure this process: names of TIMES -> seconds, the names with " CPU" -> processor seconds, names of SIZES ->
+    MiB."""
+    leave_out_pandas()  # like in `latentpress train`
+    figures = dict[str, float]()
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
         begin, cpu = time.perf_counter(), time.process_time()
         result = work()
-        found[name], found[f"{name} CPU"] = time.perf_counter() - begin, time.process_time() - cpu
+        figures[name], figures[f"{name} CPU"] = time.perf_counter() - begin, time.process_time() - cpu
         return result
 
     def start() -> tuple[Any, BatchSchedule]:
@@ -138,13 +140,13 @@ def measure(root: str, shuffle_shards: int | None = None) -> dict[str, float]:
     timed("signature", lambda: data_signature(data))
     timed("eval rows", lambda: data.choose_eval_rows(256))
     timed("epoch", lambda: plan_epoch(schedule))
-    found["anonymous"] = read_kib("self", "smaps_rollup", "Anonymous") / 1024
-    found["resident"] = read_kib("self", "status", "VmHWM") / 1024
-    return found
+    figures["anonymous"] = read_kib("self", "smaps_rollup", "Anonymous") / 1024
+    figures["resident"] = read_kib("self", "status", "VmHWM") / 1024
+    return figures
 
 
 def drop_from_page_cache(root: Path) -> None:
-    """Make the next reader fetch these files from the disk."""
+    """Remove the files from the page cache, so that the next reader reads them from the disk."""
     for path in root.rglob("*.*"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -178,12 +180,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.root) as folder:
             make_set(Path(folder), count)
             size = sum(path.stat().st_size for path in Path(folder).rglob("*.*")) / MIB
-            found = []
+            measurements = []
             for _ in range(options.repeat):
                 if options.cold:
                     drop_from_page_cache(Path(folder))
-                found.append(run_process(Path(folder), options.shuffle_shards))
-            middle = {name: statistics.median(one[name] for one in found) for name in found[0]}
+                measurements.append(run_process(Path(folder), options.shuffle_shards))
+            middle = {name: statistics.median(one[name] for one in measurements) for name in measurements[0]}
             times = (f"{middle[name]:.2f} ({middle[f'{name} CPU']:.2f})" for name in TIMES)
             print_row(f"{count:,}", f"{size:.1f}", *times, *(f"{middle[name]:.0f}" for name in SIZES))
 

@@ -1,10 +1,10 @@
-"""How many buckets a collection of photographs gets with each bucket_step, and what its crops lose.
+"""Number of buckets of a collection of photographs with each bucket_step, and the share that crops cut off.
 
     python -m benchmarks.buckets [--resolutions 256 512 1024] [--steps 16 32 64]
 
-The collection is made up, of 200 photographs of 24 megapixels, one in three upright: 80 of 3:2, 50 of 4:3, 20 of 16:9,
-10 square, 6 of 5:4, and 34 that were cut by hand, to all shapes up to 2.2:1. Shapes differ between collections, so
-`latentpress bucket` says what a step costs yours.
+The collection is synthetic: 200 photographs of 24 megapixels, a third of them upright: 80 of 3:2, 50 of 4:3, 20 of
+16:9, 10 square, 6 of 5:4, and 34 with shapes up to 2.2:1, as if cropped by hand. Shapes differ between collections;
+`latentpress bucket` reports these figures for your collection.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from schemas.geometry import choose_buckets, cover_crop, cropped_share, resoluti
 COMMON_SHAPES = {3 / 2: 80, 4 / 3: 50, 16 / 9: 20, 1.0: 10, 5 / 4: 6}  # width / height: photographs
 CUT_BY_HAND, WIDEST = 34, 2.2
 PIXELS = 24e6
-STRIDE = 16  # of Kandinsky 5
+STRIDE = 16  # side multiple of Kandinsky 5
 BATCH_SIZE = 4
 
 
@@ -30,17 +30,17 @@ def photograph_sizes() -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure(resolution: int, step: int) -> tuple[int, int, int, float, float]:
-    """Buckets, those of one photograph, photographs that an epoch repeats to fill micro-batches, and the mean and
-    largest share of the area that is cut off."""
+    """Returns (number of buckets, number of buckets with one photograph, number of photographs that an epoch repeats to
+    fill micro-batches, mean and largest share of the area that is cut off)."""
     width, height = photograph_sizes()
     sizes = resolution_buckets(resolution, "pixel_area", STRIDE, step=step)
     index = choose_buckets(width, height, sizes)
     across, down = np.array(sizes)[index].T
-    lost = cropped_share(cover_crop(width, height, across, down), across, down)
+    cropped = cropped_share(cover_crop(width, height, across, down), across, down)
     counts = {sizes[number]: int(count) for number, count in enumerate(np.bincount(index)) if count}
     spans = [Span(f"{size[0]}x{size[1]}@1", 0, count) for size, count in counts.items()]
     repeated = sum(bucket.fill for bucket in BatchSchedule(spans, 0, BATCH_SIZE, BATCH_SIZE).buckets)
-    return len(counts), list(counts.values()).count(1), repeated, float(lost.mean()), float(lost.max())
+    return len(counts), list(counts.values()).count(1), repeated, float(cropped.mean()), float(cropped.max())
 
 
 def main() -> None:
@@ -52,10 +52,10 @@ def main() -> None:
     print_header(*columns, "cut off, mean", "cut off, most")
     for resolution in options.resolutions:
         for step in options.steps:
-            used = workable_step(resolution, "pixel_area", STRIDE, step)
+            used_step = workable_step(resolution, "pixel_area", STRIDE, step)
             buckets, alone, repeated, mean, most = measure(resolution, step)
             shares = f"{100 * mean:.1f} %", f"{100 * most:.1f} %"
-            print_row(str(resolution), str(used), str(buckets), str(alone), str(repeated), *shares)
+            print_row(str(resolution), str(used_step), str(buckets), str(alone), str(repeated), *shares)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`caption` compared with the least program that could replace it: transformers' own `generate` over the same pictures.
+"""Compares `caption` with a minimal program: transformers' `generate` on the same pictures.
 
     python -m benchmarks.caption [--images 48] [--tokens 40] [--side 448] [--prompts 1] [--repeat 3]
     python -m benchmarks.caption --true-size --device cuda
@@ -50,25 +50,25 @@ PROMPTS = ("detailed", "plain", "tags", "motion")
 
 def make_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
     if options.true_size:
-        how = {"dtype": "bfloat16", "device": options.device}
-        return tiny_models.build(KIND, folder, size="true", only=COMPONENTS, **how)
+        model_options = {"dtype": "bfloat16", "device": options.device}
+        return tiny_models.build(KIND, folder, size="true", only=COMPONENTS, **model_options)
     tiny_models.build(KIND, folder, only=("tokenizer",))
     tiny_models.make_model("qwen", overrides=MID_QWEN).save_pretrained(folder / "text_encoder")
     return folder
 
 
 def without_end(folder: Path) -> None:
-    """Make every caption as long as it may be: its end is a token that can't be chosen."""
+    """Give every caption the largest length, by an end token that can't be chosen."""
     settings = folder / "text_encoder" / "generation_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": 10**6}))
 
 
 def make_project(folder: Path, model: Path, options: argparse.Namespace) -> Path:
-    """The configuration's path."""
+    """Make a project. Returns the path of its configuration."""
     pictures = [make_jpeg(*size, seed) for seed, size in enumerate(SIZES)]
     for number in range(options.images):
         write_item(folder / "media" / f"{number:05d}.jpg", unique_jpeg(pictures[number % len(SIZES)], number))
-    tokens = (options.side // 28) ** 2 + 150 + options.tokens  # of one caption, with its picture and prompt
+    tokens = (options.side // 28) ** 2 + 150 + options.tokens  # tokens of one caption, with its picture and prompt
     described = {
         "resolution": options.side,
         "max_tokens": options.tokens,
@@ -89,7 +89,7 @@ def make_project(folder: Path, model: Path, options: argparse.Namespace) -> Path
 
 
 def generate(path: Path, batch: int) -> None:
-    """The bare program."""
+    """Run the bare program."""
     import torch
     from PIL import Image
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
@@ -105,13 +105,13 @@ def generate(path: Path, batch: int) -> None:
     plan = CAPTION.find_plan(Store(config.root), config)
     settings = {"max_new_tokens": config.caption.max_tokens, "pad_token_id": tokenizer.pad_token_id, "do_sample": False}
     for unit in plan.units("items"):
-        size, written = Bucket.parse(unit.bucket), []
+        size, captions = Bucket.parse(unit.bucket), []
         for start in range(0, len(unit.members), batch):
             rows = [plan.samples[name] for name in unit.members[start : start + batch]]
             files = [path.parent / "media" / row["path"] for row in rows]
             pictures = [Image.open(file).convert("RGB").resize((size.width, size.height), 1) for file in files]
-            made = images(images=pictures, return_tensors="pt")
-            places = "<|image_pad|>" * int(made["image_grid_thw"][0].prod() // 4)
+            image_inputs = images(images=pictures, return_tensors="pt")
+            places = "<|image_pad|>" * int(image_inputs["image_grid_thw"][0].prod() // 4)
             for prompt in config.caption.prompts:
                 question = f"<|vision_start|>{places}<|vision_end|>{PRESETS[prompt]}"
                 ids = torch.tensor([tokenizer(QWEN_CHAT.replace("{}", question))["input_ids"]] * len(rows))
@@ -119,21 +119,21 @@ def generate(path: Path, batch: int) -> None:
                     "input_ids": ids,
                     "attention_mask": torch.ones_like(ids),
                     "mm_token_type_ids": (ids == model.config.image_token_id).int(),
-                    **made,
+                    **image_inputs,
                 }
                 out = model.generate(**{name: tensor.to(device) for name, tensor in inputs.items()}, **settings)
-                written += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-        assert len(written) == len(config.caption.prompts) * len(unit.members)
+                captions += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        assert len(captions) == len(config.caption.prompts) * len(unit.members)
 
 
 def run_unshared(path: Path) -> None:
-    """The stage, with every prompt read whole."""
+    """Run the stage without sharing keys and values between prompts."""
     PreparedItem.shared_tokens = lambda item, picture_ids: 0  # type: ignore[method-assign]
     run_silently(caption.run, path)
 
 
 def run_process(words: list[str]) -> tuple[float, float]:
-    """Seconds, and processor seconds of all its processes, of a whole program."""
+    """Run a whole program. Returns (seconds, processor seconds of all its processes)."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     took, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -177,14 +177,14 @@ def main(argv: list[str] | None = None) -> None:
         if options.prompts > 1:
             ways["caption, each prompt read whole"] = lambda: run_stage(("benchmarks.caption", "--unshared"))
         times = measure_by_turns(ways, options.repeat, uncounted=1)
-    found = {name: medians(rows) for name, rows in times.items()}
+    times_by_way = {name: medians(rows) for name, rows in times.items()}
     print(
         f"{options.images} pictures of about {options.side}x{options.side}, captions of each: "
         f"{options.prompts} of {options.tokens} tokens, {options.device}"
     )
     print_header("whole program", "s", "processor s", "pictures/s", "of caption")
-    for name, (seconds, processor) in found.items():
-        ratio = found["caption"][0] / seconds, found["caption"][1] / processor
+    for name, (seconds, processor) in times_by_way.items():
+        ratio = times_by_way["caption"][0] / seconds, times_by_way["caption"][1] / processor
         rate = f"{options.images / seconds:.2f}"
         print_row(name, f"{seconds:.1f}", f"{processor:.1f}", rate, f"{ratio[0]:.2f}, {ratio[1]:.2f}")
 

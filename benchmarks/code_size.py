@@ -1,11 +1,11 @@
-"""How large the code is: files, lines, functions, the largest folders, and how many floors of imports a folder has.
+"""Size of the code: files, lines, functions, the largest folders, and the number of floors of imports in a folder.
 
     python -m benchmarks.code_size [--ref COMMIT]
 
-A floor: a file that imports none of its folder's other files is on the first, one that imports a file of floor n on
-floor n + 1 at least. Names: identifiers of values that say nothing (VAGUE), wherever they are written. Words: places in
-docstrings, comments and other strings that match a pattern of RULES, by the rules of language in CONTRIBUTING.md. The
-patterns have false hits, such as "where" for a place, and miss others: a figure, not a test.
+Floors: a file that does not import other files of its folder is on floor 1; a file that imports a file of floor n is on
+floor n + 1 or higher. Names: number of uses of vague identifiers (VAGUE). Words: places in docstrings, comments and
+other strings that match a pattern of RULES, for the rules of language in CONTRIBUTING.md. The patterns have false hits,
+such as "where" for a place, and miss places: this is a figure, not a test.
 """
 
 import ast
@@ -44,8 +44,8 @@ def read_tree(ref: str) -> dict[str, str]:
     listed = subprocess.run(["git", "ls-tree", "-r", "--name-only", ref], capture_output=True, text=True, check=True)
     paths = [path for path in listed.stdout.split("\n") if path.endswith(".py")]
     paths = [path for path in paths if path.split("/")[0] in (*PACKAGES, "tests")]
-    wanted = "".join(f"{ref}:{path}\n" for path in paths).encode()
-    answer = subprocess.run(["git", "cat-file", "--batch"], input=wanted, capture_output=True, check=True).stdout
+    requests = "".join(f"{ref}:{path}\n" for path in paths).encode()
+    answer = subprocess.run(["git", "cat-file", "--batch"], input=requests, capture_output=True, check=True).stdout
     texts, start = {}, 0
     for path in paths:
         header, start = answer[start:].split(b"\n", 1)[0], answer.index(b"\n", start) + 1
@@ -62,7 +62,7 @@ def function_lengths(tree: ast.Module) -> Iterator[int]:
 
 
 def count_floors(folder: str, trees: dict[str, ast.Module]) -> int:
-    """Floors of imports among the files of one folder, those of its subfolders apart."""
+    """The number of floors of imports among the files of a folder, without its subfolders."""
     package = folder.replace("/", ".")
     files = {
         PurePosixPath(path).stem: tree for path, tree in trees.items() if str(PurePosixPath(path).parent) == folder
@@ -76,13 +76,13 @@ def count_floors(folder: str, trees: dict[str, ast.Module]) -> int:
 
     @cache
     def floor(name: str) -> int:
-        return 1 + max((floor(other) for other in imports[name]), default=0)
+        return 1 + max((floor(imported) for imported in imports[name]), default=0)
 
     return max(map(floor, files), default=0)
 
 
 def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name."""
+    """Yield (line, name) of vague names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in VAGUE:
             yield node.lineno, node.id
@@ -97,7 +97,7 @@ def count_words(text: str) -> Counter[str]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--ref", default="HEAD", help="the commit that is counted")
+    parser.add_argument("--ref", default="HEAD", help="commit that is counted")
     texts = read_tree(parser.parse_args().ref)
     source = {path: text for path, text in texts.items() if path.split("/")[0] in PACKAGES}
     trees = {path: ast.parse(text) for path, text in source.items()}
@@ -116,19 +116,19 @@ def main() -> None:
         },
         "longest file": max((text.count("\n"), path) for path, text in source.items()),
         "functions": len(lengths),
-        "their median length": median(lengths),
+        "median length of functions": median(lengths),
         "longest function": max(lengths),
         "largest folders": sorted(((count, folder) for folder, count in folders.items()), reverse=True)[:4],
         "most floors": sorted(((count, folder) for folder, count in floors.items()), reverse=True)[:4],
-        "names that say nothing": sum(len([*vague_names(tree)]) for tree in trees.values()),
+        "vague names": sum(len([*vague_names(tree)]) for tree in trees.values()),
         **{f"words: rule {rule}": words[rule] for rule in RULES},
         "files of tests": sum(path.startswith("tests/") for path in texts),
         "lines of tests": sum(text.count("\n") for path, text in texts.items() if path.startswith("tests/")),
     }
-    print("| what | count |\n|---|---|")
-    for what, count in rows.items():
-        shown = ", ".join(f"{name}: {number}" for number, name in count) if isinstance(count, list) else count
-        print(f"| {what} | {f'{count[1]}: {count[0]}' if isinstance(count, tuple) else shown} |")
+    print("| figure | count |\n|---|---|")
+    for name, count in rows.items():
+        cell = ", ".join(f"{name}: {number}" for number, name in count) if isinstance(count, list) else count
+        print(f"| {name} | {f'{count[1]}: {count[0]}' if isinstance(count, tuple) else cell} |")
 
 
 if __name__ == "__main__":

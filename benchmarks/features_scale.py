@@ -1,15 +1,16 @@
-"""What the comparison at the end of `features` takes of many items, and what it finds: time, memory, recall.
+"""Time, memory and recall of the comparison at the end of `features` for many items.
 
     python -m benchmarks.features_scale --items 200000
 
-One process, without media: shards with layouts and vectors are written, then read as the program does, compared, and
-put into clusters. Layouts are of pictures drawn at random, whose waves become lower as photographs' do (1/f), and of
-copies of one in a hundred of them: cropped, mirrored, with noise. Vectors are of a mixture of clusters, those of copies
-near each other.
+In one process, without media: shards with layouts and vectors are written, then read like in the program, compared, and
+clustered. Layouts belong to random pictures, whose spectrum falls like in photographs (1/f), and to copies of a
+hundredth of them: cropped, mirrored, with noise. Vectors come from a mixture of clusters; vectors of copies are near
+each other.
 
-Recall, of the pairs of a picture and its copy: how many are candidates. And of the items of a sample: how many of the
-candidates that comparing with all items finds are found, of all and of those at least 0.8 alike. Of the memory the peak
-of the process so far, beside what the first line says. The confirmation reads media and is not part of it.
+Recall: share of the pairs of a picture and its copy that are candidates; and for a random choice of items, share of the
+candidates of a comparison with all items that are found, for all candidates and for candidates with a similarity of at
+least 0.8. Memory is the peak of the process so far; the first line has its value at the start. The confirmation reads
+media and is not measured.
 """
 
 import resource
@@ -43,16 +44,16 @@ from stages.encoding.features.comparison import (
 )
 from stages.encoding.features.measures import LAYOUT_NUMBERS, PARTS, WAVES, mirror_layouts
 
-PICTURE_WAVES = 20  # of a drawn picture, across and down
-DECAY = 1.2  # of their heights with the frequency
+PICTURE_WAVES = 20  # waves of a random picture, across and down
+DECAY = 1.2  # exponent of the fall of wave heights with the frequency
 EDGE = 32
 IN_SHARD = 256
-COPY_SIDES = (1.0, 0.9, 0.8, 0.7)  # of the original
+COPY_SIDES = (1.0, 0.9, 0.8, 0.7)  # side of a copy as a share of the original's side
 NOISE = 0.03
 
 
 def part_waves(start: float, side: float) -> np.ndarray:
-    """(WAVES, PICTURE_WAVES) the waves of a part, along one axis, of the picture's waves."""
+    """(WAVES, PICTURE_WAVES) matrix from the picture's waves to the waves of a part, along one axis."""
 
     def basis(waves: int, places: np.ndarray) -> np.ndarray:
         rows = np.cos(np.pi * np.arange(waves)[:, None] * places) * np.sqrt(2 / EDGE)
@@ -64,15 +65,15 @@ def part_waves(start: float, side: float) -> np.ndarray:
 
 
 def layouts_of(waves: np.ndarray, crop: tuple[float, float, float] = (0.0, 0.0, 1.0)) -> np.ndarray:
-    """float16 (n, parts, numbers) of a crop (left, top, side) of n pictures, given by their (n, W, W) waves."""
-    made = np.empty((len(waves), len(PARTS), LAYOUT_NUMBERS), np.float16)
-    for number, (left, top, side) in enumerate(PARTS):
-        across, down = (part_waves(crop[axis] + crop[2] * at, crop[2] * side) for axis, at in ((0, left), (1, top)))
+    """float16 layouts (n, parts, numbers) of a crop of n pictures. waves: (n, W, W). crop: (left, top, side)."""
+    layouts = np.empty((len(waves), len(PARTS), LAYOUT_NUMBERS), np.float16)
+    for number, (x, y, side) in enumerate(PARTS):
+        across, down = (part_waves(crop[axis] + crop[2] * at, crop[2] * side) for axis, at in ((0, x), (1, y)))
         matrix = np.kron(down, across).astype(np.float32)
         heights = waves.reshape(len(waves), -1) @ matrix[1:].T
         roots = np.sign(heights) * np.sqrt(np.abs(heights))
-        made[:, number] = roots / np.linalg.norm(roots, axis=1, keepdims=True)
-    return made
+        layouts[:, number] = roots / np.linalg.norm(roots, axis=1, keepdims=True)
+    return layouts
 
 
 def unit(values: np.ndarray) -> np.ndarray:
@@ -80,7 +81,7 @@ def unit(values: np.ndarray) -> np.ndarray:
 
 
 def make_items(count: int, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Layouts and vectors of blocks of items; of each block the last hundredth are copies of its first ones."""
+    """Yield (layouts, vectors) of blocks of items. The last hundredth of a block are copies of its first items."""
     rng = np.random.default_rng(0)
     axis = np.arange(PICTURE_WAVES)
     heights = 1 / np.maximum(1, np.hypot(axis[:, None], axis)) ** DECAY
@@ -93,18 +94,18 @@ def make_items(count: int, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]
         for number in range(copies):
             side = COPY_SIDES[number % len(COPY_SIDES)]
             at = rng.random(2) * (1 - side)
-            shown = layouts_of(waves[number : number + 1], (*at, side))
-            shown = mirror_layouts(shown) if number // len(COPY_SIDES) % 2 else shown
-            noise = rng.normal(size=shown.shape) * NOISE
-            layouts[size - copies + number] = unit(shown + noise)[0]
+            copy_layouts = layouts_of(waves[number : number + 1], (*at, side))
+            copy_layouts = mirror_layouts(copy_layouts) if number // len(COPY_SIDES) % 2 else copy_layouts
+            noise = rng.normal(size=copy_layouts.shape) * NOISE
+            layouts[size - copies + number] = unit(copy_layouts + noise)[0]
         vectors = unit(middles[rng.integers(len(middles), size=size)] + 0.06 * rng.normal(size=(size, width)))
         vectors[size - copies :] = unit(vectors[:copies] + 0.02 * rng.normal(size=(copies, width)))
         yield layouts, vectors.astype(np.float16)
 
 
 def write_items(store: Store, count: int, width: int) -> tuple[Any, list[tuple[str, str]]]:
-    """What `read_items` takes of a stage's state, and the sample ids of each picture and its copy."""
-    done, ids, copies = {}, list[str](), list[tuple[str, str]]()
+    """Write shards. Returns (a state for `read_items`, pairs of sample ids of pictures and their copies)."""
+    shards, ids, copies = {}, list[str](), list[tuple[str, str]]()
     measures = dict.fromkeys(MEASURES, 0.5) | {"motion": None}
     for layouts, vectors in make_items(count, width):
         size, first = len(layouts), len(ids)
@@ -121,7 +122,7 @@ def write_items(store: Store, count: int, width: int) -> tuple[Any, list[tuple[s
         for begin in range(0, size, IN_SHARD):
             name = f"{first + begin:032x}"
             meta = ShardMeta(kind="features", fingerprint="bench", unit=name, bucket="448x448@1")
-            done[name] = write_shard(store, meta, rows[begin : begin + IN_SHARD])
+            shards[name] = write_shard(store, meta, rows[begin : begin + IN_SHARD])
     plan = SimpleNamespace(sample_table=pa.table({"sample_id": ids, "kind": ["image"] * len(ids)}))
     units = [Unit(name, "items", "448x448@1", (), 0) for name in done]
     return SimpleNamespace(
@@ -129,21 +130,22 @@ def write_items(store: Store, count: int, width: int) -> tuple[Any, list[tuple[s
     ), copies
 
 
-def measured(what: str, work: Callable[[], Any]) -> Any:
-    start, used = time.perf_counter(), cpu_seconds()
-    found = work()
-    seconds, used = time.perf_counter() - start, cpu_seconds() - used
+def measure(name: str, work: Callable[[], Any]) -> Any:
+    start, cpu_s = time.perf_counter(), cpu_seconds()
+    result = work()
+    seconds, cpu_s = time.perf_counter() - start, cpu_seconds() - cpu_s
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print_row(what, f"{seconds:.1f}", f"{used:.1f}", f"{peak:.2f}")
-    return found
+    print_row(name, f"{seconds:.1f}", f"{cpu_s:.1f}", f"{peak:.2f}")
+    return result
 
 
 def exact_pairs(layouts: np.ndarray, rows: np.ndarray) -> list[tuple[int, int, float]]:
-    """Candidates of these items by comparing them with all, by layouts, with their likeness."""
-    whole, found = layouts[:, 0].astype(np.float32), []
+    """Find candidates for items by comparing their layouts with all layouts: (row, row of the candidate,
+    similarity)."""
+    all_layouts, pairs = layouts[:, 0].astype(np.float32), []
     for row in rows.tolist():
         queries = layouts[row].astype(np.float32)
-        likeness = np.concatenate([queries, mirror_layouts(queries)]) @ whole.T
+        likeness = np.concatenate([queries, mirror_layouts(queries)]) @ all_layouts.T
         best = likeness.max(0)
         best[row] = -1
         near = np.argpartition(-best, NEIGHBORS)[:NEIGHBORS]
@@ -159,8 +161,8 @@ def print_recall(items: ComparedItems, copies: list[tuple[str, str]], ways: dict
         "candidates by", "pairs", *(f"copies of {side} of a side" for side in COPY_SIDES), "exact", "exact >= 0.8"
     )
     for name, pairs in ways.items():
-        there = set(map(tuple, pairs.tolist()))
-        cells = [str(len(there))]
+        found_pairs = set(map(tuple, pairs.tolist()))
+        cells = [str(len(found_pairs))]
         for case in range(len(COPY_SIDES)):
             of_side = [tuple(sorted((place[a], place[b]))) for a, b in copies[case :: len(COPY_SIDES)]]
             cells.append(f"{sum(pair in there for pair in of_side) / max(1, len(of_side)):.3f}")
@@ -180,9 +182,9 @@ def main(argv: list[str] | None = None) -> None:
         store = Store(Path(folder))
         state, copies = write_items(store, options.items, options.width)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"{options.items} items, vectors of {options.width} numbers; {before:.2f} GiB at its begin")
+        print(f"{options.items} items, vectors of {options.width} numbers; {before:.2f} GiB at the start")
         print_header("step", "s", "processor s", "peak GiB")
-        items = measured("read", lambda: read_items(store, state))
+        items = measure("read", lambda: read_items(store, state))
     assert items.vectors is not None
     neighbors = measured("neighbors by vectors", lambda: find_neighbors(items.vectors))
     measured("outliers", lambda: find_outliers(neighbors, options.items))

@@ -1,10 +1,10 @@
-"""How much time and memory `latentpress index` takes for a large set.
+"""Time and memory of `latentpress index` for a large set.
 
     python -m benchmarks.index [--items 100000 1000000]
 
-The plan is that of benchmarks.planning (one caption an item); the shards have the units' ids and tiny tensors. Each run
-is a process of its own; "again" is a second run with nothing changed. "most memory" counts the pages of tables and
-shards, too, which are page cache.
+The plan comes from benchmarks.planning (one caption per item); the shards have the units' ids and tiny tensors. Each
+run is a separate process; "again" is a second run without changes. "most memory" also counts the pages of tables and
+shards, which are page cache.
 """
 
 import resource
@@ -27,7 +27,7 @@ from stages.encoding.stage_registry import required_stages
 
 
 def write_shards(path: Path) -> None:
-    """A shard for each unit of the plan."""
+    """Write a shard for each unit of the plan."""
     config = load_config(path)
     store = Store(config.root)
     plan = current_plan(store, config)
@@ -40,7 +40,7 @@ def write_shards(path: Path) -> None:
 
 
 def run_index(path: Path) -> tuple[float, float]:
-    """Run index once: seconds, and MiB at most."""
+    """Run index once. Returns (seconds, peak MiB)."""
     pa.set_cpu_count(1)
     seconds, _ = time_call(lambda: run_silently(index.run, path))
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -57,9 +57,9 @@ def main() -> None:
             with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
                 pool.apply(run_bucket, (path,))
                 pool.apply(write_shards, (path,))
-                (first, first_mib), (again, again_mib) = (pool.apply(run_index, (path,)) for _ in range(2))
+                (first, first_mib), (second, second_mib) = (pool.apply(run_index, (path,)) for _ in range(2))
             shards = sum(1 for _ in Path(load_config(path).root).glob("*/*/*.arrow"))
-            print_row(f"{items:,}", shards, f"{first:.2f}", f"{again:.2f}", f"{max(first_mib, again_mib):,.0f}")
+            print_row(f"{items:,}", shards, f"{first:.2f}", f"{second:.2f}", f"{max(first_mib, second_mib):,.0f}")
 
 
 if __name__ == "__main__":

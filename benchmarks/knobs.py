@@ -1,11 +1,12 @@
-"""What knobs of training do to a tiny model: the plots and pictures of docs/training.md.
+"""Effect of training options on a tiny model: the plots and pictures of docs/training.md.
 
     OMP_NUM_THREADS=1 python -m benchmarks.knobs [--work FOLDER] [--out docs/images] [--tiny]
 
-A tiny Sana learns four photographs of scikit-image by their captions, in full rank. Each run then trains a LoRA of it
-on three of them in blue, whose captions end with "blue print", by the stages and the trainer; the fourth is held out.
---work keeps what was trained, and a second run makes only what is missing. Five minutes of one core. --tiny: two steps
-of everything, and the first value of each knob. Needs the extras media, encode, train and demo, and matplotlib (dev).
+A tiny Sana learns four photographs of scikit-image by their captions, in full rank. Each run then trains a LoRA on
+three of the photographs in blue, whose captions end with "blue print", by the stages and the trainer; the fourth
+photograph is held out. --work keeps the results, and a second run makes only missing results. Takes five minutes on one
+core. --tiny: two steps of all training, and the first value of each option. Requires the extras media, encode, train
+and demo, and matplotlib (dev).
 """
 
 import argparse
@@ -41,16 +42,16 @@ PHOTOS = {
 }
 HELD_OUT = "coffee"
 STYLE = ", blue print"
-#: Option -> values, the first of which is that of the run that all share.
+#: Option -> values. The run with the first value is the same for all options.
 KNOBS: dict[str, tuple[float, ...]] = {
     "train.adapter.rank": (8, 1, 64),
     "train.optimizer.lr": (1e-3, 1e-4, 1e-2),
     "train.shift": (3.0, 0.3, 30.0),
     "train.caption_dropout": (0.1, 0.0, 0.6),
 }
-#: (option, value) -> the folder of its run.
+#: (option, value) -> folder of the run.
 Runs = Mapping[tuple[str, float], Path]
-#: Readable on white and on black.
+#: Colors that are readable on white and on black.
 INK, COLORS = "#7b818c", ("#3b82f6", "#f59e0b", "#10b981", "#ef4444")
 plt.rcParams.update(
     {
@@ -64,7 +65,8 @@ plt.rcParams.update(
 
 @dataclass(frozen=True)
 class Scale:
-    """Steps of training the two autoencoders, the base and each run; steps between validations; values of each knob."""
+    """autoencoder, sharp, base, run: numbers of training steps of the two autoencoders, the base model and each run.
+    every: steps between validations. values: number of values of each option."""
 
     autoencoder: int = 480
     sharp: int = 300
@@ -81,7 +83,7 @@ TINY = Scale(autoencoder=1, sharp=1, base=2, run=2, every=1, values=1)
 
 
 def write_photos(media: Path) -> None:
-    """plain/, blue/ and held-out/ with captions, and all of them in images/ for the autoencoder."""
+    """Write plain/, blue/ and held-out/ with captions, and all pictures to images/ for the autoencoder."""
     source = package_folder("skimage", "data")
     for name, caption in PHOTOS.items():
         photo = ImageOps.fit(Image.open(source / name).convert("RGB"), (SIZE, SIZE), Image.Resampling.LANCZOS)
@@ -99,7 +101,7 @@ def write_photos(media: Path) -> None:
 def settings(
     work: Path, scale: Scale, run: str, datasets: Sequence[Mapping[str, Any]], model: Path, **options: Any
 ) -> dict[str, Any]:
-    """pipeline.yaml of a run. options: of train and validation, as KNOBS names them, with __ for the dots."""
+    """The settings of a run. options: further options, with __ for the dots of their names."""
     config: dict[str, Any] = {
         "root": str(work / "caches"),
         "output": str(work / "output"),
@@ -130,7 +132,7 @@ def settings(
 
 
 def do(work: Path, config: dict[str, Any], programs: Sequence[Any]) -> Path:
-    """Run programs with a configuration, unless the run is finished. Its folder."""
+    """Run programs with a configuration, unless the run is finished. Returns the folder of the run."""
     run = config["train"]["run"]
     folder = work / "output" / run
     if not (folder / "done").exists():
@@ -143,7 +145,7 @@ def do(work: Path, config: dict[str, Any], programs: Sequence[Any]) -> Path:
 
 
 def train_base(work: Path, media: Path, scale: Scale) -> Path:
-    """The checkpoint whose transformer knows the four photographs by their captions."""
+    """Train the base checkpoint, whose transformer has learned the four photographs by their captions."""
     base = work / "base"
     if not (base / "done").exists():
         autoencoder = work / "autoencoder"
@@ -175,11 +177,11 @@ def train_runs(work: Path, media: Path, base: Path, scale: Scale) -> Runs:
         {"name": "unseen", "prompt": captions["coffee"] + STYLE},
         {"name": "plain", "prompt": captions["coffee"]},
     ]
-    shared = {option.replace(".", "__"): values[0] for option, values in KNOBS.items()}
+    shared_options = {option.replace(".", "__"): values[0] for option, values in KNOBS.items()}
     folders = {}
     for option, values in KNOBS.items():
         for value in values[: scale.values]:
-            options = shared | {option.replace(".", "__"): value, "validation__prompts": prompts}
+            options = shared_options | {option.replace(".", "__"): value, "validation__prompts": prompts}
             name = "shared" if value == values[0] else f"{option.rpartition('.')[2]}-{value}"
             config = settings(work, scale, name.replace("_", "-"), datasets, base, **options)
             prepare = () if folders else (discover, bucket, encode_text, encode_latents, index)
@@ -206,7 +208,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def show_pictures(path: Path, rows: Mapping[str, Sequence[Any]], titles: Sequence[str]) -> None:
-    """A grid of pictures, with a title for each column and the rows' names."""
+    """Draw a grid of pictures, with a title for each column and a name for each row."""
     shape = len(rows), len(titles)
     figure, axes = plt.subplots(*shape, figsize=(1.5 * shape[1] + 0.4, 1.5 * shape[0] + 0.3), squeeze=False)
     for y, (name, pictures) in enumerate(rows.items()):
@@ -225,13 +227,13 @@ def read_sample(run: Path, prompt: str, step: int) -> Image.Image:
 
 
 def compare(runs: Runs, option: str, out: Path, name: str, scale: Scale) -> None:
-    """Curves and samples of a knob's values, the lowest first."""
+    """Draw curves and samples for the values of an option, the lowest value first."""
     values = sorted(value for knob, value in runs if knob == option)
     figure, axes = plt.subplots(1, 2, figsize=(7.5, 2.6), sharex=True)
     for value in values:
         steps, losses = read_metrics(runs[option, value], "eval_loss")
         axes[1].plot(steps, losses, label=f"{value:g}")
-        highest = 1.1 * losses[0]  # that of the base; beyond it a run is lost
+        highest = 1.1 * losses[0]  # of the base model's loss; a run above it has failed
         steps, losses = read_metrics(runs[option, value], "loss")
         means = [np.mean(losses[end - scale.every : end]) for end in range(scale.every, len(losses) + 1)]
         axes[0].plot(steps[scale.every - 1 :], means, label=f"{value:g}")
@@ -244,8 +246,8 @@ def compare(runs: Runs, option: str, out: Path, name: str, scale: Scale) -> None
     save(figure, out / f"knob-{name}.svg")
     prompts = {"trained": "trained\nin blue", "unseen": "unseen\nin blue", "plain": "no style\nword"}
     folders = [runs[option, value] for value in values]
-    shown = [(folders[0], 0), *((folder, scale.run) for folder in folders)]
-    rows = {label: [read_sample(folder, prompt, step) for folder, step in shown] for prompt, label in prompts.items()}
+    columns = [(folders[0], 0), *((folder, scale.run) for folder in folders)]
+    rows = {label: [read_sample(folder, prompt, step) for folder, step in columns] for prompt, label in prompts.items()}
     show_pictures(out / f"knob-{name}.png", rows, ["before", *(f"{value:g}" for value in values)])
 
 
@@ -263,7 +265,8 @@ def plot_noise_levels(out: Path) -> None:
 
 @torch.no_grad()
 def show_noise(work: Path, out: Path, scale: Scale) -> None:
-    """A latent with more and more noise, and a photograph in sizes, both decoded by an autoencoder that shows more."""
+    """Draw a latent with increasing noise, and a photograph in several sizes, decoded by an autoencoder with more
+    detail."""
     from diffusers import AutoencoderKL
 
     photos, folder = work / "sharp", work / "sharp-autoencoder"
@@ -298,7 +301,7 @@ def show_noise(work: Path, out: Path, scale: Scale) -> None:
 
 
 def plot_repeats(out: Path) -> None:
-    """How often each picture of two datasets is drawn in an epoch."""
+    """Plot the number of draws of each picture of two datasets in an epoch."""
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "defaults": ({}, {}),
         "first: repeats 3": ({"repeats": 3}, {}),
@@ -323,8 +326,8 @@ def step_rows(schedule: BatchSchedule, step: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, help="a folder that keeps what is trained; default: a temporary one")
-    parser.add_argument("--tiny", action="store_true", help="two steps of everything")
+    parser.add_argument("--work", type=Path, help="folder that keeps the results; default: a temporary folder")
+    parser.add_argument("--tiny", action="store_true", help="two steps of all training")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "docs" / "images")
     options = parser.parse_args()
     scale = TINY if options.tiny else Scale()

@@ -1,16 +1,16 @@
-"""encode-latents compared with the least work that could replace it: time and total processor time.
+"""Compares encode-latents with the minimal work: time and total processor time.
 
     python -m benchmarks.latents [--images 200] [--side 512] [--repeat 3] [--channels 32]
     python -m benchmarks.latents --device cuda --true-size [--kind kandinsky5-video-t2v] [--images 200]
 
-Without --device both sides read the same JPEGs and encode them with the same autoencoder, Flux's architecture with
-fewer channels and random weights, in batches of the same shapes. Bare: one process that decodes, resizes, normalizes
-and calls `vae.encode`. Each side runs once with one image and once with all, in processes of its own; the time of the
-first (imports, loading) is subtracted. Processor time is that of all processes of a side. Linux only.
+Without --device, both sides read the same JPEGs and encode them with the same autoencoder (Flux's architecture with
+fewer channels and random weights) in batches of the same shapes. Bare: one process that decodes, resizes, normalizes
+and calls `vae.encode`. Each side runs once with one image and once with all images, in separate processes; the time
+with one image (imports, loading) is subtracted. Processor time is the sum over all processes of a side. Linux only.
 
-With --device, in one process and by turns: the stage over all pictures or clips, minus its time with one, compared with
-`vae.encode` alone on the same batches, which are on the device already; and how much of the device that uses.
---true-size: the autoencoder's published shape, in the precision that the stage has by default.
+With --device, in one process and in turns: the stage on all pictures or clips, minus its time with one of them,
+compared with `vae.encode` alone on the same batches, which are already on the device; and the share of the device that
+is used. --true-size: the published shape of the autoencoder, in the stage's default precision.
 """
 
 import argparse
@@ -48,7 +48,7 @@ FRAMES = 61
 
 
 def make_checkpoint(folder: Path, channels: int) -> Path:
-    """A tiny checkpoint whose autoencoder has `channels` on its first level."""
+    """Make a tiny checkpoint whose autoencoder has `channels` channels on its first level."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -70,7 +70,7 @@ def make_project(
     sizes: Sequence[tuple[int, int]] = SIZES,
     **resources: str,
 ) -> Path:
-    """A project of `count` pictures of these `sizes`, or of clips; the configuration's path."""
+    """Make a project of `count` pictures of these `sizes`, or of clips. Returns the path of its configuration."""
     dataset: dict = {"id": "media", "instance_data_dir": "media", "resolution": side, "bucket_step": 1}
     if "video" in kind:
         dataset |= {"dataset_type": "video", "video": {"num_frames": FRAMES, "clip_selection": "head"}}
@@ -101,7 +101,7 @@ def run_stage(path: Path) -> None:
 
 
 def batches(path: Path) -> Iterator[tuple[Bucket, list[dict[str, Any]]]]:
-    """The stage's batches: bucket and rows of the plan's samples."""
+    """Yield the stage's batches: (bucket, rows of the plan's samples)."""
     config = load_config(path)
     plan = current_plan(Store(config.root), config)
     for unit in plan.units("latents"):
@@ -112,7 +112,7 @@ def batches(path: Path) -> Iterator[tuple[Bucket, list[dict[str, Any]]]]:
 
 
 def batch_shapes(path: Path) -> list[tuple[int, int, int, int]]:
-    """Of the stage's batches: members, frames, height, width."""
+    """The shapes of the stage's batches: (members, frames, height, width)."""
     return [(len(rows), bucket.frames, bucket.height, bucket.width) for bucket, rows in batches(path)]
 
 
@@ -135,7 +135,7 @@ def run_bare(path: Path) -> None:
 
 
 def benchmark_on_device(one: Path, full: Path, repeat: int) -> None:
-    """The stage and `vae.encode` on tensors that are on the device, by turns."""
+    """Compare the stage with `vae.encode` on tensors that are on the device, in turns."""
     import torch
 
     from benchmarks import device_usage as devices
@@ -156,9 +156,10 @@ def benchmark_on_device(one: Path, full: Path, repeat: int) -> None:
             vae.encode(batch)
 
     def without_start(measure: Any) -> float:
-        """Of the stage over all members, from a measurement of all and one of a single member."""
-        rest = measure(lambda: run_stage(full), device) - measure(lambda: run_stage(one), device)
-        return rest / (1 - shapes[0][1] / frames)
+        """A measurement of the stage on all members without its start-up, from measurements with all members and with
+        one."""
+        difference = measure(lambda: run_stage(full), device) - measure(lambda: run_stage(one), device)
+        return difference / (1 - shapes[0][1] / frames)
 
     ways = {"bare": lambda: devices.time_call(alone, device), "stage": lambda: without_start(devices.time_call)}
     turns = common.measure_by_turns(ways, repeat, uncounted=1)
@@ -181,11 +182,11 @@ def benchmark_on_device(one: Path, full: Path, repeat: int) -> None:
 
 
 def measure_side(side: str, path: Path) -> tuple[float, float]:
-    """(seconds, processor seconds) of a side in processes of its own, orphans included."""
-    own, before = child_pids(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    """(seconds, processor seconds) of a side in separate processes, including orphaned processes."""
+    earlier_children, before = child_pids(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "benchmarks.latents", "--child", side, "--config", str(path)]
     seconds, _ = time_call(lambda: subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}))
-    while orphans := child_pids() - own:  # as a subreaper this process inherits them
+    while orphans := child_pids() - earlier_children:  # this process inherits them, because it is a subreaper
         os.waitpid(orphans.pop(), 0)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -206,9 +207,9 @@ def compare_processes(folder: Path, options: argparse.Namespace) -> None:
 
     times = common.measure_by_turns({side: partial(without_start, side) for side in ("bare", "stage")}, options.repeat)
     print_header("", "time", "processor", "ratio")
-    found = {side: medians(turns) for side, turns in times.items()}
-    for side, (seconds, busy) in found.items():
-        ratio = "" if side == "bare" else f"{busy / found['bare'][1]:.2f} (processor; limit 1.15)"
+    medians_by_side = {side: medians(turns) for side, turns in times.items()}
+    for side, (seconds, busy) in medians_by_side.items():
+        ratio = "" if side == "bare" else f"{busy / medians_by_side['bare'][1]:.2f} (processor; limit 1.15)"
         print_row(f"{side}, {options.images} images", f"{seconds:.2f} s", f"{busy:.2f} s", ratio)
 
 
@@ -226,10 +227,12 @@ def compare_on_device(folder: Path, options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = common.make_parser(__doc__, repeat=3)
-    parser.add_argument("--images", type=int, default=200, help="or clips; 2 or more")
-    parser.add_argument("--side", type=int, help="default: 512; with --device the usual size")
+    parser.add_argument("--images", type=int, default=200, help="number of images or clips, at least 2")
+    parser.add_argument(
+        "--side", type=int, help="side of a square in pixels; default: 512, with --device the usual size"
+    )
     parser.add_argument("--channels", type=int, default=32)
-    parser.add_argument("--device", help="cuda, or cpu; see above")
+    parser.add_argument("--device", help="cuda or cpu; see above")
     parser.add_argument("--kind", choices=KINDS, default="kandinsky5-image-t2i", help="with --device")
     parser.add_argument("--true-size", action="store_true", help="with --device")
     parser.add_argument("--child", choices=("stage", "bare"), help=argparse.SUPPRESS)

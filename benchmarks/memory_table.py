@@ -1,7 +1,7 @@
-"""What fits which card: the memory that training needs, predicted for the published shapes on any machine.
+"""Memory that training needs, predicted for the published shapes on any machine, and the settings that fit each card.
 
-python -m benchmarks.memory_table             the tables of docs/memory.md, on standard output
-python -m benchmarks.memory_table --write     into docs/memory.md; takes twenty minutes
+python -m benchmarks.memory_table             print the tables of docs/memory.md
+python -m benchmarks.memory_table --write     write them into docs/memory.md; takes twenty minutes
 """
 
 import re
@@ -20,7 +20,7 @@ from trainer.memory.estimate import MemoryEstimate, estimate_memory
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
 MARKS = re.compile("(<!-- benchmarks.memory_table -->\n).*(<!-- end -->\n)", re.DOTALL)
 CARDS_GB = (12, 16, 24, 48, 80)
-#: of a card, for the CUDA context, kernels' own memory and fragments
+#: memory of a card for the CUDA context, workspaces of kernels, and fragments
 RESERVED_GIB = 1.0
 
 TRUE, PRO = SHAPES["true"], SHAPES["pro"]
@@ -29,7 +29,7 @@ IMAGE, NABLA = TRUE["image"], KINDS["kandinsky5-video-t2v-nabla"].transformer
 
 @dataclass(frozen=True)
 class Case:
-    """A flavour of a family, the transformer's configuration, the bucket and tokens of a long caption."""
+    """shape: configuration of the transformer. tokens: number of tokens of a long caption."""
 
     family: str
     flavour: str
@@ -43,7 +43,7 @@ def sana(flavour: str, bucket: str, **shape: Any) -> Case:
 
 
 def video(flavour: str, shape: dict[str, Any], bucket: str) -> Case:
-    """With sparse attention where the flavour has it."""
+    """A case of Kandinsky 5 Video, with sparse attention if the flavour uses it."""
     sparse = NABLA if FAMILIES["kandinsky5-video"].flavours[flavour].sparse else {}
     return Case("kandinsky5-video", flavour, shape["video"] | sparse, bucket)
 
@@ -109,9 +109,9 @@ LORA = {"adapter": {"type": "lora", "rank": 32}}
 FULL = {"adapter": {"type": "full"}}
 PURE = {**FULL, "weight_precision": "bfloat16", "optimizer": {"name": "optimi-adamw"}}
 INT8, NF4 = {"base_precision": "int8-torchao"}, {"base_precision": "nf4-bnb"}
-BLOCKS, BOTH = {"offload": {"blocks": True}}, {"offload": {"blocks": True, "activations": True}}
+BLOCKS, BLOCKS_AND_ACTIVATIONS = {"offload": {"blocks": True}}, {"offload": {"blocks": True, "activations": True}}
 ACTIVATIONS = {"offload": {"activations": True}}
-#: What is trained -> settings by name, from the fastest to the one that needs least.
+#: Kind of training -> name -> settings, from the fastest to the settings that need the least memory.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "LoRA": {
         "no checkpointing": {**LORA, "gradient_checkpointing": False},
@@ -121,7 +121,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "nf4": {**LORA, **NF4},
         "block offload": {**LORA, **BLOCKS},
         "nf4, activation offload": {**LORA, **NF4, **ACTIVATIONS},
-        "block and activation offload": {**LORA, **BOTH},
+        "block and activation offload": {**LORA, **BLOCKS_AND_ACTIVATIONS},
     },
     "full rank": {
         "defaults": FULL,
@@ -152,12 +152,12 @@ def estimate(name: str, kind: str, settings: str) -> MemoryEstimate:
     return estimate_memory(make_config(case, SETTINGS[kind][settings]), case.shape, [case.bucket], case.tokens)
 
 
-def fits(found: MemoryEstimate, card_gb: int) -> bool:
-    return found.device / 2**30 + RESERVED_GIB <= card_gb * 1e9 / 2**30
+def fits(memory: MemoryEstimate, card_gb: int) -> bool:
+    return memory.device / 2**30 + RESERVED_GIB <= card_gb * 1e9 / 2**30
 
 
 def candidates(name: str, kind: str) -> list[str]:
-    """Settings from the fastest on, without those of which it is known by others that they fit no card."""
+    """Settings in order of speed, without settings that need more memory than settings that fit no card."""
     settings, largest = [*SETTINGS[kind]], CARDS_GB[-1]
     if kind == "full rank" and not fits(estimate(name, kind, settings[-1]), largest):
         return []
@@ -170,20 +170,20 @@ def candidates(name: str, kind: str) -> list[str]:
 def format_cards(name: str, kind: str) -> str | None:
     """Returns a line of the table of cards, or None if no settings fit any card in full rank.
 
-    A cell has the first settings that fit the card, and their GiB on the device. A LoRA's line ends with the GiB on the
-    host and of a checkpoint with the defaults.
+    A cell has the first settings that fit the card, and their GiB on the device. A line for a LoRA ends with the GiB on
+    the host and in a checkpoint with the defaults.
     """
     cells: dict[int, str] = {}
     for settings in candidates(name, kind):
         for card in CARDS_GB:
-            if card not in cells and fits(found := estimate(name, kind, settings), card):
-                cells[card] = f"{settings} ({found.device / 2**30:.1f})"
+            if card not in cells and fits(memory := estimate(name, kind, settings), card):
+                cells[card] = f"{settings} ({memory.device / 2**30:.1f})"
         if len(cells) == len(CARDS_GB):
             break
     line = [name, *(cells.get(card, "-") for card in CARDS_GB)]
     if kind == "LoRA":
-        found = estimate(name, kind, "defaults")
-        line += [f"{part / 2**30:.1f}" for part in (found.host, found.checkpoint)]
+        memory = estimate(name, kind, "defaults")
+        line += [f"{part / 2**30:.1f}" for part in (memory.host, memory.checkpoint)]
     elif not cells:
         return None
     return join(line)
@@ -210,13 +210,13 @@ def format_tables() -> Iterator[str]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--write", action="store_true", help="into docs/memory.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/memory.md")
     arguments, lines = parser.parse_args(), list[str]()
     for line in format_tables():
         print(line, flush=True)
         lines.append(f"{line}\n")
     if arguments.write:
-        DOCUMENT.write_text(MARKS.sub(lambda found: f"{found[1]}{''.join(lines)}{found[2]}", DOCUMENT.read_text()))
+        DOCUMENT.write_text(MARKS.sub(lambda match: f"{match[1]}{''.join(lines)}{match[2]}", DOCUMENT.read_text()))
 
 
 if __name__ == "__main__":

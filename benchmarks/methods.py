@@ -1,14 +1,14 @@
-"""What training methods cost and save: their forward and backward pass beside the plain one.
+"""Cost of training methods: their forward and backward pass compared with the plain pass.
 
     OMP_NUM_THREADS=1 python -m benchmarks.methods
 
 A random Kandinsky 5 Video and a random Sana transformer of `--blocks` blocks, one sample of `--frames` x `--rows` x
-`--columns` tokens (Sana: one frame as long as all of them), a LoRA, gradient checkpointing, float32, on CPU threads. In
-every turn each way runs once; ratios are of the same turn.
+`--columns` tokens (Sana: one frame with the same number of tokens), a LoRA, gradient checkpointing, float32, on CPU
+threads. In every turn each way runs once; ratios compare results of the same turn.
 
-tread: the first and the last block compute all tokens, those between them drop a share. crepa: of the second block,
-with features on the tokens' grid, as wide as those of the vision model. rollout: of one Euler step. regularization
-data: the sample is some.
+tread: the first and the last block compute all tokens, the blocks between them drop a share. crepa: on the second
+block, with features on the tokens' grid, of the vision model's width. rollout: one Euler step. regularization data: the
+sample is regularization data.
 """
 
 import argparse
@@ -55,11 +55,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "regularization data": {"regularization": {}},
     "input perturbation": {"input_perturbation": {}},
 }
-WIDTHS = {"crepa, dinov2_vits14": 384, "crepa, dinov2_vitg14": 1536}  # of the vision models' tokens
+WIDTHS = {"crepa, dinov2_vits14": 384, "crepa, dinov2_vitg14": 1536}  # width of the vision models' tokens
 
 
 def make_transformer(name: str, family: ModelFamily, options: argparse.Namespace, settings: Train) -> Any:
-    """With a LoRA, gradient checkpointing and what `settings` asks for, as training has it."""
+    """Make a transformer like in training, with a LoRA, gradient checkpointing and `settings`."""
     if name == "sana":
         heads = {"num_attention_heads": 4 * options.heads, "num_cross_attention_heads": 4 * options.heads}
         shape = heads | {"num_layers": options.blocks, "cross_attention_dim": 128 * options.heads}
@@ -80,7 +80,7 @@ def make_transformer(name: str, family: ModelFamily, options: argparse.Namespace
 
 
 def make_step(name: str, family: ModelFamily, model: Any, options: argparse.Namespace, width: int) -> MethodStep:
-    """width: of the vision features."""
+    """Make a step of one sample. width: width of the vision features."""
     spec, generator = FAMILIES[name], torch.Generator().manual_seed(0)
     grid = (options.frames, 2 * options.rows, 2 * options.columns)
     if name == "sana":
@@ -110,22 +110,22 @@ def make_step(name: str, family: ModelFamily, model: Any, options: argparse.Name
     )
 
 
-def make_used(family: ModelFamily, model: Any, settings: dict[str, Any], width: int) -> list[Method]:
+def make_used_methods(family: ModelFamily, model: Any, settings: dict[str, Any], width: int) -> list[Method]:
     methods = [*make_methods(Methods.model_validate(settings).used).values()]
     for method in methods:
         method.setup(model, family, {"vision": (width,)})
     return methods
 
 
-def run_step(make: Callable[[], MethodStep], used: list[Method]) -> None:
-    """Forward and backward pass of one sample with at most one method."""
+def run_step(make: Callable[[], MethodStep], methods: list[Method]) -> None:
+    """Run the forward and backward pass of one sample with at most one method."""
     step = make()
-    for method in used:
+    for method in methods:
         method.prepare(step)
         with method.around(step):
-            backward(step, used)
-    if not used:
-        backward(step, used)
+            backward(step, methods)
+    if not methods:
+        backward(step, methods)
 
 
 def backward(step: MethodStep, methods: list[Any]) -> None:
@@ -135,13 +135,18 @@ def backward(step: MethodStep, methods: list[Any]) -> None:
 
 
 def make_shape_parser(description: str | None, heads: int, repeat: int) -> argparse.ArgumentParser:
-    """With the options of `make_transformer` and `make_step`, and the number of threads."""
+    """Make a parser with the options of `make_transformer` and `make_step`, and the number of threads."""
     parser = make_parser(description, repeat)
     parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=heads, help="of 64 channels; of Sana four times as many of 32")
+    parser.add_argument(
+        "--heads",
+        type=int,
+        default=heads,
+        help="number of heads of 64 channels; Sana has four times as many of 32 channels",
+    )
     parser.add_argument("--frames", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=16, help="of tokens")
-    parser.add_argument("--columns", type=int, default=24, help="of tokens")
+    parser.add_argument("--rows", type=int, default=16, help="rows of tokens")
+    parser.add_argument("--columns", type=int, default=24, help="columns of tokens")
     parser.add_argument("--threads", type=int, default=1)
     return parser
 
@@ -149,7 +154,7 @@ def make_shape_parser(description: str | None, heads: int, repeat: int) -> argpa
 def main() -> None:
     options = make_shape_parser(__doc__, heads=6, repeat=5).parse_args()
     torch.set_num_threads(options.threads)
-    print_header("transformer", "method", "step, processor s", "ratio to plain", "its range")
+    print_header("transformer", "method", "step, processor s", "ratio to plain", "range of the ratio")
     for name in FAMILY_TASKS:
         family = module_of(FAMILIES[name])
         model = make_transformer(name, family, options, Train())
@@ -157,10 +162,10 @@ def main() -> None:
         for way, settings in WAYS.items():
             width = WIDTHS.get(way, 1)
             make = partial(make_step, name, family, model, options, width)
-            ways[way] = partial(time_call, partial(run_step, make, make_used(family, model, settings, width)))
-        found = measure_by_turns(ways, options.repeat, uncounted=1)
-        for way, times in found.items():
-            ratios = [one[1] / plain[1] for one, plain in zip(times, found["plain"], strict=True)]
+            ways[way] = partial(time_call, partial(run_step, make, make_used_methods(family, model, settings, width)))
+        times_by_way = measure_by_turns(ways, options.repeat, uncounted=1)
+        for way, times in times_by_way.items():
+            ratios = [one[1] / plain[1] for one, plain in zip(times, times_by_way["plain"], strict=True)]
             seconds = statistics.median(spent for _, spent in times)
             spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
             print_row(name, way, f"{seconds:.2f}", f"{statistics.median(ratios):.2f}", spread)

@@ -1,10 +1,10 @@
-"""Noise of the trainer beside torch.randn, which gives a CPU and a GPU different numbers.
+"""Compares the trainer's noise with torch.randn, which returns different numbers on a CPU and a GPU.
 
     python -m benchmarks.noise [--repeat 15] [--device cuda] [--shape 16,1,128,128]
 
-A micro-batch of 4 samples of each shape; on one CPU thread, as the thread that reads ahead computes it. torch: a
-generator of each sample with its own seed. philox: `trainer/noise.py`. torch operations: the way that it goes on other
-devices, which no CPU takes. Medians of milliseconds, and how many times as long as torch.
+A micro-batch of 4 samples of each shape, on one CPU thread, because the thread that reads ahead computes it. torch: a
+generator with a separate seed for each sample. philox: `trainer/noise.py`. torch operations: the implementation for
+other devices, which is not used on a CPU. Figures are medians in milliseconds, and the ratio to torch.
 """
 
 import math
@@ -43,14 +43,16 @@ def print_table(shapes: Sequence[Sequence[int]], device: torch.device, repeat: i
     for shape in shapes:
         calls = {way: partial(compute, shape, device) for way, compute in ways.items()}
         timed = {way: partial(device_usage.time_call, call, device) for way, call in calls.items()}
-        found = {way: 1000 * statistics.median(it) for way, it in measure_by_turns(timed, repeat, 1).items()}
-        print_row(shape, *(f"{value:.3g}" for value in found.values()), f"{found['philox'] / found['torch']:.2f}")
+        medians = {way: 1000 * statistics.median(it) for way, it in measure_by_turns(timed, repeat, 1).items()}
+        print_row(shape, *(f"{value:.3g}" for value in medians.values()), f"{medians['philox'] / medians['torch']:.2f}")
 
 
 def main() -> None:
     parser = make_parser(__doc__, repeat=15)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", help="of one sample, as 16,1,128,128; default: those of three flavours")
+    parser.add_argument(
+        "--shape", help="shape of one sample, for example 16,1,128,128; default: shapes of three flavours"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     shapes = (tuple(map(int, options.shape.split(","))),) if options.shape else SHAPES

@@ -1,11 +1,12 @@
-"""How long it takes, and how many requests, to see which units remain where the root is on S3.
+"""Time and number of requests to find the remaining units if the root is on S3.
 
     python -m benchmarks.object_store [--shards 100000] [--latency-ms 0]
 
-The server is on loopback: it answers HEAD, GET, PUT and listings in pages of 1,000 from memory, as S3 does, and waits
-for `--latency-ms` before each answer. moto's server takes a second for each page of so many objects. The plan has one
-sample and one text for each unit; its shards are names only, since planning opens none. All of a stage's dry run is
-timed: the plan is read, the shards are listed and compared. The first row is that of a root with one shard.
+The server is on loopback: it answers HEAD, GET, PUT and listings in pages of 1,000 from memory like S3, and waits
+`--latency-ms` before each answer. (moto's server takes a second per page of so many objects.) The plan has one sample
+and one text for each unit; its shards are only names, because planning does not open shards. The time of a stage's
+whole dry run is measured: the plan is read, and the shards are listed and compared. The first row is a root with one
+shard.
 """
 
 import json
@@ -34,7 +35,7 @@ TIME = "2026-01-01T00:00:00.000Z"
 
 
 class Objects(BaseHTTPRequestHandler):
-    """One bucket in memory: as much of S3 as a stage's dry run uses, and puts."""
+    """One bucket in memory, with the requests of S3 that a stage's dry run uses, and PUT."""
 
     protocol_version = "HTTP/1.1"
     content: ClassVar[dict[str, bytes]] = {}
@@ -78,10 +79,10 @@ class Objects(BaseHTTPRequestHandler):
             self._answer(404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
             return
         tag = f'"{hash(data):x}"'
-        if (asked := self.headers.get("Range")) is None:
+        if (range_header := self.headers.get("Range")) is None:
             self._answer(200, data, ETag=tag)
             return
-        first, _, last = asked.removeprefix("bytes=").partition("-")
+        first, _, last = range_header.removeprefix("bytes=").partition("-")
         start = int(first) if first else max(0, len(data) - int(last))
         part = data[start : int(last) + 1 if first and last else len(data)]
         place = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
@@ -108,7 +109,8 @@ class Objects(BaseHTTPRequestHandler):
 
 
 def publish(local: Path, config: Path) -> Path:
-    """Put the plan of a local root on the server, with all shards of its texts but the last; the new configuration."""
+    """Put the plan of a local root on the server, with all shards of its texts except the last. Returns the path of the
+    new configuration."""
     from stages import encode_text
 
     settings = json.loads(config.read_text())
@@ -126,14 +128,14 @@ def publish(local: Path, config: Path) -> Path:
 
 
 def serve(port: Connection) -> None:
-    """In a process of its own: send the port, then answer."""
+    """Run the server in a separate process: send the port, then answer requests."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Objects)
     port.send(server.server_port)
     server.serve_forever()
 
 
 def plan_remaining(config: Path) -> tuple[float, float, int]:
-    """Seconds, processor seconds of this process, and items that remain."""
+    """Find the remaining items. Returns (seconds, processor seconds of this process, number of items)."""
     from schemas.cli.console import Console, Options
     from stages import encode_text
 
@@ -166,11 +168,11 @@ def main() -> None:
             os.environ["AWS_ENDPOINT_URL"] = url = f"http://127.0.0.1:{ours.recv()}"
             with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
                 seconds, cpu, remaining = pool.apply(plan_remaining, (remote,))
-            asked = Counter(json.load(urlopen(f"{url}/requests")))
+            requests = Counter(json.load(urlopen(f"{url}/requests")))
             server.terminate()
-            counts = [str(asked[name]) for name in ("LIST", "GET", "HEAD")]
+            counts = [str(requests[name]) for name in ("LIST", "GET", "HEAD")]
             times = f"{seconds:.2f}", f"{cpu:.2f}"
-            print_row(f"{len(Objects.names):,}", *times, str(asked.total()), *counts, str(remaining))
+            print_row(f"{len(Objects.names):,}", *times, str(requests.total()), *counts, str(remaining))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How much time and memory `latentpress bucket` takes for many items, on one core, tables read and written; and then
-`latentpress encode-latents --dry-run`, which is what each process of a stage begins with.
+"""Time and memory of `latentpress bucket` for many items on one core, including reading and writing of tables; and of
+`latentpress encode-latents --dry-run`, with which each process of a stage starts.
 
     python -m benchmarks.planning [--items 100000 1000000] [--foreign 0.0] [--kind image|video]
 
 The media tables are synthetic: sizes of 600 to 4000 pixels, captions of 14 English words, one in ten with typographic
-quotes. `--foreign` is the share of captions with words in other scripts, which go through ftfy one by one. Each run is
-a process of its own, bound to one core; "again" is a second run with nothing changed.
+quotes. `--foreign` is the share of captions with words in other scripts, which ftfy processes one by one. Each run is a
+separate process, bound to one core; "again" is a second run without changes.
 """
 
 import os
@@ -29,7 +29,7 @@ FOREIGN = ["кот", "на", "крыше", "海辺の赤い家", "café", "naïv
 
 
 def make_media_table(items: int, kind: str, foreign: float) -> pa.Table:
-    """A media table of schemas.tables.MEDIA_SCHEMA."""
+    """Make a table of MEDIA_SCHEMA."""
     rng = np.random.default_rng(0)
     width, height = rng.integers(600, 4000, (2, items), dtype=np.int32)
     words = np.array(WORDS, object)[rng.integers(0, len(WORDS), (items, 14))]
@@ -56,7 +56,7 @@ def make_media_table(items: int, kind: str, foreign: float) -> pa.Table:
 
 
 def make_project(folder: Path, items: int, kind: str, foreign: float, **settings: object) -> Path:
-    """A configuration over a media table of so many items; the configuration's path."""
+    """Make a project with a media table of `items` items. Returns the path of its configuration."""
     name = "kandinsky5-video-t2v" if kind == "video" else "kandinsky5-image-t2i"
     model = folder / "model"
     if not model.exists():
@@ -75,7 +75,7 @@ def make_project(folder: Path, items: int, kind: str, foreign: float, **settings
 
 
 def run_bucket(path: Path) -> tuple[float, float]:
-    """Run bucket once on one core, in a process of its own: seconds, and MiB at most."""
+    """Run bucket once on one core, in a separate process. Returns (seconds, peak MiB)."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)
     from stages import bucket
@@ -85,7 +85,7 @@ def run_bucket(path: Path) -> tuple[float, float]:
 
 
 def run_dry(path: Path) -> tuple[float, float]:
-    """See which units remain, once, in a process of its own: seconds, and MiB at most."""
+    """Find the remaining units once, in a separate process. Returns (seconds, peak MiB)."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)
     from stages import encode_latents
@@ -108,11 +108,11 @@ def main() -> None:
         for items in options.items:
             path = make_project(Path(folder), items, options.kind, options.foreign)
             with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-                (first, first_mib), (again, again_mib) = (pool.apply(run_bucket, (path,)) for _ in range(2))
+                (first, first_mib), (second, second_mib) = (pool.apply(run_bucket, (path,)) for _ in range(2))
             with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
                 dry, dry_mib = pool.apply(run_dry, (path,))
-            most = max(first_mib, again_mib)
-            print_row(f"{items:,}", f"{first:.2f}", f"{again:.2f}", f"{most:,.0f}", f"{dry:.2f}", f"{dry_mib:,.0f}")
+            most = max(first_mib, second_mib)
+            print_row(f"{items:,}", f"{first:.2f}", f"{second:.2f}", f"{most:,.0f}", f"{dry:.2f}", f"{dry_mib:,.0f}")
 
 
 if __name__ == "__main__":

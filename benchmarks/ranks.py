@@ -1,11 +1,11 @@
-"""Training in two processes on this machine: DDP and FSDP2 beside two runs that know nothing of each other.
+"""Training in two processes on this machine: DDP and FSDP2 compared with two independent runs.
 
     python -m benchmarks.ranks
 
-The Sana transformer of benchmarks/training.py (`--width`, `--layers`), float32, a CPU thread for each process, gloo.
-alone: two single runs at the same time, which share the processor as two ranks do; their samples per second are added.
-ddp, fsdp2: one run of two ranks. By turns; a run's rate is that of the median of its steps, the first two not counted.
-With accumulation, which divides what a step sends, a run has half as many steps.
+The Sana transformer of benchmarks/training.py (`--width`, `--layers`), float32, a CPU thread per process, gloo. alone:
+two single runs at the same time, which share the processor like two ranks; their samples per second are added. ddp,
+fsdp2: one run of two ranks. The ways run in turns; the rate of a run is computed from the median time of its steps,
+without the first two. With accumulation, which reduces communication per sample, a run has half as many steps.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from cache.runs.training_run import METRICS_FILE, read_metrics
 
 FULL = ["train.adapter.type=full", "train.optimizer.lr=1e-5"]
 STRATEGIES = (None, "ddp", "fsdp2")  # None: two runs of one process
-#: Options, accumulate, strategies
+#: Name -> (options, accumulate, strategies).
 ROWS: dict[str, tuple[list[str], int, Sequence[str | None]]] = {
     "LoRA of rank 16": ([], 1, STRATEGIES),
     "full rank": (FULL, 1, STRATEGIES),
@@ -36,7 +36,7 @@ RANKS = 2
 
 
 def train(path: Path, overrides: Sequence[str], environment: dict[str, str]) -> None:
-    """One rank, in a process of its own."""
+    """Train one rank in a separate process."""
     from schemas.cli.console import Console, Options
     from schemas.config.loading import load_config
     from trainer.__main__ import run
@@ -57,7 +57,7 @@ def start_together(path: Path, arguments: Sequence[tuple[list[str], dict[str, st
 
 
 def launch_variables() -> list[dict[str, str]]:
-    """What torchrun sets for each rank."""
+    """The variables that torchrun sets, for each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -69,12 +69,12 @@ def measure(folder: Path, overrides: Sequence[str], accumulate: int, strategy: s
     """Samples per second of two runs, or of a run of two ranks."""
     count[0] += 1
     names = [f"run{count[0]}-{number}" for number in range(1 if strategy else RANKS)]
-    given = [[f"train.run={name}", f"train.accumulate={accumulate}", *overrides] for name in names]
+    overrides_by_run = [[f"train.run={name}", f"train.accumulate={accumulate}", *overrides] for name in names]
     if strategy:
-        both = [*given[0], f"train.parallel.strategy={strategy}"]
-        start_together(folder / "pipeline.yaml", [(both, variables) for variables in launch_variables()])
+        run_overrides = [*overrides_by_run[0], f"train.parallel.strategy={strategy}"]
+        start_together(folder / "pipeline.yaml", [(run_overrides, variables) for variables in launch_variables()])
     else:
-        start_together(folder / "pipeline.yaml", [(each, {}) for each in given])
+        start_together(folder / "pipeline.yaml", [(each, {}) for each in overrides_by_run])
     batch = accumulate * (RANKS if strategy else 1)
     return sum(samples_per_second(folder / "output" / name, batch) for name in names)
 
@@ -88,14 +88,14 @@ def main() -> None:
     parser = make_parser(__doc__, repeat=2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--side", type=int, default=256, help="of the pictures, in pixels")
+    parser.add_argument("--side", type=int, default=256, help="side of the pictures in pixels")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args(namespace=argparse.Namespace(threads=1))
     print_header("", "alone, samples/s", "ddp", "of alone", "fsdp2", "of alone", "of ddp")
     with tempfile.TemporaryDirectory() as name:
         folder, count = Path(name), [0]
         make_project(folder, options)
-        from trainer import train as _  # noqa: F401 (the processes are forks of this one, with torch imported)
+        from trainer import train as _  # noqa: F401 (the processes are forks of this process, with torch imported)
 
         for row, (overrides, accumulate, strategies) in ROWS.items():
             steps = f"train.steps={options.steps if accumulate == 1 else max(options.steps // 2, UNCOUNTED + 1)}"
@@ -103,12 +103,15 @@ def main() -> None:
                 str(strategy): partial(measure, folder, [*overrides, steps], accumulate, strategy, count)
                 for strategy in strategies
             }
-            found = measure_by_turns(ways, options.repeat)
-            rates = {way: f"{statistics.median(values):.3g}" for way, values in found.items()}
+            rates_by_way = measure_by_turns(ways, options.repeat)
+            median_rates = {way: f"{statistics.median(values):.3g}" for way, values in rates_by_way.items()}
             shares = [
-                f"{statistics.median(map(truediv, found[a], found[b])):.3f}" if a in found else "" for a, b in PAIRS
+                f"{statistics.median(map(truediv, rates_by_way[a], rates_by_way[b])):.3f}" if a in rates_by_way else ""
+                for a, b in PAIRS
             ]
-            print_row(row, rates["None"], rates["ddp"], shares[0], rates.get("fsdp2", ""), *shares[1:])
+            print_row(
+                row, median_rates["None"], median_rates["ddp"], shares[0], median_rates.get("fsdp2", ""), *shares[1:]
+            )
 
 
 if __name__ == "__main__":

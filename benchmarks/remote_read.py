@@ -1,18 +1,19 @@
-"""How long training steps wait for data of a slow object store, through a window of shards on this machine.
+"""Time that training steps wait for data of a slow object store, with a window of shards on this machine.
 
     python -m benchmarks.remote_read [--case NAME] [--steps 250] [--step-s 0.5] [--latency-ms 100] [--mb-per-s 200]
                                      [--set-mib 2048] [--unit-mib 128] [--root DIR] [--tiny]
 
-The store is an S3 server on loopback, a process of its own, that waits `--latency-ms` before each answer and sends
+The store is an S3 server on loopback, a separate process, which waits `--latency-ms` before each answer and sends
 `--mb-per-s` (10^6 bytes) over all connections together. A step reads the trainer's batches and then sleeps for
 `--step-s`. Samples have the sizes of the flavours: a latent of a picture of 1024x1024 or of 61 or 121 frames of
-768x512, and a text of 135 tokens x 3584, all bfloat16; shards of `--unit-mib`. Texts are in the order of their samples.
+768x512, and a text of 135 tokens x 3584, all bfloat16. Shards have `--unit-mib`. Texts are in the order of their
+samples.
 
-`shards`: the window may have half of the set's bytes, with the largest `train.shuffle_shards` that suits it. `eight
-cards`: as many samples a step as eight ranks read that take two each. `whole`: one section with all shards.
+`shards`: the window may have half of the set's bytes, with the largest `train.shuffle_shards` for this limit. `eight
+cards`: the samples per step of eight ranks with two samples each. `whole`: one section with all shards.
 
-waiting: share of the time after the first step; at the start, seconds until the first step's data were there. Sets are
-written first (`--set-mib` each, on the disk, twice that with the copies). Takes about 13 minutes.
+waiting: share of the time after the first step. at the start: seconds until the data of the first step are available.
+Sets are written first (`--set-mib` each on the disk, twice as much with the copies). Takes about 13 minutes.
 """
 
 import os
@@ -51,7 +52,7 @@ PIECE = 1 << 20  # bytes sent at a time
 
 
 class Case(NamedTuple):
-    """shape: of a latent. samples: of a step. order: shards, or whole."""
+    """shape: shape of a latent. samples: number of samples per step. order: "shards" or "whole"."""
 
     shape: tuple[int, ...]
     bucket: str
@@ -73,14 +74,14 @@ CASES = {
 
 
 class SlowStore(BaseHTTPRequestHandler):
-    """The files below `root` as objects of one bucket: HEAD, GET and listings, as S3 answers them."""
+    """The files below `root` as objects of one bucket: HEAD, GET and listings like S3."""
 
     protocol_version = "HTTP/1.1"
     root: ClassVar[Path]
     latency_s: ClassVar[float]
     bytes_per_s: ClassVar[float]
     lock: ClassVar[threading.Lock] = threading.Lock()
-    free_at: ClassVar[float] = 0.0  # when the line is free again
+    free_at: ClassVar[float] = 0.0  # time at which the connection is free again
 
     def _begin(self, status: int, size: int, etag: str = "", place: str = "") -> None:
         time.sleep(self.latency_s)
@@ -114,10 +115,10 @@ class SlowStore(BaseHTTPRequestHandler):
             return None
         size = path.stat().st_size
         begin, end = 0, size
-        if (asked := self.headers.get("Range")) is None:
+        if (range_header := self.headers.get("Range")) is None:
             self._begin(200, size, _etag(path))
         else:
-            first, _, last = asked.removeprefix("bytes=").partition("-")
+            first, _, last = range_header.removeprefix("bytes=").partition("-")
             begin = int(first) if first else max(0, size - int(last))
             end = min(size, int(last) + 1) if first and last else size
             self._begin(206, end - begin, _etag(path), f"bytes {begin}-{end - 1}/{size}")
@@ -126,23 +127,23 @@ class SlowStore(BaseHTTPRequestHandler):
                 self._send(file.fileno(), start, min(PIECE, end - start))
 
     def _send(self, file: int, start: int, count: int) -> None:
-        """A part of a file, when the line is free."""
+        """Send a part of a file when the connection is free."""
         with self.lock:
-            now = time.monotonic()
-            begin = max(now, SlowStore.free_at)
+            current_s = time.monotonic()
+            begin = max(current_s, SlowStore.free_at)
             SlowStore.free_at = begin + count / self.bytes_per_s
-        time.sleep(max(0.0, begin - now))
+        time.sleep(max(0.0, begin - current_s))
         while count:
-            sent = os.sendfile(self.connection.fileno(), file, start, count)
-            start, count = start + sent, count - sent
+            sent_bytes = os.sendfile(self.connection.fileno(), file, start, count)
+            start, count = start + sent_bytes, count - sent_bytes
 
     def _list(self, prefix: str) -> None:
-        found = (path for path in sorted((self.root / prefix).rglob("*")) if path.is_file())
+        paths = (path for path in sorted((self.root / prefix).rglob("*")) if path.is_file())
         rows = "".join(
             f"<Contents><Key>{escape(str(path.relative_to(self.root)))}</Key>"
             f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>&quot;{_etag(path)}&quot;</ETag>"
             f"<Size>{path.stat().st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
-            for path in found
+            for path in paths
         )
         body = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
         self._begin(200, len(body))
@@ -157,7 +158,7 @@ def _etag(path: Path) -> str:
 
 
 def serve(port: Connection, root: Path, latency_s: float, bytes_per_s: float) -> None:
-    """In a process of its own: send the port, then answer."""
+    """Run the server in a separate process: send the port, then answer requests."""
     SlowStore.root, SlowStore.latency_s, SlowStore.bytes_per_s = root, latency_s, bytes_per_s
     server = ThreadingHTTPServer(("127.0.0.1", 0), SlowStore)
     port.send(server.server_port)
@@ -168,7 +169,7 @@ def serve(port: Connection, root: Path, latency_s: float, bytes_per_s: float) ->
 
 
 def write_set(root: Path, case: Case, set_mib: float, unit_mib: float, tokens: int) -> int:
-    """A set of about `set_mib` in shards of `unit_mib`; returns its bytes."""
+    """Write a set of about `set_mib` in shards of `unit_mib`. Returns its bytes."""
     store = Store(root)
     (latent, *_), (text, *_) = make_rows("latent", case.shape, 1), make_rows("embeds", (tokens, WIDTH), 1)
     sizes = {"latents": latent.tensors["latent"].nbytes, "text": text.tensors["embeds"].nbytes}
@@ -196,41 +197,44 @@ def write_set(root: Path, case: Case, set_mib: float, unit_mib: float, tokens: i
 
 
 class Reading(NamedTuple):
-    """start_s: until the first step's data were there. waited_s, total_s: of the steps after it. fetched: bytes."""
+    """start_s: seconds until the data of the first step are available. waited_s, total_s: seconds of the steps after
+    it. fetched_bytes: bytes from the store. held_bytes: most bytes on this machine."""
 
     start_s: float
     waited_s: float
     total_s: float
-    fetched: float
+    fetched_bytes: float
     cpu_s: float
-    held: int
+    held_bytes: int
 
 
 def train(case: Case, folder: Path, limit: int, shuffle_shards: int, steps: int, step_s: float) -> Reading:
-    """Read so many steps from the store, and sleep in each; the limit is looked at all the while."""
+    """Read `steps` steps from the store, sleep in each step, and measure the bytes on this machine."""
     cache = {"folder": str(folder), "max_gb": limit / 1e9}
     settings = Train.model_validate(
         {"batch_size": case.samples, "steps": steps, "shuffle_shards": shuffle_shards, "local_cache": cache}
     )
     data = open_set(Store("s3://bucket/"), "s", FAMILY, TASK)
     schedule = data.make_schedule(settings)
-    cpu, held = cpu_seconds(), 0
+    cpu, held_bytes = cpu_seconds(), 0
     open_window(settings, data, schedule, range(steps))
     loader = BatchLoader(data, schedule, 0.0, draw_noise=False)
-    clock, waits, fetched = StepTimer(0, steps, case.samples), list[float](), 0.0
-    for done, _ in enumerate(clock.time_waits(loader.steps(0, steps)), 1):
+    clock, waits, fetched_bytes = StepTimer(0, steps, case.samples), list[float](), 0.0
+    for step, _ in enumerate(clock.time_waits(loader.steps(0, steps)), 1):
         time.sleep(step_s)
-        waits.append(clock.rates(done)["data_wait_s"])
-        fetched += data.supply.metrics()["shards_fetched_mb"] * 1e6
-        with suppress(FileNotFoundError):  # removed meanwhile
-            held = max(held, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        waits.append(clock.rates(step)["data_wait_s"])
+        fetched_bytes += data.supply.metrics()["shards_fetched_mb"] * 1e6
+        with suppress(FileNotFoundError):  # removed during the walk
+            held_bytes = max(held_bytes, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
     data.close()
     later = waits[1:]
-    return Reading(waits[0], sum(later), sum(later) + step_s * len(later), fetched, cpu_seconds() - cpu, held)
+    return Reading(
+        waits[0], sum(later), sum(later) + step_s * len(later), fetched_bytes, cpu_seconds() - cpu, held_bytes
+    )
 
 
 def name_order(root: Path, case: Case, limit: int, steps: int) -> int:
-    """The largest train.shuffle_shards for which the limit is enough."""
+    """The largest train.shuffle_shards whose sections fit the limit."""
     data = open_set(Store(root), "s", FAMILY, TASK)
     sizes = [(root / path).stat().st_size for path in data.tables["shards"].column("path").to_pylist()]
     for value in range(len(sizes), 0, -1):
@@ -242,7 +246,7 @@ def name_order(root: Path, case: Case, limit: int, steps: int) -> int:
 
 
 def largest_pair(data: TrainSet, settings: Train, sizes: Sequence[int]) -> int:
-    """The most bytes of two sections in a row."""
+    """The largest number of bytes of two successive sections."""
     schedule, steps = data.make_schedule(settings), range(settings.steps)
     sections = [set(find().shards) for find in list_sections(data, schedule, 0.0, steps, settings.reading.steps_ahead)]
     return max(sum(sizes[number] for number in one | two) for one, two in pairwise([*sections, set[int]()]))
@@ -266,16 +270,16 @@ def main() -> None:
         *("needed, MB/s", "processor"),
     )
     with tempfile.TemporaryDirectory(dir=options.root) as top:
-        total, written = 0, None
+        total, current_set = 0, None
         for name in options.case or CASES:
             case = CASES[name]
             tokens = 2 if options.tiny else TOKENS
             if options.tiny:
                 case = case._replace(shape=(16, 1, 8, 8))
             root, folder = Path(top, "store"), Path(top, "copies")
-            if written != (case.shape, case.bucket):
+            if current_set != (case.shape, case.bucket):
                 shutil.rmtree(root, ignore_errors=True)
-                total, written = (
+                total, current_set = (
                     write_set(root, case, options.set_mib, options.unit_mib, tokens),
                     (case.shape, case.bucket),
                 )
@@ -287,15 +291,15 @@ def main() -> None:
             server.start()
             os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{ours.recv()}"
             try:
-                found = train(case, folder, limit, shards, options.steps, options.step_s)
+                reading = train(case, folder, limit, shards, options.steps, options.step_s)
             finally:
                 server.terminate()
             sample = total / len(Store(root).read_table("sets/s/index.arrow"))
             print_row(
-                *(name, f"{total / 1e9:.1f}", f"{limit / 1e9:.1f}", f"{found.held / 1e9:.1f}"),
-                *(f"shuffle_shards: {shards}" if case.order == "shards" else "whole", f"{found.start_s:.2f}"),
-                *(f"{found.waited_s / found.total_s:.2%}", f"{found.fetched / 1e9:.2f}"),
-                *(f"{case.samples * sample / options.step_s / 1e6:.1f}", f"{found.cpu_s / found.total_s:.0%}"),
+                *(name, f"{total / 1e9:.1f}", f"{limit / 1e9:.1f}", f"{reading.held_bytes / 1e9:.1f}"),
+                *(f"shuffle_shards: {shards}" if case.order == "shards" else "whole", f"{reading.start_s:.2f}"),
+                *(f"{reading.waited_s / reading.total_s:.2%}", f"{reading.fetched_bytes / 1e9:.2f}"),
+                *(f"{case.samples * sample / options.step_s / 1e6:.1f}", f"{reading.cpu_s / reading.total_s:.0%}"),
             )
 
 

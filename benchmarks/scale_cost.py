@@ -1,15 +1,16 @@
-"""What a million samples cost in GPU hours, computed: operations at the published shapes, and an assumption.
+"""GPU hours for a million samples, computed from operations at the published shapes and an assumed rate.
 
     python -m benchmarks.scale_cost [--cases "Sana 1.6B, 1024x1024"] [--peak 989] [--share 0.4]
 
-Operations of floating point (a product and a sum are two) are counted by torch.utils.flop_counter on the meta device,
-where nothing is computed: the autoencoder's `encode` of one sample, the language model's forward pass of a caption
+Floating-point operations (a product and a sum are two) are counted by torch.utils.flop_counter on the meta device,
+which computes nothing: the autoencoder's `encode` of one sample, the language model's forward pass of a caption
 (`--tokens`; the shared prefix of the template is not computed again), and one step of the trainer with one sample:
-forward, backward, and forward again for gradient checkpointing. A step of full rank is four times its forward pass, as
-the counter takes gradients of grouped convolutions for those of full ones. NABLA counts as full attention.
+forward, backward, and forward again for gradient checkpointing. A full-rank step is counted as four times its forward
+pass, because the counter counts gradients of grouped convolutions like gradients of full convolutions. NABLA counts as
+full attention.
 
-GPU hours = operations / (`--peak` x `--share`). The peak is what the data sheet of an H100 SXM says for bfloat16, in
-TFLOP/s; the share is assumed, not measured. `make gpu` measures it for each part. MiB: of a sample as it is stored.
+GPU hours = operations / (`--peak` x `--share`). The peak is the bfloat16 rate of an H100 SXM in its data sheet, in
+TFLOP/s; the share is assumed, not measured. `make gpu` measures it for each part. MiB: size of a stored sample.
 """
 
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ CASES = {
 
 @dataclass(frozen=True)
 class Operations:
-    """Of one sample. bytes: of its latent and of its text."""
+    """Floating-point operations for one sample: latents, text, LoRA step, full-rank step; and bytes of its latent and
+    text."""
 
     latents: int
     text: int
@@ -74,7 +76,7 @@ def count(case: Flavour, tokens: int) -> Operations:
 
 
 def count_latents(autoencoder: str, shape: tuple[int, int, int]) -> int:
-    """shape: frames, height, width."""
+    """Count the operations of an autoencoder. shape: frames, height, width."""
     case = Case(autoencoder, shape, "float32", MemoryOptions())
     with META:
         vae = make_untrained(MODEL_NAMES[autoencoder], "true").eval()
@@ -85,19 +87,20 @@ def count_latents(autoencoder: str, shape: tuple[int, int, int]) -> int:
 
 
 def count_text(part: str, tokens: int) -> int:
-    """Without the head that makes words."""
+    """Count the operations of a language model without its output head."""
     with META:
         model: Any = make_untrained(part, "true").eval()
         language = model.model.language_model if part == "qwen" else model
         embeds_BLC = torch.empty(1, tokens, language.config.hidden_size)
-        mask_B1LL = torch.zeros(1, 1, tokens, tokens)  # ready, as its values can't be looked at
+        # The mask is already prepared, because its values can't be read on the meta device.
+        mask_B1LL = torch.zeros(1, 1, tokens, tokens)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             language(inputs_embeds=embeds_BLC, attention_mask=mask_B1LL, use_cache=False)
     return counter.get_total_flops()
 
 
 class WithoutMask(TorchFunctionMode):
-    """Attention to all tokens: a batch's mask is on the host, as its values may be looked at."""
+    """Mode in which attention has no mask. A batch's mask is on the host, because code reads its values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -107,7 +110,7 @@ class WithoutMask(TorchFunctionMode):
 
 
 def count_step(case: Flavour, tokens: int) -> tuple[int, int]:
-    """Of a step with one sample: of a LoRA, and in full rank. tokens: of the caption."""
+    """Count the operations of a step with one sample: (LoRA, full rank). tokens: number of tokens of the caption."""
     config = make_config(case, LORA)
     family, settings = module_of(config.model.family_spec), config.train
     with META:
@@ -141,13 +144,13 @@ def main() -> None:
     rate = options.peak * 1e12 * options.share
     parts = "latents", "text", "LoRA step", "full-rank step"
     print_header("one sample, TFLOP", *parts, "latent, MiB", "text, MiB")
-    found = {name: count(CASES[name], options.tokens) for name in options.cases}
-    for name, each in found.items():
+    operations = {name: count(CASES[name], options.tokens) for name in options.cases}
+    for name, each in operations.items():
         teraflops = [f"{part / 1e12:.3g}" for part in (each.latents, each.text, each.lora, each.full)]
         print_row(name, *teraflops, *(f"{size / 2**20:.2f}" for size in (each.latent_bytes, each.text_bytes)))
     print()
     print_header("GPU hours, a million samples", *parts)
-    for name, each in found.items():
+    for name, each in operations.items():
         hours = [MILLION * part / rate / HOUR for part in (each.latents, each.text, each.lora, each.full)]
         print_row(name, *(f"{hour:,.3g}" if hour < 1000 else f"{hour:,.0f}" for hour in hours))
 

@@ -1,9 +1,9 @@
-"""How fast rows are read from a shard: Arrow and tar, with and without verification.
+"""Rate of reading rows from a shard: Arrow and tar, with and without verification.
 
     python -m benchmarks.shard_read [--rows 400] [--shape 16,8,64,96] [--root DIR]
 
-Each row is read and its tensor copied once, as the trainer does. Files are in the page cache. Also measures the
-writers: their rate, and how much memory each takes at most beyond what the process had before.
+Each row is read and its tensor copied once, like in the trainer. Files are in the page cache. Also measures the
+writers: their rate, and the peak memory of the process minus its memory before.
 """
 
 import math
@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from multiprocessing import get_context
 
 from benchmarks.common import MIB, make_parser, make_rows, print_header, print_row, time_call, write_shard
-from cache.shards import arrow, shard, shard_io, wds  # noqa: F401 (so that importing is not measured)
+from cache.shards import arrow, shard, shard_io, wds  # noqa: F401 (imported here, so that the import is not measured)
 from cache.shards.shard import ShardMeta
 from cache.store.store import Store
 
 
 def write(root: str, format: str, rows: int, shape: tuple[int, ...]) -> tuple[str, float, float]:
-    """The shard's path, seconds, and MiB of memory beyond what the process had before."""
+    """Write a shard. Returns (path, seconds, MiB by which the peak memory of the process grew)."""
     latents, paths = make_rows("latent", shape, rows), list[str]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     meta = ShardMeta("latents", "bench", "unit", "768x512@29")
@@ -53,8 +53,8 @@ def benchmark_formats(root: str, rows: int, shape: tuple[int, ...]) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, root=True)
-    parser.add_argument("--rows", type=int, default=0, help="0: as many as make about 128 MiB")
-    parser.add_argument("--shape", default="16,1,128,128", help="of one tensor, separated by commas")
+    parser.add_argument("--rows", type=int, default=0, help="0: rows of about 128 MiB in total")
+    parser.add_argument("--shape", default="16,1,128,128", help="shape of a tensor, separated by commas")
     options = parser.parse_args()
     shape = tuple(int(size) for size in options.shape.split(","))
     with tempfile.TemporaryDirectory(dir=options.root) as root:

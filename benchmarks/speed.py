@@ -1,12 +1,13 @@
-"""What options that change no number of training cost and save: each beside the defaults, on CPU threads.
+"""Time and memory of options that do not change the results of training, compared with the defaults, on CPU threads.
 
     OMP_NUM_THREADS=1 python -m benchmarks.speed
 
-The transformers, the sample and the LoRA of benchmarks/methods.py, in float32: a step is its forward and backward pass.
-Peak: bytes of tensors that are alive at once in a step, beyond the weights. An update is the step of an optimizer on
-the weights of that Sana transformer, of its LoRA or all of them. In every turn each way runs once; ratios are of the
-same turn, to the first row of its kind. Blocks are compiled by inductor where a C++ compiler is found (CXX names
-another), else by aot_eager, which makes no code; what that takes is printed at the end.
+The transformers, the sample and the LoRA come from benchmarks/methods.py, in float32; a step is a forward and backward
+pass. Peak: bytes of tensors that are alive at the same time in a step, without the weights. An update is the step of an
+optimizer on the weights of the Sana transformer, either of its LoRA or all of them. In every turn each way runs once;
+ratios compare results of the same turn with the first row of the kind. Blocks are compiled by inductor if a C++
+compiler is found (CXX names another compiler), else by aot_eager, which does not generate code; the compile time is
+printed at the end.
 """
 
 import argparse
@@ -29,31 +30,31 @@ from trainer.setup.optimizers import make_optimizer
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-fused", "optimi-adamw")
 ADAPTERS = {"update of a LoRA": "lora", "update of all weights": "full"}
-UPDATES = 5  # in one measurement
+UPDATES = 5  # updates in one measurement
 
 
 def find_compiler() -> str:
-    """train.compile_backend."""
+    """The value of train.compile_backend that works on this machine."""
     return "inductor" if shutil.which(os.environ.get("CXX", "g++")) else "aot_eager"
 
 
 def ways(name: str) -> dict[str, dict[str, Any]]:
-    """Settings of `train` by name; the first are the defaults, which computes every block again."""
+    """Name -> settings of `train`. The first settings are the defaults, which compute every block again."""
     backend = find_compiler()
-    found: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "defaults": {},
         "checkpointing interval 2": {"gradient_checkpointing_interval": 2},
         "checkpointing interval 4": {"gradient_checkpointing_interval": 4},
         "no checkpointing": {"gradient_checkpointing": False},
         f"blocks compiled, {backend}": {"compile": "blocks", "compile_backend": backend},
     }
-    if name != "sana":  # whose self-attention is linear
-        found |= {f"attention {each}": {"attention_backend": each} for each in ("_native_flash", "_native_math")}
-    return found
+    if name != "sana":  # Sana's self-attention is linear
+        settings |= {f"attention {each}": {"attention_backend": each} for each in ("_native_flash", "_native_math")}
+    return settings
 
 
 def measure_peak(step: Callable[[], None], model: Any) -> int:
-    """Bytes of a step's tensors that are alive at once, its gradients included."""
+    """Bytes of a step's tensors that are alive at the same time, including gradients."""
     model.zero_grad(set_to_none=True)
     meter = MemoryMeter()
     for weight in model.parameters():
@@ -65,7 +66,7 @@ def measure_peak(step: Callable[[], None], model: Any) -> int:
 
 
 def compare_steps(name: str, options: argparse.Namespace) -> list[tuple[str, float]]:
-    """Print a row for each way; returns the seconds that compiling took."""
+    """Print a row for each way. Returns (name, seconds of compiling) for the compiled ways."""
     family = module_of(FAMILIES[name])
     steps: dict[str, Callable[[], tuple[float, float]]] = {}
     peaks: dict[str, int] = {}
@@ -75,35 +76,35 @@ def compare_steps(name: str, options: argparse.Namespace) -> list[tuple[str, flo
         step = partial(run_step, partial(make_step, name, family, model, options, 1), [])
         steps[way] = partial(time_call, step)
         first[way] = time_call(step)[0]
-        if "compile" not in settings:  # inside a graph nothing is counted
+        if "compile" not in settings:  # tensors inside a graph are not counted
             peaks[way] = measure_peak(step, model)
-    found = measure_by_turns(steps, options.repeat, uncounted=1)
-    print_ways(name, {way: [spent for _, spent in times] for way, times in found.items()}, peaks)
-    plain = statistics.median(seconds for seconds, _ in found["defaults"])
+    times_by_way = measure_by_turns(steps, options.repeat, uncounted=1)
+    print_ways(name, {way: [spent for _, spent in times] for way, times in times_by_way.items()}, peaks)
+    plain = statistics.median(seconds for seconds, _ in times_by_way["defaults"])
     return [(f"{name}, {way}", first[way] - plain) for way in first if "compiled" in way]
 
 
-def print_ways(what: str, found: Mapping[str, list[float]], peaks: Mapping[str, int]) -> None:
-    """Of a kind; found: processor seconds in each turn."""
-    usual = next(iter(found))
-    for way, times in found.items():
-        ratios = [one / other for one, other in zip(times, found[usual], strict=True)]
+def print_ways(title: str, times_by_way: Mapping[str, list[float]], peaks: Mapping[str, int]) -> None:
+    """Print the rows of a kind. times_by_way: processor seconds in each turn. peaks: bytes."""
+    baseline = next(iter(times_by_way))
+    for way, times in times_by_way.items():
+        ratios = [one / base for one, base in zip(times, times_by_way[baseline], strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        memory = [f"{peaks[way] / MIB:.0f}", f"{peaks[way] / peaks[usual]:.2f}"] if way in peaks else ["", ""]
-        print_row(what, way, f"{statistics.median(times):.3g}", f"{statistics.median(ratios):.2f}", spread, *memory)
+        memory = [f"{peaks[way] / MIB:.0f}", f"{peaks[way] / peaks[baseline]:.2f}"] if way in peaks else ["", ""]
+        print_row(title, way, f"{statistics.median(times):.3g}", f"{statistics.median(ratios):.2f}", spread, *memory)
 
 
-def compare_updates(what: str, adapter: str, family: ModelFamily, options: argparse.Namespace) -> None:
+def compare_updates(title: str, adapter: str, family: ModelFamily, options: argparse.Namespace) -> None:
     settings = {"adapter": {"type": adapter}, "optimizer": {"lr": 1e-5}}
     model = make_transformer("sana", family, options, Train.model_validate(settings))
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for weight in trained.values():
         weight.grad = torch.full_like(weight, 1e-3)
     updates = {name: make_optimizer(trained, Optimizer(name=name, lr=1e-5)).step for name in OPTIMIZERS}
-    found = measure_by_turns(
+    times_by_name = measure_by_turns(
         {name: partial(time_call, partial(repeat, update)) for name, update in updates.items()}, options.repeat, 1
     )
-    print_ways(what, {name: [spent / UPDATES for _, spent in times] for name, times in found.items()}, {})
+    print_ways(title, {name: [spent / UPDATES for _, spent in times] for name, times in times_by_name.items()}, {})
 
 
 def repeat(update: Callable[[], object]) -> None:
@@ -114,16 +115,16 @@ def repeat(update: Callable[[], object]) -> None:
 def main() -> None:
     options = make_shape_parser(__doc__, heads=4, repeat=4).parse_args()
     torch.set_num_threads(options.threads)
-    print_header("", "setting", "processor s", "ratio", "its range", "peak MiB", "ratio")
+    print_header("", "setting", "processor s", "ratio", "range of the ratio", "peak MiB", "ratio")
     compiling = []
     for name in FAMILY_TASKS:
-        with torch.compiler.config.patch(force_disable_caches=True):  # of an earlier run
+        with torch.compiler.config.patch(force_disable_caches=True):  # caches of an earlier run
             compiling += compare_steps(name, options)
         torch.compiler.reset()
-    for what, adapter in ADAPTERS.items():
-        compare_updates(what, adapter, module_of(FAMILIES["sana"]), options)
-    for what, seconds in compiling:
-        print(f"\nCompiling, {what}: {seconds:.1f} s.")
+    for title, adapter in ADAPTERS.items():
+        compare_updates(title, adapter, module_of(FAMILIES["sana"]), options)
+    for title, seconds in compiling:
+        print(f"\nCompiling, {title}: {seconds:.1f} s.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A training set of random tensors, which are also there in other formats: for benchmarks.data_read."""
+"""A training set of random tensors, which are also written in other formats, for benchmarks.data_read."""
 
 import gzip
 import io
@@ -20,13 +20,13 @@ from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 
-SHARDS = 2  # of each kind
+SHARDS = 2  # shards of each kind
 
 
 @dataclass
 class Samples:
-    """shape: of a latent. width: of a text. bytes: of each sample. places: of each sample's two tensors, (file, offset,
-    size)."""
+    """shape: shape of a latent. width: width of a text. bytes: bytes of each sample. places: (file, offset, size) of
+    each sample's two tensors."""
 
     root: Path
     data: TrainSet
@@ -40,7 +40,7 @@ class Samples:
 
     @cached_property
     def order(self) -> list[int]:
-        """Random, and the same for all ways."""
+        """A random order, the same for all ways."""
         return random.Random(0).sample(range(len(self)), len(self))
 
     def batches(self, order: Sequence[int]) -> list[Sequence[int]]:
@@ -48,20 +48,20 @@ class Samples:
 
     @cached_property
     def padding(self) -> list[int]:
-        """Bytes of zeros behind each sample's text, in micro-batches of `order`."""
-        found = [0] * len(self)
+        """Bytes of padding after each sample's text, in micro-batches of `order`."""
+        padding = [0] * len(self)
         for numbers in self.batches(self.order):
             sizes = {number: self.places[number][1][2] for number in numbers}
             for number, size in sizes.items():
-                found[number] = max(sizes.values()) - size
-        return found
+                padding[number] = max(sizes.values()) - size
+        return padding
 
     def __len__(self) -> int:
         return len(self.bytes)
 
 
 def make_samples(root: Path, shape: tuple[int, ...], bucket: str, batch: int, mib: int, tiny: bool) -> Samples:
-    """A set of about `mib` MiB, written in every format."""
+    """Make a set of about `mib` MiB, written in every format."""
     rng, width = np.random.default_rng(0), 64 if tiny else 3584
     size, least = 2 * int(np.prod(shape)) + 135 * 2 * width, batch * SHARDS
     count = max(least, mib * MIB // size // least * least)
@@ -101,20 +101,20 @@ def normal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 
 
 def find_places(store: Store, rels: Sequence[str], per: int) -> tuple[list[list[tuple[int, int, int]]], list[str]]:
-    found: list[list[tuple[int, int, int]]] = [[] for _ in range(per * SHARDS)]
+    places: list[list[tuple[int, int, int]]] = [[] for _ in range(per * SHARDS)]
     for number, rel in enumerate(rels):
         with open_reader(store, rel) as reader:
             reader.file.seek(0)
             base = reader.file.read_buffer().address
             for row in range(len(reader)):
                 (array,) = reader.read(row, verify=False).tensors.values()
-                place = np.frombuffer(array.data, np.uint8).ctypes.data - base
-                found[number % SHARDS * per + row].append((number, place, array.nbytes))
-    return found, [store.path(rel) for rel in rels]
+                offset = np.frombuffer(array.data, np.uint8).ctypes.data - base
+                places[number % SHARDS * per + row].append((number, offset, array.nbytes))
+    return places, [store.path(rel) for rel in rels]
 
 
 def write_single_files(root: Path, latents: Sequence[ShardRow], texts: Sequence[ShardRow]) -> None:
-    """Of each tensor a safetensors file and, of a few, what torch.save writes, compressed by gzip."""
+    """Write a safetensors file for each tensor and, for a few tensors, the output of torch.save, compressed by gzip."""
     from safetensors.torch import save_file
 
     (root / "single").mkdir()

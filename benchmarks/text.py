@@ -1,16 +1,16 @@
-"""Caption tokens per second: encode-text's encoder compared with the diffusers pipeline's `encode_prompt`.
+"""Rate of caption tokens: encode-text's encoder compared with `encode_prompt` of the diffusers pipeline.
 
     python -m benchmarks.text [--captions 64] [--repeat 3] [--kind kandinsky5-video-t2v]
     python -m benchmarks.text --true-size --device cuda [--captions 512]
     python -m benchmarks.text --model DIR
 
-Captions of 10 to 250 tokens in random order. The pipeline takes them in batches of 8, padded to the longest; the
+Captions have 10 to 250 tokens, in random order. The pipeline encodes them in batches of 8, padded to the longest; the
 encoder sorts them by length and fills batches to a budget of tokens, with the template's prefix computed once. Both
-tokenize and run CLIP, in the same precision, by turns in one process; tokens are those after the template. Also shown:
-the encoder without the shared prefix, and the pipeline on captions sorted by length. The models are of middle size with
-random weights; --true-size has the true shapes of Qwen2.5-VL-7B and CLIP-L. On one CPU thread processor seconds are
-measured, so that other programs do not count. Loading is not included. On a GPU a second table shows how
-much of it each way uses.
+tokenize and run CLIP, in the same precision, in turns in one process; only tokens after the template are counted. Also
+measured: the encoder without the shared prefix, and the pipeline on captions sorted by length. The models have middle
+size and random weights; --true-size has the true shapes of Qwen2.5-VL-7B and CLIP-L. On one CPU thread, processor
+seconds are measured, so that other programs have no effect. Loading is not included. On a GPU, a second table shows the
+share of the GPU that each way uses.
 """
 
 import argparse
@@ -43,19 +43,19 @@ COMPONENTS = ("text_encoder", *CLIP_COMPONENTS)
 
 
 def make_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
-    """The text encoders and tokenizers of a checkpoint, with random weights."""
+    """Make the text encoders and tokenizers of a checkpoint, with random weights."""
     from examples import tiny_models
 
     if options.true_size:
-        only, how = COMPONENTS, {"dtype": options.precision, "device": options.device}
-        return tiny_models.build(options.kind, folder, size="true", only=only, **how)
+        only, model_options = COMPONENTS, {"dtype": options.precision, "device": options.device}
+        return tiny_models.build(options.kind, folder, size="true", only=only, **model_options)
     tiny_models.build(options.kind, folder, only=CLIP_COMPONENTS)
     tiny_models.make_model("qwen", overrides=MID_QWEN).save_pretrained(folder / "text_encoder")
     return folder
 
 
 def make_captions(folder: Path, number: int, longest: int) -> list[str]:
-    """Captions of words that the tokenizer knows, 10 to `longest` tokens, each length equally likely."""
+    """Make captions from the tokenizer's vocabulary, with 10 to `longest` tokens, each length equally likely."""
     from transformers import AutoTokenizer
 
     from examples.tiny_tokenizers import SENTENCES
@@ -70,7 +70,8 @@ def make_captions(folder: Path, number: int, longest: int) -> list[str]:
 
 
 def make_pipeline(folder: Path, kind: str, dtype: Any, device: Any) -> Any:
-    """The pipeline with its text encoders only. Its tokenizer is called directly, as the processor does for text."""
+    """Make the pipeline with only its text encoders. Its tokenizer is called directly, like the processor does for
+    text."""
     import diffusers
     from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
@@ -96,7 +97,7 @@ def make_pipeline(folder: Path, kind: str, dtype: Any, device: Any) -> Any:
 
 
 def encode_with_pipeline(pipe: Any, texts: list[str], device: Any) -> int:
-    """Encode in batches of 8 and copy results to the host, as the encoder does; returns the number of tokens."""
+    """Encode in batches of 8, and copy results to the host like the encoder. Returns the number of tokens."""
     import torch
 
     tokens = 0
@@ -109,7 +110,7 @@ def encode_with_pipeline(pipe: Any, texts: list[str], device: Any) -> int:
 
 
 def encode_with_encoder(encoder: Any, texts: list[str], budget: int) -> int:
-    """Prepare, sort by length and encode batches of at most `budget` tokens; returns the number of tokens."""
+    """Prepare, sort by length and encode batches of at most `budget` tokens. Returns the number of tokens."""
     from stages.encoding.text.base import TextRequest
 
     batches: list[list[Any]] = [[]]
@@ -140,7 +141,7 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         "encoder without the shared prefix": lambda: encode_with_encoder(without_prefix, texts, options.budget),
         "encoder": lambda: encode_with_encoder(encoder, texts, options.budget),
     }
-    # On one CPU thread the process's own seconds are those of the wall clock on an idle machine.
+    # On one CPU thread, processor seconds equal the wall clock of an idle machine.
     clock = time.process_time if device.type == "cpu" and options.threads == 1 else time.perf_counter
 
     def measure_rate(way: Callable[[], int]) -> float:
@@ -163,7 +164,7 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         print_header("", *devices.COLUMNS)
         for name, way in ways.items():  # memory includes all models of this comparison
             print_row(name, *devices.measure_usage(way, device, way() / medians[name]).cells(peak_flops))
-    print(counted)
+    print(summary)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -173,11 +174,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=4096, help="text.batch_tokens")
     kinds = ("kandinsky5-video-t2v", "kandinsky5-image-t2i")
     parser.add_argument("--kind", choices=kinds, default=kinds[0])
-    parser.add_argument("--true-size", action="store_true", help="Qwen2.5-VL-7B; takes 20 GB of disk, 50 of the device")
-    parser.add_argument("--model", type=Path, help="a checkpoint in diffusers layout, instead of random weights")
+    parser.add_argument(
+        "--true-size", action="store_true", help="Qwen2.5-VL-7B; needs 20 GB of disk, 50 GB of the device"
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint in diffusers layout, instead of random weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
     usage = "also: share of peak arithmetic, idle share, peak memory; always on a GPU"
     parser.add_argument("--device-usage", action="store_true", help=usage)
     options = parser.parse_args(arguments)

@@ -1,15 +1,15 @@
-"""What texts in units by their samples cost and save: padding of encoding, shards of texts that training reads.
+"""Cost of text units that follow their samples: padding in encoding, and shards of texts that training reads.
 
     python -m benchmarks.text_units [--samples 50000] [--unit-mib 128] [--shuffle-shards 64] [--groups 1 2 4 8 0]
 
-A plan of so many images of about a megapixel, one caption each: lognormal numbers of words, median 70, sigma 0.5. For
-each number of units among which texts are sorted by length (0: all, as it was before units followed the samples):
+The plan has `--samples` images of about a megapixel with one caption each: lognormal numbers of words, median 70, sigma
+0.5. Figures for each number of units among which texts are sorted by length (0: all units):
 
-"padding": of batches of 4,096 tokens, by the plan's estimate of tokens. "cost": tokens that passes compute, with 256
-more for each pass (`stages.encoding.text.reader`), as a multiple of the texts' own. "latents at a time", "texts
-at a time": shards that steps in a row read which use up a quarter of `--shuffle-shards` of latents, on average and at
-most. "texts read": how often an epoch reads each shard of texts, if it is kept while a section lasts. All are counts,
-so a busy machine gives the same.
+"padding": share of padding in batches of 4,096 tokens, by the plan's estimate of tokens. "cost": tokens that passes
+compute, plus 256 for each pass (`stages.encoding.text.reader`), as a multiple of the texts' tokens. "latents at a
+time", "texts at a time": number of shards that successive steps read while they use a quarter of `--shuffle-shards` of
+latents: mean, maximum. "texts read": number of times that an epoch reads each shard of texts, if it is kept for a
+section. All figures are counts, so a busy machine gives the same figures.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ from stages.planning import units
 from stages.planning.plan_builder import DraftPlan, build_plan
 
 BATCH_TOKENS, BATCH_SIZE, GLOBAL_BATCH = 4096, 4, 64
-ALL = 10**6  # units
+ALL = 10**6  # a number of units above any plan's
 
 
 def make_plan(samples: int, unit_mib: float) -> tuple[Config, DraftPlan]:
@@ -50,47 +50,48 @@ def place(table: pa.Table) -> dict[str, int]:
 
 
 def measure_padding(table: pa.Table, tokens: dict[str, int]) -> tuple[float, float]:
-    """Share of padding in batches, and what the passes cost, as multiples of the texts' tokens."""
-    own = padded = cost = 0
+    """(share of padding in batches, cost of the passes as a multiple of the texts' tokens)."""
+    text_tokens = padded = cost = 0
     overhead = PASS_OVERHEAD_TOKENS["accelerator"]
     for unit in table.column("members").to_pylist():
         batch: list[int] = []
         for count in [*(tokens[name] for name in unit), 0]:
             if not count or max([*batch, count]) * (len(batch) + 1) > BATCH_TOKENS:
-                own, padded = own + sum(batch), padded + len(batch) * max(batch, default=0)
+                text_tokens, padded = text_tokens + sum(batch), padded + len(batch) * max(batch, default=0)
                 passes = [[batch[row] for row in rows] for rows in split_by_length(batch, overhead)] if batch else []
                 cost += sum(len(rows) * max(rows) + overhead for rows in passes)
                 batch = []
             batch.append(count)
-    return 1 - own / padded, cost / own
+    return 1 - text_tokens / padded, cost / text_tokens
 
 
 def training_shards(plan: DraftPlan, latents: dict[str, int], texts: dict[str, int]) -> tuple[list[Span], Ints, Ints]:
-    """The rows to train on as `index` sorts them, and the shard of latents and of texts of each."""
+    """(spans of training rows in the order of `index`, latents shard of each row, texts shard of each row)."""
     active = plan.active.sort_by([("bucket", "ascending"), ("sample_id", "ascending")])
     buckets = active.column("bucket").to_pylist()
     names, counts = np.unique(buckets, return_counts=True)
     starts = (np.cumsum(counts) - counts).tolist()
     spans = [Span(name, start, count) for name, start, count in zip(names, starts, counts.tolist(), strict=True)]
-    own = [latents[name] for name in active.column("sample_id").to_pylist()]
-    return spans, np.array(own), np.array([texts[names[0]] for names in active.column("texts").to_pylist()])
+    latent_shards = [latents[name] for name in active.column("sample_id").to_pylist()]
+    return spans, np.array(latent_shards), np.array([texts[names[0]] for names in active.column("texts").to_pylist()])
 
 
 def count_windows(shards: Ints, window: int) -> tuple[float, int]:
-    """shards: (steps, n). Distinct ones in `window` steps in a row: mean, most."""
-    found = [
+    """Count distinct shards in `window` successive steps: (mean, maximum). shards: (steps, n)."""
+    counts = [
         len(np.unique(shards[first : first + window])) for first in range(0, len(shards) - window, max(1, window // 2))
     ]
-    return float(np.mean(found)), max(found)
+    return float(np.mean(counts)), max(counts)
 
 
-def count_reads(shards: Ints, kept: int) -> float:
-    """shards: (steps, n). How often a shard is read on average, if it is let go after `kept` steps without a use."""
+def count_reads(shards: Ints, kept_steps: int) -> float:
+    """The mean number of times that a shard is read, if it is dropped after `kept_steps` steps without a use. shards:
+    (steps, n)."""
     steps = np.repeat(np.arange(len(shards)), shards.shape[1])
     order = np.lexsort((steps, shards.ravel()))
     number, step = shards.ravel()[order], steps[order]
-    again = (np.diff(number) == 0) & (np.diff(step) <= kept)
-    return (len(number) - int(again.sum())) / len(np.unique(number))
+    is_repeated = (np.diff(number) == 0) & (np.diff(step) <= kept_steps)
+    return (len(number) - int(is_repeated.sum())) / len(np.unique(number))
 
 
 def main() -> None:
@@ -114,18 +115,21 @@ def main() -> None:
     for group in options.groups:
         units.TEXT_GROUP = group or ALL
         table = units.text_units(plan.texts, plan.active, text_sizes, limit)
-        spans, own, texts = training_shards(plan, latents, place(table))
-        order = order_by_sections(IntColumn(pa.chunked_array([pa.array(own, pa.int32())])), options.shuffle_shards)
+        spans, latent_shards, texts = training_shards(plan, latents, place(table))
+        order = order_by_sections(
+            IntColumn(pa.chunked_array([pa.array(latent_shards, pa.int32())])), options.shuffle_shards
+        )
         schedule = BatchSchedule(spans, 0, BATCH_SIZE, GLOBAL_BATCH, order)
         steps = int(schedule.steps_per_epoch)
         rows = schedule.plan(0, steps)[3].reshape(steps, -1)
-        section = max(2, options.shuffle_shards * len(own) // (own.max() + 1) // GLOBAL_BATCH)
+        section = max(2, options.shuffle_shards * len(latent_shards) // (latent_shards.max() + 1) // GLOBAL_BATCH)
         padding, cost = measure_padding(table, tokens)
         windows = [
-            f"{mean:.0f}, {most}" for mean, most in (count_windows(of[rows], section // 2) for of in (own, texts))
+            f"{mean:.0f}, {most}"
+            for mean, most in (count_windows(of[rows], section // 2) for of in (latent_shards, texts))
         ]
         read = count_reads(texts[rows], section)
-        counts = f"{own.max() + 1}, {table.num_rows}"
+        counts = f"{latent_shards.max() + 1}, {table.num_rows}"
         print_row(group or "all", counts, f"{padding:.1%}", f"{cost:.3f}", *windows, f"{read:.2f}")
 
 

@@ -1,15 +1,15 @@
-"""The trainer beside a bare loop of the same model, batch and optimizer.
+"""Compares the trainer with a bare loop of the same model, batch and optimizer.
 
     python -m benchmarks.training
 
 A LoRA of a random Sana transformer (`--width`, `--layers`), float32, gradient checkpointing, AdamW, on CPU threads. The
-bare loop is written here in 30 lines: diffusers' model, peft's LoRA, tensors in memory.
+bare loop has 30 lines in this file: diffusers' model, peft's LoRA, tensors in memory.
 
-steps: both in one process, a step of the one after a step of the other, of one micro-batch and of two. The trainer's
-include reading, metrics.jsonl, TensorBoard and the console. memory:
-peak resident memory of a few steps, each side in processes of its own, and start: from the start of a process to the
-first step, beside importing the same libraries, loading the same model and adding the same LoRA. By turns; medians of
-the ratios of the pairs. The limits are 1.03, 1.03 and 1.2.
+steps: both sides in one process, with alternating steps of one micro-batch, and of two. The trainer's steps include
+reading, metrics.jsonl, TensorBoard and the console. memory: peak resident memory of a few steps, each side in separate
+processes. start: time from the start of a process to the first step, compared with importing the same libraries,
+loading the same model and adding the same LoRA. The sides run in turns; figures are medians of the ratios of pairs. The
+limits are 1.03, 1.03 and 1.2.
 """
 
 import argparse
@@ -33,17 +33,17 @@ import numpy as np
 
 from benchmarks.common import MIB, make_parser, measure_by_turns, print_header, print_row, write_config
 
-#: Those that training imports beside its own code.
+#: Libraries that training imports.
 LIBRARIES = ("torch", "peft", "diffusers.models.transformers.sana_transformer", "accelerate", "pyarrow", "pydantic")
 LIBRARIES += ("torch.utils.tensorboard", "typer", "rich.progress", "xxhash", "ruamel.yaml")
 TARGETS = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
 CHILDREN = ("steps", "memory-trainer", "memory-bare", "start-trainer", "start-bare")
-UNCOUNTED = 2  # first steps, in which memory is allocated
-TEXT_TOKENS, TEXT_WIDTH, CHANNELS, STRIDE = 32, 64, 32, 32  # of the tiny encoders
+UNCOUNTED = 2  # first steps that are not counted, because memory is allocated in them
+TEXT_TOKENS, TEXT_WIDTH, CHANNELS, STRIDE = 32, 64, 32, 32  # shapes of the tiny encoders
 
 
 def make_project(folder: Path, options: argparse.Namespace) -> None:
-    """A checkpoint with this transformer, pictures, pipeline.yaml, and the training set that the stages make."""
+    """Make a checkpoint with this transformer, pictures and pipeline.yaml, and make the training set by the stages."""
     from PIL import Image
     from transformers.utils import logging
 
@@ -79,7 +79,7 @@ def make_project(folder: Path, options: argparse.Namespace) -> None:
 
 
 def load_bare(folder: Path) -> tuple[Any, Any]:
-    """The model with its LoRA, and the optimizer."""
+    """Returns (model with a LoRA, optimizer)."""
     import torch
     from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
     from peft import LoraConfig
@@ -116,14 +116,15 @@ def bare_passes(model: Any, side: int, accumulate: int) -> Any:
     return loss.detach()
 
 
-# --- in processes of their own ---
+# --- in separate processes ---
 
 
 class LoaderByTurns:
-    """A loader whose `steps` calls `other` after each step; times: (seconds, processor seconds) of step and other."""
+    """A loader whose `steps` calls `bare_work` after each step. times: (seconds, processor seconds) of each step, and
+    of `bare_work` after it."""
 
-    def __init__(self, loader: Any, other: Callable[[], object]) -> None:
-        self._loader, self._other = loader, other
+    def __init__(self, loader: Any, bare_work: Callable[[], object]) -> None:
+        self._loader, self._bare_work = loader, bare_work
         self.times: list[tuple[float, float, float, float]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -135,7 +136,7 @@ class LoaderByTurns:
             began = read_clocks()
             yield next(inner)
             between = read_clocks()
-            self._other()
+            self._bare_work()
             ended = read_clocks()
             self.times.append((*(between - began), *(ended - between)))
 
@@ -145,7 +146,7 @@ def read_clocks() -> np.ndarray:
 
 
 def compare_steps(folder: Path, options: argparse.Namespace) -> list[tuple[float, ...]]:
-    """Of every step but the last, which saves a checkpoint."""
+    """The times of every step except the last, which saves a checkpoint."""
     import torch
 
     from cache.order.schedule import BatchSchedule
@@ -156,14 +157,14 @@ def compare_steps(folder: Path, options: argparse.Namespace) -> list[tuple[float
     from trainer.train import train_loop
 
     accumulate = options.accumulate
-    own = [f"train.run=steps{os.getpid()}", f"train.accumulate={accumulate}"]
-    config = load_config(folder / "pipeline.yaml", own)
+    overrides = [f"train.run=steps{os.getpid()}", f"train.accumulate={accumulate}"]
+    config = load_config(folder / "pipeline.yaml", overrides)
     console = Console()
     data = open_configured_set(config, console.warn)
     run = prepare_training(config, data, BatchSchedule(data.spans, 0, 1, accumulate), console, "cpu")
     torch.set_num_threads(options.threads)
     micro_batch = run.loader.step(0).micro_batches[0]
-    assert micro_batch.batch.text_BLD.shape == (1, TEXT_TOKENS, TEXT_WIDTH), "the bare loop has other texts"
+    assert micro_batch.batch.text_BLD.shape == (1, TEXT_TOKENS, TEXT_WIDTH), "the bare loop has different texts"
     loader = LoaderByTurns(run.loader, partial(bare_step, *load_bare(folder), options.side, accumulate))
     run.loader = loader  # type: ignore[assignment]
     train_loop(run)
@@ -171,7 +172,8 @@ def compare_steps(folder: Path, options: argparse.Namespace) -> list[tuple[float
 
 
 def run_trainer(folder: Path, first_step: Callable[[], object] | None = None) -> None:
-    """`python -m trainer`, 3 steps; first_step: called before the first, to end the process."""
+    """Run `python -m trainer` for 3 steps. first_step: function that is called before the first step, to end the
+    process."""
     if first_step is not None:
         from schemas.cli.starting import garbage_collection_paused
 
@@ -186,10 +188,10 @@ def run_trainer(folder: Path, first_step: Callable[[], object] | None = None) ->
 
 
 def run_child(folder: Path, options: argparse.Namespace) -> None:
-    """Do one part, and print its numbers as the last line."""
+    """Run one part, and print its numbers as the last line."""
     import importlib
 
-    def tell_time() -> None:
+    def print_time() -> None:
         print(json.dumps([time.monotonic(), time.process_time()]), flush=True)
         os._exit(0)
 
@@ -197,7 +199,7 @@ def run_child(folder: Path, options: argparse.Namespace) -> None:
         print("\n" + json.dumps(compare_steps(folder, options)))
         return
     if options.child == "start-trainer":
-        run_trainer(folder, tell_time)
+        run_trainer(folder, print_time)
     if options.child == "memory-trainer":
         run_trainer(folder)
     if options.child in ("memory-bare", "start-bare"):
@@ -208,7 +210,7 @@ def run_child(folder: Path, options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
         model, optimizer = load_bare(folder)
         if options.child == "start-bare":
-            tell_time()
+            print_time()
         for _ in range(3):
             bare_step(model, optimizer, options.side)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
@@ -216,19 +218,19 @@ def run_child(folder: Path, options: argparse.Namespace) -> None:
 
 
 def measure_child(name: str, folder: Path, arguments: Sequence[str]) -> list[Any]:
-    """The numbers of a child; of the start, seconds since the process was begun."""
+    """Run a child process. Returns its numbers; for a start, seconds since the process was started."""
     command = [sys.executable, "-m", "benchmarks.training", *arguments, "--child", name, "--folder", str(folder)]
     began = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return [found[0] - began, found[1]] if name.startswith("start") else found
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    numbers = json.loads(process.stdout.strip().splitlines()[-1])
+    return [numbers[0] - began, numbers[1]] if name.startswith("start") else numbers
 
 
 def main() -> None:
     parser = make_parser(__doc__, repeat=5)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--side", type=int, default=256, help="of the pictures, in pixels")
+    parser.add_argument("--side", type=int, default=256, help="side of the pictures in pixels")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--accumulate", type=int, default=1, help=argparse.SUPPRESS)
@@ -248,23 +250,23 @@ def main() -> None:
             measure_by_turns({side: measure[f"{part}-{side}"] for side in ("trainer", "bare")}, options.repeat)
             for part in ("memory", "start")
         )
-    print_header("", "trainer", "bare", "median of the ratios", "their range")
+    print_header("", "trainer", "bare", "median of the ratios", "range of the ratios")
     for name, rows in zip(("step", "step of two micro-batches"), steps, strict=True):
         rows = rows[min(UNCOUNTED, options.steps - 2) :]
         print_pairs(f"{name}, s", rows[:, 0], rows[:, 2])
         print_pairs(f"{name}, processor s", rows[:, 1], rows[:, 3])
-    for name, found, column in (
+    for name, results, column in (
         ("peak memory, MiB", memory, 0),
         ("start, s", start, 0),
         ("start, processor s", start, 1),
     ):
-        print_pairs(name, *(np.array(found[side])[:, column] for side in ("trainer", "bare")))
+        print_pairs(name, *(np.array(results[side])[:, column] for side in ("trainer", "bare")))
 
 
-def print_pairs(what: str, trainer: np.ndarray, bare: np.ndarray) -> None:
+def print_pairs(title: str, trainer: np.ndarray, bare: np.ndarray) -> None:
     ratios = trainer / bare
     cells = [f"{statistics.median(values):.4g}" for values in (trainer.tolist(), bare.tolist())]
-    print_row(what, *cells, f"{np.median(ratios):.3f}", f"{ratios.min():.3f} to {ratios.max():.3f}")
+    print_row(title, *cells, f"{np.median(ratios):.3f}", f"{ratios.min():.3f} to {ratios.max():.3f}")
 
 
 if __name__ == "__main__":

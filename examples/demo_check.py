@@ -1,9 +1,9 @@
-"""Whether the demo's samples give back their media: of each caption the sample is compared with all originals, and of
-an edit with the source images too, which an edit that changed nothing would be nearest to.
+"""Checks whether the demo's samples reproduce their media. The sample of each caption is compared with all originals,
+and the sample of an edit also with the source images, because an edit without a change is nearest to its source.
 
     python -m examples.demo_check demo/t2i/output/demo
 
-`decode` has put the original and the reconstruction of each caption's training sample beside the run's samples.
+`decode` writes the original and the reconstruction of each caption's training sample next to the run's samples.
 """
 
 import argparse
@@ -19,10 +19,9 @@ from stages.pages.training_samples import FOLDER, ORIGINAL
 
 @dataclass(frozen=True)
 class Likeness:
-    """Of a caption. psnr: of its sample and its original, in dB; nearest: the original that its sample is nearest to,
-    "source of NAME" where it is a source image.
-    motion: of a clip, the correlation of what changes since the first frame with what changes in the original; 0 for a
-    clip that stands still or moves otherwise."""
+    """Similarity of a caption's sample to its original. psnr: PSNR in dB. nearest: name of the nearest original, or
+    "source of NAME" for a source image. motion: for a clip, the correlation of the changes since the first frame with
+    those in the original; 0 for a clip that does not move or moves differently."""
 
     name: str
     psnr: float
@@ -31,7 +30,7 @@ class Likeness:
 
 
 def read_frames(path: Path) -> np.ndarray:
-    """(T, H, W, 3) in 0..1."""
+    """Read a picture or clip: (T, H, W, 3) in 0..1."""
     if path.suffix == ".png":
         from PIL import Image
 
@@ -53,7 +52,8 @@ def correlate_changes(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def read_sources(run: Path, size: tuple[int, int]) -> dict[str, np.ndarray]:
-    """What the run's prompts start from, cut to the size as the samples are; none for clips, which begin with it."""
+    """Read the source images of the run's prompts, cropped to the size of the samples: "source of NAME" -> (1, H, W,
+    3)."""
     from PIL import Image, ImageOps
 
     sources = {}
@@ -66,20 +66,20 @@ def read_sources(run: Path, size: tuple[int, int]) -> dict[str, np.ndarray]:
 
 
 def measure_likeness(run: Path, step: int | None = None) -> list[Likeness]:
-    """Of each caption that is a prompt, at a validation; None: the last."""
+    """Measure the similarity for each caption that is a prompt. step: step of the validation, by default the last."""
     samples = max((run / "samples").glob("step-*")) if step is None else run / f"samples/step-{step:06d}"
     folders = sorted(path for path in (run / FOLDER).iterdir() if path.is_dir())
     originals = {folder.name: read_frames(next(folder.glob(f"{ORIGINAL}.*"))) for folder in folders}
     _, height, width, _ = next(iter(originals.values())).shape
     still = all(len(frames) == 1 for frames in originals.values())
-    compared = originals | (read_sources(run, (width, height)) if still else {})
-    found = []
+    candidates = originals | (read_sources(run, (width, height)) if still else {})
+    likenesses = []
     for folder in folders:
-        sample, own = read_frames(next(samples.glob(f"{folder.name}.*"))), originals[folder.name]
-        motion = correlate_changes(sample, own) if len(own) > 1 else None
-        nearest = max(compared, key=lambda name: decibels(sample, compared[name]))
-        found.append(Likeness(folder.name, decibels(sample, own), nearest, motion))
-    return found
+        sample, original = read_frames(next(samples.glob(f"{folder.name}.*"))), originals[folder.name]
+        motion = correlate_changes(sample, original) if len(original) > 1 else None
+        nearest = max(candidates, key=lambda name: decibels(sample, candidates[name]))
+        likenesses.append(Likeness(folder.name, decibels(sample, original), nearest, motion))
+    return likenesses
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""The data that a training begins with: `make demo FLAVOUR=data`.
+"""Preparation of data: `make demo FLAVOUR=data`.
 
-Photographs without captions, some of them several times: smaller, mirrored, cropped. `latentpress caption` describes
-them, `latentpress features` finds the near-duplicates, and `latentpress masks` what each is of, with tiny models that
-learn these photographs first. `bucket` says what to write to leave the near-duplicates out. Nothing is encoded or
-trained.
+The data are photographs without captions, some of them several times: smaller, mirrored, cropped. `latentpress caption`
+describes them, `latentpress features` finds near-duplicates, and `latentpress masks` finds the subject of each
+photograph, with tiny models that are trained on these photographs first. `bucket` reports the option that leaves out
+the near-duplicates. Nothing is encoded or trained.
 """
 
 import json
@@ -19,13 +19,13 @@ from PIL import Image, ImageOps
 from examples.demo_media import package_folder, write_png
 from examples.tiny_models import build
 
-KIND = "kandinsky5-image-t2i"  # whose text encoder is a Qwen2.5-VL
+KIND = "kandinsky5-image-t2i"  # a kind whose text encoder is a Qwen2.5-VL
 NAME = "data"
 ROOT = Path(__file__).resolve().parent.parent
-PROMPT, DESCRIBED = "plain", 112  # pixels: 16 tokens a picture
-SUBJECT = "subject"  # what is masked
+PROMPT, DESCRIBED_PIXELS = "plain", 112  # 16 tokens for each picture
+SUBJECT = "subject"  # class that is masked
 Box = tuple[float, float, float, float]
-# file in skimage/data -> what the models learn: its caption, and where the subject is, as shares of width and height
+# file in skimage/data -> (caption, box of the subject as shares of width and height), which the models learn
 PHOTOGRAPHS: dict[str, tuple[str, Box]] = {
     "astronaut.png": (
         "A smiling astronaut in an orange suit before a flag and a model of the shuttle.", (0.1, 0, 0.8, 1)
@@ -50,23 +50,26 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 def write_photographs(out: Path) -> dict[Path, tuple[str, Box]]:
     """Each photograph, and of every other one its changed copies. Can be repeated. file -> what is learned from it."""
     folder, learned = package_folder("skimage", "data"), {}
-    for number, (name, known) in enumerate(PHOTOGRAPHS.items()):
-        with Image.open(folder / name) as opened:
+    for number, (file, label) in enumerate(PHOTOGRAPHS.items()):
+        with Image.open(folder / file) as opened:
             photo = opened.convert("RGB")
-        learned[(out / name).with_suffix(".png")] = known
-        write_png((out / name).with_suffix(".png"), photo)
-        for what, change in CHANGES.items() if number % 2 == 0 else ():
-            write_png(out / f"{Path(name).stem}-{what}.png", change(photo))
+        learned[(out / file).with_suffix(".png")] = label
+        write_png((out / file).with_suffix(".png"), photo)
+        for name, change in CHANGES.items() if number % 2 == 0 else ():
+            write_png(out / f"{Path(file).stem}-{name}.png", change(photo))
     return learned
 
 
 def run_stages(out: Path) -> None:
-    """Run the stages on out/data/photographs, up to the page out/data/plan.html. SystemExit where one of them fails."""
+    """Run the stages on out/data/photographs, up to the page out/data/plan.html. Raises SystemExit if a stage fails."""
     folder = out / NAME
     learned = write_photographs(folder / "photographs")
     models, trained = folder / "models", folder / "models" / "trained"
     if not trained.exists():
-        print(f"==> {NAME}: training a tiny Qwen2.5-VL and a tiny SegFormer on these photographs, once", flush=True)
+        print(
+            f"==> {NAME}: training a tiny Qwen2.5-VL and a tiny SegFormer on these photographs (only the first time)",
+            flush=True,
+        )
         from examples.demo_data_models import train_describer, train_segmenter
 
         shutil.rmtree(models, ignore_errors=True)
@@ -100,7 +103,7 @@ def pipeline_settings(folder: Path) -> dict[str, Any]:
         "output": "output",
         "model": {"family": "kandinsky5-image", "path": str(folder / "models" / KIND), "precision": "float32"},
         "datasets": [{"id": "photographs", "instance_data_dir": str(folder / "photographs"), "resolution": 96}],
-        "caption": {"prompts": [PROMPT], "resolution": DESCRIBED, "max_tokens": 60},
+        "caption": {"prompts": [PROMPT], "resolution": DESCRIBED_PIXELS, "max_tokens": 60},
         "features": {"model": None},
         "masks": {"model": str(folder / "models" / "segformer"), "classes": [SUBJECT], "resolution": 256},
         "train": {"methods": {"masked_loss": {}}},

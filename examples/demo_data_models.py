@@ -1,5 +1,6 @@
-"""The models of `demo_data`, which learn its photographs: a tiny Qwen2.5-VL describes them, and a tiny SegFormer finds
-what each is of. What it learns from is GrabCut's, of a box around the subject (Rother, Kolmogorov, Blake 2004)."""
+"""The models of `demo_data`, which are trained on its photographs: a tiny Qwen2.5-VL describes them, and a tiny
+SegFormer finds the subject of each. Its target masks are computed by GrabCut (Rother, Kolmogorov, Blake 2004) from a
+box around the subject."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,16 +11,16 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from examples.demo_data import DESCRIBED, PROMPT, SUBJECT, Box
+from examples.demo_data import DESCRIBED_PIXELS, PROMPT, SUBJECT, Box
 from schemas.config.encoding import PIXEL_MULTIPLE, PRESETS
 
-PARTS = 8  # of a photograph, in training
+PARTS = 8  # parts of a photograph, as training examples
 BATCH, STEPS, RATE = 16, 150, 3e-3
-SEGMENTED = 128  # pixels of each side
+SEGMENTED_PIXELS = 128  # pixels of each side
 
 
 def _train(model: Any, examples: Sequence[Any], collate: Callable[[list[Any]], dict[str, Any]], folder: Path) -> None:
-    """Train a model by its own loss, and save it. It is too small for more than one thread."""
+    """Train a model with the loss of its class, and save it. The model is too small for more than one thread."""
     torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=RATE, weight_decay=0, eps=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, STEPS)
@@ -34,17 +35,18 @@ def _train(model: Any, examples: Sequence[Any], collate: Callable[[list[Any]], d
 
 
 def _parts(*pictures: Image.Image) -> Iterator[list[Image.Image]]:
-    """The same parts of pictures of one size, mirrored ones too; the first is the whole."""
+    """Yield the same parts of pictures of one size. Every second part is mirrored; the first two are the whole
+    pictures."""
     generator, size = np.random.default_rng(0), np.array(pictures[0].size)
     for number in range(PARTS):
-        inside = np.rint(size * (1 if number < 2 else generator.uniform(0.8, 1))).astype(int)
-        corner = generator.integers(size - inside + 1)
-        parts = [picture.crop((*corner.tolist(), *(corner + inside).tolist())) for picture in pictures]
+        part_size = np.rint(size * (1 if number < 2 else generator.uniform(0.8, 1))).astype(int)
+        corner = generator.integers(size - part_size + 1)
+        parts = [picture.crop((*corner.tolist(), *(corner + part_size).tolist())) for picture in pictures]
         yield [ImageOps.mirror(part) for part in parts] if number % 2 else parts
 
 
 def train_describer(captions: dict[Path, str], checkpoint: Path) -> None:
-    """Train the checkpoint's text encoder, in place, to describe these photographs and parts of them."""
+    """Train the checkpoint's text encoder in place to describe these photographs and parts of them."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     from stages.encoding.captions.describer import ItemFrames, QwenInputs
@@ -72,7 +74,7 @@ def train_describer(captions: dict[Path, str], checkpoint: Path) -> None:
 
 
 def _collate_texts(examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """One batch, its texts padded at their ends."""
+    """Make a batch, with texts padded at their ends."""
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     by_text = {"input_ids": 0, "labels": -100, "mm_token_type_ids": 0}
     batch = {name: pad([one[name] for one in examples], padding_value=value) for name, value in by_text.items()}
@@ -81,8 +83,8 @@ def _collate_texts(examples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train_segmenter(subjects: dict[Path, Box], folder: Path) -> None:
-    """Train a SegFormer to find the subject of these photographs and parts of them. subjects: of each the box around
-    it, as shares of width and height: left, top, right, bottom."""
+    """Train a SegFormer to find the subject of these photographs and parts of them. subjects: photograph -> box
+    around the subject: left, top, right, bottom as shares of width and height."""
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
     from transformers.models.segformer.image_processing_pil_segformer import SegformerImageProcessorPil
 
@@ -92,13 +94,15 @@ def train_segmenter(subjects: dict[Path, Box], folder: Path) -> None:
         strides=[4, 2, 2], num_attention_heads=[1, 2, 2], mlp_ratios=[2, 2, 2], decoder_hidden_size=64,
         id2label={0: "background", 1: SUBJECT},
     )  # fmt: skip
-    processor, examples = SegformerImageProcessorPil(size={"height": SEGMENTED, "width": SEGMENTED}), []
+    processor, examples = SegformerImageProcessorPil(size={"height": SEGMENTED_PIXELS, "width": SEGMENTED_PIXELS}), []
     for path, box in subjects.items():
         photo = Image.open(path)
         photo.thumbnail((224, 224))
         for part, mask in _parts(photo, _cut_out(photo, box)):
             pixels = processor(part, return_tensors="pt")["pixel_values"][0]
-            examples.append((pixels, torch.from_numpy(np.asarray(mask.resize((SEGMENTED, SEGMENTED))) > 127).long()))
+            examples.append(
+                (pixels, torch.from_numpy(np.asarray(mask.resize((SEGMENTED_PIXELS, SEGMENTED_PIXELS))) > 127).long())
+            )
     processor.save_pretrained(folder)
     model = SegformerForSemanticSegmentation(config)
     _train(
@@ -113,9 +117,9 @@ def _cut_out(photo: Image.Image, box: Box) -> Image.Image:
     """The subject's mask, white on black."""
     import cv2
 
-    left, top, right, bottom = (round(share * side) for share, side in zip(box, photo.size * 2, strict=True))
+    x0, y0, x1, y1 = (round(share * side) for share, side in zip(box, photo.size * 2, strict=True))
     mask, state = np.zeros(photo.size[::-1], np.uint8), (np.zeros((1, 65)), np.zeros((1, 65)))
     cv2.setRNGSeed(0)
-    inside = (left, top, right - left - 1, bottom - top - 1)
-    cv2.grabCut(np.asarray(photo)[..., ::-1].copy(), mask, inside, *state, 5, cv2.GC_INIT_WITH_RECT)
+    rectangle = (x0, y0, x1 - x0 - 1, y1 - y0 - 1)
+    cv2.grabCut(np.asarray(photo)[..., ::-1].copy(), mask, rectangle, *state, 5, cv2.GC_INIT_WITH_RECT)
     return Image.fromarray((mask & 1) * 255)

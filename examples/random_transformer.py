@@ -9,12 +9,13 @@ from torch.overrides import TorchFunctionMode
 from examples.tiny_models import weight_scale
 from trainer.families.base import ModelFamily
 
-#: What initializes a tensor in place, of torch.nn.init and of tensors.
+#: Names of functions of torch.nn.init and methods of tensors that initialize a tensor in place.
 IN_PLACE = frozenset({"kaiming_uniform_", "uniform_", "normal_", "constant_", "zero_", "fill_"})
 
 
 class UninitializedMatrices(TorchFunctionMode):
-    """Matrices stay as they are allocated: pages of the host that nobody writes take neither memory nor time."""
+    """Mode in which matrices are not initialized, because pages of the host that are not written take neither memory
+    nor time."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -29,23 +30,23 @@ def make_transformer(
     config: Mapping[str, Any],
     dtype: torch.dtype,
     device: torch.device | str,
-    drawn_on: torch.device | str | None = None,
+    draw_device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Any:
-    """As the family's `load` would return it for a checkpoint whose config.json has `config`.
+    """Make the transformer that the family's `load` returns for a checkpoint with this config.json.
 
-    drawn_on: where the numbers are drawn, one weight after the other; a GPU does it a hundred times faster than a CPU.
-    Default: `device`.
+    config: content of config.json. draw_device: device that draws the numbers, one weight after the other, by default
+    `device`; a GPU is a hundred times faster than a CPU.
     """
-    drawn_on = drawn_on or device
+    draw_device = draw_device or device
     with torch.device("meta"):
         dtypes = {name: weight.dtype for name, weight in family.untrained(config, dtype).named_parameters()}
     with UninitializedMatrices():
         model = family.untrained(config)
-    generator = torch.Generator(drawn_on).manual_seed(seed)
+    generator = torch.Generator(draw_device).manual_seed(seed)
     for name, weight in model.named_parameters():
-        drawn = torch.empty(weight.shape, dtype=dtypes[name], device=drawn_on)
+        values = torch.empty(weight.shape, dtype=dtypes[name], device=draw_device)
         scale = weight_scale(name, weight.shape)
-        drawn = drawn.fill_(1.0) if scale is None else drawn.normal_(0.0, scale, generator=generator)
-        weight.data = drawn.to(device)
+        values = values.fill_(1.0) if scale is None else values.normal_(0.0, scale, generator=generator)
+        weight.data = values.to(device)
     return model.to(device).eval()

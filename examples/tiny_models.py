@@ -1,7 +1,9 @@
-"""Builds random checkpoints in diffusers layout: tiny ones for tests and the demo, true-size ones for a GPU.
+"""Builds random checkpoints in diffusers layout: tiny checkpoints for tests and the demo, true-size checkpoints for a
+GPU.
 
-Classes, config keys and files are the real ones; only the numbers are small and random. So the whole code path runs
-without a download, and a true-size build shows true speed and memory. Weights depend on the seed alone.
+Classes, config keys and files are the same as in published checkpoints; only the numbers are small and random. So the
+whole code path runs without a download, and a true-size checkpoint has the true speed and memory. Weights depend only
+on the seed.
 
     python examples/tiny_models.py --kind kandinsky5-image-t2i --out models/t2i
     python examples/tiny_models.py --all --out models
@@ -19,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-# The neighboring files, whether this one runs as a script or as a module of `examples`.
+# Import of neighboring files, whether this file runs as a script or as a module of `examples`.
 _PACKAGE = f"{__package__}." if __package__ else ""
 _SHAPES = importlib.import_module(f"{_PACKAGE}tiny_shapes")
 SHAPES, CLASSES, KINDS = _SHAPES.SHAPES, _SHAPES.CLASSES, _SHAPES.KINDS
@@ -35,7 +37,7 @@ def model_config(part: str, size: str, overrides: dict[str, Any]) -> dict[str, A
     if part not in TOKENIZERS:
         return config
     tokenizer = TOKENIZERS[part]()
-    # CLIP's 2 is the original's: it selects pooling at the highest id.
+    # The original CLIP has 2, which selects pooling at the highest id.
     clip_ends = {"eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0}
     if part == "clip_model":
         return config | {"text_config": {"vocab_size": len(tokenizer)} | config["text_config"] | clip_ends}
@@ -48,7 +50,7 @@ def model_config(part: str, size: str, overrides: dict[str, Any]) -> dict[str, A
 
 
 def make_untrained(part: str, size: str = "tiny", **overrides: Any) -> Any:
-    """A part's model with its class's own initialization, on torch's current default device and dtype."""
+    """A part's model with the initialization of its class, on torch's default device and in its default dtype."""
     library, model_class, config_class = CLASSES[part]
     classes, config = importlib.import_module(library), model_config(part, size, overrides)
     model_type = getattr(classes, model_class)
@@ -56,37 +58,37 @@ def make_untrained(part: str, size: str = "tiny", **overrides: Any) -> Any:
 
 
 def weight_scale(name: str, shape: Sequence[int]) -> float | None:
-    """Deviation of a random weight: a matrix keeps the scale of its input, a bias is small. None: a norm's weight,
-    whatever its shape.
+    """Standard deviation of a random weight: a matrix preserves the scale of its input, a bias is small. None for the
+    weight of a norm of any shape.
 
-    The classes' own initialization sets Kandinsky's modulations to zero (then no block has an effect and the output
+    The classes' initialization sets Kandinsky's modulations to zero (then no block has an effect and the output
     ignores the text) and makes the text encoders' matrices so small that tokens hardly influence each other.
     """
     if len(shape) >= 2 and not name.endswith("gamma"):
         scale = (shape[0] / prod(shape)) ** 0.5
         if name.endswith("SelfAttention.q.weight"):  # T5 does not divide scores by the root of a head's size, here 16
             return scale / 4
-        if "stream_modulation" in name:  # of FLUX.2, whose gates are small at this width: the text would hardly matter
+        if "stream_modulation" in name:  # FLUX.2 has small gates at this width, so the text would have little effect
             return scale * 2
         return scale * (0.5 if "modulation" in name or name.startswith(("out_layer", "proj_out")) else 1.0)
     return 0.1 if name.endswith("bias") else None
 
 
 def _randomize(model: Any, seed: int) -> None:
-    """Draw every weight again; norms keep their values."""
+    """Draw every weight again, except weights of norms."""
     import torch
 
     for name, parameter in sorted(model.named_parameters()):
         scale = weight_scale(name, parameter.shape)
         if scale is None:
             continue
-        drawn_by = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
+        weight_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
         with torch.no_grad():
-            parameter.normal_(0.0, scale, generator=torch.Generator(parameter.device).manual_seed(drawn_by))
+            parameter.normal_(0.0, scale, generator=torch.Generator(parameter.device).manual_seed(weight_seed))
 
 
 def _smooth_clips(shape_BCTHW: tuple[int, int, int, int, int]) -> Any:
-    """Seeded clips in -1..1 with large shapes that drift, edges and a little grain."""
+    """Seeded clips in -1..1 with large moving shapes, edges and a little grain."""
     import torch
 
     batch, channels, frames, height, width = shape_BCTHW
@@ -100,9 +102,9 @@ def _smooth_clips(shape_BCTHW: tuple[int, int, int, int, int]) -> Any:
 
 
 def _calibrate(vae: Any, part: str) -> None:
-    """Scale an encoder's last layer so that latents, normalized, have mean 0 and deviation 1 in every channel.
+    """Scale an encoder's last layer so that normalized latents have mean 0 and deviation 1 in every channel.
 
-    DC-AE's last layer has a shortcut around it: there the means are moved and the scaling factor itself is set.
+    DC-AE's last layer has a shortcut around it, so its means are shifted and the scaling factor is set instead.
     """
     import torch
 
@@ -118,11 +120,11 @@ def _calibrate(vae: Any, part: str) -> None:
             last.bias -= z.mean(axes)
             vae.register_to_config(scaling_factor=round(1 / (z - z.mean(axes, keepdim=True)).std().item(), 4))
             return
-        # A posterior a tenth as wide as the latents: sampling is visible and does not hide the picture.
+        # The posterior is a tenth as wide as the latents, so that sampling is visible but does not hide the picture.
         if vae.config.get("latents_std"):
             means, deviations = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
             gain, narrow = deviations / z.std(axes), 2 * torch.log(0.1 * deviations)
-        elif part == "flux2_vae":  # by its buffers, one for each channel of 2x2 latents
+        elif part == "flux2_vae":  # normalized by its buffers, one for each channel of 2x2 latents
             means, gain = torch.zeros(channels), 2 / z.std(axes)
             narrow = 2 * torch.log(torch.tensor(0.2))
             vae.bn.running_mean += 0.1 * torch.arange(len(vae.bn.running_mean)).cos()
@@ -138,7 +140,8 @@ def _calibrate(vae: Any, part: str) -> None:
 
 @contextmanager
 def _reproducible(seed: int, dtype: Any) -> Iterator[None]:
-    """A random state of its own, a default dtype, and one thread, as the number of threads changes the last bits."""
+    """Context with a separate random state, a default dtype, and one thread, because the number of threads changes the
+    last bits."""
     import torch
 
     threads, default = torch.get_num_threads(), torch.get_default_dtype()
@@ -165,13 +168,13 @@ def make_model(
     """A part's model with seeded random weights, in eval mode. True sizes are made on `device` in `dtype`."""
     import torch
 
-    wanted = getattr(torch, dtype)
-    with _reproducible(seed, torch.float32 if size == "tiny" else wanted), torch.device(device):
+    torch_dtype = getattr(torch, dtype)
+    with _reproducible(seed, torch.float32 if size == "tiny" else torch_dtype), torch.device(device):
         model = make_untrained(part, size, **(overrides or {})).eval()
         _randomize(model, seed)
         if size == "tiny" and (part.endswith("vae") or part == "dc_ae"):
             _calibrate(model, part)
-    return model if model.dtype == wanted else model.to(wanted)
+    return model if model.dtype == torch_dtype else model.to(torch_dtype)
 
 
 # --- checkpoints ---
@@ -198,7 +201,7 @@ def _write_tokenizers(kind: Any, out: Path, size: str, selected: Callable[[str],
 
 
 def _write_pipeline_files(kind: Any, out: Path, with_scheduler: bool) -> None:
-    """The scheduler, and model_index.json as the pipeline's own save_pretrained writes it."""
+    """Write the scheduler, and model_index.json like the pipeline's save_pretrained."""
     import diffusers
 
     if with_scheduler:
@@ -225,8 +228,9 @@ def build(
 ) -> Path:
     """Write one checkpoint in diffusers layout and return its folder.
 
-    `size`: tiny; true (Lite, Sana 1.6B) or pro (video Pro), which are drawn on `device` in `dtype` with the
-    encoders and autoencoders in their true shapes too. `only` names the components to write (default: all).
+    size: "tiny", "true" (Lite, Sana 1.6B) or "pro" (video Pro). Weights of the last two are drawn on `device` in
+    `dtype`, and encoders and autoencoders have their true shapes, too. only: names of the components to write, by
+    default all.
     """
     for value, valid in ((kind, KINDS), (size, SHAPES)):
         if value not in valid:
@@ -234,7 +238,9 @@ def build(
     spec, out = KINDS[kind], Path(out)
     names = {*spec.components, *(name.replace("text_encoder", "tokenizer") for name in spec.components), "scheduler"}
     if unknown := set(only or ()) - names:
-        raise ValueError(f"no component {sorted(unknown)} in {kind}; choose from {', '.join(sorted(names - {''}))}")
+        raise ValueError(
+            f"{kind} does not have components {sorted(unknown)}; choose from {', '.join(sorted(names - {''}))}"
+        )
     out.mkdir(parents=True, exist_ok=True)
 
     def selected(name: str) -> bool:
@@ -243,7 +249,7 @@ def build(
     for component, part in spec.components.items():
         if selected(component):
             overrides = spec.transformer if component.startswith("transformer") else None
-            numbers = seed + (component == "transformer_2")  # other weights than the first one's
+            numbers = seed + (component == "transformer_2")  # weights that differ from the first transformer
             model = make_model(part, size, seed=numbers, dtype=dtype, device=device, overrides=overrides)
             model.save_pretrained(out / component)
             del model  # the next true-size model may need its memory
@@ -255,14 +261,14 @@ def build(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--kind", choices=list(KINDS))
-    which.add_argument("--all", action="store_true", help="every kind, each in a folder of its name under --out")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--kind", choices=list(KINDS))
+    group.add_argument("--all", action="store_true", help="every kind, each in a folder of its name under --out")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", choices=list(SHAPES), default="tiny")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--device", default="cpu", help="where true sizes are drawn, for example cuda")
+    parser.add_argument("--device", default="cpu", help="device that draws weights of true sizes, for example cuda")
     parser.add_argument("--only", nargs="+", metavar="COMPONENT")
     args = parser.parse_args(argv)
     from transformers.utils import logging

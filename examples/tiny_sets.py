@@ -1,4 +1,4 @@
-"""Training sets without the stages: real shards and tables around random latents and text embeddings."""
+"""Training sets without the stages: real shards and tables with random latents and text embeddings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass
 class Item:
-    """One sample to write. latent, condition: (C, T, h, w). texts: alternatives, each embeds and perhaps pooled.
-    references: (C, 1, h, w) each, of the sizes in its bucket."""
+    """A sample to write. latent, condition: (C, T, h, w). texts: alternative texts, each with "embeds" and optionally
+    "pooled". references: (C, 1, h, w) each, with the sizes of the bucket."""
 
     bucket: str
     latent: np.ndarray
@@ -44,7 +44,7 @@ class Item:
 
     @property
     def place(self) -> tuple:
-        """Where it stands in the index: trained on before held out, then by bucket, repeats and weight."""
+        """Sort key in the index: training samples before held-out samples, then bucket, repeats and weight."""
         return self.role != "train", self.bucket, self.repeats, self.weight
 
 
@@ -61,7 +61,7 @@ class Prompt:
 
 @dataclass
 class SetWriter:
-    """Writes text and latent shards, `parts` of each, and the set's tables over them."""
+    """Writes text and latent shards, `parts` of each kind, and the tables of the set."""
 
     store: Store
     form: str
@@ -76,7 +76,7 @@ class SetWriter:
         return Array.from_numpy(bits.numpy(), "bfloat16")
 
     def shard(self, kind: str, rows: Sequence[tuple[str, Tensors]]) -> list[tuple[int, int]]:
-        """Write shards with every `parts`-th row each; (shard, row) of each given row."""
+        """Write rows to `parts` shards in turn. Returns (shard, row) of each row."""
         places = {}
         for part in range(self.parts):
             unit = f"{kind}-{len(self.shards)}"
@@ -103,8 +103,8 @@ def write_set(
     ids: str = "set1",
     parts: int = 2,
 ) -> Path:
-    """Write a whole training set under `root` and make it the current one. Text 0 is the null prompt. ids: what the ids
-    of samples and texts begin with. parts: shards of each kind."""
+    """Write a complete training set under `root`, and make it the current set. Text 0 is the null prompt. ids: prefix
+    of the ids of samples and texts. parts: number of shards of each kind."""
     out, items = SetWriter(Store(root), form, dtype, parts), sorted(items, key=lambda item: item.place)
     texts = [null, *(text for item in items for text in item.texts), *(prompt.text for prompt in prompts)]
     text_places = out.shard("text", [(f"{ids}-text{i}", text) for i, text in enumerate(texts)])
@@ -133,14 +133,14 @@ def write_set(
     conditions = iter(places[len(items) :])
     validation: list[dict[str, Any]] = []
     for number, prompt in enumerate(prompts):
-        given = None if prompt.condition is None else dict(zip(("shard", "row"), next(conditions), strict=True))
+        condition = None if prompt.condition is None else dict(zip(("shard", "row"), next(conditions), strict=True))
         entry = {"name": prompt.name, "prompt": prompt.name, "negative_prompt": "", "bucket": prompt.bucket}
         if prompt.references:
             numbers = [next(references) for _ in prompt.references]
             entry["references"] = [
                 {"id": f"{ids}-sample{at}", "shard": places[at][0], "row": places[at][1]} for at in numbers
             ]
-        validation.append(entry | {"text": first + number, "negative": 0, "condition": given})
+        validation.append(entry | {"text": first + number, "negative": 0, "condition": condition})
     text_rows = [
         {"text_id": f"{ids}-text{i}", "shard": place[0], "row": place[1]} for i, place in enumerate(text_places)
     ]
@@ -161,9 +161,9 @@ def write_set(
     }
     meta |= {"flavour": config.model.flavour_spec.name, "template": "made", "generation": "none"}
     meta |= {"validation": validation, "counts": {"samples": len(items), "texts": len(texts)}}
-    made = build_recipe(config, bucket_side_multiple(config.model))
-    weights = {"weights": {"content": "those of encoders that are not here"}}
-    meta |= {"recipe": made, "provenance": {kind: made[kind] | weights for kind in ("text", "latents")}}
+    recipe = build_recipe(config, bucket_side_multiple(config.model))
+    weights = {"weights": {"content": "of encoders that do not exist"}}
+    meta |= {"recipe": recipe, "provenance": {kind: recipe[kind] | weights for kind in ("text", "latents")}}
     record = SetRecord.model_validate(meta)
     out.store.publish_record(f"sets/{name}/set.json", record)
     set_lookup.update_pointers(out.store, record)

@@ -1,6 +1,6 @@
-"""The models and checkpoints that examples/tiny_models.py builds: configurations, tiny and of the published sizes.
+"""Configurations of the models and checkpoints that examples/tiny_models.py builds, tiny and in published sizes.
 
-A model's configuration holds only the keys that differ from the defaults of its class.
+A model's configuration has only keys that differ from the defaults of its class.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ _WAN_TINY = {
 }  # fmt: skip
 _WAN_VAE_TINY = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
 _48_CHANNELS = {"in_channels": 48, "out_channels": 48}
-#: Means and deviations of the channels, in place of the published ones.
+#: Means and deviations of the channels that replace the published values.
 _MEANS = {
     "latents_mean": tuple(channel % 5 / 4 - 0.5 for channel in range(48)),
     "latents_std": tuple(0.5 + channel % 7 / 6 for channel in range(48)),
@@ -104,7 +104,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
         "umt5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
-        "qwen3_deep": {  # as many layers as klein needs
+        "qwen3_deep": {  # number of layers that klein needs
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 28, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
@@ -153,7 +153,7 @@ for _parts in SHAPES.values():
     _parts["qwen49"] = _parts["qwen"]
 SHAPES["pro"] = SHAPES["true"] | {"video": {**_VIDEO_SHAPES["transformer"], **PRO}}
 
-# part -> (library, model class, config class or None where the class takes the keys itself)
+# part -> (library, model class, config class, None if the model class takes the keys)
 CLASSES = {
     "image": ("diffusers", "Kandinsky5Transformer3DModel", None),
     "video": ("diffusers", "Kandinsky5Transformer3DModel", None),
@@ -184,9 +184,9 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class CheckpointKind:
-    """One checkpoint. pipeline: class in diffusers, None for a single model. components: sub-folder -> row of SHAPES.
-    transformer, scheduler: further configuration of the two; the former of each transformer. scheduler_class: class in
-    diffusers. index: further entries of model_index.json."""
+    """A kind of checkpoint. pipeline: class in diffusers, None for a single model. components: subfolder -> row of
+    SHAPES. transformer: further configuration of each transformer. scheduler: further configuration of the scheduler.
+    scheduler_class: class in diffusers. index: further entries of model_index.json."""
 
     pipeline: str | None
     components: dict[str, str]
@@ -239,7 +239,7 @@ KINDS = {
         family: CheckpointKind(
             FAMILIES[family].pipelines["i2i"],
             {"transformer": "qwen_image", "vae": "qwen_image_vae", "text_encoder": "qwen"},
-            {"zero_cond_t": family == "qwen-image-edit-plus"},  # as 2511 has it
+            {"zero_cond_t": family == "qwen-image-edit-plus"},  # like 2511
             _QWEN_IMAGE_SCHEDULER,
             index={"tokenizer": ["transformers", "Qwen2Tokenizer"], "processor": ["transformers", "Qwen2VLProcessor"]},
         )

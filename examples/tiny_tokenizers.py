@@ -1,4 +1,4 @@
-"""Small tokenizers for the tiny checkpoints: the real classes, trained on a few sentences."""
+"""Small tokenizers for the tiny checkpoints: the published classes, trained on a few sentences."""
 
 import inspect
 import json
@@ -30,18 +30,18 @@ QWEN_SPECIAL = (
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# Words of the templates that are two tokens in Qwen's own vocabulary; every other word and sign is one token there.
-# With them the prefixes of the video and t2i templates have 128 and 40 tokens, as many as their pipelines crop.
+# Words of the templates that are two tokens in Qwen's vocabulary; every other word and sign is one token. With these
+# splits, the prefixes of the video and t2i templates have 128 and 40 tokens, which their pipelines crop.
 SPLIT_WORDS = {" dynamism": (" dynam", "ism"), " scren": (" scr", "en"), " postprocessing": (" post", "processing")}
-# The i2i prefix has 49 tokens in Qwen's own vocabulary, while its pipeline crops 54 and so cuts off five tokens of the
-# caption. These splits make it 54 tokens long; the kind named prefix49 does without them.
+# The i2i prefix has 49 tokens in Qwen's vocabulary, but its pipeline crops 54 and so cuts off five tokens of the
+# caption. With these splits, the prefix has 54 tokens; the kind named prefix49 does not use them.
 EXTRA_SPLIT_WORDS = {
     " Based": (" Bas", "ed"),
     " target": (" tar", "get"),
     " together": (" to", "gether"),
     "second": ("sec", "ond"),
 }
-# What Qwen3's chat template makes of users' messages: an empty thought where thinking is off.
+# The part of Qwen3's chat template for users' messages, with an empty thought if thinking is off.
 QWEN3_CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -67,7 +67,7 @@ def template_prefixes() -> dict[str, tuple[str, int]]:
 
 
 def sana_instruction() -> list[str]:
-    """The lines that its pipeline puts before a prompt."""
+    """The lines that Sana's pipeline puts before a prompt."""
     import diffusers
 
     pipeline = getattr(diffusers, FAMILIES["sana"].pipelines["t2i"])
@@ -75,7 +75,7 @@ def sana_instruction() -> list[str]:
 
 
 def _train_bpe(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """Train a BPE tokenizer; (tokens in the order of their ids, merges)."""
+    """Train a BPE tokenizer. Returns (tokens in the order of their ids, merges)."""
     tokenizer.train_from_iterator(texts, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return sorted(model["vocab"], key=model["vocab"].get), [tuple(pair) for pair in model["merges"]]
@@ -85,7 +85,7 @@ def _train_bpe(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list
 def qwen_tokenizer(i2i_prefix: int = 54, chat_template: str | None = None) -> Any:
     """A Qwen2Tokenizer whose template prefixes have exactly the number of tokens that the pipelines crop.
 
-    `i2i_prefix`: 54, or 49 for the length that the i2i prefix has in Qwen's own vocabulary.
+    i2i_prefix: 54, or 49 for the length of the i2i prefix in Qwen's vocabulary.
     """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
@@ -102,7 +102,7 @@ def qwen_tokenizer(i2i_prefix: int = 54, chat_template: str | None = None) -> An
     )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False)
-    # Repeated 50 times, so that the templates' words are learned whole before the sentences.
+    # Repeated 50 times, so that whole words of the templates are learned before the sentences.
     vocab, merges = _train_bpe(tokenizer, trainer, pieces * 50 + list(SENTENCES))
     result = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(vocab)},
@@ -114,15 +114,15 @@ def qwen_tokenizer(i2i_prefix: int = 54, chat_template: str | None = None) -> An
         chat_template=chat_template,
     )
     for name, (prefix, crop) in prefixes.items():
-        wanted = i2i_prefix if "I2I" in name else crop
+        expected = i2i_prefix if "I2I" in name else crop
         count = len(result(prefix)["input_ids"])
-        assert count == wanted, f"{name}: its template's prefix has {count} tokens, not {wanted}"
+        assert count == expected, f"{name}: its template's prefix has {count} tokens, not {expected}"
     return result
 
 
 @cache
 def clip_tokenizer() -> Any:
-    """A CLIPTokenizer of 77 tokens; the end token has the highest id, as in the original."""
+    """A CLIPTokenizer with at most 77 tokens. The end token has the highest id, like in the original."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import CLIPTokenizer
 
@@ -136,7 +136,7 @@ def clip_tokenizer() -> Any:
     trainer = trainers.BpeTrainer(vocab_size=900, end_of_word_suffix="</w>", special_tokens=ends, show_progress=False)
     texts = [re.sub(r"[^a-z]+", "\n", text.lower()).strip().split("\n") for text in SENTENCES]
     learned, merges = _train_bpe(tokenizer, trainer, [word for words in texts for word in words])
-    # Every byte, inside and at the end of a word: an unknown one would become the end token and truncate the text.
+    # Every byte, inside and at the end of a word: an unknown byte would become the end token and truncate the text.
     vocab = dict.fromkeys(alphabet + [letter + "</w>" for letter in alphabet] + learned)
     tokens = [*vocab, "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, model_max_length=77)
@@ -144,7 +144,7 @@ def clip_tokenizer() -> Any:
 
 @cache
 def gemma_tokenizer() -> Any:
-    """A GemmaTokenizer: begin token, spaces as ▁, bytes for unknown letters."""
+    """A GemmaTokenizer with a begin token, ▁ for spaces, and bytes for unknown letters."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import GemmaTokenizer
 
@@ -165,12 +165,12 @@ def gemma_tokenizer() -> Any:
 
 @cache
 def t5_tokenizer() -> Any:
-    """A T5Tokenizer: words of the sentences with a space before them, else letters; the end token is added."""
+    """A T5Tokenizer with words of the sentences after a space, otherwise letters. It adds the end token."""
     from transformers import T5Tokenizer
 
     words = dict.fromkeys(word for text in SENTENCES for word in re.findall(r"[A-Za-z]+", text))
     letters = dict.fromkeys(string.printable.strip())
-    # A piece's score is its logarithmic probability: one word is likelier than its letters.
+    # A piece's score is its logarithmic probability, so a word is more likely than its letters.
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
     pieces += [(f"▁{word}", -6.0) for word in words if len(word) > 1] + [(letter, -5.0) for letter in letters]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)

@@ -77,7 +77,7 @@ def run(
     # uvicorn and starlette come with the extra `ui`.
     from stages.pages.ui.proposals import Proposals
     from stages.pages.ui.queue_page import resume_queue
-    from stages.pages.ui.serve import answer_until_stopped, guarded_app, make_server, open_socket
+    from stages.pages.ui.serve import answer_until_stopped, build_guarded_app, make_server, open_socket
 
     report = Report(program="ui", dry_run=options.dry_run, what="pages")
     token, new_token = _choose_token(host)

@@ -1,14 +1,13 @@
-"""What only a card can show, in 10 minutes: the tests marked gpu, and every benchmark that needs a card.
+"""Tests and benchmarks that need a card, in 10 minutes: the tests marked gpu, and the parts of PARTS.
 
     make gpu [ONLY=part,part] [MINUTES=9.5] [RESULTS=FOLDER]
     python -m benchmarks.gpu [--only PART,PART] [--minutes 9.5] [--results FOLDER]
     python -m benchmarks.gpu --tiny --device cpu --results FOLDER       the same code without a card
 
-Each part runs in a process of its own that is ended after its share of the time that is left; what a part printed
-before it failed is kept, with the reason. Results are written to benchmarks/results/gpu-<card>.md after each part,
-where they replace that part's section alone. A part for which too little time is left is not begun, and its section
-says so if it has no other. Random weights are drawn on the card: nothing is downloaded, and little is written
-to the disk.
+Each part runs in a separate process, which is ended after its share of the remaining time; the output of a part that
+fails is kept, with the reason. After each part, results are written to benchmarks/results/gpu-<card>.md, and replace
+only the section of this part. A part is not started if too little time remains; its section then has the reason, unless
+it has earlier results. Random weights are drawn on the card: nothing is downloaded, and little is written to the disk.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from benchmarks.gpu.parts import CARD, CARD_SECONDS, PARTS, Part, PartOptions
 from benchmarks.gpu.processes import Outcome, PartProcess
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-#: Module -> package: what the parts import at once.
+#: Module that the parts import -> its package.
 NEEDED = {
     "accelerate": "accelerate", "diffusers": "diffusers", "ftfy": "ftfy", "peft": "peft", "pyarrow": "pyarrow",
     "pydantic": "pydantic", "rich": "rich", "ruamel.yaml": "ruamel.yaml", "safetensors": "safetensors",
@@ -34,16 +33,16 @@ NEEDED = {
 
 
 def missing_packages() -> list[str]:
-    def is_there(module: str) -> bool:
+    def is_installed(module: str) -> bool:
         return find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None
 
-    return [package for module, package in NEEDED.items() if not is_there(module)]
+    return [package for module, package in NEEDED.items() if not is_installed(module)]
 
 
 def write_section(part: Part, facts: Mapping[str, str], outcome: Outcome) -> str:
     lines = [f"## {part.title}", "", f"{date.today()}, {facts['versions']}; {outcome.seconds:.0f} s.", ""]
     if outcome.printed.strip():
-        fence = "\n```" * (outcome.printed.count("```") % 2)  # of a part that was ended inside
+        fence = "\n```" * (outcome.printed.count("```") % 2)  # closes a code block of a part that was ended
         lines += [outcome.printed.strip() + fence, ""]
     if outcome.problem:
         lines += [f"{summary.NOT_WHOLE}: {outcome.problem}", ""]
@@ -51,33 +50,33 @@ def write_section(part: Part, facts: Mapping[str, str], outcome: Outcome) -> str
 
 
 def write_head(facts: Mapping[str, str], sections: Mapping[str, str]) -> str:
-    missing = "only a card shows it" if facts["card"] == "CPU" else "not measured"
+    gap_text = "only a card shows it" if facts["card"] == "CPU" else "not measured"
     return "\n".join(
         [
             f"# {facts['card']}",
             "",
-            *summary.summarize(sections, PARTS, missing),
+            *summary.summarize(sections, PARTS, gap_text),
             "",
             "Written by `make gpu` (`python -m benchmarks.gpu --help`). Weights are random, of the published shapes.",
             "",
             facts["details"],
             "",
-            "Of a step: peak GiB is `torch.cuda.max_memory_allocated`, reserved what torch's allocator took, predicted "
-            "what `latentpress train --dry-run` says. Of the first's: seconds for a sample, as a ratio to the first "
-            "measured row of the same bucket. Of the peak: arithmetic of the forward and the backward pass, "
-            "without what is computed again, in relation to a product of large bfloat16 matrices. Idle: share of the "
-            "time in which no kernel and no copy ran.",
+            "For a step: peak GiB is `torch.cuda.max_memory_allocated`, reserved is the memory of torch's allocator, "
+            "predicted is from `latentpress train --dry-run`. Of the first's: seconds per sample, as a ratio to "
+            "the first measured row of the same bucket. Of the peak: arithmetic of the forward and the backward pass, "
+            "without recomputation, in relation to a product of large bfloat16 matrices. Idle: share of the time in "
+            "which no kernel and no copy ran.",
         ]
     )
 
 
-def share_time(waiting: Sequence[Part], left: float) -> float:
-    """Seconds of the first of the parts that wait, so that something is left for the others."""
-    return max(waiting[0].least, left * waiting[0].share / sum(part.share for part in waiting))
+def share_time(waiting: Sequence[Part], remaining_s: float) -> float:
+    """Seconds for the first of the waiting parts, so that time remains for the parts after it."""
+    return max(waiting[0].least, remaining_s * waiting[0].share / sum(part.share for part in waiting))
 
 
 def run_parts(parts: Mapping[str, Part], options: PartOptions, folder: Path, card: Part = CARD) -> int:
-    """Run them one after the other within `options.seconds`; the exit status: 0 where all ended well."""
+    """Run parts one after the other within `options.seconds`. Returns the exit status: 0 if no part failed."""
     deadline = time.monotonic() + options.seconds
 
     outcome = PartProcess(card).run(PartOptions(options.device, options.tiny, min(CARD_SECONDS, options.seconds)))
@@ -90,13 +89,15 @@ def run_parts(parts: Mapping[str, Part], options: PartOptions, folder: Path, car
     following: PartProcess | None = None
     try:
         for number, name in enumerate(names):
-            part, left = parts[name], deadline - time.monotonic()
-            seconds = share_time([*parts.values()][number:], left)
+            part, remaining_s = parts[name], deadline - time.monotonic()
+            seconds = share_time([*parts.values()][number:], remaining_s)
             process = following or PartProcess(part)
             following = PartProcess(parts[names[number + 1]]) if number + 1 < len(names) else None
-            if left < part.least:
+            if remaining_s < part.least:
                 process.end()
-                outcome = Outcome("", 0.0, f"not begun, as {max(0.0, left):.0f} s were left; `make gpu ONLY={name}`")
+                outcome = Outcome(
+                    "", 0.0, f"not started: {max(0.0, remaining_s):.0f} s remained; `make gpu ONLY={name}`"
+                )
                 sections.setdefault(name, write_section(part, facts, outcome))
             else:
                 print(f"{name}: {part.title} ...", file=sys.stderr, flush=True)
@@ -114,21 +115,23 @@ def run_parts(parts: Mapping[str, Part], options: PartOptions, folder: Path, car
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"parts, with commas between them: {', '.join(PARTS)}")
-    parser.add_argument("--minutes", type=float, default=9.5, help="in all; no part runs longer")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="a folder")
+    parser.add_argument("--only", default="", help=f"parts, separated by commas: {', '.join(PARTS)}")
+    parser.add_argument("--minutes", type=float, default=9.5, help="time of all parts together")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, which say nothing of speed")
-    chosen = parser.parse_args(arguments)
-    names = [name.strip() for name in chosen.only.split(",") if name.strip()] or [*PARTS]
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, whose speed has no meaning")
+    parsed = parser.parse_args(arguments)
+    names = [name.strip() for name in parsed.only.split(",") if name.strip()] or [*PARTS]
     if unknown := [name for name in names if name not in PARTS]:
-        parser.error(f"no part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
-    if chosen.device == "cpu" and not chosen.tiny:
+        parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    if parsed.device == "cpu" and not parsed.tiny:
         parser.error("--device cpu takes hours without --tiny")
-    if missing := missing_packages():
-        parser.error(f"{sys.executable} has no {', '.join(missing)}; install them, or choose another by GPU_PYTHON=...")
-    options = PartOptions(chosen.device, chosen.tiny, 60 * chosen.minutes)
-    return run_parts({name: PARTS[name] for name in names}, options, chosen.results)
+    if packages := missing_packages():
+        parser.error(
+            f"{sys.executable} lacks {', '.join(packages)}; install them, or use another Python by GPU_PYTHON=..."
+        )
+    options = PartOptions(parsed.device, parsed.tiny, 60 * parsed.minutes)
+    return run_parts({name: PARTS[name] for name in names}, options, parsed.results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the card is, and what it reaches."""
+"""Name, versions and peak rates of the card."""
 
 import json
 import platform
@@ -10,27 +10,29 @@ from benchmarks import device_usage
 from benchmarks.gpu.parts import PartOptions
 
 PACKAGES = ("diffusers", "transformers", "peft", "bitsandbytes", "torchao", "optimum-quanto", "torch-optimi", "av")
-COPIED = 1 << 28  # bytes of a copy that is timed
+COPIED = 1 << 28  # bytes of a timed copy
 
 
 def run(options: PartOptions) -> None:
-    """Prints a line of JSON: card, versions, details, peak_flops."""
+    """Print a line of JSON: card, versions, details, peak_flops."""
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            f"torch {torch.__version__} finds no CUDA device; install the build for your card "
-            "(docs/install.md, For a GPU), or try the code without a card: "
+            f"torch {torch.__version__} does not find a CUDA device; install the build for your card "
+            "(docs/install.md, For a GPU), or run the code without a card: "
             "python -m benchmarks.gpu --tiny --device cpu --results FOLDER"
         )
     peak = device_usage.peak_flops(device, torch.bfloat16, repeat=3)
-    versions = f"torch {torch.__version__}" + "".join(f", {name} {own}" for name in PACKAGES if (own := find(name)))
+    versions = f"torch {torch.__version__}" + "".join(
+        f", {name} {installed}" for name in PACKAGES if (installed := find(name))
+    )
     lines = [f"Python {platform.python_version()}, {versions}."]
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         lines.append(
-            f"{found.total_memory / 2**30:.1f} GiB, compute capability {found.major}.{found.minor}, CUDA "
-            f"{torch.version.cuda}. Copies from pinned memory: {copy_rate(device, True):.1f} GB/s, from other memory "
-            f"{copy_rate(device, False):.1f}."
+            f"{properties.total_memory / 2**30:.1f} GiB, compute capability {properties.major}.{properties.minor}, "
+            f"CUDA {torch.version.cuda}. Copies from pinned memory: {copy_rate(device, True):.1f} GB/s, "
+            f"from other memory {copy_rate(device, False):.1f}."
         )
     lines.append(f"A product of bfloat16 matrices: {peak / 1e12:.3g} TFLOP/s.")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -47,8 +49,8 @@ def find(package: str) -> str | None:
 
 def copy_rate(device: torch.device, pinned: bool) -> float:
     """GB/s from the host to the device."""
-    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
-    here = torch.ones(COPIED, dtype=torch.uint8, pin_memory=pinned)
-    work = lambda: there.copy_(here, non_blocking=pinned)  # noqa: E731
+    target = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    source = torch.ones(COPIED, dtype=torch.uint8, pin_memory=pinned)
+    work = lambda: target.copy_(source, non_blocking=pinned)  # noqa: E731
     work()
     return COPIED / 1e9 / min(device_usage.time_call(work, device) for _ in range(3))

@@ -1,6 +1,7 @@
 """The process of one part: python -m benchmarks.gpu.child MODULE[:FUNCTION]
 
-Waits for a line of JSON, the options, before it uses the device: libraries are imported while the part before runs.
+Waits for the options, a line of JSON, before it uses the device, because libraries are imported while the previous part
+runs.
 """
 
 import importlib
@@ -13,7 +14,7 @@ from benchmarks.gpu.parts import PartOptions
 def main() -> None:
     name, _, function = sys.argv[1].partition(":")
     run = getattr(importlib.import_module(name), function or "run")
-    if line := sys.stdin.readline():  # else the parent is gone
+    if line := sys.stdin.readline():  # empty if the parent has ended
         run(PartOptions(**json.loads(line)))
 
 

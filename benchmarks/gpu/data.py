@@ -1,5 +1,5 @@
-"""Rows of shards on the card, with their noise, as a step gets them, beside bare copies of the same bytes from pinned
-memory. Nothing is computed with them, so the rate is the most that training can be fed with.
+"""Rate at which a step gets rows of shards on the card, with their noise, compared with bare copies of the same bytes
+from pinned memory. Nothing is computed with the rows, so the rate is the upper limit for training.
 
 The files are in the page cache. The first epoch verifies every row; the second is timed, too.
 """
@@ -18,12 +18,12 @@ from examples.tiny_shapes import SHAPES
 from trainer.data import MicroBatch
 from trainer.setup.prepare import TrainState
 
-TEXT_WIDTH = 3584  # of Qwen2.5-VL
+TEXT_WIDTH = 3584  # width of Qwen2.5-VL
 COLUMNS = ("rows", "samples/s", "GB/s", "of bare copies")
 
 
 def models(tiny: bool) -> list[Model]:
-    """Latents and texts of the true sizes for transformers so small that they take no time to make."""
+    """Latents and texts of true sizes, for transformers that are small, so that they are made quickly."""
     cases = (
         ("kandinsky5-image", "t2i-lite-sft", "image", {"visual_cond": False}, "1024x1024", 256),
         ("kandinsky5-video", "t2v-lite-sft-5s", "video", {}, "768x512@61", 48),
@@ -48,12 +48,12 @@ def run(options: PartOptions) -> None:
 
 def measure(state: TrainState, model: Model) -> None:
     device = state.accelerator.device
-    taken = [each for step in range(4) for each in state.loader.step(step).micro_batches]
-    size = sum(map(stored_bytes, taken)) // len(taken)
+    micro_batches = [each for step in range(4) for each in state.loader.step(step).micro_batches]
+    size = sum(map(stored_bytes, micro_batches)) // len(micro_batches)
     pinned, count = device.type == "cuda", model.samples
-    here = [torch.ones(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    copy = lambda: [there.copy_(buffer, non_blocking=pinned) for buffer in here]  # noqa: E731
+    sources = [torch.ones(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    copy = lambda: [target.copy_(buffer, non_blocking=pinned) for buffer in sources]  # noqa: E731
     bare = devices.time_call(copy, device)
     times = {"bare copies": bare}
     for number, name in enumerate(("first epoch, verified", "second epoch")):
@@ -63,10 +63,10 @@ def measure(state: TrainState, model: Model) -> None:
         print_row(f"{model.bucket}, {name}", f"{rate:.4g}", f"{size * rate / 1e9:.3g}", f"{bare / seconds:.0%}")
 
 
-def stored_bytes(taken: MicroBatch) -> int:
-    """Of the latent and the real tokens of the text, as shards have them."""
-    width = taken.batch.text_BLD.shape[-1]
-    return 2 * (taken.batch.latents_BCTHW.numel() + int(taken.batch.text_mask_BL.sum()) * width)
+def stored_bytes(micro_batch: MicroBatch) -> int:
+    """Bytes of the latents and of the text tokens without padding, as stored in shards."""
+    width = micro_batch.batch.text_BLD.shape[-1]
+    return 2 * (micro_batch.batch.latents_BCTHW.numel() + int(micro_batch.batch.text_mask_BL.sum()) * width)
 
 
 def read_steps(state: TrainState, first: int, last: int) -> None:

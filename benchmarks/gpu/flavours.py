@@ -1,4 +1,4 @@
-"""One model for each flavour: those of the other parts, and the tiny checkpoints of examples/tiny_models.py."""
+"""A model for each flavour: the models of other parts, and the tiny checkpoints of examples/tiny_models.py."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -37,17 +37,18 @@ def models(tiny: bool) -> dict[str, Model]:
 
 
 def forget_device() -> None:
-    """Let the next run of this process have another device."""
+    """Allow the next run in this process to use another device."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
 
 def prepare_tiny(kind: str, folder: Path, device: str, **settings: Any) -> TrainState:
-    """A run of a flavour's tiny checkpoint, which is built in folder/model: its weights do not depend on the device."""
+    """Prepare a run of a flavour's tiny checkpoint, which is built in folder/model. Its weights do not depend on the
+    device."""
     forget_device()
     build(CHECKPOINTS[kind], folder / "model", only=["transformer", "scheduler"])
     settings = {"adapter": {"rank": 4}, "threads": 1, **settings}
-    return prepare(models(tiny=True)[kind], Case(kind, settings), folder, device, drawn=False)
+    return prepare(models(tiny=True)[kind], Case(kind, settings), folder, device, random_weights=False)
 
 
 def read_steps(run: TrainState, count: int) -> Iterator[StepBatches]:

@@ -1,4 +1,5 @@
-"""A profile of three training steps of each flavour: how long the card idles, and what it computes longest."""
+"""A profile of three training steps of each flavour: share of time in which the card is idle, and the longest
+kernels."""
 
 import tempfile
 import time
@@ -15,28 +16,28 @@ from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import Case, Model, describe, forget_models, prepare
 from trainer.train import train_step
 
-STEPS, SHOWN, NAME = 3, 5, 70  # of kernels the longest, and characters of their names
+STEPS, SHOWN_KERNELS, NAME = 3, 5, 70  # steps, number of longest kernels, and characters of their names
 LORA = {"adapter": {"rank": 32}}
-COLUMNS = ("flavour", "s/step", "idle", *(f"kernel {number + 1}" for number in range(SHOWN)))
-#: What takes least time first.
+COLUMNS = ("flavour", "s/step", "idle", *(f"kernel {number + 1}" for number in range(SHOWN_KERNELS)))
+#: Flavours, the fastest first.
 ORDER = ("sana", "t2v", "t2i", "i2v", "i2i")
 
 
 def run(options: PartOptions) -> None:
-    """SystemExit at the end where a flavour fails."""
+    """Profile all flavours. Raises SystemExit at the end if a flavour fails."""
     deadline, longest, failed = time.monotonic() + options.seconds, 0.0, []
-    what = "operators with what they call; only a card can idle" if options.device == "cpu" else "kernels"
-    print(f"{STEPS} steps of a LoRA in bfloat16; {what}, with their share of the sum of all.\n")
+    unit = "operators including nested operators; only a card can be idle" if options.device == "cpu" else "kernels"
+    print(f"{STEPS} steps of a LoRA in bfloat16; {unit}, with their share of the total.\n")
     print_header(*COLUMNS)
     models = flavours.models(options.tiny)
     for kind in ORDER:
         start = time.monotonic()
         if deadline - start < 1.3 * longest:
-            print_row(kind, f"not begun: {deadline - start:.0f} s were left", *[""] * (len(COLUMNS) - 2))
+            print_row(kind, f"not started: {deadline - start:.0f} s remained", *[""] * (len(COLUMNS) - 2))
             continue
         try:
             print_row(kind, *measure(models[kind], torch.device(options.device)))
-        except Exception as error:  # whatever a flavour does, the others are measured
+        except Exception as error:  # if a flavour fails, the next flavours are still measured
             print_row(kind, describe(error), *[""] * (len(COLUMNS) - 2))
             failed += [] if isinstance(error, torch.OutOfMemoryError) else [kind]
         forget_models()
@@ -57,17 +58,17 @@ def measure(model: Model, device: torch.device) -> list[str]:
                     earlier = train_step(state, next(batches), earlier)
 
             seconds = devices.time_call(steps, device)
-            ran = devices.trace_kernels(steps, device)  # which slows the host down
+            ran = devices.trace_kernels(steps, device)  # tracing slows the host down
     busy = devices.covered_length([(start, end) for _, start, end in ran])
     idle = f"{1 - min(1.0, busy / seconds):.0%}" if device.type == "cuda" else ""
     return [f"{seconds / STEPS:.3g}", idle, *list_longest(ran)]
 
 
 def list_longest(ran: list[tuple[str, float, float]]) -> list[str]:
-    """Names of the kernels that took longest in all, with their shares."""
+    """Names of the kernels with the longest total time, with their shares."""
     times: Counter[str] = Counter()
     for name, start, end in ran:
         times[name] += end - start  # type: ignore[assignment]
     total = sum(times.values())
-    found = [f"{name.replace('|', '/')[:NAME]} {took / total:.0%}" for name, took in times.most_common(SHOWN)]
-    return found + [""] * (SHOWN - len(found))
+    cells = [f"{name.replace('|', '/')[:NAME]} {took / total:.0%}" for name, took in times.most_common(SHOWN_KERNELS)]
+    return cells + [""] * (SHOWN_KERNELS - len(cells))

@@ -1,4 +1,4 @@
-"""encode-latents beside the bare autoencoder: benchmarks/latents.py with the true shapes."""
+"""encode-latents compared with the bare autoencoder: benchmarks/latents.py with true shapes."""
 
 from benchmarks import latents
 from benchmarks.gpu.parts import PartOptions

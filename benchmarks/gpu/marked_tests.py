@@ -10,15 +10,15 @@ from pathlib import Path
 from benchmarks.gpu.parts import PartOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK, CHOSEN = "mark.gpu", ["-m", "gpu"]
-SHOWN = re.compile(
+MARK, SELECTION = "mark.gpu", ["-m", "gpu"]
+SHOWN_LINE = re.compile(
     "^(FAILED|ERROR|SKIPPED|E  )|::.* (PASSED|FAILED|ERROR|SKIPPED)|KeyboardInterrupt| (passed|failed|collected)"
 )
-SUMMING_UP = 5  # seconds before the part's end, at which pytest is interrupted so that it says where it was
+SUMMARY_S = 5  # seconds before the part's end at which pytest is interrupted, so that it prints its summary
 
 
 def marked_files() -> list[Path]:
-    """Files with such tests, by their own mark or a fixture's in conftest.py: the others need not be imported."""
+    """Files with tests marked gpu, by a mark in the file or in a conftest.py. Only these files are imported."""
     marked = [path for path in (ROOT / "tests").rglob("*.py") if MARK in path.read_text()]
     folders = {path.parent for path in marked if path.name == "conftest.py"}
     tests = {path for path in marked if path.name.startswith("test_")}
@@ -26,19 +26,19 @@ def marked_files() -> list[Path]:
 
 
 def run(options: PartOptions) -> None:
-    """Prints a line for each test when it ends, and the failures' reasons; SystemExit where one failed."""
-    chosen = [*CHOSEN, "--collect-only"] if options.tiny else CHOSEN
+    """Print a line for each test when it ends, and the reasons of failures. Raises SystemExit if a test failed."""
+    selection = [*SELECTION, "--collect-only"] if options.tiny else SELECTION
     command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "--timeout=100"]
-    command += ["--continue-on-collection-errors", "--show-capture=no", *chosen, *map(str, marked_files())]
+    command += ["--continue-on-collection-errors", "--show-capture=no", *selection, *map(str, marked_files())]
     print("```", flush=True)
-    done = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert done.stdout is not None
-    timer = threading.Timer(max(1.0, options.seconds - SUMMING_UP), done.send_signal, [signal.SIGINT])
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    timer = threading.Timer(max(1.0, options.seconds - SUMMARY_S), process.send_signal, [signal.SIGINT])
     timer.start()
-    for line in done.stdout:
-        if SHOWN.search(line):
+    for line in process.stdout:
+        if SHOWN_LINE.search(line):
             print(line.rstrip(), flush=True)
-    code = done.wait()
+    code = process.wait()
     timer.cancel()
     print("```", flush=True)
     if code:

@@ -1,4 +1,4 @@
-"""What training methods cost and save at Video Lite's true size: steps with each beside those without."""
+"""Cost of training methods at Video Lite's true size: steps with each method compared with steps without a method."""
 
 from dataclasses import replace
 

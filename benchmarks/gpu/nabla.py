@@ -1,5 +1,5 @@
-"""NABLA in training: compiled flex attention beside attention with a dense mask and full attention, at Video Lite's
-shapes, forward and backward, and how far the results of the first two are apart."""
+"""NABLA in training: compiled flex attention compared with dense-mask attention and full attention, at Video Lite's
+shapes, forward and backward, and the difference between the results of flex and dense-mask attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +20,10 @@ from trainer.families.kandinsky5 import (
 )
 
 HEADS, HEAD_DIM = 28, 64  # of Video Lite
-WINDOW = (11, 3, 3)  # as the published checkpoints have it: frames, rows, columns of blocks
+WINDOW = (11, 3, 3)  # frames, rows, columns of blocks, like in the published checkpoints
 #: (frames, rows, columns) of tokens: 512x512 with 29 frames, and 512x768 with 61 and 121.
 GRIDS = ((8, 32, 32), (16, 32, 48), (31, 32, 48))
-MOST_MASK_BYTES = 8 << 30  # of a dense mask, of which attention makes copies in other dtypes
+MAX_MASK_BYTES = 8 << 30  # bytes of a dense mask, which attention copies in other dtypes
 COLUMNS = ("tokens", "density", "flex, s", "dense mask, s", "full, s", "output's error", "gradients' error")
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,7 +32,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def make_inputs(
     grid: tuple[int, int, int], heads: int, device: torch.device, dtype: torch.dtype, share: float = 0.9
 ) -> tuple[list[torch.Tensor], SparseParams]:
-    """Query, key and value (B, L, heads, D), whose blocks attend most to some others, and the parameters."""
+    """Returns (query, key and value (B, L, heads, D), parameters). Each block attends mainly to some blocks."""
     frames, rows, columns = grid
     generator = torch.Generator(device).manual_seed(0)
     blocks = frames * rows * columns // BLOCK_TOKENS
@@ -61,16 +61,16 @@ def full_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 
 def compute(attend: Attention, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Output, and gradients of query, key and value."""
+    """Returns the output, and gradients of query, key and value."""
     out = attend(*inputs)
     weights = torch.linspace(-1, 1, out.shape[-1], device=out.device, dtype=out.dtype)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)]
 
 
-def relative_errors(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    """Of the output and of each gradient."""
-    pairs = [(one.float(), other.float()) for one, other in zip(found, expected, strict=True)]
-    return [float((one - other).norm() / other.norm()) for one, other in pairs]
+def relative_errors(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    """The relative errors of the output and of each gradient."""
+    pairs = [(tensor.float(), reference.float()) for tensor, reference in zip(tensors, expected, strict=True)]
+    return [float((tensor - reference).norm() / reference.norm()) for tensor, reference in pairs]
 
 
 def seconds(attend: Attention, inputs: list[torch.Tensor], repeat: int) -> str:
@@ -83,7 +83,7 @@ def seconds(attend: Attention, inputs: list[torch.Tensor], repeat: int) -> str:
 def run(options: PartOptions) -> None:
     device = torch.device(options.device)
     heads, grids = (2, ((2, 16, 16),)) if options.tiny else (HEADS, GRIDS)
-    print(f"{heads} heads of {HEAD_DIM}, bfloat16, forward and backward pass; flex with choosing the blocks.\n")
+    print(f"{heads} heads of {HEAD_DIM}, bfloat16, forward and backward pass; flex includes the choice of blocks.\n")
     print_header(*COLUMNS)
     for grid in grids:
         inputs, sparse = make_inputs(grid, heads, device, torch.bfloat16)
@@ -92,11 +92,11 @@ def run(options: PartOptions) -> None:
         density = choose_blocks(inputs[0], inputs[1], sparse).to_dense().float().mean().item()
         times = [seconds(flex, inputs, 5), "", seconds(full_attention, inputs, 5)]
         errors = ["", ""]
-        if heads * tokens**2 <= MOST_MASK_BYTES:
-            found = compute(flex, inputs)
+        if heads * tokens**2 <= MAX_MASK_BYTES:
+            results = compute(flex, inputs)
             dense = with_dense_mask(sparse)
             times[1] = seconds(dense, inputs, 2)
-            output, *gradients = relative_errors(found, compute(dense, inputs))
+            output, *gradients = relative_errors(results, compute(dense, inputs))
             errors = [f"{output:.2g}", f"{max(gradients):.2g}"]
         else:
             times[1] = f"mask of {heads * tokens**2 / 2**30:.0f} GiB"

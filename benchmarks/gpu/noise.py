@@ -1,4 +1,4 @@
-"""Noise drawn on the device beside torch.randn there, and how far it is from the CPU's."""
+"""Noise drawn on the device compared with torch.randn, and its difference from the CPU's noise."""
 
 import torch
 
@@ -10,7 +10,9 @@ from trainer.noise import seeded_noise
 def run(options: PartOptions) -> None:
     shapes = ((2, 1, 8, 8),) if options.tiny else SHAPES
     print_table(shapes, torch.device(options.device), 3 if options.tiny else 15)
-    found = seeded_noise(NAMES, "noise", shapes[-1], options.device).cpu()
-    difference = found - seeded_noise(NAMES, "noise", shapes[-1])
+    values = seeded_noise(NAMES, "noise", shapes[-1], options.device).cpu()
+    difference = values - seeded_noise(NAMES, "noise", shapes[-1])
     share, largest = (difference != 0).double().mean().item(), difference.abs().max().item()
-    print(f"\nOf {difference.numel():,} numbers {share:.1g} differ from the CPU's, by {largest:.1g} at most.")
+    print(
+        f"\nOf {difference.numel():,} numbers, a share of {share:.1g} differs from the CPU, by {largest:.1g} at most."
+    )

@@ -1,4 +1,4 @@
-"""What an update of each optimizer takes alone, on all weights of Sana 1.6B and on a LoRA of Video Lite."""
+"""Time of an update with each optimizer, on all weights of Sana 1.6B and on a LoRA of Video Lite."""
 
 from functools import partial
 from statistics import median
@@ -23,23 +23,23 @@ UPDATES = 5
 
 def run(options: PartOptions) -> None:
     device = torch.device(options.device)
-    print("float32 weights and gradients; weights of a LoRA have rank 32.\n")
+    print("float32 weights and gradients; the LoRA has rank 32.\n")
     print_header(*COLUMNS)
-    for what, model, adapter in (
+    for title, model, adapter in (
         ("all of Sana 1.6B", sana.model(options.tiny), Adapter(type="full")),
         ("LoRA of Video Lite", video_lite.model(options.tiny), Adapter(rank=32)),
     ):
-        usual = None
+        baseline = None
         shapes = trained_shapes(model, adapter)
         for name in OPTIMIZERS:
             try:
                 seconds, state = measure(name, shapes, device)
             except (torch.OutOfMemoryError, LatentpressError) as error:
-                print_row(what, name, describe(error), "", "")
+                print_row(title, name, describe(error), "", "")
             else:
-                usual = usual or seconds
+                baseline = baseline or seconds
                 size = "" if state is None else f"{state / GIB:.2f}"
-                print_row(what, name, f"{1e3 * seconds:.3g}", f"{seconds / usual:.2f}", size)
+                print_row(title, name, f"{1e3 * seconds:.3g}", f"{seconds / baseline:.2f}", size)
             forget_models()
 
 
@@ -52,13 +52,13 @@ def trained_shapes(model: Model, adapter: Adapter) -> dict[str, torch.Size]:
 
 
 def measure(name: str, shapes: dict[str, torch.Size], device: torch.device) -> tuple[float, int | None]:
-    """Seconds of an update, and bytes of the state on the device; None without CUDA."""
+    """(seconds of an update, bytes of the state on the device, None without CUDA)."""
     weights = {key: torch.nn.Parameter(torch.zeros(shape, device=device)) for key, shape in shapes.items()}
     for weight in weights.values():
         weight.grad = torch.full_like(weight, 1e-3)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
     update = make_optimizer(weights, Optimizer(name=name, lr=1e-5)).step
-    update()  # which makes the state
+    update()  # the first update makes the state
     state = None if before is None else torch.cuda.memory_allocated(device) - before
     return median(devices.time_call(partial(repeat, update), device) for _ in range(3)) / UPDATES, state
 

@@ -1,6 +1,6 @@
 """Video Pro, whose 19 billion weights take 38 GB in bfloat16: a LoRA with offload, and with a quantized base.
 
-Most cases have 13 frames, as a step with 61 takes ten seconds and more.
+Most cases have 13 frames, because a step with 61 frames takes ten seconds or more.
 """
 
 from benchmarks.gpu.parts import PartOptions
@@ -9,11 +9,11 @@ from examples.tiny_shapes import SHAPES
 
 LORA = {"adapter": {"rank": 32}}
 STREAMS = {"offload": {"blocks": True, "streams": True}}
-BOTH = {"offload": {"blocks": True, "streams": True, "activations": True}}
+STREAMS_AND_ACTIVATIONS = {"offload": {"blocks": True, "streams": True, "activations": True}}
 CASES = (
     Case("block offload with streams", {**LORA, **STREAMS}),
     Case("LoRA, all on the card", LORA),
-    Case("block and activation offload", {**LORA, **BOTH}, "768x512@61"),
+    Case("block and activation offload", {**LORA, **STREAMS_AND_ACTIVATIONS}, "768x512@61"),
     Case("base nf4-bnb", {**LORA, "base_precision": "nf4-bnb"}),
     Case("checkpointing interval 2", {**LORA, "gradient_checkpointing_interval": 2}),
     Case("block offload without streams", {**LORA, "offload": {"blocks": True}}),

@@ -1,4 +1,4 @@
-"""Processes of parts: started ahead, ended at their limit with everything that they started."""
+"""Processes of parts. They are started early, and ended at their limit with their child processes."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from pathlib import Path
 from benchmarks.gpu.parts import Part, PartOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-LAST_LINES = 12  # of what a failed part said
+LAST_LINES = 12  # lines of a failed part's standard error
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """printed: all that the part printed on standard output before it ended. problem: why it did not end well."""
+    """printed: standard output of the part. problem: reason of a failure, None without one."""
 
     printed: str
     seconds: float
@@ -27,16 +27,16 @@ class Outcome:
 
 
 class PartProcess:
-    """Imports at once, and works from `run` on."""
+    """The process of a part. It imports its libraries at once, and starts its work in `run`."""
 
     def __init__(self, part: Part) -> None:
-        self.printed, self.said = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.printed, self.errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.child", part.module],
             stdin=subprocess.PIPE,
             stdout=self.printed,
-            stderr=self.said,
+            stderr=self.errors,
             text=True,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
@@ -44,14 +44,14 @@ class PartProcess:
         )
 
     def run(self, options: PartOptions) -> Outcome:
-        """Have it work, and wait for its end, for `options.seconds` at most."""
+        """Start the work, and wait for its end, at most `options.seconds`."""
         start, problem = time.monotonic(), None
         try:
             self.process.communicate(json.dumps(asdict(options)) + "\n", timeout=options.seconds)
             code = self.process.returncode
             if code:
-                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-                problem = f"ended by {how}" + self.last_lines()
+                reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+                problem = f"ended by {reason}" + self.last_lines()
         except subprocess.TimeoutExpired:
             problem = f"ended after its limit of {options.seconds:.0f} s" + self.last_lines()
         finally:
@@ -60,12 +60,12 @@ class PartProcess:
         return Outcome(self.printed.read(), time.monotonic() - start, problem)
 
     def last_lines(self) -> str:
-        self.said.seek(0)
-        lines = self.said.read().strip().splitlines()[-LAST_LINES:]
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines()[-LAST_LINES:]
         return "; its last lines:\n\n" + "".join(f"    {line}\n" for line in lines) if lines else ""
 
     def end(self) -> None:
-        """With all processes of its group."""
+        """Kill all processes of the group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -1,8 +1,8 @@
-"""Two GPUs: DDP and FSDP2 beside a run of one process with the same batch for each GPU.
+"""Two GPUs: DDP and FSDP2 compared with a run of one process, with the same batch for each GPU.
 
-Efficiency: seconds of a step of the one process over those of two, which train twice the samples in it.
-On a machine with one GPU nothing is measured: NCCL refuses two ranks on one, and gloo's copies over the host would say
-nothing of GPUs. benchmarks/ranks.py has two processes on a CPU.
+Efficiency: seconds of a step with one process divided by seconds of a step with two processes, which train twice as
+many samples. Nothing is measured on a machine with one GPU, because NCCL refuses two ranks on one GPU, and gloo copies
+over the host. benchmarks/ranks.py measures two processes on a CPU.
 """
 
 import os
@@ -33,7 +33,7 @@ STRATEGIES = {
     "fsdp2, weights kept": {"strategy": "fsdp2", "reshard_after_forward": False},
 }
 COLUMNS = ("", "processes", "s/step", "efficiency", "peak GiB of rank 0")
-LIMIT = 90  # seconds of a case
+LIMIT = 90  # seconds per case
 
 
 def run(options: PartOptions) -> None:
@@ -43,37 +43,40 @@ def run(options: PartOptions) -> None:
     if options.device == "cuda" and count < RANKS:
         print_row("left out", f"{count} GPU; NCCL refuses two ranks on one", *[""] * (len(COLUMNS) - 2))
         return
-    for what, (model, settings) in WORK.items():
+    for title, (model, settings) in WORK.items():
         alone = None
         for name, parallel in STRATEGIES.items():
             began = time.monotonic()
             if deadline - began < 1.3 * longest:
-                print_row(what, name, "not begun: too little time was left", "", "")
+                print_row(title, name, "not started: too little time remained", "", "")
                 continue
             case = Case(name, settings if parallel is None else {**settings, "parallel": parallel})
             variables = [{}] if parallel is None else launch_variables()
-            found = measure_together(model(options.tiny), case, options.device, variables)
+            result = measure_together(model(options.tiny), case, options.device, variables)
             longest = max(longest, time.monotonic() - began)
-            if isinstance(found, str):
-                print_row(what, name, found, "", "")
+            if isinstance(result, str):
+                print_row(title, name, result, "", "")
                 continue
-            alone = alone or found.seconds
-            peak = "" if found.peak is None else f"{found.peak / GIB:.1f}"
-            print_row(what, name, f"{found.seconds:.3g}", f"{alone / found.seconds:.2f}", peak)
+            alone = alone or result.seconds
+            peak = "" if result.peak is None else f"{result.peak / GIB:.1f}"
+            print_row(title, name, f"{result.seconds:.3g}", f"{alone / result.seconds:.2f}", peak)
 
 
 def measure_together(model: Model, case: Case, device: str, variables: list[dict[str, str]]) -> Measured | str:
-    """Steps of as many processes as `variables`, of rank 0; or why there are none."""
-    context: Any = get_context("fork" if device == "cpu" else "spawn")  # CUDA does not outlive a fork
+    """Measure steps of one process for each of `variables`. Returns the figures of rank 0, or the reason of a
+    failure."""
+    context: Any = get_context("fork" if device == "cpu" else "spawn")  # CUDA does not work after a fork
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=measure_rank, args=(model, case, device, Path(folder) / str(rank), own, theirs))
-            for rank, own in enumerate(variables)
+            context.Process(
+                target=measure_rank, args=(model, case, device, Path(folder) / str(rank), rank_variables, theirs)
+            )
+            for rank, rank_variables in enumerate(variables)
         ]
         for process in ranks:
             process.start()
-        theirs.close()  # so that reading ends where all ranks have
+        theirs.close()  # so that reading ends when all ranks have ended
         try:
             return ours.recv() if ours.poll(LIMIT) else f"no answer in {LIMIT} s"
         except EOFError:
@@ -87,15 +90,15 @@ def measure_together(model: Model, case: Case, device: str, variables: list[dict
 def measure_rank(
     model: Model, case: Case, device: str, folder: Path, variables: dict[str, str], answer: Connection
 ) -> None:
-    """One rank, in a process of its own; rank 0 sends what it measured."""
+    """Measure one rank in a separate process. Rank 0 sends its figures."""
     os.environ |= variables
     if device == "cpu":
-        torch.set_num_threads(1)  # a fork has no other threads of OpenMP
+        torch.set_num_threads(1)  # a fork does not have the OpenMP threads of its parent
     try:
-        found: Measured | str = measure_steps(prepare(model, case, folder, device, folder.parent / "output"))
-    except Exception as error:  # whatever a case does, the others are measured
-        found = describe(error)
+        result: Measured | str = measure_steps(prepare(model, case, folder, device, folder.parent / "output"))
+    except Exception as error:  # if a case fails, the next cases are still measured
+        result = describe(error)
     if variables.get("RANK", "0") == "0":
-        answer.send(found)
+        answer.send(result)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

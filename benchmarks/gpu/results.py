@@ -1,4 +1,4 @@
-"""The file of a card's results: a section for each part, which another run of that part replaces."""
+"""The file of a card's results, with a section for each part. A new run of a part replaces its section."""
 
 import os
 import re
@@ -13,15 +13,15 @@ def file_name(card: str) -> str:
 
 
 def read_sections(path: Path) -> dict[str, str]:
-    """Part -> its section; nothing where there is no file."""
+    """Read part -> section; empty if the file does not exist."""
     if not path.exists():
         return {}
-    _, *found = MARK.split(path.read_text())
-    return dict(zip(found[::2], found[1::2], strict=True))
+    _, *pieces = MARK.split(path.read_text())
+    return dict(zip(pieces[::2], pieces[1::2], strict=True))
 
 
 def write_sections(path: Path, head: str, sections: dict[str, str], order: Sequence[str]) -> None:
-    """Whole or not at all; sections of parts that are not in `order` come last."""
+    """Write the file atomically. Sections of parts that are not in `order` are last."""
     names = [*(name for name in order if name in sections), *(name for name in sections if name not in order)]
     text = head.rstrip() + "\n\n" + "".join(f"<!-- part {name} -->\n{sections[name].rstrip()}\n\n" for name in names)
     path.parent.mkdir(parents=True, exist_ok=True)

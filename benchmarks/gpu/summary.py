@@ -1,4 +1,4 @@
-"""The first lines of a card's results: what its sections say, in ten lines at most. Imports no torch."""
+"""The first lines of a card's results: a summary of its sections in at most ten lines. Does not import torch."""
 
 import math
 import re
@@ -9,14 +9,14 @@ from benchmarks.gpu.parts import LOSS_BOUND, Part
 
 NOT_WHOLE = "**Not whole**"
 TEST = re.compile(r"^\S+::(.*) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
-NAMED = 4  # failed tests at most
-#: Columns of training.py, equality.py and waits.py.
+MAX_NAMED = 4  # failed tests that are named
+#: Names of columns of training.py, equality.py and waits.py.
 PREDICTED, PEAK, DIFFERENCE, WAITS = "predicted / peak", "of the peak", "largest relative difference", "waits"
 
 
 def read_rows(text: str, *needed: str) -> list[dict[str, str]]:
-    """Rows of the tables of a section, by column, that have something in those needed."""
-    found: list[dict[str, str]] = []
+    """Rows of the tables of a section, as column -> cell, without rows in which a cell of `needed` is empty."""
+    rows: list[dict[str, str]] = []
     names: list[str] = []
     lines = text.splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=False):
@@ -25,48 +25,48 @@ def read_rows(text: str, *needed: str) -> list[dict[str, str]]:
             if following.startswith("|---"):
                 names = cells
             else:
-                found.append(dict(zip(names, cells, strict=False)))
-    return [row for row in found if all(row.get(name) for name in needed)]
+                rows.append(dict(zip(names, cells, strict=False)))
+    return [row for row in rows if all(row.get(name) for name in needed)]
 
 
-def summarize(sections: Mapping[str, str], parts: Mapping[str, Part], missing: str = "not measured") -> list[str]:
-    """A line for each matter. missing: said of those of which there is nothing."""
+def summarize(sections: Mapping[str, str], parts: Mapping[str, Part], gap_text: str = "not measured") -> list[str]:
+    """Make a line for each topic. gap_text: text of topics without results."""
     failed = [name for name in parts if NOT_WHOLE in sections.get(name, "")]
     absent = [name for name in parts if name not in sections]
-    found = {
+    lines = {
         "Parts": f"{len(parts) - len(failed) - len(absent)} of {len(parts)} passed"
         + (f"; failed: {', '.join(failed)}" if failed else "")
         + (f"; not run: {', '.join(absent)}" if absent else ""),
         "Tests": count_tests(sections.get("tests", "")),
-        "Losses beside the CPU's": describe_equality(sections.get("equality", "")),
+        "Losses compared with the CPU": describe_equality(sections.get("equality", "")),
         **describe_waits(sections.get("waits", "")),
         "Predicted memory / peak": describe_memory(sections),
         "FLOP/s, of a matrix product's": describe_rates(sections),
         "Idle in a training step": describe_idle(sections.get("kernels", "")),
     }
-    return [f"- {name}: {words or missing}" for name, words in found.items()]
+    return [f"- {name}: {words or gap_text}" for name, words in lines.items()]
 
 
 def count_tests(text: str) -> str:
-    """Of what pytest -v printed, also where it was ended."""
+    """Count the tests in the output of pytest -v, which may be incomplete."""
     ended = TEST.findall(text)
-    counts = Counter("FAILED" if how == "ERROR" else how for _, how in ended)
-    names = [name for name, how in ended if how in ("FAILED", "ERROR")]
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    said = ", ".join(f"{counts[how]} {how.lower()}" for how in ("PASSED", "FAILED", "SKIPPED"))
-    return said + (f" ({', '.join(names[:NAMED])}{more})" if names else "") if ended else ""
+    counts = Counter("FAILED" if result == "ERROR" else result for _, result in ended)
+    names = [name for name, result in ended if result in ("FAILED", "ERROR")]
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    counts_text = ", ".join(f"{counts[result]} {result.lower()}" for result in ("PASSED", "FAILED", "SKIPPED"))
+    return counts_text + (f" ({', '.join(names[:MAX_NAMED])}{more})" if names else "") if ended else ""
 
 
 def describe_equality(text: str) -> str:
     rows = [(float(row[DIFFERENCE]), row["flavour"]) for row in read_rows(text, DIFFERENCE)]
-    if not rows or "the CPU with itself" in text:  # which says nothing
+    if not rows or "the CPU with itself" in text:  # a run without a card
         return ""
     worst = max(rows, key=lambda row: (math.isnan(row[0]), row[0]))
     return f"differ by {worst[0]:.2g} at most ({worst[1]}; {len(rows)} flavours), bound {LOSS_BOUND:g}"
 
 
 def describe_waits(text: str) -> dict[str, str]:
-    """Of training, denoising and encoding."""
+    """Lines about the waits in training, denoising and encoding."""
     by_work: dict[str, list[str]] = {"training step": [], "denoising step": [], "batch": []}
     for row in read_rows(text, "work", WAITS):
         words = [row["flavour"], row[WAITS]]
@@ -76,30 +76,30 @@ def describe_waits(text: str) -> dict[str, str]:
     return {
         f"Waits of a {work}, by encoder" if work == "batch" else f"Waits of a {work}": ""
         if nothing
-        else ", ".join(found)
-        for work, found in by_work.items()
+        else ", ".join(words_by_row)
+        for work, words_by_row in by_work.items()
     }
 
 
 def collect(sections: Mapping[str, str], column: str) -> list[tuple[float, str]]:
-    """Numbers of a column of all training cases, and whose they are."""
+    """Numbers in a column of all training cases: (number, name of part and case)."""
     rows = [(part, row) for part, text in sections.items() for row in read_rows(text, column)]
     return [(float(row[column].rstrip("%")), f"{part}, {next(iter(row.values()))}") for part, row in rows]
 
 
 def describe_memory(sections: Mapping[str, str]) -> str:
-    found = [(ratio, name) for ratio, name in collect(sections, PREDICTED) if ratio > 0]
-    if not found:
+    ratios = [(ratio, name) for ratio, name in collect(sections, PREDICTED) if ratio > 0]
+    if not ratios:
         return ""
-    ratio, name = max(found, key=lambda pair: abs(math.log(pair[0])))
-    return f"{ratio:.2f} at worst ({name}), of {len(found)} cases"
+    ratio, name = max(ratios, key=lambda pair: abs(math.log(pair[0])))
+    return f"{ratio:.2f} at worst ({name}), of {len(ratios)} cases"
 
 
 def describe_rates(sections: Mapping[str, str]) -> str:
-    found: Sequence[tuple[float, str]] = sorted(collect(sections, PEAK))
-    if not found:
+    shares: Sequence[tuple[float, str]] = sorted(collect(sections, PEAK))
+    if not shares:
         return ""
-    (low, slow), (high, fast) = found[0], found[-1]
+    (low, slow), (high, fast) = shares[0], shares[-1]
     return f"{high:.0f}% at best ({fast}), {low:.0f}% at worst ({slow})"
 
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL-7B: benchmarks/text.py with the true shapes."""
+"""Qwen2.5-VL-7B: benchmarks/text.py with true shapes."""
 
 import shutil
 import tempfile
@@ -8,13 +8,11 @@ from benchmarks import text
 from benchmarks.gpu.parts import PartOptions
 from examples import tiny_models
 
-IN_MEMORY, BYTES = "/dev/shm", 24 << 30  # of the checkpoint, which the pipeline and the encoders load
+IN_MEMORY, BYTES = "/dev/shm", 24 << 30  # bytes of the checkpoint, which the pipeline and the encoders load
 
 
 def run(options: PartOptions) -> None:
-    if (
-        Path(IN_MEMORY).is_dir() and shutil.disk_usage(IN_MEMORY).free > 2 * BYTES
-    ):  # sooner written and read than on a disk
+    if Path(IN_MEMORY).is_dir() and shutil.disk_usage(IN_MEMORY).free > 2 * BYTES:  # faster than a disk
         tempfile.tempdir = IN_MEMORY
     with tempfile.TemporaryDirectory() as folder:
         size = ["--captions", "64", "--true-size"]

@@ -1,6 +1,6 @@
-"""Training steps of a transformer with random weights, by the trainer's own code, with each of several settings.
+"""Training steps of a transformer with random weights, by the trainer's code, with several settings.
 
-The training set is written to a temporary folder: a few samples of the true shapes, which the trainer reads as ever.
+The training set is written to a temporary folder: a few samples of true shapes, which the trainer reads as usual.
 """
 
 import gc
@@ -38,17 +38,18 @@ from trainer.setup.prepare import TrainState, prepare_training
 from trainer.train import train_step
 
 GIB = 2**30
-TIMED_STEPS, TIMED_SECONDS = 5, 6.0  # at most, beyond two steps
-VISION_WIDTH = 384  # of dinov2_vits14
-COMPILING_SECONDS = 50  # of a first step with compiled blocks, on a machine that never compiled them
-PREDICTORS = 3  # processes; a prediction takes some seconds of a CPU
+TIMED_STEPS, TIMED_SECONDS = 5, 6.0  # limits for steps after the first two
+VISION_WIDTH = 384  # width of dinov2_vits14
+COMPILING_SECONDS = 50  # time of the first step with compiled blocks, without a cache
+PREDICTORS = 3  # processes; a prediction takes a few seconds on a CPU
 COLUMNS = ("settings", "peak GiB", "reserved", "predicted", "predicted / peak", "s/step")
 COLUMNS += ("of the first's", "of the peak", "idle")
 
 
 @dataclass(frozen=True)
 class Model:
-    """shape: the transformer's config.json. bucket, tokens: of the samples, and their texts. samples: of the set."""
+    """shape: content of the transformer's config.json. bucket: bucket of the samples. tokens: number of tokens of a
+    text. samples: number of samples in the set."""
 
     family: str
     flavour: str
@@ -60,7 +61,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Case:
-    """settings: of the section `train`. bucket: another than the model's."""
+    """settings: settings of the section `train`. bucket: bucket that replaces the model's bucket."""
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -68,12 +69,12 @@ class Case:
 
 
 def make_tiny(case: Case) -> Case:
-    """Compiled without a compiler."""
+    """A case for tiny shapes, in which blocks are compiled without a compiler."""
     return replace(case, settings={**case.settings, "compile_backend": "eager"}) if "compile" in case.settings else case
 
 
 def make_config(model: Model, case: Case, folder: Path, device: str, output: Path | None = None) -> Config:
-    """A run of the case, whose weights are nowhere: `model.path` has a config.json alone."""
+    """Make the configuration of a run without stored weights: `model.path` has only a config.json."""
     dataset = {"id": "made", "instance_data_dir": "none"}
     dataset |= {"dataset_type": "video"} if "@" in model.bucket else {}
     dataset |= {"conditioning_data": "none"} if model.flavour.startswith("i2i") else {}
@@ -89,16 +90,16 @@ def make_config(model: Model, case: Case, folder: Path, device: str, output: Pat
 
 
 def make_set(model: Model, config: Config, bucket: str, has_prompt: bool) -> None:
-    """A training set of samples with texts of equal length, so that a graph is compiled once.
+    """Make a training set of samples with texts of equal length, so that a graph is compiled only once.
 
     has_prompt: whether the set has a validation prompt, for which the checkpoint needs a scheduler.
     """
     rng, spec = np.random.default_rng(0), config.model.family_spec
     widths = {name: model.shape.get(key) for name, key in spec.text_widths.items()}
-    if None in widths.values():  # a key that the class's default has
+    if None in widths.values():  # the shape does not have a key with a default
         with torch.device("meta"):
-            built = module_of(spec).untrained(model.shape)
-        widths = {name: built.config[key] for name, key in spec.text_widths.items()}
+            transformer = module_of(spec).untrained(model.shape)
+        widths = {name: transformer.config[key] for name, key in spec.text_widths.items()}
 
     def text() -> dict[str, np.ndarray]:
         shapes = {"embeds": (model.tokens, widths["embeds"]), "pooled": (widths.get("pooled"),)}
@@ -106,7 +107,7 @@ def make_set(model: Model, config: Config, bucket: str, has_prompt: bool) -> Non
 
     def item() -> Item:
         x0, vision = latent(rng, config, bucket), None
-        if config.train.methods.crepa is not None:  # on the grid of Kandinsky's tokens
+        if config.train.methods.crepa is not None:  # features on the grid of Kandinsky's tokens
             _, frames, height, width = x0.shape
             vision = rng.standard_normal((frames, height // 2, width // 2, VISION_WIDTH)).astype(np.float32)
         marked = config.train.methods.regularization is not None
@@ -124,29 +125,30 @@ def write_shape(model: Model, folder: Path) -> None:
 
 
 def prepare(
-    model: Model, case: Case, folder: Path, device: str, output: Path | None = None, drawn: bool = True
+    model: Model, case: Case, folder: Path, device: str, output: Path | None = None, random_weights: bool = True
 ) -> TrainState:
-    """The trainer's own way, with weights drawn on the device in place of loaded ones. Not `drawn`: those of the
-    checkpoint in folder/model."""
+    """Prepare a run by the trainer's code. random_weights: whether weights are drawn on the device; otherwise the
+    checkpoint in folder/model is loaded."""
     config, bucket = make_config(model, case, folder, device, output), case.bucket or model.bucket
-    if drawn:
+    if random_weights:
         write_shape(model, folder)
-    make_set(model, config, bucket, has_prompt=not drawn)
+    make_set(model, config, bucket, has_prompt=not random_weights)
     family = module_of(config.model.family_spec)
 
-    def load(source: str, revision: str | None, dtype: torch.dtype, where: torch.device) -> Any:
-        return make_transformer(family, model.shape, dtype, where, drawn_on=device)
+    def load(source: str, revision: str | None, dtype: torch.dtype, target: torch.device) -> Any:
+        return make_transformer(family, model.shape, dtype, target, draw_device=device)
 
     data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
     size, settings = config.train.batch_size, config.train
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     plan = BatchSchedule(data.spans, 0, size, size * settings.accumulate * ranks)
-    return prepare_training(config, data, plan, Console(stderr=io.StringIO()), device, load if drawn else None)
+    return prepare_training(config, data, plan, Console(stderr=io.StringIO()), device, load if random_weights else None)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """seconds: of a step, the median. peak, reserved: bytes; idle: share of a step. None without CUDA."""
+    """seconds: median time of a step. peak, reserved: bytes, None without CUDA. idle: share of a step in which no
+    kernel ran, None without CUDA."""
 
     seconds: float
     peak: int | None = None
@@ -155,8 +157,8 @@ class Measured:
 
 
 def measure_steps(run: TrainState, seconds: float = TIMED_SECONDS, warm: int = 1) -> Measured:
-    """Steps of a prepared run, after `warm` that are not counted, in which memory is allocated and blocks are
-    compiled."""
+    """Measure steps of a prepared run, after `warm` steps that are not counted, in which memory is allocated and blocks
+    are compiled."""
     device = run.accelerator.device
     with closing(run.loader.steps(0, 1000)) as batches:  # read ahead
         step = lambda: train_step(run, next(batches))  # noqa: E731
@@ -175,8 +177,9 @@ def measure_steps(run: TrainState, seconds: float = TIMED_SECONDS, warm: int = 1
 
 
 def count_operations(run: TrainState) -> int:
-    """Of a sample's forward and backward pass, without what checkpointing computes again. The backward pass has of each
-    matrix product one for the inputs, and in full-rank training one for the weights; of attention 2.5 times as much."""
+    """Count the operations of a sample's forward and backward pass, without recomputation by checkpointing. For each
+    matrix product, the backward pass has one product for the inputs, and in full-rank training one for the weights; for
+    attention, it has 2.5 times as many operations."""
     micro_batch = run.loader.step(0).micro_batches[0]
     batch = micro_batch.batch.to(run.accelerator.device, torch.float32)
     sigma_B = torch.full((len(batch),), 0.5, device=run.accelerator.device)
@@ -190,7 +193,7 @@ def count_operations(run: TrainState) -> int:
 
 
 def predict(model: Model, case: Case) -> MemoryEstimate:
-    """In a process without a card."""
+    """Predict the memory of a case, in a process without a card."""
     config = make_config(model, case, Path("none"), "auto")
     return estimate_memory(config, model.shape, [case.bucket or model.bucket], model.tokens)
 
@@ -198,34 +201,35 @@ def predict(model: Model, case: Case) -> MemoryEstimate:
 def start_predicting(
     stack: ExitStack, model: Model, cases: Sequence[Case], tiny: bool
 ) -> dict[str, Callable[[float], MemoryEstimate]]:
-    """Case -> what waits for its prediction, for some seconds at most. They are computed while the card works."""
+    """Start predictions in processes that run while the card computes. Returns name of a case -> function that waits at
+    most a number of seconds for the prediction."""
     if tiny:
         return {case.name: lambda seconds, case=case: predict(model, case) for case in cases}  # type: ignore[misc]
     pool = stack.enter_context(
         multiprocessing.get_context("spawn").Pool(PREDICTORS, os.nice, (10,))
-    )  # ended with the stack
+    )  # the stack ends the pool
     return {case.name: pool.apply_async(predict, (model, case)).get for case in cases}
 
 
 def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> None:
-    """Print a row for each case; one that fails has its reason there, and the others are measured. SystemExit at the
-    end where one failed that is no lack of memory or of a library."""
+    """Print a row for each case. The row of a failed case has the reason, and the next cases are still measured. Raises
+    SystemExit at the end if a case failed, unless memory or a library was missing."""
     cases = [make_tiny(case) for case in cases] if options.tiny else cases
     deadline, longest, failed = time.monotonic() + options.seconds, 0.0, []
-    operations: dict[tuple[str, str], int] = {}  # of a sample, by bucket and adapter.type
-    first: dict[str, float] = {}  # seconds for a sample of the first case that was measured, by bucket
+    operations: dict[tuple[str, str], int] = {}  # (bucket, adapter.type) -> operations for a sample
+    first: dict[str, float] = {}  # bucket -> seconds for a sample in the first measured case
     print(f"{model.bucket}, texts of {model.tokens} tokens, bfloat16.\n")
     print_header(*COLUMNS)
     with ExitStack() as stack:
         predictions = start_predicting(stack, model, cases, options.tiny)
         for case in cases:
             start, name = time.monotonic(), case.name + (f", {case.bucket}" if case.bucket else "")
-            left, compiled = deadline - start, case.settings.get("compile", "none") != "none"
+            remaining_s, compiled = deadline - start, case.settings.get("compile", "none") != "none"
             work = (case.bucket or model.bucket, case.settings.get("adapter", {}).get("type", "lora"))
-            if left < 1.3 * longest + (COMPILING_SECONDS if compiled and not options.tiny else 0):
-                print_row(name, f"not begun: {left:.0f} s were left", *[""] * (len(COLUMNS) - 2))
+            if remaining_s < 1.3 * longest + (COMPILING_SECONDS if compiled and not options.tiny else 0):
+                print_row(name, f"not started: {remaining_s:.0f} s remained", *[""] * (len(COLUMNS) - 2))
                 continue
-            measured, found, problem = None, None, ""
+            measured, prediction, problem = None, None, ""
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     run = prepare(model, case, Path(folder), options.device)
@@ -234,24 +238,24 @@ def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> 
                     measured = measure_steps(run, warm=2 if compiled else 1)
                 except (torch.OutOfMemoryError, LatentpressError) as error:
                     problem = describe(error)
-                except Exception as error:  # whatever a case does, the others are measured
+                except Exception as error:  # if a case fails, the next cases are still measured
                     problem, failed = describe(error), [*failed, name]
             run = None
             forget_models()
             with suppress(multiprocessing.TimeoutError):
-                found = predictions[case.name](max(1.0, min(20.0, deadline - time.monotonic() - 5)))
+                prediction = predictions[case.name](max(1.0, min(20.0, deadline - time.monotonic() - 5)))
             samples = case.settings.get("batch_size", 1)
             rate = samples * operations[work] / options.peak_flops if work in operations else None
             if measured is not None:
                 first.setdefault(work[0], measured.seconds / samples)
-            print_row(name, *format_cells(measured, found, rate, samples * first.get(work[0], 0.0), problem))
+            print_row(name, *format_cells(measured, prediction, rate, samples * first.get(work[0], 0.0), problem))
             longest = longest if compiled else max(longest, time.monotonic() - start)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def describe(error: BaseException) -> str:
-    """In words that are short enough for a table."""
+    """Describe an error in a text that is short enough for a table."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     lines = str(error).replace("|", "/").strip().splitlines() or [""]
@@ -261,7 +265,7 @@ def describe(error: BaseException) -> str:
 
 
 def forget_models() -> None:
-    """Free what a case had on the device, and what was compiled for it."""
+    """Free a case's memory on the device, and its compiled code."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -275,8 +279,8 @@ def format_cells(
     first_seconds: float,
     problem: str,
 ) -> list[str]:
-    """All columns but the first. least_seconds: of the operations at the card's peak. first_seconds: of as many samples
-    in the first case of the bucket."""
+    """The cells of all columns except the first. least_seconds: time of the operations at the card's peak.
+    first_seconds: time of the same number of samples in the first case of the bucket."""
     guess = "" if predicted is None else f"{predicted.device / GIB:.1f}"
     if measured is None:
         return [problem, "", guess, *[""] * (len(COLUMNS) - 4)]

@@ -1,4 +1,4 @@
-"""HunyuanVideo's autoencoder: encoding a clip with each way to save memory."""
+"""HunyuanVideo's autoencoder: encoding a clip with each memory option."""
 
 import torch
 
@@ -15,18 +15,18 @@ TINY = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_
 
 
 def cases(tiny: bool) -> list[vae_memory.Case]:
-    found = [case for case in vae_memory.usual_cases(NAME, (DTYPE,)) if case.shape == SHAPE]
-    return [vae_memory.Case(NAME, TINY_SHAPE, DTYPE, case.options, TINY) for case in found[::3]] if tiny else found
+    usual = [case for case in vae_memory.usual_cases(NAME, (DTYPE,)) if case.shape == SHAPE]
+    return [vae_memory.Case(NAME, TINY_SHAPE, DTYPE, case.options, TINY) for case in usual[::3]] if tiny else usual
 
 
 def measure(case: vae_memory.Case, device: torch.device, peak_flops: float) -> list[str]:
-    """Seconds, and the cells of devices.COLUMNS."""
+    """The cells of a row: seconds, and devices.COLUMNS."""
     part, overrides = vae_memory.MODEL_NAMES[NAME], case.overrides
     vae = make_model(part, "true", dtype=DTYPE, device=device.type, overrides=overrides)
     case.apply_options(vae)
     encode = lambda: case.encode(vae, device.type)  # noqa: E731
     try:
-        encode()  # kernels are chosen
+        encode()  # in the first call, kernels are chosen
         usage = devices.measure_usage(encode, device)
     except torch.OutOfMemoryError as error:
         return [describe(error), *[""] * len(devices.COLUMNS)]
@@ -38,6 +38,8 @@ def run(options: PartOptions) -> None:
     print("A clip of one bucket; predicted: `python -m benchmarks.vae_memory`.\n")
     print_header("frames x height x width", "options", "predicted GiB", "s", *devices.COLUMNS)
     for case in cases(options.tiny):
-        _, shape, _, how = case.cells
-        print_row(shape, how, f"{vae_memory.compute_peak(case):.2f}", *measure(case, device, options.peak_flops))
+        _, shape, _, memory_options = case.cells
+        print_row(
+            shape, memory_options, f"{vae_memory.compute_peak(case):.2f}", *measure(case, device, options.peak_flops)
+        )
         forget_models()

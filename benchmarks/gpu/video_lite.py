@@ -1,4 +1,4 @@
-"""Video Lite: a LoRA at 512x768 with 61 frames, with each way to save memory."""
+"""Video Lite: a LoRA at 512x768 with 61 frames, with each memory option."""
 
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import Case, Model, measure_cases

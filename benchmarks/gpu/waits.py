@@ -1,7 +1,7 @@
-"""How often the host waits for the card, and where: CUDA's own sync debug mode warns of each wait.
+"""Number of times that the host waits for the card, and the lines of code: CUDA's sync debug mode warns of each wait.
 
-Counted in training steps, denoising steps of a validation and batches of each encoder, of the tiny models: what is
-asked of a card does not depend on the size. The mode does not see waits for an event, and may miss others.
+Waits are counted in training steps, denoising steps of a validation and batches of each encoder, with the tiny models,
+because the number of waits does not depend on the size. The mode does not detect waits for an event, and may miss more.
 """
 
 import sys
@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tuple(f"{ROOT / package}/" for package in ("schemas", "cache", "stages", "trainer"))
 MESSAGE = "called a synchronizing CUDA operation"
 COLUMNS = ("flavour", "work", "waits", "where")
-COUNTED = 3  # steps or batches, after some that are not counted
+COUNTED_STEPS = 3  # steps or batches, after the first ones, which are not counted
 Counts = Counter[str]
-#: Work -> program, and the class whose `encode` takes a batch.
+#: Work -> (program, class whose method `encode` encodes a batch).
 ENCODERS: dict[str, tuple[Any, type]] = {
     "text batch": (encode_text, TextWorker),
     "latents batch": (encode_latents, LatentsWorker),
@@ -48,13 +48,13 @@ ENCODERS: dict[str, tuple[Any, type]] = {
 
 @contextmanager
 def counting(device: torch.device) -> Iterator[Counts]:
-    """Count the waits in this block by the line that asks, on all threads. Nothing is counted without CUDA."""
+    """Context that counts waits on all threads: line of code -> number. Nothing is counted without CUDA."""
     counts: Counts = Counter()
-    shown = warnings.showwarning
+    previous = warnings.showwarning
 
-    def note(message: Any, category: Any, filename: str, lineno: int, *others: Any) -> None:
+    def note(message: Any, category: Any, filename: str, lineno: int, *more: Any) -> None:
         if not str(message).startswith(MESSAGE):
-            return shown(message, category, filename, lineno, *others)
+            return previous(message, category, filename, lineno, *more)
         counts[find_line(sys._getframe(1), f"{filename}:{lineno}")] += 1
 
     cuda = device.type == "cuda"
@@ -72,7 +72,8 @@ def counting(device: torch.device) -> Iterator[Counts]:
 
 
 def find_line(frame: FrameType | None, library: str) -> str:
-    """The innermost line of this project's packages that led to `frame`, else `library`, without its folder."""
+    """The innermost line of this project's packages in the stack of `frame`; `library` without its folder if none
+    is."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(PROJECT):
@@ -82,23 +83,23 @@ def find_line(frame: FrameType | None, library: str) -> str:
 
 
 def average(marks: list[Counts]) -> dict[str, float]:
-    """Line -> waits, of what lies between two of the counts that were noted."""
+    """Line -> mean number of waits between two successive counts."""
     assert len(marks) > 1, "nothing was counted"
     return {line: count / (len(marks) - 1) for line, count in (marks[-1] - marks[0]).items()}
 
 
 def in_training(kind: str, folder: Path, device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
-    """Of a training step, and of a denoising step of the validation after it."""
+    """Count the waits of a training step, and of a denoising step of the validation after it."""
     state = flavours.prepare_tiny(kind, folder, device.type)
     marks: list[Counts] = []
     with counting(device) as counts:
         earlier = None
-        for batches in flavours.read_steps(state, COUNTED + 2):
+        for batches in flavours.read_steps(state, COUNTED_STEPS + 2):
             earlier = train_step(state, batches, earlier)
             marks.append(counts.copy())
     steps, prompts = average(marks[1:]), state.loader.reader.data
     marks.clear()
-    looks = {"steps": COUNTED + 1, "guidance": 2.0}
+    looks = {"steps": COUNTED_STEPS + 1, "guidance": 2.0}
     config = state.config.changed(validation=state.config.validation.changed(**looks))
     autocast = state.accelerator.unwrap_model(state.denoiser).eval().autocast
     with counting(device) as counts:
@@ -110,13 +111,13 @@ def in_training(kind: str, folder: Path, device: torch.device) -> tuple[dict[str
 
 
 def make_project(kind: str, folder: Path, device: torch.device) -> Path:
-    """A planned project of a few media, of which each is a batch; the configuration's path."""
+    """Make a planned project of a few media, each of which is a batch. Returns the path of its configuration."""
     video, flavour = kind.endswith("v"), flavours.models(tiny=True)[kind]
     dataset: dict[str, Any] = {"id": "media", "instance_data_dir": "media", "resolution": 64}
     if video:
         dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "clip_selection": "head"}}
     clip = make_video(64, 64, 12) if video else b""
-    for number in range(COUNTED + 3):
+    for number in range(COUNTED_STEPS + 3):
         name = f"{number}.mp4" if video else f"{number}.png"
         write_item(folder / "media" / name, unique_video(clip, number))
         if not video:
@@ -145,7 +146,7 @@ def make_project(kind: str, folder: Path, device: torch.device) -> Path:
 
 
 def in_encoding(work: str, path: Path, device: torch.device) -> dict[str, float]:
-    """Of a batch of an encoder with all that the stage does for it, after the first batch."""
+    """Count the waits of a batch of an encoder, including the stage's work for it, after the first batch."""
     program, worker = ENCODERS[work]
     marks: list[Counts] = []
     encode: Callable[..., Any] = worker.encode  # type: ignore[attr-defined]
@@ -160,16 +161,18 @@ def in_encoding(work: str, path: Path, device: torch.device) -> dict[str, float]
 
 
 def run(options: PartOptions) -> None:
-    """SystemExit at the end where a flavour fails."""
+    """Count the waits of all flavours. Raises SystemExit at the end if a flavour fails."""
     device, failed = torch.device(options.device), []
     disable_progress_bars()
     if device.type == "cpu":
-        print("Only a card is waited for: on the CPU the same code runs, and nothing is counted.\n")
+        print("The host waits only for a card: on the CPU the same code runs, and nothing is counted.\n")
     print_header(*COLUMNS)
 
-    def show(kind: str, work: str, found: dict[str, float]) -> None:
-        lines = ", ".join(f"{line} ({count:.3g})" for line, count in sorted(found.items(), key=lambda pair: -pair[1]))
-        waits = f"{sum(found.values()):.3g}" if device.type == "cuda" else "not counted"
+    def show(kind: str, work: str, waits_by_line: dict[str, float]) -> None:
+        lines = ", ".join(
+            f"{line} ({count:.3g})" for line, count in sorted(waits_by_line.items(), key=lambda pair: -pair[1])
+        )
+        waits = f"{sum(waits_by_line.values()):.3g}" if device.type == "cuda" else "not counted"
         print_row(kind, work, waits, lines)
 
     for kind in flavours.CHECKPOINTS:
@@ -179,9 +182,9 @@ def run(options: PartOptions) -> None:
                 show(kind, "training step", steps)
                 show(kind, "denoising step", denoising)
                 path = make_project(kind, Path(name), device)
-                for work in [*ENCODERS][: None if kind == "t2v" else 2]:  # the vision model is one for all
+                for work in [*ENCODERS][: None if kind == "t2v" else 2]:  # all flavours have the same vision model
                     show(kind, work, in_encoding(work, path, device))
-            except Exception as error:  # whatever a flavour does, the others are counted
+            except Exception as error:  # if a flavour fails, the next flavours are still counted
                 print_row(kind, describe(error), "", "")
                 failed.append(kind)
         forget_models()

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Runs the Jobs of each step and waits for their end before the next step: submit.sh [plan] [encode] [vision] [train] [decode]
 #
-# Without arguments all but vision, which needs vision.model. Jobs of an earlier run are deleted first, with their pods, as a Job can't be applied twice.
-# What is done is not done again.
+# Without arguments, all steps except vision, which requires vision.model. Jobs of an earlier run are deleted first, with
+# their pods, because a Job can't be applied twice. Finished work is skipped.
 set -euo pipefail
 cd "$(dirname "$0")"
 [ $# -gt 0 ] || set -- plan encode train decode
 states='{range .items[*]}{.metadata.name}{" "}{.status.conditions[?(@.status=="True")].type}{"\n"}{end}'
 
-wait_for() {  # each Job of the step is complete or has failed; a server that does not answer is asked again
+wait_for() {  # until each Job of the step is complete or has failed; if the server does not answer, it is called again
     local found failed name
     while true; do
         sleep 15

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Submits the whole pipeline; each job waits for those that it needs:
+# Submits the whole pipeline; each job waits for the jobs that it depends on:
 #
 #   bash examples/slurm/submit.sh pipeline.yaml 8 --partition=gpu --gres=gpu:1
 #
-# discover and bucket -> encode-text and encode-latents, arrays of as many tasks as the second argument says -> index
-# -> train -> decode and report. Further arguments are sbatch's, for all jobs. Where vision.model is set (CREPA):
-# STAGES="encode-text encode-latents encode-vision". Run it again at any time: what is done is not done again.
+# discover and bucket -> encode-text and encode-latents, arrays with the number of tasks in the second argument -> index
+# -> train -> decode and report. Further arguments are passed to sbatch for all jobs. If vision.model is set (CREPA), set
+# STAGES="encode-text encode-latents encode-vision". You can run it again at any time: finished work is skipped.
 #
-# Compute nodes share one cache of downloaded models: HF_HOME, by default beside the configuration.
+# Compute nodes share one cache of downloaded models: HF_HOME, by default next to the configuration.
 set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
 config=${1:?"usage: submit.sh CONFIG TASKS [SBATCH OPTIONS]"} tasks=${2:?"the number of tasks of each array"}

@@ -279,7 +279,7 @@ class Interview:
             folder = Path(os.path.expanduser(text))
             if not text or not folder.is_dir():
                 raise ValueError(
-                    f"{text or 'nothing'} is not a folder on this machine; editing needs a source for each picture"
+                    f"{text!r} is not a folder on this machine; editing requires a source for each picture"
                 )
             if not list_folder(folder).images.keys() & listing.images.keys():
                 raise ValueError(

@@ -38,7 +38,7 @@ Line = Mapping[str, Any]
 class Curve:
     """Values by step.
 
-    run: index of the curve's run. steps: (n,) ascending. values: (n,), NaN for steps without a value. faint: whether
+    run: index of the curve's run. steps: (n,) ascending. values: (n,), NaN for steps without a value. is_faint: whether
     another curve is the smoothed version of this curve. spread: (n,) half the height of a band around the curve, NaN
     for points without a band."""
 
@@ -46,7 +46,7 @@ class Curve:
     run: int
     steps: np.ndarray
     values: np.ndarray
-    faint: bool = False
+    is_faint: bool = False
     spread: np.ndarray | None = None
 
 
@@ -100,8 +100,8 @@ class Chart:
         parts = list[np.ndarray]()
         for curve in self.curves:
             spread = 0.0 if curve.spread is None else np.nan_to_num(curve.spread)
-            usual = [np.nanpercentile(curve.values, (2, 98))] if curve.faint else []
-            parts += usual or [curve.values - spread, curve.values + spread]
+            percentiles = [np.nanpercentile(curve.values, (2, 98))] if curve.is_faint else []
+            parts += percentiles or [curve.values - spread, curve.values + spread]
         values = np.concatenate(parts)
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         margin = (high - low) * MARGIN or abs(high) * MARGIN or 1.0
@@ -116,7 +116,7 @@ class Chart:
         """A dict per curve for the legend and the SVG: name, color, dash, faint, and <path> data: path, band and dots
         ("" for none). A curve and its smoothed version have the same color."""
         paths, counts = [], Counter[int]()
-        is_smoothed = any(curve.faint for curve in self.curves)
+        is_smoothed = any(curve.is_faint for curve in self.curves)
         for number, curve in enumerate(self.curves):
             indices = _thin(curve.values, self.max_points)
             x, values = self.x.place(curve.steps[indices]), curve.values[indices]
@@ -129,9 +129,9 @@ class Chart:
                 band = _draw(np.concatenate([x[is_finite], x[is_finite][::-1]]), outline) + "Z"
             color = COLORS[(curve.run if runs or is_smoothed else number) % len(COLORS)]
             dash = DASHES[counts[curve.run] % len(DASHES)] if runs and not is_smoothed else ""
-            dots = _draw(x, y, "h0") if not curve.faint and len(x) <= MARKED_POINTS else ""
+            dots = _draw(x, y, "h0") if not curve.is_faint and len(x) <= MARKED_POINTS else ""
             paths.append(
-                {"name": curve.name, "color": color, "dash": dash, "faint": curve.faint, "path": _draw(x, y)}
+                {"name": curve.name, "color": color, "dash": dash, "is_faint": curve.is_faint, "path": _draw(x, y)}
                 | {"band": band, "dots": dots}
             )
             counts[curve.run] += 1
@@ -145,24 +145,29 @@ class Chart:
     @property
     def thinning(self) -> list[str]:
         """A list with a note if points are left out, else empty."""
-        most = max((len(curve.steps) for curve in self.curves), default=0)
-        is_thin = most > self.max_points
-        return [f"The lowest and the highest point of each stretch are drawn, of {most} points."] if is_thin else []
+        point_count = max((len(curve.steps) for curve in self.curves), default=0)
+        is_thin = point_count > self.max_points
+        return (
+            [f"The lowest and the highest point of each stretch are drawn, of {point_count} points."] if is_thin else []
+        )
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Rows of a table of values: at most MAX_ROWS steps, spread evenly over the steps of the first curve that is
         not faint."""
-        curves = [curve for curve in self.curves if not curve.faint]
+        curves = [curve for curve in self.curves if not curve.is_faint]
         steps = curves[0].steps if curves else np.array([])
         indices = np.unique(np.linspace(0, len(steps) - 1, min(MAX_ROWS, len(steps))).astype(int))
-        return [{"step": int(step)} | {curve.name: _at(curve, step) for curve in curves} for step in steps[indices]]
+        return [
+            {"step": int(step)} | {curve.name: _format_value(curve, step) for curve in curves}
+            for step in steps[indices]
+        ]
 
     @property
     def summary(self) -> str:
         """The first, last, lowest and highest value of each curve that is not faint."""
         texts = []
-        for curve in (curve for curve in self.curves if not curve.faint):
+        for curve in (curve for curve in self.curves if not curve.is_faint):
             finite = curve.values[np.isfinite(curve.values)]
             values = {"first": finite[0], "last": finite[-1], "lowest": finite.min(), "highest": finite.max()}
             texts.append(f"{curve.name}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
@@ -180,7 +185,7 @@ def _draw(x: np.ndarray, y: np.ndarray, after: str = "") -> str:
     return "".join(pieces)
 
 
-def _at(curve: Curve, step: float) -> str:
+def _format_value(curve: Curve, step: float) -> str:
     """The value at a step, or at the last step before it, as text; "" if it is not finite or does not exist."""
     index = int(np.searchsorted(curve.steps, step, side="right")) - 1
     if index < 0 or not np.isfinite(curve.values[index]):
@@ -208,17 +213,17 @@ class Bars:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The definition of a chart. names: metrics, each drawn as a curve. nested: whether the metric is an object with a
-    curve for each key. spread: metric with half the height of a band. smooth: whether the mean of the last steps is
-    drawn over the raw values. absent: reason to show if a run does not have a curve."""
+    """The definition of a chart. names: metrics, each drawn as a curve. is_nested: whether the metric is an object with
+    a curve for each key. spread: metric with half the height of a band. is_smooth: whether the mean of the last steps
+    is drawn over the raw values. absent: reason to show if a run does not have a curve."""
 
     key: str
     title: str
     unit: str
     names: tuple[str, ...]
-    nested: bool = False
+    is_nested: bool = False
     spread: str = ""
-    smooth: bool = False
+    is_smooth: bool = False
     factor: float = 1.0
     note: str = ""
     absent: str = "no steps are recorded"
@@ -226,13 +231,13 @@ class _Kind:
 
 _NOT_MEASURED = "no validation measured it (validation.eval_samples is 0, or no validation was due yet)"
 _KINDS = (
-    _Kind("loss", "Training loss", "loss", ("loss",), smooth=True),
+    _Kind("loss", "Training loss", "loss", ("loss",), is_smooth=True),
     _Kind("eval", "Eval loss", "loss", ("eval_loss",), absent=_NOT_MEASURED),
-    _Kind("eval-sigma", "Eval loss by sigma", "loss", ("eval_by_sigma",), nested=True, absent=_NOT_MEASURED,
+    _Kind("eval-sigma", "Eval loss by sigma", "loss", ("eval_by_sigma",), is_nested=True, absent=_NOT_MEASURED,
           note="Sigma 0 is data, 1 is noise."),
-    _Kind("eval-bucket", "Eval loss by bucket", "loss", ("eval_by_bucket",), nested=True, absent=_NOT_MEASURED),
+    _Kind("eval-bucket", "Eval loss by bucket", "loss", ("eval_by_bucket",), is_nested=True, absent=_NOT_MEASURED),
     _Kind("lr", "Learning rate", "learning rate", ("lr",)),
-    _Kind("grad-norm", "Gradient norm before clipping", "norm", ("grad_norm",), smooth=True),
+    _Kind("grad-norm", "Gradient norm before clipping", "norm", ("grad_norm",), is_smooth=True),
     _Kind("speed", "Throughput", "samples per second", ("samples_per_s",)),
     _Kind("wait", "Waiting for data", "% of the time", ("data_wait_share",), factor=100.0),
     _Kind("memory", "Memory", "GiB", ("device_memory_gib", "host_memory_gib"),
@@ -260,7 +265,7 @@ def _build(
             notes.append(f"{prefix}only the {MAX_CURVES} curves with the most values are shown, of {len(measured)}.")
             measured = sorted(measured, key=lambda curve: -int(np.isfinite(curve.values).sum()))[:MAX_CURVES]
         gap_steps = sorted(line["step"] for line in lines for name in kind.names if name in line and line[name] is None)
-        if gap_steps and not kind.nested:
+        if gap_steps and not kind.is_nested:
             notes.append(f"{prefix}not finite at {len(gap_steps)} steps: {_name_steps(gap_steps)}.")
         for line in lines if measured and kind.unit == "loss" else ():
             if "set" in line:
@@ -268,8 +273,8 @@ def _build(
                 notes.append(
                     f"{prefix}trained on other data after step {line['step']}: set {shorten(line['set'], 40)}."
                 )
-        if kind.smooth:
-            curves += [replace(curve, name=f"{prefix}each step", faint=True) for curve in measured]
+        if kind.is_smooth:
+            curves += [replace(curve, name=f"{prefix}each step", is_faint=True) for curve in measured]
             name = f"{prefix}mean of {SMOOTHED_STEPS} steps"
             curves += [replace(c, name=name, values=_trailing_mean(c.values, SMOOTHED_STEPS)) for c in measured]
         else:
@@ -282,7 +287,7 @@ def _build(
 def _list_curves(kind: _Kind, run: int, lines: Sequence[Line]) -> Iterator[Curve]:
     """The curves of one run, with ascending steps. Values that are not numbers become NaN."""
     lines = sorted(lines, key=lambda line: line["step"])
-    if kind.nested:
+    if kind.is_nested:
         (metric,) = kind.names
         points = [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), dict)]
         series = {name: points for _, values in points for name in values}
@@ -291,8 +296,8 @@ def _list_curves(kind: _Kind, run: int, lines: Sequence[Line]) -> Iterator[Curve
     for name, points in series.items():
         steps, values = np.array([(step, _number(line.get(name))) for step, line in points]).reshape(-1, 2).T
         spread = np.array([_number(line.get(kind.spread)) for _, line in points]) if kind.spread else None
-        label = shorten(name, 40) if kind.nested else name.removesuffix("_gib").replace("_", " ")
-        label = label if kind.nested or len(kind.names) > 1 else ""
+        label = shorten(name, 40) if kind.is_nested else name.removesuffix("_gib").replace("_", " ")
+        label = label if kind.is_nested or len(kind.names) > 1 else ""
         band = spread if spread is not None and np.isfinite(spread).any() else None
         yield Curve(label, run, steps, values * kind.factor, spread=band)
 
@@ -314,12 +319,12 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def _thin(values: np.ndarray, most: int) -> np.ndarray:
-    """Indices of at most `most` (4 or more) values, ascending: all indices, or the first, the last, and the lowest and
-    the highest value of stretches of equal length, so that no peak is lost."""
-    if len(values) <= most:
+def _thin(values: np.ndarray, max_points: int) -> np.ndarray:
+    """Indices of at most `max_points` (4 or more) values, ascending: all indices, or the first, the last, and the
+    lowest and the highest value of stretches of equal length, so that no peak is lost."""
+    if len(values) <= max_points:
         return np.arange(len(values))
-    edges = np.linspace(0, len(values), (most - 2) // 2 + 1).astype(int)
+    edges = np.linspace(0, len(values), (max_points - 2) // 2 + 1).astype(int)
     indices = {0, len(values) - 1}
     for first, last in pairwise(edges.tolist()):
         part = values[first:last]
@@ -328,7 +333,7 @@ def _thin(values: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(indices))
 
 
-def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart]:
+def build_score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart]:
     """Build a chart for each score and, if there are several prompts, a second chart with a curve for each prompt.
     runs: (name, score curves). Scores of different models are in different charts."""
     names = sorted({curve.name for _, curves in runs for curve in curves})
@@ -345,17 +350,17 @@ def score_charts(runs: Sequence[tuple[str, Sequence[ScoreCurve]]]) -> list[Chart
             for run, curves in runs:
                 score = next((curve for curve in curves if (curve.name, curve.measured) == (name, model)), None)
                 about[run] = list(_describe_score(score)) if score else []
-                lines.append((run, [_score_line(point) for point in score.points] if score else []))
+                lines.append((run, [_make_score_line(point) for point in score.points] if score else []))
             kind = _Kind(f"score-{len(charts)}", title, "score", ("value",), spread="spread",
                          absent="it was not scored with this model")  # fmt: skip
             charts.append(_build(kind, lines, about))
             if any(len(line["prompts"]) > 1 for _, run_lines in lines for line in run_lines):
                 by_prompt = replace(kind, key=f"{kind.key}-prompts", title=f"{title}, by prompt", spread="")
-                charts.append(_build(replace(by_prompt, names=("prompts",), nested=True), lines))
+                charts.append(_build(replace(by_prompt, names=("prompts",), is_nested=True), lines))
     return charts
 
 
-def _score_line(point: ScorePoint) -> Line:
+def _make_score_line(point: ScorePoint) -> Line:
     prompts = {prompt: group.mean for prompt, group in point.groups.items()}
     return {"step": point.step, "value": point.value, "spread": point.spread, "prompts": prompts}
 

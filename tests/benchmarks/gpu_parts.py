@@ -1,4 +1,4 @@
-"""Parts of `make gpu` that end in every way."""
+"""Parts of `make gpu`, one for each way to end."""
 
 import json
 import os
@@ -43,4 +43,4 @@ def test_that_fails() -> None:
 
 
 def test_that_hangs() -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # as its part does before it is ended
+    os.kill(os.getpid(), signal.SIGINT)  # like this part, before it is ended

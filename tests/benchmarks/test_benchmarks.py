@@ -1,4 +1,4 @@
-"""Every benchmark runs, at a size that says nothing about speed: in this process, where torch is imported."""
+"""Every benchmark runs with sizes that are too small to measure speed, in this process, which has imported torch."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Name -> its options.
+#: Name of a benchmark -> its options.
 SMALL = {
     "big_set": ["--samples", "300", "2000", "--repeat", "1"],
     "buckets": [],
@@ -41,18 +41,18 @@ SMALL = {
     "vae_memory": ["--autoencoder", "flux"],
     "waiting": [],
 }
-#: Of a folder of their own, of minutes, or of a document (`test_memory_table.py`).
-OTHERS = {"before_after", "gpu", "knobs", "memory_table", "scale_cost", "text"}
+#: Benchmarks with a separate folder, that take minutes, or that write a document (`test_memory_table.py`).
+NOT_RUN = {"before_after", "gpu", "knobs", "memory_table", "scale_cost", "text"}
 
 
 @pytest.fixture
 def measured(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[str], list[list[str]]]:
-    """measured(name) -> the rows of the tables that the benchmark prints."""
+    """measured(name) -> the rows of the tables that a benchmark prints."""
 
     def run(name: str) -> list[list[str]]:
-        if name not in ("big_set", "code_size"):  # which start processes of their own
+        if name not in ("big_set", "code_size"):  # these start processes themselves
             request.getfixturevalue("forked_programs")
         monkeypatch.setattr(sys, "argv", [name, *SMALL[name]])
         importlib.import_module(f"benchmarks.{name}").main()
@@ -67,17 +67,17 @@ def measured(
 def test_every_benchmark_prints_a_table(measured, name: str, monkeypatch) -> None:
     for module in {"features_scale": ["faiss"], "object_store": ["obstore"]}.get(name, []):
         pytest.importorskip(module)
-    monkeypatch.setattr("benchmarks.speed.find_compiler", lambda: "eager")  # in a fraction of the time
+    monkeypatch.setattr("benchmarks.speed.find_compiler", lambda: "eager")  # much faster
     assert len(measured(name)) >= 2
 
 
 def test_every_benchmark_is_run_here() -> None:
     programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "main()" in path.read_text()}
-    assert programs | {"gpu"} == set(SMALL) | OTHERS
+    assert programs | {"gpu"} == set(SMALL) | NOT_RUN
 
 
 @pytest.mark.parametrize(("name", "document"), [("buckets", "datasets")])
 def test_a_computed_table_stands_in_the_documentation(measured, name: str, document: str) -> None:
-    said = (ROOT / f"docs/{document}.md").read_text()
+    document_text = (ROOT / f"docs/{document}.md").read_text()
     rows = measured(name)
-    assert len(rows) > 3 and all(f"| {' | '.join(row)} |" in said for row in rows)
+    assert len(rows) > 3 and all(f"| {' | '.join(row)} |" in document_text for row in rows)

@@ -1,4 +1,4 @@
-"""`make gpu` without a card: parts that end in every way, and each part's own code on tiny shapes."""
+"""`make gpu` without a card: every way in which a part ends, and the code of each part on tiny shapes."""
 
 import json
 import re
@@ -38,12 +38,12 @@ def test_each_part_ends_alone_and_replaces_its_own_section(tmp_path: Path) -> No
     assert "| before it failed | 1 |" in before["fails"] and "a kernel is not there" in before["fails"]
     assert "ended by signal SIGSEGV" in before["crashes"] and "ended after its limit of 2 s" in before["hangs"]
     started = re.search(r"^\d+$", before["hangs"], re.MULTILINE)
-    assert started and is_gone(int(started[0])), "what the part started ended with it"
-    again = {"fails": part("fine"), "late": part("fine", least=1000)}
-    assert program.run_parts(again, options, tmp_path, card) == 1
+    assert started and is_gone(int(started[0])), "the processes of a part end with it"
+    second_parts = {"fails": part("fine"), "late": part("fine", least=1000)}
+    assert program.run_parts(second_parts, options, tmp_path, card) == 1
     after = results.read_sections(path)
     assert "| fine |" in after["fails"] and after["crashes"] == before["crashes"]
-    assert re.search(r"not begun, as \d+ s were left; `make gpu ONLY=late`", after["late"])
+    assert re.search(r"\d+ s remained; `make gpu ONLY=late`", after["late"])
 
 
 def is_gone(process: int) -> bool:
@@ -56,13 +56,13 @@ def is_gone(process: int) -> bool:
 def test_without_a_card_it_says_so(tmp_path: Path, capsys) -> None:
     assert program.run_parts({}, PartOptions(seconds=30), tmp_path, part("no_card")) == 2
     assert "torch 9 finds no CUDA device" in capsys.readouterr().err and not [*tmp_path.iterdir()]
-    for words, said in (
+    for words, message in (
         (["--only", "tets"], "no part tets; choose from tests, equality"),
         (["--device", "cpu"], "takes hours without --tiny"),
     ):
         with pytest.raises(SystemExit):
             program.main(words)
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_every_part_is_there() -> None:
@@ -74,7 +74,7 @@ def test_every_part_is_there() -> None:
 
 @pytest.mark.long
 def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
-    """A case that fails leaves the others; all cases of all parts are valid configurations."""
+    """A failing case does not stop the other cases, and all cases of all parts are valid configurations."""
     for name in ("video-lite", "image-lite", "sana", "pro", "methods", "attention"):
         module = import_module(PARTS[name].module)
         model = getattr(module, "model", video_lite.model)
@@ -82,13 +82,13 @@ def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
             for case in module.CASES:
                 assert training.make_config(model(tiny), case, tmp_path, "cuda").train.device == "cuda"
     broken = training.Case("refused", {"adapter": {"targets": ["nothing"]}})
-    chosen = [case for case in video_lite.CASES if case.name in ("LoRA", "base nf4-bnb", "compiled blocks")]
-    monkeypatch.setattr(video_lite, "CASES", [*chosen, broken])
+    cases = [case for case in video_lite.CASES if case.name in ("LoRA", "base nf4-bnb", "compiled blocks")]
+    monkeypatch.setattr(video_lite, "CASES", [*cases, broken])
     video_lite.run(TINY)
-    found = rows(capsys.readouterr().out)
-    assert [*found[0]] == list(training.COLUMNS) and len(found) == 4
-    assert all(float([*row.values()][5]) > 0 for row in found[:-1]), found
-    assert "matches no" in str(found[-1])
+    measurements = rows(capsys.readouterr().out)
+    assert [*measurements[0]] == list(training.COLUMNS) and len(measurements) == 4
+    assert all(float([*row.values()][5]) > 0 for row in measurements[:-1]), measurements
+    assert "matches no" in str(measurements[-1])
 
 
 @pytest.mark.long
@@ -102,13 +102,13 @@ def test_other_parts_on_tiny_shapes(capsys, name) -> None:
 def test_two_ranks_on_tiny_shapes(capsys, monkeypatch) -> None:
     monkeypatch.setattr(ranks, "WORK", {"LoRA": (sana.model, ranks.LORA)})
     monkeypatch.setattr(ranks, "STRATEGIES", {name: ranks.STRATEGIES[name] for name in ("one process", "fsdp2")})
-    AccelerateTestCase("run").tearDown()  # forgets that this process trained alone
+    AccelerateTestCase("run").tearDown()  # resets the state of accelerate, which has trained in one process
     ranks.run(TINY)
     assert [[*row.values()][1] for row in rows(capsys.readouterr().out)] == ["one process", "fsdp2"]
 
 
 def call_from(path: Path, line: int, work) -> None:
-    """Call `work` from this line of a file that need not be there."""
+    """Call `work` from this line of a file, which does not have to exist."""
     exec(compile("\n" * (line - 1) + "work()", str(path), "exec"), {"work": work})
 
 
@@ -117,14 +117,14 @@ def test_waits_are_counted_by_the_innermost_line_of_the_project() -> None:
         warnings.warn(WARNING, stacklevel=1)
 
     library = ROOT / ".venv/lib/python3/site-packages/diffusers/made_up.py"
-    with warnings.catch_warnings(record=True) as others, waits.counting(torch.device("cpu")) as counts:
-        for _ in range(2):  # each is counted, though it is from one line
+    with warnings.catch_warnings(record=True) as caught_warnings, waits.counting(torch.device("cpu")) as counts:
+        for _ in range(2):  # both are counted, although they are from the same line
             call_from(ROOT / "trainer/made_up.py", 7, warn)
         call_from(ROOT / "stages/outer.py", 3, lambda: call_from(ROOT / "cache/inner.py", 5, warn))
         call_from(ROOT / "schemas/made_up.py", 4, lambda: call_from(library, 9, warn))
         call_from(ROOT / "trainer/made_up.py", 8, lambda: warnings.warn("something else", stacklevel=1))
     assert counts == {"trainer/made_up.py:7": 2, "cache/inner.py:5": 1, "schemas/made_up.py:4": 1}
-    assert [str(each.message) for each in others] == ["something else"]
+    assert [str(each.message) for each in caught_warnings] == ["something else"]
 
 
 @pytest.mark.long
@@ -135,16 +135,19 @@ def test_losses_that_differ_are_a_failure_and_the_others_are_compared(capsys, mo
         calls.append(kind)
         if kind == "i2i":
             raise RuntimeError("no kernel")
-        found = real(kind, device)
+        measurements = real(kind, device)
         if (kind, calls.count(kind)) == ("t2v", 2):
-            found["loss"][3] *= 1.002
-        return found
+            measurements["loss"][3] *= 1.002
+        return measurements
 
     monkeypatch.setattr(equality, "measure", measure)
     with pytest.raises(SystemExit, match=r"not equal within 0.001: i2i, t2v$"):
         equality.run(TINY)
-    found = {row["flavour"]: row for row in rows(capsys.readouterr().out)}
-    assert "no kernel" in found["i2i"]["loss on the CPU, first"] and float(found["sana"][summary.DIFFERENCE]) == 0
+    measurements = {row["flavour"]: row for row in rows(capsys.readouterr().out)}
+    assert (
+        "no kernel" in measurements["i2i"]["loss on the CPU, first"]
+        and float(measurements["sana"][summary.DIFFERENCE]) == 0
+    )
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) -> Path:
-    """The checkpoints that all tests share; another process or an earlier run may have built them."""
+    """The checkpoints that all tests share. Another process or an earlier run may have built them."""
     out = tmp_path_factory.mktemp("models")
     for kind in tiny_models.KINDS:
         (out / kind).symlink_to(tiny(kind))

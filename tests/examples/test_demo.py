@@ -1,8 +1,8 @@
-"""What the demo promises: from the shards alone, each caption gives back its own photograph, edited picture or clip.
+"""The result of the demo: trained on the shards alone, each caption gives its photograph, edited picture or clip.
 
-A clip moves as its original does: from frame to frame it changes where the original changes (`Likeness.motion`).
+A clip moves like its original: the same regions change from frame to frame (`Likeness.motion`).
 
-Here text to image in a reduced form; the long form has every flavour as `make demo` runs it.
+The short form tests a reduced text to image; the long form tests every flavour with the settings of `make demo`.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from examples.demo_media import write_media
 from stages import bucket, decode, discover, encode_latents, encode_text, index
 from tests.project import Project
 
-MOTION = 0.5  # a clip that stands still has 0, one that moves otherwise about 0
+MOTION = 0.5  # a clip without motion has 0, and a clip with different motion about 0
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -29,17 +29,17 @@ pytestmark = [
 
 
 def check(run: Path, name: str) -> None:
-    found = measure_likeness(run)
-    assert len(found) == len(demo.demo_prompts(name, run))
-    assert [one.nearest for one in found] == [one.name for one in found], found
-    assert all(one.motion is None or one.motion > MOTION for one in found), found
+    results = measure_likeness(run)
+    assert len(results) == len(demo.demo_prompts(name, run))
+    assert [result.nearest for result in results] == [result.name for result in results], results
+    assert all(result.motion is None or result.motion > MOTION for result in results), results
 
 
 @pytest.mark.long
 def test_each_caption_gives_back_its_photograph(
     tmp_path: Path, one_thread: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 64x64 pixels, and an autoencoder of these photographs alone: fewer steps are enough."""
+    """With 64x64 pixels and an autoencoder for these photographs alone, fewer steps are enough."""
     from examples.demo_models import RECIPES, build_checkpoint, train_autoencoder
     from trainer.__main__ import run as train
 
@@ -58,20 +58,22 @@ def test_each_caption_gives_back_its_photograph(
         assert home.run(program).exit_code == 0
     check(tmp_path / "output/demo", "t2i")
     before = measure_likeness(tmp_path / "output/demo", step=0)
-    assert sum(one.nearest == one.name for one in before) < len(before), "an untrained transformer can't do it"
+    assert sum(one.nearest == one.name for one in before) < len(before), (
+        "an untrained transformer does not find them all"
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"),
+    ("arguments", "names"),
     [
-        ([], [demo.QUICKEST]),
+        ([], [demo.FASTEST]),
         (["t2i", "t2i"], ["t2i"]),
         (["data"], ["data"]),
         (["t2i", "all"], [*demo.FLAVOURS, "data"]),
     ],
 )
-def test_one_flavour_is_shown_unless_others_are_named(tmp_path: Path, given: list[str], shown: list[str]) -> None:
-    assert demo.choose([*given, "--out", str(tmp_path)]) == (shown, tmp_path)
+def test_one_flavour_is_shown_unless_others_are_named(tmp_path: Path, arguments: list[str], names: list[str]) -> None:
+    assert demo.parse_arguments([*arguments, "--out", str(tmp_path)]) == (names, tmp_path)
 
 
 def test_models_of_other_code_or_media_are_made_again(tmp_path: Path) -> None:
@@ -82,20 +84,22 @@ def test_models_of_other_code_or_media_are_made_again(tmp_path: Path) -> None:
 
     (tmp_path / "media").mkdir()
     (tmp_path / "media/cat.txt").write_text("A cat.")
-    made = make()
+    model = make()
     demo.discard_outdated(tmp_path)
-    assert not made.exists() and not (tmp_path / "t2i").exists(), "an older demo kept no record of what made its models"
-    made = make()
+    assert not model.exists() and not (tmp_path / "t2i").exists(), (
+        "an older demo did not record the code and media of its models"
+    )
+    model = make()
     demo.discard_outdated(tmp_path)
-    assert made.exists() and (tmp_path / "t2i/work").exists()
+    assert model.exists() and (tmp_path / "t2i/work").exists()
     (tmp_path / "media/cat.txt").write_text("A dog.")
     demo.discard_outdated(tmp_path)
-    assert not made.exists() and not (tmp_path / "t2i").exists() and (tmp_path / "media").exists()
+    assert not model.exists() and not (tmp_path / "t2i").exists() and (tmp_path / "media").exists()
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Flavours share it, so that each autoencoder is trained once."""
+    """A folder that all flavours share, so that each autoencoder is trained once."""
     out = tmp_path_factory.mktemp("demo")
     write_media(out / "media")
     return out

@@ -1,4 +1,4 @@
-"""The demo of what comes before training: captions that fit, near-duplicates found, and masks."""
+"""The demo of the stages before training: captions that fit, near-duplicates and masks."""
 
 import subprocess
 import sys
@@ -35,11 +35,11 @@ def test_photographs_are_described_and_masked_and_near_duplicates_found(tmp_path
     def photograph(path: str) -> str:
         return Path(path).stem.partition("-")[0]
 
-    written = captions_by_path(store, config)
+    captions_of = captions_by_path(store, config)
     of = {photograph(name): caption for name, (caption, _) in demo_data.PHOTOGRAPHS.items()}
-    assert sum(captions == [of[photograph(path)]] for path, captions in written.items()) >= 16, written
+    assert sum(captions == [of[photograph(path)]] for path, captions in captions_of.items()) >= 16, captions_of
     table = read_item_table(store, find_item_table(config, {config.datasets[0].id: media}))
     assert table is not None
     best = zip(table["media_id"].to_pylist(), table["duplicate_of"].to_pylist(), strict=True)
-    copies = [(paths[one], paths[other]) for one, other in best if other is not None]
-    assert len(copies) >= 10 and all(photograph(one) == photograph(other) for one, other in copies), copies
+    copies = [(paths[item], paths[duplicate]) for item, duplicate in best if duplicate is not None]
+    assert len(copies) >= 10 and all(photograph(item) == photograph(duplicate) for item, duplicate in copies), copies

@@ -1,4 +1,4 @@
-"""The demo's media: complete, captioned, readable, and untouched by a second run."""
+"""The media of the demo: complete, captioned, readable, and not changed by a second run."""
 
 from importlib.util import find_spec
 from itertools import pairwise
@@ -24,7 +24,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("name", demo_media.VIDEOS)
 def test_a_shot_has_no_cut(media: Path, name: str) -> None:
-    """Neighboring frames of a shot are alike; across a cut they are not."""
+    """Neighboring frames of a shot are similar; frames on both sides of a cut are not."""
     av = pytest.importorskip("av")
     with av.open(str(media / "videos" / name)) as container:
         frames = [frame.to_ndarray(format="gray").astype(int) for frame in container.decode(video=0)]
@@ -43,10 +43,10 @@ def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> No
     demo_media.write_media(media)
     assert _state(media) == before
     damaged = media / "images" / "coffee.txt"
-    right = damaged.read_bytes()
-    damaged.write_bytes(right[:-1] + b"?")
+    original_bytes = damaged.read_bytes()
+    damaged.write_bytes(original_bytes[:-1] + b"?")
     demo_media.write_media(media)
-    assert damaged.read_bytes() == right
+    assert damaged.read_bytes() == original_bytes
     changed = {name for name, state in _state(media).items() if state != before[name]}
     assert changed == {"images/coffee.txt"}
 

@@ -1,4 +1,4 @@
-"""examples/kubernetes: documents that Kubernetes accepts, whose commands are ours; the image; submit.sh."""
+"""examples/kubernetes: valid Kubernetes documents with commands of this project, the image, and submit.sh."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 FILES = {path.name: path for path in EXAMPLES.glob("*.yaml") if path.name != "kustomization.yaml"}
 DOCUMENTS = [(name, document) for name, path in sorted(FILES.items()) for document in YAML(typ="safe").load_all(path)]
 JOBS = [document for _, document in DOCUMENTS if document["kind"] == "Job"]
-STEPS = ("plan", "encode", "train", "decode")  # of submit.sh without arguments; "vision" is asked for
+STEPS = ("plan", "encode", "train", "decode")  # the steps of submit.sh without arguments; "vision" is optional
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.34"])
@@ -38,7 +38,7 @@ def test_the_pods_of_an_indexed_job_share_the_work() -> None:
 
 
 def test_the_jobs_run_every_stage() -> None:
-    """Each program that makes a run's results, once."""
+    """Each program that makes results of a run is in one Job."""
     ran = [
         word
         for job in JOBS
@@ -70,8 +70,8 @@ echo sleep >> calls
 
 
 def submit(folder: Path, *steps: str, states: str, later: str = "") -> tuple[int, str, list[str]]:
-    """Exit code, error and calls of submit.sh, where the Jobs have these states, and others from the third look on.
-    kubectl only notes how it was called."""
+    """Run submit.sh. Returns (exit code, error, calls). kubectl is replaced by a script that records its arguments.
+    states: states of the Jobs; later: their states from the third query on, by default `states`."""
     shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True)
     for name, program in (("kubectl", KUBECTL), ("sleep", SLEEP)):
         (folder / name).write_text(program)
@@ -80,9 +80,9 @@ def submit(folder: Path, *steps: str, states: str, later: str = "") -> tuple[int
     (folder / "calls").unlink(missing_ok=True)
     (folder / "later").write_text(later or states)
     command = ["env", f"PATH={folder}:/usr/bin:/bin", "bash", str(folder / "submit.sh"), *steps]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     calls = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
-    return done.returncode, done.stderr, calls
+    return process.returncode, process.stderr, calls
 
 
 def test_the_script_applies_each_step_after_the_jobs_of_the_one_before(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_the_script_applies_each_step_after_the_jobs_of_the_one_before(tmp_path:
     changes = [call for call in calls if call.startswith(("apply", "delete"))]
     expected = ["apply --kustomize . --selector !latentpress/step"]
     for step in STEPS:
-        chosen = f"--selector latentpress/step={step}"
-        expected += [f"delete jobs {chosen} --cascade=foreground", f"apply --kustomize . {chosen}"]
+        selector = f"--selector latentpress/step={step}"
+        expected += [f"delete jobs {selector} --cascade=foreground", f"apply --kustomize . {selector}"]
     assert changes == expected
     for first, second in pairwise(STEPS):
-        asked = next(n for n, call in enumerate(calls) if call.startswith("get") and f"step={first} " in call)
-        assert asked < calls.index(f"apply --kustomize . --selector latentpress/step={second}")
+        query_index = next(n for n, call in enumerate(calls) if call.startswith("get") and f"step={first} " in call)
+        assert query_index < calls.index(f"apply --kustomize . --selector latentpress/step={second}")

@@ -1,4 +1,4 @@
-"""README's last step as a user does it: what was trained makes a picture or a clip in its pipeline, and changes it."""
+"""The last step of the README: trained weights in their pipeline make a picture or a clip, and change it."""
 
 import json
 import subprocess
@@ -33,14 +33,14 @@ RUNS = {
     "qwen-image-edit": ("qwen-image-edit", "qwen-image-edit", "lora", "64x64"),
     "qwen-image-edit-plus": ("qwen-image-edit-plus", "qwen-image-edit-2511", "lora", "64x64"),
 }
-#: In the short form: a picture, a clip that is made of a picture, and a model in full rank.
+#: Kinds of the short form: a picture, a clip made from a picture, and a model in full rank.
 SHORT = ("kandinsky5-video-i2v", "sana", "z-image")
 KINDS = [kind if kind in SHORT else long(kind) for kind in RUNS]
 
 
 @pytest.fixture
 def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Path]:
-    """kind -> the configuration of a run whose result is no zero."""
+    """finished(kind) -> the configuration of a run with trained weights that are not zero."""
 
     def make(kind: str) -> Path:
         name, flavour, adapter, size = RUNS[kind]
@@ -85,11 +85,11 @@ def test_the_change_of_one_expert_is_seen(finished, capsys: pytest.CaptureFixtur
 
 def test_as_a_script_it_compares_and_says_what_is_wrong(forked_programs, finished, tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "examples" / "load_adapter.py")]
-    done = subprocess.run([*script, str(finished("kandinsky5-image-t2i"))], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "loaded in Kandinsky5T2IPipeline; mean |change of the output| = 0." in done.stdout
-    with pytest.raises(SystemExit, match="nothing/adapter is not there; train it first: latentpress train"):
+    process = subprocess.run([*script, str(finished("kandinsky5-image-t2i"))], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "loaded in Kandinsky5T2IPipeline; mean |change of the output| = 0." in process.stdout
+    with pytest.raises(SystemExit, match=r"nothing/adapter .*latentpress train"):
         load_adapter.main([str(tmp_path / "pipeline.yaml"), "--set", "train.run=nothing"])
-    done = subprocess.run([*script, str(tmp_path / "absent.yaml")], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "absent.yaml" in done.stderr
-    assert "Traceback" not in done.stderr
+    process = subprocess.run([*script, str(tmp_path / "absent.yaml")], capture_output=True, text=True)
+    assert process.returncode == 1 and process.stderr.startswith("error: ") and "absent.yaml" in process.stderr
+    assert "Traceback" not in process.stderr

@@ -1,4 +1,5 @@
-"""examples/recipes/: each is whole, is predicted to fit its card, and trains with its own settings on a tiny model."""
+"""examples/recipes/: each recipe is complete, fits its card by prediction, and trains a tiny model with its
+settings."""
 
 import io
 import math
@@ -70,8 +71,13 @@ RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "wan-a14b-i2v-lora-24gb": (24, published("wan2.2-a14b", "i2v-a14b"), "wan2.2-a14b-i2v"),
     "klein-9b-lora-16gb": (16, published("flux2-klein", "klein-base-9b"), "flux2-klein"),
 }
-LAYERS = {"sana": 20, "z-image": 30, "qwen-image": 60, "qwen-image-edit-plus": 60}  # the defaults of the classes
-RESERVED_GIB = 1.0  # of a card, for the CUDA context, kernels' own memory and fragments
+LAYERS = {
+    "sana": 20,
+    "z-image": 30,
+    "qwen-image": 60,
+    "qwen-image-edit-plus": 60,
+}  # the defaults of the transformers' classes
+RESERVED_GIB = 1.0  # memory of a card for the CUDA context, kernels and fragmentation
 
 
 def recipe(name: str) -> Config:
@@ -79,29 +85,30 @@ def recipe(name: str) -> Config:
 
 
 def test_a_copied_recipe_finds_its_schema(tmp_path: Path) -> None:
-    """Beside it, as its first lines say: a path into the checkout would lead nowhere."""
-    copied = shutil.copytree(FOLDER, tmp_path / "copied", symlinks=True)  # as cp -r copies: a link would lead nowhere
+    """The first line of a recipe names a schema in the same folder, because a path into the checkout would not
+    exist."""
+    copied = shutil.copytree(FOLDER, tmp_path / "copied", symlinks=True)  # like cp -r: a link would not lead to a file
     for name in NAMES:
         first = (copied / f"{name}.yaml").read_text().partition("\n")[0]
         schema = copied / first.removeprefix("# yaml-language-server: $schema=")
-        same = schema.read_bytes() == (ROOT / "schemas" / "pipeline.schema.json").read_bytes()
-        assert same, "run: make generated"
+        is_same = schema.read_bytes() == (ROOT / "schemas" / "pipeline.schema.json").read_bytes()
+        assert is_same, "run: make generated"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_whole(name: str) -> None:
-    """It stands in docs/memory.md, names its card, and starts from its own folder."""
+    """docs/memory.md has the recipe, its text names the card, and its paths start from its folder."""
     config, text = recipe(name), (FOLDER / f"{name}.yaml").read_text()
     assert name in RECIPES and f"examples/recipes/{name}.yaml" in (ROOT / "docs" / "memory.md").read_text()
     assert f"{RECIPES[name][0]} GB" in text and text.count(f"--config {name}.yaml") == 2
     assert config.datasets and config.validation.prompts
     assert Path(config.root).parent == Path(config.output).parent == FOLDER
     assert all(Path(dataset.instance_data_dir).parent == FOLDER for dataset in config.datasets)
-    written = YAML(typ="safe", pure=True).load(text)
-    assert {"model", "datasets", "train", "validation"} <= written.keys()
+    values = YAML(typ="safe", pure=True).load(text)
+    assert {"model", "datasets", "train", "validation"} <= values.keys()
 
 
-# --- it fits ---
+# --- memory ---
 
 
 def largest_bucket(config: Config) -> str:
@@ -120,9 +127,9 @@ def predict(config: Config, shape: dict[str, Any]) -> int:
 
 
 def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
-    """The same from two transformers of fewer blocks: each further one takes as much as the one before. With 3 blocks
-    the peak of Sana's LoRA lies elsewhere."""
-    if len(config.model.family_spec.layers) > 1:  # blocks of two kinds
+    """Predict from two transformers with fewer blocks, because every block takes the same memory. They have at least 4
+    blocks: with 3 blocks, the peak of Sana's LoRA is at another place."""
+    if len(config.model.family_spec.layers) > 1:  # two kinds of blocks
         return predict(config, shape)
     (key,) = config.model.family_spec.layers
     depth = shape.get(key) or LAYERS[config.model.family]
@@ -134,21 +141,21 @@ def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
 @pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in NAMES])
 def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str, is_long: bool) -> None:
     config, (card_gb, shape, _) = recipe(name), RECIPES[name]
-    found = predict_by_depth(config, shape)
+    prediction = predict_by_depth(config, shape)
     if is_long:
-        assert found == pytest.approx(predict(config, shape), rel=0.01)
-    assert found / 2**30 <= card_gb * 1e9 / 2**30 - RESERVED_GIB
+        assert prediction == pytest.approx(predict(config, shape), rel=0.01)
+    assert prediction / 2**30 <= card_gb * 1e9 / 2**30 - RESERVED_GIB
     text = re.sub(r"\n# ", " ", (FOLDER / f"{name}.yaml").read_text())
-    (said,) = re.findall(r"Predicted for training: (\d+) GiB", text)
-    assert math.isclose(found / 2**30, int(said), abs_tol=1)
+    (stated_gib,) = re.findall(r"Predicted for training: (\d+) GiB", text)
+    assert math.isclose(prediction / 2**30, int(stated_gib), abs_tol=1)
 
 
-# --- it runs ---
+# --- training ---
 
 
 @pytest.fixture(scope="module")
 def wide_sana(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
-    """A tiny Sana with sides in multiples of 64, which nf4-bnb needs, and the other parts of a checkpoint."""
+    """wide_sana(tiny checkpoint) -> a copy of it with sides in multiples of 64, which nf4-bnb requires."""
 
     def make(tiny: Path) -> Path:
         from examples.tiny_models import make_model
@@ -172,8 +179,8 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     forked_programs: None,
     capfd: Any,
 ) -> None:
-    """A copy of the file, as a person would make it, beside the media. Only sizes are smaller; latents are float32, in
-    which a CPU is faster, and copying by streams is off, as it has none. Programs are forks of this process."""
+    """The file is copied next to the media. Only sizes are smaller, latents are float32, which is faster on a CPU, and
+    copies by streams are off, because a CPU does not have streams. Programs are forks of this process."""
     path, kind = tmp_path / f"{name}.yaml", RECIPES[name][2]
     shutil.copy(FOLDER / path.name, path)
     (dataset,) = recipe(name).datasets
@@ -189,7 +196,7 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     model = wide_sana(tiny(kind)) if kind == "sana" else tiny(kind)
     changed = {"model.path": str(model), "validation.steps": 1, "train.steps": 2, "latents.precision": "float32"}
     changed |= {f"datasets.{dataset.id}.resolution": size, "validation.size": f"{size}x{size}" + "@5" * video}
-    changed["stages.decode.while_training"] = "false"  # so that the stage decode always has something to do
+    changed["stages.decode.while_training"] = "false"  # so that the stage decode always has samples to decode
     changed |= {f"datasets.{dataset.id}.buckets": "computed"} if dataset.buckets == "family" else {}
     if video:
         changed |= {f"datasets.{dataset.id}.video.{key}": 5 for key in ("num_frames", "min_frames")}
@@ -201,8 +208,8 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     for one in runs:
         own, output = one.train, tmp_path / "output" / one.run_name
         train = YAML(typ="safe", pure=True).load(output / "config.yaml")["train"]
-        expected = own.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
+        expected = train_config.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
         assert train == expected | {"offload": expected["offload"] | {"streams": False}}
-        if own.quantized:
-            assert f"matrices of the base quantized ({own.base_precision})" in said
+        if train_config.quantized:
+            assert f"matrices of the base quantized ({train_config.base_precision})" in messages
         assert (output / "samples" / "contact-sheet.png").exists()

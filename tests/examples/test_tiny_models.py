@@ -20,12 +20,12 @@ def _files(folder: Path) -> dict[str, bytes]:
 def test_the_seed_alone_decides_the_bytes(models: Path, tmp_path: Path, kind: str) -> None:
     torch.manual_seed(1234)
     torch.set_num_threads(2)
-    again = _files(tiny_models.build(kind, tmp_path / "again"))
+    second_build = _files(tiny_models.build(kind, tmp_path / "again"))
     torch.set_num_threads(1)
-    assert again == _files(models / kind)
-    other = _files(tiny_models.build(kind, tmp_path / "other", seed=1))
-    weights = [name for name in again if name.endswith(".safetensors")]
-    assert len(weights) >= 3 and all(other[name] != again[name] for name in weights)
+    assert second_build == _files(models / kind)
+    other_seed = _files(tiny_models.build(kind, tmp_path / "other", seed=1))
+    weights = [name for name in second_build if name.endswith(".safetensors")]
+    assert len(weights) >= 3 and all(other_seed[name] != second_build[name] for name in weights)
 
 
 def test_all_kinds_are_small(models: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a test sees of an HTML page: its tags, text, cards and pictures."""
+"""The parts of an HTML page that tests check: its tags, text, cards and pictures."""
 
 import base64
 import io
@@ -10,18 +10,20 @@ import numpy as np
 from PIL import Image
 
 HOSTILE = "</title></style></svg>\"'><script>alert(1)</script>{{ 7 * 7 }}{% raw %}\n\u202e\udcff\x00"
-# The same in one line, as names and messages are shown.
-SEEN = HOSTILE.replace("\n", "\\n").replace("\u202e", "\\u202e").replace("\udcff", "\\udcff").replace("\x00", "\\x00")
+# HOSTILE on one line, like names and messages are shown.
+ESCAPED = (
+    HOSTILE.replace("\n", "\\n").replace("\u202e", "\\u202e").replace("\udcff", "\\udcff").replace("\x00", "\\x00")
+)
 
 
 class Page(HTMLParser):
-    """The tags with their attributes, the visible text, and the articles' text, of a page."""
+    """The tags of a page with their attributes, its visible text, and the text of its articles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.articles: list[str] = []
-        self.text, self._silent, self._inside = "", 0, False
+        self.text, self._silent, self._in_article = "", 0, False
         self.feed(text)
         self.close()
 
@@ -30,16 +32,16 @@ class Page(HTMLParser):
         self._silent += tag in ("style", "script")
         if tag == "article":
             self.articles.append("")
-            self._inside = True
+            self._in_article = True
 
     def handle_endtag(self, tag: str) -> None:
         self._silent -= tag in ("style", "script")
-        self._inside = self._inside and tag != "article"
+        self._in_article = self._in_article and tag != "article"
 
     def handle_data(self, data: str) -> None:
         if not self._silent:
             self.text += data
-            if self._inside:
+            if self._in_article:
                 self.articles[-1] += data
 
     def article(self, words: str) -> str:
@@ -50,18 +52,18 @@ class Page(HTMLParser):
 
     @property
     def structure(self) -> list[tuple[str, list[str]]]:
-        """Its tags with the names of their attributes."""
+        """The tags with the names of their attributes."""
         return [(tag, sorted(attributes)) for tag, attributes in self.tags]
 
     def pictures(self, alt: str) -> list[np.ndarray]:
-        """Those of <img> whose alternative text has `alt`, as uint8 (H, W, 3)."""
+        """The pictures of <img> tags with `alt` in their alternative text, as uint8 (H, W, 3)."""
         sources = [image["src"] for image in self.of("img") if alt in image["alt"]]
         return [decoded(source) for source in sources]
 
 
 def curves(text: str) -> dict[str, dict[str, list[float]]]:
-    """chart -> curve -> its values that are finite, as its SVG shows them."""
-    found: dict[str, dict[str, list[float]]] = {}
+    """Read the finite values of curves from the SVG of a page: chart -> curve -> values."""
+    charts: dict[str, dict[str, list[float]]] = {}
     key = name = ""
     start = end = 0.0
     for tag, attributes in Page(text).tags:
@@ -73,8 +75,8 @@ def curves(text: str) -> dict[str, dict[str, list[float]]]:
             name = str(attributes["data-curve"])
         elif attributes.get("class") in ("curve", "each"):
             places = [float(place) for place in re.findall(r" (\S+?)(?=[ML]|$)", str(attributes["d"]))]
-            found.setdefault(key, {})[name] = [round(start + place / 1000 * (end - start), 3) for place in places]
-    return found
+            charts.setdefault(key, {})[name] = [round(start + place / 1000 * (end - start), 3) for place in places]
+    return charts
 
 
 def decoded(uri: str) -> np.ndarray:
@@ -83,7 +85,7 @@ def decoded(uri: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
 
 
-def alike(shown: np.ndarray, pixels: np.ndarray) -> bool:
-    """Whether a thumbnail shows these pixels; WebP loses a little, more of small and colourful ones."""
-    assert shown.shape == pixels.shape, (shown.shape, pixels.shape)
-    return float(np.abs(shown.astype(int) - pixels.astype(int)).mean()) < 8
+def alike(thumbnail: np.ndarray, pixels: np.ndarray) -> bool:
+    """Whether a thumbnail shows these pixels. WebP changes them slightly, and more if they are small and colourful."""
+    assert thumbnail.shape == pixels.shape, (thumbnail.shape, pixels.shape)
+    return float(np.abs(thumbnail.astype(int) - pixels.astype(int)).mean()) < 8

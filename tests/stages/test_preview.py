@@ -21,7 +21,7 @@ from stages.media.sample_reader import read_cropped_image, read_sample_frames, r
 from stages.pages.html import Section, render_template
 from stages.pages.plan_samples import PlanSample, PlanTable, SamplePixels, frame_indices
 from stages.preview import MAX_EXAMPLES, plan_card
-from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
+from tests.stages.html_page import ESCAPED, HOSTILE, Page, alike, decoded
 from tests.stages.plan_previews import planned, rows, settings, show, video_settings
 
 
@@ -171,6 +171,7 @@ def test_a_plan_whose_older_part_was_removed_is_named(project) -> None:
         path.unlink()
     with pytest.raises(LatentpressError, match="1 samples"):
         show(home)
+    assert "1 samples" in raised.value.message and "latentpress bucket" in raised.value.next_step
 
 
 def plan_page(word: str) -> Page:

@@ -22,7 +22,7 @@ from stages.pages.plan_samples import frame_indices
 from tests.stages.html_page import Page, alike, decoded
 from tests.stages.plan_previews import rows, settings
 
-MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
+MODE = "latents.posterior=mode"  # without a seed, so that tests can encode the same latents again
 
 
 def encoded(home, *overrides: str, text: bool = False) -> None:
@@ -140,7 +140,7 @@ def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstr
     for name, reason in (("1.png", "missing"), ("2.png", "changed")):
         assert f"the original cannot be read ({reason})" in page.article(name)
         assert len(page.pictures(f"reconstruction: {name}")) == 1 and not page.pictures(f"original: {name}")
-    assert "not encoded yet" in page.article("0.png")  # its caption
+    assert "not encoded yet" in page.article("0.png")  # the shard of its caption
     assert {row["item"]: row["psnr_db"] for row in report.to_dict()["details"]["samples"]}["photos/1.png"] is None
 
 

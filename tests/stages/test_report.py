@@ -28,7 +28,7 @@ from stages.pages import pictures
 from stages.pages.charts import build_charts
 from stages.pages.report import page, samples
 from tests.project import Project
-from tests.stages.html_page import HOSTILE, SEEN, Page, alike, curves
+from tests.stages.html_page import ESCAPED, HOSTILE, Page, alike, curves
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
 CUT_ROW = r'<tr>\s*<td class="n">(\d+)</td>\s*<td class="n">(\d+)</td>\s*<td>(.*?)</td>\s*</tr>'
@@ -90,8 +90,8 @@ def test_a_finished_run(home: Project) -> None:
     assert alike(page.pictures("one at step 40")[0], np.full((48, 64, 3), (200, 40, 90)))
     for words in ("a colour", "blurred", "seed 7", "size 64x48@1", "steps 2", "guidance 3.5", "not decoded yet"):
         assert words in page.text, words
-    assert "1.5 at step 40" in page.text and len(missing) == 2
-    assert "1 of 3 samples" in missing[0] and "latentpress decode" in missing[0] and "No text" in missing[1]
+    assert "1.5 at step 40" in page.text and len(gaps) == 2
+    assert "1 of 3 samples" in gaps[0] and "latentpress decode" in gaps[0] and "No text" in gaps[1]
 
     assert "3 samples in 2 buckets." in page.text and "By dataset: photos 3." in page.text
     assert "3 different captions of 6 to 10 words" in page.text
@@ -211,8 +211,8 @@ def test_two_experts_side_by_side(project: Callable[..., Project]) -> None:
         fake_run.picture(3, "one", (50, 0, 0))
         (fake_run.folder / "result.json").write_text('{"step": 3}')
     page = Path(home.run(report.run).details["page"])
-    text, missing = page_of(home)
-    assert page == home.folder / "output/report.html" and not any("config.yaml" in text for text in missing)
+    text, gaps = page_of(home)
+    assert page == home.folder / "output/report.html" and not any("config.yaml" in text for text in gaps)
     assert text.count("wan2.2-a14b t2v-a14b, high, lora") == text.count("wan2.2-a14b t2v-a14b, low, lora") == 1
     assert "by <code>latentpress report" in text and "report run" not in text
     assert "guidance 4, guidance_low 3" in text

@@ -190,7 +190,7 @@ def test_a_page_that_can_be_made_is_made_when_it_is_opened(server: UiServer, hom
     for code in (1, None):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(format_record(record | {"began": 1.0, "exit_code": code}))
-        assert not is_due("report", "report"), "it failed, or was killed"
+        assert not is_due("report", "report"), "the program failed or was killed"
     assert not (home.folder / "output/.ui/logs").exists()
 
 
@@ -230,7 +230,7 @@ def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Proj
     odd += f"{bidi}x\n".encode() + b"\xff\x00\n"
     log.write_bytes(odd + b"y" * 100_000 + b"\nlast")
     text = server.get("/logs/bucket").text
-    assert "&lt;script&gt;" not in text and "<script>alert" not in text, "only its end is shown"
+    assert "&lt;script&gt;" not in text and "<script>alert" not in text, "only the end of the log is shown"
     log.write_bytes(odd + b"y" * 9_000 + b"\nlast")
     text = server.get("/logs/bucket").text
     assert "red &lt;script&gt;alert(1)&lt;/script&gt;\nnamed\nnew\n\\u202ex\n\ufffd\\x00\nyyy" in text
@@ -259,7 +259,9 @@ def test_an_invalid_configuration_is_shown_and_starts_nothing(server: UiServer, 
     assert refused.status == 409 and "pipeline.yaml:" in refused.json["error"] and "resolutoin" in refused.json["error"]
     assert "The configuration is not valid" in server.get("/").text
     form = server.request("POST", "/jobs/discover/start", "", Origin=server.url)
-    assert form.status == 409 and "resolutoin" in form.text and "<h1>" in form.text, "without a script it is a page"
+    assert form.status == 409 and "resolutoin" in form.text and "<h1>" in form.text, (
+        "a browser without a script gets a page"
+    )
 
 
 def test_a_taken_port_is_named(server: UiServer) -> None:

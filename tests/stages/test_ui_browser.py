@@ -1,5 +1,5 @@
-"""`latentpress ui` in a real browser: a rehearsal from start to pictures, while the page's process is killed; and what
-other sites can't do."""
+"""`latentpress ui` in a real browser: a rehearsal from start to pictures, during which the process of the page is
+killed, and attacks by other sites."""
 
 import os
 import signal
@@ -26,12 +26,12 @@ from tests.stages.ui_server import ui_server
 
 pytestmark = pytest.mark.slow
 
-RUN_S = 400.0  # within which a rehearsal ends on a busy machine
+RUN_S = 400.0  # a rehearsal ends within this time on a busy machine
 
 
 @contextmanager
 def page_process(home: Project) -> Iterator[tuple[Any, str]]:
-    """`latentpress ui` as a program, and its address."""
+    """Run `latentpress ui` as a program. Yields (process, address)."""
     with open_socket("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     words = ["--config", str(home.folder / "pipeline.yaml"), "--port", str(port)]
@@ -54,7 +54,7 @@ def until_listening(port: int) -> None:
 
 @pytest.fixture
 def ended() -> Iterator[list[Project]]:
-    """Projects whose programs are killed at the end of the test, however it ends."""
+    """A list of projects. Their programs are killed at the end of the test, even if it fails."""
     homes: list[Project] = []
     yield homes
     for home in homes:
@@ -79,7 +79,7 @@ def test_a_rehearsal(
     browser: Any,  # noqa: F811
     forked_programs: None,
 ) -> None:
-    """Started by a key, watched, not stopped by the end of the page, and its pictures are on the report."""
+    """The run is started by a key and watched, continues after the page ends, and its pictures are in the report."""
     prompt = {"name": "one", "prompt": "<b>a picture</b>"}
     home = project(validation={"size": "64x64", "steps": 1, "prompts": [prompt]}, train={"steps": 2})
     for number in range(2):
@@ -104,7 +104,7 @@ def test_a_rehearsal(
     with page_process(home) as (_, url):
         page.goto(url)
         errors.clear()
-        assert state_of(page, "run") in ("running", "done"), "it went on"
+        assert state_of(page, "run") in ("running", "done"), "the run continued"
         page.goto(f"{url}/logs/run")
         until(page, "document.getElementById('log').dataset.ended === 'true'", RUN_S)
         assert "--- report" in page.locator("#log").inner_text()
@@ -130,7 +130,7 @@ def test_a_document_is_shown_again_and_reaches_nothing(
     project: Callable[..., Project],
     browser: Any,  # noqa: F811
 ) -> None:
-    """A report that somebody else wrote: its script runs, in an origin of its own."""
+    """A report by somebody else: its script runs, in a separate origin."""
     home = project()
     home.config()
     report = FakeRun(home).folder / "report.html"
@@ -148,9 +148,9 @@ def test_a_document_is_shown_again_and_reaches_nothing(
     with ui_server(home) as server:
         page = browser.new_page()
         page.goto(f"{server.url}/report")
-        said = page.frame_locator("#document").locator("#said")
-        said.filter(has_text="no request").wait_for()
-        assert said.inner_text() == "first null no cookie no parent no request"
+        notes = page.frame_locator("#document").locator("#said")
+        notes.filter(has_text="no request").wait_for()
+        assert notes.inner_text() == "first null no cookie no parent no request"
         page.goto(server.url + page.locator("#document").get_attribute("src"))
         page.locator("#said", has_text="no request").wait_for()
         assert page.locator("#said").inner_text().startswith("first null no cookie")
@@ -162,7 +162,7 @@ def test_a_document_is_shown_again_and_reaches_nothing(
 
 
 class ForeignSite(BaseHTTPRequestHandler):
-    """A page that does to `target` whatever a page can do to another site."""
+    """A page that sends every kind of request to `target` that a page can send to another site."""
 
     target = ""
 
@@ -197,8 +197,8 @@ class ForeignSite(BaseHTTPRequestHandler):
 
 
 def test_other_sites_do_nothing(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
-    """Neither a page on another port of this machine, which a browser takes for the same site, nor one of another name;
-    nor one whose name was made to point here."""
+    """The sites: a page on another port of this machine, which is the same site for a browser, a page with another
+    name, and a page whose name was changed to resolve to this machine."""
     home = project()
     home.config()
     with ui_server(home) as server:
@@ -214,15 +214,15 @@ def test_other_sites_do_nothing(project: Callable[..., Project], browser: Any) -
         page = browser.new_page()
         answer = page.goto(f"http://{FOREIGN}:{server.port}/")
         assert answer.status == 403 and "Refused" in page.content()
-        asked = page.evaluate("fetch('/jobs/discover/start', {method: 'POST'}).then((answer) => answer.status)")
-        assert asked == 403
+        status = page.evaluate("fetch('/jobs/discover/start', {method: 'POST'}).then((answer) => answer.status)")
+        assert status == 403
         page.close()
         assert server.site.programs.last_start("discover") is None
         assert not Path(home.folder / "output" / ".ui" / "logs").exists()
 
 
 def test_entering_with_the_token(project: Callable[..., Project], browser: Any) -> None:  # noqa: F811
-    """By the address that works once, and by the form; no script sees the cookie, and a report has its pictures."""
+    """With the address that works once, and with the form. Scripts can't read the cookie, and a report has pictures."""
     home = project()
     home.config()
     run = FakeRun(home)

@@ -1,4 +1,4 @@
-"""The page of `latentpress ui` with captions: listed, searched, edited, and taken back."""
+"""The page of `latentpress ui` with captions: list, search, edit, restore."""
 
 import json
 import re
@@ -20,11 +20,11 @@ from tests.stages.ui_server import UiServer
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project()
-    made.image("a.png", (64, 48), "a <b>bold</b> caption", 1)
-    made.image("b.png", (64, 48), "Another one\nand a second", 2)
-    made.config()
-    return made
+    new_project = project()
+    new_project.image("a.png", (64, 48), "a <b>bold</b> caption", 1)
+    new_project.image("b.png", (64, 48), "Another one\nand a second", 2)
+    new_project.config()
+    return new_project
 
 
 def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
@@ -58,7 +58,7 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_thumbnails_next_to_captions_are_made_by_a_program(home: Project, server: UiServer) -> None:
-    """Of the items that are shown and no others; by a button that a script presses."""
+    """Only items that are shown get thumbnails; the script of the page presses the button."""
     home.image("c.png", (64, 48), "the same as a.png", 1)
     home.image("d.png", (64, 48), "damaged later", 3)
     home.run(discover.run)
@@ -71,21 +71,23 @@ def test_thumbnails_next_to_captions_are_made_by_a_program(home: Project, server
     (address,) = set(re.findall(r'<img src="(/thumbnails/[0-9a-f]{32}\.webp)"', text))
     answer = server.get(address)
     assert answer.status == 200 and answer.headers["content-type"] == "image/webp" and "data-make" not in text
-    rest = server.get("/captions").text
-    assert rest.count("<img") == 2 and rest.count("data-late") == 2, (
-        "c.png is the same picture; the others were not shown"
+    text = server.get("/captions").text
+    assert text.count("<img") == 2 and text.count("data-late") == 2, (
+        "c.png is the same picture; b.png and d.png were not shown"
     )
     assert server.post("/captions/thumbnails", dataset="photos").status == 200
     assert server.wait_for_end("caption-thumbnails").exit_code == 0
-    rest = server.get("/captions").text
-    assert rest.count("<img") == 3 and "data-late" not in rest and rest.count("no picture") == 1, "d.png has none"
+    text = server.get("/captions").text
+    assert text.count("<img") == 3 and "data-late" not in text and text.count("no picture") == 1, (
+        "d.png has no thumbnail"
+    )
     for verb in ("start", "restart", "retry"):
-        assert server.post(f"/jobs/caption-thumbnails/{verb}").status == 404, "of what, it has to be told"
+        assert server.post(f"/jobs/caption-thumbnails/{verb}").status == 404, "this program requires a list of items"
     assert server.post("/captions/thumbnails", dataset="photos", words="absent").status == 409
 
 
 def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  # noqa: F811
-    """An edit is saved by keys and taken back; runs are queued, moved and removed without leaving the page."""
+    """An edit is saved by keys and restored; runs are queued, moved and removed without leaving the page."""
     home.run(discover.run)
     page = browser.new_page()
     errors = note_errors(page)
@@ -116,8 +118,8 @@ def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  #
 def test_captions_by_a_model_are_shown_and_an_edit_wins(
     home: Project, forked_programs: None, server: UiServer, tiny: Callable[[str], Any]
 ) -> None:
-    """Of items whose files have none, started there. A picture that is there twice, once with a caption, is edited
-    twice."""
+    """The page starts the program for items without captions. A picture in two files, one of them with a caption, has
+    two edits."""
     home.settings |= {"caption": SMALL}
     home.settings["model"]["path"] = str(with_ends(tiny("kandinsky5-image-t2i"), home.folder / "model"))
     home.settings["stages"] |= {"caption": {"threads": 1, "readers": 1}, "max_reject_fraction": 1.0}
@@ -127,11 +129,11 @@ def test_captions_by_a_model_are_shown_and_an_edit_wins(
     home.run(discover.run)
     assert 'id="start-caption"' in server.get("/captions").text
     assert server.post("/jobs/caption/start").status == 200 and server.wait_for_end("caption").exit_code == 0
-    found = written(home)
-    until_so(lambda: f"<span>{len(found)} of {len(found)} items</span>" in server.get("/").text, "its bar")
-    path, (text, *_) = max(found.items(), key=lambda made: sum(letter.isalpha() for letter in made[1][0]))
+    captions = written(home)
+    until_so(lambda: f"<span>{len(captions)} of {len(captions)} items</span>" in server.get("/").text, "its bar")
+    path, (text, *_) = max(captions.items(), key=lambda pair: sum(letter.isalpha() for letter in pair[1][0]))
     page = server.get("/captions").text
-    assert page.count(">by a model<") == len(found)
+    assert page.count(">by a model<") == len(captions)
     word = max(re.findall("[a-z]+", text), key=len)
     assert word in page
     table = read_media_table(Store(home.root), "photos").to_pydict()

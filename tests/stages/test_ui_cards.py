@@ -24,8 +24,8 @@ def row(stage: str, done: int, remaining: int = 0, rejects: int = 0, **more: Any
 
 
 def note(programs: ChildPrograms, job: str, program: str, **values: Any) -> None:
-    given = {"process_start": find_process_start(os.getpid()), "began": time.time() - 90} | values
-    ProcessRecord(program=program, **given).write(programs._folder / "notes" / job / f"{program}.json")
+    fields = {"process_start": find_process_start(os.getpid()), "began": time.time() - 90} | values
+    ProcessRecord(program=program, **fields).write(programs._folder / "notes" / job / f"{program}.json")
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def cards(project: Callable[..., Project]) -> Callable[..., dict[str, Card]]:
 
 def test_counts_rates_and_rejects(cards: Any) -> None:
     encode = row("encode-latents", 30, 70, 2, items_per_second="1.5", left="0:00:47", jobs="2 running, 1 lost")
-    found = cards(row("discover", 6), row("bucket", 0, 0), encode, row("encode-text", 8), training_set="sets/abc")
-    states = {name: card.state for name, card in found.items()}
+    by_name = cards(row("discover", 6), row("bucket", 0, 0), encode, row("encode-text", 8), training_set="sets/abc")
+    states = {name: card.state for name, card in by_name.items()}
     assert states == {
         "discover": "done",
         "bucket": "to do",
@@ -56,7 +56,7 @@ def test_counts_rates_and_rejects(cards: Any) -> None:
         "train": "to do",
         "decode": "to do",
     }
-    card = found["encode-latents"]
+    card = by_name["encode-latents"]
     assert (card.progress, card.total, card.count) == (30, 100, "30 of 100 samples")
     assert (card.rate, card.time_left, card.facts) == (
         "1.5 samples/s",
@@ -64,7 +64,7 @@ def test_counts_rates_and_rejects(cards: Any) -> None:
         ["jobs: 2 running, 1 lost"],
     )
     assert card.rejects == 2
-    assert all(card.actions == ["start"] for card in found.values())
+    assert all(card.actions == ["start"] for card in by_name.values())
     older = cards(row("discover", 6), training_set="sets/abc, of the older plan x: latentpress index")
     assert older["index"].state == "to do"
 
@@ -75,33 +75,33 @@ def test_every_stage_of_run_can_be_started_and_item_stages_have_a_bar(
     assert {*get_args(StageName)} == {*STAGES} <= {*JOBS}
     home = project(caption={}, features={})
     status = Report("status", details={"stages": [row("caption", 3, 5), row("features", 8), row("encode-text", 8)]})
-    found = {
+    by_name = {
         card.name: card for step in build_cards(home.config(), ChildPrograms(tmp_path, []), status) for card in step
     }
-    assert (found["caption"].progress, found["caption"].total, found["caption"].state) == (3, 8, "to do")
-    assert (found["features"].state, found["encode-text"].state) == ("done", "done")
-    assert found["caption"].actions == found["features"].actions == ["start"]
+    assert (by_name["caption"].progress, by_name["caption"].total, by_name["caption"].state) == (3, 8, "to do")
+    assert (by_name["features"].state, by_name["encode-text"].state) == ("done", "done")
+    assert by_name["caption"].actions == by_name["features"].actions == ["start"]
 
 
 def test_stages_of_a_run_are_shown_and_not_started_while_it_runs(cards: Any) -> None:
     note(cards.programs, "run", "encode-text")
     note(cards.programs, "run", "discover", exit_code=0)
     note(cards.programs, "run", "bucket", process_start="of another process")
-    found = cards(row("encode-text", 2, 6))
-    assert (found["encode-text"].state, found["encode-text"].actions, found["encode-text"].remark) == (
+    by_name = cards(row("encode-text", 2, 6))
+    assert (by_name["encode-text"].state, by_name["encode-text"].actions, by_name["encode-text"].remark) == (
         "running",
         [],
         "for 1 min",
     )
-    assert found["encode-text"].log == "run"
-    assert found["discover"].state == found["bucket"].state == "to do"
+    assert by_name["encode-text"].log == "run"
+    assert by_name["discover"].state == by_name["bucket"].state == "to do"
     reading = Task(description="encode-text", state="3/8 texts, 2 texts/s", done=3, total=8)
     for tasks in ((reading, Task(description="loading", state="0:00:07", done=0)), (reading,)):
         note(cards.programs, "run", "encode-text", tasks=tasks)
         card = cards(row("encode-text", 2, 6, items_per_second="9", left="0:00:01"))["encode-text"]
         assert card.facts == [f"{tasks[-1].description}: {tasks[-1].state}"]
-        assert card.rate == card.time_left == "", "that of jobs before"
-    assert (card.progress, card.total) == (3, 8), "of what is not yet in a shard, too"
+        assert card.rate == card.time_left == "", "the rate of earlier jobs"
+    assert (card.progress, card.total) == (3, 8), "items that are not in a shard yet are counted too"
 
 
 def test_a_run_and_its_pictures(cards: Any) -> None:
@@ -110,16 +110,16 @@ def test_a_run_and_its_pictures(cards: Any) -> None:
     run.latent(10, "one")
     run.latent(10, "two")
     run.picture(10, "one", (255, 0, 0))
-    found = cards()
-    assert (found["train"].progress, found["train"].total, found["train"].state) == (10, 40, "to do")
-    assert found["train"].facts[1] == "eval loss 2.5 at step 0"
-    assert (found["decode"].progress, found["decode"].total, found["decode"].state) == (1, 2, "to do")
+    by_name = cards()
+    assert (by_name["train"].progress, by_name["train"].total, by_name["train"].state) == (10, 40, "to do")
+    assert by_name["train"].facts[1] == "eval loss 2.5 at step 0"
+    assert (by_name["decode"].progress, by_name["decode"].total, by_name["decode"].state) == (1, 2, "to do")
     run.picture(10, "two", (255, 0, 0))
     assert cards()["decode"].state == "done"
 
 
 def test_run_is_done_when_every_stage_is(cards: Any) -> None:
-    """Whoever did it: here nothing was started from the page."""
+    """It does not matter which program ran the stages: nothing was started from the page."""
     encoded = [row(name, 6) for name in ("discover", "bucket", "encode-text", "encode-latents")]
 
     def state(*rows: dict[str, Any], is_known: bool = True) -> str:
@@ -130,7 +130,7 @@ def test_run_is_done_when_every_stage_is(cards: Any) -> None:
     run.metrics(*(step_line(step) for step in range(1, 41)))
     assert state(*encoded) == "to do"
     finish(run)
-    assert state(*encoded) == "done", "without validation nothing is to be decoded"
+    assert state(*encoded) == "done", "without validation, nothing has to be decoded"
     assert state(*encoded, is_known=False) == state(*encoded[:3], row("encode-latents", 5, 1)) == "to do"
     run.latent(40, "one")
     assert state(*encoded) == "to do"

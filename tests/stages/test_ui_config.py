@@ -1,4 +1,4 @@
-"""The configuration's page of `latentpress ui`: the form, the text, their errors, and what is written."""
+"""The page of `latentpress ui` for the configuration: the form, the text, their errors, and the written file."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from schemas.catalog import FAMILIES
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.yaml_reader import parse_yaml
-from stages.pages.ui.config_page import build_form, changed_text
+from stages.pages.ui.config_page import apply_changes, build_form
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.ui_server import UiServer
@@ -22,9 +22,9 @@ EXAMPLE = Path(__file__).parents[2] / "pipeline.yaml"
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project(train={"steps": 40})
-    made.config()
-    return made
+    new_project = project(train={"steps": 40})
+    new_project.config()
+    return new_project
 
 
 def file_of(server: UiServer) -> Path:
@@ -48,16 +48,16 @@ def test_the_form_has_a_field_for_every_option_of_the_example() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "none of them", "[]"])
 def test_the_flavours_are_those_of_the_family(family: str) -> None:
-    own = [FAMILIES[family]] if family in FAMILIES else list(FAMILIES.values())
+    families = [FAMILIES[family]] if family in FAMILIES else list(FAMILIES.values())
     fields = {each.path: each for each in build_form(f"model: {{family: {family}, flavour: old}}").all_fields()}
     flavour = fields["model.flavour"]
-    assert flavour.choices == [name for one in own for name in one.flavours] and flavour.value == "old"
-    assert flavour.default == (own[0].default_flavour if family in FAMILIES else "")
+    assert flavour.choices == [name for one in families for name in one.flavours] and flavour.value == "old"
+    assert flavour.default == (families[0].default_flavour if family in FAMILIES else "")
 
 
 def test_what_the_form_changes_is_what_the_program_reads() -> None:
     base = EXAMPLE.read_text()
-    given = {
+    changes = {
         "train.steps": "77",
         "train.optimizer.lr": "",
         "train.run": "a run: of mine",
@@ -65,32 +65,32 @@ def test_what_the_form_changes_is_what_the_program_reads() -> None:
         "train.gradient_checkpointing": "false",
         "datasets.0.resolution": "512",
     }
-    text, problems = changed_text(base, base, given)
+    text, problems = apply_changes(base, base, changes)
     assert problems == []
     fields = {each.path: each.value for each in build_form(text).all_fields()}
-    assert {path: fields[path] for path in given} == given
+    assert {path: fields[path] for path in changes} == changes
     before = {each.path: each.value for each in build_form(base).all_fields()}
-    assert {path: value for path, value in fields.items() if path not in given} == {
-        path: value for path, value in before.items() if path not in given
+    assert {path: value for path, value in fields.items() if path not in changes} == {
+        path: value for path, value in before.items() if path not in changes
     }
-    assert text.count("#") >= base.count("#") - 1, "comments stay, but that of a line that was removed"
+    assert text.count("#") >= base.count("#") - 1, "only the comment of a removed line is removed"
 
 
 def test_fields_that_were_not_touched_leave_what_was_typed_into_the_text() -> None:
     base = "train:\n  steps: 5\n"
     typed = "train:\n  steps: 6  # typed\n"
-    assert changed_text(typed, base, {"train.steps": "5", "train.seed": "3"}) == (typed + "  seed: 3\n", [])
+    assert apply_changes(typed, base, {"train.steps": "5", "train.seed": "3"}) == (typed + "  seed: 3\n", [])
 
 
 def test_a_search_and_what_is_set(server: UiServer) -> None:
-    def shown(query: str) -> list[str]:
+    def search(query: str) -> list[str]:
         text = server.get(f"/configuration?{query}").text
         return re.findall(r'<div class="field"><label for="field:([^"]+)"', text)
 
-    assert "train.optimizer.lr" in shown("find=OPTIMIZER+rate") and "train.steps" not in shown("find=OPTIMIZER+rate")
-    assert "train.steps" in shown("only_set=on") and "train.optimizer.lr" not in shown("only_set=on")
-    assert shown("find=train.steps&only_set=on") == ["train.steps"]
-    assert shown("find=no+such+option") == []
+    assert "train.optimizer.lr" in search("find=OPTIMIZER+rate") and "train.steps" not in search("find=OPTIMIZER+rate")
+    assert "train.steps" in search("only_set=on") and "train.optimizer.lr" not in search("only_set=on")
+    assert search("find=train.steps&only_set=on") == ["train.steps"]
+    assert search("find=no+such+option") == []
     assert "No option matches" in server.get("/configuration?find=no+such+option").text
 
 
@@ -118,21 +118,21 @@ def test_items_are_added_and_removed(server: UiServer) -> None:
         {"add": "datasets"},
         {"remove": "train"},
         {"remove": "datasets.9"},
-        {"remove": "datasets.0", "base": twice},  # the form is of another text
+        {"remove": "datasets.0", "base": twice},  # the form was made from another text
     ):
-        same, problems = change(text, **fields)
-        assert same == text and len(problems) == 1, fields
+        unchanged, problems = change(text, **fields)
+        assert unchanged == text and len(problems) == 1, fields
 
 
 def test_errors_are_those_of_the_command_line(server: UiServer) -> None:
     text = file_of(server).read_text().replace('"steps": 40', '"steps": -4')
     answer = server.post("/configuration/check", text=text, base=text).json
     with pytest.raises(ConfigError) as error:
-        other = file_of(server).with_name("other.yaml")
-        other.write_text(text)
-        load_config(other)
-    said = [f"{other}:{line}: {message}" for line, message in answer["errors"]]
-    assert said == error.value.errors and len(said) == 1
+        copy_path = file_of(server).with_name("other.yaml")
+        copy_path.write_text(text)
+        load_config(copy_path)
+    errors = [f"{copy_path}:{line}: {message}" for line, message in answer["errors"]]
+    assert errors == error.value.errors and len(errors) == 1
     assert "train.steps" in answer["errors"][0][1]
     broken = server.post("/configuration/check", text="a: [", base=text).json
     assert "not valid YAML" in broken["errors"][0][1] and broken["values"] == {}
@@ -141,10 +141,10 @@ def test_errors_are_those_of_the_command_line(server: UiServer) -> None:
 def test_prompts_are_read_only_where_the_page_reads_anyway(
     home: Project, server: UiServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Errors of a prompts file repeat parts of it: a request that names another file learns nothing of it."""
-    outside = tmp_path_factory.mktemp("outside") / "keys.txt"
-    outside.write_text("a <s3cret> word\n")
-    (home.folder / "link.txt").symlink_to(outside)
+    """Errors of a prompts file quote it, so a request with another file gets no error about its content."""
+    outside_file = tmp_path_factory.mktemp("outside") / "keys.txt"
+    outside_file.write_text("a <s3cret> word\n")
+    (home.folder / "link.txt").symlink_to(outside_file)
     (home.folder / "own.txt").write_text("a <lost> word\n")
     (home.folder / "output").mkdir(exist_ok=True)
     (home.folder / "output/own.txt").write_text("a <lost> word\n")
@@ -154,17 +154,17 @@ def test_prompts_are_read_only_where_the_page_reads_anyway(
         text = json.dumps(settings | {"validation": {"prompts_file": name}})
         return str(server.post("/configuration/check", text=text, base=text).json["errors"])
 
-    climbing = os.path.relpath(outside, home.folder)
+    climbing = os.path.relpath(outside_file, home.folder)
     (home.folder / "circle.txt").symlink_to(home.folder / "circle.txt")
-    for name in (str(outside), climbing, "link.txt", f"file://{outside}", "/dev/stdin", "circle.txt"):
-        found = errors_of(name)
-        assert "is outside of root, output" in found and "s3cret" not in found, name
+    for name in (str(outside_file), climbing, "link.txt", f"file://{outside_file}", "/dev/stdin", "circle.txt"):
+        errors = errors_of(name)
+        assert "is outside of root, output" in errors and "s3cret" not in errors, name
     for name in ("own.txt", "output/own.txt"):
         assert "<lost> is not in validation.placeholders" in errors_of(name)
-    outside.write_text("a sound word\n")
-    home.settings["validation"] = {"prompts_file": str(outside)}
-    home.config()  # by an editor
-    assert errors_of(str(outside)) == "[]"
+    outside_file.write_text("a sound word\n")
+    home.settings["validation"] = {"prompts_file": str(outside_file)}
+    home.config()  # written by an editor, not by the page
+    assert errors_of(str(outside_file)) == "[]"
 
 
 def test_saving_writes_the_file_once_it_is_sound(server: UiServer) -> None:
@@ -179,8 +179,8 @@ def test_saving_writes_the_file_once_it_is_sound(server: UiServer) -> None:
     assert path.stat().st_mode & 0o777 == 0o640 and "saved to" in saved.json["message"]
     assert server.site.config().train.steps == 41
 
-    late = server.post("/configuration/save", text=text, base=text, stamp=stamp)
-    assert late.status == 409 and "load this page again" in late.json["problems"][0]
+    late_answer = server.post("/configuration/save", text=text, base=text, stamp=stamp)
+    assert late_answer.status == 409 and "load this page again" in late_answer.json["problems"][0]
     assert load_config(path).train.steps == 41
     assert not list(path.parent.glob("*.tmp*"))
 
@@ -215,23 +215,24 @@ def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser:
     until(page, "document.querySelector('#errors a')")
     assert "train.steps" in page.locator("#errors li").inner_text() and '"steps": -4' in text.input_value()
     page.locator("#errors a").click()
-    chosen = page.evaluate("text.value.slice(text.selectionStart, text.selectionEnd)")
-    assert "steps" in chosen and page.locator("#numbers mark").inner_text().strip() == page.evaluate(
+    selection = page.evaluate("text.value.slice(text.selectionStart, text.selectionEnd)")
+    assert "steps" in selection and page.locator("#numbers mark").inner_text().strip() == page.evaluate(
         "String(text.value.slice(0, text.selectionStart).split('\\n').length)"
     )
     text.fill(text.input_value().replace("-4", "77"))
     until(page, "document.getElementById('field:train.steps').value === '77'")
     until(page, "!document.getElementById('no-errors').hidden")
     family, flavour = (page.locator(f'[id="field:model.{name}"]') for name in ("family", "flavour"))
-    before, chosen = family.input_value(), flavour.input_value()
-    other = next(name for name in FAMILIES if name != before)
-    for name, kept in ((other, [chosen]), (before, [])):  # an unknown one stays until another is chosen
+    family_name, flavour_name = family.input_value(), flavour.input_value()
+    other_family = next(name for name in FAMILIES if name != family_name)
+    # A flavour that the family does not have stays until another is chosen.
+    for name, more_flavours in ((other_family, [flavour_name]), (family_name, [])):
         family.select_option(name)
-        listed = ",".join(["", *FAMILIES[name].flavours, *kept])
+        listed = ",".join(["", *FAMILIES[name].flavours, *more_flavours])
         until(
             page, f"[...document.getElementById('field:model.flavour').options].map((one) => one.value) == '{listed}'"
         )
-        assert flavour.input_value() == chosen
+        assert flavour.input_value() == flavour_name
     page.locator("input[name=find]").fill("steps warm")
     until(page, "document.getElementById('field:train.steps').closest('.field').hidden")
     page.locator("input[name=find]").fill("")

@@ -1,4 +1,4 @@
-"""A new project on the page of `latentpress ui`: proposed by a program, shown, and written only when asked for."""
+"""A new project on the page of `latentpress ui`: a program proposes it, and it is written only on request."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def server(place: Path) -> Iterator[UiServer]:
 
 
 def propose(server: UiServer, path: str, **fields: str) -> str:
-    """Send a form as a browser without a script does; the address of the proposal, which has ended."""
+    """Send a form like a browser without a script, and wait for the proposal. Returns the address of the proposal."""
     body = "&".join(f"{name}={value}" for name, value in fields.items())
     answer = server.request("POST", path, body, Origin=server.url)
     assert answer.status == 303, answer.text
@@ -69,7 +69,7 @@ def test_another_trainers_configuration_is_taken_over(server: UiServer, place: P
         "lora_rank" in text and "train.adapter.rank: 4" in text and "hub_token" in text and "hf_0123456789" not in text
     )
     assert "&lt;token&gt;" in text and "<token>" not in text, "a prompt"
-    assert not (place / "mine").exists(), "nothing is written before it was asked for"
+    assert not (place / "mine").exists(), "nothing is written before the request"
     assert write(server, address) == "/p/mine/"
     assert load_config(place / "mine/pipeline.yaml").train.adapter.rank == 4
     assert "my-lora" in server.get("/p/mine/").text and ">mine</a>" in server.get("/projects").text
@@ -121,7 +121,7 @@ def test_a_few_are_made_at_a_time_and_end_with_the_page(server: UiServer, place:
 
 @pytest.mark.long
 def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
-    """configure itself; run again for the same project it changes what the answers change."""
+    """Run configure. A second run for the same project changes only the options of changed answers."""
     form = server.get(f"/new?media={place}/media").text
     assert 'value="media-project"' in form and "<option>sana-lora-12gb</option>" in form
     for question in QUESTIONS.values():
@@ -129,8 +129,8 @@ def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
     fields = {"media": f"{place}/media", "name": "cats", "recipe": "sana-lora-12gb", "time": "90m"}
     address = propose(server, "/new/propose", **fields)
     text = server.get(address).text
-    for shown in ("with a caption file", "flavour: sana-1.6b-1024px", "1:30:00"):
-        assert shown in text, shown
+    for words in ("with a caption file", "flavour: sana-1.6b-1024px", "1:30:00"):
+        assert words in text, words
     assert not (place / "cats").exists()
     assert write(server, address) == "/p/cats/"
     config = load_config(place / "cats/pipeline.yaml")
@@ -138,4 +138,4 @@ def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
     assert "What to do" in server.get("/p/cats/").text
     address = propose(server, "/new/propose", **fields | {"recipe": "", "card": "16", "task": "concept"})
     assert 'id="same"' in server.get(address).text or "Changes" in server.get(address).text
-    assert load_config(place / "cats/pipeline.yaml") == config, "nothing is written before it was asked for"
+    assert load_config(place / "cats/pipeline.yaml") == config, "nothing is written before the request"

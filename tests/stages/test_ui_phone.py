@@ -52,7 +52,7 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
                 page.frame_locator("#document").locator("#said", has_text="a preview").wait_for()
             assert page.evaluate("document.documentElement.scrollWidth") == 390, path
             if page.locator("iframe").count():
-                assert page.evaluate("document.documentElement.scrollHeight") == 844, "the frame scrolls, and it alone"
+                assert page.evaluate("document.documentElement.scrollHeight") == 844, "only the frame scrolls"
                 assert page.locator("iframe").bounding_box()["height"] > 400
             colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
             assert max(map(int, re.findall(r"\d+", colour)[:3])) < 50, "dark"
@@ -70,9 +70,9 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
         page.goto(server.url)
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent") == "To the content"
-        found = set()
+        focused = set()
         for _ in range(30):
             page.keyboard.press("Tab")
-            found.add(page.evaluate("document.activeElement.id"))
-        assert {"start-run", "start-discover", "start-train", "log-run"} <= found
+            focused.add(page.evaluate("document.activeElement.id"))
+        assert {"start-run", "start-discover", "start-train", "log-run"} <= focused
         context.close()

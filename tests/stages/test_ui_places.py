@@ -1,4 +1,4 @@
-"""Folders that are browsed on the page of `latentpress ui`: names and counts below the roots, and nothing else."""
+"""Folders on the page of `latentpress ui`: only names and counts below the roots."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SECRET = "secret"
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """allowed/ with folders, hidden ones, links that stay and links that lead out; and what is beside it."""
+    """The folder allowed/ with folders, hidden folders, links to its inside and to its outside, and sibling folders."""
     top = tmp_path_factory.mktemp("tree")
     for folder in ("allowed/photos/day", "allowed/.hidden/inside", f"{SECRET}/inside", "allowed2"):
         (top / folder).mkdir(parents=True)
@@ -49,9 +49,9 @@ def test_names_and_counts(tree: Path) -> None:
     assert listing.parent is None and list(listing.configurations) == ["job.yaml"]
     inner = Places([tree / "allowed"]).list_folder(str(tree / "allowed/photos"))
     assert (inner.pictures, inner.clips) == (2, 1) and inner.parent == str(tree / "allowed")
-    both = Places([tree / "allowed", tree / "allowed2"])
-    assert [Path(folder.path).name for folder in both.list_roots().folders] == ["allowed", "allowed2"]
-    assert both.list_folder(str(tree / "allowed2")).parent == ""
+    places = Places([tree / "allowed", tree / "allowed2"])
+    assert [Path(folder.path).name for folder in places.list_roots().folders] == ["allowed", "allowed2"]
+    assert places.list_folder(str(tree / "allowed2")).parent == ""
 
 
 PIECES = ("..", ".", "", "photos", "day", "out", "up", "to-hidden", ".hidden", "stays", "inside", "circle", SECRET,
@@ -63,7 +63,7 @@ PIECES = ("..", ".", "", "photos", "day", "out", "up", "to-hidden", ".hidden", "
     st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8), st.sampled_from(("", "/", "top", "allowed"))
 )
 def test_no_path_leads_out(tree: Path, pieces: list[str], start: str) -> None:
-    """Whatever is asked for is below the root in fact, and hidden nowhere; nothing else is raised."""
+    """Every path that is found is below the root and not hidden, and only NotPermitted is raised."""
     allowed = tree / "allowed"
     before = {"": "", "/": "/", "top": f"{tree}/", "allowed": f"{allowed}/"}[start]
     places = Places([allowed])
@@ -72,8 +72,8 @@ def test_no_path_leads_out(tree: Path, pieces: list[str], start: str) -> None:
             path = find(before + "/".join(pieces))
         except NotPermitted:
             continue
-        inside = path.resolve().relative_to(allowed.resolve())
-        assert not any(part.startswith(".") for part in inside.parts) and SECRET not in path.resolve().parts
+        relative_path = path.resolve().relative_to(allowed.resolve())
+        assert not any(part.startswith(".") for part in relative_path.parts) and SECRET not in path.resolve().parts
         assert path.is_dir() if find == places.find_folder else path.is_file()
 
 
@@ -83,7 +83,9 @@ def test_what_is_permitted_is_found(tree: Path) -> None:
         assert places.find_folder(f"{tree}/allowed/{name}").is_dir()
     assert places.find_file(f"{tree}/allowed/job.yaml").is_file()
     (tree / "link").symlink_to("allowed")
-    assert Places([tree / "link"]).find_folder(str(tree / "allowed/photos")), "by the root's own name or where it leads"
+    assert Places([tree / "link"]).find_folder(str(tree / "allowed/photos")), (
+        "by the path of the link or by the path of its target"
+    )
 
 
 @pytest.fixture
@@ -97,14 +99,14 @@ def test_the_pages_tell_nothing_of_other_places(server: UiServer, tree: Path) ->
     for path in ("/folders", "/new", "/import"):
         text = server.get(path).text
         assert "photos" in text and "&lt;img src=x" in text and "<img" not in text and ".hidden" not in text
-        for outside in (
+        for folder in (
             f"{tree}/{SECRET}",
             f"{tree}/allowed/out",
             f"{tree}/allowed/up/{SECRET}",
             "/etc",
             f"{tree}/none",
         ):
-            answer = server.get(f"{path}?at={outside}")
+            answer = server.get(f"{path}?at={folder}")
             assert answer.status == 200 and "is not below the folders that may be browsed" in answer.text
             assert "inside" not in answer.text and "config.yaml" not in answer.text
     assert "is not below" in server.get(f"/new?media={tree}/{SECRET}").text

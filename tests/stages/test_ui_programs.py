@@ -1,4 +1,4 @@
-"""Programs of the page: started once, stopped, killed, restarted, found by another page. A script stands in."""
+"""Programs of the page: started once, stopped, killed, restarted, found by another page. A script replaces them."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ OBSTINATE = "#!/bin/sh\ntrap '' TERM\necho began\nwhile true; do sleep 0.05; don
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ChildPrograms]]:
-    """page(script) -> the programs of another page over the same output. Whatever still runs at the end is killed."""
+    """page(script) -> the programs of another page with the same output. Running programs are killed at the end."""
 
     def make(script: str = WAITS) -> ChildPrograms:
         path = tmp_path / "program"
@@ -39,7 +39,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             os.killpg(last.process, signal.SIGKILL)
 
 
-def said(programs: ChildPrograms, start: Start) -> str:
+def read_log(programs: ChildPrograms, start: Start) -> str:
     log = next(path for path in programs.logs(start.program) if path.name == start.log)
     until(lambda: log.read_text(), "a first line")
     return log.read_text()
@@ -66,7 +66,7 @@ def test_of_many_that_start_it_at_once_one_does(page: Callable[..., ChildProgram
         thread.join()
     assert len(started) == 1 and len(refused) == 11
     assert set(refused) == {f"discover is already running: it was started at {at_time(started[0])}"}
-    assert said(pages[0], started[0]) == "began -P -m stages.discover --config pipeline.yaml\n"
+    assert read_log(pages[0], started[0]) == "began -P -m stages.discover --config pipeline.yaml\n"
     with pytest.raises(Refused, match="run can't start while discover is running"):
         pages[1].start("run")
     pages[2].start("bucket")  # stages may run at the same time
@@ -83,16 +83,16 @@ def test_a_program_continues_when_its_page_is_killed(page: Callable[..., ChildPr
         programs.start("preview-plan")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    other = page()
-    found = other.last_start("preview-plan")
-    assert found is not None and found.is_running and os.getsid(found.process) == found.process
+    second_page = page()
+    start = second_page.last_start("preview-plan")
+    assert start is not None and start.is_running and os.getsid(start.process) == start.process
     with pytest.raises(Refused, match="preview-plan is already running"):
-        other.start("preview-plan")
-    assert build_job_card("preview-plan", "", other).actions == ["stop", "restart"]
-    assert said(other, found).startswith("began -P -m stages.preview --config pipeline.yaml --plan")
-    other.stop("preview-plan")
-    assert ended(other, "preview-plan").exit_code is None, "only its parent could be told"
-    assert build_job_card("preview-plan", "", other).remark == "stopped"
+        second_page.start("preview-plan")
+    assert build_job_card("preview-plan", "", second_page).actions == ["stop", "restart"]
+    assert read_log(second_page, start).startswith("began -P -m stages.preview --config pipeline.yaml --plan")
+    second_page.stop("preview-plan")
+    assert ended(second_page, "preview-plan").exit_code is None, "only the parent process gets the exit code"
+    assert build_job_card("preview-plan", "", second_page).remark == "stopped"
 
 
 def test_stop_kill_and_their_messages(page: Callable[..., ChildPrograms]) -> None:
@@ -108,7 +108,7 @@ def test_stop_kill_and_their_messages(page: Callable[..., ChildPrograms]) -> Non
     assert build_job_card("train", "", programs).remark.startswith("stopped, ")
 
     programs = page(OBSTINATE)
-    said(programs, programs.start("train"))
+    read_log(programs, programs.start("train"))
     programs.stop("train")
     card = build_job_card("train", "", programs)
     assert (card.state, card.actions) == ("stopping", ["kill"])
@@ -121,12 +121,12 @@ def test_stop_kill_and_their_messages(page: Callable[..., ChildPrograms]) -> Non
 def test_a_restart_waits_for_the_end(page: Callable[..., ChildPrograms]) -> None:
     programs = page(OBSTINATE)
     first = programs.start("decode")
-    said(programs, first)
+    read_log(programs, first)
     programs.restart("decode")
     assert build_job_card("decode", "", programs).state == "restarting"
     with pytest.raises(Refused, match="decode is already being restarted"):
         programs.restart("decode")
-    assert programs.last_start("decode").process == first.process, "it has not ended yet"
+    assert programs.last_start("decode").process == first.process, "the first start has not ended yet"
     programs.kill("decode")
     until(lambda: programs.last_start("decode").process != first.process, "the second start")
     assert programs.last_start("decode").is_running and len(programs.logs("decode")) == 2

@@ -1,4 +1,4 @@
-"""Several projects on one page of `latentpress ui`: their names and addresses, and that none sees another's files."""
+"""Several projects on one page of `latentpress ui`: names, addresses, and separation of their files."""
 
 import json
 import re
@@ -23,8 +23,8 @@ LINK = re.compile(r'\b(?:href|src|action|formaction|data-tail)="(/[^"]*)"')
 
 @pytest.fixture
 def homes(project: Callable[..., Project], tmp_path: Path) -> list[Project]:
-    """Two projects with a run each, a picture of it and a rejected item."""
-    made = []
+    """Two projects. Each has a run, a picture of the run and a rejected item."""
+    projects = []
     for number, name in enumerate(("harbour", "lantern")):
         settings = project().settings | {"train": {"run": f"run-of-{name}", "steps": 40}}
         home = Project(tmp_path / name, settings)
@@ -37,8 +37,8 @@ def homes(project: Callable[..., Project], tmp_path: Path) -> list[Project]:
         run.latent(3, "one")
         run.picture(3, "one", (90, 120, 30))
         (run.folder / "report.html").write_text(f"report of {name}")
-        made.append(home)
-    return made
+        projects.append(home)
+    return projects
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def several(homes: list[Project]) -> Iterator[UiServer]:
 
 
 def test_the_overview_says_what_each_does(several: UiServer) -> None:
-    asked = several.get("/")
-    assert asked.status == 303 and asked.headers["location"] == "/projects"
+    answer = several.get("/")
+    assert answer.status == 303 and answer.headers["location"] == "/projects"
     until(lambda: several.get("/projects").text.count(">1 rejected</a>") == 2, "both roots are read")
     text = several.get("/projects").text
     assert 'href="/p/harbour/">harbour</a>' in text and 'href="/p/lantern/">lantern</a>' in text
@@ -60,14 +60,14 @@ def test_the_overview_says_what_each_does(several: UiServer) -> None:
 
 @pytest.mark.slow
 def test_no_project_sees_what_is_anothers(several: UiServer) -> None:
-    """Every page of each: its links stay in it, and nothing in it is of the other one."""
+    """Every page of a project has only links to this project, and no text of the other project."""
     keys = {}
-    for name, other in (("harbour", "lantern"), ("lantern", "harbour")):
+    for name, other_name in (("harbour", "lantern"), ("lantern", "harbour")):
         for page in PAGES:
             answer = several.get(f"/p/{name}/{page}")
             assert answer.status == 200, page
             text = answer.text.replace('<a href="/projects">Projects</a>', "")
-            assert other not in text, page
+            assert other_name not in text, page
             links = {
                 link
                 for link in LINK.findall(text)
@@ -75,9 +75,9 @@ def test_no_project_sees_what_is_anothers(several: UiServer) -> None:
             }
             assert links and all(link.startswith(f"/p/{name}/") for link in links), (page, links)
             keys[name] = (re.findall(r"/documents/([^/]+)/", text) or [""])[0] or keys.get(name, "")
-    for name, other in (("harbour", "lantern"), ("lantern", "harbour")):
+    for name, other_name in (("harbour", "lantern"), ("lantern", "harbour")):
         assert several.get(f"/documents/{keys[name]}/run-of-{name}/report.html").text == f"report of {name}"
-        assert several.get(f"/documents/{keys[name]}/run-of-{other}/report.html").status == 404
+        assert several.get(f"/documents/{keys[name]}/run-of-{other_name}/report.html").status == 404
     for path in (
         "/p/third/",
         "/p/",
@@ -117,14 +117,14 @@ def test_names_are_unique_and_fit_for_addresses(project: Callable[..., Project],
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(settings)
-    shown = open_projects([tmp_path / name for name in [*names, "c/../a-b.yaml"]], None, Options())
-    assert [one.name for one in shown.opened()] == ["a-b", "a-b-2", "a-b-3", "i", "media"]
+    projects = open_projects([tmp_path / name for name in [*names, "c/../a-b.yaml"]], None, Options())
+    assert [one.name for one in projects.opened()] == ["a-b", "a-b-2", "a-b-3", "i", "media"]
 
 
 def test_the_configurations_of_a_folder(
     project: Callable[..., Project], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that come while it is shown, too; what is none is named, escaped."""
+    """Configurations that are added later are also found. Files that are not configurations are named, escaped."""
     settings, folder = json.dumps(project().settings), tmp_path / "all"
     (folder / "one").mkdir(parents=True)
     (folder / "one/pipeline.yaml").write_text(settings)
@@ -147,7 +147,7 @@ def test_the_configurations_of_a_folder(
         (folder / "two.yaml").write_text(settings)
         assert re.findall(r'id="project-([^"]*)"', server.get("/projects").text) == ["one", "two"]
         (folder / "<b>bad.yaml").write_text(settings)
-        assert "Invalid configurations" not in server.get("/projects").text, "it was corrected"
+        assert "Invalid configurations" not in server.get("/projects").text, "the file was corrected"
         (folder / "one/pipeline.yaml").write_text("model: broken")
         assert "model" in server.get("/projects").text and server.get("/p/one/").status == 200
     with pytest.raises(LatentpressError, match="can't be read"):

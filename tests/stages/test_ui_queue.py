@@ -1,5 +1,5 @@
-"""The queue on the page of `latentpress ui`: entries that are added, moved and removed, and the program that works them
-off. A script stands in for that."""
+"""The queue on the page of `latentpress ui`: entries that are added, moved and removed, and the program that runs them,
+which a script replaces."""
 
 import os
 import signal
@@ -21,9 +21,9 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project()
-    made.config()
-    return made
+    new_project = project()
+    new_project.config()
+    return new_project
 
 
 def test_entries(home: Project, server: UiServer) -> None:
@@ -65,9 +65,9 @@ def test_it_is_started_once_and_continues(home: Project, server: UiServer, monke
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(script))
         server.post("/queue/add")
-        assert not resume_queue(server.site), "nobody has started it yet"
+        assert not resume_queue(server.site), "the queue has not been started yet"
         queue.switch(True)
-        assert resume_queue(server.site), "it was interrupted"
+        assert resume_queue(server.site), "the queue was interrupted"
         started = programs.last_start("queue")
         assert started is not None and started.is_running
         try:

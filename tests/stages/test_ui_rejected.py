@@ -1,4 +1,4 @@
-"""The page of `latentpress ui` with rejected items: by reason with the remedy, and searched."""
+"""The page of `latentpress ui` with rejected items: reasons with remedies, and the search."""
 
 import re
 from collections.abc import Callable
@@ -18,16 +18,16 @@ HOSTILE = "<img src=x onerror=alert(1)>.png"
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project(stages={"max_reject_fraction": 1.0})
-    made.settings["datasets"][0]["minimum_image_size"] = 32
-    made.image("good.png", (64, 48), "a caption")
-    made.image("tiny.png", (16, 16), "a caption")
-    made.image("without.png", (64, 48)).with_suffix(".txt").unlink()
-    (made.media / "broken.png").write_bytes(b"no picture")
-    (made.media / "broken.txt").write_text("a caption")
-    (made.media / HOSTILE).write_bytes(b"no picture")
-    made.config()
-    return made
+    new_project = project(stages={"max_reject_fraction": 1.0})
+    new_project.settings["datasets"][0]["minimum_image_size"] = 32
+    new_project.image("good.png", (64, 48), "a caption")
+    new_project.image("tiny.png", (16, 16), "a caption")
+    new_project.image("without.png", (64, 48)).with_suffix(".txt").unlink()
+    (new_project.media / "broken.png").write_bytes(b"no picture")
+    (new_project.media / "broken.txt").write_text("a caption")
+    (new_project.media / HOSTILE).write_bytes(b"no picture")
+    new_project.config()
+    return new_project
 
 
 def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> None:
@@ -35,11 +35,11 @@ def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> Non
     home.run(bucket.run)
     text = server.get("/rejected").text
     assert "4 of 4 items" in text and "broken.png" in text and "tiny.png" in text and "without.png" in text
-    assert "minimum_image_size" in text, "the remedy of what is too small"
+    assert "minimum_image_size" in text, "the remedy for items that are too small"
     assert "<img" not in text and "&lt;img src=x" in text
 
-    found = server.get("/rejected?words=BROKEN").text
-    assert "1 of 4 items" in found and "tiny.png" not in found
+    matches = server.get("/rejected?words=BROKEN").text
+    assert "1 of 4 items" in matches and "tiny.png" not in matches
     assert "0 of 4 items" in server.get("/rejected?words=broken+tiny").text
     stage = server.get("/rejected?stage=bucket").text
     assert "tiny.png" in stage and "broken.png" not in stage
@@ -67,7 +67,7 @@ def test_thumbnails_are_made_by_a_program_and_nothing_else_is_served(home: Proje
     assert 'data-make="start-thumbnails"' in before and "<img" not in before
     assert home.run(thumbnails.run).done == 2, "tiny.png and without.png can be read"
     text = server.get("/rejected").text
-    assert "data-make" not in text, "of the others there is none"
+    assert "data-make" not in text, "the other items can't have thumbnails"
     addresses = re.findall(r'<img src="(/thumbnails/[0-9a-f]{32}\.webp)"', text)
     assert len(addresses) == 2 and text.count("no picture") == 2
     for address in addresses:
@@ -75,8 +75,8 @@ def test_thumbnails_are_made_by_a_program_and_nothing_else_is_served(home: Proje
         assert answer.status == 200 and answer.headers["content-type"] == "image/webp"
     folder = home.folder / "output/.ui/thumbnails"
     (folder / f"{'0' * 32}.webp").symlink_to(home.media / "good.png")
-    for other in ("0" * 32, "../starts/discover", "..%2f..%2fx", "A" * 32, "good"):
-        assert server.get(f"/thumbnails/{other}.webp").status == 404, other
+    for name in ("0" * 32, "../starts/discover", "..%2f..%2fx", "A" * 32, "good"):
+        assert server.get(f"/thumbnails/{name}.webp").status == 404, name
 
 
 def test_only_paths_below_the_dataset_have_thumbnails() -> None:

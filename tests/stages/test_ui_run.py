@@ -20,9 +20,9 @@ PROMPTS = [{"name": "two", "prompt": "another @everyone"}, {"name": "one", "prom
 
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
-    made = project(train={"steps": 40}, validation={"size": "64x64", "prompts": PROMPTS})
-    made.config()
-    return made
+    new_project = project(train={"steps": 40}, validation={"size": "64x64", "prompts": PROMPTS})
+    new_project.config()
+    return new_project
 
 
 def test_before_training(server: UiServer) -> None:
@@ -58,7 +58,7 @@ def test_numbers_curve_and_pictures(home: Project, server: UiServer) -> None:
     for value in (row["state"], row["step"], row["left"], row["loss"], row["eval_loss"], "31.4 GiB", "2.0 GiB"):
         assert f">{value}<" in text, value
     assert curves(text).keys() == {"loss", "eval"} and len(curves(text)["loss"]) == 2
-    assert text.index("Steps of two") < text.index("Steps of one"), "as the configuration has them"
+    assert text.index("Steps of two") < text.index("Steps of one"), "in the order of the configuration"
     assert text.count("not decoded yet") == 2 and "<b>a colour" not in text
     assert re.findall(r">(step \d+)</a>", text) == 2 * ["step 40", "step 20", "step 0"]
     (address, *_) = re.findall(r'<img src="([^"]+)"', text)
@@ -72,7 +72,7 @@ def test_a_curve_of_a_run_that_grows(home: Project) -> None:
     assert history.draw(path) == ([], {})
     run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 6)))
     run.metrics(step_line(6, loss=9.0, host_memory_gib=3.0))
-    assert history.draw(path) == ([], {}), "not so soon"
+    assert history.draw(path) == ([], {}), "too early for another draw"
     history._next_draw_s = 0.0
     charts, last = history.draw(path)
     assert [(chart.key, chart.curves[0].steps.tolist()) for chart in charts] == [

@@ -1,4 +1,4 @@
-"""`latentpress ui` in the test's own process, asked by requests that a browser could send, and by others."""
+"""`latentpress ui` in the process of the test, with requests that a browser could send, and other requests."""
 
 import http.client
 import json
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass
 class UiServer:
-    """A page that answers at 127.0.0.1. cookie: what `get` and `post` send, as a browser that entered does."""
+    """A page that answers at 127.0.0.1. cookie: the cookie of a browser that is logged in; `get` and `post` send it."""
 
     site: Site
     port: int
@@ -48,29 +48,30 @@ class UiServer:
         return f"http://127.0.0.1:{self.port}"
 
     def request(self, method: str, path: str, body: str = "", **headers: str) -> Answer:
-        """headers: names with "_" for "-". Exactly these are sent, and a Host unless there is one."""
-        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        """Send a request. headers: names with "_" in place of "-". Only these are sent, and Host if it is not among
+        them."""
+        fields = {name.replace("_", "-"): value for name, value in headers.items()}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        connection.putrequest(method, path, skip_host="Host" in given, skip_accept_encoding=True)
-        for name, value in given.items():
+        connection.putrequest(method, path, skip_host="Host" in fields, skip_accept_encoding=True)
+        for name, value in fields.items():
             connection.putheader(name, value)
         if body or method == "POST":
             connection.putheader("Content-Length", str(len(body.encode())))
         connection.endheaders(body.encode())
         with connection.getresponse() as answer:
-            found = {name.lower(): value for name, value in answer.getheaders()}
+            answer_headers = {name.lower(): value for name, value in answer.getheaders()}
             text = answer.read().decode("utf-8", "replace")
         connection.close()
-        return Answer(answer.status, found, text)
+        return Answer(answer.status, answer_headers, text)
 
     def get(self, path: str, **headers: str) -> Answer:
         return self.request("GET", path, **({"Cookie": self.cookie} if self.cookie else {}), **headers)
 
     def post(self, path: str, **fields: str) -> Answer:
-        """As the page's script sends it."""
-        own = {"Origin": self.url, "Accept": "application/json", "Sec-Fetch-Site": "same-origin"}
-        own |= {"Cookie": self.cookie} if self.cookie else {}
-        return self.request("POST", path, urlencode(fields), **own)
+        """Send a form like the script of the page."""
+        headers = {"Origin": self.url, "Accept": "application/json", "Sec-Fetch-Site": "same-origin"}
+        headers |= {"Cookie": self.cookie} if self.cookie else {}
+        return self.request("POST", path, urlencode(fields), **headers)
 
     def wait_for_end(self, job: str) -> Start:
         def starts() -> list[Start]:
@@ -83,7 +84,7 @@ class UiServer:
 
 @contextmanager
 def ui_server(home: Project, token: Token | None = None, host: str = "127.0.0.1") -> Iterator[UiServer]:
-    """The page of a project whose pipeline.yaml is written."""
+    """Write the pipeline.yaml of a project and start its page."""
     home.config()
     with projects_server(open_projects([home.folder / "pipeline.yaml"], None, Options()), token, host) as server:
         yield server
@@ -93,7 +94,7 @@ def ui_server(home: Project, token: Token | None = None, host: str = "127.0.0.1"
 def projects_server(
     projects: Projects, token: Token | None = None, host: str = "127.0.0.1", browse: Sequence[Path] = ()
 ) -> Iterator[UiServer]:
-    """The page of several projects, of which `site` is the first, if there is any."""
+    """Start the page of several projects. `site` is the first project, if one exists."""
     proposals = Proposals()
     listener = open_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]

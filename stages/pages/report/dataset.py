@@ -32,14 +32,14 @@ MAX_BUCKETS = 30  # bars
 MAX_LISTED = 100  # rows of rejected items
 MAX_THUMBNAILS = 24
 MAX_OPENED_SHARDS = 256  # text shards that are searched for truncated captions
-MAX_CUT_SHOWN = 10
+MAX_TRUNCATED = 10
 TableRow = dict[str, Any]
 MAX_COMPARED = 2000  # captions; comparing all pairs of them takes a second
 MAX_PAIRS = 6
 _WORD = re.compile(r"\w+")
 
 
-def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[tuple[float, str, str]]:
+def find_similar_pairs(captions: Sequence[str], count: int = MAX_PAIRS) -> list[tuple[float, str, str]]:
     """Find the `count` pairs of captions with the highest Jaccard similarity of their sets of words (Jaccard 1901, used
     for near-duplicates by Broder 1997), exactly: (similarity, caption, caption), highest first. Case and order of words
     are ignored, and captions without words are left out.
@@ -61,24 +61,24 @@ def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[tuple[fl
     return [(float(similarity[i]), captions[first[i]], captions[second[i]]) for i in best]
 
 
-def length_bins(lengths: np.ndarray, most: int = 16) -> tuple[list[str], list[int]]:
-    """Group integers into at most `most` bins of equal width. Returns (labels such as "1-5", counts)."""
+def bin_lengths(lengths: np.ndarray, max_bins: int = 16) -> tuple[list[str], list[int]]:
+    """Group integers into at most `max_bins` bins of equal width. Returns (labels such as "1-5", counts)."""
     low, high = int(lengths.min()), int(lengths.max())
-    width = -(-(high - low + 1) // most)
+    width = -(-(high - low + 1) // max_bins)
     counts = np.bincount((lengths.astype(np.int64) - low) // width)
     starts = range(low, high + 1, width)
     return [f"{start}" if width == 1 else f"{start}-{start + width - 1}" for start in starts], counts.tolist()
 
 
-class DataGlance:
-    """The data of runs that share a plan. facts: sentences. alike: pairs of similar captions. cut: captions that the
-    encoder truncated. rejects: (rejected item, its thumbnail or None). gaps: sentences about information that is
-    not available, with the reason."""
+class DataSummary:
+    """The data of runs that share a plan. facts: sentences. similar_pairs: pairs of similar captions. truncated:
+    captions that the encoder truncated. rejects: (rejected item, its thumbnail or None). gaps: sentences about
+    information that is not available, with the reason."""
 
     def __init__(self, run: str, source: str) -> None:
         self.runs, self.source = [run], source
         self.facts, self.gaps, self.bars = list[str](), list[str](), list[Bars]()
-        self.alike, self.cut = list[tuple[float, str, str]](), list[TableRow]()
+        self.similar_pairs, self.truncated = list[tuple[float, str, str]](), list[TableRow]()
         self.reasons, self.rejects = list[TableRow](), list[tuple[RejectedItem, Picture | None]]()
 
     def add_plan(self, store: Store, config: Config, plan: Plan) -> None:
@@ -86,7 +86,7 @@ class DataGlance:
         parts = [
             lambda: self._count_buckets(active),
             lambda: self._measure_captions(active["texts"], plan),
-            lambda: self._find_cuts(store, config, plan),
+            lambda: self._find_truncated(store, config, plan),
             lambda: self._list_rejects(store, config, plan),
         ]
         for part in parts:
@@ -116,7 +116,7 @@ class DataGlance:
         table = plan.text_table.select(["text_id", "text"])
         texts = table.filter(pc.is_in(table["text_id"], value_set=uses.field("values")))["text"]
         words = np.asarray(pc.list_value_length(pc.utf8_split_whitespace(texts)))
-        labels, counts = length_bins(words)
+        labels, counts = bin_lengths(words)
         self.bars.append(Bars("Captions by words", labels, {"captions": counts}))
         shared_count = sum(count > 1 for count in uses.field("counts").to_pylist())
         self.facts.append(
@@ -125,30 +125,30 @@ class DataGlance:
             + (f"; {shared_count} belong to several samples." if shared_count else ", each of one sample.")
         )
         compared = spread_evenly(texts, MAX_COMPARED)
-        self.alike = most_alike(compared)
+        self.similar_pairs = find_similar_pairs(compared)
         if len(compared) < len(texts):
             self.facts.append(f"{len(compared)} of {len(texts)} captions, spread evenly, were compared for similarity.")
 
-    def _find_cuts(self, store: Store, config: Config, plan: Plan) -> None:
+    def _find_truncated(self, store: Store, config: Config, plan: Plan) -> None:
         """Find captions with more tokens than the encoder accepts, which the shards' metadata lists."""
         state = stage_registry.TEXT.state(store, config, plan)
         paths = [state.shard_paths[unit.unit_id] for unit in state.units if unit.unit_id in state.shard_paths]
         if not paths:
             self.gaps.append("No text is encoded yet, so truncated captions are not known.")
             return
-        readers, cut = ReaderPool(store), []
+        readers, truncated = ReaderPool(store), []
         opened_paths = spread_evenly(pa.array(paths), MAX_OPENED_SHARDS)
         text_ids = set(plan.active_text_ids.to_pylist())
         for path in opened_paths:
             with suppress(DamageError):
-                cut += [row for row in readers.meta(path).truncated if row.id in text_ids]
+                truncated += [row for row in readers.meta(path).truncated if row.id in text_ids]
         readers.close()
         search_note = "" if len(opened_paths) == len(paths) else f" (in {len(opened_paths)} of {len(paths)} shards)"
-        self.facts.append(f"{len(cut) or 'No'} captions and prompts were truncated by the encoder{search_note}.")
-        cut.sort(key=lambda row: row.kept - row.tokens)
-        self.cut = [
+        self.facts.append(f"{len(truncated) or 'No'} captions and prompts were truncated by the encoder{search_note}.")
+        truncated.sort(key=lambda row: row.kept - row.tokens)
+        self.truncated = [
             {"tokens": row.tokens, "kept": row.kept, "caption": shorten(plan.texts[row.id]["text"], 300)}
-            for row in cut[:MAX_CUT_SHOWN]
+            for row in truncated[:MAX_TRUNCATED]
         ]
 
     def _list_rejects(self, store: Store, config: Config, plan: Plan) -> None:
@@ -166,24 +166,24 @@ class DataGlance:
             )
 
 
-def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlance]:
+def summarize_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataSummary]:
     """The data of runs; runs with the same plan share an entry. runs: (name, configuration, configuration by which the
     plan is found if the run's training set does not name one)."""
-    glances: dict[tuple[str, str], DataGlance] = {}
+    summaries: dict[tuple[str, str], DataSummary] = {}
     for run, config, plan_config in runs:
         store = Store(config.root)
         try:
             plan = _find_plan(store, config, plan_config)
         except LatentpressError as error:
-            glances[config.root, run] = glance = DataGlance(run, config.root)
-            glance.gaps.append(f"{error.message}.")
+            summaries[config.root, run] = summary = DataSummary(run, config.root)
+            summary.gaps.append(f"{error.message}.")
             continue
-        if (config.root, plan.name) in glances:
-            glances[config.root, plan.name].runs.append(run)
+        if (config.root, plan.name) in summaries:
+            summaries[config.root, plan.name].runs.append(run)
         else:
-            glances[config.root, plan.name] = glance = DataGlance(run, f"plan {plan.name} of {config.root}")
-            glance.add_plan(store, config, plan)
-    return list(glances.values())
+            summaries[config.root, plan.name] = summary = DataSummary(run, f"plan {plan.name} of {config.root}")
+            summary.add_plan(store, config, plan)
+    return list(summaries.values())
 
 
 def _find_plan(store: Store, config: Config, plan_config: Config) -> Plan:

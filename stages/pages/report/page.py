@@ -30,9 +30,9 @@ from schemas.text_format import escape_unprintable, format_bytes, format_duratio
 from stages.discovery.sources.urls import scrub_secrets
 from stages.encoding import stage_registry
 from stages.encoding.job_reports import read_reports
-from stages.pages.charts import COLORS, build_charts, score_charts
+from stages.pages.charts import COLORS, build_charts, build_score_charts
 from stages.pages.html import TEMPLATES, render_template
-from stages.pages.report.dataset import glance_at_data
+from stages.pages.report.dataset import summarize_data
 from stages.pages.report.samples import gather_samples
 
 SAMPLE_BYTES = 6_000_000  # bytes of pictures and clips, before base64 adds a third
@@ -65,9 +65,9 @@ def make_page(
     page again. copy_folders: see `gather_samples`."""
     several = len(runs) > 1
     charts = build_charts([(run.name, run.metrics) for run in runs])
-    charts += score_charts([(run.name, run.scores) for run in runs])
+    charts += build_score_charts([(run.name, run.scores) for run in runs])
     grid = gather_samples([(run.name, run.folder, run.config) for run in runs], SAMPLE_BYTES, copy_folders)
-    data = glance_at_data([(run.name, run.config, run.plan_config) for run in runs])
+    data = summarize_data([(run.name, run.config, run.plan_config) for run in runs])
     absent = [f"{run.name}: {text}" if several else text for run in runs for text in _missing_of_run(run)]
     script = Markup((TEMPLATES / "charts.js").read_text(encoding="utf-8"))
     pieces = render_template(
@@ -75,22 +75,22 @@ def make_page(
         title="Report: " + ", ".join(run.name for run in runs),
         made_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         command=command,
-        policy=content_policy(script),
+        policy=make_content_policy(script),
         script=script,
-        runs=[run_facts(run) for run in runs],
+        runs=[list_run_facts(run) for run in runs],
         absent=absent,
         charts=charts,
-        best=[row for run in runs for row in best_rows(run, several)],
+        best=[row for run in runs for row in list_best_steps(run, several)],
         colors={run.name: COLORS[number % len(COLORS)] for number, run in enumerate(runs)} if several else {},
         grid=grid,
         data=data,
         costs=[row for run in runs for row in list_costs(run, several)],
-        between=differing_between([(run.name, run.config) for run in runs]) if several else [],
-        changed=[(run.name, differing_from_defaults(run.config)) for run in runs],
-        texts=[(run.name, configuration_text(run.folder / "config.yaml")) for run in runs],
+        between=list_different_options([(run.name, run.config) for run in runs]) if several else [],
+        changed=[(run.name, list_changed_options(run.config)) for run in runs],
+        texts=[(run.name, read_configuration(run.folder / "config.yaml")) for run in runs],
     )
     gaps = [*absent, *grid.gaps, *(f"{chart.title}: {text}" for chart in charts for text in chart.gaps)]
-    return list(pieces), gaps + [text for glance in data for text in glance.gaps]
+    return list(pieces), gaps + [text for summary in data for text in summary.gaps]
 
 
 def _missing_of_run(run: ReportRun) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _missing_of_run(run: ReportRun) -> Iterator[str]:
         yield f"Training stopped at step {run.progress.step} of {run.progress.steps}; latentpress run continues it."
 
 
-def run_facts(run: ReportRun) -> TableRow:
+def list_run_facts(run: ReportRun) -> TableRow:
     row, best, name = run.progress.row(), best_evaluation(run.metrics), loss_name(run.metrics)
     model, trains = run.config.model, run.config.train
     losses = [line["eval_loss"] for line in run.metrics if "eval_loss" in line]
@@ -121,7 +121,7 @@ def run_facts(run: ReportRun) -> TableRow:
     }
 
 
-def best_rows(run: ReportRun, named: bool) -> Iterator[TableRow]:
+def list_best_steps(run: ReportRun, named: bool) -> Iterator[TableRow]:
     """Rows with the best step by each measure. named: whether rows have the name of the run."""
     for row in best_steps(run.folder):
         spread = f"{row['spread']:.2g}" if row["spread"] != "" else ""
@@ -198,7 +198,7 @@ def show(value: Any) -> str:
     return escape_unprintable(shorten(scrub_secrets(text), MAX_SHOWN)) or '""'
 
 
-def differing_from_defaults(config: Config) -> list[dict[str, str]]:
+def list_changed_options(config: Config) -> list[dict[str, str]]:
     """A row for each option whose value differs from the default of its section or of the model's family."""
     family = config.model.family_spec
     sources = family.flavours[family.default_flavour].task == "i2i"  # such a family requires source images
@@ -217,7 +217,7 @@ def differing_from_defaults(config: Config) -> list[dict[str, str]]:
     return rows
 
 
-def differing_between(configs: Sequence[tuple[str, Config]]) -> list[dict[str, str]]:
+def list_different_options(configs: Sequence[tuple[str, Config]]) -> list[dict[str, str]]:
     """A row for each option whose value differs between runs (name, configuration), with a column for each run."""
     tables: list[Mapping[str, str]] = [
         {key: show(value) for key, value, _ in list_settings(config)} for _, config in configs
@@ -232,7 +232,7 @@ def differing_between(configs: Sequence[tuple[str, Config]]) -> list[dict[str, s
     return rows
 
 
-def configuration_text(path: Path) -> str:
+def read_configuration(path: Path) -> str:
     """The resolved configuration that the trainer wrote, without secrets in URLs; empty if it can't be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -241,7 +241,7 @@ def configuration_text(path: Path) -> str:
     return shorten("\n".join(map(scrub_secrets, lines)), MAX_TEXT)
 
 
-def content_policy(script: str) -> str:
+def make_content_policy(script: str) -> str:
     """A Content-Security-Policy that allows only files next to the page and this script."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (

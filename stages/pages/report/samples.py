@@ -59,15 +59,15 @@ class SampleGrid:
     gaps: list[str] = field(default_factory=list)
 
 
-class RunFiles:
-    """The validation samples of a run. files: name -> step -> picture or clip, None if it is not decoded. in_front:
-    largest number of cells before the steps of a row."""
+class SampledRun:
+    """The validation samples of a run. files: name -> step -> picture or clip, None if it is not decoded.
+    leading_cells: largest number of cells before the steps of a row."""
 
-    def __init__(self, run: str, folder: Path, config: Config) -> None:
-        self.run, self.folder, self.config, self.files = run, folder, config, list_samples(config, folder)
+    def __init__(self, name: str, folder: Path, config: Config) -> None:
+        self.name, self.folder, self.config, self.files = name, folder, config, list_samples(config, folder)
         self.steps = sorted({step for steps in self.files.values() for step in steps})
         condition, has_training = config.model.condition, (folder / training_samples.FOLDER).is_dir()
-        self.in_front = (2 if has_training else 0) + (condition.most if condition else 0)
+        self.leading_cells = (2 if has_training else 0) + (condition.most if condition else 0)
 
 
 def gather_samples(
@@ -78,34 +78,34 @@ def gather_samples(
     copy_folders: (folder that gets copies of the full-size files, to which cells link; folder of the page), None for no
     copies.
     """
-    grid, listings = SampleGrid(), [RunFiles(*run) for run in runs]
-    for one in listings:
-        label = f"{one.run}: " if len(runs) > 1 else ""
-        paths = [path for steps in one.files.values() for path in steps.values()]
+    grid, sampled_runs = SampleGrid(), [SampledRun(*run) for run in runs]
+    for run in sampled_runs:
+        label = f"{run.name}: " if len(runs) > 1 else ""
+        paths = [path for steps in run.files.values() for path in steps.values()]
         if not paths:
-            reason = "no validation was made yet" if one.config.validation.prompts else "validation.prompts is empty"
+            reason = "no validation was made yet" if run.config.validation.prompts else "validation.prompts is empty"
             grid.gaps.append(f"{label}no samples: {reason}.")
         elif undecoded := paths.count(None):
             grid.gaps.append(f"{label}{undecoded} of {len(paths)} samples are not decoded; run latentpress decode.")
-    names, columns, limit = _share(listings, max_bytes, grid.notes)
+    names, columns, limit = _share(sampled_runs, max_bytes, grid.notes)
     for name in names:
-        for one in listings:
-            if steps := [step for step in spread(one.steps, columns) if step in one.files.get(name, ())]:
-                group, row = _read_row(one, name, steps, limit, copy_folders)
+        for run in sampled_runs:
+            if steps := [step for step in spread(run.steps, columns) if step in run.files.get(name, ())]:
+                group, row = _read_row(run, name, steps, limit, copy_folders)
                 grid.rows.setdefault(group, []).append(row)
     return grid
 
 
-def _share(listings: Sequence[RunFiles], max_bytes: int, notes: list[str]) -> tuple[list[str], int, int]:
+def _share(sampled_runs: Sequence[SampledRun], max_bytes: int, notes: list[str]) -> tuple[list[str], int, int]:
     """Choose (names of the rows, number of columns, bytes per cell) so that all cells together have at most
     `max_bytes`. Sentences about rows and steps that are left out are added to `notes`."""
-    all_names = names = list(dict.fromkeys(name for one in listings for name in one.files))
-    most = max((len(one.steps) for one in listings), default=0)
-    columns, cells = min(most, MAX_STEPS), min(MAX_CELLS, max_bytes // MIN_CELL_BYTES)
+    all_names = names = list(dict.fromkeys(name for run in sampled_runs for name in run.files))
+    step_count = max((len(run.steps) for run in sampled_runs), default=0)
+    columns, cells = min(step_count, MAX_STEPS), min(MAX_CELLS, max_bytes // MIN_CELL_BYTES)
 
     def count() -> int:
-        pairs = [(one, name) for name in names for one in listings if name in one.files]
-        return sum(min(columns, len(one.files[name])) + one.in_front for one, name in pairs)
+        pairs = [(run, name) for name in names for run in sampled_runs if name in run.files]
+        return sum(min(columns, len(run.files[name])) + run.leading_cells for run, name in pairs)
 
     while columns > MIN_STEPS and count() > cells:
         columns -= 1
@@ -113,19 +113,21 @@ def _share(listings: Sequence[RunFiles], max_bytes: int, notes: list[str]) -> tu
         names = names[:-1]
     if len(names) < len(all_names):
         notes.append(f"{len(names)} of {len(all_names)} rows are shown; the samples folder has all of them.")
-    if most > columns:
-        notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all of them.")
+    if step_count > columns:
+        notes.append(
+            f"At most {columns} of {step_count} steps are shown, spread evenly; the samples folder has all of them."
+        )
     limit = min(MAX_CELL_BYTES, max_bytes // max(1, count()))
     # The limit is a power of two, so that most pictures stay the same when a step is added.
     return names, columns, 1 << limit.bit_length() >> 1
 
 
 def _read_row(
-    one: RunFiles, name: str, steps: Sequence[int], limit: int, copy_folders: Folders | None
+    run: SampledRun, name: str, steps: Sequence[int], limit: int, copy_folders: Folders | None
 ) -> tuple[str, SampleRow]:
     """Read a sample. Returns (group of the sample, its row). limit: largest size of a picture or clip in bytes."""
-    config, latent = one.config, latent_path(one.folder, steps[-1], name)
-    metadata, about = describe_sample(config, latent), describe(config, one.folder, name, steps[-1])
+    config, latent = run.config, latent_path(run.folder, steps[-1], name)
+    metadata, about = describe_sample(config, latent), describe(config, run.folder, name, steps[-1])
     sample = next((sample for sample in config.validation_samples() if sample.name == name), None)
     prompt = name if sample is None else sample.prompt
     settings = {key: value for key, value in about.items() if key not in ("prompt", "negative_prompt")}
@@ -146,21 +148,21 @@ def _read_row(
     except (MediaError, LatentpressError, OSError, ValueError, KeyError) as error:
         sources = [Figure((), (), "source", problem=f"can't be shown: {error}")]
     training = [
-        _read_file(one, path, f"{name}: {path.stem}", path.stem, limit, copy_folders)
+        _read_file(run, path, f"{name}: {path.stem}", path.stem, limit, copy_folders)
         for part in (training_samples.ORIGINAL, training_samples.RECONSTRUCTION)
         for suffix in SUFFIXES
-        if (path := one.folder / training_samples.FOLDER / prompt / f"{part}{suffix}").is_file()
+        if (path := run.folder / training_samples.FOLDER / prompt / f"{part}{suffix}").is_file()
     ]
     figures = [replace(figure, has_separator=figure is part[-1]) for part in (sources, training) for figure in part]
     for step in steps:
         caption = f"step {step}"
-        if (file := one.files[name][step]) is None:
+        if (file := run.files[name][step]) is None:
             figures.append(Figure((), (), caption, problem="not decoded yet"))
         else:
-            figures.append(_read_file(one, file, f"{name} at {caption}", caption, limit, copy_folders))
+            figures.append(_read_file(run, file, f"{name} at {caption}", caption, limit, copy_folders))
     words = ", ".join(f"{key} {value}" for key, value in settings.items())
     group = metadata.get("group", name if sample is None else sample.group)
-    return group if isinstance(group, str) else name, SampleRow(one.run, about, words, Gallery(figures, "steps"))
+    return group if isinstance(group, str) else name, SampleRow(run.name, about, words, Gallery(figures, "steps"))
 
 
 def _open_data_image(config: Config, image: PromptImage) -> MediaPath:
@@ -173,14 +175,14 @@ def _open_data_image(config: Config, image: PromptImage) -> MediaPath:
     return source.open(image.path) if image.role == "media" else source.open_companion(image.role, image.path)
 
 
-def _read_file(one: RunFiles, path: Path, alt: str, caption: str, limit: int, copy_folders: Folders | None) -> Figure:
+def _read_file(run: SampledRun, path: Path, alt: str, caption: str, limit: int, copy_folders: Folders | None) -> Figure:
     """Make the figure of a picture or clip of a run. If `copy_folders` is set, the file is copied into its folder, and
     the figure links to the copy."""
     caption += ", preview" if read_mark(path).is_preview else ""
     link = ""
     if copy_folders:
         folder, page_folder = copy_folders
-        target = folder / quote(one.run, safe="") / path.parent.name / path.name
+        target = folder / quote(run.name, safe="") / path.parent.name / path.name
         make_folders(target.parent)
         if not target.exists() or hash_file(target, None) != hash_file(path, None):
             with replacing(target) as temporary:

@@ -111,7 +111,7 @@ class Site:
         self, config: Config, options: Options, build_status: Callable[[Config], Report], base: str = ""
     ) -> None:
         self.base = base
-        self.options, self._config, self._version = options, run_at_work(config), version_of(options.config)
+        self.options, self._config, self._version = options, run_at_work(config), read_version(options.config)
         self.output, self.root = Path(config.output), config.root
         argv = Options(options.config.absolute(), options.overrides, device=options.device, workers=options.workers)
         self.programs = ChildPrograms(self.output, argv.argv())
@@ -125,7 +125,7 @@ class Site:
         """The current configuration, read again if the file has changed. If the file is not valid, the last valid
         configuration is returned, and `config_error` has the error."""
         with self._lock:
-            version = version_of(self.options.config)
+            version = read_version(self.options.config)
             if version != self._version:
                 self._version, self.config_error = version, None
                 try:
@@ -151,13 +151,13 @@ class Site:
             raise rejects
         return rejects or ()
 
-    def address_of(self, path: Path) -> str:
+    def make_address(self, path: Path) -> str:
         """The address of a file under the output folder. It changes when the file is written again."""
         name = quote(path.relative_to(self.output).as_posix())
-        return f"{DOCUMENTS}{self.document_key}/{name}?version={version_of(path)}"
+        return f"{DOCUMENTS}{self.document_key}/{name}?version={read_version(path)}"
 
 
-def version_of(path: Path | None) -> str:
+def read_version(path: Path | None) -> str:
     """An identifier of a file's content, which changes when the file is written again; "" if the file does not
     exist."""
     with suppress(OSError):
@@ -273,7 +273,7 @@ async def read_form(request: Request) -> Form:
     return {name: values[-1] for name, values in fields.items()}
 
 
-def first_item(query: Mapping[str, str], count: int) -> int:
+def parse_first_item(query: Mapping[str, str], count: int) -> int:
     """The index of the first item on a page of a list with `count` items: the query parameter "first", or 0."""
     first = query.get("first", "")
     return min(int(first), count) if first.isdecimal() and len(first) < 10 else 0

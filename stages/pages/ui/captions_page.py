@@ -28,7 +28,7 @@ from schemas.json_records import parse_json
 from schemas.text_format import split_lines
 from stages.discovery.media_table import read_media_table
 from stages.encoding.stage_registry import CAPTION
-from stages.pages.ui.app import Form, Page, Site, action, first_item, get, lines_of, render, site_of
+from stages.pages.ui.app import Form, Page, Site, action, get, lines_of, parse_first_item, render, site_of
 from stages.pages.ui.child_programs import STAGES, Refused
 from stages.pages.ui.job_cards import ACTIVE_STATES, build_job_card
 
@@ -58,9 +58,9 @@ def _store(root: str) -> Store:
 
 @dataclass
 class SearchResult:
-    """The result of a search in a dataset's items. names: ids of the datasets. search: the search. items: the items on
-    this page. total, edited: numbers of all items and of edited items in the dataset. count: number of items found.
-    start: index of the page's first item among the items found."""
+    """The result of a search in a dataset's items. names: ids of the datasets. search: values of the search form.
+    items: the items on this page. total, edited: numbers of all items and of edited items in the dataset. count: number
+    of items found. start: index of the page's first item among the items found."""
 
     names: list[str]
     search: dict[str, str]
@@ -90,7 +90,7 @@ def _find(site: Site, query: Mapping[str, str]) -> SearchResult:
         result.total, result.edited = len(media), pc.sum(is_edited).as_py() or 0
         rows = np.flatnonzero(_matches(media, edits, words) & (np.asarray(is_edited) | (not only_edited)))
         result.count = len(rows)
-        result.start = first_item(query, result.count)
+        result.start = parse_first_item(query, result.count)
         result.items = list(_list_items(media.take(pa.array(rows[result.start : result.start + MAX_SHOWN])), edits))
     except LatentpressError as error:
         result.problem = error

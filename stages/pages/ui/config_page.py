@@ -59,8 +59,8 @@ class Field:
     path: dotted path, such as "datasets.0.repeats". value: value as written in the text, "" if the text does not set
     the option. choices: valid values of an option with a fixed set of values; for the flavour, the flavours of the
     family in the text, or of all families. is_text: whether the value is a string, which is quoted if YAML needs it.
-    by_hand: whether the value has several lines and can only be edited in the text. hidden: whether the field does not
-    match a search."""
+    is_text_only: whether the value has several lines and can only be edited in the text. is_hidden: whether the field
+    does not match a search."""
 
     path: str
     name: str
@@ -70,8 +70,8 @@ class Field:
     is_text: bool
     is_number: bool
     value: str = ""
-    by_hand: bool = False
-    hidden: bool = False
+    is_text_only: bool = False
+    is_hidden: bool = False
 
     @property
     def is_folder(self) -> bool:
@@ -79,7 +79,7 @@ class Field:
 
     @property
     def is_set(self) -> bool:
-        return bool(self.value) or self.by_hand
+        return bool(self.value) or self.is_text_only
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Group:
     fields: list[Field] = field(default_factory=list)
     groups: list["Group"] = field(default_factory=list)
     is_item: bool = False
-    hidden: bool = False
+    is_hidden: bool = False
     adds: list[NewItem] = field(default_factory=list)
 
     @property
@@ -115,7 +115,7 @@ def build_form(text: str) -> Group:
     for field_ in fields:
         path = split_path(field_.path)
         yaml_value = values[path]
-        field_.by_hand = yaml_value is None and value_at(value, path) is not None
+        field_.is_text_only = yaml_value is None and value_at(value, path) is not None
         field_.value = "" if yaml_value is None else yaml_value
         if field_.path == FLAVOUR:
             _name_flavours(field_, value_at(value, ("model", "family")))
@@ -128,13 +128,13 @@ def _name_flavours(flavour: Field, family: Any) -> None:
     flavour.default = specs[0].default_flavour if len(specs) == 1 else ""
 
 
-def changed_text(text: str, base: str, form_values: Mapping[str, str]) -> tuple[str, list[str]]:
+def apply_changes(text: str, base: str, form_values: Mapping[str, str]) -> tuple[str, list[str]]:
     """Write changed fields into a text. A field has changed if its value in `form_values` differs from its value in
     `base`, the text that the form was filled from. Returns (changed text, problems: why some fields can't be
     written)."""
     problems: list[str] = []
     try:
-        fields = [field_ for field_ in build_form(base).all_fields() if not field_.by_hand]
+        fields = [field_ for field_ in build_form(base).all_fields() if not field_.is_text_only]
     except YamlError:
         return text, []  # the page had no form
     changed = {
@@ -233,8 +233,8 @@ def search(group: Group, words: str, only_set: bool) -> None:
         search(inner, words, only_set)
     for field_ in group.fields:
         text = f"{field_.path} {field_.about}".casefold()
-        field_.hidden = (only_set and not field_.is_set) or not all(word in text for word in search_words)
-    group.hidden = all(field_.hidden for field_ in group.all_fields())
+        field_.is_hidden = (only_set and not field_.is_set) or not all(word in text for word in search_words)
+    group.is_hidden = all(field_.is_hidden for field_ in group.all_fields())
 
 
 def add_item(text: str, path: str, value: str) -> str:
@@ -370,7 +370,7 @@ def _answer(request: Request, form_values: Mapping[str, str], save: bool) -> Res
     text, base = (form_values.get(name, "").replace("\r\n", "\n") for name in ("text", "base"))
     fields = {name.removeprefix(FIELD): value for name, value in form_values.items() if name.startswith(FIELD)}
     typed = text
-    text, problems = changed_text(text, base, fields)
+    text, problems = apply_changes(text, base, fields)
     text = _change_lists(text, typed, base, form_values, problems)
     errors, message = find_errors(site, text), ""
     if save and not problems:

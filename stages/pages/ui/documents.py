@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute
 from cache.runs.training_run import METRICS_FILE
 from cache.runs.validations import hash_results, read_mark
 from schemas.cli.report import Report
-from stages.pages.ui.app import DOCUMENTS, Page, Site, get, render, site_of, version_of
+from stages.pages.ui.app import DOCUMENTS, Page, Site, get, read_version, render, site_of
 from stages.pages.ui.job_cards import ACTIVE_STATES, build_cards, build_job_card
 
 MAX_LISTED = 50
@@ -78,7 +78,7 @@ def _show(request: Request, job: str) -> Response:
         document_name=document_name,
         url=f"{DOCUMENTS}{site.document_key}/{quote(document_name)}",
         made_at=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)) if path else "",
-        version=version_of(path),
+        version=read_version(path),
         is_old=job == "report" and path is not None and _is_old(path),
         is_due=not documents and _is_due(site, job),
     )

@@ -84,12 +84,12 @@ def show(request: Request) -> Response:
     run_card = build_run_card(site.programs, steps, status is not None and problem is None)
     before = takewhile(lambda card: card.name != "train", chain.from_iterable(steps))
     counts = [f"{card.name} {card.count}" for card in before if card.count]
-    content: dict[str, Any] = {"first": find_first_steps(config) if _has_nothing(progress, status, run_card) else None}
+    content: dict[str, Any] = {"first": find_first_steps(config) if _is_empty(progress, status, run_card) else None}
     content |= {"run_card": run_card, "steps": steps, "problem": problem, "reading": status is None}
     return render(request, "flow.html", title="Run", summary=summarize_run(site, config, progress, counts), **content)
 
 
-def _has_nothing(progress: RunProgress, status: Report | LatentpressError | None, run_card: Card) -> bool:
+def _is_empty(progress: RunProgress, status: Report | LatentpressError | None, run_card: Card) -> bool:
     """Whether the project does not have any results, and `run` can be started and was not tried."""
     if (
         progress.state != "not started"

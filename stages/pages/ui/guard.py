@@ -86,7 +86,7 @@ class Token:
         return any(map(self._is_valid, values))
 
 
-def login_route(token: Token, cookie: str) -> Route:
+def make_login_route(token: Token, cookie: str) -> Route:
     """The route by which a browser gets the token's cookie: with the printed address, which works once, or with a form
     for the token. cookie: name of the cookie."""
 

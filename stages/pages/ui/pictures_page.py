@@ -38,16 +38,16 @@ def make_row(site: Site, config: Config, name: str, files: dict[int, Path | None
 
 def make_figure(site: Site, name: str, step: int, path: Path | None) -> Figure:
     """Make the figure of a sample at a step, which links to the page of the sample in full size."""
-    picture, link = find_picture(site, path), link_to(site, name, step)
+    picture, link = find_picture(site, path), make_link(site, name, step)
     pictures = () if picture is None else (picture,)
     return Figure(pictures, (f"{name} at step {step}",), f"step {step}", problem="not decoded yet", link=link)
 
 
 def find_picture(site: Site, path: Path | None) -> PictureFile | None:
-    return None if path is None else PictureFile(site.address_of(path), path.suffix == ".mp4")
+    return None if path is None else PictureFile(site.make_address(path), path.suffix == ".mp4")
 
 
-def link_to(site: Site, name: str, step: int, second_step: int | None = None) -> str:
+def make_link(site: Site, name: str, step: int, second_step: int | None = None) -> str:
     """The address of the page of a sample at a step. second_step: a second step to show on the page, None for none."""
     query = {"name": name, "step": step} | ({} if second_step is None else {"second": second_step})
     return f"{site.base}{ONE}?{urlencode(query)}"
@@ -96,10 +96,10 @@ def show_one(request: Request) -> Response:
     names = [sample for sample, paths in files.items() if step in paths]
     number, position = names.index(name), steps.index(step)
     around = {
-        "earlier": link_to(site, name, steps[position - 1], second_step) if position else "",
-        "later": link_to(site, name, steps[position + 1], second_step) if position + 1 < len(steps) else "",
-        "above": link_to(site, names[number - 1], step, second_step) if number else "",
-        "below": link_to(site, names[number + 1], step, second_step) if number + 1 < len(names) else "",
+        "earlier": make_link(site, name, steps[position - 1], second_step) if position else "",
+        "later": make_link(site, name, steps[position + 1], second_step) if position + 1 < len(steps) else "",
+        "above": make_link(site, names[number - 1], step, second_step) if number else "",
+        "below": make_link(site, names[number + 1], step, second_step) if number + 1 < len(names) else "",
     }
     return render(
         request,

@@ -150,7 +150,7 @@ def list_requested(places: Places, request: Request) -> tuple[Listing, NotPermit
         return places.list_roots(), error
 
 
-def folders_route(places: Places) -> BaseRoute:
+def make_folders_route(places: Places) -> BaseRoute:
     def show(request: Request) -> Response:
         listing, problem = list_requested(places, request)
         return render(request, "projects/folders.html", title="Folders", listing=listing, problem=problem)

@@ -195,5 +195,5 @@ def _show_overview(projects: Projects, request: Request) -> Response:
     )
 
 
-def overview_page(projects: Projects) -> Page:
+def make_overview_page(projects: Projects) -> Page:
     return Page("Projects", PROJECTS_PATH, (get(PROJECTS_PATH, lambda request: _show_overview(projects, request)),))

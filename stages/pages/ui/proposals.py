@@ -57,7 +57,7 @@ class Proposal:
     form_address: str
     folder: Path
     process: subprocess.Popen
-    stopped: bool = False
+    is_stopped: bool = False
 
     @property
     def is_running(self) -> bool:
@@ -76,7 +76,7 @@ class Proposal:
         return str(details.get("file", {}).get("text", "") or details.get("pipeline", ""))
 
     def stop(self) -> None:
-        self.stopped = True
+        self.is_stopped = True
         self.process.terminate()
 
     def write(self) -> None:
@@ -132,11 +132,11 @@ FACTS = ("answers", "media")
 WARNING = "warning: "
 
 
-def address_of_proposal(proposal: Proposal) -> str:
+def make_proposal_address(proposal: Proposal) -> str:
     return f"{PROPOSALS_PATH}/{proposal.key}"
 
 
-def proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]:
+def make_proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]:
     def find(request: Request) -> Proposal:
         proposal = proposals.find(request.path_params["key"])
         if proposal is None:
@@ -198,7 +198,7 @@ FOLDERS = tuple(name for name, question in QUESTIONS.items() if question.is_fold
 MAX_CHARACTERS = 2000  # characters of an answer
 
 
-def new_file(folder: Path, name: str) -> Path:
+def check_new_file(folder: Path, name: str) -> Path:
     """The path of a new project's configuration. Raises Refused if the name is not valid or its folder can't be
     used."""
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > 60:
@@ -209,14 +209,14 @@ def new_file(folder: Path, name: str) -> Path:
     return file
 
 
-def free_name(folder: Path, text: str) -> str:
+def find_free_name(folder: Path, text: str) -> str:
     """A valid name for a new folder in `folder`, similar to `text`."""
     name = make_name(text)
     names = [name, *(f"{name}-{ending}" for ending in ("project", *range(2, 100)))]
     return next((candidate for candidate in names if not (folder / candidate).exists()), name)
 
 
-def new_project_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
+def make_new_project_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
     def show(request: Request) -> Response:
         """Show folders to choose from; if the query parameter `media` names a folder, show the form."""
         answers = {name: request.query_params.get(name, "") for name in ("name", *ANSWERS)}
@@ -224,7 +224,7 @@ def new_project_page(projects: Projects, places: Places, proposals: Proposals) -
         if answers["media"]:
             try:
                 media = places.find_folder(answers["media"])
-                answers["name"] = answers["name"] or free_name(projects.home, media.name)
+                answers["name"] = answers["name"] or find_free_name(projects.home, media.name)
                 return render(
                     request,
                     "projects/new_project.html",
@@ -244,10 +244,10 @@ def new_project_page(projects: Projects, places: Places, proposals: Proposals) -
     def propose(request: Request, form: Form) -> Moved:
         answers = _read_answers(form, places)
         name = form.get("name", "").strip()
-        file = new_file(projects.home, name)
+        file = check_new_file(projects.home, name)
         words = [f"--{option}={answer}" for option, answer in answers.items()]
         form_address = f"{NEW_PATH}?{urlencode({'name': name, **answers})}"
-        return Moved(address_of_proposal(proposals.begin("configure", file, words, form_address)))
+        return Moved(make_proposal_address(proposals.begin("configure", file, words, form_address)))
 
     return Page("New project", NEW_PATH, (get(NEW_PATH, show), action(f"{NEW_PATH}/propose", propose, NEW_PATH)))
 
@@ -271,12 +271,12 @@ FILE_FIELD = "file:"  # prefix of a file's name in the form
 MAX_OVERRIDES = 50
 
 
-def import_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
+def make_import_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
     def show(request: Request) -> Response:
         listing, problem = list_requested(places, request)
         query = request.query_params
         answers = {key: query.get(key, "") for key in ("name", "from", "overrides")}
-        answers["name"] = answers["name"] or free_name(projects.home, Path(listing.path).name or "imported")
+        answers["name"] = answers["name"] or find_free_name(projects.home, Path(listing.path).name or "imported")
         return render(
             request,
             "projects/import.html",
@@ -297,7 +297,7 @@ def import_page(projects: Projects, places: Places, proposals: Proposals) -> Pag
         if not files:
             raise Refused("no file was chosen", "choose the configuration's files")
         name = form.get("name", "").strip()
-        file = new_file(projects.home, name)
+        file = check_new_file(projects.home, name)
         trainer = form.get("from", "")
         overrides = lines_of(form, "overrides")
         if len(overrides) > MAX_OVERRIDES:
@@ -307,6 +307,6 @@ def import_page(projects: Projects, places: Places, proposals: Proposals) -> Pag
         words = [*files, *([f"--from={trainer}"] if trainer else []), *(f"--set={setting}" for setting in overrides)]
         answers = {"at": listing.path, "file": names, "name": name, "from": trainer, "overrides": "\n".join(overrides)}
         form_address = f"{IMPORT_PATH}?{urlencode(answers, doseq=True)}"
-        return Moved(address_of_proposal(proposals.begin("import-config", file, words, form_address)))
+        return Moved(make_proposal_address(proposals.begin("import-config", file, words, form_address)))
 
     return Page("Import", IMPORT_PATH, (get(IMPORT_PATH, show), action(f"{IMPORT_PATH}/propose", propose, IMPORT_PATH)))

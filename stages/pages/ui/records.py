@@ -18,7 +18,7 @@ from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
 from stages.maintenance.rejected_items import CSV_COLUMNS, RejectedItem, group_by_reason
 from stages.pages.thumbnails import MAX_THUMBNAILS, can_have_thumbnail, thumbnail_id
-from stages.pages.ui.app import Page, Site, first_item, get, render, site_of
+from stages.pages.ui.app import Page, Site, get, parse_first_item, render, site_of
 from stages.pages.ui.child_programs import JOBS
 from stages.pages.ui.job_cards import build_job_card
 
@@ -116,10 +116,10 @@ def read_piece(path: Path, offset: int | None, has_ended: bool) -> tuple[str, in
         cut = raw.find(b"\n") + 1
         raw, start = raw[cut:], start + cut
     line_bytes = len(raw) if has_ended or len(raw) == PIECE_BYTES else raw.rfind(b"\n") + 1
-    return readable(raw[:line_bytes]), start, start + line_bytes
+    return clean_lines(raw[:line_bytes]), start, start + line_bytes
 
 
-def readable(raw: bytes) -> str:
+def clean_lines(raw: bytes) -> str:
     """Decode lines, without terminal commands. For a line with carriage returns, only the text after the last one is
     kept."""
     text = _TERMINAL.sub("", raw.decode("utf-8", "replace"))
@@ -142,7 +142,7 @@ def show_rejected(request: Request) -> Response:
     has_new = any(
         can_have_thumbnail(item.path) and thumbnail_id(item) not in thumbnails for item in items[:MAX_THUMBNAILS]
     )
-    start = first_item(request.query_params, len(matches))
+    start = parse_first_item(request.query_params, len(matches))
     return render(
         request,
         "rejected.html",

@@ -15,10 +15,10 @@ from schemas.errors import USAGE, LatentpressError
 from schemas.interruption import StopHandler
 from stages.pages.ui import captions_page, config_page, documents, flow_page, pictures_page, queue_page, records
 from stages.pages.ui.app import build_app, get, serve_file
-from stages.pages.ui.guard import Guard, Token, list_names, login_route
-from stages.pages.ui.places import Places, folders_route
-from stages.pages.ui.projects import BASE, PROJECTS_PATH, Projects, overview_page
-from stages.pages.ui.proposals import Proposals, import_page, new_project_page, proposal_routes
+from stages.pages.ui.guard import Guard, Token, list_names, make_login_route
+from stages.pages.ui.places import Places, make_folders_route
+from stages.pages.ui.projects import BASE, PROJECTS_PATH, Projects, make_overview_page
+from stages.pages.ui.proposals import Proposals, make_import_page, make_new_project_page, make_proposal_routes
 
 #: The pages of a project, in the order of the navigation.
 PAGES = (
@@ -51,7 +51,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise CannotListen(f"can't listen at {host}, port {port}: {error.strerror or error}", step) from error
 
 
-def guarded_app(
+def build_guarded_app(
     projects: Projects,
     places: Places,
     proposals: Proposals,
@@ -67,12 +67,12 @@ def guarded_app(
         serve_file("/charts.js", "charts.js"),
         documents.route(projects.sites),
     ]
-    extra += [login_route(token, cookie)] if token else []
-    extra += [folders_route(places), *proposal_routes(projects, proposals)]
+    extra += [make_login_route(token, cookie)] if token else []
+    extra += [make_folders_route(places), *make_proposal_routes(projects, proposals)]
     pages = (
-        overview_page(projects),
-        new_project_page(projects, places, proposals),
-        import_page(projects, places, proposals),
+        make_overview_page(projects),
+        make_new_project_page(projects, places, proposals),
+        make_import_page(projects, places, proposals),
     )
     app = build_app(pages, extra=[*extra, Mount(f"{BASE}/{{name}}", app=projects.answer)])
     if projects.top is None:

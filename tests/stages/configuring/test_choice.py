@@ -1,4 +1,4 @@
-"""What is chosen for which answers and media, and the text of the file."""
+"""The choice of a recipe by answers and media, and the text of the file."""
 
 from pathlib import Path
 
@@ -25,10 +25,10 @@ from stages.configuring.questions import make_name, parse_card, parse_task, pars
 FILE = Path("/project/pipeline.yaml")
 
 
-def answers(task: str = "style", card: float = 16, hours: float | None = 8, **others: object) -> Answers:
+def answers(task: str = "style", card: float = 16, hours: float | None = 8, **more: object) -> Answers:
     sources = "./before" if task == "editing" else None
-    given = {"folder": "./photos", "name": "photos", "sources": sources} | others
-    return Answers(**given, task=task, card_gib=card, seconds=None if hours is None else hours * 3600)  # type: ignore[arg-type]
+    arguments = {"folder": "./photos", "name": "photos", "sources": sources} | more
+    return Answers(**arguments, task=task, card_gib=card, seconds=None if hours is None else hours * 3600)  # type: ignore[arg-type]
 
 
 def media(count: int = 60, size: tuple[int, int] = (1536, 1024), seconds: float = 6.0) -> Media:
@@ -36,8 +36,10 @@ def media(count: int = 60, size: tuple[int, int] = (1536, 1024), seconds: float 
     return Media(count, *sides, np.full(count, seconds), count, prompts=(("A cat: it sits", "cat.png"),))
 
 
-def proposed(given: Answers, found: Media | None = None) -> str:
-    return text.write_text(choose_settings(given, choose_candidate(given), found or media()), "it")
+def proposed(choice_answers: Answers, choice_media: Media | None = None) -> str:
+    return text.write_text(
+        choose_settings(choice_answers, choose_candidate(choice_answers), choice_media or media()), "it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,14 +128,14 @@ def changed(mine: str) -> tuple[str, list[str]]:
 
 def test_a_file_keeps_its_comments_and_what_is_its_own() -> None:
     after, by_hand = changed(MINE)
-    now, config = parse_yaml(after).value, parse_config(after, FILE)
+    values, config = parse_yaml(after).value, parse_config(after, FILE)
     assert by_hand == [] and changed(after)[0] == after
     for comment in ("# mine", "# my disk", "# as always", "# the best ones", "# tried", "# enough"):
         assert comment in after
     assert (config.root, config.datasets[0].id, config.datasets[0].repeats) == ("/elsewhere", "best", 3)
     assert config.train.steps == 123 and [it.name for it in config.validation.prompts] == ["mine"]
     assert config.datasets[0].resolution == 1024 and config.train.base_precision == "int8-torchao"
-    assert "latents" not in now and not config.train.offload.blocks
+    assert "latents" not in values and not config.train.offload.blocks
     changes = text.compare_texts(MINE, after, "pipeline.yaml").splitlines()
     assert "-    resolution: 768   # tried" in changes and "+    resolution: 1024  # tried" in changes
 
@@ -163,13 +165,13 @@ def test_a_card_is_its_memory_or_its_name(card: str, gib: float) -> None:
 def test_other_answers() -> None:
     assert (parse_task("char"), parse_time("90m"), parse_time("none")) == ("character", 5400.0, None)
     assert (make_name("My photos (2)"), make_name("猫")) == ("My-photos-2", "media")
-    wrong = (
+    invalid_answers = (
         (parse_task, "c"),
         (parse_task, ""),
         (parse_time, "soon"),
         (parse_card, "much"),
         (parse_card, "RTX 1234567"),
     )
-    for parse, answer in wrong:
+    for parse, answer in invalid_answers:
         with pytest.raises(ValueError, match=answer or "valid"):
             parse(answer)

@@ -15,8 +15,8 @@ def test_every_row_names_an_option_and_every_key_has_one_answer(trainer: Any) ->
         assert table.defaults.keys() <= table.rows.keys()
         for option in (*(option for option, _ in table.rows.values()), *table.fixed):
             steps = tuple(option.split("."))
-            above = ("datasets", 0) if section in ("datasets", "video") and steps[0] != "train" else ()
-            assert type_at((*above, *steps)) is not None, (section, option)
+            section_steps = ("datasets", 0) if section in ("datasets", "video") and steps[0] != "train" else ()
+            assert type_at((*section_steps, *steps)) is not None, (section, option)
 
 
 def test_trainers_are_told_apart_by_content() -> None:
@@ -31,5 +31,5 @@ def test_trainers_are_told_apart_by_content() -> None:
     }
     for contents, role in ((claimed, "arguments"), (datasets, "datasets")):
         for name, content in contents.items():
-            found = {other: trainer.find_role(content) for other, trainer in TRAINERS.items()}
-            assert {other: word for other, word in found.items() if word} == {name: role}
+            roles = {key: trainer.find_role(content) for key, trainer in TRAINERS.items()}
+            assert {key: role_name for key, role_name in roles.items() if role_name} == {name: role}

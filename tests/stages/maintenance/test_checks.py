@@ -1,4 +1,4 @@
-"""Damage to a table is found by verify and by whoever reads it; shapes and precisions of a shard are those named."""
+"""Verify and every reader of a table find damage in it, and shapes and precisions of a shard match its metadata."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ FAMILY, TASK = "kandinsky5-image", "t2i"
 
 @pytest.fixture
 def indexed(encoded, built):
-    """Three pictures, and one more in a plan of its own, which needs the first; a set of them."""
+    """A set of four pictures: three, and one in a second plan that requires the first plan."""
     return built(encoded, one_more)
 
 
@@ -38,7 +38,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-HOW = {
+DAMAGE_KINDS = {
     "flipped": flip,
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "empty": lambda path: path.write_bytes(b""),
@@ -53,12 +53,13 @@ def files(home, top: str) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "how"), first(3, in_turn(["index.arrow", "set.json", "the pointer", "texts.arrow", "shards.arrow"], HOW))
+    ("file", "damage"),
+    first(3, in_turn(["index.arrow", "set.json", "the pointer", "texts.arrow", "shards.arrow"], DAMAGE_KINDS)),
 )
-def test_index_writes_a_damaged_set_again(indexed, file, how) -> None:
+def test_index_writes_a_damaged_set_again(indexed, file, damage) -> None:
     before = files(indexed, "sets")
     name = f"current-{FAMILY}-{TASK}.json" if file == "the pointer" else next(n for n in before if n.endswith(file))
-    HOW[how](indexed.root / "sets" / name)
+    DAMAGE_KINDS[damage](indexed.root / "sets" / name)
     foreseen = indexed.run(index.run, dry_run=True)
     assert foreseen.exit_code == 0 and foreseen.remaining == (0 if file == "the pointer" else 4)
     report = indexed.run(index.run)
@@ -73,7 +74,7 @@ def test_index_writes_a_damaged_set_again(indexed, file, how) -> None:
     first(2, in_turn(["samples.arrow", "plan.json", "texts.arrow", "units.arrow", "active.arrow"], [0, 1])),
 )
 def test_bucket_plans_again_what_a_damaged_plan_held(indexed, file, number) -> None:
-    """Nothing is encoded again: units are called by their members, and so their shards are found."""
+    """Nothing is encoded again, because units are named by their members, so their shards are found."""
     name = plans.list_plans(Store(indexed.root))[number]
     flip(indexed.root / "plans" / name / file)
     with pytest.raises(DamageError) as caught:
@@ -89,15 +90,17 @@ def test_bucket_plans_again_what_a_damaged_plan_held(indexed, file, number) -> N
     assert "(unchanged)" in indexed.run(bucket.run).details["generation"]
 
 
-@pytest.mark.parametrize("how", ["flipped", long("cut"), long("empty")])
-def test_discover_reads_the_media_again(indexed, how) -> None:
+@pytest.mark.parametrize("damage", ["flipped", long("cut"), long("empty")])
+def test_discover_reads_the_media_again(indexed, damage) -> None:
     table = indexed.root / "media/photos/media.arrow"
 
-    def rows() -> list[dict]:  # without the captions' times of change, which are of this copy of the project
+    def rows() -> list[
+        dict
+    ]:  # without the modification times of the captions, which differ in each copy of the project
         return read_media_table(Store(indexed.root), "photos").drop_columns("captions_version").to_pylist()
 
     before = rows()
-    HOW[how](table)
+    DAMAGE_KINDS[damage](table)
     for program in (bucket.run, status.run):
         with pytest.raises(DamageError) as caught:
             indexed.run(program)
@@ -127,10 +130,10 @@ def one(home, what: str) -> Path:
     return min(path for top in ("media", "plans", "sets") for path in (home.root / top).rglob(f"{what}*.*"))
 
 
-@pytest.mark.parametrize(("what", "how"), first(5, in_turn(TABLES, ["flipped", "cut"])))
-def test_verify_finds_damage_and_repairs_it(indexed, what, how) -> None:
+@pytest.mark.parametrize(("what", "damage"), first(5, in_turn(TABLES, ["flipped", "cut"])))
+def test_verify_finds_damage_and_repairs_it(indexed, what, damage) -> None:
     path = one(indexed, what)
-    HOW[how](path)
+    DAMAGE_KINDS[damage](path)
     rel = path.relative_to(indexed.root).as_posix()
     report = indexed.run(verify.run)
     assert report.exit_code == 4 and rel in [row["path"] for row in report.damage]
@@ -160,7 +163,7 @@ def row(**shapes: tuple[int, ...]) -> ShardRow:
     return ShardRow("a", {name: Array.from_numpy(np.zeros(shape, np.float32)) for name, shape in shapes.items()})
 
 
-CLIP = CacheSpec((8, 4), 16)  # whose latents have 3 frames of 9
+CLIP = CacheSpec((8, 4), 16)  # its latents have 3 frames of the 9 frames
 
 
 @pytest.mark.parametrize(
