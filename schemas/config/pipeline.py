@@ -291,8 +291,8 @@ class Config(Section):
                     "make_captions_where",
                     *(("generated_captions",) if dataset.caption_sets == ("current",) else ()),
                 )
-                for option, _ in idle_options(dataset, keys, reason):
-                    yield (*path, *option), reason
+                for steps, _ in idle_options(dataset, keys, reason):
+                    yield (*path, *steps), reason
             video = dataset.dataset_type == "video"
             if video and not self.model.family_spec.video:
                 yield (*path, "dataset_type"), f"'video' is not valid for {self.model.family}; valid: image"

@@ -54,7 +54,7 @@ def test_model_index_states_whether_a_folder_is_distilled(tmp_path):
 
 def test_a_negative_prompt_is_refused():
     prompt = {"name": "one", "prompt": "a cat"}
-    with pytest.raises(ValueError, match="negative_prompt: "):
+    with pytest.raises(ValueError, match=r"flux2-klein.* remove it from prompt 'one'"):
         make_config(validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})
     make_config(validation={"prompts": [prompt | {"negative_prompt": ""}]})
     make_config("z-image", validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})
