@@ -48,7 +48,7 @@ SELECTIONS = [
 ]
 
 
-@pytest.mark.parametrize("selection", SELECTIONS, ids=lambda selection: selection["clip"])
+@pytest.mark.parametrize("selection", SELECTIONS, ids=lambda selection: selection["clip_selection"])
 @pytest.mark.parametrize(("rate", "own"), [(FILM, FILM), (2 * FILM, 2 * FILM / 2), (24.1, 24.1), (96.2, 96.2 / 4)])
 def test_a_video_of_nearly_the_rate_has_clips_of_its_own_frames(selection, rate, own):
     """All clips at its own rate, or all at 24 where none of them repeats or skips a frame, which are what they were."""
