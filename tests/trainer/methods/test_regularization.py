@@ -109,8 +109,8 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
 @pytest.mark.parametrize(
     ("every", "settings", "said"),
     [
-        (2, {"adapter": {"type": "full"}}, "train.adapter.type full changes the model itself"),
-        (2, {"adapter": {"init_weights": "olora"}}, "olora has moved a part of the base weights into the adapter"),
+        (2, {"adapter": {"type": "full"}}, "train.adapter.type: full"),
+        (2, {"adapter": {"init_weights": "olora"}}, "train.adapter.init_weights: olora"),
         (99, {"methods": {"regularization": {}}}, "needs regularization, which no sample of set set1 has"),
     ],
 )

@@ -175,7 +175,7 @@ def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
 
 
 def test_compiled_blocks_that_convolve_are_refused(make_config) -> None:
-    with pytest.raises(ValueError, match="for the convolution inside of a block of sana"):
+    with pytest.raises(ValueError, match="blocks of sana"):
         make_config("sana", compile="blocks", methods={"tread": {"routes": ROUTES[:1]}})
 
 
@@ -189,10 +189,10 @@ def test_masks_that_keep_tokens_are_used(make_config) -> None:
 def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(ready, make_config, program) -> None:
     ready("sana")
     for (start, end), more, words in (
-        ((1, 3), [], "routes.0.end_layer_idx: 3 is outside of the transformer's blocks, 0 to 2"),
-        ((-4, -1), [], "routes.0.start_layer_idx: -4 is outside of the transformer's blocks, 0 to 2"),
+        ((1, 3), [], "routes.0.end_layer_idx: 3 is not a block of the transformer; valid: 0 to 2"),
+        ((-4, -1), [], "routes.0.start_layer_idx: -4 is not a block of the transformer; valid: 0 to 2"),
         ((2, -2), [], "routes.0.end_layer_idx: block 1 is before the route's first block, 2"),
-        ((0, 1), [(-2, -1)], "routes.1.start_layer_idx: block 1 is part of the route before, or precedes it"),
+        ((0, 1), [(-2, -1)], "routes.1.start_layer_idx: block 1 is not after the previous route; valid: 2 or more"),
     ):
         routes = [{"selection_ratio": 0.5, "start_layer_idx": a, "end_layer_idx": b} for a, b in [(start, end), *more]]
         refused = make_config("sana", methods={"tread": {"routes": routes}})
