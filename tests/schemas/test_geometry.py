@@ -133,7 +133,7 @@ def test_resolution_buckets_follow_the_type():
     )
     with pytest.raises(ValueError, match="more than 0"):
         resolution_buckets(float("nan"), "area", 16)
-    with pytest.raises(ValueError, match=r"100 megapixels \(resolution_type area: megapixels\); at most 67"):
+    with pytest.raises(ValueError, match=r"100 megapixels \(resolution_type area: megapixels\); valid: at most 67"):
         resolution_buckets(100, "area", 16)
 
 

@@ -83,7 +83,7 @@ def test_what_is_refused(photos: Path, call: Call) -> None:
         (("--yes", "--task", "motion"), "trained on clips"),
         (("--yes", "--task", "editing", "--card", "16"), "needs its source"),
         (("--yes", "--card", "small"), "not a memory in GiB"),
-        (("--yes", "--time", "soon"), "not a time"),
+        (("--yes", "--time", "soon"), "not a duration"),
         (("--yes", "--family", "other"), "valid: "),
         (("--yes", "--recipe", "other"), "valid: kandinsky-image-lora-16gb, "),
         (("--yes", "--recipe", "sana-lora-12gb", "--family", "sana"), "--recipe and --family"),

@@ -116,7 +116,7 @@ def run(config, options, console):
         with console.progress(1000, "step 100000: validation of prompts", "denoising steps") as inner:
             inner.advance(1000)
         console.log("日本語の写真 🐈 " * 3)
-        console.warn("this warning has many words, so that it is longer than a line: `latentpress run --again`")
+        console.warn("a warning whose words do not fit on one line is folded to it: `latentpress run --again`")
         outer.advance(4)
     return Report("probe", done=4)
 

@@ -198,7 +198,7 @@ def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_load
         ((1, 3), [], "routes.0.end_layer_idx: 3"),
         ((-4, -1), [], "routes.0.start_layer_idx: -4 is outside of the transformer's blocks, 0 to 2"),
         ((2, -2), [], "routes.0.end_layer_idx: block 1 is before the route's first block, 2"),
-        ((0, 1), [(-2, -1)], "routes.1.start_layer_idx: block 1 is part of the route before, or precedes it"),
+        ((0, 1), [(-2, -1)], "routes.1.start_layer_idx: block 1 is not after the previous route; valid: 2 or more"),
     ):
         routes = [{"selection_ratio": 0.5, "start_layer_idx": a, "end_layer_idx": b} for a, b in [(start, end), *more]]
         refused = make_config("sana", methods={"tread": {"routes": routes}})
