@@ -182,7 +182,7 @@ class EncodingStage:
         if shortage := find_shortage(config.root, needed):
             console.warn(f"{shortage}; {SPACE_ADVICE}")
         todo = state.remaining_units()
-        rejected = len(state.set_aside) - sum(len(state.rejects_by_unit.get(unit.unit_id, ())) for unit in todo)
+        rejected = len(state.rejected_members) - sum(len(state.rejects_by_unit.get(unit.unit_id, ())) for unit in todo)
         report = Report(program=self.name, skipped=count_members(state.units) - count_members(todo) - rejected)
         report.details = {
             "cache": f"{self.kind}/{state.fingerprint}",

@@ -7,7 +7,7 @@ import pytest
 
 from stages.encoding.features import comparison
 from stages.encoding.features.comparison import (
-    LEAST_FEATURES,
+    MIN_FEATURES_COSINE,
     NEIGHBORS,
     centered,
     default_clusters,
@@ -47,7 +47,7 @@ def test_by_the_models_vectors_they_are_alike_beyond_what_all_have_in_common() -
     vectors = np.random.default_rng(1).normal(size=(40, 32)) + common
     vectors[20] = vectors[30] + 0.1
     nearest = find_neighbors(centered(unit(vectors).astype(np.float32)))
-    assert likeliest(nearest, LEAST_FEATURES).pairs.tolist() == [[20, 30]]
+    assert likeliest(nearest, MIN_FEATURES_COSINE).pairs.tolist() == [[20, 30]]
 
 
 def test_an_item_has_a_limited_number_of_candidates_and_their_group_still_holds_together() -> None:

@@ -108,7 +108,7 @@ def test_offload_by_blocks_gives_the_same_numbers(make, encoded, plain, kind):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("sana", {"attention": "sdpa"}, "soft-capped"),
+        ("sana", {"attention": "sdpa"}, "Gemma2Model"),
         ("wan2.1-t2v", {"attention": "flash_attention_2"}, "adds a bias"),
         ("kandinsky5-image-t2i", {"attention": "flash_attention_2"}, "needs a CUDA device"),
         ("kandinsky5-image-t2i", {"quantization": "nf4-bnb", "offload": "blocks"}, "text.offload: blocks"),
