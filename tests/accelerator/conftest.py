@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.accelerator import own_process
-from tests.trainer.conftest import checkpoints, made, make_config, make_set, one_thread, ready  # noqa: F401 (fixtures)
+from tests.trainer.conftest import checkpoints, helpers, make_config, make_set, one_thread, ready  # noqa: F401 (fixtures)
 
 HERE = Path(__file__).parent
 

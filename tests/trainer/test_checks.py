@@ -58,9 +58,9 @@ class NoKey(Exception):
 
 @pytest.fixture
 def home(project) -> Project:
-    made = project(train={"device": "cpu"})
-    made.image("0.png", (64, 64), "a colour", 0)
-    return made
+    home = project(train={"device": "cpu"})
+    home.image("0.png", (64, 64), "a colour", 0)
+    return home
 
 
 @pytest.mark.slow

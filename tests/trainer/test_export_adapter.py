@@ -52,10 +52,10 @@ class Exported:
         self.config = folder / "pipeline.yaml"
         self.config.write_text(json.dumps(settings))
         self.model = trained(kind, checkpoint, **{"alpha": 2.5, **options})
-        self.wanted = exact_output(kind, self.model)
+        self.expected = exact_output(kind, self.model)
         self.adapter = export.save_lora(self.model, folder / "output/run/adapter", self.family, {"steps": "3"})
 
-    def __call__(self, overrides: tuple[str, ...] = (), dry_run: bool = False, **own: Any) -> tuple[int, dict]:
+    def __call__(self, overrides: tuple[str, ...] = (), dry_run: bool = False, **changes: Any) -> tuple[int, dict]:
         options = Options(self.config, overrides, dry_run, json=True)
         arguments: dict[str, Any] = {
             "source": None,
@@ -66,7 +66,7 @@ class Exported:
             "scale": 1.0,
         }
         arguments["overwrite"] = False
-        code = run_program("export-adapter", run, options, arguments | own)
+        code = run_program("export-adapter", run, options, arguments | changes)
         return code, json.loads(self.capsys.readouterr().out)
 
     def refused(self, **options: Any) -> str:
@@ -119,7 +119,7 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     assert about["written"] == [str(helpers)] and about["written_bytes"] == helpers.stat().st_size
     plain = pipeline(kind, it.checkpoint).transformer
     apply_as_comfyui(plain, helpers)
-    close(exact_output(kind, plain), it.wanted)
+    close(exact_output(kind, plain), it.expected)
     merged = it.folder / "merged"
     assert it(merge=True, to=merged, dry_run=True)[0] == OK and not merged.exists()
     leftover = temporary(merged) / "transformer"  # from a merge that was killed
@@ -128,7 +128,7 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     assert not leftover.parent.exists()
     assert code == OK and report["details"]["written_bytes"] > about["written_bytes"]
     model = type(plain).from_pretrained(merged, use_safetensors=True)
-    close(exact_output(kind, model), it.wanted)
+    close(exact_output(kind, model), it.expected)
     assert "not empty" in it.refused(merge=True, to=merged)
     # A base in bfloat16 keeps its dtype: the update is added in float32 and rounded once.
     half = it.folder / "half"
@@ -177,7 +177,7 @@ def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
     model = pipeline(kind, it.checkpoint).transformer
     loader = {"prefix": "transformer", "weight_name": it.adapter.name}
     model.load_lora_adapter(it.folder / "diffusers", **loader)
-    close(exact_output(kind, model), it.wanted)
+    close(exact_output(kind, model), it.expected)
     for number, (file, scale) in enumerate((("pytorch_lora", 1.0), ("comfyui", 1.0), ("lycoris", -0.5))):
         [source], to = folder.glob(f"{file}*"), it.folder / f"merged{number}"
         whole_keys = file == "lycoris"
@@ -188,7 +188,7 @@ def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
         check_weights(to / "transformer" if whole_keys else to, merged_by_peft(it.model, scale), it.checkpoint)
         assert (to / "vae" / "config.json").exists() == whole_keys
     merged = exact_output(kind, type(model).from_pretrained(it.folder / "merged0", use_safetensors=True))
-    assert (merged - it.wanted).abs().mean() <= 1e-6 * it.wanted.abs().mean()
+    assert (merged - it.expected).abs().mean() <= 1e-6 * it.expected.abs().mean()
 
 
 @pytest.mark.slow
@@ -203,12 +203,12 @@ def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
         check_weights(to, merged_by_peft(it.model, scale), it.checkpoint)
     base = pipeline(kind, it.checkpoint)
     merged = exact_output(kind, type(base.transformer).from_pretrained(it.folder / "merged0", use_safetensors=True))
-    assert (merged - it.wanted).abs().mean() <= 1e-6 * it.wanted.abs().mean()
+    assert (merged - it.expected).abs().mean() <= 1e-6 * it.expected.abs().mean()
     for options in ({}, {"form": "lycoris"}):
         assert "can't store its magnitudes" in it.refused(**options)
     assert it(form="diffusers", to=it.folder / "other")[0] == OK
     base.load_lora_weights(it.folder / "other")
-    close(exact_output(kind, base.transformer), it.wanted)
+    close(exact_output(kind, base.transformer), it.expected)
 
 
 @pytest.mark.slow

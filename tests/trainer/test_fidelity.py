@@ -161,11 +161,11 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
 ) -> None:
     """After training: the result loaded by the pipeline's own loader, its own denoising, cached prompts, same noise."""
     config = make_config(kind, validation=LOOK, steps=2, adapter=ADAPTERS.get(kind, {"rank": 4, "alpha": 6.0}))
-    items, null, (shown,) = helpers.mixed_items(config)
+    items, null, (prompt,) = helpers.mixed_items(config)
     # With fewer frames, the numbers of the i2v pipeline are not finite.
     frames = "@17" if config.model.family_spec.video else "@1"
     wide = items[2].latent[:, :1] if kind == "i2v" else None
-    prompts = [replace(shown, bucket=f"64x64{frames}"), replace(shown, bucket=f"96x64{frames}", condition=wide)]
+    prompts = [replace(prompt, bucket=f"64x64{frames}"), replace(prompt, bucket=f"96x64{frames}", condition=wide)]
     make_set(config, items, null, prompts)
     data, _ = trained(config)
     run, largest = config.run_folder, 0.0

@@ -145,8 +145,8 @@ def cumulative(settings: Timesteps, sigma: np.ndarray) -> np.ndarray:
     ],
     ids=str,
 )
-def test_the_distribution_is_that_of_diffusers(given: dict) -> None:
-    settings = Timesteps(**given)
+def test_the_distribution_is_that_of_diffusers(options: dict) -> None:
+    settings = Timesteps(**options)
     scheme = {"uniform": "none"}.get(settings.sampling, settings.sampling)
     arguments = (settings.mean, settings.std, settings.mode_scale, "cpu", torch.Generator().manual_seed(1))
     theirs = compute_density_for_timestep_sampling(scheme, 20000, *arguments)
@@ -208,12 +208,12 @@ def test_spread_draws_have_low_discrepancy_in_a_batch_and_over_steps() -> None:
         for step in (0, 3, 10**9 - 1):
             parts = np.floor(spread(step, count) * count).astype(int)
             assert sorted(parts) == list(range(count)), "one draw in each part"
-    whole = spread_uniform(1, 2, np.arange(12), 12)
-    assert torch.equal(whole[4:7], spread_uniform(1, 2, np.arange(4, 7), 12)), "whichever part of a batch is drawn"
+    batch = spread_uniform(1, 2, np.arange(12), 12)
+    assert torch.equal(batch[4:7], spread_uniform(1, 2, np.arange(4, 7), 12)), "whichever part of a batch is drawn"
     for steps, count in ((1024, 1), (128, 8)):
-        drawn = np.concatenate([spread(step, count) for step in range(steps)])
+        spread_draws = np.concatenate([spread(step, count) for step in range(steps)])
         random = np.random.default_rng(0).random((20, steps * count))
-        discrepancy = [stats.kstest(draws, "uniform", method="asymp").statistic for draws in (drawn, *random)]
+        discrepancy = [stats.kstest(draws, "uniform", method="asymp").statistic for draws in (spread_draws, *random)]
         assert discrepancy[0] < 0.006 and min(discrepancy[1:]) > 0.012, "the star discrepancy, of 1024 draws"
 
 

@@ -73,7 +73,10 @@ def test_moments_are_drawn_alike_while_reading_and_where_the_step_begins(make_co
     config = make_config("i2v")
     moments_set(config)
     data, family = opened(config), config.model.family_spec
-    feeds = [BatchLoader(data, BatchSchedule(data.spans, 3, 2, 4), 0.5, draw_noise=drawn) for drawn in (True, False)]
+    feeds = [
+        BatchLoader(data, BatchSchedule(data.spans, 3, 2, 4), 0.5, draw_noise=draw_noise)
+        for draw_noise in (True, False)
+    ]
     for before, after in zip(*(feed.step(1).micro_batches for feed in feeds), strict=True):
         assert after.noise_BCTHW is None
         assert after.batch.latents_BCTHW.shape[1] == after.batch.condition_BCTHW.shape[1] == 2 * family.latent_channels
@@ -106,8 +109,10 @@ def test_every_step_draws_anew_and_ranks_draw_alike(make_config, moments_set, ki
             if condition is not None:
                 assert condition.shape[0] == config.model.family_spec.latent_channels
                 assert all(torch.equal(condition, second_value[1]) for second_value in pairs)
-                own = (condition - mean[:, :1]) / np.exp(-0.5)
-                assert abs(own.std() - 1) < 0.1 and (own - noise[:, :1]).abs().max() > 1, "noise of its own"
+                condition_noise = (condition - mean[:, :1]) / np.exp(-0.5)
+                assert abs(condition_noise.std() - 1) < 0.1 and (condition_noise - noise[:, :1]).abs().max() > 1, (
+                    "noise of its own"
+                )
             calls.setdefault(name, []).append(latent)
     twice = [latents for latents in calls.values() if len(latents) > 1]
     assert twice and all((latents[0] - latents[1]).abs().max() > 0.1 for latents in twice)

@@ -35,9 +35,9 @@ class Remote:
         self, folder: Path, make_config: Callable[..., Config], make_set: Callable, form: str, parts: int
     ) -> None:
         self.folder, self._make, self._root = folder, make_config, make_config("t2i", name="local").root
-        self.here = self.config("local", far=False)
-        make_set(self.here, form=form, parts=parts)
-        store, local = Store(f"s3://{BUCKET}/work"), Store(self.here.root)
+        self.local = self.config("local", far=False)
+        make_set(self.local, form=form, parts=parts)
+        store, local = Store(f"s3://{BUCKET}/work"), Store(self.local.root)
         for name in local.list_names():
             store.publish_bytes(name, local.read_bytes(name))
         self.shards = [name for name in local.list_names() if name.startswith(("text/", "latents/"))]
@@ -45,8 +45,8 @@ class Remote:
     def config(self, name: str, far: bool = True, **train: Any) -> Config:
         """The configuration of a separate run, with the remote root or the local root."""
         settings = {"steps": 8, "batch_size": 2, "caption_dropout": 0.3, "trackers": (), "shuffle_shards": 4}
-        made = self._make("t2i", name=name, validation=VALIDATION, **(settings | train))
-        return made.model_copy(update={"root": f"s3://{BUCKET}/work" if far else self._root})
+        config = self._make("t2i", name=name, validation=VALIDATION, **(settings | train))
+        return config.model_copy(update={"root": f"s3://{BUCKET}/work" if far else self._root})
 
     @property
     def copies(self) -> list[Path]:
@@ -59,7 +59,7 @@ def remote(s3: S3Server, tmp_path: Path, make_config, make_set, request: pytest.
     return Remote(tmp_path, make_config, make_set, *getattr(request, "param", ("arrow", PARTS)))
 
 
-def fetched(config: Config) -> float:
+def count_fetched(config: Config) -> float:
     lines = read_metrics(config.run_folder / "metrics.jsonl")
     return sum(line.get("shards_fetched", 0) for line in lines)
 
@@ -74,20 +74,20 @@ def gets(s3: S3Server) -> list[str]:
 @pytest.mark.parametrize("remote", [("arrow", PARTS), long(("webdataset", PARTS))], indirect=True)
 def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, program) -> None:
     """Eval losses and validation prompts are read from the store itself, before and while the shards are fetched."""
-    assert program(remote.here)[0] == OK
-    expected = lines(remote.here), lines(remote.here, "eval_loss")
+    assert program(remote.local)[0] == OK
+    expected = lines(remote.local), lines(remote.local, "eval_loss")
     assert len(expected[0]) == 8 and len(expected[1]) == 3
     far = remote.config("far")
     s3.reset()
     assert program(far)[0] == OK
     assert (lines(far), lines(far, "eval_loss")) == expected
-    assert fetched(far) == 2 * PARTS and set(gets(s3)) == set(remote.shards)
+    assert count_fetched(far) == 2 * PARTS and set(gets(s3)) == set(remote.shards)
     assert remote.copies == [], "the copies end with the run"
 
 
 @pytest.mark.long
 def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
-    assert program(remote.here)[0] == OK
+    assert program(remote.local)[0] == OK
     arrived = threading.Semaphore(0)
     config = remote.config("killed", checkpoint_every=1, local_cache={"downloads": 1})
 
@@ -107,7 +107,7 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
     last_step = len(lines(config))
     code, report, _ = program(config)
     assert code == OK and report["done"] >= 8 - last_step - 1
-    assert lines(config) == lines(remote.here) and remote.copies == []
+    assert lines(config) == lines(remote.local) and remote.copies == []
 
 
 @pytest.mark.long
@@ -116,7 +116,7 @@ def test_epochs_within_a_limit(remote, s3, program) -> None:
     """Four epochs with room for two thirds of the set, and with the same order on a disk. The folder is observed all
     the time; each shard is fetched about once per epoch."""
     order = {"shuffle_shards": 2, "batch_size": 1, "steps": 48, "reading": {"threads": 1}}
-    total = sum((Path(remote.here.root) / name).stat().st_size for name in remote.shards)
+    total = sum((Path(remote.local.root) / name).stat().st_size for name in remote.shards)
     local = remote.config("local-order", far=False, **order)
     assert program(local)[0] == OK
     config = remote.config("order", local_cache={"max_gb": 0.7 * total / 1e9}, **order)
@@ -134,7 +134,7 @@ def test_epochs_within_a_limit(remote, s3, program) -> None:
     ended.set()
     watcher.join()
     assert code == OK and len(lines(config)) == 48 and lines(config) == lines(local)
-    assert 0 < most <= 0.7 * total and len(remote.shards) < fetched(config) <= 5 * len(remote.shards)
+    assert 0 < most <= 0.7 * total and len(remote.shards) < count_fetched(config) <= 5 * len(remote.shards)
 
 
 @pytest.mark.parametrize(

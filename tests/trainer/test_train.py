@@ -121,8 +121,8 @@ def test_two_processes_train_as_one(make_config, make_set, helpers, tmp_path, mo
     assert len(list(entered.iterdir())) == 3, "this process and both ranks"
     rows = metrics.read_metrics(two.run_folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_loss" in row] == [0, 4]
-    for step, both in lines(alone, "loss_by_sigma").items():
-        assert lines(two, "loss_by_sigma")[step] == pytest.approx(both, rel=1e-5)
+    for step, losses in lines(alone, "loss_by_sigma").items():
+        assert lines(two, "loss_by_sigma")[step] == pytest.approx(losses, rel=1e-5)
         assert lines(two, "loss_by_bucket")[step] == pytest.approx(lines(alone, "loss_by_bucket")[step], rel=1e-5)
     assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-4)
     check_shown(two, alone, 4)
@@ -328,8 +328,8 @@ def test_dry_run_says_what_would_be_trained(ready, program) -> None:
     assert code == OK and report["remaining"] == 40 and report["details"]["samples"] == 12
     assert report["details"]["steps_per_epoch"] == 3
     buckets = {row["bucket"]: row for row in report["details"]["buckets"]}
-    here = {"option": "train.attention_backend", "backend": "native", "device": "cpu", "usable": True}
-    assert report["details"]["attention"] == [here]
+    attention = {"option": "train.attention_backend", "backend": "native", "device": "cpu", "usable": True}
+    assert report["details"]["attention"] == [attention]
     assert buckets["64x64"] == {"bucket": "64x64", "samples": 8, "draws": 8, "fill": 2, "shift": 1.649}
     assert not (config.run_folder).exists()
 

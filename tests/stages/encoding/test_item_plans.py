@@ -16,13 +16,13 @@ from tests.project import Project
 
 @pytest.fixture
 def home(project: Any) -> Project:
-    made = project(caption={"resolution": 56})
-    made.settings["stages"]["max_reject_fraction"] = 1.0
+    home = project(caption={"resolution": 56})
+    home.settings["stages"]["max_reject_fraction"] = 1.0
     for number in range(5):
-        made.image(f"{number}.png", (64, 48), None, number)
-    made.image("own.png", (64, 48), "a cat", 9)
-    made.run(discover.run)
-    return made
+        home.image(f"{number}.png", (64, 48), None, number)
+    home.image("own.png", (64, 48), "a cat", 9)
+    home.run(discover.run)
+    return home
 
 
 def find(home: Project, publish: bool = True) -> plans.Plan:

@@ -12,11 +12,11 @@ from stages.encoding.pooling import pool_space, pool_time
 SEEDS = st.integers(0, 2**31)
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
+def draw(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
-def shared(fine: int, i: int, coarse: int, k: int) -> Fraction:
+def overlap(fine: int, i: int, coarse: int, k: int) -> Fraction:
     """The length of the overlap of cell i of `fine` and cell k of `coarse` on a line of length one."""
     low = max(Fraction(i, fine), Fraction(k, coarse))
     return max(Fraction(0), min(Fraction(i + 1, fine), Fraction(k + 1, coarse)) - low)
@@ -29,7 +29,7 @@ def slow_space(features_HWC: torch.Tensor, grid: tuple[int, int]) -> torch.Tenso
         for column in range(grid[1]):
             for y in range(height):
                 for x in range(width):
-                    area = shared(height, y, grid[0], row) * shared(width, x, grid[1], column)
+                    area = overlap(height, y, grid[0], row) * overlap(width, x, grid[1], column)
                     out[row, column] += float(area * grid[0] * grid[1]) * features_HWC[y, x].double()
     return out
 
@@ -39,7 +39,7 @@ def slow_space(features_HWC: torch.Tensor, grid: tuple[int, int]) -> torch.Tenso
 @settings(max_examples=30, deadline=None)
 def test_space_is_pooled_by_area(height: int, width: int, data, seed: int) -> None:
     grid = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
-    features_BHWC = drawn(seed, 2, height, width, 3)
+    features_BHWC = draw(seed, 2, height, width, 3)
     pooled = pool_space(features_BHWC, grid)
     assert pooled.shape == (2, *grid, 3)
     for features, result in zip(features_BHWC, pooled, strict=True):
@@ -50,7 +50,7 @@ def test_space_is_pooled_by_area(height: int, width: int, data, seed: int) -> No
 @settings(max_examples=30, deadline=None)
 def test_time_is_pooled_by_the_frames_of_each_latent_frame(stride: int, latent_frames: int, seed: int) -> None:
     frames = (latent_frames - 1) * stride + 1
-    features_FHWC = drawn(seed, frames, 2, 2, 3)
+    features_FHWC = draw(seed, frames, 2, 2, 3)
     pooled = pool_time(features_FHWC, stride)
     assert len(pooled) == latent_frames
     for index, result in enumerate(pooled):
@@ -61,7 +61,7 @@ def test_time_is_pooled_by_the_frames_of_each_latent_frame(stride: int, latent_f
 
 def test_a_number_that_is_none_stays_in_its_frame_group_and_clip() -> None:
     """Pooling does not mix clips: only the clip with the number is rejected."""
-    features = drawn(3, 9, 4, 4, 2)
+    features = draw(3, 9, 4, 4, 2)
     features[6, 0, 0, 0] = torch.nan
     pooled = pool_time(pool_space(features, (2, 3)), 4)
     assert [bool(torch.isnan(frame).any()) for frame in pooled] == [False, False, True]

@@ -30,7 +30,7 @@ def plan(project, count: int):
     return home
 
 
-def whole(home) -> dict[str, bytes]:
+def pop_shards(home) -> dict[str, bytes]:
     """The shards of one process. Removes them afterwards."""
     home.run(encode_latents.run)
     shards = home.shards("latents")
@@ -43,7 +43,7 @@ def whole(home) -> dict[str, bytes]:
 def test_time_that_is_up_ends_the_stage_between_two_units(project, monkeypatch) -> None:
     """The unit in progress is finished, and units that were read ahead remain."""
     home = plan(project, 8)
-    expected, encode = whole(home), LatentsWorker.encode
+    expected, encode = pop_shards(home), LatentsWorker.encode
 
     def last(self, names, batch, limit):
         yield from encode(self, names, batch, limit)
@@ -82,7 +82,7 @@ def test_worker_processes_finish_one_unit_each_once_the_time_is_up(project, monk
 def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, monkeypatch, tmp_path) -> None:
     """Every unit is encoded, few units are encoded twice, and the bytes equal the bytes of one process."""
     home = plan(project, 30)
-    expected, encode = whole(home), LatentsWorker.encode
+    expected, encode = pop_shards(home), LatentsWorker.encode
 
     def slow(self, names, batch, limit):
         time.sleep(0.3)

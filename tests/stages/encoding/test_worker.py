@@ -130,8 +130,8 @@ def test_where_one_sample_does_not_fit_the_message_names_the_options(home, monke
 def test_processes_share_the_cards(monkeypatch) -> None:
     set_accelerators(monkeypatch, 2)
     for name in ("auto", "cuda"):
-        given = [model_loading.select_device(Resources(device=name, threads=1), process) for process in range(3)]
-        assert given == [torch.device(f"cuda:{card}") for card in (0, 1, 0)]
+        devices = [model_loading.select_device(Resources(device=name, threads=1), process) for process in range(3)]
+        assert devices == [torch.device(f"cuda:{card}") for card in (0, 1, 0)]
     assert model_loading.select_device(Resources(device="cuda:1", threads=1), 2) == torch.device("cuda:1")
     set_accelerators(monkeypatch, 1)
     assert model_loading.select_device(Resources(device="cuda", threads=1), 1) == torch.device("cuda")

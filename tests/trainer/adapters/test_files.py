@@ -27,7 +27,7 @@ def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_pa
     save_file(tensors, tmp_path / "theirs.safetensors")
     theirs = pipeline(kind, tiny(kind))
     theirs.load_lora_weights(tmp_path / "theirs.safetensors")
-    wanted = output(kind, theirs.transformer)
+    expected_output = output(kind, theirs.transformer)
     layers = load_layers(read_adapter(tmp_path / "theirs.safetensors"), 0.5)
     comfyui = write_file(*adapter_contents(layers, "comfyui", {}), tmp_path / "comfyui.safetensors")
     adapter = read_adapter(comfyui)
@@ -38,7 +38,7 @@ def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_pa
     for folder, scale in (("whole", 2.0), ("half", 1.0)):
         contents = adapter_contents(load_layers(adapter, scale), "diffusers", {"family": kind})
         write_file(*contents, tmp_path / folder / "a.safetensors")
-    for folder, expected in (("whole", wanted), ("half", output(kind, plain))):
+    for folder, expected in (("whole", expected_output), ("half", output(kind, plain))):
         pipe = pipeline(kind, tiny(kind))
         pipe.load_lora_weights(tmp_path / folder)
         torch.testing.assert_close(output(kind, pipe.transformer), expected, rtol=0, atol=1e-5)

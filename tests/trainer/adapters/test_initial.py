@@ -91,11 +91,11 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
 def test_a_format_that_is_added_later_is_written_without_a_step(ready, make_config, program) -> None:
     config = ready("t2i", steps=1, adapter={"rank": 2})
     assert program(config)[0] == OK
-    both = make_config("t2i", steps=1, adapter={"rank": 2, "formats": ["diffusers", "comfyui"]})
-    code, report, _ = program(both)
+    two_formats = make_config("t2i", steps=1, adapter={"rank": 2, "formats": ["diffusers", "comfyui"]})
+    code, report, _ = program(two_formats)
     assert code == OK and (report["done"], report["skipped"]) == (0, 1)
     assert (config.run_folder / "adapter" / "comfyui_lora.safetensors").exists()
-    assert "loading" not in program(both)[2]
+    assert "loading" not in program(two_formats)[2]
 
 
 BY_MODULE = {"rank": 4, "rank_pattern": {r".*(to_q|to_query)": 6}, "alpha_pattern": {r".*\.0\..*": 3.0}}

@@ -43,12 +43,12 @@ def as_the_pipeline_has_it(batch: Batch, prefix: str = "") -> dict[str, torch.Te
 
 def row_by_row(transformer) -> None:
     """Guidance makes a batch of two, which bfloat16 rounds differently from two batches of one."""
-    whole = transformer.forward
+    batch_forward = transformer.forward
 
     def forward(hidden_states, encoder_hidden_states, encoder_attention_mask, timestep, **options):
         rows = zip(hidden_states, encoder_hidden_states, encoder_attention_mask.bool(), timestep, strict=True)
         parts = [
-            whole(x[None], text[mask][None], t[None], encoder_attention_mask=mask[mask][None], **options)
+            batch_forward(x[None], text[mask][None], t[None], encoder_attention_mask=mask[mask][None], **options)
             for x, text, mask, t in rows
         ]
         return (torch.cat([part[0] for part in parts]),)

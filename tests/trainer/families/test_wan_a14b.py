@@ -93,9 +93,9 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
     first_calls = {part: call for part, *call in reversed(calls)}
     assert first_calls.keys() == models.keys()
     for part, (inputs, output) in first_calls.items():
-        noisy, given = inputs["hidden_states"].split((16, inputs["hidden_states"].shape[1] - 16), 1)
+        noisy, conditions = inputs["hidden_states"].split((16, inputs["hidden_states"].shape[1] - 16), 1)
         if task == "i2v":
-            assert (given - wan_a14b.given_frames(batch)).abs().max() <= 1e-5
+            assert (conditions - wan_a14b.given_frames(batch)).abs().max() <= 1e-5
         with torch.no_grad():
             prediction = WanA14B().predict(models[part], noisy, inputs["timestep"].double() / 1000, batch, task)
         gap = (prediction - output).abs().max().item()
@@ -255,5 +255,5 @@ def test_what_does_not_go_with_the_experts_is_refused(make_config):
     assert "0 to 0.875" in problem(experts="both", timesteps={"sampling": "list", "values": [0.9]})
     assert "set train.experts to high" in problem(experts="low", methods={"scheduled_sampling": {}})
     assert make_config("wan-a14b", methods={"scheduled_sampling": {}}).train.methods.scheduled_sampling
-    given = make_config("wan-a14b", validation={"eval_sigmas": [0.2, 0.875, 1.0]})
-    assert given.eval_sigmas == (0.875, 1.0) and given.expert_runs == [given]
+    config = make_config("wan-a14b", validation={"eval_sigmas": [0.2, 0.875, 1.0]})
+    assert config.eval_sigmas == (0.875, 1.0) and config.expert_runs == [config]

@@ -70,7 +70,7 @@ def test_a_dry_run_shows_it_and_loads_nothing(ready, program) -> None:
 def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
     """With four ranks: a quarter of everything, and two gathered blocks of four with the weights outside of the
     blocks."""
-    plain, sharded, hosted, kept, half = (
+    plain, sharded, hosted, unresharded, half = (
         estimate_memory(
             make_config("t2i", **FULL, **rank_counts, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks
         )
@@ -86,7 +86,7 @@ def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
     assert sharded.gradients == pytest.approx(plain.gradients / 4, abs=4)
     gathered = sharded.weights - plain.weights / 4
     assert 0.5 * plain.weights < gathered < 0.9 * plain.weights
-    assert kept.weights == pytest.approx(plain.weights * 1.25, abs=4)
+    assert unresharded.weights == pytest.approx(plain.weights * 1.25, abs=4)
     assert 0.5 * plain.weights < half.weights - plain.weights / 4 < 0.7 * plain.weights
     assert hosted.weights == pytest.approx(gathered, abs=4) and hosted.gradients == hosted.optimizer == 0
     assert hosted.offloaded == pytest.approx((plain.weights + plain.gradients + plain.optimizer) / 4, abs=4)
@@ -135,20 +135,20 @@ def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a small card")
     monkeypatch.setattr("trainer.setup.checks.check_optimizer", lambda *_: None)  # takes steps on the card
 
-    def said(size: int) -> str:
+    def log_for(size: int) -> str:
         set_accelerators(monkeypatch, 1, memory=(size, size))
         return " ".join(program(config, dry_run=True)[2].split())
 
     shape = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
     length = config.text.max_length or config.model.template.max_length
     single = estimate_memory(config, shape, ["96x64"], length)
-    enough = said(single.device + RESERVED - 1)
+    enough = log_for(single.device + RESERVED - 1)
     assert "on the device, 1 GiB of it for CUDA and its kernels, and a small card has 1.0 GiB" in enough
     assert "with train.gradient_checkpointing true of every block" in enough and "offload" not in enough
-    much = said(RESERVED)
+    much = log_for(RESERVED)
     assert "and with train.offload.activations true" in much and "smaller buckets" in much
     assert find_card("cuda:1") is find_card("cpu") is None and find_card("auto") == ("a small card", RESERVED)
-    assert "would need" not in said(single.device + RESERVED)
+    assert "would need" not in log_for(single.device + RESERVED)
 
 
 @pytest.mark.slow

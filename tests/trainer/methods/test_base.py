@@ -21,7 +21,7 @@ class Tapping(Method):
     def __init__(self) -> None:
         self.head = torch.nn.Linear(96, 1)  # the width of the tiny transformer
         self.noted: list[str] = []
-        self.drawn: list[torch.Tensor] = []
+        self.draws: list[torch.Tensor] = []
 
     def modules(self) -> torch.nn.Module:
         return self.head
@@ -29,7 +29,7 @@ class Tapping(Method):
     @contextmanager
     def around(self, step: MethodStep) -> Iterator[None]:
         assert step.prediction_BCTHW is None
-        self.drawn.append(step.uniform("own"))
+        self.draws.append(step.uniform("own"))
         block = step.family.blocks(step.model)[-1]
         handles = [
             block.register_forward_pre_hook(lambda *_: self.noted.append("block")),

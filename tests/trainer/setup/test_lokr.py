@@ -79,9 +79,9 @@ def test_a_lokr_loads_in_the_transformer_and_merges(tiny, tmp_path, kind, settin
     applied, changes = [], {name: stock.get_submodule(name).get_delta_weight("default") for name in layers}
     for file, names in (("lycoris_weights", lycoris_names), ("comfyui_lora", comfyui_names)):
         plain = load(kind, tiny(kind))
-        made = apply_as_comfyui(plain, tmp_path / f"{file}.safetensors", names)
-        assert made.keys() == changes.keys()
-        assert max((made[name] - change).abs().max() for name, change in changes.items()) <= 1e-6
+        result = apply_as_comfyui(plain, tmp_path / f"{file}.safetensors", names)
+        assert result.keys() == changes.keys()
+        assert max((result[name] - change).abs().max() for name, change in changes.items()) <= 1e-6
         applied.append((output(kind, plain) - ours).abs().mean() / scale)
     print(f"{kind}, {settings}: loaded {loaded:.1e}, merged {merged:.1e}, LyCORIS, ComfyUI {max(applied):.1e}")
     assert max(loaded, merged, *applied) <= 1e-6

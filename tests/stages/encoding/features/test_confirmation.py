@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 DISTINCT = NAMES[:5]
 
 
-def shown(image: Image.Image) -> LocalFeatures:
+def local_features(image: Image.Image) -> LocalFeatures:
     scale = 448 / np.sqrt(image.width * image.height)
     size = round(image.width * scale), round(image.height * scale)
     return find_local_features(np.asarray(image.resize(size, Image.Resampling.LANCZOS)))
@@ -60,7 +60,7 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 def test_a_changed_copy_is_one_whichever_comes_first(change: str) -> None:
     for name in DISTINCT[:3]:
         image = photograph(name)
-        first, second = shown(image), shown(CHANGES[change](image))
+        first, second = local_features(image), local_features(CHANGES[change](image))
         assert are_copies(first, second) and are_copies(second, first), name
 
 
@@ -71,7 +71,7 @@ def test_different_photographs_are_none_and_a_common_mark_makes_them_none() -> N
     for name in DISTINCT:
         image = photograph(name).resize((600, 500))
         image.paste(mark, (380, 330))
-        marked.append(shown(image))
+        marked.append(local_features(image))
     assert not any(are_copies(first, second) for first, second in combinations(marked, 2))
 
 
@@ -83,7 +83,11 @@ def test_pictures_with_few_keypoints_are_copies_only_where_fine_detail_agrees() 
         ImageDraw.Draw(image).ellipse((*place, *(place + 60)), fill=(240, 240, 200))
         return image
 
-    one, compressed, second = shown(plain(0)), shown(compress(plain(0).resize((200, 200)))), shown(plain(1))
+    one, compressed, second = (
+        local_features(plain(0)),
+        local_features(compress(plain(0).resize((200, 200)))),
+        local_features(plain(1)),
+    )
     assert are_copies(one, compressed) and not are_copies(one, second)
-    gray = [shown(Image.new("RGB", (400, 400), (value,) * 3)) for value in (100, 101)]
+    gray = [local_features(Image.new("RGB", (400, 400), (value,) * 3)) for value in (100, 101)]
     assert not are_copies(*gray)

@@ -48,7 +48,7 @@ def load(folder: Path, **masks) -> Segmenter:
 
 
 @torch.no_grad()
-def found(segmenter: Segmenter, pictures: list[np.ndarray], boxes: list[Box] | None = None) -> list[np.ndarray]:
+def find_masks(segmenter: Segmenter, pictures: list[np.ndarray], boxes: list[Box] | None = None) -> list[np.ndarray]:
     """Masks of each picture alone; a batch gives the same masks except for the last bits of float32."""
     boxes = boxes or [(0, 0, SIZE[1], SIZE[0])] * len(pictures)
     together = segmenter.find(pictures, boxes).numpy()
@@ -62,8 +62,8 @@ def test_semantic(checkpoint, pictures) -> None:
     folder = checkpoint("segformer")
     model = transformers.SegformerForSemanticSegmentation.from_pretrained(folder).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-    likeliest = found(load(folder, classes=("Cat", "person")), pictures)
-    threshold_masks = found(load(folder, classes=("person",), threshold=0.4), pictures)
+    likeliest = find_masks(load(folder, classes=("Cat", "person")), pictures)
+    threshold_masks = find_masks(load(folder, classes=("person",), threshold=0.4), pictures)
     for picture, mask, probable in zip(pictures, likeliest, threshold_masks, strict=True):
         with torch.no_grad():
             outputs = model(**processor(picture, return_tensors="pt"))
@@ -82,7 +82,7 @@ def test_universal(checkpoint, pictures, kind, seed, threshold) -> None:
     folder = checkpoint(kind, seed)
     model = transformers.AutoModelForUniversalSegmentation.from_pretrained(folder).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-    masks = found(load(folder, classes=("person", "cat"), threshold=threshold), pictures)
+    masks = find_masks(load(folder, classes=("person", "cat"), threshold=threshold), pictures)
     for picture, mask in zip(pictures, masks, strict=True):
         with torch.no_grad():
             outputs = model(**processor(picture, return_tensors="pt"))
@@ -101,7 +101,7 @@ def test_words(checkpoint, pictures) -> None:
         transformers.AutoTokenizer.from_pretrained(folder),
     )
     words = ("a person", "the long red scarf of a cat")
-    masks = found(load(folder, classes=words, threshold=0.6), pictures)
+    masks = find_masks(load(folder, classes=words, threshold=0.6), pictures)
     for picture, mask in zip(pictures, masks, strict=True):
         inputs = processor(text=list(words), images=[picture] * 2, padding=True, return_tensors="pt")
         with torch.no_grad():
@@ -115,8 +115,8 @@ def test_boxes(checkpoint, pictures) -> None:
     model = transformers.SamModel.from_pretrained(folder).eval()
     processor = transformers.SamProcessor(transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"))
     boxes = [(3.0 * number, 2.0, 40.0 + number, 30.0) for number in range(len(pictures))]
-    masks = found(load(folder), pictures, boxes)
-    default_masks = found(load(folder), pictures)
+    masks = find_masks(load(folder), pictures, boxes)
+    default_masks = find_masks(load(folder), pictures)
     assert any((mask != default).any() for mask, default in zip(masks, default_masks, strict=True))
     for picture, mask, box in zip(pictures, masks, boxes, strict=True):
         inputs = processor(picture, input_boxes=[[list(box)]], return_tensors="pt")

@@ -89,6 +89,6 @@ def test_memory_options_are_in_the_caches_name_and_in_force(project) -> None:
     loaded = base.load_autoencoder(config.model, config.latents, CPU)
     assert loaded._vae.use_slicing and loaded._vae.use_tiling and loaded._vae.tile_sample_min_height == 256
     for kind in ("wan2.1-t2v", "kandinsky5-image-t2i"):  # it already computes a few frames at a time, or has one frame
-        other = project(kind)
-        assert name(other.config("latents.chunk_frames=3")) == name(other.config())
-    assert name(other.config("latents.tiling=true")) != name(other.config())
+        second_home = project(kind)
+        assert name(second_home.config("latents.chunk_frames=3")) == name(second_home.config())
+    assert name(second_home.config("latents.tiling=true")) != name(second_home.config())

@@ -40,7 +40,7 @@ def loaded(tiny):
     """loaded(name) -> (ours, diffusers' own)."""
     diffusers.utils.logging.set_verbosity_error()
 
-    def both(name: str):
+    def pair(name: str):
         ours, vae = open_autoencoder(tiny, name), open_reference(tiny, name)
         if name == "flux2":  # the variances of the tiny autoencoder are equal
             for model in (ours._vae, vae):
@@ -48,7 +48,7 @@ def loaded(tiny):
             ours._normalizer = ours._make_normalizer(AUTOENCODERS[name].family.normalization)
         return ours, vae
 
-    return cache(both)
+    return cache(pair)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -72,10 +72,10 @@ class Sampled:
     """An autoencoder whose posterior's mode is the drawn sample."""
 
     def __init__(self, vae, sample: torch.Tensor) -> None:
-        self.bn, self.config, self.drawn = vae.bn, vae.config, sample
+        self.bn, self.config, self.sample = vae.bn, vae.config, sample
 
     def encode(self, pixels_BCHW: torch.Tensor) -> SimpleNamespace:
-        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: self.drawn))
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: self.sample))
 
 
 @torch.no_grad()
@@ -146,8 +146,8 @@ def test_what_a_sample_starts_from_equals_the_pipelines(loaded, tiny, name, reco
     finally:
         handle.remove()
     channels = slice(16, 32) if name == "flux" else slice(16)
-    given = latents_BTHWC[:, :1, ..., channels].permute(0, 4, 1, 2, 3)
-    gap = (given - ours.encode(pixels(clip), [5], "sample")).abs().max().item()
+    pipeline_latents = latents_BTHWC[:, :1, ..., channels].permute(0, 4, 1, 2, 3)
+    gap = (pipeline_latents - ours.encode(pixels(clip), [5], "sample")).abs().max().item()
     record_property("largest_difference", gap)
     assert latents_BTHWC.shape[1] == (1 if name == "flux" else 3) and gap <= LIMIT
 
@@ -205,11 +205,11 @@ def test_moments_are_the_pipelines_mean_and_deviation(loaded, name, record_prope
     with torch.no_grad():
         posterior = vae.encode(inputs if kind.takes_time else inputs[:, :, 0]).latent_dist
 
-    def shown(values: torch.Tensor) -> torch.Tensor:
+    def to_latents(values: torch.Tensor) -> torch.Tensor:
         values = to_squares(values) if name == "flux2" else values
         return values if kind.takes_time else values.unsqueeze(2)
 
-    (shift, factor), (center, deviation) = statistics(name, vae), map(shown, (posterior.mode(), posterior.std))
+    (shift, factor), (center, deviation) = statistics(name, vae), map(to_latents, (posterior.mode(), posterior.std))
     moments = ours.encode(inputs, [3, 4], "moments")
     mean, logvar = moments.chunk(2, dim=1)
     assert moments.shape[1] == 2 * kind.family.latent_channels
@@ -220,7 +220,7 @@ def test_moments_are_the_pipelines_mean_and_deviation(loaded, name, record_prope
     assert torch.allclose(mean, ours.encode(inputs, [3, 4], "mode"), atol=1e-6)
     sampled = ours.encode(inputs, [3, 4], "sample")
     for i, seed in enumerate((3, 4)):
-        draws = shown(torch.randn(posterior.mean[:1].shape, generator=generator(seed)))
+        draws = to_latents(torch.randn(posterior.mean[:1].shape, generator=generator(seed)))
         mine = mean[i] + (logvar[i] / 2).exp() * draws[0]
         assert (mine - sampled[i]).abs().max() <= 2e-6 and (mine - mean[i]).abs().max() > 0.1
     assert torch.equal(moments, ours.encode(inputs, [5, 6], "moments")), "no seed is used"

@@ -20,7 +20,7 @@ from tests.forms import long
 VAES = {"kandinsky5-image": diffusers.AutoencoderKL, "kandinsky5-video": diffusers.AutoencoderKLHunyuanVideo}
 
 
-def stored(home) -> list[ShardRow]:
+def encode_rows(home) -> list[ShardRow]:
     for program in (discover.run, bucket.run, encode_latents.run):
         home.run(program)
     readers = [open_reader(Store(home.root), f"latents/{name}") for name in home.shards("latents")]
@@ -80,7 +80,7 @@ def test_shards_hold_what_diffusers_encodes(project, task, record_property) -> N
             home.image(f"../source/{path.name}", (64, 64), "", number + 9) for number, path in enumerate(files)
         ]
         home.settings["datasets"][0]["conditioning_data"] = "source"
-    rows = stored(home)
+    rows = encode_rows(home)
     assert len(rows) == len(files)
     largest = max(max(differences(home, row, files, conditions)) for row in rows)
     record_property("largest_difference", largest)
@@ -96,7 +96,7 @@ def test_masks_are_stored_as_means_over_each_latent_s_area(project) -> None:
     for number in range(2):
         home.image(f"{number}.png", (64, 64), "a picture", number)
         Image.fromarray(random // (number + 1)).save(home.media.parent / "masks" / f"{number}.png")
-    rows = stored(home)
+    rows = encode_rows(home)
     expected = [(random // (number + 1)).reshape(8, 8, 8, 8).mean((1, 3)) / 255 for number in range(2)]
     masks = [row.tensors["mask"].numpy() for row in rows]
     assert [mask.shape for mask in masks] == [(1, 8, 8)] * 2
