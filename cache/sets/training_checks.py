@@ -109,7 +109,7 @@ def check_prepared(config: Config) -> None:
 def used_methods(settings: Train, data: TrainSet) -> dict[str, Method]:
     """Return the active sections of train.methods: the configured sections and, if the set has regularization data, the
     section for this data."""
-    configured = settings.methods.configured
+    configured = settings.methods.used
     return {"regularization": Regularization(), **configured} if data.regularization else configured
 
 

@@ -72,11 +72,11 @@ def test_parts_of_every_family(tiny: Tiny, tmp_path: Path, kind: str) -> None:
         file = folder / part / "tokenizer_config.json"
         wrong_class = "T5TokenizerFast" if class_name != "T5Tokenizer" else "Qwen2Tokenizer"
         change(file, tokenizer_class=wrong_class)
-        refused(folder, kind, f"{part} is a {wrong_class.removesuffix('Fast')}, and {family.name} has a {class_name}")
+        refused(folder, kind, f"{part} is a {wrong_class.removesuffix('Fast')}, but {family.name} has a {class_name}")
         change(file, tokenizer_class="TokenizersBackend")
         check()
     change(folder / "scheduler/scheduler_config.json", _class_name="DDIMScheduler", prediction_type="epsilon")
-    assert "remove validation.prompts" in refused(folder, kind, "is of DDIMScheduler")
+    assert "remove validation.prompts" in refused(folder, kind, "DDIMScheduler")
     check_parts(configured(folder, kind, validation={}), ask_hub=False)
 
 
@@ -99,7 +99,7 @@ def test_bucket_and_encoding_refuse_another_size_of_text_encoder(tiny: Tiny, pro
     change(folder / "text_encoder/config.json", hidden_size=4096)
     home.settings["model"]["path"] = str(folder)
     for program in (bucket.run, encode_text.run):
-        with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, of 3 layers 12288, .*_attention_dim = 96"):
+        with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, 12288 for 3 layers, .*_attention_dim = 96"):
             home.run(program)
     assert not home.shards("text")
 
@@ -116,7 +116,7 @@ def test_parts_of_a_repository(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.M
     check_parts(config, ask_hub=True)
     change(folder / "text_encoder" / "config.json", hidden_size=4096)
     check_parts(config, ask_hub=False)
-    with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, and transformer/config\.json has cap_feat_dim"):
+    with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, .*transformer/config\.json has cap_feat_dim"):
         check_parts(config, ask_hub=True)
     (folder / "transformer" / "config.json").unlink()  # as if only the encoders were downloaded
     check_parts(config, ask_hub=True)

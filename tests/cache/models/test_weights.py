@@ -74,7 +74,7 @@ def test_a_missing_part_is_answered_with_what_is_there_and_what_belongs(tmp_path
     (folder / "text_encoder").mkdir()  # without a file in it
     for call in (fingerprint_weights, fetch_components):
         arguments = {"source": str(folder), "revision": None, "parts": ["vae", "text_encoder"]}
-        with pytest.raises(WeightsError, match=r"lacks text_encoder; it holds model_index.json") as caught:
+        with pytest.raises(WeightsError, match=r"lacks text_encoder; .*model_index.json") as caught:
             call(**arguments)
         assert isinstance(caught.value, ValueError)
         assert "vae, text_encoder" in caught.value.next_step

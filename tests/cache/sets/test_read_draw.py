@@ -119,7 +119,7 @@ def test_another_row_in_its_place_is_refused(tmp_path: Path) -> None:
     data = open_set(store, "s1", FAMILY, TASK)
     assert read(data, [1])
     for _ in range(2):
-        with pytest.raises(SetError, match=r"is b; set s1 expects a there"):
+        with pytest.raises(SetError, match=r"is b; set s1 expects a"):
             read(data, [0])
 
 

@@ -81,7 +81,7 @@ def test_a_checkpoint_with_another_scaling_factor_has_a_set_of_its_own(photos, t
     assert trained_on(photos, f"model.path={alone}", f"train.set={second}") == second
 
     # A named set of another autoencoder is refused if the checkpoint shows the difference.
-    with pytest.raises(Exception, match="another autoencoder") as caught:
+    with pytest.raises(Exception, match="autoencoder") as caught:
         trained_on(photos, f"train.set={second}")
     assert caught.value.exit_code == USAGE
 
@@ -123,7 +123,7 @@ def test_a_set_that_is_named_is_used_and_what_differs_is_said(photos) -> None:
         assert 'datasets.photos.prepend is "" in the set and "x" in the configuration' in photos.said
         assert trained_on(photos, f"train.set={name}") == first
         assert "in the configuration" not in photos.said
-    with pytest.raises(Exception, match="was made for sana t2i"):
+    with pytest.raises(Exception, match="sana t2i"):
         photos.run(
             train, f"train.set={first}", "model.family=kandinsky5-image", "model.path=null", "model.flavour=null"
         )

@@ -34,7 +34,7 @@ def test_big_endian_and_strided_input_become_plain():
         (lambda: Array("float32", (2,), bytes(7)), "8 bytes"),
         (lambda: Array("float32", (-1, -1), bytes(4)), "negative"),
         (lambda: Array.from_numpy(np.zeros(1)), "float64"),
-        (lambda: Array.from_numpy(np.zeros(1, "f4"), "bfloat16"), "made from uint16"),
+        (lambda: Array.from_numpy(np.zeros(1, "f4"), "bfloat16"), "uint16"),
         (lambda: Array.from_numpy(np.zeros(1, "f4"), "float16"), "convert it first"),
     ],
 )

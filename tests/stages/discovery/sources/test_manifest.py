@@ -108,9 +108,9 @@ def test_rows_without_a_caption_are_rejected(tmp_path: Path) -> None:
     rows = [{"image": "a.png", "one": "", "two": " "}, {"image": "b.png", "one": "", "two": "x"}]
     items = listed(source(write_table(tmp_path, rows), caption_column=["one", "two"]))
     assert [(reason(row), row["captions"]) for row in items.values()] == [("empty-caption", None), (None, ["x"])]
-    with pytest.raises(LatentpressError, match=r"no column 'caption'; there are: image, one, two"):
+    with pytest.raises(LatentpressError, match=r"no column 'caption'; .*image, one, two"):
         listed(source(write_table(tmp_path, rows)))
-    with pytest.raises(LatentpressError, match=r"no column 'x'; there are"):
+    with pytest.raises(LatentpressError, match="no column 'x'"):
         listed(source(write_table(tmp_path, rows), media_column="x", caption_column=["one"]))
 
 
