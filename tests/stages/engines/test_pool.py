@@ -81,6 +81,6 @@ def test_a_process_that_is_found_dead_takes_no_unit_with_it(tmp_path: Path) -> N
     pool.hear(0, 0)
     assert pool.units() == {0: [], 1: []}
     pool.hear(0, Death("exit code -9"))
-    assert pool.said[-1].endswith("alone: none") and pool.units() == {0: [], 1: []}
+    assert pool.said[-1].endswith(": none") and pool.units() == {0: [], 1: []}
     pool.hear(1, 0)
     assert pool.units() == {1: ["u0"], 0: []}

@@ -24,7 +24,7 @@ def test_a_node_with_other_sources_or_another_root_loads_no_model(tmp_path: Path
     [error] = actor.load("other")
     assert "sources of latentpress" in str(error)
     [error] = UnitActor(Echo, replace(job, generation="later")).load(digest_code())
-    assert f"no plan later under {tmp_path}" in str(error) and loaded == []
+    assert str(tmp_path) in str(error) and "plan later" in str(error) and loaded == []
     try:
         assert actor.load(digest_code()) == [0] and loaded == [job]
         (unit,) = make_units("announced-0")

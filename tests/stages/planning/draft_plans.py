@@ -17,9 +17,11 @@ def config(
     family: str = "kandinsky5-image", unit_mib: float = 0.5, flavour: str | None = None, **dataset: Any
 ) -> Config:
     """One dataset "a" of 64-pixel buckets, in which enlarging is allowed by default."""
-    given = {"id": "a", "instance_data_dir": "a", "resolution": 64, "allow_upscale": True, **dataset}
+    section = {"id": "a", "instance_data_dir": "a", "resolution": 64, "allow_upscale": True, **dataset}
     model = {"family": family, "flavour": flavour}
-    return Config.model_validate({"root": "work", "cache": {"unit_mib": unit_mib}, "model": model, "datasets": [given]})
+    return Config.model_validate(
+        {"root": "work", "cache": {"unit_mib": unit_mib}, "model": model, "datasets": [section]}
+    )
 
 
 def videos(**video: Any) -> Config:
@@ -42,7 +44,7 @@ def clip(number: int, duration: float, rate: float = 25.0, **more: Any) -> dict[
     return row(number, kind="video", duration=duration, rate=rate, frames=round(duration * rate), **more)
 
 
-def planned(settings_: Config, rows: list[dict], multiple: int = 16) -> DraftPlan:
+def plan_rows(settings_: Config, rows: list[dict], multiple: int = 16) -> DraftPlan:
     extra = sorted({name for row in rows for name in row if name.startswith("extra.")})
     table = pa.table({name: [row.get(name) for row in rows] for name in extra}) if extra else None
     media = pa.Table.from_pylist(

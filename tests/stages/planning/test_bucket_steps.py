@@ -20,14 +20,14 @@ WIDTHS, HEIGHTS = photograph_sizes()
 
 
 def config(family: str = "kandinsky5-image", **dataset: Any) -> Config:
-    made = {"id": "a", "instance_data_dir": "a", **dataset}
-    return Config.model_validate({"root": "work", "model": {"family": family}, "datasets": [made]})
+    options = {"id": "a", "instance_data_dir": "a", **dataset}
+    return Config.model_validate({"root": "work", "model": {"family": family}, "datasets": [options]})
 
 
-def planned(made: Config, sizes: list[tuple[int, int]] | None = None, multiple: int | None = None) -> DraftPlan:
+def plan_sizes(pipeline: Config, sizes: list[tuple[int, int]] | None = None, multiple: int | None = None) -> DraftPlan:
     sizes = sizes or list(zip(WIDTHS.tolist(), HEIGHTS.tolist(), strict=True))
     rows = [draft_plans.row(number, *size) for number, size in enumerate(sizes)]
-    return draft_plans.planned(made, rows, multiple or made.model.family_spec.side_multiple)
+    return draft_plans.plan_rows(pipeline, rows, multiple or pipeline.model.family_spec.side_multiple)
 
 
 def buckets(plan: DraftPlan) -> dict[str, Bucket]:
@@ -40,7 +40,7 @@ def sides(plan: DraftPlan) -> set[int]:
     return {side for bucket in buckets(plan).values() for side in (bucket.width, bucket.height)}
 
 
-def lost(plan: DraftPlan) -> dict[str, float]:
+def find_losses(plan: DraftPlan) -> dict[str, float]:
     """path -> share of the area that is cut off, from the crops in the plan."""
     losses = {}
     for row in plan.samples.to_pylist():
@@ -50,7 +50,7 @@ def lost(plan: DraftPlan) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "multiple", "asked", "used"),
+    ("family", "multiple", "option", "step"),
     [
         ("kandinsky5-image", 16, 40, 48),
         ("kandinsky5-image", 16, 1, 16),
@@ -60,37 +60,37 @@ def lost(plan: DraftPlan) -> dict[str, float]:
         ("kandinsky5-video", 128, 64, 128),  # NABLA attention
     ],
 )
-def test_a_step_is_never_finer_than_the_model_s(family: str, multiple: int, asked: int, used: int) -> None:
-    made = config(family, bucket_step=asked, resolution=1024, dataset_type="image")
-    plan = planned(made, multiple=multiple)
-    assert np.gcd.reduce(sorted(sides(plan))) == used
-    assert dataset_table(made.model, made.datasets, plan)[0]["bucket_step"] == used
+def test_a_step_is_never_finer_than_the_model_s(family: str, multiple: int, option: int, step: int) -> None:
+    pipeline = config(family, bucket_step=option, resolution=1024, dataset_type="image")
+    plan = plan_sizes(pipeline, multiple=multiple)
+    assert np.gcd.reduce(sorted(sides(plan))) == step
+    assert dataset_table(pipeline.model, pipeline.datasets, plan)[0]["bucket_step"] == step
 
 
-@pytest.mark.parametrize(("resolution", "used"), [(256, 64), (192, 48), (128, 32), (96, 16), (64, 16), (40, 16)])
-def test_at_a_low_resolution_the_step_is_a_quarter_of_it(resolution: int, used: int) -> None:
+@pytest.mark.parametrize(("resolution", "step"), [(256, 64), (192, 48), (128, 32), (96, 16), (64, 16), (40, 16)])
+def test_at_a_low_resolution_the_step_is_a_quarter_of_it(resolution: int, step: int) -> None:
     """So that square pictures keep the size that was asked for, as near as the model's own stride allows."""
-    made = config(resolution=resolution)
-    plan = planned(made, [(2000, 2000), (3000, 2000)])
-    assert dataset_table(made.model, made.datasets, plan)[0]["bucket_step"] == used
+    pipeline = config(resolution=resolution)
+    plan = plan_sizes(pipeline, [(2000, 2000), (3000, 2000)])
+    assert dataset_table(pipeline.model, pipeline.datasets, plan)[0]["bucket_step"] == step
     square, wide = buckets(plan).values()
     assert abs(square.width - resolution) <= 8 and wide.width > wide.height
 
 
 def test_what_is_cut_off_more_is_the_difference_to_the_finest_step() -> None:
-    made = config(resolution=512)
-    plan, fine = planned(made), lost(planned(config(resolution=512, bucket_step=1)))
-    more = np.mean([share - fine[path] for path, share in lost(plan).items()])
-    (row,) = dataset_table(made.model, made.datasets, plan)
+    pipeline = config(resolution=512)
+    plan, fine = plan_sizes(pipeline), find_losses(plan_sizes(config(resolution=512, bucket_step=1)))
+    more = np.mean([share - fine[path] for path, share in find_losses(plan).items()])
+    (row,) = dataset_table(pipeline.model, pipeline.datasets, plan)
     assert row["cut_off_percent_more"] == pytest.approx(100 * more, abs=0.01) and more > 0.01
     for options in ({"bucket_step": 16}, {"buckets": "family"}):
-        made = config(**options)
-        (row,) = dataset_table(made.model, made.datasets, planned(made))
+        pipeline = config(**options)
+        (row,) = dataset_table(pipeline.model, pipeline.datasets, plan_sizes(pipeline))
         assert (row["bucket_step"], row["cut_off_percent_more"]) == (*options.values(), 0)
 
 
-def warning(made: Config, plan: DraftPlan) -> str | None:
-    return step_warning(made.datasets[0], plan.notes["a"].step)
+def warning(pipeline: Config, plan: DraftPlan) -> str | None:
+    return step_warning(pipeline.datasets[0], plan.notes["a"].step)
 
 
 shapes = st.tuples(st.integers(500, 2600), st.integers(500, 2600))
@@ -107,11 +107,11 @@ shapes = st.tuples(st.integers(500, 2600), st.integers(500, 2600))
 )
 def test_advice_is_true_when_it_is_followed(sizes, resolution, step, kind, more) -> None:
     def tried(step: int) -> tuple[Config, DraftPlan]:
-        made = config(resolution=resolution, resolution_type=kind, bucket_step=step, **more)
-        return made, planned(made, sizes)
+        pipeline = config(resolution=resolution, resolution_type=kind, bucket_step=step, **more)
+        return pipeline, plan_sizes(pipeline, sizes)
 
-    made, plan = tried(step)
-    text, fine = warning(made, plan), tried(1)[1]
+    pipeline, plan = tried(step)
+    text, fine = warning(pipeline, plan), tried(1)[1]
     excluded = set(buckets(fine)) - set(buckets(plan))
     report = plan.notes["a"].step
     assert report is not None and report.dropped == len(excluded)
@@ -125,6 +125,6 @@ def test_advice_is_true_when_it_is_followed(sizes, resolution, step, kind, more)
     assert excluded or step_cost.extra_loss < report.extra_loss
     assert len(set(buckets(fine)) - set(buckets(better))) <= LARGE_LOSS / 2 * len(buckets(fine))
     if more != {"crop": False}:
-        cut = lost(better)
+        cut = find_losses(better)
         shares = [cut[path] for path in cut if path in buckets(fine)]
         assert step_cost.loss == pytest.approx(np.mean(shares) if shares else 0)

@@ -22,7 +22,7 @@ def planned(target: tuple[int, int], source: tuple[int, int], **dataset: Any) ->
     row = draft_plans.row(0, *target, **draft_plans.source(0, *source))
     if options["mask_data"] is not None:
         row |= MASK | {"mask_width": source[0], "mask_height": source[1]}
-    return draft_plans.planned(draft_plans.edits(**options), [row])
+    return draft_plans.plan_rows(draft_plans.edits(**options), [row])
 
 
 def window(geometry: dict[str, Any]) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 from schemas.clips import clip_times
 from schemas.geometry import Bucket
 from stages.planning.plan_builder import DraftPlan
-from tests.stages.planning.draft_plans import VIDEO, bucket_of, clip, config, planned, reasons, row, videos
+from tests.stages.planning.draft_plans import VIDEO, bucket_of, clip, config, plan_rows, reasons, row, videos
 
 
 def starts(plan: DraftPlan) -> list[tuple[float, int]]:
@@ -17,7 +17,7 @@ def starts(plan: DraftPlan) -> list[tuple[float, int]]:
 
 
 def test_a_video_is_cut_to_one_plus_a_multiple_of_four_frames():
-    plan = planned(videos(num_frames=60), [clip(0, 4.0)])
+    plan = plan_rows(videos(num_frames=60), [clip(0, 4.0)])
     assert starts(plan) == [(0.0, 37)]  # 40 times fit into 4 s; 37 = 1 + 36
     assert plan.samples.to_pylist()[0]["rate"] == 10.0
     assert plan.notes["a"].rounded == 1
@@ -28,13 +28,13 @@ FILM = 24000 / 1001
 
 def at_24(rate: float, constant: bool | None = True, duration: float = 20.0, **video: Any) -> DraftPlan:
     settings_ = videos(frame_rate=24.0, **{"num_frames": 61, **video})
-    return planned(settings_, [clip(1, duration, rate=rate, constant_rate=constant)])
+    return plan_rows(settings_, [clip(1, duration, rate=rate, constant_rate=constant)])
 
 
 def test_each_video_keeps_its_own_rate() -> None:
     settings_ = videos(frame_rate="source", num_frames=61, max_repeated_frames=0.0)
     for rate, constant in ((30.0, True), (29.5, False)):
-        plan = planned(settings_, [clip(1, 20.0, rate=rate, constant_rate=constant)])
+        plan = plan_rows(settings_, [clip(1, 20.0, rate=rate, constant_rate=constant)])
         assert plan.samples.to_pylist()[0]["rate"] == rate and plan.notes["a"].repeating == 0
 
 
@@ -77,13 +77,13 @@ def test_a_video_of_nearly_the_rate_repeats_nothing():
 
 
 def test_one_length_for_all_where_only_the_aspect_counts():
-    plan = planned(videos(bucket_strategy="aspect_ratio"), [clip(0, 0.8), clip(1, 3.0)])
+    plan = plan_rows(videos(bucket_strategy="aspect_ratio"), [clip(0, 0.8), clip(1, 3.0)])
     assert starts(plan) == [(0.0, 9)] and reasons(plan) == {"000.jpg": "too-short"}
 
 
 def test_clip_selection():
     def picked(duration: float = 3.0, **video: Any) -> list[float]:
-        return [start for start, _ in starts(planned(videos(**video), [clip(7, duration)]))]
+        return [start for start, _ in starts(plan_rows(videos(**video), [clip(7, duration)]))]
 
     assert picked(clip_selection="head") == [0.0]
     assert picked(clip_selection="middle") == [1.0]
@@ -109,14 +109,14 @@ def test_no_clip_crosses_a_scene_boundary():
 
 def test_too_short_too_long_and_too_slow():
     rows = [clip(0, 0.3), clip(1, 2.0), clip(2, 20.0), clip(3, 2.0, rate=4.0)]
-    plan = planned(videos(max_frames=100, max_repeated_frames=0.5), rows)
+    plan = plan_rows(videos(max_frames=100, max_repeated_frames=0.5), rows)
     assert reasons(plan) == {"000.jpg": "too-short", "002.jpg": "too-long", "003.jpg": "repeats-frames"}
-    assert planned(videos(), rows).notes["a"].repeating == 1
+    assert plan_rows(videos(), rows).notes["a"].repeating == 1
 
 
 def test_an_image_among_videos_has_one_frame():
-    plan = planned(videos(), [clip(0, 2.0), row(1), clip(2, 2.0)])
+    plan = plan_rows(videos(), [clip(0, 2.0), row(1), clip(2, 2.0)])
     assert [Bucket.parse(name).frames for name in bucket_of(plan)] == [9, 1, 9]
     assert plan.samples.to_pylist()[1]["start"] is None
     i2v = config("kandinsky5-video", flavour="i2v-lite-5s", dataset_type="video", video=VIDEO)
-    assert reasons(planned(i2v, [clip(0, 2.0), row(1)])) == {"001.jpg": "no-motion"}
+    assert reasons(plan_rows(i2v, [clip(0, 2.0), row(1)])) == {"001.jpg": "no-motion"}

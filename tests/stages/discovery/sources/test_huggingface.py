@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_captions_of_several_columns(tmp_path: Path) -> None:
     assert [row["captions"] for row in rows] == [["a", "b", "t"], ["a"], None, None]
     assert [(row["problem"] or "").partition(":")[0] for row in rows] == ["", "", "empty-caption", "empty-caption"]
     assert rows[0]["extra.caption"] == "picture 0"
-    with pytest.raises(LatentpressError, match="text'; there are: image, caption, short, title"):
+    with pytest.raises(LatentpressError, match=r"text'; .*image, caption, short, title"):
         scan(open_source(dataset(folder, caption_column=["text"])))
     rows = scan(open_source(dataset(folder, caption_strategy="instanceprompt", instance_prompt="a pet")))
     assert [row["captions"] for row in rows] == [["a pet"]] * 4 and rows[0]["extra.caption"] == "picture 0"
@@ -275,7 +276,7 @@ def test_videofolder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["/none/such/folder", "./none", "a/b/c"])
 def test_a_place_that_is_not_there(place: str) -> None:
-    with pytest.raises(LatentpressError, match="not there"):
+    with pytest.raises(LatentpressError, match=f"{re.escape(place)}: does not exist"):
         scan(open_source(dataset(place)))
 
 

@@ -72,13 +72,13 @@ def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None
             b'{"a": "[[{"}\n{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
             r"t\.jsonl, line 2: is not JSON .*nested",
         ),
-        ("t.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', r"line 3: 'a' is text here and a number on line 1"),
+        ("t.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', r"line 3: 'a' is text .*a number in line 1"),
         ("t.jsonl", b'{"a": "x"}\n{"a": "y", "a": "z"}\n', r"line 2: is not JSON .*twice"),
         ("t.jsonl", b'{"a": "x"}\n[1]\n', r"line 2: is a list, not an object"),
         ("t.jsonl", b'{"a": "x"}\n{"a": "caf\xe9"}\n', r"line 2: is not UTF-8"),
         ("t.jsonl", b'{"a": "x"}\n\n{"a": "\\ud800"}\n', r"line 3: is not JSON .*surrogate"),
         ("t.parquet", b"PAR1 no", r"t\.parquet: can't be read as parquet"),
-        ("t.xlsx", b"", r"valid endings: \.csv, \.jsonl, \.parquet"),
+        ("t.xlsx", b"", r"\.csv, \.jsonl, \.parquet"),
     ],
 )
 def test_a_broken_table_is_named_with_its_line(tmp_path: Path, name: str, data: bytes, says: str) -> None:
@@ -163,7 +163,7 @@ def test_the_column_of_media_is_the_first_usual_one_or_the_one_named() -> None:
     table = pa.table({"id": ["1"], "image": ["a"], "path": ["b"], "list": [["a"]]})
     assert find_media_column(table, None, "t.csv") == "path"
     assert find_media_column(table, "id", "t.csv") == "id"
-    with pytest.raises(LatentpressError, match="no column 'url'; there are: id, image, path, list"):
+    with pytest.raises(LatentpressError, match=r"no column 'url'; .*id, image, path, list"):
         find_media_column(table, "url", "t.csv")
     with pytest.raises(LatentpressError, match=r"no column named file_name.*its columns: id"):
         find_media_column(pa.table({"id": ["1"]}), None, "t.csv")
@@ -180,7 +180,7 @@ def test_a_column_of_bytes_is_named_as_that(tmp_path: Path) -> None:
         with pytest.raises(LatentpressError, match=r"column 'image' contains binary, not file names") as caught:
             find_media_column(table, column, path)
         assert "source: huggingface" in caught.value.next_step
-    with pytest.raises(LatentpressError, match=r"'caption' holds binary, not captions"):
+    with pytest.raises(LatentpressError, match=r"'caption' contains binary, not captions"):
         captions_of(table, "caption")
     pq.write_table(pa.table({"file_name": ["a.png"], "image": image}), path)
     assert find_media_column(read_table(path), None, path) == "file_name"

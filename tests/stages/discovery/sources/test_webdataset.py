@@ -227,7 +227,7 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str,
     ("place", "words"),
     [
         ("none", "does not exist"),
-        ("empty", "no tar"),
+        ("empty", "does not contain a tar"),
         ("empty/x.tar", "No such file"),
         ("s.tar.gz", "does not exist"),
         ("{0..1.tar", "00000"),
