@@ -31,8 +31,8 @@ from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.tables import MEASURES
 from stages.encoding.features.comparison import (
-    MIN_FEATURES_COSINE,
-    MIN_LAYOUT_COSINE,
+    LEAST_FEATURES,
+    LEAST_LAYOUT,
     NEIGHBORS,
     ComparedItems,
     find_clusters,
@@ -124,10 +124,8 @@ def write_items(store: Store, count: int, width: int) -> tuple[Any, list[tuple[s
             meta = ShardMeta(kind="features", fingerprint="bench", unit=name, bucket="448x448@1")
             shards[name] = write_shard(store, meta, rows[begin : begin + IN_SHARD])
     plan = SimpleNamespace(sample_table=pa.table({"sample_id": ids, "kind": ["image"] * len(ids)}))
-    units = [Unit(name, "items", "448x448@1", (), 0) for name in done]
-    return SimpleNamespace(
-        wanted_ids=pa.array(ids), units=units, shard_paths=done, fingerprint="bench", plan=plan
-    ), copies
+    units = [Unit(name, "items", "448x448@1", (), 0) for name in shards]
+    return SimpleNamespace(wanted_ids=pa.array(ids), units=units, done=shards, fingerprint="bench", plan=plan), copies
 
 
 def measure(name: str, work: Callable[[], Any]) -> Any:
@@ -149,8 +147,8 @@ def exact_pairs(layouts: np.ndarray, rows: np.ndarray) -> list[tuple[int, int, f
         best = likeness.max(0)
         best[row] = -1
         near = np.argpartition(-best, NEIGHBORS)[:NEIGHBORS]
-        found += [(row, int(other), float(best[other])) for other in near if best[other] >= MIN_LAYOUT_COSINE]
-    return found
+        pairs += [(row, int(neighbor), float(best[neighbor])) for neighbor in near if best[neighbor] >= LEAST_LAYOUT]
+    return pairs
 
 
 def print_recall(items: ComparedItems, copies: list[tuple[str, str]], ways: dict[str, np.ndarray], sample: int) -> None:
@@ -164,11 +162,12 @@ def print_recall(items: ComparedItems, copies: list[tuple[str, str]], ways: dict
         found_pairs = set(map(tuple, pairs.tolist()))
         cells = [str(len(found_pairs))]
         for case in range(len(COPY_SIDES)):
-            of_side = [tuple(sorted((place[a], place[b]))) for a, b in copies[case :: len(COPY_SIDES)]]
-            cells.append(f"{sum(pair in there for pair in of_side) / max(1, len(of_side)):.3f}")
-        for least in (MIN_LAYOUT_COSINE, 0.8):
-            wanted = [tuple(sorted((a, b))) for a, b, likeness in exact if likeness >= least]
-            cells.append(f"{sum(pair in there for pair in wanted) / max(1, len(wanted)):.3f} of {len(wanted)}")
+            copy_pairs = [tuple(sorted((place[a], place[b]))) for a, b in copies[case :: len(COPY_SIDES)]]
+            cells.append(f"{sum(pair in found_pairs for pair in copy_pairs) / max(1, len(copy_pairs)):.3f}")
+        for least in (LEAST_LAYOUT, 0.8):
+            expected_pairs = [tuple(sorted((a, b))) for a, b, likeness in exact if likeness >= least]
+            count = len(expected_pairs)
+            cells.append(f"{sum(pair in found_pairs for pair in expected_pairs) / max(1, count):.3f} of {count}")
         print_row(name, *cells)
 
 
@@ -186,11 +185,11 @@ def main(argv: list[str] | None = None) -> None:
         print_header("step", "s", "processor s", "peak GiB")
         items = measure("read", lambda: read_items(store, state))
     assert items.vectors is not None
-    neighbors = measured("neighbors by vectors", lambda: find_neighbors(items.vectors))
-    measured("outliers", lambda: find_outliers(neighbors, options.items))
-    by_layouts = measured("candidates by layouts", lambda: find_layout_candidates(items.layouts))
-    measured("clusters", lambda: find_clusters(items.vectors, None))
-    by_vectors = likeliest(neighbors, MIN_FEATURES_COSINE)
+    neighbors = measure("neighbors by vectors", lambda: find_neighbors(items.vectors))
+    measure("outliers", lambda: find_outliers(neighbors, options.items))
+    by_layouts = measure("candidates by layouts", lambda: find_layout_candidates(items.layouts))
+    measure("clusters", lambda: find_clusters(items.vectors, None))
+    by_vectors = likeliest(neighbors, LEAST_FEATURES)
     print_recall(items, copies, {"layouts": by_layouts.pairs, "vectors": by_vectors.pairs}, options.sample)
 
 

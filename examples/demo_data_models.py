@@ -59,9 +59,9 @@ def train_describer(captions: dict[Path, str], checkpoint: Path) -> None:
         answer = torch.tensor(inputs.tokenizer(f"{caption}<|im_end|>").input_ids)
         for (part,) in _parts(Image.open(path)):
             width, height = (np.array([side]) for side in part.size)
-            across, down = fit_sizes(width, height, DESCRIBED**2, PIXEL_MULTIPLE)
-            frames = ItemFrames((np.asarray(part.resize((int(across[0]), int(down[0])), Image.Resampling.LANCZOS)),))
-            item = inputs.prepare(frames, [PRESETS[PROMPT]], 0)
+            across, down = fit_sizes(width, height, DESCRIBED_PIXELS**2, PIXEL_MULTIPLE)
+            picture = ItemFrames((np.asarray(part.resize((int(across[0]), int(down[0])), Image.Resampling.LANCZOS)),))
+            item = inputs.prepare(picture, [PRESETS[PROMPT]], 0)
             question = item.texts[0]["input_ids"]
             marks = (question == inputs.tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
             texts = {

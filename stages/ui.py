@@ -101,7 +101,7 @@ def run(
     with open_socket(host, port) as listener, closing(Proposals()) as proposals:
         port = listener.getsockname()[1]
         address = f"http://{_bracketed(host)}:{port}/"
-        app = guarded_app(project_list, places, proposals, host, port, token, allow_host or ())
+        app = build_guarded_app(project_list, places, proposals, host, port, token, allow_host or ())
         _log_address(console, address, token, new_token)
         for project in project_list.opened():
             if resume_queue(project.site):

@@ -43,9 +43,9 @@ def run(options: PartOptions) -> None:
     measure_cases(options, model if options.tiny else replace(model, bucket="768x512@29"), cases)
 
 
-def is_there(name: str, device: torch.device) -> bool:
-    """Print a row with the reason where it is not."""
-    problem = find_problem(name, nabla.HEAD_DIM, torch.bfloat16, device, has_gradient=trains(name))
+def is_available(name: str, device: torch.device) -> bool:
+    """Whether a backend is available. If it is not, print a row with the reason."""
+    problem = find_problem(name, nabla.HEAD_DIM, torch.bfloat16, device, gradient=trains(name))
     if problem:
         print_row(name, problem.replace("|", "/")[:200], *[""] * (len(COLUMNS) - 2))
     return not problem

@@ -120,7 +120,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
     disabled: bool = Field(False, description="do not discover or plan the dataset")
     source: SourceName | None = Field(
         None,
-        description="kind of the source; by default derived from instance_data_dir: a URL, tar files, a table or a folder",
+        description="kind of the source; derived from instance_data_dir by default: URL, tars, table or folder",
         json_schema_extra={"affects": "media"},
     )
     instance_data_dir: str = Field(

@@ -43,7 +43,7 @@ class RejectedItem:
 
 
 def list_rejected_items(store: Store, config: Config, plan: Plan | None = None) -> list[RejectedItem]:
-    """List the rejected items in the order of the stages. plan: the plan, by default the current one. Raises DamageError if a
+    """List the rejected items in the order of the stages. plan: default: the current plan. Raises DamageError if a
     list is damaged, WeightsError if a checkpoint of the encoding stages is not on this machine."""
     pairs: list[tuple[str, dict[str, Any]]] = []
     for dataset in config.datasets:

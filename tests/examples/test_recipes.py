@@ -202,11 +202,11 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
         changed |= {f"datasets.{dataset.id}.video.{key}": 5 for key in ("num_frames", "min_frames")}
     overrides = tuple(f"{key}={value}" for key, value in changed.items())
     report = run.run(load_config(path, overrides), Options(path, overrides), Console(stderr=io.StringIO()))
-    said = capfd.readouterr().err
-    runs = recipe(name).expert_runs  # of the second, only training and decoding are left
-    assert (report.done, report.remaining, report.rejects) == (5 + 2 * len(runs), 0, []), said
-    for one in runs:
-        own, output = one.train, tmp_path / "output" / one.run_name
+    messages = capfd.readouterr().err
+    runs = recipe(name).expert_runs  # the second run only trains and decodes
+    assert (report.done, report.remaining, report.rejects) == (5 + 2 * len(runs), 0, []), messages
+    for run_config in runs:
+        train_config, output = run_config.train, tmp_path / "output" / run_config.run_name
         train = YAML(typ="safe", pure=True).load(output / "config.yaml")["train"]
         expected = train_config.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
         assert train == expected | {"offload": expected["offload"] | {"streams": False}}

@@ -76,7 +76,7 @@ def test_a_recipe_is_taken_as_it_is(photos: Path, call: Call, monkeypatch: pytes
 
 def test_what_is_refused(photos: Path, call: Call) -> None:
     (photos / "empty").mkdir()
-    for words, message in (
+    for words, name in (
         ((), "not a terminal"),
         (("--yes", "--media", "empty"), "empty"),
         (("--yes", "--media", "nowhere"), "not a folder"),

@@ -41,8 +41,8 @@ def test_each_video_keeps_its_own_rate() -> None:
 SELECTIONS = [
     {"clip_selection": "head"},
     {"clip_selection": "middle"},
-    {"clip_selection": "random", "clips_per_video": 3},
-    {"clip_selection": "uniform", "clips_per_video": 3},
+    {"clip_selection": "random", "clips": 3},
+    {"clip_selection": "uniform", "clips": 3},
     {"clip_selection": "chunks"},
     {"clip_selection": "slide", "clip_stride": 50},
 ]
@@ -98,7 +98,7 @@ def test_clip_selection():
 
 def test_no_clip_crosses_a_scene_boundary():
     cuts = [1.2, 1.5, 3.0]
-    plan = planned(videos(clip_selection="chunks", scenes=True), [clip(0, 4.0, scenes=cuts)])
+    plan = plan_rows(videos(clip_selection="chunks", scenes=True), [clip(0, 4.0, scenes=cuts)])
     clips_found = starts(plan)
     assert clips_found == [(0.0, 9), (1.5, 9), (2.4, 5), (3.0, 9)]  # 1.2 to 1.5 is too short for a clip
     edges = [0.0, *cuts, 4.0]
