@@ -124,7 +124,7 @@ def test_parts_make_the_same_table_and_the_last_of_them_makes_it(home: Project) 
     shutil.copytree(home.folder, second_project.folder, symlinks=True)
     home.run(features.run, "cache.unit_mib=1")
     first = second_project.run(features.run, "cache.unit_mib=1", shard="0/2")
-    assert "once" in first.details["items"] and not (second_project.root / "items").exists()
+    assert "units" in first.details["items"] and not (second_project.root / "items").exists()
     second_project.run(features.run, "cache.unit_mib=1", shard="1/2")
     assert table_bytes(second_project) == table_bytes(home)
 
