@@ -248,7 +248,9 @@ def name_order(root: Path, case: Case, limit: int, steps: int) -> int:
 def largest_pair(data: TrainSet, settings: Train, sizes: Sequence[int]) -> int:
     """The largest number of bytes of two successive sections."""
     schedule, steps = data.make_schedule(settings), range(settings.steps)
-    sections = [set(find().shards) for find in list_sections(data, schedule, 0.0, steps, settings.reading.steps_ahead)]
+    sections = [
+        set(section.shards) for section in list_sections(data, schedule, 0.0, steps, settings.reading.steps_ahead)
+    ]
     return max(sum(sizes[number] for number in one | two) for one, two in pairwise([*sections, set[int]()]))
 
 

@@ -13,12 +13,13 @@ import pyarrow as pa
 import torch
 
 from benchmarks.common import MIB, write_shard
+from cache.sets.table_checks import SetRecord
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.shard_io import open_reader
 from cache.shards.tensors import Array
 from cache.store.store import Store
-from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
+from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA
 
 SHARDS = 2  # shards of each kind
 
@@ -87,8 +88,8 @@ def make_samples(root: Path, shape: tuple[int, ...], bucket: str, batch: int, mi
         rows = [dict(zip(schema.names, row, strict=True)) for row in tables[name]]
         store.write_table(f"sets/s/{name}.arrow", pa.Table.from_pylist(rows, schema))
     family = ("kandinsky5-image", "t2i") if batch > 1 else ("kandinsky5-video", "t2v")
-    info = {"format_version": TABLES_VERSION, "id": "s", "family": family[0], "task": family[1], "null_text": None}
-    data = TrainSet(store, "s", info | {"flavour": "", "generation": "", "validation": []})
+    record = SetRecord(id="s", family=family[0], task=family[1], null_text=None, validation=[])
+    data = TrainSet(store, "s", record)
     write_single_files(root, latents, texts)
     places, files = find_places(store, rels, per)
     sizes = [sum(place[2] for place in each) for each in places]

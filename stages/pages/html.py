@@ -59,17 +59,17 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Caption:
-    """A sample's caption. tokens: number of tokens, None if not known. kept_tokens: number of tokens that the encoder
+    """A sample's caption. tokens: number of tokens, None if not known. kept: number of tokens that the encoder
     kept, None if not known. problem: reason why the numbers are not known."""
 
     text: str
     tokens: int | None = None
-    kept_tokens: int | None = None
+    kept: int | None = None
     problem: str = ""
 
     @property
     def is_whole(self) -> bool:
-        return not self.problem and self.tokens == self.kept_tokens
+        return not self.problem and self.tokens == self.kept
 
     @property
     def note(self) -> str:
@@ -77,7 +77,7 @@ class Caption:
             return self.problem
         if self.is_whole:
             return f"{self.tokens} tokens"
-        return f"truncated: {self.kept_tokens} of {self.tokens} tokens kept"
+        return f"truncated: {self.kept} of {self.tokens} tokens kept"
 
 
 @dataclass(frozen=True)
