@@ -229,7 +229,7 @@ def test_a_stage_that_a_signal_ended_is_called_so(home: Project, monkeypatch: py
         with pytest.raises(LatentpressError) as caught:
             home.run(run.run)
         assert (caught.value.message, caught.value.exit_code) == (message, code)
-        assert "run the same command again" in caught.value.next_step
+        assert "Run the same command again" in caught.value.next_step
 
 
 @pytest.mark.slow
