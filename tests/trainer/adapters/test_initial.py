@@ -78,7 +78,7 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
             {"targets": [".*to_k"]},
             "adapts other modules than this run: only the file has transformer.transformer_bl",
         ),
-        (None, {}, "attn1.to_q is 3 x 3, and in the transformer"),
+        (None, {}, "attn1.to_q is 3 x 3"),
     ):
         save_file(tensors, file, header)
         config = make_config("sana", adapter={"init": str(file), **settings})

@@ -218,7 +218,7 @@ def test_the_checkpoint_before_a_damaged_one_is_found(tmp_path: Path, damage: st
     result, damaged = resume.newest_checkpoint(tmp_path, verify=True)
     assert result is not None and result.step == 1
     assert [path for path, _ in damaged] == [last] and damaged[0][1]
-    assert "is kept as damaged-step-000002.1" in checkpoint.quarantine(*damaged[0], result)
+    assert "damaged-step-000002.1" in checkpoint.quarantine(*damaged[0], result)
     checkpoint.prune(tmp_path, 1)
     assert newest(tmp_path).step == 1
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "damaged-step-000002.1"}
