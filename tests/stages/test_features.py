@@ -135,7 +135,7 @@ def test_another_vision_model_has_its_own_size_and_what_shows_pictures_to_it_mat
     shown = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}}
     (folder / "preprocessor_config.json").write_text(json.dumps(shown))
     home.settings["features"] |= {"model": str(folder)}
-    with pytest.raises(LatentpressError, match="features.size") as caught:
+    with pytest.raises(LatentpressError, match=r"features\.size") as caught:
         home.run(features.run)
     assert caught.value.next_step == "remove features.size"
     del home.settings["features"]["size"]
