@@ -227,7 +227,7 @@ def test_a_plan_depends_on_features_only_where_a_filter_or_a_share_says_so(home:
 
 def test_a_filter_without_the_section_names_what_to_add(home: Project) -> None:
     home.settings.pop("features")
-    with pytest.raises(LatentpressError, match="where: duplicate_of is a column that `features` makes") as caught:
+    with pytest.raises(LatentpressError, match="where: column duplicate_of") as caught:
         home.run(bucket.run, "datasets.photos.where=duplicate_of is null")
     assert "features: {}" in caught.value.next_step
 
