@@ -181,6 +181,6 @@ def test_a_model_whose_processor_needs_torchvision_is_refused_before_it_is_loade
     home = describing(project, tiny, model=str(folder))
     home.image("one.png", (64, 48), None)  # type: ignore[arg-type]
     home.run(discover.run)
-    with pytest.raises(WeightsError, match=r"its processor can't be made here: .*orchvision") as caught:
+    with pytest.raises(WeightsError, match=r"orchvision") as caught:
         home.run(caption.run)
     assert "install torchvision" in caught.value.next_step

@@ -135,7 +135,7 @@ def cumulative(settings: Timesteps, sigma: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {},
         {"mean": -0.5, "std": 0.6},
