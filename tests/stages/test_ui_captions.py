@@ -40,7 +40,7 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     zero = server.post(f"/captions/{a}/save", text="a\0cat")
     assert zero.status == 409 and "zero byte" in zero.json["error"]
     again = server.post(f"/captions/{a}/save", text="late")
-    assert again.status == 409 and "edited meanwhile" in again.json["error"]
+    assert again.status == 409 and "edited this caption" in again.json["error"]
     edited = server.get("/captions?edited=1&words=new").text
     assert "1 of 2 items, 1 edited" in edited and "a &lt;i&gt;new" in edited and "a &lt;b&gt;bold" in edited
     before = json.dumps(["a <i>new</i> one", "and more"])
