@@ -190,7 +190,7 @@ def test_an_output_that_can_not_be_made_is_named() -> None:
         ({"verb": "remove"}, "queue remove needs the numbers of entries"),
         ({"verb": "run", "entries": [1]}, "queue run takes no entries"),
         ({"verb": "remove", "entries": [9]}, "entry 9 does not exist; the queue has: 1"),
-        ({"verb": "add"}, "entry 1 .*waiting"),
+        ({"verb": "add"}, r"entry 1 .*waiting"),
     ],
 )
 def test_what_can_not_be_is_refused(home: Project, words: dict, says: str) -> None:

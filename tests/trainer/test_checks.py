@@ -142,7 +142,7 @@ def test_weights_and_biases_without_a_key_is_refused(home: Project, monkeypatch:
 
     settings, errors = SimpleNamespace(settings=SimpleNamespace(mode="online")), SimpleNamespace(Error=NoKey)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(setup=lambda: settings, login=login, errors=errors))
-    with pytest.raises(LatentpressError, match="Weights & Biases .*: no key"):
+    with pytest.raises(LatentpressError, match=r"Weights & Biases .*: no key"):
         home.run(checks.run, "train.trackers=[wandb]")
 
 
