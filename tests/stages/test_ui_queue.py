@@ -31,7 +31,7 @@ def test_entries(home: Project, server: UiServer) -> None:
     for name in ("one", "two", "three"):
         assert server.post("/queue/add", run=name, overrides="train.steps=3\n\n").status == 200
     again = server.post("/queue/add", run="two")
-    assert again.status == 409 and "entry 2, which is waiting, trains in" in again.json["error"]
+    assert again.status == 409 and "entry 2 (waiting)" in again.json["error"]
     wrong = server.post("/queue/add", run=HOSTILE)
     assert wrong.status == 409 and "train.run" in wrong.json["error"]
     elsewhere = server.post("/queue/add", overrides="output=/tmp/elsewhere")

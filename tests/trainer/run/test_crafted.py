@@ -91,7 +91,7 @@ def test_a_crafted_validation_prompt_is_named(make_config, make_set, made, part)
     make_set(config, items, null, prompts)
     data = find_set(config.root, "current", config.model.family, config.model.task)
     data.text_widths = {}
-    with pytest.raises(DamageError, match=r"row \d+, id set1-.*(NaN|condition is of shape \(16, 2, 8, 8\))"):
+    with pytest.raises(DamageError, match=r"row \d+, id set1-.*(NaN|condition has shape \(16, 2, 8, 8\))"):
         _ = data.validation
 
 
