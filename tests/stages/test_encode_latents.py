@@ -65,7 +65,7 @@ def test_no_write_permission_is_named(planned) -> None:
         config = planned.config
         planned.config = lambda *overrides: saved  # type: ignore[method-assign]
         assert config
-        expect(planned, "permission denied", "right")()
+        expect(planned, "permission denied")()
 
     saved = planned.config()
     assert in_child(work) == 0

@@ -199,7 +199,7 @@ def test_a_failing_stage_stops_the_run_with_its_message(home: Project) -> None:
     code, _, document, log = latentpress(home, "run")
     assert code == 3
     assert document["error"]["message"].startswith("discover: datasets.photos.instance_data_dir: ")
-    assert log.count("holds no images") == 1 and log.count(document["error"]["next_step"]) == 1
+    assert log.count("does not contain images") == 1 and log.count(document["error"]["next_step"]) == 1
 
 
 def test_an_output_that_is_no_folder_is_named_before_the_first_stage(home: Project) -> None:
