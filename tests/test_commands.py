@@ -94,10 +94,9 @@ SHELL = subprocess.Popen  # as it is before a test lets programs be forks
 
 
 def arguments(command: str) -> list[str]:
-    """Of a new process: programs are forks, but for the one that talks to the Hub, which is found when its library is
-    imported; all else is left to a shell."""
+    """Of a new process: programs are forks; all else is left to a shell."""
     words = shlex.split(command)
-    if words[0] == "latentpress" and words[1] != "push":
+    if words[0] == "latentpress":
         return [sys.executable, "-m", program_module(words[1]), *words[2:]]
     return ["bash", "-c", command]
 

@@ -66,7 +66,7 @@ def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub
     (run.folder / "result.json").write_bytes(format_record({"step": 4, "result": "", "weights": "trained"}))
     home.run(push.run)
     repo = f"{REPO}-low" if kind == EXPERTS else REPO
-    for name, content in models.repositories[repo].files.items():
+    for name, content in models.files(repo).items():
         (here / repo / name).parent.mkdir(parents=True, exist_ok=True)
         (here / repo / name).write_bytes(content)
     base = here / run.config.model.flavour_spec.repo

@@ -57,7 +57,7 @@ def no_secret(home: Project, said: str) -> None:
 def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
     forked_programs: None, home: Project, models: ModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models.answer = lambda method, path: 401
+    models.failures["create_repo"] = 401
     with serve_webhook() as live:
         monkeypatch.setenv("LIVE_HOOK", live.url)
         code, report, said = run(home)
@@ -68,7 +68,7 @@ def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
         assert [(row["program"], row["exit_code"]) for row in unsent] == [("notify", 3)]
         assert "the webhook of DEAD_HOOK did not take the message" in Path(unsent[0]["log"]).read_text()
         no_secret(home, said)
-        models.answer = lambda method, path: 0
+        models.failures.clear()
         code, report, said = run(home)
         assert code == 0 and report["done"] == 0, "with a dead webhook as without"
         assert live.texts() == found, "nothing is sent again"
@@ -76,10 +76,8 @@ def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
     assert len(found) == 2 + len(wanted) and all(any(words in text for text in found) for words in wanted)
     assert "started" in found[0] and "finished" in found[-1]
     assert sum(bool(each["attachments"]) for each in live.received) == 3
-    assert report["details"]["hub"] == f"{models.url}/me/colors" and report["remaining"] == 0
-    assert {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"} == {
-        *models.repositories["me/colors"].files
-    }
+    assert report["details"]["hub"] == "https://hub.invalid/me/colors" and report["remaining"] == 0
+    assert {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"} == {*models.files("me/colors")}
     assert not (home.folder / "output/first/failure.json").exists()
     no_secret(home, said)
 
