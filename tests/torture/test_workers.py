@@ -1,4 +1,4 @@
-"""Several processes at one job, and at the same unit: whichever is killed, nothing is lost and the bytes are the same."""
+"""Several processes at one job, or at one unit: whichever is killed, nothing is lost, and the bytes are the same."""
 
 import multiprocessing
 import os
