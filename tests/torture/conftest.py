@@ -17,7 +17,7 @@ from cache.shards.tensors import Array
 from cache.store.store import Store
 from tests.project import Project
 from tests.torture.kills import Steps
-from tests.torture.programs import PROGRAMS, AtWork, Given
+from tests.torture.programs import PROGRAMS, AtWork, Given, Program
 
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
 STEM = "text/f00d/t-1"
@@ -114,5 +114,11 @@ def at_work(
     monkeypatch: pytest.MonkeyPatch,
     steps: Steps,
     imported: None,
-) -> Callable[[str], AtWork]:
-    return lambda name: AtWork(PROGRAMS[name], Given(project, tiny, monkeypatch), steps)
+) -> Callable[[str | Program], AtWork]:
+    """at_work(name of one of PROGRAMS, or a program)"""
+
+    def make(program: str | Program) -> AtWork:
+        program = PROGRAMS[program] if isinstance(program, str) else program
+        return AtWork(program, Given(project, tiny, monkeypatch), steps)
+
+    return make

@@ -49,9 +49,9 @@ class Given:
 # -- inputs ----------------------------------------------------------------------------------------------------
 
 
-def add_pictures(home: Project, captions: bool = True) -> Project:
+def add_pictures(home: Project, captions: bool = True, count: int = 4) -> Project:
     home.settings["cache"] = UNITS
-    for number in range(4):
+    for number in range(count):
         path = home.image(f"{number}.png", (64, 64) if number % 2 else (128, 64), f"picture {number}", number)
         if not captions:
             path.with_suffix(".txt").unlink()
