@@ -29,7 +29,7 @@ DOCKER = "needs Docker"
 PIP = "installs; tests/test_wheel.py installs each way in environments of its own"
 ELSEWHERE = "needs another machine"
 CARD = "needs a card"
-HOSTS = "tests/torture/test_two_hosts_train.py runs it on two hosts"
+HOSTS = "tests/torture/test_two_hosts.py runs it on two hosts"
 RAY = "tests/torture/test_ray.py runs it on a cluster"
 SET = "set for all commands of the document"
 #: document -> beginning of a command -> why it is not run.
