@@ -1,6 +1,5 @@
 """Files made with intent, one lie each, all checksums in order: DamageError names the shard; nothing else happens."""
 
-import ast
 import gzip
 import json
 import struct
@@ -25,7 +24,6 @@ from tests.torture.kills import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-ROOT = Path(__file__).parents[2]
 ARROW, TAR, SIDECAR = "text/f00d/t-1.arrow", "text/f00d/t-1.tar", "text/f00d/t-1.tar.json"
 MEMORY = 512 << 20
 TERABYTE = 1 << 40
@@ -213,17 +211,11 @@ def change_header(data: bytearray, **changes: Any) -> None:
 
 HEADERS: dict[str, dict[str, Any]] = {
     "a link": {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
-    "a hard link": {"type": tarfile.LNKTYPE, "linkname": "../../x"},
     "a device": {"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 3},
-    "a pipe": {"type": tarfile.FIFOTYPE},
-    "a folder": {"type": tarfile.DIRTYPE},
     "sparse": {"type": tarfile.GNUTYPE_SPARSE},
     "PAX": {"type": tarfile.XHDTYPE},
-    "global PAX": {"type": tarfile.XGLTYPE},
-    "a long name": {"type": tarfile.GNUTYPE_LONGNAME},
     "another size": {"size": 8**11 - 1},
     "a name that leads out": {"name": "../../evil.safetensors"},
-    "an absolute name": {"name": "/tmp/evil.safetensors"},
     "another row's name": {"name": "id1.safetensors"},
 }
 
@@ -280,46 +272,10 @@ def test_a_terabyte_of_nothing(store: Store, format: str, name: str) -> None:
     check_refused(store, rel, says, memory=MEMORY if is_tar else 0)
 
 
-# -- names, and code -----------------------------------------------------------------------------------------
+# -- names --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rel", ["/etc/x.arrow", "../x.arrow", "text/../../x.tar", "text//x.arrow", "a\0b.arrow"])
 def test_a_shard_is_read_below_the_root_alone(store: Store, rel: str) -> None:
     with pytest.raises(DamageError, match="leads out"):
         shard_io.open_reader(store, rel)
-
-
-SOURCES = [path for top in ("schemas", "cache", "stages", "trainer") for path in sorted((ROOT / top).rglob("*.py"))]
-#: What its own processes send each other is not stored, and nobody else writes it.
-OWN_PROCESSES = {"stages/engines/sandbox.py"}
-UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-
-
-def test_nothing_that_is_read_can_choose_code_and_a_tar_is_never_unpacked() -> None:
-    found = []
-    for path in SOURCES:
-        name, text = path.relative_to(ROOT).as_posix(), path.read_text()
-        for node in ast.walk(ast.parse(text)):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            if any(module.split(".")[0] in UNSAFE for module in modules) and name not in OWN_PROCESSES:
-                found.append(f"{name}:{node.lineno} imports {modules}")
-            if isinstance(node, ast.Call) and (why := find_unsafe_call(node)):
-                found.append(f"{name}:{node.lineno} {why}")
-        found += [f"{name} {call}" for call in (".extractall(", "shutil.unpack_archive") if call in text]
-    assert found == []
-
-
-def find_unsafe_call(node: ast.Call) -> str:
-    called = ast.unparse(node.func)
-    options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-    if called.endswith("torch.load") and options.get("weights_only") != "True":
-        return "torch.load without weights_only=True"
-    if called in ("np.load", "numpy.load") and options.get("allow_pickle") == "True":
-        return "numpy.load with pickles"
-    return called if called in ("eval", "exec", "yaml.load") or options.get("trust_remote_code") == "True" else ""
-
-
-def test_the_search_for_pickles_finds_one() -> None:
-    call = ast.parse("torch.load(path, weights_only=False)").body[0].value
-    assert find_unsafe_call(call) and not find_unsafe_call(ast.parse("torch.load(p, weights_only=True)").body[0].value)
