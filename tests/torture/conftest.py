@@ -17,11 +17,10 @@ from cache.shards.tensors import Array
 from cache.store.store import Store
 from tests.project import Project
 from tests.torture.kills import Steps
-from tests.torture.programs import PROGRAMS, AtWork, Given, Program
+from tests.torture.programs import PROGRAMS, AtWork, Given
 
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
 STEM = "text/f00d/t-1"
-FORMATS = ("arrow", "webdataset")
 
 
 @pytest.fixture
@@ -42,8 +41,6 @@ def imported() -> None:
 class Shards:
     """One tiny unit of four rows. The second has no "pooled"."""
 
-    stem = STEM
-
     @staticmethod
     def row(number: int, width: int = 5) -> ShardRow:
         rng = np.random.default_rng(number)
@@ -62,11 +59,6 @@ class Shards:
                 out.add(cls.row(number, width))
             out.set_aside(RejectedMember("bad", "unreadable", "it is empty"))
             return out.finish()
-
-
-@pytest.fixture
-def shards() -> type[Shards]:
-    return Shards
 
 
 @pytest.fixture
@@ -109,16 +101,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 @pytest.fixture
 def at_work(
-    project: Callable[..., Project],
-    tiny: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    steps: Steps,
-    imported: None,
-) -> Callable[[str | Program], AtWork]:
-    """at_work(name of one of PROGRAMS, or a program)"""
-
-    def make(program: str | Program) -> AtWork:
-        program = PROGRAMS[program] if isinstance(program, str) else program
-        return AtWork(program, Given(project, tiny, monkeypatch), steps)
-
-    return make
+    project: Callable[..., Project], tiny: Callable[[str], Path], steps: Steps, imported: None
+) -> Callable[[str], AtWork]:
+    return lambda name: AtWork(PROGRAMS[name], Given(project, tiny), steps)

@@ -11,21 +11,18 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from cache.sets.set_lookup import find_set
 from cache.sets.trainset import SetError
-from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, caption, discover, encode_latents, encode_text, encode_vision, export, features, index, masks
-from stages.encoding.text.worker import TextWorker
 from tests.processes import Child
 from tests.project import Project
 from tests.stages.describing import describing
@@ -33,8 +30,7 @@ from tests.stages.encoding.features.photographs import photograph
 from tests.stages.segmenting import masking
 from tests.torture.kills import Steps, die, fill_disk
 
-UNITS = {"unit_mib": 0.004}  # each picture is a unit
-VISION = {"size": 84, "batch_size": 4}
+PICTURES, UNITS = 4, {"unit_mib": 0.004}  # each picture is a unit
 
 
 @dataclass
@@ -43,18 +39,15 @@ class Given:
 
     project: Callable[..., Project]
     tiny: Callable[[str], Path]
-    monkeypatch: pytest.MonkeyPatch
 
 
 # -- inputs ----------------------------------------------------------------------------------------------------
 
 
-def add_pictures(home: Project, captions: bool = True, count: int = 4) -> Project:
+def add_pictures(home: Project) -> Project:
     home.settings["cache"] = UNITS
-    for number in range(count):
-        path = home.image(f"{number}.png", (64, 64) if number % 2 else (128, 64), f"picture {number}", number)
-        if not captions:
-            path.with_suffix(".txt").unlink()
+    for number in range(PICTURES):
+        home.image(f"{number}.png", (64, 64) if number % 2 else (128, 64), f"picture {number}", number)
     return home
 
 
@@ -62,13 +55,16 @@ def pictures(given: Given) -> Project:
     return add_pictures(given.project())
 
 
-def done(inputs: Callable[[Given], Project], *programs: Any) -> Callable[[Given], Project]:
-    """Inputs of which these programs have made what they make."""
+def done(inputs: Callable[[Given], Project], *steps: Any) -> Callable[[Given], Project]:
+    """Inputs after these steps: programs that have run, and changes to the project."""
 
     def make(given: Given) -> Project:
         home = inputs(given)
-        for program in programs:
-            assert home.run(program.run).exit_code == 0
+        for step in steps:
+            if callable(step):
+                step(home)
+            else:
+                assert home.run(step.run).exit_code == 0
         return home
 
     return make
@@ -78,18 +74,14 @@ def planned(inputs: Callable[[Given], Project]) -> Callable[[Given], Project]:
     return done(inputs, discover, bucket)
 
 
-def one_more(given: Given) -> Project:
-    """A picture is new since the plan was made."""
-    home = planned(pictures)(given)
+def add_one(home: Project) -> None:
     home.image("new.png", (64, 64), "a new one", 55)
-    home.run(discover.run)
-    return home
 
 
 def copies(given: Given) -> Project:
     """Photographs with copies of them, for the comparison at the end of features."""
     pytest.importorskip("faiss")
-    home = given.project(features={"model": str(given.tiny("dinov2")), **VISION})
+    home = given.project(features={"model": str(given.tiny("dinov2")), "size": 84})
     home.settings["cache"] = {"unit_mib": 1}
     home.settings["stages"] |= {"features": {"threads": 1, "readers": 1}}
     for name in ("chelsea.png", "coffee.png"):
@@ -103,7 +95,10 @@ def copies(given: Given) -> Project:
 
 
 def without_captions(given: Given) -> Project:
-    return add_pictures(describing(given.project, given.tiny), captions=False)
+    home = add_pictures(describing(given.project, given.tiny))
+    for path in home.media.glob("*.txt"):
+        path.unlink()
+    return home
 
 
 def add_clips(home: Project) -> Project:
@@ -121,47 +116,29 @@ def clips_to_mask(given: Given) -> Project:
     return add_clips(masking(given.project, "kandinsky5-video-t2v", classes=["person", "sky"]))
 
 
-def another_clip(make: Callable[[Given], Project]) -> Callable[[Given], Project]:
+def another_clip(home: Project) -> None:
     """A clip is another one than was planned: it is rejected."""
-
-    def changed(given: Given) -> Project:
-        home = make(given)
-        home.video("3.mp4", frames=30)
-        return home
-
-    return changed
+    home.video("3.mp4", frames=30)
 
 
-def edits_without_a_source(given: Given) -> Project:
-    """Pictures that are edited from others. One of those is missing: its caption and the empty one are rejected."""
+def edits(given: Given) -> Project:
+    """Pictures that are edited from other pictures."""
     home = add_pictures(given.project("kandinsky5-image-i2i"))
     for number in range(4):
         home.image(f"../source/{number}.png", (160, 64), "", number + 9)
     home.settings["datasets"][0]["conditioning_data"] = "source"
-    home = planned(lambda given: home)(given)
-    (home.folder / "source" / "3.png").unlink()
     return home
 
 
-def embeddings_with_nan(given: Given) -> Project:
-    """The encoder makes NaN of one text, in this process and its forks."""
-    encode = TextWorker.encode
-
-    def spoiled(self, *batch):
-        for row in encode(self, *batch):
-            if "picture 3" in self.plan.texts[row.id]["text"]:
-                nan = Array.from_numpy(np.full(row.tensors["embeds"].shape, np.nan, "<f4"))
-                row = replace(row, tensors={**row.tensors, "embeds": nan})
-            yield row
-
-    given.monkeypatch.setattr(TextWorker, "encode", spoiled)
-    return planned(lambda given: add_pictures(given.project("sana")))(given)
+def remove_source(home: Project) -> None:
+    """The caption of one picture, and the empty caption of it, are rejected."""
+    (home.folder / "source" / "3.png").unlink()
 
 
-def for_vision(given: Given) -> Project:
-    home = given.project(vision={"model": str(given.tiny("dinov2")), **VISION})
+def to_vision(given: Given) -> Project:
+    home = add_pictures(given.project(vision={"model": str(given.tiny("dinov2")), "size": 84, "batch_size": 4}))
     home.settings["stages"] |= {"encode-vision": {"threads": 1}}
-    return planned(lambda given: add_pictures(home))(given)
+    return home
 
 
 encoded = done(pictures, discover, bucket, encode_text, encode_latents)
@@ -169,30 +146,31 @@ encoded = done(pictures, discover, bucket, encode_text, encode_latents)
 
 @dataclass(frozen=True)
 class Program:
-    """module: of the program. inputs: function that makes them. options: of the command. format: of its shards.
-    rejected: number of members that are rejected."""
+    """module: of the program. inputs: function that makes them. format: of its shards. rejected: number of members that
+    are rejected. to: a folder that it writes to instead of the root."""
 
     module: Any
     inputs: Callable[[Given], Project]
     format: str = "arrow"
     rejected: int = 0
-    options: tuple[tuple[str, str], ...] = ()
+    to: str = ""
 
 
 PROGRAMS = {
     "discover": Program(discover, pictures),
     "features": Program(features, done(copies, discover)),
     "caption": Program(caption, done(without_captions, discover), "webdataset", rejected=1),
-    "masks": Program(masks, another_clip(done(clips_to_mask, discover)), rejected=1),
-    "bucket": Program(bucket, one_more),
+    "masks": Program(masks, done(clips_to_mask, discover, another_clip), rejected=1),
+    "bucket": Program(bucket, done(planned(pictures), add_one, discover)),
     "encode-text": Program(encode_text, planned(pictures)),
-    "encode-text of edits": Program(encode_text, edits_without_a_source, "webdataset", rejected=2),
-    "encode-text with NaN": Program(encode_text, embeddings_with_nan, rejected=1),
+    "encode-text of edits": Program(
+        encode_text, done(edits, discover, bucket, remove_source), "webdataset", rejected=2
+    ),
     "encode-latents": Program(encode_latents, planned(pictures), "webdataset"),
-    "encode-latents of clips": Program(encode_latents, another_clip(planned(clips)), rejected=1),
-    "encode-vision": Program(encode_vision, for_vision, "webdataset"),
+    "encode-latents of clips": Program(encode_latents, done(planned(clips), another_clip), rejected=1),
+    "encode-vision": Program(encode_vision, planned(to_vision), "webdataset"),
     "index": Program(index, encoded),
-    "export": Program(export, done(encoded, index), options=(("to", "exported"),)),
+    "export": Program(export, done(encoded, index), to="exported"),
 }
 
 
@@ -205,7 +183,7 @@ class AtWork:
 
     def __init__(self, program: Program, given: Given, steps: Steps) -> None:
         self.program, self.steps, self.home = program, steps, program.inputs(given)
-        self.options = {name: str(self.home.folder / value) for name, value in program.options}
+        self.options = {"to": str(self.home.folder / program.to)} if program.to else {}
         self.places = [self.home.root, *map(Path, self.options.values())]
         self.kept = self.home.folder / "kept"
         if self.home.root.exists():

@@ -5,7 +5,6 @@ reported as damaged. They run at every step that the program takes on the disk, 
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,10 +12,9 @@ import pytest
 from cache.sets import rejects
 from cache.sets.rejects import make_reject
 from cache.store.store import Store
-from stages import bucket, discover, encode_latents, encode_text, gc, index, verify
-from tests.background import until
-from tests.processes import Child
+from stages import gc, verify
 from tests.project import Project
+from tests.torture.conftest import Shards
 from tests.torture.kills import Steps
 from tests.torture.programs import AtWork
 
@@ -46,10 +44,10 @@ def between(steps: Steps) -> Callable[[Callable[[], object]], None]:
     return arm
 
 
-def leave_unused(home: Project, shards, kind: str, draw: Random) -> None:
+def leave_unused(home: Project, kind: str, draw: Random) -> None:
     """A shard, and a list of rejected items, that no configuration needs, a year old."""
     unit = f"unit-{draw.randrange(1 << 30)}"
-    shards.write(Store(home.root), "arrow", stem=f"{kind}/{UNUSED}/{unit}")
+    Shards.write(Store(home.root), "arrow", stem=f"{kind}/{UNUSED}/{unit}")
     rejects.write_rejects(
         Store(home.root), f"encode-{kind}/{UNUSED}", unit, [make_reject("x", "x", "x", "corrupt", "")]
     )
@@ -59,7 +57,7 @@ def leave_unused(home: Project, shards, kind: str, draw: Random) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gc_at_every_step(
-    at_work: Callable[[str], AtWork], shards, draw: Random, between: Callable, steps: Steps, name: str
+    at_work: Callable[[str], AtWork], draw: Random, between: Callable, steps: Steps, name: str
 ) -> None:
     work, removed = at_work(name), list[int]()
 
@@ -73,7 +71,7 @@ def test_gc_at_every_step(
     expected = work.files()
     work.reset()
     for _ in range(3):
-        leave_unused(work.home, shards, "text" if name == "encode-text" else "latents", draw)
+        leave_unused(work.home, "text" if name == "encode-text" else "latents", draw)
     between(collect)
     work.run()
     steps.arm(-1, collect)
@@ -98,42 +96,20 @@ def test_verify_at_every_step(at_work: Callable[[str], AtWork], between: Callabl
     assert work.files() == work.expected
 
 
-def test_verify_while_a_tar_that_a_set_names_is_replaced(
-    project: Callable[..., Project], imported: None, steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_verify_while_a_shard_that_a_set_names_is_replaced(
+    at_work: Callable[[str], AtWork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the removal of the old one and the new one's appearance there is none; verify looks again."""
-    home, override = project(cache={"unit_mib": 1, "format": "webdataset"}), "cache.format=webdataset"
-    for number in range(4):
-        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    for program in (discover, bucket):
-        home.run(program.run)
-    home.image("3.png", (64, 64), "picture 3", 99)  # another picture: it is rejected
-    for program in (encode_text, encode_latents, index):
-        assert home.run(program.run).exit_code == 0
-    home.image("3.png", (64, 64), "picture 3", 3)
-    between, go_on = tmp_path / "between", tmp_path / "on"
-
-    def wait() -> None:
-        if steps.log[-1][0] == "rename" and steps.log[-1][1].endswith(".tar"):
-            between.touch()
-            until(go_on.exists)
-
-    def work() -> None:
-        steps.arm(-1, wait, at_every_step=True)
-        assert home.run(encode_latents.run, override, retry_set_aside=True).remaining == 0
-
-    running = Child(work)
-    assert running.until(between.exists)
-
-    def sleep(seconds: float) -> None:
-        assert 0 < seconds < 30
-        go_on.touch()
-        assert running.wait() == 0
-
-    try:
-        monkeypatch.setattr(verify, "sleep", sleep, raising=False)
-        report = home.run(verify.run)
+    work = at_work("index")
+    work.run()
+    shard = next(work.home.root.glob("latents/*/*.arrow"))
+    data = shard.read_bytes()
+    shard.unlink()
+    with monkeypatch.context() as changed:
+        changed.setattr(verify, "sleep", lambda seconds: shard.write_bytes(data))
+        report = work.home.run(verify.run)
         assert (report.exit_code, report.damage) == (0, []), "a false alarm"
-        assert go_on.exists(), "nothing was missing"
-    finally:
-        go_on.touch()  # so that it ends, whatever failed
+        assert shard.exists(), "nothing was missing"
+        shard.unlink()
+        changed.setattr(verify, "sleep", lambda seconds: None)
+        assert work.home.run(verify.run).damage

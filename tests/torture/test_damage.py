@@ -10,118 +10,70 @@ from random import Random
 import pyarrow as pa
 import pytest
 
-from cache.sets import plans, rejects, table_checks
-from cache.sets.set_lookup import newest_pointer, open_set
+from cache.sets import plans, rejects
+from cache.sets.set_lookup import open_set
 from cache.sets.table_checks import TABLE_CHECKS as SET_TABLES
-from cache.sets.table_checks import SetPointer, SetRecord, read_set_table
+from cache.sets.table_checks import read_set_table
 from cache.shards import shard_io
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
-from schemas import tables
-from schemas.identity import hash_bytes
+from stages import bucket, discover, encode_latents, encode_text, index
 from stages.discovery import media_table
 from stages.maintenance import checks
 from tests.forms import long
+from tests.project import Project
 from tests.torture.conftest import STEM, Shards
 from tests.torture.kills import forked
 
 pytestmark = pytest.mark.slow
 
-COUNT = 5
 WIDE = 3000  # numbers in a row of a tensor: a shard has several pages
 PAGE = 4096
 MEMORY = 512 << 20
-SET = "sets/0123456789abcdef"
 
 
 # -- a root with one of each ---------------------------------------------------------------------------------------
 
 
-def id_of(number: int) -> str:
-    return hash_bytes(b"%d" % number)
+def encode(home: Project) -> None:
+    for number in range(3):
+        home.image(f"{number}.png", (64, 48), f"picture {number}", number)
+    home.image("broken.png").write_bytes(b"nothing")
+    for program in (discover, bucket, encode_text, encode_latents, index):
+        assert home.run(program.run).exit_code == 0
 
 
-def table(schema: pa.Schema, **values: object) -> pa.Table:
-    """COUNT rows. values: for each column a function of the row's number, or one value."""
-    rows = [{name: value(n) if callable(value) else value for name, value in values.items()} for n in range(COUNT)]
-    return pa.Table.from_pylist(rows, schema)
-
-
-def rejected(name: str) -> list:
-    return [rejects.make_reject("discover", f"photos/{name}", name, "odd", "it is odd")]
-
-
-def write_plan(store: Store) -> None:
-    names = {"path": lambda n: f"{n}.png", "dataset": "photos"}
-    shared = {"sample_id": id_of, "role": "train", **names}
-    cut = {"bucket": "64x32@1", "resize_w": 80, "resize_h": 32, "x": 16, "y": 0}
-    members = [id_of(n) for n in range(COUNT)]
-    units = [
-        {"unit_id": f"{kind}-0", "kind": kind, "bucket": size, "members": members, "estimated_bytes": 7}
-        for kind, size in (("text", ""), ("latents", "64x32@1"))
-    ]
-    active = {"bucket": "64x32@1", "repeats": 2, "weight": 0.5, "regularization": False, "texts": lambda n: [id_of(n)]}
-    samples = {"media_id": id_of, "kind": "image", "geometry": cut, "condition": "none"}
-    texts = {"text_id": id_of, "template": "t", "text": lambda n: f"picture {n}", "negative": False}
-    planned = {
-        "samples": table(tables.SAMPLES_SCHEMA, **shared, **samples),
-        "texts": table(tables.TEXTS_SCHEMA, **texts),
-        "units": pa.Table.from_pylist(units, tables.UNITS_SCHEMA),
-        "active": table(tables.ACTIVE_SCHEMA, **shared, **active),
-    }
-    prompt = {"name": "one", "prompt": "a cat", "negative_prompt": "", "bucket": "64x32@1", "condition": None}
-    validation = [prompt | {"text": id_of(0), "negative": id_of(1)}]
-    info = plans.PlanInfo(family="kandinsky5-image", task="t2i", null_text=id_of(1), validation=validation)
-    generation = plans.publish_plan(store, "k", planned, info).name
-
-    index = {"sample_id": id_of, "role": "train", "dataset": "photos", "bucket": "64x32@1", "repeats": 2, "weight": 0.5}
-    index |= {"regularization": False, "shard": 1, "row": lambda n: n, "texts": lambda n: [n]}
-    store.write_table(f"{SET}/index.arrow", table(tables.INDEX_SCHEMA, **index))
-    set_texts = table(tables.SET_TEXTS_SCHEMA, text_id=id_of, shard=0, row=lambda n: n)
-    store.write_table(f"{SET}/texts.arrow", set_texts)
-    shards = [{"path": f"{kind}/{'f' * 24}/{kind}-0.arrow", "kind": kind} for kind in ("text", "latents")]
-    store.write_table(f"{SET}/shards.arrow", pa.Table.from_pylist(shards, tables.SET_SHARDS_SCHEMA))
-    record = {"id": "0123456789abcdef", "family": "kandinsky5-image", "task": "t2i", "generation": generation}
-    record |= {"null_text": 1, "validation": [{**prompt, "text": 0, "negative": 1}]}
-    store.publish_record(f"{SET}/set.json", SetRecord.model_validate(record))
-    store.publish_record(newest_pointer("kandinsky5-image", "t2i"), SetPointer(id="0123456789abcdef"))
-
-
-def write_root(root: Path) -> Store:
-    store = Store(root)
-    write_plan(store)
-    found = {"path": lambda n: f"{n}.png", "media_id": id_of, "kind": "image", "width": 80, "height": 32}
-    media = table(tables.MEDIA_SCHEMA, **found, captions=["a"])
-    media_table.write_media_table(store, "photos", media, {})
-    media_table.save_partial_table(store, "photos", [media], {})
-    rejects.write_rejects(store, "discover", "photos", rejected("x.png"))
-    return store
+@pytest.fixture
+def store(project: Callable[..., Project], built: Callable[..., Project]) -> Store:
+    """A root with one of each kind of table."""
+    prompts = {"prompts": [{"name": "cat", "prompt": "a cat"}], "size": "64x64", "eval_samples": 0}
+    home = project(cache={"unit_mib": 1}, validation=prompts)
+    home.settings["stages"]["max_reject_fraction"] = 1.0
+    return Store(built(home, encode).root)
 
 
 COMMANDS = {"media": "discover", "plans": "bucket", "sets": "index", "rejects": "discover"}
 TABLES = [
-    *("media/photos/media.arrow", "media/photos/partial/000000.arrow", "rejects/discover/photos.arrow"),
-    *(f"plans/{{}}/{name}" for name in ("samples.arrow", "texts.arrow", "units.arrow", "active.arrow", "plan.json")),
-    *(f"{SET}/{name}" for name in ("index.arrow", "texts.arrow", "shards.arrow", "set.json")),
-    "sets/current-kandinsky5-image-t2i.json",
+    *("media/photos/media.arrow", "rejects/discover/photos.arrow", "sets/current-kandinsky5-image-t2i.json"),
+    *(f"plans/*/{name}" for name in ("samples.arrow", "texts.arrow", "units.arrow", "active.arrow", "plan.json")),
+    *(f"sets/*/{name}" for name in ("index.arrow", "texts.arrow", "shards.arrow", "set.json")),
 ]
 SHARDS = [f"{STEM}.arrow", f"{STEM}.tar", f"{STEM}.tar.json"]
-SHORT = SHARDS[0]
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return write_root(tmp_path / "root")
+def find(store: Store, pattern: str) -> str:
+    (path,) = store.root.glob(pattern)
+    return str(path.relative_to(store.root))
 
 
-@pytest.fixture(params=[SHORT, *map(long, [*SHARDS[1:], *TABLES])])
+@pytest.fixture(params=[SHARDS[0], *map(long, [*SHARDS[1:], *TABLES])])
 def rel(request: pytest.FixtureRequest, store: Store) -> str:
     """Each file of a root in turn."""
     if request.param in SHARDS:
         Shards.write(store, "arrow" if request.param.endswith(".arrow") else "webdataset")
-    return request.param.format(*plans.list_plans(store))
+    return find(store, request.param)
 
 
 def read(store: Store, rel: str) -> object:
@@ -170,7 +122,7 @@ def test_flipped_bits(store: Store, rel: str, draw: Random) -> None:
     names of columns, and the schema again in the footer; a JSON file has spaces, and may get a value that nobody reads.
     """
     data, right = store.read_bytes(rel), read(store, rel)
-    places = draw.sample(range(8 * len(data)), 100)
+    places = draw.sample(range(8 * len(data)), 60)
 
     def work() -> None:
         seen = 0
@@ -186,7 +138,7 @@ def test_flipped_bits(store: Store, rel: str, draw: Random) -> None:
             except DamageError as damage:
                 check_named(damage, store, rel)
                 assert found, f"verify does not find bit {place}"
-        assert seen > 25 if rel == SHARDS[0] or rel.endswith(".json") else seen == len(places)
+        assert seen > 12 if rel == SHARDS[0] or rel.endswith(".json") else seen == len(places)
 
     assert forked(work, memory=MEMORY) == 0, "the reader died"
 
@@ -201,10 +153,10 @@ def test_cut_emptied_and_zeroed(store: Store, rel: str, draw: Random) -> None:
             put(store, rel, changed)
             with pytest.raises(DamageError) as caught:
                 read(Store(store.root), rel)
-            check_named(caught.value, store, rel)
-            for damage in [*verify(Store(store.root), rel)]:
+            found = verify(Store(store.root), rel)
+            assert found, f"verify does not find {len(changed)} bytes"
+            for damage in (caught.value, *found):
                 check_named(damage, store, rel)
-            assert verify(Store(store.root), rel), f"cut to {len(changed)} bytes"
 
     assert forked(work, memory=MEMORY) == 0, "the reader died"
 
@@ -212,9 +164,8 @@ def test_cut_emptied_and_zeroed(store: Store, rel: str, draw: Random) -> None:
 @pytest.mark.long
 def test_verify_finds_all_tables_and_each_that_is_gone(store: Store) -> None:
     count, bad = checks.find_damaged_tables(store)
-    assert count == len(TABLES) and not bad
-    for rel in TABLES:
-        rel = rel.format(*plans.list_plans(store))
+    assert count >= len(TABLES) and not bad
+    for rel in [find(store, pattern) for pattern in TABLES]:
         if rel.startswith(("plans", "sets")) and rel.endswith(".arrow"):
             data = store.read_bytes(rel)
             store.remove(rel)
@@ -228,15 +179,16 @@ def test_verify_finds_all_tables_and_each_that_is_gone(store: Store) -> None:
 @pytest.mark.parametrize(
     ("file", "column", "value"),
     [
-        *(("index", "shard", 2), ("index", "shard", -1), ("index", "row", -1), ("index", "texts", [5])),
-        *(("index", "texts", []), ("index", "null_text", 5), ("index", "role", "validation"), ("index", "repeats", -1)),
-        *(("index", "weight", float("nan")), ("index", "bucket", "x"), ("index", "sample_id", None)),
-        *(("texts", "shard", 2), ("texts", "row", -1), ("texts", "text_id", None), ("shards", "path", None)),
+        *[("index", "shard", 9), ("index", "shard", -1), ("index", "row", -1), ("index", "texts", [99])],
+        *[("index", "texts", []), ("index", "null_text", 99), ("index", "role", "validation")],
+        *[("index", "repeats", -1), ("index", "weight", float("nan")), ("index", "bucket", "x")],
+        *[("index", "sample_id", None), ("texts", "shard", 9), ("texts", "row", -1), ("texts", "text_id", None)],
+        ("shards", "path", None),
     ],
 )
 def test_values_that_lead_astray(store: Store, file: str, column: str, value: object) -> None:
     """Written as a program would write them, so that the checksum is right."""
-    rel = f"{SET}/{file}.arrow"
+    rel = find(store, f"sets/*/{file}.arrow")
     found = store.read_table(rel)
     rows = found.to_pylist()
     rows[0][column] = value
@@ -244,7 +196,7 @@ def test_values_that_lead_astray(store: Store, file: str, column: str, value: ob
     again = Store(store.root)
     with pytest.raises(DamageError) as caught:
         open_set(again, "current", "kandinsky5-image", "t2i")
-    assert SET in caught.value.path
+    assert caught.value.path.startswith(store.path(rel.rpartition("/")[0]))
     assert checks.find_damaged_tables(again)[1]
 
 
@@ -256,18 +208,8 @@ class Open:
 
     def __init__(self, store: Store, format: str) -> None:
         self.store, self.rel = store, Shards.write(store, format, width=WIDE)
-        self.path, self.readers = store.local(self.rel), ReaderPool(store)
-        self.size = self.path.stat().st_size
+        self.readers = ReaderPool(store)
         assert self.read_all() == []
-
-    def change(self, at: int, data: bytes) -> None:
-        with open(self.path, "r+b") as file:
-            file.seek(at)
-            file.write(data)
-
-    def cut(self, size: int) -> None:
-        with open(self.path, "r+b") as file:
-            file.truncate(size)
 
     def read_all(self) -> list[DamageError]:
         """Each row is what was written, or damage that is named."""
@@ -288,12 +230,16 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     made.readers.close()
 
 
-IN_PLACE: dict[str, Callable[[Open, Random], None]] = {
-    "a random byte": lambda it, draw: it.change(draw.randrange(it.size), bytes([draw.randrange(256)])),
-    "cut anywhere": lambda it, draw: it.cut(draw.randrange(1, it.size)),
-    "a zeroed page": lambda it, draw: it.change(draw.randrange(it.size // PAGE) * PAGE, bytes(PAGE)),
-    "a zeroed tail": lambda it, draw: it.change(it.size // 3, bytes(it.size - it.size // 3)),
-    "emptied": lambda it, draw: it.cut(0),
+def cover(data: bytes, at: int, part: bytes) -> bytes:
+    return data[:at] + part + data[at + len(part) :]
+
+
+IN_PLACE: dict[str, Callable[[bytes, Random], bytes]] = {
+    "a random byte": lambda data, draw: cover(data, draw.randrange(len(data)), draw.randbytes(1)),
+    "a zeroed page": lambda data, draw: cover(data, draw.randrange(len(data) // PAGE) * PAGE, bytes(PAGE)),
+    "a zeroed tail": lambda data, draw: cover(data, len(data) // 3, bytes(len(data) - len(data) // 3)),
+    "cut anywhere": lambda data, draw: data[: draw.randrange(1, len(data))],
+    "emptied": lambda data, draw: b"",
 }
 
 
@@ -303,7 +249,11 @@ def test_damaged_while_it_is_open(opened: Open, draw: Random, case: str) -> None
     """Reading a map of a file that was cut would kill the process, so it is forked."""
 
     def work() -> None:
-        IN_PLACE[case](opened, draw)
+        with open(opened.store.local(opened.rel), "r+b") as file:
+            changed = IN_PLACE[case](file.read(), draw)
+            file.seek(0)
+            file.write(changed)
+            file.truncate()
         found = opened.read_all()
         assert found or case in ("a random byte", "cut anywhere", "a zeroed page")
         opened.readers.close()
@@ -320,15 +270,6 @@ def test_a_file_that_is_gone_or_replaced_while_it_is_open_is_still_read(opened: 
     opened.readers.close()
     with pytest.raises(DamageError, match="missing"):
         opened.readers.read(opened.rel, 0)
-
-
-def test_a_table_is_read_again_when_another_takes_its_place(store: Store) -> None:
-    rel = "rejects/discover/photos.arrow"
-    first = store.read_table(rel, table_checks.check_rejects)
-    assert store.read_table(rel, table_checks.check_rejects) is first
-    rejects.write_rejects(store, "discover", "photos", rejected("y.png"))
-    assert store.read_table(rel, table_checks.check_rejects).column("path").to_pylist() == ["y.png"]
-    assert first.column("path").to_pylist() == ["x.png"], "an open table stays as it was"
 
 
 # -- whole, and not what its name says -----------------------------------------------------------------------------
@@ -349,19 +290,6 @@ def test_a_shard_of_another_fingerprint_unit_or_kind(tmp_path: Path, format: str
     assert [str(each) for each in shard_io.verify(store, rel)] == [str(caught.value)]
 
 
-def test_a_tar_next_to_the_description_of_another(tmp_path: Path) -> None:
-    """With as many rows and bytes: the checksums of the rows differ."""
-    store = Store(tmp_path)
-    rel = Shards.write(store, "webdataset")
-    other = Shards.write(store, "webdataset", width=6, stem="text/f00d/t-2")
-    assert store.size(rel) == store.size(other)
-    put(store, rel, store.read_bytes(other))
-    with shard_io.open_reader(store, rel) as reader:
-        for number in range(4):
-            with pytest.raises(DamageError):
-                reader.read(number)
-
-
 def test_a_disk_that_fails_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody should remove a whole shard because a network was away."""
     store = Store(tmp_path)
@@ -372,7 +300,4 @@ def test_a_disk_that_fails_is_not_damage(tmp_path: Path, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(reader, "_row", fail)
         with pytest.raises(StoreError, match="Input/output error"):
-            reader.read(0)
-        monkeypatch.setattr(reader, "_row", lambda number: bytearray(1 << 62))
-        with pytest.raises(MemoryError):
             reader.read(0)

@@ -204,16 +204,10 @@ def test_losses_are_those_of_one_process(cluster: Cluster, launcher: str) -> Non
 def test_machines_need_one_output_folder(cluster: Cluster) -> None:
     cluster.encode()
     cluster.configure(parallel={"strategy": "fsdp2"})
-    mounts = [host.mounts.pop(cluster.place / "output") for host in cluster.hosts]
+    for host in cluster.hosts:
+        del host.mounts[cluster.place / "output"]
     (code, said), (other, _) = cluster.train(LAUNCHES["static"])
     assert code and other and "second can't see" in said and "loading the transformer" not in said
-    for host, mount in zip(cluster.hosts, mounts, strict=True):
-        shutil.rmtree(host.folder / "output")
-        (host.folder / "output").mkdir()
-        host.mounts[cluster.place / "output"] = mount
-    for code, said in cluster.train(LAUNCHES["static"]):
-        assert code == 0, said
-    cluster.check_as_one_process(steps=3)
 
 
 @pytest.mark.parametrize("lost", [1, 0])
