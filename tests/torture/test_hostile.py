@@ -54,9 +54,8 @@ def check_refused(store: Store, rel: str, says: str, memory: int = MEMORY) -> No
 # -- Arrow ---------------------------------------------------------------------------------------------------
 
 
-def described(**changes: Any) -> dict[bytes, bytes]:
-    meta = shard.build_description(ShardMeta("text", "f00d", "t-1", ""), changes.pop("ids", ["id0"]), [])
-    text = shard.canonical_json(meta | changes)
+def described() -> dict[bytes, bytes]:
+    text = shard.canonical_json(shard.build_description(ShardMeta("text", "f00d", "t-1", ""), ["id0"], []))
     return {arrow.DESCRIPTION_KEY: text, arrow.DESCRIPTION_CHECKSUM_KEY: xxhash.xxh3_128_hexdigest(text).encode()}
 
 
